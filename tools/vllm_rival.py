@@ -17,7 +17,7 @@ from weights_bench.model import config_json
 from weights_bench.processes import Remote
 
 from llamarl.config import VllmConfig
-from llamarl.generation.vllm.installed import check_installed
+from llamarl.generation.vllm.limits import check_installed
 from llamarl.generation.vllm.settings import set_environment
 from llamarl.models.architecture import Architecture
 from llamarl.types import Request, Sampling

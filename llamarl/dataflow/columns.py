@@ -8,6 +8,7 @@ Invariant: a column has the same dtype and kind of length in every row.
 import re
 from dataclasses import dataclass
 
+from llamarl.config.check import require
 from llamarl.types import (
     COMPLETION_TEXT,
     GENERATOR_LOGPROBS,
@@ -31,7 +32,7 @@ LENGTHS = {
     TEXT: "UTF-8, one entry per byte",
 }
 DTYPES = ("float64", "float32", "int64", "int32", "uint8")
-NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")  # it is part of a metric's name
+NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +48,21 @@ class Column:
     length: str = NUMBER
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.name, str) and NAME.fullmatch(self.name)):
-            must = "must be up to 40 small letters, digits and _, with a letter first"
-            raise ValueError(f"the name of a column {must}, got {self.name!r}")
-        if self.dtype not in DTYPES:
-            allowed = ", ".join(DTYPES)
-            raise ValueError(
-                f"dtype of column {self.name} must be one of {allowed}, got {self.dtype!r}"
-            )
-        if self.length not in LENGTHS:
-            allowed = f"{NUMBER} or {RESPONSE}"
-            raise ValueError(f"length of column {self.name} must be {allowed}, got {self.length!r}")
-        if self.length == NUMBER and self.dtype != "float64":
-            raise ValueError(
-                f"dtype of column {self.name} must be float64, for it is a number, got {self.dtype}"
-            )
+        check_name("a column", self.name)
+        where = f"of column {self.name}"
+        allowed = f"be one of {', '.join(DTYPES)}"
+        require(self.dtype in DTYPES, f"dtype {where}", allowed, self.dtype)
+        allowed = f"be {NUMBER} or {RESPONSE}"
+        require(self.length in LENGTHS, f"length {where}", allowed, self.length)
+        fits = self.length != NUMBER or self.dtype == "float64"
+        require(fits, f"dtype {where}", "be float64, for it is a number", self.dtype)
+
+
+def check_name(of: str, name: object) -> None:
+    """ValueError unless a column or stage can have this name, which is part of metrics' names."""
+    is_name = isinstance(name, str) and NAME.fullmatch(name) is not None
+    must = "be up to 40 small letters, digits and _, with a letter first"
+    require(is_name, f"the name of {of}", must, name)
 
 
 COLUMNS = {

@@ -18,7 +18,6 @@ A recipe adds stages of its own in task.py:
     stages = [Stage("judge", judge, reads=["prompt", "completion"], writes=["quality"])]
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -26,7 +25,7 @@ from typing import Any
 
 from llamarl.config import Config
 from llamarl.config.check import require, require_choice
-from llamarl.dataflow.columns import COLUMNS, DERIVED, NUMBER, RESPONSE, TEXT, Column
+from llamarl.dataflow.columns import COLUMNS, DERIVED, NUMBER, RESPONSE, TEXT, Column, check_name
 from llamarl.types import (
     COMPLETION_TEXT,
     GENERATOR_LOGPROBS,
@@ -55,15 +54,12 @@ EXECUTORS = {
 TAKEN_NAMES = {*EXECUTORS, *EXECUTORS.values(), "storage", "collector", "evaluate"}
 ROLLOUT, GROUP = "rollout", "group"
 REWARD_COLUMNS, LOSS_COLUMNS = "algorithm.reward_columns", "algorithm.loss_columns"
-STAGE_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")  # of processes and metrics
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """What a stage's function returns for a rollout that is not to be trained on.
-
-    The rest of its group is; `reason`, of small letters, digits and _, is what it is counted under.
-    """
+    """What a stage's function returns for a rollout that is not to be trained on. The rest of its
+    group is; `reason`, of small letters, digits and _, is what it is counted under."""
 
     reason: str
 
@@ -132,26 +128,19 @@ class Stage:
         max_failure_rate: float = 0.1,
     ) -> None:
         """ValueError, naming the stage, for a value that no graph could use."""
-        if not (isinstance(name, str) and STAGE_NAME.fullmatch(name)):
-            must = "must be up to 40 small letters, digits and _, with a letter first"
-            raise ValueError(f"the name of a stage {must}, got {name!r}")
+        check_name("a stage", name)
         if isinstance(run, FrozenModel) and not reads:
             reads = (PROMPT_IDS, RESPONSE_IDS)
-        limits = {
-            "reads": (_is_names(reads), "be a list of names", reads),
-            "writes": (_is_names(writes, Column), "be a list of names and Columns", writes),
-            "per": (per in (ROLLOUT, GROUP), f'be "{ROLLOUT}" or "{GROUP}"', per),
-            "workers": (
-                _is_in(workers, 1, 1024) and int(workers) == workers,
-                "be 1 to 1024",
-                workers,
-            ),
-            "timeout_s": (_is_in(timeout_s, 1e-3, 86400), "be 0.001 to 86400", timeout_s),
-            "max_failure_rate": (_is_in(max_failure_rate, 0, 1), "be 0 to 1", max_failure_rate),
-        }
-        for key, (holds, must, got) in limits.items():
-            if not holds:
-                raise ValueError(f"{key} of stage {name} must {must}, got {got!r}")
+        are_workers = _is_in(workers, 1, 1024) and int(workers) == workers
+        for key, holds, must, got in (
+            ("reads", _is_names(reads), "be a list of names", reads),
+            ("writes", _is_names(writes, Column), "be a list of names and Columns", writes),
+            ("per", per in (ROLLOUT, GROUP), f'be "{ROLLOUT}" or "{GROUP}"', per),
+            ("workers", are_workers, "be 1 to 1024", workers),
+            ("timeout_s", _is_in(timeout_s, 1e-3, 86400), "be 0.001 to 86400", timeout_s),
+            ("max_failure_rate", _is_in(max_failure_rate, 0, 1), "be 0 to 1", max_failure_rate),
+        ):
+            require(holds, f"{key} of stage {name}", must, got)
         columns = [COLUMNS.get(c, Column(c)) if isinstance(c, str) else c for c in writes]
         values = (name, run, tuple(reads), tuple(columns), per, workers, timeout_s)
         for key, value in zip(self.__slots__, (*values, max_failure_rate), strict=True):
@@ -316,13 +305,12 @@ def _check_own(stage: Stage, stages: Mapping[str, Stage]) -> None:
 def _check_kinds(stages: Mapping[str, Stage]) -> None:
     """Rewards are numbers; a loss gets one entry per response token."""
     columns = {column.name: column for stage in stages.values() for column in stage.writes}
-    for name in stages[SETTLE].reads:
-        must = f'name columns of length "{NUMBER}" ({name} has "{columns[name].length}")'
-        require(columns[name].length == NUMBER, REWARD_COLUMNS, must, name)
-    for name in stages[TRAIN].reads:
-        must = f'name columns of length "{RESPONSE}" ({name} has "{columns[name].length}")'
-        is_extra = name not in COLUMNS and name != ADVANTAGE
-        require(not is_extra or columns[name].length == RESPONSE, LOSS_COLUMNS, must, name)
+    extra = [name for name in stages[TRAIN].reads if name not in COLUMNS and name != ADVANTAGE]
+    kinds = (REWARD_COLUMNS, stages[SETTLE].reads, NUMBER), (LOSS_COLUMNS, extra, RESPONSE)
+    for key, names, length in kinds:
+        for name in names:
+            must = f'name columns of length "{length}" ({name} has "{columns[name].length}")'
+            require(columns[name].length == length, key, must, name)
 
 
 def _needs(stages: Mapping[str, Stage], writers: Mapping[str, str]) -> dict[str, frozenset[str]]:

@@ -72,19 +72,16 @@ def admission(ready: Sequence[ReadyItem], count: int) -> Sample:
 
 def group_complete(ready: Sequence[ReadyItem], count: int) -> Sample:
     """The oldest groups of which all rollouts are ready; none while more of them would fit."""
-    num_ready: Counter[int] = Counter()
-    members: dict[int, list[int]] = {}
+    groups: dict[int, list[ReadyItem]] = {}
     for item in ready:
-        num_ready[item.group_id] += item.num_rollouts
-        members.setdefault(item.group_id, []).append(item.item_id)
-    sizes = {item.group_id: item.group_size for item in ready}
+        groups.setdefault(item.group_id, []).append(item)
     taken: list[int] = []
-    for group_id, item_ids in members.items():
-        if num_ready[group_id] < sizes[group_id]:
+    for items in groups.values():
+        if sum(item.num_rollouts for item in items) < items[-1].group_size:
             continue
-        if len(taken) + len(item_ids) > count:
+        if len(taken) + len(items) > count:
             return taken, taken
-        taken += item_ids
+        taken += [item.item_id for item in items]
     return (taken, taken) if len(taken) == count else ([], [])
 
 
@@ -141,9 +138,7 @@ def draw(
     sampler: Sampler, ready: Sequence[ReadyItem], count: int, at_least: int = 1
 ) -> tuple[list[int], list[int]]:
     """What `sampler` takes and consumes of `ready`: `at_least` to `count` items, or none.
-
-    TaskError, in one line, if it returns anything else.
-    """
+    TaskError, in one line, if it returns anything else."""
     found = sampler(ready, count)
     if not _is_pair_of_ids(found):
         raise _wrong("be two lists of item ids, those taken and those consumed", found)

@@ -12,6 +12,7 @@ from dataclasses import asdict, fields
 from types import ModuleType
 from typing import Any
 
+from llamarl.config.check import did_you_mean
 from llamarl.dataflow.columns import Column
 from llamarl.dataflow.graph import External, FrozenModel, Stage
 from llamarl.task_file import FILE, STAGES, find, load_module, place_of
@@ -80,8 +81,7 @@ def _named(module: ModuleType, names: Sequence[str]) -> list[Stage]:
         if defined.count(name) > 1:
             raise ValueError(f"{FILE}: {STAGES} must have one {name}, got {defined.count(name)}")
         if name not in defined:
-            near = difflib.get_close_matches(name, defined, n=1)
-            meant = f" (did you mean {near[0]}?)" if near else ""
+            meant = did_you_mean(difflib.get_close_matches(name, defined, n=1))
             listed = ", ".join(defined) or "none"
             raise ValueError(
                 f"{FILE}: {KEY} must name {STAGES} of {FILE} ({listed}), got {name!r}{meant}"

@@ -1,14 +1,16 @@
-"""The one compute thread of an executor process.
+"""The one compute thread of an executor process, and what runs beside it.
 
-Owns: the thread, its command queue, and the loop that alternates commands with background work.
-Does not own: what is computed. Invariant: everything that touches autograd, CUDA or many torch
-threads in this process runs here, one piece at a time; commands run between two work steps.
+Owns: the thread, its command queue, the loop that alternates commands with background work, and
+which of the calls beside it have not ended. Does not own: what is computed. Invariant: everything
+that touches autograd, CUDA or many torch threads in this process runs on the thread, one piece at a
+time; commands run between two work steps.
 """
 
 import asyncio
+import math
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -40,6 +42,7 @@ class ComputeThread:
         self._work: Callable[[], bool] | None = None
         self._on_error = on_error
         self._last: Callable[[], None] | None = None
+        self._is_closing = False  # the thread has seen it
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -74,15 +77,22 @@ class ComputeThread:
     def _next(self, has_work: bool) -> tuple[list[Command], bool]:
         """What to run before the next step, and whether there will be one; waits if there is no
         work."""
+        commands = self._take(has_work)
+        return commands, not self._is_closing
+
+    def _take(self, has_work: bool, most: float = math.inf) -> list[Command]:
+        """The commands that have come, up to `most`; waits for one if there is no work."""
         commands: list[Command] = []
-        while True:
+        while not self._is_closing and len(commands) < most:
             try:
                 command = self._commands.get(block=not has_work and not commands)
             except queue.Empty:
-                return commands, True
+                break
             if command is None:
-                return commands, False
-            commands.append(command)
+                self._is_closing = True
+            else:
+                commands.append(command)
+        return commands
 
     def _step(self) -> bool:
         if self._work is None:
@@ -105,3 +115,35 @@ def _run(command: Command) -> None:
         command.future.set_result(command.call())
     except BaseException as error:  # noqa: BLE001 - the caller gets it, whatever it is
         command.future.set_exception(error)
+
+
+class Background:
+    """What an executor does beside its compute thread: calls on threads, and to others. A caller
+    that gives up does not end its work; `drained` returns only while none runs."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Future[Any]] = set()
+
+    async def run(self, call: Callable[..., T], *args: Any) -> T:
+        """The result of a call on a thread; its exceptions come back."""
+        return await self.wait_for(asyncio.to_thread(call, *args))
+
+    async def wait_for(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of `call`; its exceptions come back."""
+        work = asyncio.ensure_future(call)
+        self._running.add(work)
+        work.add_done_callback(self._ended)
+        return await asyncio.shield(work)
+
+    async def drained(self, limit_s: float) -> None:
+        """Wait until all calls have ended; RuntimeError if that takes longer than `limit_s`."""
+        if self._running:
+            _, late = await asyncio.wait(self._running, timeout=limit_s)
+            if late:
+                raise RuntimeError(f"{len(late)} calls must end within {limit_s:g} s")
+
+    def _ended(self, work: asyncio.Future[Any]) -> None:
+        self._running.discard(work)
+        # Looked at here, too: asyncio logs a failure that is not, as when the caller gave up.
+        if not work.cancelled():
+            work.exception()

@@ -7,20 +7,20 @@ memory is on the device and its weights are of one version.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from llamarl.executors.compute import ComputeThread
 from llamarl.executors.engine_output import EngineOutput
 from llamarl.executors.memory_mover import MemoryMover
-from llamarl.executors.standstill import Standstill
 from llamarl.generation.protocol import Engine, PartialOutput
 from llamarl.metrics.span import Spans
 from llamarl.types import Request
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 
 T = TypeVar("T")
+Time = TypeVar("Time", int, float)
 
 
 class Decoding:
@@ -40,11 +40,8 @@ class Decoding:
     ) -> None:
         self.engine = engine
         self.check, self.fail = output.check, output.fail
-        self._weight_buffer = weight_buffer
-        self._mover = mover
-        self._spans = spans
-        self._output = output
-        self._thread = thread
+        self._weight_buffer, self._mover = weight_buffer, mover
+        self._spans, self._output, self._thread = spans, output, thread
         self._rows: set[int] = set()  # that have not stopped
         self._standstill = Standstill(
             time.monotonic_ns, lambda name, start, end: spans.record(name, start, end, "wait")
@@ -175,3 +172,35 @@ class Decoding:
         end_ns = time.monotonic_ns()
         self._spans.record(name, start_ns, end_ns, tokens=num_tokens, version=self.engine.version)
         return end_ns
+
+
+class Standstill(Generic[Time]):
+    """Why a generator does not decode, and since when; the clock is the caller's.
+
+    `away` are the memory tags that are off the device; `is_mixed` says that some buckets of a
+    version are committed and others not. `record` gets each wait that ended: (reason, start, end).
+    """
+
+    def __init__(self, now: Callable[[], Time], record: Callable[[str, Time, Time], None]) -> None:
+        self.away: set[str] = set()
+        self.is_mixed = False
+        self._now: Callable[[], Time] = now
+        self._record: Callable[[str, Time, Time], None] = record
+        self._waiting: tuple[str, Time] | None = None
+
+    @property
+    def reason(self) -> str:
+        """What decoding waits for: "phase" or "buckets" and, if neither, at most "requests"."""
+        return "phase" if self.away else "buckets" if self.is_mixed else "requests"
+
+    def begin(self) -> None:
+        """Wait for `reason` from now on, if not already."""
+        if self._waiting is None or self._waiting[0] != self.reason:
+            self.end()
+            self._waiting = self.reason, self._now()
+
+    def end(self) -> None:
+        """Record what was waited for until now."""
+        if self._waiting is not None:
+            self._record(*self._waiting, self._now())
+            self._waiting = None

@@ -1,27 +1,27 @@
-"""What a generator's compute thread hands to its event loop.
+"""What a generator's compute thread hands to its event loop, and what that keeps of it.
 
-Owns: the rollouts that stopped and were not collected yet, and the error that ended the engine.
-Does not own: the engine. Invariant: a rollout is taken once; the first error stays.
+Owns: the rollouts that stopped and were not collected yet, the error that ended the engine, and
+the rows that were reported, until the dispatcher has got them. Does not own: the engine, or who
+asks. Invariant: a rollout is taken once; the first error stays.
 """
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 
 from llamarl.generation.protocol import RequestOutput
 from llamarl.generation.scheduler import OpenGroups
-from llamarl.types import Request
+from llamarl.protocols import Report
+from llamarl.types import Request, RolloutInfo
 
 GATHER_S = 0.05  # several decode steps: rollouts of one moment travel in one message
 
 
 class EngineOutput:
-    """`put` and `fail` may be called on any thread; the other methods belong to `loop`.
-
-    All ranks of a replica write the same: without `is_kept`, on ranks other than 0, rollouts are
-    dropped.
-    """
+    """`put` and `fail` may be called on any thread; the other methods belong to `loop`. All ranks
+    of a replica write the same: without `is_kept`, on ranks other than 0, rollouts are dropped."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, is_kept: bool) -> None:
         self._loop, self._is_kept = loop, is_kept
@@ -86,3 +86,33 @@ class EngineOutput:
             is_ready = self._is_ready.is_set()
             self._is_ready.clear()
         return finished, is_ready
+
+
+class KeptRows:
+    """Rows that a replica has reported, numbered in the order in which they stopped.
+
+    A row is kept until a question says that it arrived, so an answer that is lost on its way, with
+    the collector that asked or without, costs nothing. Numbers begin with the time, so that those
+    of a later process or session are higher.
+    """
+
+    def __init__(self) -> None:
+        self._first = time.time_ns()
+        self._rows: list[RolloutInfo] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, rows: Iterable[RolloutInfo]) -> None:
+        """These stopped, after all others."""
+        self._rows += rows
+
+    def forget(self, received: int) -> None:
+        """The rows below this number have arrived."""
+        num_rows = max(0, received - self._first)
+        del self._rows[:num_rows]
+        self._first += num_rows
+
+    def report(self) -> Report:
+        """All that is kept."""
+        return self._first, [*self._rows]

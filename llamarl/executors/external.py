@@ -19,9 +19,8 @@ from llamarl.dataflow.columns import NUMBER
 from llamarl.dataflow.graph import External
 from llamarl.dataflow.samplers import RankAware, Ranks, ReadyItem, make_sampler
 from llamarl.dataflow.task_stages import as_data
-from llamarl.executors.failure_rate import FailureRate
 from llamarl.executors.specs import ExternalSpec
-from llamarl.executors.work_spans import WorkSpans
+from llamarl.executors.stage_calls import FailureRate, WorkSpans
 from llamarl.metrics.span import Spans
 from llamarl.storage.channel import Channel, Packet
 from llamarl.storage.server import Answer, LocalServer
@@ -45,22 +44,13 @@ PATIENCE_S = 30.0  # without a consumer, until the log says what the run waits f
 
 
 @dataclass(slots=True)
-class ProcessCall:
-    """The results so far, by row id, and how many items have none."""
-
-    num_left: int
-    ended: asyncio.Future[None]
-    results: dict[int, StageResult] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class Work:
-    """A rollout, or a group, that a consumer is to process."""
+    """A rollout, or a group, that a consumer is to process; `results` waits for what it finds."""
 
     row_ids: tuple[int, ...]
     prompt: Prompt | None
     ready: ReadyItem
-    call: ProcessCall
+    results: asyncio.Future[list[StageResult]]
     num_leases: int = 0
 
 
@@ -98,9 +88,8 @@ class ExternalExecutor:
         self._changed = asyncio.Event()
         self._server: LocalServer | None = None
         self._warning: asyncio.TimerHandle | None = None
-        self._work = WorkSpans(spans, stage.name, "rows")
-        label, key = f"stage {stage.name}", "its max_failure_rate"
-        self._failures = FailureRate(stage.max_failure_rate, label, key)
+        self._work = WorkSpans(spans, stage.name)
+        self._failures = FailureRate(stage.max_failure_rate, f"stage {stage.name}", "its ")
 
     async def start(self) -> None:
         """Listen at the socket. OSError if the run's folder cannot hold one."""
@@ -108,23 +97,28 @@ class ExternalExecutor:
         self._work.start()
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:
-        """One result per rollout, in order, once consumers have finished them all.
-
-        Raises UserCodeError if more than `max_failure_rate` of the last 1000 failed (judged after
-        50).
-        """
+        """One result per rollout, in order, once consumers have finished them all. UserCodeError if
+        too many failed, see `FailureRate`."""
+        loop, name = asyncio.get_running_loop(), self._stage.name
         if self._warning is None:
-            self._warning = asyncio.get_running_loop().call_later(PATIENCE_S, self._warn)
-        lengths = await self._lengths(items)
-        call = ProcessCall(len(items), asyncio.get_running_loop().create_future())
-        for (row_ids, prompt), tokens in zip(items, lengths, strict=True):
-            self._waiting[row_ids[0]] = Work(row_ids, prompt, _as_ready(row_ids, tokens), call)
+            hint = "stage %s waits for a consumer: StageLoader(RUN, %r) in another process"
+            self._warning = loop.call_later(PATIENCE_S, log.warning, hint, name, name)
+        works = []
+        for (row_ids, prompt), num_tokens in zip(items, await self._lengths(items), strict=True):
+            item = ReadyItem(
+                item_id=row_ids[0],
+                group_id=row_ids[0],
+                group_size=len(row_ids),
+                num_rollouts=len(row_ids),
+                num_prompt_tokens=0,
+                num_tokens=num_tokens,
+            )
+            works.append(Work(row_ids, prompt, item, loop.create_future()))
+            self._waiting[item.item_id] = works[-1]
         self._changed.set()
-        all_ids = [row_id for row_ids, _ in items for row_id in row_ids]
-        with self._work.working(len(all_ids)):
-            if items:
-                await call.ended
-        results = WireList(call.results[row_id] for row_id in all_ids)
+        with self._work.working(sum(len(row_ids) for row_ids, _ in items)):
+            found = await asyncio.gather(*(work.results for work in works))
+        results = WireList(result for of_work in found for result in of_work)
         self._failures.add(results)
         return results
 
@@ -173,11 +167,10 @@ class ExternalExecutor:
                 drawn = {item_id: self._waiting.pop(item_id) for item_id in consumed}
                 self._batches[batch_index] = drawn
                 self._drawn |= drawn
-            if consumed and self._has_ranks:
-                about = self._draw, batch_index
-                asyncio.get_running_loop().call_later(
-                    self._stage.timeout_s, self._check_asked, *about
-                )
+                if self._has_ranks:
+                    asyncio.get_running_loop().call_later(
+                        self._stage.timeout_s, self._check_asked, self._draw, batch_index
+                    )
             if share is not None:
                 self._num_batches += 1
                 # From the batch: what this peer asks for late may be finished by now.
@@ -222,11 +215,8 @@ class ExternalExecutor:
 
     def _check_asked(self, draw: RankAware, batch_index: int) -> None:
         if draw is self._draw and draw.is_missed(batch_index):
-            log.warning(
-                "stage %s waits for a process of its consumer that has not asked for batch %d",
-                self._stage.name,
-                batch_index,
-            )
+            must = "waits for a process of its consumer that has not asked for batch"
+            log.warning("stage %s %s %d", self._stage.name, must, batch_index)
 
     def _start_over(self) -> None:
         """What was drawn and is not leased is for those who begin now; the others have to."""
@@ -238,8 +228,7 @@ class ExternalExecutor:
         leased = {work.row_ids[0] for lease in self._leases.values() for work in lease.works}
         back = {item_id: work for item_id, work in self._drawn.items() if item_id not in leased}
         self._drawn = {item_id: self._drawn[item_id] for item_id in self._drawn.keys() & leased}
-        self._waiting = back | self._waiting
-        self._changed.set()
+        self._queue_first(back)
 
     def _end_lease(self, number: int, when: str = "") -> None:
         """Its time is over: what is in it goes to the next consumer that asks."""
@@ -263,7 +252,10 @@ class ExternalExecutor:
                 for row_id in work.row_ids
             ]
             self._deliver([work], failed)
-        self._waiting = again | self._waiting
+        self._queue_first(again)
+
+    def _queue_first(self, works: dict[int, Work]) -> None:
+        self._waiting = works | self._waiting
         self._changed.set()
 
     def _finish(self, packet: Packet) -> Answer | Awaitable[Answer]:
@@ -315,30 +307,9 @@ class ExternalExecutor:
         each = iter(results)
         for work in works:
             self._drawn.pop(work.row_ids[0], None)
-            call = work.call
-            for row_id in work.row_ids:
-                call.results[row_id] = next(each)
-            call.num_left -= 1
-            if not call.num_left and not call.ended.done():  # unless the run has ended
-                call.ended.set_result(None)
-
-    def _warn(self) -> None:
-        log.warning(
-            "stage %s waits for a consumer: StageLoader(RUN, %r) in another process",
-            self._stage.name,
-            self._stage.name,
-        )
-
-
-def _as_ready(row_ids: tuple[int, ...], tokens: int) -> ReadyItem:
-    return ReadyItem(
-        item_id=row_ids[0],
-        group_id=row_ids[0],
-        group_size=len(row_ids),
-        num_rollouts=len(row_ids),
-        num_prompt_tokens=0,
-        num_tokens=tokens,
-    )
+            found = list(itertools.islice(each, len(work.row_ids)))
+            if not work.results.done():  # else the run has ended
+                work.results.set_result(found)
 
 
 def _as_json(prompt: Prompt) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+from typing import Any
 
 import torch
 
@@ -44,20 +45,17 @@ class GeneratorExecutor:
             raise ValueError(
                 f"generator.num_ranks must be {num_ranks}, got {spec.config.num_ranks}"
             )
-        self._spec = spec
+        self._spec, self._spans = spec, spans
         self._rank, self._num_ranks = rank, num_ranks
-        self._spans = spans
         self._name = f"generator-{spec.replica}-{rank}"
         self._thread: ComputeThread | None = None
         self._parts: tuple[RolloutPart, SourcePart, TargetPart, OffloadPart] | None = None
         self._exit = contextlib.ExitStack()
 
     @property
-    def parts(self) -> tuple[object, ...]:
+    def parts(self) -> tuple[RolloutPart, SourcePart, TargetPart, OffloadPart]:
         """Their methods are the executor's: Generator, WeightSource, WeightTarget, Offloadable.
-
-        RuntimeError before `start`.
-        """
+        RuntimeError before `start`."""
         if self._parts is None:
             raise RuntimeError(f"generator {self._spec.replica} must be started first")
         return self._parts
@@ -75,16 +73,14 @@ class GeneratorExecutor:
 
     async def reset(self) -> None:
         """See `protocols.Resettable`."""
-        assert self._parts is not None, "a generator must be started first"
-        rollouts, _, target, _ = self._parts
+        rollouts, _, target, _ = self.parts
         limit_s = self._spec.weights.timeout_s
         await target.reset(limit_s)
         await rollouts.drained(limit_s)
 
     async def use(self, storage: ColumnStore) -> None:
         """See `protocols.Resettable`."""
-        assert self._parts is not None, "a generator must be started first"
-        self._parts[0].use(storage)
+        self.parts[0].use(storage)
 
     async def close(self) -> None:
         """Stop the engine and free all memory. With several ranks all must be closed."""
@@ -141,23 +137,14 @@ class GeneratorExecutor:
     def _engine(self) -> Engine:
         """The engine of this rank. ValueError if it cannot run the checkpoint or config here."""
         spec, config = self._spec, self._spec.config
-        rank, num_ranks, rendezvous = self._rank, self._num_ranks, self._meeting("engine")
+        place: dict[str, Any] = {"rank": self._rank, "num_ranks": self._num_ranks}
+        place["rendezvous"] = self._meeting("engine")
         if isinstance(config, VllmConfig):
             from llamarl.generation.vllm.vllm_engine import VllmEngine  # here, for it imports vLLM
 
-            return VllmEngine(
-                spec.checkpoint,
-                config,
-                rank=rank,
-                num_ranks=num_ranks,
-                rendezvous=rendezvous,
-                run_id=spec.run_id,
-            )
+            return VllmEngine(spec.checkpoint, config, run_id=spec.run_id, **place)
         assert isinstance(config, EmbeddedConfig)
-        architecture = read_architecture(spec.checkpoint)
-        return EmbeddedEngine(
-            architecture, config, rank=rank, num_ranks=num_ranks, rendezvous=rendezvous
-        )
+        return EmbeddedEngine(read_architecture(spec.checkpoint), config, **place)
 
     def _weight_buffer(self, engine: Engine, device: torch.device) -> WeightBuffer:
         spec, memory = self._spec, engine.memory

@@ -49,7 +49,6 @@ class Lockstep(ComputeThread):
         self._early: defaultdict[int, deque[Command]] = defaultdict(deque)
         self._taken: list[Command] = []  # for this round
         self._error: BaseException | None = None
-        self._is_closing = False
         super().__init__(name, on_error)
 
     def join(self, rendezvous: str) -> None:
@@ -60,10 +59,8 @@ class Lockstep(ComputeThread):
         self._group = form_group(cpu, store, self._rank, self._num_ranks, JOIN)
 
     async def run(self, call: Callable[[], T], key: object = "") -> T:
-        """Run `call`, which all ranks get, between the same two steps on all of them.
-
-        It runs even if the caller is cancelled: it does on the other ranks.
-        """
+        """Run `call`, which all ranks get, between the same two steps on all of them. It runs even
+        if the caller is cancelled: it does on the other ranks."""
         if self._error is not None:
             raise self._error
         future: Future[T] = Future()
@@ -73,8 +70,7 @@ class Lockstep(ComputeThread):
 
     def _next(self, has_work: bool) -> tuple[list[Command], bool]:
         if self._group is None and self._error is None:
-            command = self._commands.get()
-            return ([], False) if command is None else ([command], True)
+            return self._take(has_work, most=1), not self._is_closing
         try:
             if self._error is not None:
                 raise self._error
@@ -84,16 +80,7 @@ class Lockstep(ComputeThread):
             return [], False
 
     def _lead(self, has_work: bool) -> tuple[list[Command], bool]:
-        commands = self._taken = []
-        while not self._is_closing and len(commands) < KEYS_PER_ROUND:
-            try:
-                command = self._commands.get(block=not has_work and not commands)
-            except queue.Empty:
-                break
-            if command is None:
-                self._is_closing = True
-            else:
-                commands.append(command)
+        commands = self._taken = self._take(has_work, KEYS_PER_ROUND)
         ending = STEP if commands or not self._is_closing else STOP
         keys = [_digest(command.key) for command in commands]
         padding = [0] * (KEYS_PER_ROUND - len(keys))
@@ -109,7 +96,7 @@ class Lockstep(ComputeThread):
             return [], False
         self._taken = []
         for key in keys[:num_keys]:
-            self._taken.append(self._command(key))
+            self._taken.append(self._command(key))  # one by one, for the next may never come
         return self._taken, True
 
     def _command(self, key: int) -> Command:

@@ -51,16 +51,13 @@ class MemoryMover:
 
     `mode`: "file" (CPU or CUDA tensors, to files in `folder`), "pinned" (CUDA tensors, to pinned
     host memory) or "none" (nothing ever moves). `label` is unique in the folder, such as
-    `trainer-0`. ValueError if `folder` is missing or lies in memory. Not
-    thread-safe.
+    `trainer-0`. ValueError if `folder` is missing or lies in memory. Not thread-safe.
     """
 
     def __init__(self, mode: str, folder: str, label: str) -> None:
         if mode == "file":
             _require_disk(folder)
-        self._mode = mode
-        self._folder = folder
-        self._label = label
+        self._mode, self._folder, self._label = mode, folder, label
         self._files: dict[str, int] = {}
         self._away: dict[str, _Offloaded] = {}
         self._readers: list[threading.Thread] = []
@@ -88,8 +85,7 @@ class MemoryMover:
         storages = _storages([tensor for tensor in tensors if tensor.device.type != "cpu"])
         num_bytes = sum(stop - start for start, stop in ranges)
         num_bytes += sum(size for _, size in storages)
-        shared = _shared_memory()
-        drops = [(start, stop, _advice(start, stop, shared)) for start, stop in ranges]
+        drops = _drops(ranges)
         away = _Offloaded(tensors, ranges, storages, [], num_bytes, keep)
         if keep:
             self._save(name, away)
@@ -279,27 +275,23 @@ def _transfer(move: Callable[..., int], fd: int, place: int, start: int, stop: i
     return place
 
 
-def _shared_memory() -> list[tuple[int, int, str]]:
-    """(start, stop, path) of this process's shared mappings."""
-    found = []
+def _drops(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(start, stop, how `madvise` frees its pages) of each range. ValueError if one belongs to a
+    real file, in which it would punch a hole."""
+    shared = []
     with open("/proc/self/maps") as maps:
         for line in maps:
             span, permissions, _, _, _, *path = line.split(maxsplit=5)
             if permissions[3] == "s":
                 start, stop = (int(text, 16) for text in span.split("-"))
-                found.append((start, stop, "".join(path).strip()))
-    return found
-
-
-def _advice(start: int, stop: int, shared: Sequence[tuple[int, int, str]]) -> int:
-    """How `madvise` frees the pages of this range. ValueError if they belong to a real file, in
-    which it would punch a hole."""
-    for first, last, path in shared:
-        if first < stop and start < last:
-            if not path.startswith(("/memfd:", "/dev/zero")):
-                raise ValueError(f"shared memory must be anonymous to be offloaded, got {path}")
-            return mmap.MADV_REMOVE
-    return mmap.MADV_DONTNEED
+                shared.append((start, stop, "".join(path).strip()))
+    drops = []
+    for start, stop in ranges:
+        file = next((path for first, last, path in shared if first < stop and start < last), None)
+        if file is not None and not file.startswith(("/memfd:", "/dev/zero")):
+            raise ValueError(f"shared memory must be anonymous to be offloaded, got {file}")
+        drops.append((start, stop, mmap.MADV_DONTNEED if file is None else mmap.MADV_REMOVE))
+    return drops
 
 
 def _ask_for_huge_pages(start: int, stop: int) -> None:

@@ -1,13 +1,14 @@
-"""The passes of one trainer rank over packed rollouts.
+"""The passes of one trainer or reference rank over packed rollouts.
 
 Owns: forward and backward of micro-batches, and what they add to a step's statistics. Does not own:
-which rollouts (the trainer), the loss (`algorithms/`) or what becomes of the gradients
+which rollouts (the executors), the loss (`algorithms/`) or what becomes of the gradients
 (`models/policy.py`). Invariant: an empty micro-batch still runs, since the other ranks' collectives
 need this one.
 """
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -15,9 +16,10 @@ import torch
 from llamarl.algorithms.loss_inputs import LossInputs, TokenLoss
 from llamarl.algorithms.loss_metrics import LossMetrics
 from llamarl.algorithms.policy_loss import policy_loss
-from llamarl.config import AlgorithmConfig
 from llamarl.data.micro_batch import column, micro_batch
+from llamarl.executors.specs import TrainerSpec
 from llamarl.models.policy import Policy
+from llamarl.models.trained_model import TrainedModel
 from llamarl.types import (
     GENERATOR_LOGPROBS,
     REF_LOGPROBS,
@@ -30,23 +32,34 @@ from llamarl.types import (
 )
 
 
+@torch.no_grad()
+def infer(
+    model: TrainedModel,
+    columns: Columns,
+    micro_batches: Sequence[Sequence[int]],
+    temperature: float,
+    device: torch.device,
+) -> dict[int, np.ndarray]:
+    """log pi of each response, float32, by its place in `columns`."""
+    found: dict[int, np.ndarray] = {}
+    for indices in micro_batches:
+        packed = micro_batch(columns, indices, device)
+        stats = model(packed.token_ids, packed.lengths, packed.targets, temperature)
+        values = stats.logprobs[packed.response].float().cpu()
+        parts = values.split(list(packed.response_lengths))
+        found |= {i: part.numpy() for i, part in zip(indices, parts, strict=True)}
+    return found
+
+
 class Passes:
-    """Runs `policy` at sampling `temperature`; `loss_metrics` sums the statistics of a step."""
+    """Runs `policy` at the sampling temperature; `loss_metrics` sums the statistics of a step."""
 
     def __init__(
-        self,
-        policy: Policy,
-        device: torch.device,
-        algorithm: AlgorithmConfig,
-        token_loss: TokenLoss,
-        temperature: float,
+        self, policy: Policy, device: torch.device, spec: TrainerSpec, token_loss: TokenLoss
     ) -> None:
         self.loss_metrics = LossMetrics()
-        self._policy = policy
-        self._device = device
-        self._algorithm = algorithm
-        self._token_loss = token_loss
-        self._temperature = temperature
+        self._policy, self._device, self._token_loss = policy, device, token_loss
+        self._algorithm, self._temperature = spec.algorithm, spec.sampling.temperature
 
     def accumulate(
         self, step: int, rows: Sequence[BatchRollout], columns: Columns, sizes: Sequence[int]
@@ -56,27 +69,17 @@ class Passes:
         Returns log pi of every row, float32. RuntimeError, naming `step`, if a loss is not finite.
         """
         logprobs: list[np.ndarray] = []
-        start = 0
-        for size in sizes:
-            logprobs += self._forward_backward(step, rows, columns, range(start, start + size))
-            start += size
+        for start, end in pairwise(accumulate(sizes, initial=0)):
+            logprobs += self._forward_backward(step, rows, columns, range(start, end))
         return logprobs
 
-    @torch.no_grad()
     def differences(self, columns: Columns, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
         """float64 [rows of `columns`]: the largest |log pi - log mu| over each row's response, 0
         for rows that are in none of the micro-batches. Changes nothing."""
         found = torch.zeros(len(columns[GENERATOR_LOGPROBS]), dtype=torch.float64)
-        for indices in micro_batches:
-            packed = micro_batch(columns, indices, self._device)
-            stats = self._policy.model(
-                packed.token_ids, packed.lengths, packed.targets, self._temperature
-            )
-            if indices:
-                generator_logprobs = column(columns, GENERATOR_LOGPROBS, indices, self._device)
-                apart = (stats.logprobs[packed.response] - generator_logprobs).abs()
-                parts = apart.split(list(packed.response_lengths))
-                found[list(indices)] = torch.stack([part.max() for part in parts]).double().cpu()
+        model, temperature = self._policy.model, self._temperature
+        for i, logprobs in infer(model, columns, micro_batches, temperature, self._device).items():
+            found[i] = float(np.abs(logprobs - columns[GENERATOR_LOGPROBS][i]).max())
         self._policy.finish_inference()
         return found
 
@@ -95,22 +98,20 @@ class Passes:
         lengths = torch.tensor(packed.response_lengths, device=self._device)
         index = torch.repeat_interleave(lengths)
         advantages = torch.tensor([rows[i].advantage for i in indices], device=self._device)
-        has_reference = REF_LOGPROBS in columns
+
+        def packed_column(name: str) -> torch.Tensor:
+            return column(columns, name, indices, self._device)
+
         inputs = LossInputs(
             trainer_logprobs=trainer_logprobs,
-            generator_logprobs=column(columns, GENERATOR_LOGPROBS, indices, self._device),
+            generator_logprobs=packed_column(GENERATOR_LOGPROBS),
             advantages=advantages[index],
             weights=self._token_weights(rows, columns, indices),
             entropy=stats.entropy[packed.response],
             rollout_index=index,
             rollout_lengths=lengths,
-            ref_logprobs=(
-                column(columns, REF_LOGPROBS, indices, self._device) if has_reference else None
-            ),
-            columns={
-                name: column(columns, name, indices, self._device)
-                for name in self._algorithm.loss_columns
-            },
+            ref_logprobs=packed_column(REF_LOGPROBS) if REF_LOGPROBS in columns else None,
+            columns={name: packed_column(name) for name in self._algorithm.loss_columns},
         )
         outputs = policy_loss(inputs, self._algorithm, self._token_loss)
         if not math.isfinite(outputs.loss.item()):

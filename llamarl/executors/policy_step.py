@@ -9,7 +9,6 @@ reads them.
 
 import logging
 import math
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -46,9 +45,8 @@ SHOWN_ROWS = 8  # row ids named in an error
 
 
 class PolicyStep:
-    """One rank's policy. Its methods belong on the compute thread, but for `share`, `prefetch`,
-    `save_copy` and `require_presence`; all but `share`, `prefetch`, `require_presence`, `offload`
-    and `onload` are called on all ranks.
+    """One rank's policy. Its methods belong on the compute thread, but for `share`, `prefetch` and
+    `require_presence`; all but these, `offload` and `onload` are called on all ranks.
 
     Joins the other ranks; `resources` takes what is to be given back, however far that came.
     ValueError if the checkpoint is missing or does not fit.
@@ -70,9 +68,7 @@ class PolicyStep:
         resources.callback(leave)
         mesh = make_mesh(device.type, spec.config)
         self.policy = Policy(spec.checkpoint, mesh, spec.config, spec.seed, spec.tokenizer)
-        self.passes = Passes(
-            self.policy, device, spec.algorithm, token_loss, spec.sampling.temperature
-        )
+        self.passes = Passes(self.policy, device, spec, token_loss)
         self.source = SourcePart(
             rank,
             *shard_boxes(self.policy.parameters),
@@ -126,9 +122,8 @@ class PolicyStep:
         num_tokens = sum(row.num_tokens for row in rows)
         divisor = denominator(num_tokens, len(rows), spec.sampling.max_tokens, spec.algorithm)
         lr = learning_rate(spec.config, self.version, spec.num_steps)
-        start_ns = time.monotonic_ns()
-        self.source.tensors.begin_step()
-        self._spans.record("publish", start_ns, time.monotonic_ns(), "wait", version=self.version)
+        with self._spans.span("publish", "wait", version=self.version):
+            self.source.tensors.begin_step()
         with self._spans.span("optimizer_step", version=self.version):
             norm = self.policy.scale_gradients(divisor, spec.config.max_grad_norm)
             self._require_finite(norm)
@@ -160,10 +155,6 @@ class PolicyStep:
         """
         self._require_whole()
         self.policy.save(folder, self.version)
-
-    def save_copy(self, folder: str) -> None:
-        """Write what `snapshot` copied last, beside training."""
-        self.policy.snapshot.write_copy(folder)
 
     def restore(self, folder: str) -> int:
         """Continue from `folder`, saved under any number of ranks; returns the version."""

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from llamarl.data.micro_batch import micro_batch
 from llamarl.data.packing import pack
 from llamarl.executors.compute import ComputeThread
+from llamarl.executors.passes import infer
 from llamarl.executors.specs import ReferenceSpec
 from llamarl.metrics.span import Spans
 from llamarl.models.loading import load_model
@@ -27,18 +27,14 @@ from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Columns, StageItem, StageRes
 
 
 class ReferenceExecutor:
-    """protocols.Processor for one rank; calls are served in order of arrival.
-
-    A single rank forms no group: with `cluster=inline` the trainer's is in the same process.
-    """
+    """protocols.Processor for one rank; calls are served in order of arrival. A single rank forms
+    no group: with `cluster=inline` the trainer's is in the same process."""
 
     def __init__(self, spec: ReferenceSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec = spec
         self._storage = RecordingStore(spec.storage, spans)
-        self._rank = rank
-        self._num_ranks = num_ranks
+        self._rank, self._num_ranks, self._spans = rank, num_ranks, spans
         self._data_rank, self._tensor_rank = divmod(rank, spec.config.tensor_parallel)
-        self._spans = spans
         self._config = spec.config
         self._compute = ComputeThread(f"{spec.column}-{rank}")
         self._resources = ExitStack()
@@ -46,10 +42,8 @@ class ReferenceExecutor:
         self._idle_since_ns = time.monotonic_ns()
 
     async def start(self) -> None:
-        """Join the other ranks and load this rank's slices of the checkpoint.
-
-        ValueError if the checkpoint is missing or does not fit.
-        """
+        """Join the other ranks and load this rank's slices of the checkpoint. ValueError if the
+        checkpoint is missing or does not fit."""
         await self._compute.run(self._build)
 
     async def close(self) -> None:
@@ -85,24 +79,15 @@ class ReferenceExecutor:
         model = load_model(self._spec.checkpoint, self._config, self._device, mesh, dtype)
         self._model = model.requires_grad_(False)
 
-    @torch.no_grad()
     def _infer(self, columns: Columns) -> list[np.ndarray]:
         """log pi_ref of every response, float32, in the order of `columns`."""
-        lengths = [
-            len(prompt) + len(response)
-            for prompt, response in zip(columns[PROMPT_IDS], columns[RESPONSE_IDS], strict=True)
-        ]
-        logprobs: list[np.ndarray] = [np.zeros(0, np.float32)] * len(lengths)
-        for indices in self._in_step(pack(lengths, 1, self._config.tokens_per_micro_batch)[0]):
-            packed = micro_batch(columns, indices, self._device)
-            stats = self._model(
-                packed.token_ids, packed.lengths, packed.targets, self._spec.sampling.temperature
-            )
-            values = stats.logprobs[packed.response].float().cpu()
-            for i, part in zip(indices, values.split(list(packed.response_lengths)), strict=True):
-                logprobs[i] = part.numpy()
+        pairs = zip(columns[PROMPT_IDS], columns[RESPONSE_IDS], strict=True)
+        lengths = [len(prompt) + len(response) for prompt, response in pairs]
+        (packed,) = pack(lengths, 1, self._config.tokens_per_micro_batch)
+        temperature = self._spec.sampling.temperature
+        found = infer(self._model, columns, self._in_step(packed), temperature, self._device)
         reshard(self._model)
-        return logprobs
+        return [found[place] for place in range(len(lengths))]
 
     def _in_step(self, micro_batches: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
         """As many micro-batches as the rank with most has: all take part in every gather."""

@@ -17,9 +17,8 @@ from llamarl.data.tokenizer import Tokenizer, load_tokenizer
 from llamarl.dataflow.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD, RECORDED, Column
 from llamarl.dataflow.graph import GROUP
 from llamarl.dataflow.task_stages import as_data
-from llamarl.executors.failure_rate import FailureRate
 from llamarl.executors.specs import StageSpec
-from llamarl.executors.work_spans import WorkSpans
+from llamarl.executors.stage_calls import FailureRate, WorkSpans
 from llamarl.metrics.span import Spans
 from llamarl.storage.store import RecordingStore
 from llamarl.types import (
@@ -56,8 +55,7 @@ class StageExecutor:
         self._numbers = [column.name for column in computed if column.length == NUMBER]
         self._storage = RecordingStore(spec.storage, spans)
         self._tokenizer: Tokenizer | None = None
-        self._work = WorkSpans(spans, stage.name, "rows")
-        keys = "its " if reward is None else "reward."
+        self._work = WorkSpans(spans, stage.name)
         code = UserCode(
             service="llamarl.dataflow.stage_function",
             setup={
@@ -67,11 +65,10 @@ class StageExecutor:
             },
             timeout_s=stage.timeout_s,
             label=f"stage {stage.name}" if reward is None else "reward",
-            keys=keys,
+            keys="its " if reward is None else "reward.",
         )
         self._pool = WorkerPool(code, stage.workers, self._read_answer)
-        key = f"{keys}max_failure_rate"
-        self._failures = FailureRate(stage.max_failure_rate, code.label, key)
+        self._failures = FailureRate(stage.max_failure_rate, code.label, code.keys)
 
     async def start(self) -> None:
         """Start the processes; ValueError if task.py or the tokenizer does not load."""
@@ -82,10 +79,7 @@ class StageExecutor:
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:
         """Call the function for each item: a rollout, or a group. One result per rollout, in order.
-
-        Raises UserCodeError if more than `max_failure_rate` of the last 1000 calls failed (judged
-        after 50).
-        """
+        UserCodeError if too many calls failed, see `FailureRate`."""
         with self._work.working(sum(len(rows) for rows, _ in items)):
             calls = await self._make_calls(items)
             found = await self._pool.run(calls)
@@ -93,12 +87,11 @@ class StageExecutor:
             cells: dict[int, Cells] = {}
             for (rows, prompt), call, of_call in zip(items, calls, found, strict=True):
                 each = [of_call] * len(rows) if isinstance(of_call, Failure) else of_call
-                pairs = zip(rows, each, strict=True)
-                results.append([self._result(row_id, of_row) for row_id, of_row in pairs])
-                cells |= {
-                    result.row_id: self._cells(result, of_row, prompt, call)
-                    for result, of_row in zip(results[-1], each, strict=True)
-                }
+                results.append([])
+                for row_id, of_row in zip(rows, each, strict=True):
+                    result = self._result(row_id, of_row)
+                    results[-1].append(result)
+                    cells[row_id] = self._cells(result, of_row, prompt, call)
             await self._write(cells)
         self._failures.add([of_call[0] for of_call in results])
         return WireList(result for of_call in results for result in of_call)

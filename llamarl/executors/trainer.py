@@ -7,9 +7,9 @@ collectives must start in the same order on all ranks.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 
 from llamarl.executors.compute import ComputeThread
 from llamarl.executors.offloadable import OffloadPart
@@ -31,16 +31,13 @@ from llamarl.types import (
     StepStats,
 )
 
-T = TypeVar("T")
-
 
 class TrainerExecutor:
     """protocols.Trainer for one rank, and by its parts WeightSource and Offloadable."""
 
     def __init__(self, spec: TrainerSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
-        self._spec = spec
+        self._spec, self._spans = spec, spans
         self._rank, self._num_ranks = rank, num_ranks
-        self._spans = spans
         self._storage = RecordingStore(spec.storage, spans)
         self._columns = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
         if spec.algorithm.has_reference:
@@ -66,10 +63,8 @@ class TrainerExecutor:
         return self.policy_step.source, self._offload
 
     async def start(self) -> None:
-        """Join the other ranks and load this rank's slices of the checkpoint.
-
-        ValueError if the checkpoint is missing or does not fit.
-        """
+        """Join the other ranks and load this rank's slices of the checkpoint. ValueError if the
+        checkpoint is missing or does not fit."""
         place = self._rank, self._num_ranks, self._spans, self._resources
         policy_step = await self._thread.run(lambda: PolicyStep(self._spec, *place))
         self._offload = OffloadPart(policy_step, self._run, self._spans, policy_step.source)
@@ -83,12 +78,8 @@ class TrainerExecutor:
 
     async def accumulate(self, batch: Batch) -> None:
         """Fetch this rank's rows, add their gradients to the step, store `trainer_logprobs`.
-
-        RuntimeError if the batch is meant for another version or its loss is not finite.
-        """
-        policy_step = self.policy_step
-        async with self._lock:
-            policy_step.require_presence()
+        RuntimeError if the batch is meant for another version or its loss is not finite."""
+        async with self._turn() as policy_step:
             if batch.version != policy_step.version:
                 raise RuntimeError(
                     f"batch for version {batch.version} came at {policy_step.version}"
@@ -107,39 +98,34 @@ class TrainerExecutor:
                 )
             if row_ids and self._rank % self._spec.config.tensor_parallel == 0:
                 await self._storage.write(row_ids, {TRAINER_LOGPROBS: logprobs})
-            self._idle_since_ns = time.monotonic_ns()
 
     async def step(self) -> StepStats:
         """See `PolicyStep.step`."""
-        async with self._lock:
-            self.policy_step.require_presence()
-            stats = await self._thread.run(self.policy_step.step)
-            self._idle_since_ns = time.monotonic_ns()
-            return stats
+        async with self._turn() as policy_step:
+            return await self._thread.run(policy_step.step)
 
     async def snapshot(self) -> bool:
         """See `PolicyStep.snapshot`."""
-        async with self._lock:
-            return await self._aside("snapshot", self.policy_step.snapshot)
+        async with self._aside("snapshot") as policy_step:
+            return await self._thread.run(policy_step.snapshot)
 
     async def save(self, folder: str, from_snapshot: bool = False) -> None:
         """See `PolicyStep.save`; `from_snapshot` writes beside training, on a thread of its own."""
-        policy_step = self.policy_step
         if from_snapshot:
             with self._spans.span("save", "mark"):
-                return await asyncio.to_thread(policy_step.save_copy, folder)
-        async with self._lock:
-            await self._aside("save", lambda: policy_step.save(folder))
+                return await asyncio.to_thread(self.policy_step.policy.snapshot.write_copy, folder)
+        async with self._aside("save") as policy_step:
+            await self._thread.run(partial(policy_step.save, folder))
 
     async def restore(self, folder: str) -> int:
         """See `PolicyStep.restore`."""
-        async with self._lock:
-            return await self._aside("restore", lambda: self.policy_step.restore(folder))
+        async with self._aside("restore") as policy_step:
+            return await self._thread.run(partial(policy_step.restore, folder))
 
     async def export(self, folder: str, dtype: str) -> None:
         """Write the weights, rounded to `dtype`, in the Hugging Face layout."""
-        async with self._lock:
-            await self._aside("export", lambda: self.policy_step.policy.export(folder, dtype))
+        async with self._aside("export") as policy_step:
+            await self._thread.run(partial(policy_step.policy.export, folder, dtype))
 
     async def infer(self, row_ids: list[int]) -> list[float]:
         """Largest |log pi - log mu| over each stored row's response; the same on all ranks.
@@ -150,18 +136,25 @@ class TrainerExecutor:
         if not row_ids:
             return []
         names = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS]
-        async with self._lock:
+        async with self._aside("infer") as policy_step:
             columns = await self._storage.read(row_ids, names)
-            return await self._aside("infer", lambda: self.policy_step.infer(columns))
+            return await self._thread.run(partial(policy_step.infer, columns))
 
-    async def _aside(self, name: str, command: Callable[[], T]) -> T:
-        """Run a command that is neither training nor waiting for it."""
-        self.policy_step.require_presence()
-        self._end_idle()
-        with self._spans.span(name, "mark", version=self.policy_step.version):
-            result = await self._thread.run(command)
-        self._idle_since_ns = time.monotonic_ns()
-        return result
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[PolicyStep]:
+        """The block runs alone, with all on the device; from its end on a batch is waited for."""
+        async with self._lock:
+            self.policy_step.require_presence()
+            yield self.policy_step
+            self._idle_since_ns = time.monotonic_ns()
+
+    @asynccontextmanager
+    async def _aside(self, name: str) -> AsyncIterator[PolicyStep]:
+        """The block's turn, which is neither training nor waiting for it."""
+        async with self._turn() as policy_step:
+            self._end_idle()
+            with self._spans.span(name, "mark", version=policy_step.version):
+                yield policy_step
 
     async def _run(self, call: Callable[[], None], key: object) -> None:
         """Run a move of memory on the compute thread, after the calls before it."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from llamarl.config import WeightsConfig
-from llamarl.executors.background import Background
+from llamarl.executors.compute import Background
 from llamarl.metrics.span import Spans
 from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, StagingHandle

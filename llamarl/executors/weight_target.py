@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from llamarl.executors.background import Background
+from llamarl.executors.compute import Background
 from llamarl.executors.decoding import Decoding
 from llamarl.executors.weight_source import SourcePart
 from llamarl.metrics.span import Spans
@@ -21,10 +21,8 @@ from llamarl.weights.sync.weight_buffer import WeightBuffer
 
 
 class TargetPart:
-    """protocols.WeightTarget for one rank; `source` passes on what is committed here.
-
-    With `is_processed_early` the engine makes what a commit needs beside decoding, before it.
-    """
+    """protocols.WeightTarget for one rank; `source` passes on what is committed here. With
+    `is_processed_early` the engine makes what a commit needs beside decoding, before it."""
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ gather logits.
 """
 
 import itertools
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,45 @@ from llamarl.generation.cpu_kv_cache import CpuKVCache
 from llamarl.generation.cuda_kv_cache import CudaKVCache
 from llamarl.generation.parameters import LayerWeights, Matrix, Weights
 from llamarl.generation.quantized import QuantizedMatrix, widened_mm
-from llamarl.generation.tensor_parallel import TensorParallelGroup
 from llamarl.models.architecture import Architecture
+from llamarl.models.process_group import JOIN, form_group, meet
 from llamarl.models.transformer import rope_tables
 
 Cache = CpuKVCache | CudaKVCache
+LIMIT = timedelta(minutes=10)  # between two ranks within a step
+
+
+class TensorParallelGroup:
+    """The tensor-parallel ranks of one replica, which meet at the file `rendezvous` that no other
+    group uses. What `sum` and `gather` return is equal on all of them, bit for bit, so all sample
+    the same tokens.
+
+    gloo on CPUs, NCCL on GPUs. Waits for all; call it, and its methods, from the compute thread.
+    """
+
+    def __init__(self, rendezvous: str, rank: int, num_ranks: int, device: torch.device) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self._is_cuda = device.type == "cuda"
+        store = meet(rendezvous, rank, num_ranks, JOIN)
+        self._group = form_group(device, store, rank, num_ranks, LIMIT)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum a contiguous tensor over the ranks, in place; returns it."""
+        self._group.allreduce([x]).wait()
+        return x
+
+    def gather(self, columns: Tensor) -> Tensor:
+        """Lay the ranks' columns [n, m] side by side: [n, m * num_ranks]."""
+        num_rows, width = columns.shape
+        parts = columns.new_empty(self.num_ranks * num_rows, width)
+        self._group._allgather_base(parts, columns.contiguous()).wait()
+        return parts.view(-1, num_rows, width).transpose(0, 1).reshape(num_rows, -1)
+
+    def close(self) -> None:
+        """Leave the group; a rank that is still computing fails."""
+        if self._is_cuda and self._group is not None:
+            self._group.abort()
+        self._group = None
 
 
 class Decoder:
@@ -62,9 +97,7 @@ class Decoder:
 
     def prefill(self, sequences: list[tuple[int, np.ndarray]]) -> None:
         """Compute keys and values of whole sequences: (slot, int tokens [t]) each, no logits.
-
-        Sequences of equal length share one attention call.
-        """
+        Sequences of equal length share one attention call."""
         sequences = sorted(sequences, key=lambda item: len(item[1]))
         lengths = [len(ids) for _, ids in sequences]
         runs = [(len(list(same)), length) for length, same in itertools.groupby(lengths)]
@@ -168,10 +201,8 @@ class Decoder:
 
 
 def float32_product(x: Tensor, matrix: Matrix) -> Tensor:
-    """`x` [n, in] times `matrix`: float32 [n, out], with operands of any dtype.
-
-    For logits: rounding them to bfloat16 would change log-probs by hundredths, and so pi/mu.
-    """
+    """`x` [n, in] times `matrix`: float32 [n, out], with operands of any dtype. For logits:
+    rounding them to bfloat16 would change log-probs by hundredths, and so pi/mu."""
     if isinstance(matrix, QuantizedMatrix):
         return matrix.product(x, torch.float32)
     return widened_mm(x, matrix)

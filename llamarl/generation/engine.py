@@ -18,13 +18,8 @@ from torch import Tensor
 from llamarl.config import EmbeddedConfig
 from llamarl.generation.cpu_kv_cache import PLAN_STEPS, CpuKVCache
 from llamarl.generation.cuda_kv_cache import CudaKVCache
-from llamarl.generation.decoder import Decoder
-from llamarl.generation.model_runner import (
-    CudaGraphs,
-    EagerRunner,
-    ModelRunner,
-    PaddedRunner,
-)
+from llamarl.generation.decoder import Cache, Decoder, TensorParallelGroup
+from llamarl.generation.model_runner import CudaGraphs, EagerRunner, ModelRunner, PaddedRunner
 from llamarl.generation.parameters import (
     DTYPES,
     BufferLayout,
@@ -48,7 +43,6 @@ from llamarl.generation.scheduler import (
     completes_stop_string,
     fewest_free,
 )
-from llamarl.generation.tensor_parallel import TensorParallelGroup
 from llamarl.models.architecture import Architecture
 from llamarl.models.process_group import compute_device
 from llamarl.types import FinishReason, Request
@@ -75,8 +69,7 @@ class EmbeddedEngine:
         is_padded: bool | None = None,
         decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self.architecture = architecture
-        self.config = config
+        self.architecture, self.config = architecture, config
         self.layout = BufferLayout(architecture, config.dtype, rank, num_ranks)
         self.decode_text = decode_text
         self.version = -1
@@ -89,8 +82,8 @@ class EmbeddedEngine:
             dtype=dtype,
             is_staged=config.quantization != "none",
         )
-        widest = max(architecture.intermediate_size, architecture.num_heads * architecture.head_dim)
-        widest = max(widest, architecture.hidden_size)
+        a = architecture
+        widest = max(a.hidden_size, a.intermediate_size, a.num_heads * a.head_dim)
         self._scratch = make_scratch(widest, dtype, self._device) if self.memory.is_staged else None
         self._group = (
             TensorParallelGroup(rendezvous, rank, num_ranks, self._device)
@@ -111,23 +104,22 @@ class EmbeddedEngine:
         config, device, group = self.config, self._device, self._group
         num_ranks = group.num_ranks if group is not None else 1
         sizes = (num_ranks, config.max_num_seqs, config.max_model_len)
-        self._cache: CpuKVCache | CudaKVCache
+        kind: type[Cache] = CudaKVCache if is_padded else CpuKVCache
+        self._cache = cache = kind(self.architecture, *sizes, self.memory.dtype, device)
+        self._decoder = Decoder(self.architecture, cache, group)
         self._runner: ModelRunner
-        if is_padded:
-            self._cache = slots = CudaKVCache(self.architecture, *sizes, self.memory.dtype, device)
-            self._decoder = Decoder(self.architecture, slots, group)
+        if isinstance(cache, CpuKVCache):
+            self._runner = EagerRunner(self._decoder, cache)
+        else:
             # With several ranks NCCL's kernels would be captured too, which is untested.
             captures = config.cuda_graphs and device.type == "cuda" and group is None
-            graphs = CudaGraphs(device) if captures else None
-            self._runner = PaddedRunner(self._decoder, slots, graphs)
-        else:
-            self._cache = tables = CpuKVCache(self.architecture, *sizes, self.memory.dtype, device)
-            self._decoder = Decoder(self.architecture, tables, group)
-            self._runner = EagerRunner(self._decoder, tables)
+            self._runner = PaddedRunner(
+                self._decoder, cache, CudaGraphs(device) if captures else None
+            )
 
     @property
     def num_running(self) -> int:
-        return int(self._running.occupied.sum())
+        return len(self._running.requests)
 
     @property
     def has_work(self) -> bool:
@@ -148,11 +140,8 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def commit(self, processed: Weights | Tensor, version: int) -> int:
-        """Use these weights as `version` from the next token on; a flat tensor is processed here.
-
-        Returns the number of running rollouts. With kv_after_commit=recompute their keys and values
-        are recomputed before their next token.
-        """
+        """See `Engine`; a flat tensor is processed here. Keys and values are recomputed, if at all,
+        before the next token."""
         weights = self.process_weights(processed) if isinstance(processed, Tensor) else processed
         held = self._decoder.weights
         if held is not None and self._runner.keeps_addresses and self._share_memory(held, weights):
@@ -182,9 +171,8 @@ class EmbeddedEngine:
     def abort_requests(self, row_ids: Sequence[int]) -> None:
         wanted = set(row_ids)
         self._done += self._queue.abort(wanted)
-        for slot in np.flatnonzero(self._running.occupied).tolist():
-            request = self._running.requests[slot]
-            if request is not None and request.row_id in wanted:
+        for slot, request in sorted(self._running.requests.items()):
+            if request.row_id in wanted:
                 self._stop(slot, FinishReason.ABORTED)
 
     def movable(self, tag: str) -> list[Tensor]:
@@ -199,7 +187,6 @@ class EmbeddedEngine:
         self._prefixes.clear()
 
     def close(self) -> None:
-        """Leave the ranks' process group."""
         if self._group is not None:
             self._group.close()
 
@@ -275,10 +262,9 @@ class EmbeddedEngine:
         reasons = dict(ended)
         running = self._running
         for slot in np.flatnonzero(running.watches_text).tolist():
-            request = running.requests[slot]
-            assert request is not None
+            sampling = running.requests[slot].sampling
             ids = running.sequence[slot, running.prompt_length[slot] : running.cached[slot] + 1]
-            if completes_stop_string(request.sampling, ids, self.decode_text):
+            if completes_stop_string(sampling, ids, self.decode_text):
                 reasons[slot] = FinishReason.STOP
         return sorted(reasons.items())
 
@@ -302,11 +288,9 @@ class EmbeddedEngine:
     def _recompute(self) -> None:
         """Recompute every running rollout's keys and values under the present version."""
         self._must_recompute = False
-        slots = np.flatnonzero(self._running.occupied).tolist()
-        self._prefill(slots)
-        for slot in slots:
-            request = self._running.requests[slot]
-            assert request is not None
+        running = sorted(self._running.requests.items())
+        self._prefill([slot for slot, _ in running])
+        for slot, request in running:
             self._prefixes.put(slot, request.prompt_ids, self.version)
 
     def _arrange(self) -> None:

@@ -27,10 +27,8 @@ Replay = Callable[[], Tensor]
 
 
 class EagerRunner:
-    """Launches every operation by itself, over rollouts alone.
-
-    `keeps_addresses`: at a commit weights must be overwritten, not replaced.
-    """
+    """Launches every operation by itself, over rollouts alone. `keeps_addresses`: at a commit
+    weights must be overwritten, not replaced."""
 
     keeps_addresses = False
 

@@ -32,17 +32,43 @@ from llamarl.models.safetensors_file import FileBox, read_boxes
 from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout
 
 ALIGN_BYTES = 64  # a cache line, and the widest vector load
+EMBEDDING = "model.embed_tokens.weight"
 
 MATRICES = frozenset({"qkv", "output", "gate_up", "down", "head"})  # those that are quantised
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+LAYER = {
+    "input_norm": "input_layernorm",
+    "qkv": "self_attn.qkv",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate_up": "mlp.gate_up",
+    "down": "mlp.down_proj",
+}
+"""Field of LayerWeights -> the module of a layer whose weight it is, in the buffer's order; the
+module's bias is the field `<field>_bias`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor in the flat memory: elements from `offset`, row after row."""
+
+    offset: int
+    shape: tuple[int, ...]
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The tensor as a view of `flat`."""
+        return flat[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
+
 
 class BufferLayout:
     """What tensor-parallel rank `rank` holds, in one flat tensor of `dtype` ("float32").
 
-    `parameters` by Hugging Face name, `fused` (offset and shape) by the names of fused tensors and
-    of those that stay alone, and `num_elements` in total. ValueError if the ranks cannot split
+    `parameters` by Hugging Face name, `fused` by the names of fused tensors and of those that stay
+    alone, and `num_elements` in total. ValueError if the ranks cannot split
     heads, feed-forward and vocabulary evenly.
     """
 
@@ -52,43 +78,29 @@ class BufferLayout:
         check_num_ranks("generator.num_ranks", num_ranks, architecture)
         self.dtype = dtype
         self.parameters: dict[str, ParameterLayout] = {}
-        self.fused: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self.fused: dict[str, Place] = {}
         self.num_elements = 0
         self._shapes = parameter_shapes(architecture)
         self._rank, self._num_ranks = rank, num_ranks
-        self._append_plain("model.embed_tokens.weight")
+        table = self._local_shape(EMBEDDING)
+        self._put(EMBEDDING, self._reserve(EMBEDDING, table), (table[1], 1))
         for layer in range(architecture.num_layers):
-            prefix = f"model.layers.{layer}."
-            self._append_plain(f"{prefix}input_layernorm.weight")
-            for name in ("qkv", "q_norm", "k_norm", "o_proj"):
-                self._append_linear(prefix, f"self_attn.{name}")
-            self._append_plain(f"{prefix}post_attention_layernorm.weight")
-            self._append_linear(prefix, "mlp.gate_up")
-            self._append_linear(prefix, "mlp.down_proj")
-        self._append_plain("model.norm.weight")
-        self._append_linear("", "lm_head")
+            for module in LAYER.values():
+                self._append(f"model.layers.{layer}.", module)
+        self._append("model.", "norm")
+        self._append("", "lm_head")
         missing = self._shapes.keys() - self.parameters.keys()
         assert not missing, f"parameters without a place in the weight buffer: {missing}"
-
-    def view(self, flat: Tensor, name: str) -> Tensor:
-        """The fused or plain tensor `name` as a view of `flat`."""
-        offset, shape = self.fused[name]
-        return flat[offset : offset + math.prod(shape)].view(shape)
 
     def parameter(self, flat: Tensor, name: str) -> Tensor:
         """This rank's box of the HF parameter `name` as a view of `flat`."""
         (box,) = self.parameters[name].boxes
         return _view_box(flat, box)
 
-    def _append_plain(self, name: str) -> None:
-        """A parameter as it is, in row-major order."""
-        shape = self._local_shape(name)
-        strides = (shape[1], 1) if len(shape) == 2 else (1,)
-        self._put(name, self._reserve(name, shape), strides)
-
-    def _append_linear(self, prefix: str, name: str) -> None:
+    def _append(self, prefix: str, name: str) -> None:
         """The weights of `name`, or of those that it fuses, side by side as one tensor [in, out],
-        and their biases likewise [out]. Parameters that the model lacks are left out."""
+        and their biases, or the weight of a norm, likewise [out]. Parameters that the model lacks
+        are left out."""
         for kind in ("weight", "bias"):
             parts = [f"{prefix}{part}.{kind}" for part in FUSED.get(name, (name,))]
             if parts[0] not in self._shapes:
@@ -104,7 +116,7 @@ class BufferLayout:
         """Make room for the tensor `name`; returns its offset."""
         align = ALIGN_BYTES // DTYPES[self.dtype].itemsize
         offset = -(-self.num_elements // align) * align
-        self.fused[name] = (offset, shape)
+        self.fused[name] = Place(offset, shape)
         self.num_elements = offset + math.prod(shape)
         return offset
 
@@ -155,11 +167,8 @@ Matrix = Tensor | QuantizedMatrix
 
 @dataclass(slots=True, kw_only=True)
 class LayerWeights:
-    """One layer; matrices are [in, out].
-
-    The norms' weights are float32 copies times the square root of their size, which saves one
-    operation per norm: `decoder.normalize`.
-    """
+    """One layer; matrices are [in, out]. The norms' weights are float32 copies times the square
+    root of their size, which saves one operation per norm: `decoder.normalize`."""
 
     input_norm: Tensor
     qkv: Matrix
@@ -186,10 +195,8 @@ class Weights:
 
 
 def bind(layout: BufferLayout, architecture: Architecture, flat: Tensor) -> Weights:
-    """Views of every weight in `flat` ([num_elements or more], the layout's dtype).
-
-    ValueError if `flat` is too short or of another dtype.
-    """
+    """Views of every weight in `flat` ([num_elements or more], the layout's dtype). ValueError if
+    `flat` is too short or of another dtype."""
     if flat.dtype != DTYPES[layout.dtype] or flat.numel() < layout.num_elements:
         raise ValueError(
             f"weight buffer must hold {layout.num_elements} elements of {layout.dtype}, "
@@ -197,36 +204,25 @@ def bind(layout: BufferLayout, architecture: Architecture, flat: Tensor) -> Weig
         )
 
     def view(name: str) -> Tensor:
-        return layout.view(flat, name)
-
-    def optional(name: str) -> Tensor | None:
-        return layout.view(flat, name) if name in layout.fused else None
+        return layout.fused[name].view(flat)
 
     def norm(name: str) -> Tensor:
         weight = view(name).float()
         return weight * weight.shape[0] ** 0.5
 
-    layers = []
-    for layer in range(architecture.num_layers):
-        prefix = f"model.layers.{layer}"
-        attention = f"{prefix}.self_attn"
-        layers.append(
-            LayerWeights(
-                input_norm=norm(f"{prefix}.input_layernorm.weight"),
-                qkv=view(f"{attention}.qkv.weight"),
-                qkv_bias=optional(f"{attention}.qkv.bias"),
-                q_norm=norm(f"{attention}.q_norm.weight") if architecture.qk_norm else None,
-                k_norm=norm(f"{attention}.k_norm.weight") if architecture.qk_norm else None,
-                output=view(f"{attention}.o_proj.weight"),
-                output_bias=optional(f"{attention}.o_proj.bias"),
-                mlp_norm=norm(f"{prefix}.post_attention_layernorm.weight"),
-                gate_up=view(f"{prefix}.mlp.gate_up.weight"),
-                gate_up_bias=optional(f"{prefix}.mlp.gate_up.bias"),
-                down=view(f"{prefix}.mlp.down_proj.weight"),
-                down_bias=optional(f"{prefix}.mlp.down_proj.bias"),
-            )
-        )
-    embedding = view("model.embed_tokens.weight")
+    def of_layer(layer: int, field: str) -> Tensor | None:
+        kind = "bias" if field.endswith("_bias") else "weight"
+        name = f"model.layers.{layer}.{LAYER[field.removesuffix('_bias')]}.{kind}"
+        if name not in layout.fused:
+            return None
+        return norm(name) if field.endswith("norm") else view(name)
+
+    names = [field.name for field in fields(LayerWeights)]
+    layers = [
+        LayerWeights(**{name: of_layer(layer, name) for name in names})  # type: ignore[arg-type]
+        for layer in range(architecture.num_layers)
+    ]
+    embedding = view(EMBEDDING)
     head = embedding.t() if architecture.tie_embeddings else view("lm_head.weight")
     return Weights(embedding=embedding, layers=layers, norm=norm("model.norm.weight"), head=head)
 

@@ -26,7 +26,7 @@ class RunningBatch:
     def __init__(self, num_slots: int, num_positions: int, device: torch.device) -> None:
         self._device = device
         wide = (num_slots, num_positions)
-        self.requests: list[Request | None] = [None] * num_slots
+        self.requests: dict[int, Request] = {}
         self.sequence = np.zeros(wide, np.int32)
         self.logprobs = np.zeros(wide, np.float32)
         self.versions = np.zeros(wide, np.int32)
@@ -88,20 +88,17 @@ class RunningBatch:
 
     def release(self, slot: int) -> tuple[Request, PartialOutput]:
         """Empty `slot`; returns the rollout and all it has written."""
-        request = self.requests[slot]
-        assert request is not None
         part = slice(int(self.prompt_length[slot]), int(self.cached[slot]) + 1)
         written = PartialOutput(
             ids=self.sequence[slot, part].copy(),
             logprobs=self.logprobs[slot, part].copy(),
             versions=self.versions[slot, part].copy(),
         )
-        self.requests[slot] = None
         self.occupied[slot] = self.watches_text[slot] = False
         self.cached[slot] = self._spare
         self.temperature[slot], self.top_k[slot], self.top_p[slot] = 1.0, 0, 1.0
         self.greedy[slot] = False
-        return request, written
+        return self.requests.pop(slot), written
 
     def sampling_rows(self, slots: np.ndarray) -> SamplingRows:
         """Sampling parameters of `slots`; None for those that no rollout uses."""

@@ -33,8 +33,7 @@ from llamarl.dataflow.graph import INFER, FrozenModel, Graph
 from llamarl.environments.prompts import PromptStream, read_prompts
 from llamarl.environments.requests import read_lengths
 from llamarl.environments.rewards.functions import check_answers
-from llamarl.generation.vllm.installed import check_installed
-from llamarl.generation.vllm.limits import check_limits, check_temperature
+from llamarl.generation.vllm.limits import check_installed, check_limits, check_temperature
 from llamarl.metrics.trackers import check_trackers
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.inventory import check_any_checkpoint, check_checkpoint, check_parallel

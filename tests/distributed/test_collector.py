@@ -11,7 +11,7 @@ from typing import Any
 from llamarl.cluster import ExecutorLost, make_cluster
 from llamarl.config import ClusterConfig
 from llamarl.executors.collector import CollectorExecutor
-from llamarl.executors.kept_rows import KeptRows
+from llamarl.executors.engine_output import KeptRows
 from llamarl.executors.specs import CollectorSpec
 from llamarl.protocols import Report
 from llamarl.types import FinishReason, RolloutInfo

@@ -13,7 +13,7 @@ import numpy as np
 
 from llamarl.config import Config
 from llamarl.errors import ExecutorLost
-from llamarl.executors.rollout_columns import read_written, write_finished
+from llamarl.executors.rollout_part import read_written, write_finished
 from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs

@@ -12,7 +12,7 @@ import pytest
 
 from llamarl.errors import ExecutorLost
 from llamarl.executors.collector import CollectorExecutor
-from llamarl.executors.kept_rows import KeptRows
+from llamarl.executors.engine_output import KeptRows
 from llamarl.executors.specs import CollectorSpec
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.clock import run

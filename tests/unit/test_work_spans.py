@@ -6,13 +6,13 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
-from llamarl.executors.work_spans import WorkSpans
+from llamarl.executors.stage_calls import WorkSpans
 from llamarl.metrics.span import Spans
 
 
 def test_an_executor_that_is_never_idle_has_a_busy_span_for_each_call(tmp_path: Path) -> None:
     spans = Spans("judge-0", tmp_path)
-    work = WorkSpans(spans, "judge", "rows")
+    work = WorkSpans(spans, "judge")
     work.start()
     first, second, third = work.working(1), work.working(2), work.working(3)
     first.__enter__()

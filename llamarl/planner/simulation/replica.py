@@ -16,9 +16,8 @@ from typing import TypeVar
 
 from llamarl.config.pools import generator_of
 from llamarl.errors import StaleVersion
-from llamarl.executors.engine_output import GATHER_S
-from llamarl.executors.kept_rows import KeptRows
-from llamarl.executors.standstill import Standstill
+from llamarl.executors.decoding import Standstill
+from llamarl.executors.engine_output import GATHER_S, KeptRows
 from llamarl.generation.protocol import PartialOutput
 from llamarl.generation.scheduler import (
     OpenGroups,
