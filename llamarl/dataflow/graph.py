@@ -58,8 +58,10 @@ REWARD_COLUMNS, LOSS_COLUMNS = "algorithm.reward_columns", "algorithm.loss_colum
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """What a stage's function returns for a rollout that is not to be trained on. The rest of its
-    group is; `reason`, of small letters, digits and _, is what it is counted under."""
+    """What a stage's function returns for a rollout that is not to be trained on.
+
+    The rest of its group is; `reason`, of small letters, digits and _, is what it is counted under.
+    """
 
     reason: str
 

@@ -138,7 +138,9 @@ def draw(
     sampler: Sampler, ready: Sequence[ReadyItem], count: int, at_least: int = 1
 ) -> tuple[list[int], list[int]]:
     """What `sampler` takes and consumes of `ready`: `at_least` to `count` items, or none.
-    TaskError, in one line, if it returns anything else."""
+
+    TaskError, in one line, if it returns anything else.
+    """
     found = sampler(ready, count)
     if not _is_pair_of_ids(found):
         raise _wrong("be two lists of item ids, those taken and those consumed", found)

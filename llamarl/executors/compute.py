@@ -118,8 +118,10 @@ def _run(command: Command) -> None:
 
 
 class Background:
-    """What an executor does beside its compute thread: calls on threads, and to others. A caller
-    that gives up does not end its work; `drained` returns only while none runs."""
+    """What an executor does beside its compute thread: calls on threads, and to others.
+
+    A caller that gives up does not end its work; `drained` returns only while none runs.
+    """
 
     def __init__(self) -> None:
         self._running: set[asyncio.Future[Any]] = set()

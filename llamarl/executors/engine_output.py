@@ -20,8 +20,11 @@ GATHER_S = 0.05  # several decode steps: rollouts of one moment travel in one me
 
 
 class EngineOutput:
-    """`put` and `fail` may be called on any thread; the other methods belong to `loop`. All ranks
-    of a replica write the same: without `is_kept`, on ranks other than 0, rollouts are dropped."""
+    """`put` and `fail` may be called on any thread; the other methods belong to `loop`.
+
+    All ranks of a replica write the same: without `is_kept`, on ranks other than 0, rollouts are
+    dropped.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, is_kept: bool) -> None:
         self._loop, self._is_kept = loop, is_kept

@@ -55,7 +55,9 @@ class GeneratorExecutor:
     @property
     def parts(self) -> tuple[RolloutPart, SourcePart, TargetPart, OffloadPart]:
         """Their methods are the executor's: Generator, WeightSource, WeightTarget, Offloadable.
-        RuntimeError before `start`."""
+
+        RuntimeError before `start`.
+        """
         if self._parts is None:
             raise RuntimeError(f"generator {self._spec.replica} must be started first")
         return self._parts

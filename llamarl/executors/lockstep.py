@@ -59,8 +59,10 @@ class Lockstep(ComputeThread):
         self._group = form_group(cpu, store, self._rank, self._num_ranks, JOIN)
 
     async def run(self, call: Callable[[], T], key: object = "") -> T:
-        """Run `call`, which all ranks get, between the same two steps on all of them. It runs even
-        if the caller is cancelled: it does on the other ranks."""
+        """Run `call`, which all ranks get, between the same two steps on all of them.
+
+        It runs even if the caller is cancelled: it does on the other ranks.
+        """
         if self._error is not None:
             raise self._error
         future: Future[T] = Future()

@@ -27,8 +27,10 @@ from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Columns, StageItem, StageRes
 
 
 class ReferenceExecutor:
-    """protocols.Processor for one rank; calls are served in order of arrival. A single rank forms
-    no group: with `cluster=inline` the trainer's is in the same process."""
+    """protocols.Processor for one rank; calls are served in order of arrival.
+
+    A single rank forms no group: with `cluster=inline` the trainer's is in the same process.
+    """
 
     def __init__(self, spec: ReferenceSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec = spec
@@ -42,8 +44,10 @@ class ReferenceExecutor:
         self._idle_since_ns = time.monotonic_ns()
 
     async def start(self) -> None:
-        """Join the other ranks and load this rank's slices of the checkpoint. ValueError if the
-        checkpoint is missing or does not fit."""
+        """Join the other ranks and load this rank's slices of the checkpoint.
+
+        ValueError if the checkpoint is missing or does not fit.
+        """
         await self._compute.run(self._build)
 
     async def close(self) -> None:

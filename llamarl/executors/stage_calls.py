@@ -23,8 +23,10 @@ MINIMUM = 50  # results before it is judged
 
 
 class WorkSpans:
-    """Records busy spans `name`, with the number of rows, and the waits for rollouts between. A
-    busy span ends with a call and begins where the one before ended."""
+    """Records busy spans `name`, with the number of rows, and the waits for rollouts between.
+
+    A busy span ends with a call and begins where the one before ended.
+    """
 
     def __init__(self, spans: Spans, name: str) -> None:
         self._spans, self._name = spans, name

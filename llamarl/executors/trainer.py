@@ -63,8 +63,10 @@ class TrainerExecutor:
         return self.policy_step.source, self._offload
 
     async def start(self) -> None:
-        """Join the other ranks and load this rank's slices of the checkpoint. ValueError if the
-        checkpoint is missing or does not fit."""
+        """Join the other ranks and load this rank's slices of the checkpoint.
+
+        ValueError if the checkpoint is missing or does not fit.
+        """
         place = self._rank, self._num_ranks, self._spans, self._resources
         policy_step = await self._thread.run(lambda: PolicyStep(self._spec, *place))
         self._offload = OffloadPart(policy_step, self._run, self._spans, policy_step.source)
@@ -78,7 +80,9 @@ class TrainerExecutor:
 
     async def accumulate(self, batch: Batch) -> None:
         """Fetch this rank's rows, add their gradients to the step, store `trainer_logprobs`.
-        RuntimeError if the batch is meant for another version or its loss is not finite."""
+
+        RuntimeError if the batch is meant for another version or its loss is not finite.
+        """
         async with self._turn() as policy_step:
             if batch.version != policy_step.version:
                 raise RuntimeError(

@@ -21,8 +21,10 @@ from llamarl.weights.sync.weight_buffer import WeightBuffer
 
 
 class TargetPart:
-    """protocols.WeightTarget for one rank; `source` passes on what is committed here. With
-    `is_processed_early` the engine makes what a commit needs beside decoding, before it."""
+    """protocols.WeightTarget for one rank; `source` passes on what is committed here.
+
+    With `is_processed_early` the engine makes what a commit needs beside decoding, before it.
+    """
 
     def __init__(
         self,

@@ -40,8 +40,10 @@ class PaddedRows:
 
 
 def cut(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Cut `lengths` (int [n], falling) into runs; each is read up to its first length. A run ends
-    where reading too far would cost more than the calls of another run."""
+    """Cut `lengths` (int [n], falling) into runs; each is read up to its first length.
+
+    A run ends where reading too far would cost more than the calls of another run.
+    """
     runs: list[tuple[int, int]] = []
     start, wasted = 0, 0
     values = lengths.tolist()
@@ -114,7 +116,9 @@ class CpuKVCache:
 
     def plan(self, slots: np.ndarray, lengths: np.ndarray) -> list[PaddedRows]:
         """How to read `slots` (int64 [n]) with `lengths` (int64 [n], falling) for PLAN_STEPS steps.
-        `lengths` count the positions visible in the first of these steps."""
+
+        `lengths` count the positions visible in the first of these steps.
+        """
         groups = []
         for start, stop in cut(lengths):
             length = int(lengths[start]) + PLAN_STEPS - 1

@@ -97,7 +97,9 @@ class Decoder:
 
     def prefill(self, sequences: list[tuple[int, np.ndarray]]) -> None:
         """Compute keys and values of whole sequences: (slot, int tokens [t]) each, no logits.
-        Sequences of equal length share one attention call."""
+
+        Sequences of equal length share one attention call.
+        """
         sequences = sorted(sequences, key=lambda item: len(item[1]))
         lengths = [len(ids) for _, ids in sequences]
         runs = [(len(list(same)), length) for length, same in itertools.groupby(lengths)]
@@ -201,8 +203,10 @@ class Decoder:
 
 
 def float32_product(x: Tensor, matrix: Matrix) -> Tensor:
-    """`x` [n, in] times `matrix`: float32 [n, out], with operands of any dtype. For logits:
-    rounding them to bfloat16 would change log-probs by hundredths, and so pi/mu."""
+    """`x` [n, in] times `matrix`: float32 [n, out], with operands of any dtype.
+
+    For logits: rounding them to bfloat16 would change log-probs by hundredths, and so pi/mu.
+    """
     if isinstance(matrix, QuantizedMatrix):
         return matrix.product(x, torch.float32)
     return widened_mm(x, matrix)

@@ -27,8 +27,10 @@ Replay = Callable[[], Tensor]
 
 
 class EagerRunner:
-    """Launches every operation by itself, over rollouts alone. `keeps_addresses`: at a commit
-    weights must be overwritten, not replaced."""
+    """Launches every operation by itself, over rollouts alone.
+
+    `keeps_addresses`: at a commit weights must be overwritten, not replaced.
+    """
 
     keeps_addresses = False
 

@@ -167,8 +167,11 @@ Matrix = Tensor | QuantizedMatrix
 
 @dataclass(slots=True, kw_only=True)
 class LayerWeights:
-    """One layer; matrices are [in, out]. The norms' weights are float32 copies times the square
-    root of their size, which saves one operation per norm: `decoder.normalize`."""
+    """One layer; matrices are [in, out].
+
+    The norms' weights are float32 copies times the square root of their size, which saves one
+    operation per norm: `decoder.normalize`.
+    """
 
     input_norm: Tensor
     qkv: Matrix
@@ -195,8 +198,10 @@ class Weights:
 
 
 def bind(layout: BufferLayout, architecture: Architecture, flat: Tensor) -> Weights:
-    """Views of every weight in `flat` ([num_elements or more], the layout's dtype). ValueError if
-    `flat` is too short or of another dtype."""
+    """Views of every weight in `flat` ([num_elements or more], the layout's dtype).
+
+    ValueError if `flat` is too short or of another dtype.
+    """
     if flat.dtype != DTYPES[layout.dtype] or flat.numel() < layout.num_elements:
         raise ValueError(
             f"weight buffer must hold {layout.num_elements} elements of {layout.dtype}, "

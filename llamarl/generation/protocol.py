@@ -69,20 +69,26 @@ class Engine(Protocol):
         """True if the next step would do something."""
 
     def load(self, flat: Tensor, folder: str) -> None:
-        """Fill `flat` [num_elements] with the weights of a checkpoint folder. ValueError if they do
-        not fit, are damaged, or hold numbers that are not finite."""
+        """Fill `flat` [num_elements] with the weights of a checkpoint folder.
+
+        ValueError if they do not fit, are damaged, or hold numbers that are not finite.
+        """
 
     def process_weights(self, flat: Tensor) -> Any:
         """What a commit to the weights in `flat` needs and another thread can make during decoding:
         views, quantised copies. `flat` does not change until the commit."""
 
     def commit(self, processed: Any, version: int) -> int:
-        """Decode with these weights as `version` from the next token on; returns num_running. Keys
-        and values written before are kept or recomputed (`generator.kv_after_commit`)."""
+        """Decode with these weights as `version` from the next token on; returns num_running.
+
+        Keys and values written before are kept or recomputed (`generator.kv_after_commit`).
+        """
 
     def submit(self, request: Request, written: PartialOutput | None = None) -> None:
-        """Queue a rollout; `written` is what a resumed one has so far. ValueError if the engine
-        cannot decode it (see `scheduler.check_request`)."""
+        """Queue a rollout; `written` is what a resumed one has so far.
+
+        ValueError if the engine cannot decode it (see `scheduler.check_request`).
+        """
 
     def abort_requests(self, row_ids: Sequence[int]) -> None:
         """Stop these rollouts; the next step returns them, marked ABORTED. Unknown ids: ignored."""

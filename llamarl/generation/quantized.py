@@ -25,8 +25,11 @@ FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}  # 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """`values` [out, in] in eight bits, `scales` [out] in the activations' dtype. `scratch` is a
-    flat tensor of that dtype, as large as a tile, shared by all matrices that one thread uses."""
+    """`values` [out, in] in eight bits, `scales` [out] in the activations' dtype.
+
+    `scratch` is a flat tensor of that dtype, as large as a tile, shared by all matrices that one
+    thread uses.
+    """
 
     values: Tensor
     scales: Tensor

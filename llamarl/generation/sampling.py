@@ -103,8 +103,10 @@ def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _running(masses: Tensor) -> Tensor:
-    """Running sums of `masses` [n, m], but 0 where a mass is 0, so that no search ends there. A GPU
-    sums in a different order at each place, so its sums may rise where the mass is 0."""
+    """Running sums of `masses` [n, m], but 0 where a mass is 0, so that no search ends there.
+
+    A GPU sums in a different order at each place, so its sums may rise where the mass is 0.
+    """
     return masses.cumsum(dim=1).mul_(masses > 0)
 
 

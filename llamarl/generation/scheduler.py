@@ -161,8 +161,10 @@ class OpenGroups:
 
 
 class PrefixIndex:
-    """Which slots' caches hold the keys and values of which prompt, under which version. An entry
-    outlives its rollout until the slot is written again."""
+    """Which slots' caches hold the keys and values of which prompt, under which version.
+
+    An entry outlives its rollout until the slot is written again.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[tuple[int, ...], int]] = {}  # by slot

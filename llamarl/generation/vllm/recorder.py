@@ -69,7 +69,9 @@ def record(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> Recording:
     """Lay out this rank's part of the parameters `shapes` (Hugging Face name -> global shape).
-    ValueError if vLLM's loader does more than copy, or skips a weight or a parameter."""
+
+    ValueError if vLLM's loader does more than copy, or skips a weight or a parameter.
+    """
     live = dict(model.named_parameters(remove_duplicate=False))
     with loading_form(model), torch.no_grad():
         forms = dict(model.named_parameters(remove_duplicate=False))

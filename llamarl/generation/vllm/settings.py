@@ -103,8 +103,10 @@ def make_core(
 
 
 def end_core(core: Any) -> None:
-    """Leave the core's process groups. Not `core.shutdown()`, which collects garbage in the whole
-    heap and takes seconds on busy cores."""
+    """Leave the core's process groups.
+
+    Not `core.shutdown()`, which collects garbage in the whole heap and takes seconds on busy cores.
+    """
     core.scheduler.shutdown()
     _leave_groups()
     gc.unfreeze()  # the core froze all objects made so far, which hides them from the collector

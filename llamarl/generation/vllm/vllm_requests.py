@@ -47,8 +47,10 @@ def priority(request: Request) -> int:
 def start(
     waiting: QueuedRequest, number: int, version: int, max_model_len: int
 ) -> tuple[VllmRollout, Any]:
-    """The rollout's state, and vLLM's request for its next segment. `number` counts these requests:
-    among equal priorities the lowest starts first."""
+    """The rollout's state, and vLLM's request for its next segment.
+
+    `number` counts these requests: among equal priorities the lowest starts first.
+    """
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
