@@ -18,8 +18,9 @@ from llamarl.checkpoints import checkpoint
 from llamarl.environments.prompts import PromptStream
 from llamarl.planner.simulation.clock import run
 from llamarl.types import REWARD, Prompt, StageResult
+from tests.fakes import WatchedStorage
 from tests.loop.faults import Faults
-from tests.loop.loop import COSTS, Loop, LoopWorkload, WatchedStorage
+from tests.loop.loop import COSTS, Loop, LoopWorkload
 from tests.loop.test_loop import STAGES
 
 PROMPTS = [Prompt(prompt_id=i, text=str(i), token_ids=(1, i)) for i in range(1, 30)]

@@ -14,8 +14,9 @@ import pytest
 from llamarl.errors import ExecutorLost
 from llamarl.planner.simulation.clock import run
 from llamarl.types import REWARD, Group, Outcome, Prompt, StageResult, StageStatus, Verdict
+from tests.fakes import WatchedStorage
 from tests.loop.faults import Faults, FaultyProcess
-from tests.loop.loop import COSTS, Loop, LoopWorkload, WatchedStorage, heavy_tail
+from tests.loop.loop import COSTS, Loop, LoopWorkload, heavy_tail
 from tests.loop.test_fleet_replicas import check_trained
 from tests.loop.test_loop import STAGES, first_error
 

@@ -7,6 +7,7 @@ from llamarl.dataflow.graph import make_graph
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.rollouts import Rollouts
 from llamarl.types import FinishReason, Prompt, RolloutInfo, Sampling, VersionSpan
+from tests.fakes import WatchedStorage
 from tests.unit.planner_recipes import make_recipe
 
 SAMPLING = Sampling(temperature=0.7, max_tokens=256, stop_token_ids=(1,))
@@ -77,24 +78,13 @@ class FakeTrainer:
         return [self.noise(self.dispatch.replica_of[row_id]) for row_id in row_ids]
 
 
-class FakeStorage:
-    """Remembers what was retired."""
-
-    def __init__(self):
-        self.outcomes = {}
-
-    async def retire(self, row_ids, outcome):
-        assert not self.outcomes.keys() & set(row_ids)
-        self.outcomes |= dict.fromkeys(row_ids, outcome)
-
-
 class Setting:
     """A log-prob check among fakes, `publish` and `check` as the controller calls them."""
 
     def __init__(self, replicas=(0, 1), mode="fail"):
         graph = make_graph(make_recipe(algorithm=AIPOConfig(kl_coefficient=0.1)))
         self.dispatch = FakeDispatch(replicas)
-        self.trainer, self.storage = FakeTrainer(self.dispatch), FakeStorage()
+        self.trainer, self.storage = FakeTrainer(self.dispatch), WatchedStorage()
         self.rollouts = Rollouts(self.dispatch, {}, graph, self.storage)
         self.serving = None
         self.num_rows = 0

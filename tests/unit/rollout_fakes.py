@@ -12,7 +12,6 @@ from llamarl.dataflow.graph import Stage
 from llamarl.types import (
     FinishReason,
     Group,
-    Outcome,
     Prompt,
     Purpose,
     Request,
@@ -86,18 +85,6 @@ class FakeDispatch:
         self.aborted += row_ids
 
     def hold(self, replicas: set[int]) -> None: ...
-
-
-class FakeStorage:
-    """Remembers what was retired, once each."""
-
-    def __init__(self) -> None:
-        self.outcomes: dict[int, Outcome] = {}
-
-    async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
-        assert not self.outcomes.keys() & set(row_ids), "retired twice"
-        await asyncio.sleep(0.01)
-        self.outcomes |= dict.fromkeys(row_ids, outcome)
 
 
 @dataclass

@@ -31,10 +31,6 @@ from llamarl.types import (
 NAMES = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
 
 
-class Nothing:
-    """Calls that must not be used."""
-
-
 def rows(
     row_ids: list[int], num_tokens: int = 6, finish: FinishReason = FinishReason.STOP
 ) -> Columns:
@@ -74,7 +70,7 @@ async def serving(folder: Path, **spec: Any) -> AsyncIterator[tuple[StorageExecu
     unit = new_unit(folder, **spec)
     await unit.start()
     try:
-        yield unit, Store([Unit("storage-0", Nothing(), str(folder / "s" / "0"))])
+        yield unit, Store([Unit("storage-0", None, str(folder / "s" / "0"))])
     finally:
         await unit.close()
 

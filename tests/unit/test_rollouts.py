@@ -21,9 +21,10 @@ from llamarl.types import (
     StageResult,
     StageStatus,
 )
+from tests.fakes import WatchedStorage
 from tests.random_search import case, searched
 from tests.unit.planner_recipes import make_recipe
-from tests.unit.rollout_fakes import FakeDispatch, FakeStage, FakeStorage, group_of, request, row
+from tests.unit.rollout_fakes import FakeDispatch, FakeStage, group_of, request, row
 
 KL = make_graph(make_recipe(algorithm=AIPOConfig(kl_coefficient=0.1)))
 
@@ -51,7 +52,7 @@ class Setting:
 
     def __init__(self, graph: Graph = KL, rng: random.Random | None = None) -> None:
         rng = rng or random.Random(0)
-        self.dispatch, self.storage = FakeDispatch(rng), FakeStorage()
+        self.dispatch, self.storage = FakeDispatch(rng), WatchedStorage(retire_s=0.01)
         done: defaultdict[str, set[int]] = defaultdict(set)
         dropped: set[int] = set()
         shared = done, dropped, rng

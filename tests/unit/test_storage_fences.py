@@ -12,7 +12,7 @@ from llamarl.metrics.span import Spans
 from llamarl.storage.store import RecordingStore, Store
 from llamarl.storage.unit import Unit
 from llamarl.types import RESPONSE_IDS, REWARD, Columns, FinishReason
-from tests.unit.stored_rows import NAMES, Nothing, assert_same, rows, serving
+from tests.unit.stored_rows import NAMES, assert_same, rows, serving
 from tests.unit.test_storage import join, rollout, unit
 
 
@@ -91,7 +91,7 @@ def test_memory_that_a_writer_holds_when_it_is_fenced_never_comes_into_a_row(
 
     async def scenario() -> None:
         async with serving(tmp_path) as (unit, store):
-            lost = Unit("storage-0", Nothing(), str(tmp_path / "s" / "0"))
+            lost = Unit("storage-0", None, str(tmp_path / "s" / "0"))
             await lost.write([1, 2], rows([1, 2], num_tokens), "generator-0/a")
             await store.retire([1, 2], {"outcome": "trained"})
             await lost.write([3, 4], rows([3, 4], num_tokens), "generator-0/a")
