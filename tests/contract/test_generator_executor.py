@@ -17,7 +17,6 @@ from tests.contract import generator_contract
 from tests.contract.generator_contract import *  # noqa: F403 - the questions
 from tests.contract.generator_replica import (
     EngineCase,
-    MemoryStorage,
     Replica,
     connect,
     drive,
@@ -28,6 +27,7 @@ from tests.contract.generator_replica import (
     request,
     send,
 )
+from tests.fakes import WatchedStorage
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def engine_of(rank: GeneratorExecutor) -> EmbeddedEngine:
 def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, run_dir: str) -> None:
     case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint, num_ranks=2)
 
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         source = make_source(case)
         await connect(source, generator)
         await publish(source, generator, 1)
@@ -114,7 +114,7 @@ def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, ru
 def test_an_engine_error_comes_out_of_collect_with_its_traceback(
     checkpoint: str, run_dir: str
 ) -> None:
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         engine_of(generator.ranks[0])._decoder.weights.layers[1].down = torch.zeros(3, 3)
         await generator.submit([request(0)])
         with pytest.raises(RuntimeError) as caught:
@@ -132,7 +132,7 @@ def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
     """They were made of memory that the next version overwrote meanwhile."""
     case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint)
 
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         engine, may_end = engine_of(generator.ranks[0]), threading.Event()
         process_weights, commit = engine.process_weights, engine.commit
         made: list[object] = []
@@ -171,4 +171,4 @@ def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
 def test_ranks_that_the_config_does_not_know_are_refused(checkpoint: str, run_dir: str) -> None:
     case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint)
     with pytest.raises(ValueError, match=r"generator\.num_ranks must be 2, got 1"):
-        make(case, MemoryStorage(), run_dir, num_ranks=2)
+        make(case, WatchedStorage(), run_dir, num_ranks=2)
