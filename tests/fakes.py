@@ -15,6 +15,9 @@ from llamarl.metrics.span import Spans
 from llamarl.storage.wire import Written, write_message
 from llamarl.types import TOKEN_VERSIONS, Columns, Outcome
 
+Rows = Mapping[int, Mapping[str, np.ndarray]]
+"""Row id -> column -> cell."""
+
 
 class WatchedStorage(StorageExecutor):
     """A real storage unit, without an archive unless in `run_dir`, that remembers what it was
@@ -22,10 +25,12 @@ class WatchedStorage(StorageExecutor):
 
     `writes` has the row ids and the names of each write, in vain or not; `num_writes` how often a
     replica has written each row; `outcomes` what became of each row, `versions` which version wrote
-    each of its tokens. A retire takes `retire_s`.
+    each of its tokens. It holds `cells` from the start. A retire takes `retire_s`.
     """
 
-    def __init__(self, run_dir: Path | None = None, *, retire_s: float = 0.0) -> None:
+    def __init__(
+        self, run_dir: Path | None = None, *, cells: Rows | None = None, retire_s: float = 0.0
+    ) -> None:
         folder = str(run_dir / "archive") if run_dir is not None else None
         spec = StorageSpec(unit=0, archive_folder=folder, archive_tokens=False)
         super().__init__(spec, rank=0, num_ranks=1, spans=Spans("storage", None))
@@ -34,6 +39,7 @@ class WatchedStorage(StorageExecutor):
         self.outcomes: dict[int, Outcome] = {}
         self.versions: dict[int, list[int]] = {}
         self._retire_s = retire_s
+        self.put(cells or {})
 
     def __del__(self) -> None:
         self._slabs.close()
@@ -60,8 +66,8 @@ class WatchedStorage(StorageExecutor):
         """Rows with this outcome."""
         return sum(found["outcome"] == outcome for found in self.outcomes.values())
 
-    def put(self, rows: Mapping[int, Mapping[str, np.ndarray]]) -> None:
-        """Hold these cells from the start: it is not one of the `writes`."""
+    def put(self, rows: Rows) -> None:
+        """Hold these cells too; it is not one of the `writes`."""
         for row_id, cells in rows.items():
             columns = {name: [cell] for name, cell in cells.items()}
             header, body = write_message([row_id], columns, "")
@@ -69,7 +75,7 @@ class WatchedStorage(StorageExecutor):
 
     @property
     def rows(self) -> dict[int, dict[str, np.ndarray]]:
-        """Copies of what is held: row id -> column -> cell."""
+        """Copies of what is held."""
         found: dict[int, dict[str, np.ndarray]] = {}
         for row_ids, names in self._table.groups(sorted(self._table._slots)):
             cells, memory = self._slabs.copy(self._table.locate(row_ids, names))

@@ -64,25 +64,6 @@ def make_checkpoint(folder, **changes):
     return str(folder)
 
 
-class MemoryStorage:
-    """protocols.Storage in this process."""
-
-    def __init__(self, cells):
-        self.cells = {row_id: dict(cell) for row_id, cell in cells.items()}
-
-    async def write(self, row_ids, columns, writer=""):
-        for name, arrays in columns.items():
-            for row_id, array in zip(row_ids, arrays, strict=True):
-                self.cells[row_id][name] = array
-
-    async def read(self, row_ids, names):
-        return {name: [self.cells[row_id][name] for row_id in row_ids] for name in names}
-
-    async def retire(self, row_ids, outcome):
-        for row_id in row_ids:
-            del self.cells[row_id]
-
-
 def make_rollouts(num_rows=13, seed=0, oldest_version=0):
     """(cells by row id, batch rows): odd lengths, two versions, one advantage of zero."""
     random = np.random.default_rng(seed)

@@ -135,10 +135,10 @@ def test_the_gradient_comparison_notices(ranks, checkpoint, corruption):
     batch = make_batch(rows, 2, 50)
     first, second = batch.assignment
     if corruption == "a rank's rows left out":
-        second = ((),) * len(second)
+        parts = [(first, ((),) * len(second))]
     else:
-        second = (*second[:-1], second[-1] + second[0])
-    steps = [[dataclasses.replace(batch, assignment=(first, second))]]
+        parts = [(first, second), (((),), second[:1])]
+    steps = [[dataclasses.replace(batch, assignment=part) for part in parts]]
     seen = ranks(2).run(train, job(checkpoint, cells, steps))
     errors = relative_errors(seen[0]["gradients"][0], want)
     assert min(errors.values()) > 1e-3, errors
