@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Mapping
+import random
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from llamarl.algorithms.losses.aipo import AIPOConfig
+from llamarl.dataflow.graph import Graph, Stage, make_graph
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
+from llamarl.loop.rollouts import Rollouts
 from llamarl.metrics.span import Spans
+from llamarl.planner.simulation import clock
 from llamarl.storage.wire import Written, write_message
-from llamarl.types import TOKEN_VERSIONS, Columns, Outcome
+from llamarl.types import (
+    REWARD,
+    TOKEN_VERSIONS,
+    Columns,
+    FinishReason,
+    Group,
+    Outcome,
+    Prompt,
+    Purpose,
+    Request,
+    RolloutInfo,
+    Sampling,
+    StageItem,
+    StageResult,
+    StageStatus,
+    VersionSpan,
+)
+from tests.unit.planner_recipes import make_recipe
 
 Rows = Mapping[int, Mapping[str, np.ndarray]]
 """Row id -> column -> cell."""
@@ -83,3 +106,167 @@ class WatchedStorage(StorageExecutor):
             for place, row_id in enumerate(row_ids):
                 found[row_id] = {name: columns[name][place] for name in names}
         return dict(sorted(found.items()))
+
+
+PROMPT = Prompt(prompt_id=1, text="q", token_ids=(1,))
+
+
+def request(row_id: int, purpose: Purpose = Purpose.TRAIN) -> Request:
+    sampling = Sampling(max_tokens=8)
+    return Request(row_id=row_id, prompt_ids=(1,), sampling=sampling, seed=0, purpose=purpose)
+
+
+def group_of(*row_ids: int) -> Group:
+    return Group(group_id=row_ids[0], prompt=PROMPT, row_ids=row_ids, min_version=0)
+
+
+def row(
+    row_id: int, reason: FinishReason = FinishReason.STOP, *versions: int, replica: int = 0
+) -> RolloutInfo:
+    """A rollout with two tokens of each version (default: of 0), without any if it was aborted."""
+    written = () if reason is FinishReason.ABORTED else versions or (0,)
+    return RolloutInfo(
+        row_id=row_id,
+        num_prompt_tokens=1,
+        num_tokens=2 * len(written),
+        spans=tuple(VersionSpan(version=version, num_tokens=2) for version in written),
+        finish_reason=reason,
+        replica=replica,
+    )
+
+
+@dataclass
+class FakeDispatch:
+    """Replicas whose rollouts stop after at most `longest_s`, as `stop` says (None: never); a row
+    in `num_cuts` is cut so often before. `replicas` may have their versions, `units` the storage
+    units on their hosts; `error` is what every request raises."""
+
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    longest_s: float = 1.0
+    num_cuts: Counter[int] = field(default_factory=Counter)
+    stop: Callable[[Request], RolloutInfo | None] = lambda request: row(request.row_id)
+    error: Exception | None = None
+    asked: list[Request] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+    stopped: asyncio.Queue[RolloutInfo | Exception] = field(default_factory=asyncio.Queue)
+    replicas: dict[int, int | tuple[int, ...]] = field(default_factory=dict)
+    units: dict[int, int] = field(default_factory=dict)
+
+    async def submit(self, requests: list[Request]) -> None:
+        for each in requests:
+            assert each.resume == any(each.row_id == other.row_id for other in self.asked)
+            self.asked.append(each)
+            if self.error is not None:
+                raise self.error
+            asyncio.get_running_loop().call_later(
+                self.rng.uniform(0, self.longest_s), self._stop, each
+            )
+
+    def _stop(self, request: Request) -> None:
+        if self.num_cuts[request.row_id]:
+            self.num_cuts[request.row_id] -= 1
+            self.stopped.put_nowait(row(request.row_id, FinishReason.SEGMENT))
+        elif (found := self.stop(request)) is not None:
+            self.stopped.put_nowait(found)
+
+    async def collect(self) -> list[RolloutInfo]:
+        found = await self.stopped.get()
+        if isinstance(found, Exception):
+            raise found
+        return [found]
+
+    async def abort_requests(self, row_ids: list[int]) -> None:
+        self.aborted += row_ids
+
+    def hold(self, replicas: set[int]) -> None: ...
+
+    @property
+    def balance(self) -> FakeDispatch:
+        return self
+
+    def unit_near(self, replica: int) -> int | None:
+        return self.units.get(replica)
+
+
+@dataclass
+class FakeStage:
+    """A stage's executor. `begun` has each call's items; `done` the rows of calls that ended, with
+    `drops` and scores as `result` says."""
+
+    stage: Stage
+    needs: frozenset[str]
+    done: defaultdict[str, set[int]]
+    dropped: set[int]
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    longest_s: float = 1.0
+    result: Callable[[int], StageResult] | None = None
+    begun: list[list[StageItem]] = field(default_factory=list)
+    num_running: int = 0
+
+    async def process(self, items: list[StageItem]) -> Sequence[StageResult]:
+        rows = [row_id for row_ids, _ in items for row_id in row_ids]
+        assert rows, "a call for nothing"
+        for name in self.needs - {"generate"}:
+            assert self.done[name] >= {*rows}, f"{self.stage.name} before {name}"
+        assert not {*rows} & self.dropped, "it was dropped"
+        before = [row_id for call in self.begun for row_ids, _ in call for row_id in row_ids]
+        assert not {*rows} & {*before}, "a stage gets a rollout once"
+        self.begun.append(items)
+        self.num_running += 1
+        assert self.num_running == 1 or not self.stage.is_model
+        await asyncio.sleep(self.rng.uniform(0, self.longest_s))
+        self.num_running -= 1
+        self.done[self.stage.name].update(rows)
+        found = [self.result(row_id) for row_id in rows] if self.result else []
+        for each in found:
+            if self.stage.name != "score" and (each.reason or each.status != StageStatus.OK):
+                self.dropped.add(each.row_id)
+        return found
+
+    @property
+    def rows(self) -> list[int]:
+        return [row_id for call in self.begun for row_ids, _ in call for row_id in row_ids]
+
+
+def good(row_id: int) -> StageResult:
+    return StageResult(row_id=row_id, numbers={REWARD: 1.0})
+
+
+KL = make_graph(make_recipe(algorithm=AIPOConfig(kl_coefficient=0.1)))
+
+
+class RolloutSetting:
+    """`rollouts` of a graph among fakes; `stages` by name."""
+
+    def __init__(self, graph: Graph = KL, rng: random.Random | None = None) -> None:
+        rng = rng or random.Random(0)
+        self.dispatch, self.storage = FakeDispatch(rng), WatchedStorage(retire_s=0.01)
+        done: defaultdict[str, set[int]] = defaultdict(set)
+        dropped: set[int] = set()
+        shared = done, dropped, rng
+        self.stages = {
+            stage.name: FakeStage(stage, graph.needs[stage.name], *shared)
+            for stage in graph.between
+        }
+        self.stages["score"].result = good
+        executors = {fake.stage: fake for fake in self.stages.values()}
+        self.rollouts = Rollouts(self.dispatch, executors, graph, self.storage)  # type: ignore[arg-type]
+
+    def run(self, work: Callable[[Rollouts], Awaitable[None]]) -> None:
+        async def main() -> None:
+            serving = asyncio.create_task(self.rollouts.serve())
+            try:
+                await work(self.rollouts)
+            finally:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+
+        clock.run(main())
+
+    def roll_out(self, *groups: Group) -> None:
+        async def work(rollouts: Rollouts) -> None:
+            await asyncio.gather(
+                *(rollouts.roll_out(each, [request(r) for r in each.row_ids]) for each in groups)
+            )
+
+        self.run(work)
