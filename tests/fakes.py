@@ -41,6 +41,8 @@ from tests.unit.planner_recipes import make_recipe
 Rows = Mapping[int, Mapping[str, np.ndarray]]
 """Row id -> column -> cell."""
 
+SHARD = "__0_0.distcp"  # of a checkpoint
+
 
 class WatchedStorage(StorageExecutor):
     """A real storage unit, without an archive unless in `run_dir`, that remembers what it was
@@ -106,6 +108,37 @@ class WatchedStorage(StorageExecutor):
             for place, row_id in enumerate(row_ids):
                 found[row_id] = {name: columns[name][place] for name in names}
         return dict(sorted(found.items()))
+
+
+class SavingTrainer:
+    """protocols.Checkpointed with little to save: its `version` in a file SHARD of 100 bytes.
+
+    It is saved as it is, or as it was copied if it `has_room` for a copy, once `may_write` is set
+    (which it is unless the trainer `waits`). If there is an `error`, every save ends in it.
+    """
+
+    def __init__(
+        self, *, has_room: bool = True, waits: bool = False, error: Exception | None = None
+    ) -> None:
+        self.version, self.copied, self.has_room, self.error = 1, 0, has_room, error
+        self.may_write = asyncio.Event()
+        if not waits:
+            self.may_write.set()
+        self.num_writing = 0
+
+    async def snapshot(self) -> bool:
+        self.copied = self.version
+        return self.has_room
+
+    async def save(self, folder: str, from_snapshot: bool) -> None:
+        assert self.num_writing == 0
+        self.num_writing += 1
+        await self.may_write.wait()
+        self.num_writing -= 1
+        version = self.copied if from_snapshot else self.version
+        Path(folder, SHARD).write_text(f"{version:<100}")
+        if self.error is not None:
+            raise self.error
 
 
 PROMPT = Prompt(prompt_id=1, text="q", token_ids=(1,))

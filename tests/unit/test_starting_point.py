@@ -15,16 +15,10 @@ from llamarl.config import Config
 from llamarl.recipe.inputs import Inputs, identity, read_inputs
 from llamarl.recipe.starting_point import starting_point
 from llamarl.run.wiring import make_evaluator
+from tests.fakes import SHARD, SavingTrainer
 from tests.unit.composing import compose_recipe
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
-
-
-class Saver:
-    """A trainer with little to save."""
-
-    async def save(self, folder: str, from_snapshot: bool) -> None:
-        Path(folder, "__0_0.distcp").write_bytes(b"x" * 100)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +41,7 @@ def save(run_dir: Path, inputs: Inputs, version: int = 1, **values: Any) -> Path
         "identity": identity(resume(), inputs),
     }
     state |= {"version": version}
-    folder = asyncio.run(checkpoint.save(run_dir, Saver(), state, keep=0))
+    folder = asyncio.run(checkpoint.save(run_dir, SavingTrainer(), state, keep=0))
     if values:
         path = folder / checkpoint.STATE_FILE
         written = json.loads(path.read_text()) | values
@@ -107,7 +101,7 @@ def test_the_newest_sound_checkpoint_is_used_and_newer_ones_are_set_aside(
     for version in (1, 2, 3):
         save(tmp_path, inputs, version)
     root = tmp_path / "checkpoints"
-    (root / "step-00000003" / "__0_0.distcp").write_bytes(b"y" * 100)
+    (root / "step-00000003" / SHARD).write_bytes(b"y" * 100)
     (root / "step-00000002" / "controller.json").unlink()
     state, found = starting_point(resume(), inputs, str(tmp_path))
     assert (state["version"], found) == (1, str(root / "step-00000001"))
@@ -121,7 +115,7 @@ def test_without_a_sound_checkpoint_a_resumed_run_does_not_start_over(
     tmp_path: Path, inputs: Inputs
 ) -> None:
     folder = save(tmp_path, inputs)
-    (folder / "__0_0.distcp").write_bytes(b"")
+    (folder / SHARD).write_bytes(b"")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"__0_0\.distcp must be 100 bytes long, got 0"):
             starting_point(resume(), inputs, str(tmp_path))
