@@ -13,7 +13,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
 
 from llamarl.algorithms.group_filters import filter_group
 from llamarl.algorithms.loss_inputs import LossInputs
@@ -47,16 +46,15 @@ from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports import registry
 from tests.e2e.forks import Forks
-from tests.unit.composing import compose_recipe
-from tests.unit.reference_checkpoints import (
-    CASES,
+from tests.tiny_checkpoints import (
     LENGTHS,
     reference_logits,
     relative_error,
     token_ids,
     write_reference,
 )
-from tests.unit.reference_checkpoints import load as load_model
+from tests.tiny_checkpoints import load as load_model
+from tests.unit.composing import compose_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("loss", "advantage", "group_filter", "reward", "sampler")
@@ -268,8 +266,7 @@ def test_the_family_of_the_page_computes_what_transformers_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"num_key_value_heads": 1, "sliding_window": None}
-    monkeypatch.setitem(CASES, "mistral", (MistralConfig, MistralForCausalLM, changes))
-    expected = reference_logits(write_reference(tmp_path, "mistral"))
+    expected = reference_logits(write_reference(tmp_path, "mistral", **changes))
     with pytest.raises(ValueError, match=r"model_type .* must be one of llama, .*, got 'mistral'"):
         read_architecture(tmp_path)
     monkeypatch.setattr(families, "FAMILIES", families.FAMILIES.copy())

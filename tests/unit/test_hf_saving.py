@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from llamarl.models import hf
-from tests.unit.reference_checkpoints import write_reference
+from tests.tiny_checkpoints import CASES, write_reference
 from tests.unit.test_hf import parameters
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoint"
-    write_reference(folder, "qwen25")
+    write_reference(folder, **CASES["qwen25"])
     return folder
 
 
