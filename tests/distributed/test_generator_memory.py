@@ -12,8 +12,8 @@ from llamarl.metrics.span import Spans
 from llamarl.storage.store import Store
 from llamarl.types import RESPONSE_IDS, Request, Sampling
 from tests.allocation import resident_bytes
-from tests.distributed.rollouts import make_checkpoint
 from tests.fakes import WatchedStorage
+from tests.tiny_checkpoints import write_checkpoint
 
 BOTH = ["kv", "weights"]
 PROMPT = tuple(range(1, 30))
@@ -22,7 +22,7 @@ PROMPT = tuple(range(1, 30))
 @pytest.mark.parametrize("staging", ["double_buffer", "bucket"])
 def test_an_offloaded_generator_frees_its_memory_and_onloads_it_unchanged(ranks, tmp_path, staging):
     folder = tmp_path / "checkpoint"
-    make_checkpoint(
+    write_checkpoint(
         folder, hidden_size=512, intermediate_size=2048, num_attention_heads=8,
         num_key_value_heads=8, head_dim=64, num_hidden_layers=2, max_position_embeddings=1024,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     FinishReason,
 )
-from tests.distributed.rollouts import TEMPERATURE, make_batch, make_checkpoint, make_rollouts
+from tests.distributed.rollouts import TEMPERATURE, make_batch, make_rollouts
 from tests.distributed.training import (
     Job,
     infer,
@@ -32,6 +32,7 @@ from tests.distributed.training import (
     train,
     write_beside_steps,
 )
+from tests.tiny_checkpoints import write_checkpoint
 
 SGD = TrainerConfig(optimizer="sgd", lr=0.5, max_grad_norm=1e6)
 ADAM = TrainerConfig(lr=1e-3, eps=1e-4, warmup_steps=3)  # eps: no division by noise
@@ -39,7 +40,7 @@ ADAM = TrainerConfig(lr=1e-3, eps=1e-4, warmup_steps=3)  # eps: no division by n
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def job(checkpoint, cells, steps, **fields):
@@ -310,7 +311,7 @@ def test_the_source_layouts_of_all_ranks_tile_every_parameter_with_its_values(ra
 
 
 def test_a_write_beside_or_after_a_step_gets_the_whole_version_that_it_asked_for(ranks, tmp_path):
-    wide = make_checkpoint(tmp_path / "wide", hidden_size=768, intermediate_size=1024)
+    wide = write_checkpoint(tmp_path / "wide", hidden_size=768, intermediate_size=1024)
     cells, rows = make_rollouts(3)
     steps = [[make_batch(rows, 1, 99, version)] for version in range(3)]
     placement = PlacementConfig(colocated=True, offload_folder=str(tmp_path))
@@ -377,7 +378,7 @@ def test_the_reference_agrees_with_the_trainer_before_its_first_step(ranks, chec
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_offloaded_trainer_learns_the_same_and_frees_its_memory(ranks, tmp_path, num_ranks):
-    large = make_checkpoint(tmp_path / "large", hidden_size=384, intermediate_size=2048)
+    large = write_checkpoint(tmp_path / "large", hidden_size=384, intermediate_size=2048)
     cells, rows = make_rollouts(6)
     steps = [
         [make_batch(part, num_ranks, 60, version) for part in (rows[:3], rows[3:])]

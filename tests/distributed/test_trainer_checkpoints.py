@@ -13,15 +13,16 @@ from llamarl.models import hf
 from llamarl.models.architecture import read_architecture
 from llamarl.models.transformer import Transformer
 from tests.distributed.ranks import Ranks
-from tests.distributed.rollouts import make_batch, make_checkpoint, make_rollouts
+from tests.distributed.rollouts import make_batch, make_rollouts
 from tests.distributed.saving import save_after_a_broken_step, save_beside_a_step, save_for_ever
 from tests.distributed.test_trainer import ADAM, LAYOUTS, job, laid_out
 from tests.distributed.training import train
+from tests.tiny_checkpoints import write_checkpoint
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_the_checkpoint_of_another_model_is_refused_in_one_line(ranks, checkpoin
     steps = [[make_batch(rows, 1, 99)]]
     (tmp_path / "saved").mkdir()
     ranks(1).run(train, job(checkpoint, cells, steps, save=str(tmp_path / "saved")))
-    other = make_checkpoint(tmp_path / "other", hidden_size=32)
+    other = write_checkpoint(tmp_path / "other", hidden_size=32)
     with pytest.raises(RuntimeError, match=r"ValueError: .* of this model .* shape"):
         ranks(1).run(train, job(other, cells, steps, restore=str(tmp_path / "saved")))
     with pytest.raises(RuntimeError, match=r"ValueError: .*/\.metadata must be the index of a ch"):

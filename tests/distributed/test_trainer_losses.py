@@ -25,11 +25,11 @@ from tests.distributed.rollouts import (
     TEMPERATURE,
     add_reference,
     make_batch,
-    make_checkpoint,
     make_rollouts,
 )
 from tests.distributed.training import Job, train
 from tests.loss_formulas import CONFIGS, PAPERS, Sampled, step
+from tests.tiny_checkpoints import write_checkpoint
 
 SGD = TrainerConfig(optimizer="sgd", lr=0.5, max_grad_norm=1e6)
 MAX_TOKENS = 64  # of the executor that `training` makes
@@ -46,7 +46,7 @@ class Expected:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from llamarl.config import PlacementConfig, TrainerConfig, TransformersConfig
-from tests.distributed.rollouts import make_batch, make_checkpoint, make_rollouts
+from tests.distributed.rollouts import make_batch, make_rollouts
 from tests.distributed.test_trainer import ADAM, SGD, job, relative_errors
 from tests.distributed.training import infer, take_turns, train
+from tests.tiny_checkpoints import write_checkpoint
 from tests.unit.test_transformers_model import FAMILIES as UNPACKED
 from tests.unit.test_transformers_model import make_checkpoint as make_family
 
@@ -34,7 +35,7 @@ def in_transformers(config: TrainerConfig) -> TransformersConfig:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     place = tmp_path_factory.mktemp("model")
-    return {name: make_checkpoint(place / name, **each) for name, each in FAMILIES.items()}
+    return {name: write_checkpoint(place / name, **each) for name, each in FAMILIES.items()}
 
 
 def backward(ranks, checkpoint, config, num_ranks, budget):
