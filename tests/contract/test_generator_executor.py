@@ -28,28 +28,12 @@ from tests.contract.generator_replica import (
     send,
 )
 from tests.fakes import WatchedStorage
+from tests.tiny_checkpoints import write_checkpoint
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("checkpoint")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "checkpoint")
 
 
 INT8 = {"quantization": "int8", "kv_after_commit": "recompute"}

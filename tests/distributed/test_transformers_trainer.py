@@ -14,8 +14,7 @@ from tests.distributed.rollouts import make_batch, make_rollouts
 from tests.distributed.test_trainer import ADAM, SGD, job, relative_errors
 from tests.distributed.training import infer, take_turns, train
 from tests.tiny_checkpoints import write_checkpoint
-from tests.unit.test_transformers_model import FAMILIES as UNPACKED
-from tests.unit.test_transformers_model import make_checkpoint as make_family
+from tests.unit.test_transformers_model import write_family
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -69,7 +68,7 @@ def test_gradients_and_log_probs_are_the_native_trainer_s(ranks, checkpoints, fa
 
 
 def test_ranks_whose_rollouts_cannot_be_packed_stay_in_step(ranks, tmp_path):
-    checkpoint = str(make_family(tmp_path / "gemma2", "gemma2", UNPACKED["gemma2"]))
+    checkpoint = str(write_family(tmp_path / "gemma2", "gemma2"))
     config = in_transformers(SGD)
     wanted = backward(ranks, checkpoint, config, 1, 1)  # one rollout at a time
     for budget in (4096, 30):  # then the ranks' rollouts make different numbers of rows

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.forks import Forks
 from tests.loss_formulas import Sampled, advantages, step
-from tests.unit.test_transformers_model import FAMILIES, make_checkpoint
+from tests.unit.test_transformers_model import write_family
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "quickstart"
@@ -157,7 +157,7 @@ def test_a_teacher_may_be_of_a_family_that_only_transformers_knows(
     recipe = tmp_path / "recipe"
     shutil.copytree(RECIPE, recipe)
     (recipe / "task.py").write_text(TEACHER)
-    teacher = make_checkpoint(recipe / "teacher", "phi3", FAMILIES["phi3"])
+    teacher = write_family(recipe / "teacher", "phi3")
     run = train(
         forks,
         tmp_path / "run",
