@@ -139,7 +139,7 @@ def write_reference(
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
     model.save_pretrained(folder)
     return model
