@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -149,20 +150,23 @@ def request(row_id: int, purpose: Purpose = Purpose.TRAIN) -> Request:
     return Request(row_id=row_id, prompt_ids=(1,), sampling=sampling, seed=0, purpose=purpose)
 
 
-def group_of(*row_ids: int) -> Group:
-    return Group(group_id=row_ids[0], prompt=PROMPT, row_ids=row_ids, min_version=0)
+def group_of(*row_ids: int, **fields: Any) -> Group:
+    return Group(group_id=row_ids[0], prompt=PROMPT, row_ids=row_ids, min_version=0, **fields)
 
 
-def row(
-    row_id: int, reason: FinishReason = FinishReason.STOP, *versions: int, replica: int = 0
+def stopped(
+    row_id: int,
+    *spans: tuple[int, int],
+    reason: FinishReason = FinishReason.STOP,
+    num_prompt_tokens: int = 1,
+    replica: int = 0,
 ) -> RolloutInfo:
-    """A rollout with two tokens of each version (default: of 0), without any if it was aborted."""
-    written = () if reason is FinishReason.ABORTED else versions or (0,)
+    """A rollout with these spans: (version, its tokens)."""
     return RolloutInfo(
         row_id=row_id,
-        num_prompt_tokens=1,
-        num_tokens=2 * len(written),
-        spans=tuple(VersionSpan(version=version, num_tokens=2) for version in written),
+        num_prompt_tokens=num_prompt_tokens,
+        num_tokens=sum(count for _, count in spans),
+        spans=tuple(VersionSpan(version=version, num_tokens=count) for version, count in spans),
         finish_reason=reason,
         replica=replica,
     )
@@ -177,7 +181,7 @@ class FakeDispatch:
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     longest_s: float = 1.0
     num_cuts: Counter[int] = field(default_factory=Counter)
-    stop: Callable[[Request], RolloutInfo | None] = lambda request: row(request.row_id)
+    stop: Callable[[Request], RolloutInfo | None] = lambda request: stopped(request.row_id, (0, 2))
     error: Exception | None = None
     asked: list[Request] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
@@ -198,7 +202,7 @@ class FakeDispatch:
     def _stop(self, request: Request) -> None:
         if self.num_cuts[request.row_id]:
             self.num_cuts[request.row_id] -= 1
-            self.stopped.put_nowait(row(request.row_id, FinishReason.SEGMENT))
+            self.stopped.put_nowait(stopped(request.row_id, (0, 2), reason=FinishReason.SEGMENT))
         elif (found := self.stop(request)) is not None:
             self.stopped.put_nowait(found)
 

@@ -4,7 +4,7 @@ import asyncio
 
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.types import FinishReason, Prompt, Sampling
-from tests.fakes import RolloutSetting, row
+from tests.fakes import RolloutSetting, stopped
 
 SAMPLING = Sampling(temperature=0.7, max_tokens=256, stop_token_ids=(1,))
 
@@ -55,10 +55,11 @@ class CheckSetting(RolloutSetting):
         if index in self.never_come:
             return None
         if index not in self.dispatch.replicas:
-            return row(request.row_id, FinishReason.ABORTED, replica=index)
+            return stopped(request.row_id, reason=FinishReason.ABORTED, replica=index)
         versions = self.dispatch.replicas[index]
         versions = versions if isinstance(versions, tuple) else (versions,)
-        return row(request.row_id, FinishReason.LENGTH, *versions, replica=index)
+        spans = ((version, 2) for version in versions)
+        return stopped(request.row_id, *spans, reason=FinishReason.LENGTH, replica=index)
 
     def allocate(self, count, unit):
         self.num_rows += count

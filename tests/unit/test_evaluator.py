@@ -23,7 +23,7 @@ from llamarl.types import (
     StageResult,
     StageStatus,
 )
-from tests.fakes import RolloutSetting, row
+from tests.fakes import RolloutSetting, stopped
 
 ROWS = (10, 11, 12, 13)
 
@@ -68,8 +68,9 @@ class EvaluatorSetting(RolloutSetting):
 
     def stop(self, request: Request) -> RolloutInfo:
         row_id = request.row_id
-        reason = FinishReason.ABORTED if self.is_lost(row_id) else FinishReason.STOP
-        return row(row_id, reason, self.version_of(row_id))
+        if self.is_lost(row_id):
+            return stopped(row_id, reason=FinishReason.ABORTED)
+        return stopped(row_id, (self.version_of(row_id), 2))
 
     def evaluate(self) -> Evaluation | None:
         found: list[Evaluation | None] = []

@@ -37,7 +37,6 @@ from llamarl.types import (
     Group,
     Kept,
     Prompt,
-    RolloutInfo,
     StageResult,
 )
 from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
@@ -46,6 +45,7 @@ from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports import registry
 from tests.e2e.forks import Forks
+from tests.fakes import group_of, stopped
 from tests.tiny_checkpoints import (
     LENGTHS,
     reference_logits,
@@ -118,17 +118,11 @@ def test_the_loss_of_the_page_is_its_paper_s() -> None:
 
 def group(rewards: list[float], num_cut: int) -> Group:
     reasons = [FinishReason.LENGTH] * num_cut + [FinishReason.STOP] * (len(rewards) - num_cut)
-    rows = {
-        i: RolloutInfo(row_id=i, num_prompt_tokens=1, num_tokens=4, spans=(), finish_reason=reason)
-        for i, reason in enumerate(reasons)
-    }
+    rows = {i: stopped(i, (0, 4), reason=reason) for i, reason in enumerate(reasons)}
     scores = {
         i: StageResult(row_id=i, numbers={REWARD: reward}) for i, reward in enumerate(rewards)
     }
-    prompt = Prompt(prompt_id=0, text="", token_ids=())
-    return Group(
-        group_id=0, prompt=prompt, row_ids=tuple(rows), min_version=0, rollouts=rows, scores=scores
-    )
+    return group_of(*rows, rollouts=rows, scores=scores)
 
 
 def test_the_advantage_of_the_page_is_a_rank() -> None:

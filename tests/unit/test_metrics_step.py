@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,20 +41,10 @@ from llamarl.types import (
     StageResult,
     StageStatus,
     StepStats,
-    VersionSpan,
 )
+from tests.fakes import stopped
 
-
-def make_row(
-    row_id: int, *spans: tuple[int, int], finish: FinishReason = FinishReason.STOP
-) -> RolloutInfo:
-    return RolloutInfo(
-        row_id=row_id,
-        num_prompt_tokens=3,
-        num_tokens=sum(count for _, count in spans),
-        spans=tuple(VersionSpan(version=version, num_tokens=count) for version, count in spans),
-        finish_reason=finish,
-    )
+make_row = partial(stopped, num_prompt_tokens=3)
 
 
 def make_group(group_id: int, rows: list[RolloutInfo], rewards: list[float | None]) -> Group:
@@ -80,7 +71,7 @@ def make_group(group_id: int, rows: list[RolloutInfo], rewards: list[float | Non
 
 TRAINED = make_group(
     0,
-    [make_row(0, (3, 4), (4, 6)), make_row(1, (4, 20), finish=FinishReason.LENGTH)],
+    [make_row(0, (3, 4), (4, 6)), make_row(1, (4, 20), reason=FinishReason.LENGTH)],
     [1.25, 0.25],
 )
 DROPPED = make_group(1, [make_row(2, (4, 30)), make_row(3, (4, 40))], [1.5, None])

@@ -213,7 +213,7 @@ def test_the_archive_of_a_storage_executor_is_understood(tmp_path):
 
 
 def scored(number: int, *rewards: float | None, finish: FinishReason = FinishReason.STOP) -> Group:
-    rows = [make_row(10 * number + i, (3, 4), finish=finish) for i in range(len(rewards))]
+    rows = [make_row(10 * number + i, (3, 4), reason=finish) for i in range(len(rewards))]
     return make_group(number, rows, list(rewards))
 
 

@@ -19,7 +19,7 @@ from llamarl.types import (
     StageResult,
     StageStatus,
 )
-from tests.fakes import RolloutSetting, good, group_of, request, row
+from tests.fakes import RolloutSetting, good, group_of, request, stopped
 from tests.random_search import case, searched
 from tests.unit.planner_recipes import make_recipe
 
@@ -99,7 +99,7 @@ def check(setting: RolloutSetting, groups: Sequence[Group], rows: set[int]) -> N
     """`FakeStage` asserts order and that no rollout comes twice or after its drop."""
     dropped = {row_id for group in groups for row_id in group.dropped}
     for group in groups:
-        assert group.rollouts == {row_id: row(row_id) for row_id in group.row_ids}
+        assert group.rollouts == {row_id: stopped(row_id, (0, 2)) for row_id in group.row_ids}
     for fake in setting.stages.values():
         assert {*fake.rows} >= rows - dropped
         for items in fake.begun:
@@ -141,7 +141,7 @@ def test_an_evaluation_is_scored_and_passes_no_other_stage() -> None:
 
 def test_what_was_aborted_passes_no_stage_and_a_cut_rollout_stops_there() -> None:
     setting = RolloutSetting()
-    setting.dispatch.stop = lambda each: row(each.row_id, FinishReason.ABORTED)
+    setting.dispatch.stop = lambda each: stopped(each.row_id, reason=FinishReason.ABORTED)
     setting.dispatch.num_cuts[1] = 5
     group = group_of(0, 1)
 
