@@ -265,6 +265,10 @@ class FakeStage:
         return [row_id for call in self.begun for row_ids, _ in call for row_id in row_ids]
 
 
+def nothing(*read: object) -> None:
+    """What a stage runs where that does not matter, as it is not called."""
+
+
 def good(row_id: int) -> StageResult:
     return StageResult(row_id=row_id, numbers={REWARD: 1.0})
 

@@ -123,6 +123,12 @@ def slower(**seconds: float) -> Faults:
     return Faults(costs=replace(COSTS, **seconds))
 
 
+def first_error(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 @dataclass(kw_only=True)
 class Loop:
     """One run: `await Loop(...).run(folder)`. `faults` are by executor name, "generator-0".

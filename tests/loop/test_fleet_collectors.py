@@ -20,9 +20,8 @@ from llamarl.protocols import Report
 from llamarl.types import Request
 from tests.fakes import stopped
 from tests.loop.faults import Faults
-from tests.loop.loop import COSTS, Loop
+from tests.loop.loop import COSTS, Loop, first_error
 from tests.loop.test_fleet_replicas import check_trained
-from tests.loop.test_loop import first_error
 
 RESTART_COSTS = replace(COSTS, start_s=0.3)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from llamarl.config import Config
 from llamarl.dataflow.columns import Column
 from llamarl.dataflow.graph import FrozenModel, Graph, Stage, make_graph
+from tests.fakes import nothing
 from tests.unit.composing import compose_recipe
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
@@ -25,10 +26,6 @@ def recipe(*overrides: str) -> Config:
 
 def rewards(*columns: str) -> str:
     return f"algorithm.reward_columns=[{','.join(columns)}]"
-
-
-def nothing(*read: Any) -> None:
-    """What a stage runs does not matter here."""
 
 
 LOGPROBS = Column("teacher_logprobs", "float32", "response")

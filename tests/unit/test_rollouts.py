@@ -19,14 +19,9 @@ from llamarl.types import (
     StageResult,
     StageStatus,
 )
-from tests.fakes import RolloutSetting, good, group_of, request, stopped
+from tests.fakes import RolloutSetting, good, group_of, nothing, request, stopped
 from tests.random_search import case, searched
 from tests.unit.planner_recipes import make_recipe
-
-
-def nothing(*read: object) -> None:
-    """Is not called here."""
-
 
 OWN = make_graph(
     make_recipe(algorithm=AIPOConfig(reward_columns=["ranked"])),
