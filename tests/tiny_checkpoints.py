@@ -164,7 +164,7 @@ def reference_logits(model: PreTrainedModel) -> torch.Tensor:
     return torch.cat([logits[i, :length] for i, length in enumerate(LENGTHS)])
 
 
-def load(folder: Path) -> Transformer:
+def load(folder: str | Path) -> Transformer:
     """Our model of the checkpoint in `folder`."""
     import torch
 

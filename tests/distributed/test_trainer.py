@@ -10,9 +10,6 @@ import torch
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.config import PlacementConfig, TrainerConfig
-from llamarl.models import hf
-from llamarl.models.architecture import read_architecture
-from llamarl.models.transformer import Transformer
 from llamarl.types import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
@@ -32,7 +29,7 @@ from tests.distributed.training import (
     train,
     write_beside_steps,
 )
-from tests.tiny_checkpoints import write_checkpoint
+from tests.tiny_checkpoints import load, write_checkpoint
 
 SGD = TrainerConfig(optimizer="sgd", lr=0.5, max_grad_norm=1e6)
 ADAM = TrainerConfig(lr=1e-3, eps=1e-4, warmup_steps=3)  # eps: no division by noise
@@ -60,9 +57,7 @@ def relative_errors(got, want):
 
 def expected(checkpoint, cells, rows, config):
     """(summed gradients, log pi by row): one rollout at a time, AIPO written out."""
-    architecture = read_architecture(checkpoint)
-    model = Transformer(architecture)
-    hf.load_into(dict(model.named_parameters()), checkpoint)
+    model = load(checkpoint)
     logprobs = {}
     for row in rows:
         cell = cells[row.row_id]
@@ -122,8 +117,7 @@ def test_the_gradient_is_the_formula_s_whatever_the_ranks_budgets_and_parts(rank
         assert stats.version == 1
     for other in weights[1:]:
         assert max(relative_errors(other, weights[0]).values()) <= 1e-6
-    start = Transformer(read_architecture(checkpoint))
-    hf.load_into(dict(start.named_parameters()), checkpoint)
+    start = load(checkpoint)
     for name, parameter in start.named_parameters():
         by_hand = parameter.detach().numpy() - 0.5 * want[name] / num_tokens
         np.testing.assert_allclose(weights[0][name], by_hand, rtol=0, atol=1e-6)
@@ -238,8 +232,7 @@ def test_no_executor_that_computes_attention_lets_it_take_cudnns_kernels(ranks, 
 def test_weight_decay_pulls_matrices_only(ranks, checkpoint, optimizer):
     cells, rows = make_rollouts(3)
     steps = [[make_batch(rows, 1, 99)]]
-    start = Transformer(read_architecture(checkpoint))
-    hf.load_into(dict(start.named_parameters()), checkpoint)
+    start = load(checkpoint)
     kept, decayed = (
         ranks(1).run(train, job(checkpoint, cells, steps, trainer=config))[0]["weights"]
         for config in (

@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 
 from llamarl.checkpoints.checkpoint import begin, latest, read_state
-from llamarl.models import hf
-from llamarl.models.architecture import read_architecture
-from llamarl.models.transformer import Transformer
 from tests.distributed.ranks import Ranks
 from tests.distributed.rollouts import make_batch, make_rollouts
 from tests.distributed.saving import save_after_a_broken_step, save_beside_a_step, save_for_ever
 from tests.distributed.test_trainer import ADAM, LAYOUTS, job, laid_out
 from tests.distributed.training import train
-from tests.tiny_checkpoints import write_checkpoint
+from tests.tiny_checkpoints import load, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +58,7 @@ def test_a_checkpoint_of_one_layout_takes_the_same_next_step_under_another(
     assert resumed["stats"][0].scalars["lr"] == whole[0]["stats"][1].scalars["lr"] == 2e-3 / 3
     for name, want in whole[0]["weights"].items():
         np.testing.assert_allclose(resumed["weights"][name], want, rtol=0, atol=1e-6, err_msg=name)
-    exported = Transformer(read_architecture(exported_to))
-    hf.load_into(dict(exported.named_parameters()), exported_to)
+    exported = load(exported_to)
     for name, parameter in exported.named_parameters():
         np.testing.assert_array_equal(parameter.detach().numpy(), whole[0]["weights"][name])
 
