@@ -1,7 +1,6 @@
 """The stage `score` with real reward processes, over a storage unit in this one."""
 
 import asyncio
-import json
 import logging
 import math
 import time
@@ -33,6 +32,7 @@ from llamarl.types import (
     StageStatus,
 )
 from tests.fakes import WatchedStorage
+from tests.json_lines import read_lines
 from tests.unit.planner_recipes import make_recipe
 from tests.unit.tokenizer_files import write_tokenizer
 
@@ -187,7 +187,7 @@ def test_the_scorer_records_when_it_worked_and_when_it_waited(folder, tmp_path):
         spans=spans,
     )
     spans.close()
-    lines = [json.loads(line) for line in (tmp_path / "scorer-0.jsonl").open()]
+    lines = read_lines(tmp_path / "scorer-0.jsonl")
     lines = [line for line in lines if line.get("cat") in ("busy", "wait")]
     assert [(line["name"], line["cat"]) for line in lines] == [
         ("rollouts", "wait"),

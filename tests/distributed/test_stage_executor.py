@@ -1,7 +1,6 @@
 """A stage of the recipe's own in real processes, over a storage unit in this one."""
 
 import asyncio
-import json
 import logging
 import time
 from itertools import pairwise
@@ -19,6 +18,7 @@ from llamarl.metrics.span import Spans
 from llamarl.storage.store import Store
 from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, REWARD, Prompt, StageStatus
 from tests.fakes import WatchedStorage
+from tests.json_lines import read_lines
 from tests.unit.tokenizer_files import write_tokenizer
 
 OK, RAISED, HUNG, INVALID = StageStatus
@@ -323,7 +323,7 @@ def test_a_stage_records_when_it_worked_and_when_it_waited(folder, tmp_path):
     stage = Stage("brief", "brief", ["completion"])
     run_stage(folder, storage, stage, [[(0,), (1,)], [(2,), (3,)]], spans=spans)
     spans.close()
-    lines = [json.loads(line) for line in (tmp_path / "brief-0.jsonl").open()]
+    lines = read_lines(tmp_path / "brief-0.jsonl")
     lines = [line for line in lines if line.get("cat") in ("busy", "wait")]
     assert [(line["name"], line.get("rows")) for line in lines] == [
         ("rollouts", None),

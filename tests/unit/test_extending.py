@@ -46,6 +46,8 @@ from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports import registry
 from tests.e2e.forks import Forks
 from tests.fakes import group_of, stopped
+from tests.json_lines import read_lines
+from tests.places import ROOT
 from tests.tiny_checkpoints import (
     LENGTHS,
     reference_logits,
@@ -56,7 +58,6 @@ from tests.tiny_checkpoints import (
 from tests.tiny_checkpoints import load as load_model
 from tests.unit.composing import compose_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("loss", "advantage", "group_filter", "reward", "sampler")
 
 
@@ -214,7 +215,7 @@ def test_a_run_passes_the_four_stages_of_the_page(tmp_path: Path, forks: Forks) 
     small = ("trainer.groups_per_step=4", "checkpoint.export=false", "run_dir=run")
     done = forks.run("train", f"--config-dir={recipe}", "cluster=inline", *small, where=tmp_path)
     assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    steps = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert sum(step.get("dropped_rollouts/rambling", 0) for step in steps) > 0
     assert {"columns/quality", "columns/ranked"} <= steps[-1].keys()
     shown = forks.run("graph", f"--config-dir={recipe}", "--mermaid=graph.mmd", where=tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +14,12 @@ from llamarl.config import Config
 from llamarl.dataflow.columns import Column
 from llamarl.dataflow.graph import FrozenModel, Graph, Stage, make_graph
 from tests.fakes import nothing
+from tests.places import RECIPE
 from tests.unit.composing import compose_recipe
-
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 
 
 def recipe(*overrides: str) -> Config:
-    return compose_recipe(QUICKSTART, overrides)
+    return compose_recipe(RECIPE, overrides)
 
 
 def rewards(*columns: str) -> str:

@@ -25,6 +25,7 @@ from llamarl.models.families import split_dimension
 from llamarl.models.parallelize import make_mesh, parallelize
 from llamarl.models.safetensors_file import INDEX_FILE, SINGLE_FILE
 from llamarl.models.transformer import Transformer
+from tests.places import ROOT
 from tests.tiny_checkpoints import (
     CASES,
     LENGTHS,
@@ -34,8 +35,6 @@ from tests.tiny_checkpoints import (
     write_reference,
 )
 from tests.unit.tokenizer_files import write_tokenizer
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

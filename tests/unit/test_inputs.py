@@ -19,9 +19,9 @@ from llamarl.recipe.inputs import (
     read_planned_architecture,
     with_measured_prompts,
 )
+from tests.places import RECIPE
 from tests.unit.composing import compose_recipe
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 GOOD = '{"question": "What is 5+8?", "answer": "13"}\n'
 
 Damage = Callable[[Path], object]

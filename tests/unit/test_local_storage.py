@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
 import pickle
 import stat
@@ -23,6 +22,7 @@ from llamarl.storage.slabs import FULL_BYTES
 from llamarl.storage.store import RecordingStore, Store
 from llamarl.storage.unit import Unit
 from llamarl.types import REF_LOGPROBS, RESPONSE_IDS, REWARD, Columns, FinishReason
+from tests.json_lines import read_lines
 from tests.unit.stored_rows import NAMES, assert_same, new_unit, rows, serving
 
 DTYPES = st.sampled_from([np.int32, np.float32, np.float64, np.int64])
@@ -351,7 +351,7 @@ def test_what_goes_through_a_recording_store_is_marked_with_rows_and_bytes(tmp_p
 
     asyncio.run(scenario())
     spans.close()
-    lines = map(json.loads, (tmp_path / "scorer-0.jsonl").read_text().splitlines())
+    lines = read_lines(tmp_path / "scorer-0.jsonl")
     marks = [line for line in lines if line.get("name") in ("put", "get")]
     assert {line["cat"] for line in marks} == {"mark"}
     assert [(line["name"], line["rows"]) for line in marks] == [("put", 2), ("get", 2), ("get", 0)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from llamarl.types import (
     StepStats,
 )
 from tests.fakes import stopped
+from tests.json_lines import read_lines
 
 make_row = partial(stopped, num_prompt_tokens=3)
 
@@ -207,7 +207,7 @@ def test_metrics_jsonl_and_tensorboard_hold_every_value(tmp_path):
     assert steps[6]["evaluation/accuracy"] is None
     assert steps[6]["histograms"]["staleness/tokens"] == {"1": 26, "2": 4}
     assert "four" in steps[6]["texts"]["rollouts"]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "metrics.jsonl")
     assert all("step" in line for line in lines)
 
     events = read_events(tmp_path / "tensorboard")

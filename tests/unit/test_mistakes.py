@@ -16,9 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from llamarl.config import Config
 from llamarl.main import main
 from llamarl.recipe.composition import WITHOUT_CONFIG, for_each_config, reference, to_config
-
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "quickstart"
+from tests.places import RECIPE
 
 
 def compose(folder: Path, *overrides: str) -> Config:

@@ -16,9 +16,8 @@ from llamarl.recipe.inputs import Inputs, identity, read_inputs
 from llamarl.recipe.starting_point import starting_point
 from llamarl.run.wiring import make_evaluator
 from tests.fakes import SHARD, SavingTrainer
+from tests.places import RECIPE
 from tests.unit.composing import compose_recipe
-
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import pickle
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +34,7 @@ from llamarl.types import (
     Columns,
     FinishReason,
 )
+from tests.json_lines import read_lines
 from tests.unit.stored_rows import held_bytes
 
 DTYPES = st.sampled_from([np.int32, np.float32, np.float64])
@@ -76,10 +75,6 @@ def reward(value: float) -> Columns:
 
 def utf8(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), np.uint8)
-
-
-def archive(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @given(
@@ -273,7 +268,7 @@ def test_retired_rows_leave_a_line_each(tmp_path: Path) -> None:
 
     asyncio.run(scenario())
     sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_tokens": 512, "seed": 2**52 + 1}
-    first, second, third = archive(tmp_path / "rollouts-1.jsonl")
+    first, second, third = read_lines(tmp_path / "rollouts-1.jsonl")
     assert first == {
         "row_id": 1,
         **outcome,
@@ -296,7 +291,7 @@ def test_the_archive_keeps_tokens_where_asked(tmp_path: Path) -> None:
     storage = unit(0, tmp_path, tokens=True)
     asyncio.run(storage.write([1], rollout(2)))
     asyncio.run(storage.retire([1], {"outcome": "unused"}))
-    (line,) = archive(tmp_path / "rollouts-0.jsonl")
+    (line,) = read_lines(tmp_path / "rollouts-0.jsonl")
     assert line[PROMPT_IDS] == [0, 1, 2, 3]
     assert line[RESPONSE_IDS] == [100, 101]
     assert line[GENERATOR_LOGPROBS] == [-0.5, -0.5]
@@ -315,7 +310,7 @@ def test_no_row_is_archived_twice_and_a_row_id_may_start_again(tmp_path: Path) -
         await storage.retire([1, 1], {"outcome": "trained"})
 
     asyncio.run(scenario())
-    lines = archive(tmp_path / "rollouts-0.jsonl")
+    lines = read_lines(tmp_path / "rollouts-0.jsonl")
     assert [(line["outcome"], line["num_tokens"]) for line in lines] == [
         ("lost", 2),
         ("trained", 3),
@@ -328,7 +323,7 @@ def test_a_line_mixed_by_a_kill_is_cut_off_at_the_next_start(tmp_path: Path) -> 
     storage = unit(0, tmp_path)
     asyncio.run(storage.write([3], rollout(2)))
     asyncio.run(storage.retire([3], {"outcome": "trained"}))
-    assert [line["row_id"] for line in archive(path)] == [1, 3]
+    assert [line["row_id"] for line in read_lines(path)] == [1, 3]
 
 
 def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
