@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.places import ROOT
+
 PACKAGE = ROOT / "llamarl"
 
 # From the bottom to the top: a room imports only rooms that stand on an earlier line, or itself.

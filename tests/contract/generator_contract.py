@@ -30,9 +30,7 @@ from llamarl.types import (
     RolloutInfo,
 )
 from tests.contract.generator_replica import (
-    COLUMNS,
     EngineCase,
-    MemoryStorage,
     Replica,
     assert_same,
     collect,
@@ -46,24 +44,26 @@ from tests.contract.generator_replica import (
     send,
 )
 from tests.contract.generator_reports import *  # noqa: F403 - more of them
+from tests.fakes import WatchedStorage
+from tests.unit.stored_rows import NAMES
 
 
 def test_columns_of_a_row_are_stored_when_collect_returns_it(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         await generator.submit([request(i, max_tokens=5 + i) for i in range(9)])
         rows: list[RolloutInfo] = []
         while len(rows) < 9:
             for row in await collect(generator):
                 rows.append(row)
-                assert all((row.row_id, name) in storage.cells for name in COLUMNS)
+                assert storage.rows[row.row_id].keys() == {*NAMES}
         for row in rows:
             assert row.num_tokens == 5 + row.row_id
             assert row.finish_reason is FinishReason.LENGTH
             assert row.replica == 3
             assert [(s.version, s.num_tokens) for s in row.spans] == [(0, row.num_tokens)]
-            cell = {name: storage.cells[row.row_id, name] for name in COLUMNS}
+            cell = storage.rows[row.row_id]
             assert cell[PROMPT_IDS].tolist() == [5, 6, 7]
             assert cell[PROMPT_IDS].dtype == cell[RESPONSE_IDS].dtype == np.int32
             assert cell[GENERATOR_LOGPROBS].dtype == np.float32
@@ -77,7 +77,7 @@ def test_columns_of_a_row_are_stored_when_collect_returns_it(
 def test_a_group_is_not_held_up_by_a_later_one_of_the_same_prompt(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         await connect(source := make_source(engine_case), generator)
         await publish(source, generator, 1)
         later = [request(2, min_version=2), request(3, min_version=2)]
@@ -91,10 +91,10 @@ def test_a_group_is_not_held_up_by_a_later_one_of_the_same_prompt(
 def test_rows_that_finished_together_are_written_together(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         await generator.submit([request(i) for i in range(4)])
         assert len(await gather(generator, 4)) == 4
-        assert storage.num_writes == 1
+        assert len(storage.writes) == 1
 
     drive(engine_case, run_dir, scenario)
 
@@ -102,7 +102,7 @@ def test_rows_that_finished_together_are_written_together(
 def test_aborted_rows_come_out_marked_whether_running_or_queued(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         await generator.submit([request(i, max_tokens=120) for i in range(4)])
         await generator.submit([request(9, min_version=5)])
         await generator.abort_requests([2, 9])
@@ -110,7 +110,7 @@ def test_aborted_rows_come_out_marked_whether_running_or_queued(
         assert rows[2].finish_reason is rows[9].finish_reason is FinishReason.ABORTED
         assert rows[9].num_tokens == 0
         assert rows[9].spans == ()
-        assert storage.cells[9, RESPONSE_IDS].shape == (0,)
+        assert storage.rows[9][RESPONSE_IDS].shape == (0,)
         assert {rows[i].finish_reason for i in (0, 1, 3)} == {FinishReason.LENGTH}
 
     drive(engine_case, run_dir, scenario)
@@ -119,14 +119,11 @@ def test_aborted_rows_come_out_marked_whether_running_or_queued(
 def test_a_partial_row_is_resumed_from_storage_on_another_replica(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    storage = MemoryStorage()
-
-    async def uncut(generator: Replica, other: MemoryStorage) -> None:
+    async def write_whole(generator: Replica, storage: WatchedStorage) -> None:
         await generator.submit([request(0, max_tokens=12)])
         await gather(generator, 1)
-        storage.cells.update({(100, name): other.cells[0, name] for name in COLUMNS})
 
-    drive(engine_case, run_dir, uncut)
+    uncut, storage = drive(engine_case, run_dir, write_whole), WatchedStorage()
 
     async def bucket(resume: bool) -> RolloutInfo:
         generator = make(engine_case, storage, run_dir)
@@ -143,19 +140,13 @@ def test_a_partial_row_is_resumed_from_storage_on_another_replica(
         FinishReason.SEGMENT,
         FinishReason.LENGTH,
     ]
-    ids = storage.cells[0, RESPONSE_IDS]
-    assert ids.tolist() == storage.cells[100, RESPONSE_IDS].tolist()
-    np.testing.assert_allclose(
-        storage.cells[0, GENERATOR_LOGPROBS],
-        storage.cells[100, GENERATOR_LOGPROBS],
-        atol=engine_case.atol,
-    )
+    assert_same(engine_case, storage, uncut, 1)
 
 
 def test_a_prompt_that_does_not_fit_is_refused_at_submit(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         with pytest.raises(ValueError, match=r"generator\.max_model_len 128"):
             await generator.submit([request(0, prompt_ids=(1,) * 128)])
 
@@ -167,7 +158,7 @@ def test_prefill_decode_and_waiting_have_spans_of_their_own(
 ) -> None:
     spans = Spans("generator-0", tmp_path)
 
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         await generator.submit([request(i, max_tokens=7) for i in range(3)])
         await gather(generator, 3)
         await collect(generator)
@@ -193,14 +184,11 @@ def test_prefill_decode_and_waiting_have_spans_of_their_own(
 def test_a_replica_without_weights_starts_at_its_first_commit(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    loaded = MemoryStorage()
-
-    async def whole(generator: Replica, storage: MemoryStorage) -> None:
+    async def whole(generator: Replica, storage: WatchedStorage) -> None:
         await generator.submit([request(0)])
         await gather(generator, 1)
-        loaded.cells.update(storage.cells)
 
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         await generator.submit([request(0)])
         assert await collect(generator) == []
         source = make_source(engine_case)
@@ -208,17 +196,16 @@ def test_a_replica_without_weights_starts_at_its_first_commit(
         assert await publish(source, generator, 4) == [0]
         (row,) = await gather(generator, 1)
         assert [(s.version, s.num_tokens) for s in row.spans] == [(4, 10)]
-        assert_same(engine_case, storage, loaded, 1)
 
-    drive(engine_case, run_dir, whole)
-    drive(engine_case, run_dir, scenario, load_weights=False)
+    loaded = drive(engine_case, run_dir, whole)
+    assert_same(engine_case, drive(engine_case, run_dir, scenario, load_weights=False), loaded, 1)
 
 
 @pytest.mark.parametrize("staging", ["double_buffer", "bucket"])
 def test_versions_are_published_while_decoding_and_a_discarded_one_is_not(
     engine_case: EngineCase, run_dir: str, staging: str
 ) -> None:
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         source = make_source(engine_case, 0.1)
         await connect(source, generator)
         num_buckets = len((await generator.target_layout())[0].buckets)
@@ -234,7 +221,7 @@ def test_versions_are_published_while_decoding_and_a_discarded_one_is_not(
         seen = set()
         for row in rows:
             assert sum(span.num_tokens for span in row.spans) == 110
-            versions = storage.cells[row.row_id, TOKEN_VERSIONS]
+            versions = storage.rows[row.row_id][TOKEN_VERSIONS]
             assert [span.version for span in row.spans] == sorted(set(versions.tolist()))
             seen |= {span.version for span in row.spans}
         assert seen <= {0, 2, 5}
@@ -253,7 +240,7 @@ def test_a_replica_of_two_versions_is_dead(engine_case: EngineCase, run_dir: str
     if engine_case.is_staged:
         engine_case = replace(engine_case, fields={}, is_staged=False)
 
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         source = make_source(engine_case)
         await connect(source, generator)
         source.tensors.label(1)
@@ -275,8 +262,9 @@ def test_a_replica_of_two_versions_is_dead(engine_case: EngineCase, run_dir: str
 
 
 def test_a_replica_passes_on_what_it_received(engine_case: EngineCase, run_dir: str) -> None:
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
-        first, direct = make(engine_case, storage, run_dir, replica=0), MemoryStorage()
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
+        direct = WatchedStorage()
+        first = make(engine_case, direct, run_dir, replica=0)
         await first.start()
         try:
             source = make_source(engine_case, 0.1)
@@ -291,7 +279,6 @@ def test_a_replica_passes_on_what_it_received(engine_case: EngineCase, run_dir: 
             await generator.abort(3)
             await first.submit([request(0, max_tokens=30)])
             await gather(first, 1)
-            direct.cells.update(storage.cells)
             await generator.submit([request(0, max_tokens=30)])
             (row,) = await gather(generator, 1)
             assert [span.version for span in row.spans] == [2]
@@ -306,42 +293,39 @@ def test_offloading_in_the_middle_of_rollouts_changes_nothing(
     engine_case: EngineCase, run_dir: str, tmp_path: Path
 ) -> None:
     """Twice with rollouts in the cache, once without any; prompts are shared across."""
-    stayed, left = MemoryStorage(), MemoryStorage()
     spans = Spans("generator-0", tmp_path)
     both = ["kv", "weights"]
 
-    async def stay(generator: Replica, storage: MemoryStorage) -> None:
+    async def stay(generator: Replica, storage: WatchedStorage) -> None:
         await generator.submit([request(i, max_tokens=100) for i in range(6)])
         await gather(generator, 6)
         await generator.submit([request(6), request(7)])
         await gather(generator, 2)
-        stayed.cells.update(storage.cells)
 
-    async def offload(generator: Replica, storage: MemoryStorage) -> None:
+    async def offload(generator: Replica, storage: WatchedStorage) -> None:
         await generator.submit([request(i, max_tokens=100) for i in range(5)])
         await asyncio.sleep(0.02)
         await generator.offload(both)
         await generator.offload(["kv"])  # has left: no effect
         await generator.submit([request(5, max_tokens=100)])
         await collect(generator)
-        num_stored = len(storage.cells)
+        num_stored = len(storage.rows)
         assert await collect(generator) == []
-        assert len(storage.cells) == num_stored
+        assert len(storage.rows) == num_stored
         await generator.prefetch(both)
         await generator.onload(["weights"])
         assert await collect(generator) == []
         await generator.onload(["kv"])
         rows: list[RolloutInfo] = []
-        while len(storage.cells) < 6 * len(COLUMNS):
+        while len(storage.rows) < 6:
             rows += await asyncio.wait_for(collect(generator), 20)
         await generator.offload(both)
         await generator.onload(both)
         await generator.submit([request(6), request(7)])
         await gather(generator, 2)
-        left.cells.update(storage.cells)
 
-    drive(engine_case, run_dir, stay)
-    drive(engine_case, run_dir, offload, spans=spans)
+    stayed = drive(engine_case, run_dir, stay)
+    left = drive(engine_case, run_dir, offload, spans=spans)
     assert_same(engine_case, left, stayed, 8)
     spans.close()
     text = (tmp_path / "generator-0.jsonl").read_text()
@@ -358,7 +342,7 @@ def test_offloading_in_the_middle_of_rollouts_changes_nothing(
 def test_a_version_published_while_the_cache_is_away_decodes_after_it_is_back(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         source = make_source(engine_case, 0.1)
         await connect(source, generator)
         await generator.submit([request(i, max_tokens=110) for i in range(4)])

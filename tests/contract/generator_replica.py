@@ -20,13 +20,10 @@ from llamarl.models.architecture import read_architecture
 from llamarl.models.hf import load_into
 from llamarl.models.inventory import parameter_shapes
 from llamarl.protocols import WeightSource, WeightTarget
+from llamarl.storage.store import Store
 from llamarl.types import (
     GENERATOR_LOGPROBS,
-    PROMPT_IDS,
     RESPONSE_IDS,
-    SAMPLING,
-    TOKEN_VERSIONS,
-    Columns,
     Request,
     RolloutInfo,
     Sampling,
@@ -36,11 +33,9 @@ from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.shared_memory import this_host
+from tests.fakes import WatchedStorage
 
 RUNS = itertools.count()
-
-
-COLUMNS = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,27 +51,6 @@ class EngineCase:
     atol: float = 1e-5
     is_staged: bool = False
     counts_prefill: bool = True
-
-
-class MemoryStorage:
-    """Cells in a dictionary."""
-
-    def __init__(self) -> None:
-        self.cells: dict[tuple[int, str], np.ndarray] = {}
-        self.num_writes = 0
-
-    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
-        self.num_writes += 1
-        for name, arrays in columns.items():
-            for row_id, array in zip(row_ids, arrays, strict=True):
-                self.cells[row_id, name] = array
-
-    async def read(self, row_ids: list[int], names: list[str]) -> Columns:
-        return {name: [self.cells[row_id, name] for row_id in row_ids] for name in names}
-
-    async def retire(self, row_ids: list[int], outcome: dict[str, str | int | float]) -> None:
-        for key in [key for key in self.cells if key[0] in row_ids]:
-            del self.cells[key]
 
 
 class Replica:
@@ -109,7 +83,7 @@ LISTED = {
 }
 
 
-def make(case: EngineCase, storage: MemoryStorage, run_dir: str, **kwargs) -> Replica:
+def make(case: EngineCase, storage: WatchedStorage, run_dir: str, **kwargs) -> Replica:
     """A replica whose ranks all live in this process, each with a compute thread of its own."""
     sizes = {"max_num_seqs": 4, "max_model_len": 128, "heartbeat_s": 0.2}
     fields = {"num_ranks": case.num_ranks} | sizes | case.fields | kwargs.pop("config", {})
@@ -122,7 +96,7 @@ def make(case: EngineCase, storage: MemoryStorage, run_dir: str, **kwargs) -> Re
         config=case.config(**fields),
         weights=WeightsConfig(**kwargs.pop("weights", {})),
         placement=PlacementConfig(colocated=True),
-        storage=storage,
+        storage=Store([storage]),
         tokenizer=case.checkpoint,
         run_id=f"test{next(RUNS)}",  # which names the ranks' meeting
         run_dir=run_dir,
@@ -156,14 +130,14 @@ async def gather(generator: Replica, num_rows: int) -> list[RolloutInfo]:
     return rows
 
 
-Scenario = Callable[[Replica, MemoryStorage], Coroutine[None, None, None]]
+Scenario = Callable[[Replica, WatchedStorage], Coroutine[None, None, None]]
 
 
-def drive(case: EngineCase, run_dir: str, scenario: Scenario, **kwargs) -> None:
-    """Run `scenario` on a started executor, and close it."""
+def drive(case: EngineCase, run_dir: str, scenario: Scenario, **kwargs) -> WatchedStorage:
+    """Run `scenario` on a started executor, and close it; returns what it was given to write to."""
+    storage = WatchedStorage()
 
     async def main() -> None:
-        storage = MemoryStorage()
         generator = make(case, storage, run_dir, **kwargs)
         try:
             await generator.start()
@@ -172,6 +146,7 @@ def drive(case: EngineCase, run_dir: str, scenario: Scenario, **kwargs) -> None:
             await generator.close()
 
     asyncio.run(main())
+    return storage
 
 
 def make_source(case: EngineCase, change: float = 0.0) -> Writer:
@@ -242,15 +217,14 @@ async def publish(source: Any, generator: Replica, version: int) -> list[int]:
     return running
 
 
-def token_columns(storage: MemoryStorage, num_rows: int) -> list[tuple[list[int], np.ndarray]]:
-    cells = storage.cells
-    return [
-        (cells[row, RESPONSE_IDS].tolist(), cells[row, GENERATOR_LOGPROBS])
-        for row in range(num_rows)
-    ]
+def token_columns(storage: WatchedStorage, num_rows: int) -> list[tuple[list[int], np.ndarray]]:
+    rows = [storage.rows[row_id] for row_id in range(num_rows)]
+    return [(cells[RESPONSE_IDS].tolist(), cells[GENERATOR_LOGPROBS]) for cells in rows]
 
 
-def assert_same(case: EngineCase, one: MemoryStorage, other: MemoryStorage, num_rows: int) -> None:
+def assert_same(
+    case: EngineCase, one: WatchedStorage, other: WatchedStorage, num_rows: int
+) -> None:
     pairs = zip(token_columns(one, num_rows), token_columns(other, num_rows), strict=True)
     for (ids, logprobs), (expected_ids, expected) in pairs:
         assert ids == expected_ids

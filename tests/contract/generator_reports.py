@@ -6,20 +6,20 @@ import asyncio
 
 from tests.contract.generator_replica import (
     EngineCase,
-    MemoryStorage,
     Replica,
     collect,
     drive,
     request,
 )
+from tests.fakes import WatchedStorage
 
 
 def test_collect_returns_nothing_within_the_heartbeat_when_idle(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         assert await asyncio.wait_for(collect(generator), 5) == []
-        assert storage.num_writes == 0
+        assert len(storage.writes) == 0
 
     drive(engine_case, run_dir, scenario)
 
@@ -29,7 +29,7 @@ def test_rows_are_reported_again_until_they_have_arrived(
 ) -> None:
     """Whether an answer was lost, or whoever asked, who then never gets it."""
 
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         lost = asyncio.create_task(generator.collect(0))
         await asyncio.sleep(0.01)
         await generator.submit([request(0), request(1, max_tokens=20)])
@@ -44,6 +44,6 @@ def test_rows_are_reported_again_until_they_have_arrived(
         assert kept == rows[again - first :], "at once, what was not said to have arrived"
         assert kept
         assert (await generator.collect(first + 2))[1] == []
-        assert storage.num_writes <= 2
+        assert len(storage.writes) <= 2
 
     drive(engine_case, run_dir, scenario)

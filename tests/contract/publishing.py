@@ -1,6 +1,7 @@
 """The two ends of a publish in real processes: trainer ranks, generator replicas, the publisher."""
 
 import asyncio
+import contextlib
 import threading
 import time
 import traceback
@@ -372,3 +373,16 @@ class World:
     def close(self):
         for remote in (*self.trainers, *self.hosts):
             remote.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(world, transport, staging, trainer, generators):
+    """The publisher, connected; both ends forget it afterwards, whatever happened."""
+    publisher = world.publisher(transport, staging, trainer, generators)
+    try:
+        await publisher.connect()
+        yield publisher
+    finally:
+        await publisher.close()
+        for replica, _ in enumerate(generators):
+            await trainer.connect_target(replica, None)

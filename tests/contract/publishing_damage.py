@@ -1,5 +1,6 @@
 """Transports that damage what they carry, and a stand-in for RDMA."""
 
+import dataclasses
 import threading
 from multiprocessing.connection import Client, Listener
 
@@ -64,3 +65,8 @@ class BitFlip:
             memory[0] ^= 1
             self._is_due = False
         return self._group.send(memory, rank, tag)
+
+
+def one_row_further(copy):
+    """A copy to the wrong place."""
+    return dataclasses.replace(copy, target_offset=copy.target_offset + copy.target_strides[0])

@@ -17,7 +17,6 @@ from tests.contract import generator_contract
 from tests.contract.generator_contract import *  # noqa: F403 - the questions
 from tests.contract.generator_replica import (
     EngineCase,
-    MemoryStorage,
     Replica,
     connect,
     drive,
@@ -28,28 +27,13 @@ from tests.contract.generator_replica import (
     request,
     send,
 )
+from tests.fakes import WatchedStorage
+from tests.tiny_checkpoints import write_checkpoint
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("checkpoint")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "checkpoint")
 
 
 INT8 = {"quantization": "int8", "kv_after_commit": "recompute"}
@@ -94,7 +78,7 @@ def engine_of(rank: GeneratorExecutor) -> EmbeddedEngine:
 def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, run_dir: str) -> None:
     case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint, num_ranks=2)
 
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         source = make_source(case)
         await connect(source, generator)
         await publish(source, generator, 1)
@@ -114,7 +98,7 @@ def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, ru
 def test_an_engine_error_comes_out_of_collect_with_its_traceback(
     checkpoint: str, run_dir: str
 ) -> None:
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         engine_of(generator.ranks[0])._decoder.weights.layers[1].down = torch.zeros(3, 3)
         await generator.submit([request(0)])
         with pytest.raises(RuntimeError) as caught:
@@ -132,7 +116,7 @@ def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
     """They were made of memory that the next version overwrote meanwhile."""
     case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint)
 
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         engine, may_end = engine_of(generator.ranks[0]), threading.Event()
         process_weights, commit = engine.process_weights, engine.commit
         made: list[object] = []
@@ -171,4 +155,4 @@ def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
 def test_ranks_that_the_config_does_not_know_are_refused(checkpoint: str, run_dir: str) -> None:
     case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint)
     with pytest.raises(ValueError, match=r"generator\.num_ranks must be 2, got 1"):
-        make(case, MemoryStorage(), run_dir, num_ranks=2)
+        make(case, WatchedStorage(), run_dir, num_ranks=2)

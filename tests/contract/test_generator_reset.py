@@ -9,7 +9,6 @@ import pytest
 from llamarl.config import EmbeddedConfig
 from tests.contract.generator_replica import (
     EngineCase,
-    MemoryStorage,
     Replica,
     assert_same,
     collect,
@@ -21,6 +20,7 @@ from tests.contract.generator_replica import (
     request,
 )
 from tests.contract.test_generator_executor import INT8, checkpoint, run_dir  # noqa: F401
+from tests.fakes import WatchedStorage
 
 
 @pytest.mark.parametrize("staging", ["double_buffer", "bucket", "host"])
@@ -42,9 +42,9 @@ def test_after_a_reset_a_generator_is_like_a_new_one_with_another_storage(
         num_ranks=2 if kind == "2 ranks" else 1,
         is_staged=kind == "int8",
     )
-    kept, fresh = MemoryStorage(), MemoryStorage()
+    kept = WatchedStorage()
 
-    async def train_on(generator: Replica, storage: MemoryStorage) -> None:
+    async def train_on(generator: Replica, storage: WatchedStorage) -> None:
         """A session that begins at version 1, with weights of its own."""
         source = make_source(case, 0.5)
         await generator.submit([request(i, max_tokens=20) for i in range(6)])
@@ -55,7 +55,7 @@ def test_after_a_reset_a_generator_is_like_a_new_one_with_another_storage(
         assert {span.version for row in rows for span in row.spans} == {1}
         await publish(source, generator, 2)
 
-    async def reset(generator: Replica, storage: MemoryStorage) -> None:
+    async def reset(generator: Replica, storage: WatchedStorage) -> None:
         source = make_source(case, 0.1)
         await connect(source, generator)
         await publish(source, generator, 1)
@@ -70,17 +70,16 @@ def test_after_a_reset_a_generator_is_like_a_new_one_with_another_storage(
         await generator.reset()
         await generator.use(kept)
         generator.received = 0
-        before = dict(storage.cells)
+        before = list(storage.writes)
         await train_on(generator, kept)
         await collecting
-        assert storage.cells == before
+        assert storage.writes == before
 
-    async def begin(generator: Replica, storage: MemoryStorage) -> None:
+    async def begin(generator: Replica, storage: WatchedStorage) -> None:
         await train_on(generator, storage)
-        fresh.cells.update(storage.cells)
 
     weights = {"staging": staging, "bucket_bytes": 4096}
     drive(case, run_dir, reset, load_weights=False, weights=weights)
-    drive(case, run_dir, begin, load_weights=False, weights=weights)
-    assert len(fresh.cells) == 6 * 5
+    fresh = drive(case, run_dir, begin, load_weights=False, weights=weights)
+    assert [*fresh.rows] == [*range(6)]
     assert_same(case, kept, fresh, 6)

@@ -2,7 +2,6 @@
 
 import asyncio
 import cProfile
-import json
 import pstats
 import random
 from collections import Counter
@@ -20,6 +19,7 @@ from tests.contract.publish_fakes import (
     FakeGenerator,
     World,
 )
+from tests.json_lines import read_lines
 
 
 def test_buckets_are_prepared_written_verified_and_committed_one_after_the_other() -> None:
@@ -241,7 +241,7 @@ def test_a_publish_is_one_span_and_each_replica_has_its_own(tmp_path) -> None:
 
     run(main())
     spans.close()
-    lines = map(json.loads, (tmp_path / "controller.jsonl").read_text().splitlines())
+    lines = read_lines(tmp_path / "controller.jsonl")
     found = [line for line in lines if line.get("name") == "publish"]
     assert [(span["cat"], span["version"], span.get("replica")) for span in found] == [
         ("publish", 4, 0), ("publish", 4, 1), ("publish", 4, None),

@@ -18,7 +18,9 @@ from tests.contract.publishing import (
     Trainer,
     TrainerRank,
     World,
+    connected,
 )
+from tests.contract.publishing_damage import one_row_further
 from tests.contract.publishing_layouts import KINDS, LARGEST_BYTES
 
 
@@ -27,19 +29,6 @@ def world(tmp_path_factory):
     world = World(tmp_path_factory.mktemp("rendezvous"))
     yield world
     world.close()
-
-
-@contextlib.asynccontextmanager
-async def connected(world, transport, staging, trainer, generators):
-    """The publisher, connected; both ends forget it afterwards, whatever happened."""
-    publisher = world.publisher(transport, staging, trainer, generators)
-    try:
-        await publisher.connect()
-        yield publisher
-    finally:
-        await publisher.close()
-        for replica, _ in enumerate(generators):
-            await trainer.connect_target(replica, None)
 
 
 HARDEST = ("cast", "sharded")  # the kinds whose bytes change on the way, or lie on two ranks
@@ -154,10 +143,6 @@ def damage_one(name, change):
         return dataclasses.replace(route, copies=tuple(copies))
 
     return bend
-
-
-def one_row_further(copy):
-    return dataclasses.replace(copy, target_offset=copy.target_offset + copy.target_strides[0])
 
 
 def one_column_off(copy):

@@ -1,14 +1,8 @@
-"""A tiny checkpoint and stored rollouts, for the tests of the trainer."""
-
-import json
+"""Stored rollouts and batches of them, for the tests of the trainer."""
 
 import numpy as np
-import torch
-from safetensors.torch import save_file
 
 from llamarl.data.packing import pack
-from llamarl.models.architecture import read_architecture
-from llamarl.models.inventory import parameter_shapes
 from llamarl.types import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
@@ -21,66 +15,12 @@ from llamarl.types import (
     BatchRollout,
     FinishReason,
 )
+from tests.tiny_checkpoints import CONFIG
 
-VOCAB = 62
+VOCAB = CONFIG["vocab_size"]
 
 
 TEMPERATURE = 0.8
-
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 40,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "torch_dtype": "float32",
-}
-
-
-def make_checkpoint(folder, **changes):
-    """Random weights, large enough that log-probs differ clearly between tokens."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
-    random = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.randn(shape, generator=random) * 0.15 + (1.0 if len(shape) == 1 else 0.0)
-        for name, shape in parameter_shapes(read_architecture(folder)).items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
-
-
-class MemoryStorage:
-    """protocols.Storage in this process."""
-
-    def __init__(self, cells):
-        self.cells = {row_id: dict(cell) for row_id, cell in cells.items()}
-
-    async def write(self, row_ids, columns, writer=""):
-        for name, arrays in columns.items():
-            for row_id, array in zip(row_ids, arrays, strict=True):
-                self.cells[row_id][name] = array
-
-    async def read(self, row_ids, names):
-        return {name: [self.cells[row_id][name] for row_id in row_ids] for name in names}
-
-    async def retire(self, row_ids, outcome):
-        for row_id in row_ids:
-            del self.cells[row_id]
 
 
 def make_rollouts(num_rows=13, seed=0, oldest_version=0):

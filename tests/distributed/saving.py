@@ -6,13 +6,13 @@ import torch
 
 from llamarl.checkpoints import checkpoint
 from llamarl.executors import policy_step
-from tests.distributed.rollouts import MemoryStorage
 from tests.distributed.training import flat, make_executor
+from tests.fakes import WatchedStorage
 
 
 async def save_for_ever(rank, num_ranks, job, run_dir):
     """Commits one checkpoint after another until killed."""
-    executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
+    executor = make_executor(rank, num_ranks, job, WatchedStorage(cells=job.cells))
     await executor.start()
     for batches in job.steps:
         await executor.accumulate(batches[0])
@@ -24,7 +24,7 @@ async def save_beside_a_step(rank, num_ranks, job, folder, available_bytes):
     """Copies version 0, makes version 1, then writes the copy; whether it could be made, and the
     shards before and after."""
     policy_step.available_bytes = lambda: available_bytes
-    executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
+    executor = make_executor(rank, num_ranks, job, WatchedStorage(cells=job.cells))
     await executor.start()
     before = flat(executor)
     is_copied = await executor.snapshot()
@@ -42,7 +42,7 @@ async def save_beside_a_step(rank, num_ranks, job, folder, available_bytes):
 
 async def save_after_a_broken_step(rank, num_ranks, job, folder, breaks_amid_update):
     """What a save says after a step that failed, and whether any weight had changed by then."""
-    executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
+    executor = make_executor(rank, num_ranks, job, WatchedStorage(cells=job.cells))
     await executor.start()
     update = executor.policy_step.policy.update
     before = [tensor.clone() for tensor in executor.policy_step.policy.movable("weights")]

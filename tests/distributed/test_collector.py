@@ -14,7 +14,7 @@ from llamarl.executors.collector import CollectorExecutor
 from llamarl.executors.engine_output import KeptRows
 from llamarl.executors.specs import CollectorSpec
 from llamarl.protocols import Report
-from llamarl.types import FinishReason, RolloutInfo
+from tests.fakes import stopped
 
 
 class Writing:
@@ -36,11 +36,7 @@ class Writing:
     async def _write(self) -> None:
         for row_id in self._row_ids:
             await asyncio.sleep(0.02)
-            reason = FinishReason.STOP
-            row = RolloutInfo(
-                row_id=row_id, num_prompt_tokens=1, num_tokens=1, spans=(), finish_reason=reason
-            )
-            self._kept.add([row])
+            self._kept.add([stopped(row_id, (0, 1))])
 
 
 def test_a_collector_reports_all_rows_in_order_and_which_replica_failed_or_died(

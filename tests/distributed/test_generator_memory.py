@@ -9,9 +9,11 @@ from llamarl.config import EmbeddedConfig, PlacementConfig, WeightsConfig
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.specs import GeneratorSpec
 from llamarl.metrics.span import Spans
+from llamarl.storage.store import Store
 from llamarl.types import RESPONSE_IDS, Request, Sampling
 from tests.allocation import resident_bytes
-from tests.distributed.rollouts import MemoryStorage, make_checkpoint
+from tests.fakes import WatchedStorage
+from tests.tiny_checkpoints import write_checkpoint
 
 BOTH = ["kv", "weights"]
 PROMPT = tuple(range(1, 30))
@@ -20,7 +22,7 @@ PROMPT = tuple(range(1, 30))
 @pytest.mark.parametrize("staging", ["double_buffer", "bucket"])
 def test_an_offloaded_generator_frees_its_memory_and_onloads_it_unchanged(ranks, tmp_path, staging):
     folder = tmp_path / "checkpoint"
-    make_checkpoint(
+    write_checkpoint(
         folder, hidden_size=512, intermediate_size=2048, num_attention_heads=8,
         num_key_value_heads=8, head_dim=64, num_hidden_layers=2, max_position_embeddings=1024,
     )  # fmt: skip
@@ -41,7 +43,7 @@ def test_an_offloaded_generator_frees_its_memory_and_onloads_it_unchanged(ranks,
 
 async def leave_twice(rank, num_ranks, checkpoint, folder, staging):
     """The same rollout undisturbed and with two absences in its middle; a full cache."""
-    storage, spans = MemoryStorage({0: {}, 1: {}}), Spans("generator-0", folder)
+    storage, spans = WatchedStorage(), Spans("generator-0", folder)
     generator = GeneratorExecutor(
         GeneratorSpec(
             replica=0,
@@ -50,7 +52,7 @@ async def leave_twice(rank, num_ranks, checkpoint, folder, staging):
             config=EmbeddedConfig(max_num_seqs=8, max_model_len=768, heartbeat_s=0.2),
             weights=WeightsConfig(staging=staging, bucket_bytes=1 << 24),
             placement=PlacementConfig(colocated=True),
-            storage=storage,
+            storage=Store([storage]),
             tokenizer=checkpoint,
             run_id="memory",
             run_dir=folder,
@@ -80,11 +82,11 @@ async def leave_twice(rank, num_ranks, checkpoint, folder, staging):
             await offload.offload(BOTH)
             seen["shrunk"].append(before - resident_bytes())
             await offload.onload(BOTH)
-        while RESPONSE_IDS not in storage.cells[row_id]:
+        while row_id not in storage.rows:
             first, rows = await rollouts.collect(received)
             received = first + len(rows)
     seen["addresses"].append(addresses(engine, weight_buffer))
-    seen["tokens"] = [storage.cells[row_id][RESPONSE_IDS].tolist() for row_id in (0, 1)]
+    seen["tokens"] = [storage.rows[row_id][RESPONSE_IDS].tolist() for row_id in (0, 1)]
     await generator.close()
     spans.close()
     return seen

@@ -12,10 +12,10 @@ import torch
 from llamarl.config import EmbeddedConfig
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.types import FinishReason
+from tests.tiny_checkpoints import make_model
 from tests.unit.engine_models import (
     VARIANTS,
     finish,
-    make_model,
     make_request,
     random_prompts,
 )

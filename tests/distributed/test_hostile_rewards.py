@@ -9,13 +9,14 @@ import sys
 
 import pytest
 
+from llamarl.cluster.os_process import is_alive
 from llamarl.config import RewardConfig
 from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.process import LOGGED_LINES
 from llamarl.user_code.supervisor import OUT_OF_MEMORY_SCORE, descendants
 from tests.distributed import reward_pool
 from tests.distributed.reward_pool import RewardPool
-from tests.distributed.test_reward_pool import is_alive, wait_until
+from tests.distributed.test_reward_pool import wait_until
 
 # Each attack is a function; the reward of a completion that names none is 0.25.
 ATTACKS = """

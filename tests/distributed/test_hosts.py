@@ -41,7 +41,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from demo_two_hosts import children, worker
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.places import ROOT
+
 LIMIT_S = 60.0
 
 

@@ -15,10 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from harness import read
 from links import Host, Link, network, why_not
 
+from tests.places import ROOT
+
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"namespaces of Linux: {WHY_NOT}")
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_BYTES = 2_000_000
 SEND = """
 import socket, sys, time

@@ -19,7 +19,7 @@ from llamarl.planner.memory.activations import forecast_activations, fullest_pac
 from llamarl.planner.memory.shardings import trainer_layouts
 from llamarl.planner.memory.trainer_memory import forecast_trainer
 from llamarl.weights.layout.shards import shard_boxes
-from tests.distributed.rollouts import make_checkpoint
+from tests.tiny_checkpoints import write_checkpoint
 from tests.unit.planner_recipes import make_recipe
 
 TOKENS, CONTEXT = 60, 25
@@ -82,7 +82,7 @@ async def hold(
 
 
 def test_ranks_hold_what_the_planner_says(ranks: Any, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path / "model", vocab_size=60, num_key_value_heads=4)
+    checkpoint = write_checkpoint(tmp_path / "model", vocab_size=60, num_key_value_heads=4)
     architecture = read_architecture(checkpoint)
     answers = ranks(4).run(hold, checkpoint, str(tmp_path / uuid.uuid4().hex), [*LAYOUTS.values()])
     for index, (name, trainer) in enumerate(LAYOUTS.items()):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.cluster import Cluster, ExecutorLost, RemoteError, make_cluster, meshes
-from llamarl.cluster.os_process import MARK
+from llamarl.cluster.os_process import MARK, is_alive
 from llamarl.config import ClusterConfig
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
@@ -46,14 +46,6 @@ def run(tmp_path: Path, scenario: Callable[[Cluster], Awaitable[None]], **config
             await scenario(cluster)
 
     asyncio.run(main())
-
-
-def is_alive(pid: int) -> bool:
-    """False for zombies too."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def processes_with_mark() -> set[int]:

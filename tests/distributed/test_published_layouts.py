@@ -25,7 +25,7 @@ from llamarl.weights.layout.shards import shard_boxes
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.shared_memory import this_host
-from tests.distributed.rollouts import make_checkpoint
+from tests.tiny_checkpoints import write_checkpoint
 
 Target = tuple[str, int]  # dtype, tensor-parallel ranks
 TARGETS: list[Target] = list(itertools.product(("float32", "bfloat16"), (1, 2, 4)))
@@ -117,7 +117,7 @@ def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Targe
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    return make_checkpoint(
+    return write_checkpoint(
         folder,
         vocab_size=76,
         num_attention_heads=8,

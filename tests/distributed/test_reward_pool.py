@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.cluster.os_process import is_alive
 from llamarl.config import RewardConfig
 from llamarl.dataflow.graph import Stage
 from llamarl.dataflow.task_stages import as_data
@@ -69,13 +70,6 @@ def completions(*texts, prompt=PROMPT):
 
 def open_pool(**fields):
     return running(config(**fields), TASK)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # gone before, or while it is read
-        return False
 
 
 def wait_until(condition, limit_s=10.0):

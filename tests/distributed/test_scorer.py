@@ -1,11 +1,11 @@
-"""The stage `score` with real reward processes, over a storage kept in a dict."""
+"""The stage `score` with real reward processes, over a storage unit in this one."""
 
 import asyncio
-import json
 import logging
 import math
 import time
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +18,7 @@ from llamarl.errors import UserCodeError
 from llamarl.executors.specs import StageSpec
 from llamarl.executors.stage import StageExecutor
 from llamarl.metrics.span import Spans
+from llamarl.storage.store import Store
 from llamarl.types import (
     COMPLETION_TEXT,
     FINISH_CODES,
@@ -30,6 +31,8 @@ from llamarl.types import (
     Prompt,
     StageStatus,
 )
+from tests.fakes import WatchedStorage
+from tests.json_lines import read_lines
 from tests.unit.planner_recipes import make_recipe
 from tests.unit.tokenizer_files import write_tokenizer
 
@@ -43,23 +46,7 @@ def reward(prompt, completion):
 """
 
 
-class DictStorage:
-    """A Storage in this process."""
-
-    def __init__(self):
-        self.rows = {}
-
-    async def write(self, row_ids, columns, writer=""):
-        for name, arrays in columns.items():
-            for row_id, array in zip(row_ids, arrays, strict=True):
-                self.rows.setdefault(row_id, {})[name] = array
-
-    async def read(self, row_ids, names):
-        return {name: [self.rows[row_id][name] for row_id in row_ids] for name in names}
-
-    async def retire(self, row_ids, outcome):
-        for row_id in row_ids:
-            del self.rows[row_id]
+tokenizer_of = cache(load_tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +55,13 @@ def folder(tmp_path_factory):
 
 
 def put(storage, folder, row_id, text, finish=FinishReason.STOP):
-    ids = load_tokenizer(folder).encode(text, special=False)
+    ids = tokenizer_of(folder).encode(text, special=False)
     ends = [EOS] if finish is FinishReason.STOP else []
-    storage.rows[row_id] = {
+    cells = {
         RESPONSE_IDS: np.array([*ids, *ends], np.int32),
         SAMPLING: np.array([1.0, 0, 1.0, 64, 7, FINISH_CODES[finish]]),
     }
+    storage.put({row_id: cells})
 
 
 def run_scorer(
@@ -89,7 +77,7 @@ def run_scorer(
                 numbers=frozenset(),
                 tokenizer=folder,
                 task_source=task_source,
-                storage=storage,
+                storage=Store([storage]),
                 has_text=has_text,
             ),
             rank=0,
@@ -106,7 +94,7 @@ def run_scorer(
 
 
 def test_completions_are_decoded_scored_and_their_rewards_written(folder):
-    storage = DictStorage()
+    storage = WatchedStorage()
     put(storage, folder, 7, "6*7=42. Answer: 42")
     put(storage, folder, 3, "Answer: 41")
     put(storage, folder, 5, "Answer: 42", FinishReason.LENGTH)
@@ -125,7 +113,7 @@ def test_completions_are_decoded_scored_and_their_rewards_written(folder):
 
 
 def test_a_failed_reward_writes_no_cell_and_is_logged_with_its_traceback(folder, caplog):
-    storage = DictStorage()
+    storage = WatchedStorage()
     for row_id, text in enumerate(["bad", "fine", "nan", "bad", "bad"]):
         put(storage, folder, row_id, text)
     with caplog.at_level(logging.WARNING):
@@ -139,17 +127,18 @@ def test_a_failed_reward_writes_no_cell_and_is_logged_with_its_traceback(folder,
     assert caplog.text.count('File "task.py", line 4, in reward') == 2
 
 
-def make_rows(folder, storage, num_bad, num_good):
+def make_rows(folder, num_bad, num_good):
+    """Storage, and the rows in it whose rewards fail, and those whose do not."""
+    storage = WatchedStorage()
     for row in range(num_bad):
         put(storage, folder, row, "bad")
     for row in range(num_bad, num_bad + num_good):
         put(storage, folder, row, "good")
-    return [*range(num_bad)], [*range(num_bad, num_bad + num_good)]
+    return storage, [*range(num_bad)], [*range(num_bad, num_bad + num_good)]
 
 
 def test_too_many_failures_end_the_run_with_counts_and_the_last_traceback(folder):
-    storage = DictStorage()
-    bad, good = make_rows(folder, storage, 6, 44)
+    storage, bad, good = make_rows(folder, 6, 44)
     config = RewardConfig(functions=["task"], max_failure_rate=0.1)
     with pytest.raises(UserCodeError, match="at most 10% of reward calls may fail") as error:
         run_scorer(folder, storage, config, [good, bad], task_source=TASK)
@@ -159,46 +148,46 @@ def test_too_many_failures_end_the_run_with_counts_and_the_last_traceback(folder
 
 
 def test_few_failures_or_few_rewards_do_not_end_the_run(folder):
-    storage = DictStorage()
-    bad, good = make_rows(folder, storage, 5, 45)
     config = RewardConfig(functions=["task"], max_failure_rate=0.1)
-    for calls in ([good, bad], [bad * 9]):
-        scores = run_scorer(folder, storage, config, calls, task_source=TASK)
-        assert sum(len(call) for call in scores) in (50, 45)
+    for num_bad, num_good in ((5, 45), (45, 0)):
+        storage, bad, good = make_rows(folder, num_bad, num_good)
+        scores = run_scorer(folder, storage, config, [good, bad], task_source=TASK)
+        assert [len(call) for call in scores] == [num_good, num_bad]
 
 
 def test_the_failure_rate_forgets_what_is_long_past(folder):
-    storage = DictStorage()
-    bad, good = make_rows(folder, storage, 1, 1)
     config = RewardConfig(functions=["task"], max_failure_rate=0.1)
-    calls = [bad * 49, good * 1000, bad * 99, bad]
+    storage, bad, good = make_rows(folder, 150, 1000)
+    calls = [bad[:49], good, bad[49:148], bad[148:149]]
     scores = run_scorer(folder, storage, config, calls, task_source=TASK)
     assert len(scores) == 4
+    storage, _, _ = make_rows(folder, 150, 1000)
     with pytest.raises(RuntimeError, match="got 101 of the last 1000"):
-        run_scorer(folder, storage, config, [*calls, bad], task_source=TASK)
+        run_scorer(folder, storage, config, [*calls, bad[149:]], task_source=TASK)
 
 
 def test_a_missing_tokenizer_or_task_ends_the_start(folder, tmp_path):
     with pytest.raises(ValueError, match="folder must exist"):
-        run_scorer(str(tmp_path / "none"), DictStorage(), RewardConfig(), [])
+        run_scorer(str(tmp_path / "none"), WatchedStorage(), RewardConfig(), [])
     with pytest.raises(ValueError, match=r"reward must load, got .*task\.py must define"):
-        run_scorer(folder, DictStorage(), RewardConfig(functions=["task"]), [], task_source="x = 1")
+        run_scorer(
+            folder, WatchedStorage(), RewardConfig(functions=["task"]), [], task_source="x = 1"
+        )
 
 
 def test_the_scorer_records_when_it_worked_and_when_it_waited(folder, tmp_path):
-    storage = DictStorage()
-    rows, _ = make_rows(folder, storage, 0, 3)[::-1]
+    storage, _, rows = make_rows(folder, 0, 6)
     spans = Spans("scorer-0", tmp_path)
     run_scorer(
         folder,
         storage,
         RewardConfig(functions=["task"]),
-        [rows, rows],
+        [rows[:3], rows[3:]],
         task_source=TASK,
         spans=spans,
     )
     spans.close()
-    lines = [json.loads(line) for line in (tmp_path / "scorer-0.jsonl").open()]
+    lines = read_lines(tmp_path / "scorer-0.jsonl")
     lines = [line for line in lines if line.get("cat") in ("busy", "wait")]
     assert [(line["name"], line["cat"]) for line in lines] == [
         ("rollouts", "wait"),
@@ -209,7 +198,7 @@ def test_the_scorer_records_when_it_worked_and_when_it_waited(folder, tmp_path):
 
 
 def test_with_on_failure_zero_a_failed_reward_is_a_zero_that_counts_as_failed(folder, caplog):
-    storage = DictStorage()
+    storage = WatchedStorage()
     for row_id, text in enumerate(["bad", "fine", "nan"]):
         put(storage, folder, row_id, text)
     config = RewardConfig(functions=["task"], on_failure="zero")
@@ -224,14 +213,14 @@ def test_with_on_failure_zero_a_failed_reward_is_a_zero_that_counts_as_failed(fo
     assert [storage.rows[row][REWARD][0] for row in range(3)] == [0.0, 0.0, 0.0]
     assert "LookupError: bad" in caplog.text
     assert not any(score.correct for score in scores)
-    bad, good = make_rows(folder, storage, 6, 44)
+    storage, bad, good = make_rows(folder, 6, 44)
     with pytest.raises(RuntimeError, match=r"reward\.max_failure_rate"):
         run_scorer(folder, storage, config, [good, bad], task_source=TASK)
 
 
 @pytest.mark.parametrize(("full_marks", "correct"), [(1.0, [True, True]), (10.0, [False, True])])
 def test_full_marks_are_on_the_scale_that_the_recipe_says(folder, full_marks, correct):
-    storage = DictStorage()
+    storage = WatchedStorage()
     for row_id, text in enumerate(["seven..", "ten letters"]):
         put(storage, folder, row_id, text)
     config = RewardConfig(functions=["task"], full_marks=full_marks)
@@ -247,7 +236,7 @@ def test_full_marks_are_on_the_scale_that_the_recipe_says(folder, full_marks, co
 def test_the_texts_of_held_out_rollouts_or_of_all_are_written_beside_the_prompt_id(
     folder, has_text, is_held_out, is_written
 ):
-    storage = DictStorage()
+    storage = WatchedStorage()
     for row_id, text in enumerate(["gr\u00fcn", "bad"]):
         put(storage, folder, row_id, text)
     prompt = replace(PROMPT, text="q\ud800", is_held_out=is_held_out)  # half of a pair
@@ -270,7 +259,7 @@ def test_the_texts_of_held_out_rollouts_or_of_all_are_written_beside_the_prompt_
 
 
 def test_a_reward_may_be_a_coroutine_beside_functions(folder):
-    storage = DictStorage()
+    storage = WatchedStorage()
     texts = ["6*7=42. Answer: 42", "Answer: 41", "bad"] * 20
     for row_id, text in enumerate(texts):
         put(storage, folder, row_id, text)

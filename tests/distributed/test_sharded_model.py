@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.config import TrainerConfig
 from llamarl.data.micro_batch import micro_batch
-from llamarl.models.architecture import Architecture
 from llamarl.models.parallelize import (
     gather,
     make_mesh,
@@ -27,28 +26,22 @@ from llamarl.models.parallelize import (
 from llamarl.models.process_group import join, leave
 from llamarl.models.transformer import Transformer
 from llamarl.types import PROMPT_IDS, RESPONSE_IDS
+from tests.tiny_checkpoints import LLAMA
 
 LENGTHS = (30, 5, 11)  # 43 tokens are fed: no tensor-parallel rank count divides them
 ROWS = ((0, 2), (1,), (1, 2), (0,))
-QWEN3 = Architecture(
+QWEN3 = dataclasses.replace(
+    LLAMA,
     model_type="qwen3",
     vocab_size=76,
     hidden_size=20,
     intermediate_size=44,
-    num_layers=2,
     num_heads=8,
     num_kv_heads=4,
     head_dim=2,
-    max_positions=64,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    tie_embeddings=True,
     attention_bias=True,
     output_bias=True,
-    mlp_bias=False,
     qk_norm=True,
-    eos_token_ids=(),
 )
 """With more features than any real one. 76 / 2 and 44 / 2 rows are cut unevenly in 4, and of a
 head's norm two ranks of 4 hold nothing."""

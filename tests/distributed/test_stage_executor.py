@@ -1,7 +1,6 @@
-"""A stage of the recipe's own in real processes, over a storage kept in a dict."""
+"""A stage of the recipe's own in real processes, over a storage unit in this one."""
 
 import asyncio
-import json
 import logging
 import time
 from itertools import pairwise
@@ -16,7 +15,10 @@ from llamarl.errors import UserCodeError
 from llamarl.executors.specs import StageSpec
 from llamarl.executors.stage import StageExecutor
 from llamarl.metrics.span import Spans
+from llamarl.storage.store import Store
 from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, REWARD, Prompt, StageStatus
+from tests.fakes import WatchedStorage
+from tests.json_lines import read_lines
 from tests.unit.tokenizer_files import write_tokenizer
 
 OK, RAISED, HUNG, INVALID = StageStatus
@@ -76,34 +78,16 @@ def heavy(reward):
 """
 
 
-class DictStorage:
-    """A protocols.Storage in this process; `writes` has the row ids and names of each write."""
-
-    def __init__(self):
-        self.rows = {}
-        self.writes = []
-
-    async def write(self, row_ids, columns, writer=""):
-        self.writes.append((row_ids, sorted(columns)))
-        for name, cells in columns.items():
-            for row_id, cell in zip(row_ids, cells, strict=True):
-                assert name not in self.rows[row_id]
-                assert cell.ndim == 1
-                self.rows[row_id][name] = cell
-
-    async def read(self, row_ids, names):
-        return {name: [self.rows[row_id][name] for row_id in row_ids] for name in names}
-
-    async def retire(self, row_ids, outcome):
-        for row_id in row_ids:
-            del self.rows[row_id]
-
-    def put(self, folder, texts, rewards=()):
-        for row_id, text in enumerate(texts):
-            ids = np.array(load_tokenizer(folder).encode(text, special=False), np.int32)
-            self.rows[row_id] = {RESPONSE_IDS: ids}
-        for row_id, reward in enumerate(rewards):
-            self.rows[row_id][REWARD] = np.array([reward], np.float64)
+def stored(folder, texts, rewards=()):
+    """Storage with rollouts of these completions, and rewards of the first of them."""
+    tokenizer = load_tokenizer(folder)
+    cells = {
+        row_id: {RESPONSE_IDS: np.array(tokenizer.encode(text, special=False), np.int32)}
+        for row_id, text in enumerate(texts)
+    }
+    for row_id, reward in enumerate(rewards):
+        cells[row_id][REWARD] = np.array([reward], np.float64)
+    return WatchedStorage(cells=cells)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +102,7 @@ def with_stage(folder, storage, stage, work, *, task_source=TASK, spans=None):
         numbers=frozenset({REWARD}),
         tokenizer=folder,
         task_source=task_source,
-        storage=storage,
+        storage=Store([storage]),
     )
 
     async def run():
@@ -148,8 +132,7 @@ def judge(**fields):
 
 def judged(folder, texts):
     """Storage and results of judging these completions one by one, in one call."""
-    storage = DictStorage()
-    storage.put(folder, texts)
+    storage = stored(folder, texts)
     (results,) = run_stage(folder, storage, judge(), [[(row,) for row in storage.rows]])
     assert [result.row_id for result in results] == [*storage.rows]
     return storage, results
@@ -197,8 +180,7 @@ def test_each_kind_of_failure_has_its_error_and_writes_nothing_and_the_others_go
 
 
 def test_a_call_that_hangs_is_ended_and_holds_up_no_call_of_the_other_processes(folder):
-    storage = DictStorage()
-    storage.put(folder, ["hang", *["a cat"] * 3])
+    storage = stored(folder, ["hang", *["a cat"] * 3])
 
     async def work(executor):
         hanging = asyncio.create_task(executor.process([((0,), PROMPT)]))
@@ -219,8 +201,7 @@ def test_a_call_that_hangs_is_ended_and_holds_up_no_call_of_the_other_processes(
 
 
 def test_calls_that_wait_when_the_stage_is_closed_end_without_a_warning(folder, caplog):
-    storage = DictStorage()
-    storage.put(folder, ["hang", "a cat"])
+    storage = stored(folder, ["hang", "a cat"])
 
     async def work(executor):
         calls = [asyncio.create_task(executor.process([((row,), PROMPT)])) for row in (0, 1)]
@@ -243,8 +224,7 @@ def test_code_that_changes_what_its_process_answers_loses_that_process(folder):
 
 
 def test_a_filter_drops_with_a_reason_and_writes_nothing(folder):
-    storage = DictStorage()
-    storage.put(folder, ["short", "quite a long one"])
+    storage = stored(folder, ["short", "quite a long one"])
     stage = Stage("brief", "brief", ["completion"])
     ((kept, dropped),) = run_stage(folder, storage, stage, [[(0,), (1,)]])
     assert (kept.status, kept.reason) == (OK, "")
@@ -253,10 +233,10 @@ def test_a_filter_drops_with_a_reason_and_writes_nothing(folder):
 
 
 def test_columns_per_token_are_written_together_in_their_dtypes(folder):
-    storage = DictStorage()
-    storage.put(folder, ["abc", "wrong", "", "z" * 60_000], rewards=[2.0, 1.0, 0.0, 0.5])
-    for row in storage.rows.values():
-        row[GENERATOR_LOGPROBS] = np.linspace(-2, 0, len(row[RESPONSE_IDS]), dtype=np.float32)
+    storage = stored(folder, ["abc", "wrong", "", "z" * 60_000], rewards=[2.0, 1.0, 0.0, 0.5])
+    for row_id, row in storage.rows.items():
+        logprobs = np.linspace(-2, 0, len(row[RESPONSE_IDS]), dtype=np.float32)
+        storage.put({row_id: {GENERATOR_LOGPROBS: logprobs}})
     columns = [
         Column("weights", "float32", "response"),
         Column("ranks", "int64", "response"),
@@ -282,8 +262,7 @@ def test_columns_per_token_are_written_together_in_their_dtypes(folder):
 
 
 def test_a_group_is_one_call_whose_rollouts_are_dropped_or_written_each(folder):
-    storage = DictStorage()
-    storage.put(folder, "abcdefgh", rewards=[1, 3, 2, 99, 1, 2, -5, 1])
+    storage = stored(folder, "abcdefgh", rewards=[1, 3, 2, 99, 1, 2, -5, 1])
     stage = Stage("rank", "rank", ["prompt", REWARD, RESPONSE_IDS], ["ranked"], per="group")
     (results,) = run_stage(folder, storage, stage, [[(0, 1, 2), (3, 4, 5), (7, 6)]])
     assert [result.row_id for result in results] == [0, 1, 2, 3, 4, 5, 7, 6]
@@ -299,8 +278,7 @@ def test_a_group_is_one_call_whose_rollouts_are_dropped_or_written_each(folder):
 
 
 def test_too_many_failed_calls_end_the_run_and_a_failed_group_is_one_of_them(folder, caplog):
-    storage = DictStorage()
-    storage.put(folder, "abc", rewards=[-1, -1, 1])
+    storage = stored(folder, "abc", rewards=[-1, -1, 1])
     fields = {"per": "group", "max_failure_rate": 0.1}
     stage = Stage("rank", "rank", ["prompt", REWARD, RESPONSE_IDS], ["ranked"], **fields)
 
@@ -308,7 +286,7 @@ def test_too_many_failed_calls_end_the_run_and_a_failed_group_is_one_of_them(fol
         good = [((2,), PROMPT)]
         for _ in range(44):
             await executor.process(good)
-            del storage.rows[2]["ranked"]
+            await storage.erase([2], ["ranked"])
         await executor.process([((0, 1), PROMPT)] * 5)
         with pytest.raises(UserCodeError) as error:
             await executor.process([((0, 1), PROMPT)])
@@ -328,26 +306,24 @@ def test_a_stage_whose_function_does_not_load_ends_the_start_in_one_line(folder,
     for task_source, must in ((source, "stage judge must load, got"), (TASK, "folder must exist")):
         where = str(tmp_path / "none") if task_source is TASK else folder
         with pytest.raises(ValueError, match=must) as error:
-            run_stage(where, DictStorage(), judge(), [], task_source=task_source)
+            run_stage(where, WatchedStorage(), judge(), [], task_source=task_source)
         assert "\n" not in str(error.value)
 
 
 def test_the_processes_of_a_stage_load_no_torch_and_no_tokenizer_unless_they_must(folder, tmp_path):
-    storage = DictStorage()
-    storage.put(folder, ["a"], rewards=[1.0])
+    storage = stored(folder, ["a"], rewards=[1.0])
     stage = Stage("heavy", "heavy", [REWARD], ["loaded"])
     ((result,),) = run_stage(str(tmp_path / "none"), storage, stage, [[(0,)]])
     assert result.numbers == {"loaded": 0.0}
 
 
 def test_a_stage_records_when_it_worked_and_when_it_waited(folder, tmp_path):
-    storage = DictStorage()
-    storage.put(folder, ["short"] * 4)
+    storage = stored(folder, ["short"] * 4)
     spans = Spans("brief-0", tmp_path)
     stage = Stage("brief", "brief", ["completion"])
     run_stage(folder, storage, stage, [[(0,), (1,)], [(2,), (3,)]], spans=spans)
     spans.close()
-    lines = [json.loads(line) for line in (tmp_path / "brief-0.jsonl").open()]
+    lines = read_lines(tmp_path / "brief-0.jsonl")
     lines = [line for line in lines if line.get("cat") in ("busy", "wait")]
     assert [(line["name"], line.get("rows")) for line in lines] == [
         ("rollouts", None),

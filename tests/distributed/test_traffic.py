@@ -31,9 +31,9 @@ from llamarl.types import (
     StageItem,
     StageResult,
     StageStatus,
-    VersionSpan,
 )
 from tests.distributed.weighing import Weighed
+from tests.fakes import stopped
 
 NUM_ROLLOUTS = 64
 
@@ -58,12 +58,11 @@ class Writer:
         }
         await self.storage.write([request.row_id for request in requests], columns)
         self.rows += [
-            RolloutInfo(
-                row_id=request.row_id,
+            stopped(
+                request.row_id,
+                (0, num_tokens),
+                reason=FinishReason.LENGTH,
                 num_prompt_tokens=len(request.prompt_ids),
-                num_tokens=num_tokens,
-                spans=(VersionSpan(version=0, num_tokens=num_tokens),),
-                finish_reason=FinishReason.LENGTH,
             )
             for request in requests
         ]

@@ -10,9 +10,6 @@ import torch
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.config import PlacementConfig, TrainerConfig
-from llamarl.models import hf
-from llamarl.models.architecture import read_architecture
-from llamarl.models.transformer import Transformer
 from llamarl.types import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
@@ -22,7 +19,7 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     FinishReason,
 )
-from tests.distributed.rollouts import TEMPERATURE, make_batch, make_checkpoint, make_rollouts
+from tests.distributed.rollouts import TEMPERATURE, make_batch, make_rollouts
 from tests.distributed.training import (
     Job,
     infer,
@@ -32,6 +29,7 @@ from tests.distributed.training import (
     train,
     write_beside_steps,
 )
+from tests.tiny_checkpoints import load, write_checkpoint
 
 SGD = TrainerConfig(optimizer="sgd", lr=0.5, max_grad_norm=1e6)
 ADAM = TrainerConfig(lr=1e-3, eps=1e-4, warmup_steps=3)  # eps: no division by noise
@@ -39,7 +37,7 @@ ADAM = TrainerConfig(lr=1e-3, eps=1e-4, warmup_steps=3)  # eps: no division by n
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def job(checkpoint, cells, steps, **fields):
@@ -59,9 +57,7 @@ def relative_errors(got, want):
 
 def expected(checkpoint, cells, rows, config):
     """(summed gradients, log pi by row): one rollout at a time, AIPO written out."""
-    architecture = read_architecture(checkpoint)
-    model = Transformer(architecture)
-    hf.load_into(dict(model.named_parameters()), checkpoint)
+    model = load(checkpoint)
     logprobs = {}
     for row in rows:
         cell = cells[row.row_id]
@@ -121,8 +117,7 @@ def test_the_gradient_is_the_formula_s_whatever_the_ranks_budgets_and_parts(rank
         assert stats.version == 1
     for other in weights[1:]:
         assert max(relative_errors(other, weights[0]).values()) <= 1e-6
-    start = Transformer(read_architecture(checkpoint))
-    hf.load_into(dict(start.named_parameters()), checkpoint)
+    start = load(checkpoint)
     for name, parameter in start.named_parameters():
         by_hand = parameter.detach().numpy() - 0.5 * want[name] / num_tokens
         np.testing.assert_allclose(weights[0][name], by_hand, rtol=0, atol=1e-6)
@@ -135,10 +130,10 @@ def test_the_gradient_comparison_notices(ranks, checkpoint, corruption):
     batch = make_batch(rows, 2, 50)
     first, second = batch.assignment
     if corruption == "a rank's rows left out":
-        second = ((),) * len(second)
+        parts = [(first, ((),) * len(second))]
     else:
-        second = (*second[:-1], second[-1] + second[0])
-    steps = [[dataclasses.replace(batch, assignment=(first, second))]]
+        parts = [(first, second), (((),), second[:1])]
+    steps = [[dataclasses.replace(batch, assignment=part) for part in parts]]
     seen = ranks(2).run(train, job(checkpoint, cells, steps))
     errors = relative_errors(seen[0]["gradients"][0], want)
     assert min(errors.values()) > 1e-3, errors
@@ -237,8 +232,7 @@ def test_no_executor_that_computes_attention_lets_it_take_cudnns_kernels(ranks, 
 def test_weight_decay_pulls_matrices_only(ranks, checkpoint, optimizer):
     cells, rows = make_rollouts(3)
     steps = [[make_batch(rows, 1, 99)]]
-    start = Transformer(read_architecture(checkpoint))
-    hf.load_into(dict(start.named_parameters()), checkpoint)
+    start = load(checkpoint)
     kept, decayed = (
         ranks(1).run(train, job(checkpoint, cells, steps, trainer=config))[0]["weights"]
         for config in (
@@ -310,7 +304,7 @@ def test_the_source_layouts_of_all_ranks_tile_every_parameter_with_its_values(ra
 
 
 def test_a_write_beside_or_after_a_step_gets_the_whole_version_that_it_asked_for(ranks, tmp_path):
-    wide = make_checkpoint(tmp_path / "wide", hidden_size=768, intermediate_size=1024)
+    wide = write_checkpoint(tmp_path / "wide", hidden_size=768, intermediate_size=1024)
     cells, rows = make_rollouts(3)
     steps = [[make_batch(rows, 1, 99, version)] for version in range(3)]
     placement = PlacementConfig(colocated=True, offload_folder=str(tmp_path))
@@ -377,7 +371,7 @@ def test_the_reference_agrees_with_the_trainer_before_its_first_step(ranks, chec
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_offloaded_trainer_learns_the_same_and_frees_its_memory(ranks, tmp_path, num_ranks):
-    large = make_checkpoint(tmp_path / "large", hidden_size=384, intermediate_size=2048)
+    large = write_checkpoint(tmp_path / "large", hidden_size=384, intermediate_size=2048)
     cells, rows = make_rollouts(6)
     steps = [
         [make_batch(part, num_ranks, 60, version) for part in (rows[:3], rows[3:])]

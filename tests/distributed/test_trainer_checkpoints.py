@@ -9,19 +9,17 @@ import numpy as np
 import pytest
 
 from llamarl.checkpoints.checkpoint import begin, latest, read_state
-from llamarl.models import hf
-from llamarl.models.architecture import read_architecture
-from llamarl.models.transformer import Transformer
 from tests.distributed.ranks import Ranks
-from tests.distributed.rollouts import make_batch, make_checkpoint, make_rollouts
+from tests.distributed.rollouts import make_batch, make_rollouts
 from tests.distributed.saving import save_after_a_broken_step, save_beside_a_step, save_for_ever
 from tests.distributed.test_trainer import ADAM, LAYOUTS, job, laid_out
 from tests.distributed.training import train
+from tests.tiny_checkpoints import load, write_checkpoint
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.mark.parametrize(
@@ -60,8 +58,7 @@ def test_a_checkpoint_of_one_layout_takes_the_same_next_step_under_another(
     assert resumed["stats"][0].scalars["lr"] == whole[0]["stats"][1].scalars["lr"] == 2e-3 / 3
     for name, want in whole[0]["weights"].items():
         np.testing.assert_allclose(resumed["weights"][name], want, rtol=0, atol=1e-6, err_msg=name)
-    exported = Transformer(read_architecture(exported_to))
-    hf.load_into(dict(exported.named_parameters()), exported_to)
+    exported = load(exported_to)
     for name, parameter in exported.named_parameters():
         np.testing.assert_array_equal(parameter.detach().numpy(), whole[0]["weights"][name])
 
@@ -96,7 +93,7 @@ def test_the_checkpoint_of_another_model_is_refused_in_one_line(ranks, checkpoin
     steps = [[make_batch(rows, 1, 99)]]
     (tmp_path / "saved").mkdir()
     ranks(1).run(train, job(checkpoint, cells, steps, save=str(tmp_path / "saved")))
-    other = make_checkpoint(tmp_path / "other", hidden_size=32)
+    other = write_checkpoint(tmp_path / "other", hidden_size=32)
     with pytest.raises(RuntimeError, match=r"ValueError: .* of this model .* shape"):
         ranks(1).run(train, job(other, cells, steps, restore=str(tmp_path / "saved")))
     with pytest.raises(RuntimeError, match=r"ValueError: .*/\.metadata must be the index of a ch"):

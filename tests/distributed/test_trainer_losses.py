@@ -8,9 +8,6 @@ import pytest
 import torch
 
 from llamarl.config import TrainerConfig
-from llamarl.models import hf
-from llamarl.models.architecture import read_architecture
-from llamarl.models.transformer import Transformer
 from llamarl.types import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
@@ -25,11 +22,11 @@ from tests.distributed.rollouts import (
     TEMPERATURE,
     add_reference,
     make_batch,
-    make_checkpoint,
     make_rollouts,
 )
 from tests.distributed.training import Job, train
 from tests.loss_formulas import CONFIGS, PAPERS, Sampled, step
+from tests.tiny_checkpoints import load, write_checkpoint
 
 SGD = TrainerConfig(optimizer="sgd", lr=0.5, max_grad_norm=1e6)
 MAX_TOKENS = 64  # of the executor that `training` makes
@@ -46,7 +43,7 @@ class Expected:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +56,7 @@ def stored():
 
 def expected(checkpoint, cells, rows, algorithm) -> Expected:
     """One rollout at a time in float64, the loss's derivatives from the formulas."""
-    model = Transformer(read_architecture(checkpoint))
-    hf.load_into(dict(model.named_parameters()), checkpoint)
+    model = load(checkpoint)
     model.double()
     rollouts, outputs = [], []
     for row in rows:

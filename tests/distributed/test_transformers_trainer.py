@@ -10,11 +10,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from llamarl.config import PlacementConfig, TrainerConfig, TransformersConfig
-from tests.distributed.rollouts import make_batch, make_checkpoint, make_rollouts
+from tests.distributed.rollouts import make_batch, make_rollouts
 from tests.distributed.test_trainer import ADAM, SGD, job, relative_errors
 from tests.distributed.training import infer, take_turns, train
-from tests.unit.test_transformers_model import FAMILIES as UNPACKED
-from tests.unit.test_transformers_model import make_checkpoint as make_family
+from tests.tiny_checkpoints import write_checkpoint
+from tests.unit.test_transformers_model import write_family
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -34,7 +34,7 @@ def in_transformers(config: TrainerConfig) -> TransformersConfig:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     place = tmp_path_factory.mktemp("model")
-    return {name: make_checkpoint(place / name, **each) for name, each in FAMILIES.items()}
+    return {name: write_checkpoint(place / name, **each) for name, each in FAMILIES.items()}
 
 
 def backward(ranks, checkpoint, config, num_ranks, budget):
@@ -68,7 +68,7 @@ def test_gradients_and_log_probs_are_the_native_trainer_s(ranks, checkpoints, fa
 
 
 def test_ranks_whose_rollouts_cannot_be_packed_stay_in_step(ranks, tmp_path):
-    checkpoint = str(make_family(tmp_path / "gemma2", "gemma2", UNPACKED["gemma2"]))
+    checkpoint = str(write_family(tmp_path / "gemma2", "gemma2"))
     config = in_transformers(SGD)
     wanted = backward(ranks, checkpoint, config, 1, 1)  # one rollout at a time
     for budget in (4096, 30):  # then the ranks' rollouts make different numbers of rows

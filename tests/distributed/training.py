@@ -25,6 +25,7 @@ from llamarl.executors.specs import GeneratorSpec, ReferenceSpec, TrainerSpec
 from llamarl.executors.trainer import TrainerExecutor
 from llamarl.metrics.span import Spans
 from llamarl.models.parallelize import gather
+from llamarl.storage.store import Store
 from llamarl.types import (
     REF_LOGPROBS,
     TRAINER_LOGPROBS,
@@ -34,7 +35,8 @@ from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from tests.allocation import resident_bytes
 from tests.distributed.ranks import listening
-from tests.distributed.rollouts import TEMPERATURE, MemoryStorage
+from tests.distributed.rollouts import TEMPERATURE
+from tests.fakes import WatchedStorage
 
 WARNINGS: list[str] = []  # of the trainers of this process
 
@@ -76,7 +78,7 @@ def make_executor(rank, num_ranks, job, storage):
             run_dir=str(Path(job.checkpoint).parent),
             num_steps=10,
             seed=0,
-            storage=storage,
+            storage=Store([storage]),
         ),
         rank=rank,
         num_ranks=num_ranks,
@@ -86,7 +88,7 @@ def make_executor(rank, num_ranks, job, storage):
 
 async def kernels_of_executors(rank, num_ranks, job):
     """Whether attention may take cuDNN's kernels after each executor's start."""
-    storage = MemoryStorage({})
+    storage = WatchedStorage()
     shared = {"rank": rank, "num_ranks": num_ranks, "spans": Spans("x", None)}
     reference = ReferenceExecutor(
         ReferenceSpec(
@@ -95,7 +97,7 @@ async def kernels_of_executors(rank, num_ranks, job):
             rendezvous="",
             config=job.trainer,
             sampling=SamplingConfig(),
-            storage=storage,
+            storage=Store([storage]),
         ),
         **shared,
     )
@@ -110,7 +112,7 @@ async def kernels_of_executors(rank, num_ranks, job):
             tokenizer=job.checkpoint,
             run_id="kernels",
             run_dir="",
-            storage=storage,
+            storage=Store([storage]),
         ),
         **shared,
     )
@@ -125,7 +127,7 @@ async def kernels_of_executors(rank, num_ranks, job):
 
 async def train(rank, num_ranks, job):
     """Runs `job`; every rank returns what it saw, full tensors included."""
-    storage = MemoryStorage(job.cells)
+    storage = WatchedStorage(cells=job.cells)
     executor = make_executor(rank, num_ranks, job, storage)
     await executor.start()
     WARNINGS.clear()
@@ -143,7 +145,7 @@ async def train(rank, num_ranks, job):
         )
         seen["logprobs"] = {
             row_id: cell[TRAINER_LOGPROBS]
-            for row_id, cell in storage.cells.items()
+            for row_id, cell in storage.rows.items()
             if TRAINER_LOGPROBS in cell
         }
         seen["stats"].append(await executor.step())
@@ -159,7 +161,7 @@ async def train(rank, num_ranks, job):
 
 async def infer_within_a_step(rank, num_ranks, job, row_ids):
     """Asks for differences between two parts of a step; what they were and what they changed."""
-    executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
+    executor = make_executor(rank, num_ranks, job, WatchedStorage(cells=job.cells))
     await executor.start()
     (first, second), *later = job.steps
     await executor.accumulate(first)
@@ -192,7 +194,7 @@ async def take_turns(rank, num_ranks, job):
     Also by how much the process shrank each time, and what must have left; and the errors of calls
     that came meanwhile.
     """
-    executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
+    executor = make_executor(rank, num_ranks, job, WatchedStorage(cells=job.cells))
     await executor.start()
     addresses = [p.to_local().data_ptr() for p in executor.policy_step.policy.parameters.values()]
     seen = {"shrunk": [], "left": [], "stats": [], "errors": []}
@@ -257,7 +259,7 @@ def _everything(executor):
 
 async def infer(rank, num_ranks, checkpoint, rendezvous, cells, fields, kind=TrainerConfig):
     """`ref_logprobs` by row that this rank wrote."""
-    storage = MemoryStorage(cells)
+    storage = WatchedStorage(cells=cells)
     executor = ReferenceExecutor(
         ReferenceSpec(
             checkpoint=checkpoint,
@@ -265,7 +267,7 @@ async def infer(rank, num_ranks, checkpoint, rendezvous, cells, fields, kind=Tra
             rendezvous=rendezvous,
             config=kind(num_ranks=num_ranks, tokens_per_micro_batch=40, **fields),
             sampling=SamplingConfig(temperature=TEMPERATURE),
-            storage=storage,
+            storage=Store([storage]),
         ),
         rank=rank,
         num_ranks=num_ranks,
@@ -274,7 +276,7 @@ async def infer(rank, num_ranks, checkpoint, rendezvous, cells, fields, kind=Tra
     await executor.start()
     await executor.process([((row_id,), None) for row_id in sorted(cells)])
     await executor.close()
-    return {i: cell[REF_LOGPROBS] for i, cell in storage.cells.items() if REF_LOGPROBS in cell}
+    return {i: cell[REF_LOGPROBS] for i, cell in storage.rows.items() if REF_LOGPROBS in cell}
 
 
 async def write_beside_steps(rank, num_ranks, job):
@@ -282,7 +284,7 @@ async def write_beside_steps(rank, num_ranks, job):
 
     What lay in the weights and what each write left: {"write": array, or the text of its error}.
     """
-    executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
+    executor = make_executor(rank, num_ranks, job, WatchedStorage(cells=job.cells))
     await executor.start()
     source = await endpoint(executor, "source_layout")()
     weight_buffer = _weight_buffer(source)

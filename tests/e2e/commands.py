@@ -17,13 +17,9 @@ from typing import IO, Any
 from transformers import AutoTokenizer
 
 from llamarl.run.control import ask
+from tests.json_lines import read_lines
+from tests.places import RECIPE
 from tests.signals import restore_ctrl_c
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-RECIPE = ROOT / "recipes" / "quickstart"
-
 
 SMALL = [
     "trainer.groups_per_step=8",
@@ -236,6 +232,6 @@ def goes_on(run_dir: Path, *ended: dict[str, Any]) -> None:
     # Of steps that were lost nothing is left: every step, row and line stands there once.
     ids = [line["row_id"] for line in read_archive(run_dir)]
     assert len(ids) == len(set(ids))
-    metrics = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    metrics = read_lines(run_dir / "metrics.jsonl")
     steps = [line["step"] for line in metrics if "reward/mean" in line]
     assert steps == list(range(1, ended[-1]["version"] + 3))

@@ -12,6 +12,7 @@ import pytest
 
 from llamarl.checkpoints import checkpoint
 from tests.e2e.commands import KEEPING, Command, finish, read_archive, train, wait_for_step
+from tests.json_lines import read_lines
 
 NUM_STEPS = 4
 Moment = Callable[[Command, Path], None]
@@ -89,7 +90,7 @@ def test_whenever_a_run_is_ended_it_says_what_is_saved_and_goes_on_to_the_same_e
     code, out, err = finish(again)
     assert code == 0, err + out
     assert again.wait_until_gone(5.0) == []
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    lines = read_lines(tmp_path / "metrics.jsonl")
     steps = [line["step"] for line in lines if "reward/mean" in line]
     assert steps == list(range(1, NUM_STEPS + 1))
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -22,6 +22,7 @@ from tests.e2e.commands import (
     wait_for_restart,
     wait_for_step,
 )
+from tests.json_lines import read_lines
 
 
 def test_what_is_killed_is_started_again_alone_in_the_same_run_and_nothing_is_lost(
@@ -94,7 +95,7 @@ def test_a_collector_that_is_killed_at_random_moments_costs_no_rollout(tmp_path:
     assert code == 75, err
     assert "the run goes on from" not in out
     assert command.wait_until_gone(5.0) == []
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    steps = read_lines(tmp_path / "metrics.jsonl")
     last = max(line["step"] for line in steps)
     rows = read_archive(tmp_path)
     outcomes = Counter(row["row_id"] for row in rows)

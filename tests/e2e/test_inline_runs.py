@@ -16,9 +16,9 @@ import pytest
 
 from llamarl.models.safetensors_file import read_header
 from tests.e2e.forks import Forks
+from tests.json_lines import read_lines
+from tests.places import RECIPE
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "quickstart"
 Command = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = [
     "cluster=inline",
@@ -79,7 +79,7 @@ def test_evaluate_scores_a_checkpoint(llamarl: Command, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert re.match(r"accuracy \d+\.\d% of 32 \(\d+\.\d% to \d+\.\d%\)  reward ", done.stdout)
     assert done.stdout.endswith(f": {tmp_path}/archive\n")
-    asked = [json.loads(line) for line in (RECIPE / "held_out.jsonl").read_text().splitlines()]
+    asked = read_lines(RECIPE / "held_out.jsonl")
     lines = archive(tmp_path)
     assert sorted(line["prompt_id"] for line in lines) == [*range(1, 33)]
     for line in lines:

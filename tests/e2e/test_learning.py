@@ -12,9 +12,9 @@ import shutil
 from pathlib import Path
 
 from tests.e2e.forks import Forks
+from tests.json_lines import read_lines, write_lines
+from tests.places import RECIPE
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "quickstart"
 SHORT = [
     *("cluster=inline", "num_steps=8", "sampling.max_tokens=64", "checkpoint.export=false"),
     "trainer.groups_per_step=12",
@@ -42,7 +42,7 @@ def train(forks: Forks, recipe: Path, run_dir: Path) -> tuple[dict[str, float], 
     done = forks.run("train", f"--config-dir={recipe}", *SHORT, f"run_dir={run_dir}")
     assert done.returncode == 0, done.stderr + done.stdout
     summary: dict[str, float] = json.loads((run_dir / "summary.json").read_text())
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = read_lines(run_dir / "metrics.jsonl")
     return summary, [record["reward/mean"] for record in records if "reward/mean" in record]
 
 
@@ -56,11 +56,11 @@ def test_a_short_run_learns(forks: Forks, tmp_path: Path) -> None:
 
 def test_the_same_run_learns_nothing_from_shuffled_answers(forks: Forks, tmp_path: Path) -> None:
     recipe = fours(tmp_path)
-    rows = [json.loads(line) for line in (recipe / "prompts.jsonl").read_text().splitlines()]
+    rows = read_lines(recipe / "prompts.jsonl")
     answers = [row["answer"] for row in rows]
     random.Random(0).shuffle(answers)
     shuffled = [row | {"answer": answer} for row, answer in zip(rows, answers, strict=True)]
-    (recipe / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shuffled))
+    write_lines(recipe / "prompts.jsonl", shuffled)
     summary, rewards = train(forks, recipe, tmp_path / "run")
     assert summary["accuracy_before"] < 0.2
     assert summary["accuracy_after"] < 0.4  # six seeds: 0.02 to 0.16

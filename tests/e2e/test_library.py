@@ -20,9 +20,8 @@ from llamarl.library.own_loop import LibraryEngines
 from llamarl.types import Group
 from tests.e2e.commands import read_archive
 from tests.e2e.forks import Forks
+from tests.places import RECIPE, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "quickstart"
 SMALL = [
     "cluster=inline",
     "num_steps=2",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -14,8 +13,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "quickstart"
+from tests.json_lines import read_lines
+from tests.places import RECIPE, ROOT
+
 TEXT = (ROOT / "docs" / "library.md").read_text()
 LOOPS = dict(re.findall(r"^<!-- loop: ([\w ]+) -->\n```python\n(.*?)^```", TEXT, re.M | re.S))
 MOST_LINES = {"synchronous": 60, "asynchronous": 90, "own trainer": 60}
@@ -64,7 +64,7 @@ def test_the_colocated_loop_of_the_page_logs_evaluates_and_saves(
     exec(code, {"__name__": "__main__"})
     assert re.search(r"^accuracy \d+\.\d%$", capsys.readouterr().out, re.M)
     (run,) = (place / "runs").iterdir()
-    lines = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+    lines = read_lines(run / "metrics.jsonl")
     assert [line["step"] for line in lines if "reward/mean" in line] == [1, 2]
     (evaluated,) = [line for line in lines if "evaluation/accuracy" in line]
     assert (evaluated["step"], evaluated["evaluation/prompts"]) == (2, 8)

@@ -19,10 +19,9 @@ from transformers import AutoTokenizer
 from tests.e2e.forks import Forks
 from tests.e2e.option_pairs import Case, Pair, all_pairs, cover, pair, pairs_of
 from tests.e2e.test_variants import GROUPS, SIZE, Ended, Line, assert_losses, differences, versions
+from tests.places import RECIPE
 from tests.unit.test_mistakes import compose
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "quickstart"
 SEED = int(os.environ.get("LLAMARL_PAIRS_SEED", "0"))
 STEPS, MAX_TOKENS, STOP = 2, 96, ". An"
 ALGORITHMS = [

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from llamarl.metrics.span import SpanReader
+from tests.json_lines import read_lines
+from tests.places import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 LIMIT_S = 500.0
 
@@ -40,6 +41,6 @@ def test_a_run_of_two_precisions_learns_from_what_both_pools_write(
         spans = SpanReader(tmp_path / "spans" / f"generator-{replica}.jsonl").read()
         num_rows = sum(span.args["rows"] for span in spans if span.name == "put")
         assert num_rows > 0.1 * summary["rollouts_trained"], f"pool {replica} wrote {num_rows}"
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    records = read_lines(tmp_path / "metrics.jsonl")
     tolerances = [r["logprob_check/tolerance"] for r in records if "logprob_check/tolerance" in r]
     assert tolerances[-1] > 1e-3, "int8 has a tolerance of its own"

@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "quickstart"
+from tests.json_lines import read_lines
+from tests.places import RECIPE
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ def test_nothing_is_learnt_from_shuffled_rewards(tmp_path: Path) -> None:
     """In ten steps; in more of them such rewards move the policy at random."""
     recipe = tmp_path / "recipe"
     shutil.copytree(RECIPE, recipe)
-    rows = [json.loads(line) for line in (recipe / "prompts.jsonl").read_text().splitlines()]
+    rows = read_lines(recipe / "prompts.jsonl")
     answers = [row["answer"] for row in rows]
     random.Random(0).shuffle(answers)
     shuffled = [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
@@ -104,7 +104,7 @@ def greedy_accuracy(folder: Path) -> float:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    rows = [json.loads(line) for line in (RECIPE / "held_out.jsonl").read_text().splitlines()]
+    rows = read_lines(RECIPE / "held_out.jsonl")
     num_right = 0
     for first in range(0, len(rows), 100):
         part = rows[first : first + 100]

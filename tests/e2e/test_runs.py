@@ -27,32 +27,7 @@ from tests.e2e.commands import (
     train,
     wait_for_step,
 )
-
-SUMMARY_KEYS = {
-    "accuracy_before",
-    "accuracy_after",
-    "interval_before",
-    "interval_after",
-    "version_after",
-    "held_out_prompts",
-    "training_reward",
-    "reward_before",
-    "reward_after",
-    "steps",
-    "wall_s",
-    "tokens_per_s",
-    "rollouts_trained",
-    "groups_dropped",
-    "staleness_mean",
-    "staleness_max",
-    "both_busy_share",
-    "mixed_version_share",
-    "tokens_during_publish",
-    "ratio_mean",
-    "ratio_clipped_share",
-    "executors",
-}
-
+from tests.unit.test_metrics_summary import PROMISED
 
 # Amid a reward, and between two.
 WORKER_LOST = r"the reward process ended by itself|reward worker \d+ ended, or wrote unasked"
@@ -113,7 +88,7 @@ def test_a_run_that_was_ended_goes_on_where_it_was(interrupted: Ended, finished:
 def test_a_run_leaves_everything_it_promises(finished: Path, interrupted: Ended) -> None:
     num_steps = interrupted.state["version"] + 2
     summary = json.loads((finished / "summary.json").read_text())
-    assert set(summary) == SUMMARY_KEYS
+    assert set(summary) == PROMISED
     assert summary["steps"] == num_steps
     assert summary["rollouts_trained"] == num_steps * 8 * 8
     assert summary["staleness_max"] <= 1

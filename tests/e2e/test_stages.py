@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.forks import Forks
+from tests.json_lines import read_lines
+from tests.places import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN = """
 defaults: [config, _self_]
 num_steps: 3
@@ -72,7 +73,7 @@ def test_a_run_goes_on_past_calls_that_raise_hang_and_end_their_process(
     assert dropped["third"] > 5
     assert dropped["judge_failed"] > 0
     assert dropped["least"] > 5
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    steps = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert sum(step.get("dropped_rollouts/judge_failed", 0) for step in steps) > 0
     assert [step["step"] for step in steps][-1] == 3
     assert not list((tmp_path / "run").glob("spill/*")), "what went to disk was trained and is gone"

@@ -20,6 +20,7 @@ from tests.e2e.commands import (
     wait_for_other,
     wait_for_step,
 )
+from tests.json_lines import read_lines
 
 pytestmark = pytest.mark.slow
 NUM_STEPS = 12
@@ -59,7 +60,7 @@ def test_what_is_lost_beside_the_generators_is_started_again(
     assert "the run goes on from step-000000" in " ".join(out.split())
     rows = [row for row in read_archive(tmp_path) if row["outcome"] == "trained"]
     assert len(rows) == len({row["row_id"] for row in rows}) == NUM_STEPS * 8 * 8
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "metrics.jsonl")
     trained = Counter(line["step"] for line in lines if "trainer/loss" in line)
     assert trained == dict.fromkeys(range(1, NUM_STEPS + 1), 1)
     summary = json.loads((tmp_path / "summary.json").read_text())

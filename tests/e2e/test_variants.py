@@ -16,11 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.forks import Forks
+from tests.json_lines import read_lines
 from tests.loss_formulas import Sampled, advantages, step
-from tests.unit.test_transformers_model import FAMILIES, make_checkpoint
+from tests.places import RECIPE
+from tests.unit.test_transformers_model import write_family
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "quickstart"
 GROUPS, SIZE, MAX_TOKENS = 4, 8, 96
 SMALL = [
     *("cluster=inline", "experience.archive_tokens=true", "checkpoint.export=false"),
@@ -37,17 +37,15 @@ class Ended:
         self._run_dir = run_dir
         self.said = " ".join(output.split())
         self.summary = json.loads((run_dir / "summary.json").read_text())
-        self.steps = [line for line in lines(run_dir / "metrics.jsonl") if "trainer/loss" in line]
-        self.rows = [row for path in (run_dir / "archive").iterdir() for row in lines(path)]
+        self.steps = [
+            line for line in read_lines(run_dir / "metrics.jsonl") if "trainer/loss" in line
+        ]
+        self.rows = [row for path in (run_dir / "archive").iterdir() for row in read_lines(path)]
         self.trained = [row for row in self.rows if row["outcome"] == "trained"]
 
     def spans(self, process: str, name: str) -> list[Line]:
         path = self._run_dir / "spans" / f"{process}.jsonl"
-        return [span for span in lines(path) if span.get("name") == name]
-
-
-def lines(path: Path) -> list[Line]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+        return [span for span in read_lines(path) if span.get("name") == name]
 
 
 def train(forks: Forks, run_dir: Path, *overrides: str, recipe: Path = RECIPE) -> Ended:
@@ -157,7 +155,7 @@ def test_a_teacher_may_be_of_a_family_that_only_transformers_knows(
     recipe = tmp_path / "recipe"
     shutil.copytree(RECIPE, recipe)
     (recipe / "task.py").write_text(TEACHER)
-    teacher = make_checkpoint(recipe / "teacher", "phi3", FAMILIES["phi3"])
+    teacher = write_family(recipe / "teacher", "phi3")
     run = train(
         forks,
         tmp_path / "run",

@@ -13,11 +13,10 @@ from llamarl.config import EmbeddedConfig
 from llamarl.executors.memory_mover import MemoryMover
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.sampling import SamplingRows, sample
+from tests.tiny_checkpoints import LLAMA, make_model
 from tests.unit.engine_models import (
-    LLAMA,
     finish,
     flat_weights,
-    make_model,
     make_request,
     model_logprobs,
     quantize_model,

@@ -20,7 +20,7 @@ from tests.contract.generator_contract import (  # noqa: F401 - the questions, a
     test_prefill_decode_and_waiting_have_spans_of_their_own,
 )
 from tests.contract.generator_replica import EngineCase
-from tests.distributed.rollouts import make_checkpoint
+from tests.tiny_checkpoints import write_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_checkpoint(Path(tmp_path_factory.mktemp("model")) / "checkpoint")
+    return write_checkpoint(Path(tmp_path_factory.mktemp("model")) / "checkpoint")
 
 
 @pytest.fixture(params=["none", "fp8"])

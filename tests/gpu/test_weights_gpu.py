@@ -4,7 +4,6 @@ NCCL cannot run here: it refuses two ranks on one GPU, so the collective transpo
 """
 
 import asyncio
-import contextlib
 import dataclasses
 
 import pytest
@@ -13,7 +12,8 @@ import torch
 from llamarl.errors import FingerprintMismatch
 from llamarl.weights.integrity.fingerprint import fingerprint, transfer
 from llamarl.weights.transports.mapped import MappedBlock
-from tests.contract.publishing import STAGINGS, Generator, GeneratorRanks, Trainer, World
+from tests.contract.publishing import STAGINGS, Generator, GeneratorRanks, Trainer, World, connected
+from tests.contract.publishing_damage import one_row_further
 from tests.contract.publishing_layouts import KINDS
 
 pytestmark = [
@@ -33,18 +33,6 @@ def world(tmp_path_factory):
     world.close()
 
 
-@contextlib.asynccontextmanager
-async def connected(world, transport, staging, trainer, generators):
-    publisher = world.publisher(transport, staging, trainer, generators)
-    try:
-        await publisher.connect()
-        yield publisher
-    finally:
-        await publisher.close()
-        for replica, _ in enumerate(generators):
-            await trainer.connect_target(replica, None)
-
-
 @pytest.mark.parametrize(("transport", "staging"), WAYS)
 def test_every_version_arrives_bit_by_bit_and_is_passed_on(world, transport, staging) -> None:
     async def run(kind):
@@ -62,10 +50,6 @@ def test_every_version_arrives_bit_by_bit_and_is_passed_on(world, transport, sta
 
     for kind in KINDS:
         asyncio.run(run(kind))
-
-
-def one_row_further(copy):
-    return dataclasses.replace(copy, target_offset=copy.target_offset + copy.target_strides[0])
 
 
 @pytest.mark.parametrize("damage", ["bit", "place"])

@@ -60,6 +60,12 @@ class Faults:
     wrong_from: float = math.inf
 
 
+def dying(name: str, *times_s: float) -> dict[str, Faults]:
+    """Processes of one executor that die at these times, one after another."""
+    names = [name + (f" {i}" if i > 1 else "") for i in range(1, len(times_s) + 1)]
+    return {each: Faults(dies_at_s=time_s) for each, time_s in zip(names, times_s, strict=True)}
+
+
 class ProcessCalls:
     """The methods of an executor, each passed to `call` with its name."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,8 +26,6 @@ from llamarl.config import (
 )
 from llamarl.dataflow.graph import Stage, make_graph
 from llamarl.dataflow.samplers import Sampler, admission
-from llamarl.executors.specs import StorageSpec
-from llamarl.executors.storage import StorageExecutor
 from llamarl.loop.skew import Skew
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.costs import Costs
@@ -40,13 +38,10 @@ from llamarl.planner.simulation.workload import Workload, spread
 from llamarl.run.fleet import Fleet
 from llamarl.run.wiring import build_controller
 from llamarl.types import (
-    TOKEN_VERSIONS,
     Batch,
-    Columns,
     Dropped,
     Evaluation,
     Group,
-    Outcome,
     Prompt,
     Request,
     StageResult,
@@ -54,6 +49,7 @@ from llamarl.types import (
     StepStats,
     Verdict,
 )
+from tests.fakes import WatchedStorage
 from tests.loop.faults import Faults, FaultyCluster, FaultyProcess, StoredRollouts
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
@@ -66,41 +62,6 @@ COSTS = Costs(
         ("trainer weights", "trainer state", "generator weights", "generator kv"), 0.01
     ),
 )
-
-
-class WatchedStorage(StorageExecutor):
-    """A storage unit, without an archive unless in `run_dir`, that remembers what it was asked.
-
-    `outcomes` says what became of each row, `versions` which version wrote each of its tokens,
-    `num_writes` how often a replica has written it, in vain or not.
-    """
-
-    def __init__(self, run_dir: Path | None = None) -> None:
-        folder = str(run_dir / "archive") if run_dir is not None else None
-        spec = StorageSpec(unit=0, archive_folder=folder, archive_tokens=False)
-        super().__init__(spec, rank=0, num_ranks=1, spans=Spans("storage", None))
-        self.outcomes: dict[int, Outcome] = {}
-        self.versions: dict[int, list[int]] = {}
-        self.num_writes: Counter[int] = Counter()
-
-    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
-        if TOKEN_VERSIONS in columns:
-            self.num_writes.update(row_ids)
-        await super().write(row_ids, columns, writer)
-
-    async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
-        for row_id in row_ids:
-            before = self.outcomes.get(row_id, {"outcome": "lost"})["outcome"]
-            assert before == "lost", f"row {row_id} retired twice: {before} then {outcome}"
-            self.outcomes[row_id] = dict(outcome)
-        stored = [row_id for rows, _ in self._table.groups(row_ids) for row_id in rows]
-        versions = (await self.read(stored, [TOKEN_VERSIONS]))[TOKEN_VERSIONS]
-        self.versions |= {i: each.tolist() for i, each in zip(stored, versions, strict=True)}
-        await super().retire(row_ids, outcome)
-
-    def count(self, outcome: str) -> int:
-        """Rows with this outcome."""
-        return sum(found["outcome"] == outcome for found in self.outcomes.values())
 
 
 def heavy_tail(request: Request) -> int:
@@ -160,6 +121,12 @@ class WatchedRunLogger(SimulatedRunLogger):
 def slower(**seconds: float) -> Faults:
     """A process that takes longer than the others."""
     return Faults(costs=replace(COSTS, **seconds))
+
+
+def first_error(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 @dataclass(kw_only=True)

@@ -18,8 +18,9 @@ from llamarl.checkpoints import checkpoint
 from llamarl.environments.prompts import PromptStream
 from llamarl.planner.simulation.clock import run
 from llamarl.types import REWARD, Prompt, StageResult
+from tests.fakes import WatchedStorage
 from tests.loop.faults import Faults
-from tests.loop.loop import COSTS, Loop, LoopWorkload, WatchedStorage
+from tests.loop.loop import COSTS, Loop, LoopWorkload, first_error
 from tests.loop.test_loop import STAGES
 
 PROMPTS = [Prompt(prompt_id=i, text=str(i), token_ids=(1, i)) for i in range(1, 30)]
@@ -95,12 +96,6 @@ def test_a_run_without_signal_fails_but_what_it_learnt_before_is_saved(tmp_path:
     assert "most of them without full marks" in str(first_error(caught.value))
     assert loop.trainer.version >= 1
     assert saved(tmp_path)["version"] == loop.trainer.version
-
-
-def first_error(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 MANY = pytest.mark.slow

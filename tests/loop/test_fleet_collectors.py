@@ -17,11 +17,11 @@ from llamarl.executors.specs import CollectorSpec
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.clock import run
 from llamarl.protocols import Report
-from llamarl.types import FinishReason, Request, RolloutInfo
+from llamarl.types import Request
+from tests.fakes import stopped
 from tests.loop.faults import Faults
-from tests.loop.loop import COSTS, Loop
+from tests.loop.loop import COSTS, Loop, first_error
 from tests.loop.test_fleet_replicas import check_trained
-from tests.loop.test_loop import first_error
 
 RESTART_COSTS = replace(COSTS, start_s=0.3)
 
@@ -119,13 +119,7 @@ class Written:
 
     def __init__(self, row_ids: range) -> None:
         self._kept = KeptRows()
-        reason = FinishReason.STOP
-        self._kept.add(
-            RolloutInfo(
-                row_id=row_id, num_prompt_tokens=1, num_tokens=1, spans=(), finish_reason=reason
-            )
-            for row_id in row_ids
-        )
+        self._kept.add(stopped(row_id, (0, 1)) for row_id in row_ids)
 
     async def collect(self, received: int) -> Report:
         self._kept.forget(received)

@@ -19,19 +19,10 @@ from llamarl.run.fleet import Fleet
 from llamarl.run.starter import Starter
 from llamarl.run.wiring import make_dispatch
 from llamarl.weights.sync.publisher import Publisher
-from tests.loop.faults import Faults, FaultyProcess
-from tests.loop.loop import COSTS, Loop, slower
-from tests.loop.test_loop import first_error
+from tests.loop.faults import Faults, FaultyProcess, dying
+from tests.loop.loop import COSTS, Loop, first_error, slower
 
 RESTART_COSTS = replace(COSTS, start_s=1.0)
-
-
-def dying(*times_s: float, replica: int = 0) -> dict[str, Faults]:
-    """Processes of one replica that die at these times, one after another."""
-    names = [
-        f"generator-{replica}" + (f" {i}" if i > 1 else "") for i in range(1, len(times_s) + 1)
-    ]
-    return {name: Faults(dies_at_s=time_s) for name, time_s in zip(names, times_s, strict=True)}
 
 
 def check_trained(loop: Loop, max_staleness: int = 1) -> None:
@@ -54,7 +45,7 @@ def test_a_replica_that_dies_again_and_again_is_started_again_and_takes_work(
         max_staleness=max_staleness,
         max_restarts=5,
         costs=RESTART_COSTS,
-        faults=dying(1.0, 5.0, 11.0),
+        faults=dying("generator-0", 1.0, 5.0, 11.0),
     )
     run(loop.run(tmp_path))
     check_trained(loop, max_staleness)
@@ -70,7 +61,7 @@ def test_what_a_lost_replica_had_stored_is_not_written_again(tmp_path: Path) -> 
         max_restarts=1,
         length=lambda request: 300,
         segment_tokens=50,
-        faults=dying(1.2),
+        faults=dying("generator-0", 1.2),
     )
     run(loop.run(tmp_path))
     check_trained(loop, 0)
@@ -80,7 +71,10 @@ def test_what_a_lost_replica_had_stored_is_not_written_again(tmp_path: Path) -> 
 
 def test_training_goes_on_with_the_other_replicas_meanwhile(tmp_path: Path) -> None:
     loop = Loop(
-        num_replicas=2, max_restarts=1, costs=replace(COSTS, start_s=30.0), faults=dying(2.0)
+        num_replicas=2,
+        max_restarts=1,
+        costs=replace(COSTS, start_s=30.0),
+        faults=dying("generator-0", 2.0),
     )
     run(loop.run(tmp_path))
     check_trained(loop)
@@ -90,7 +84,7 @@ def test_training_goes_on_with_the_other_replicas_meanwhile(tmp_path: Path) -> N
 def test_a_replica_that_dies_each_time_it_starts_ends_the_run_with_the_key_to_raise(
     tmp_path: Path,
 ) -> None:
-    loop = Loop(max_restarts=3, faults=dying(1.0, 1.0, 1.0, 1.0))
+    loop = Loop(max_restarts=3, faults=dying("generator-0", 1.0, 1.0, 1.0, 1.0))
     with pytest.raises(BaseExceptionGroup) as caught:
         run(loop.run(tmp_path))
     error = first_error(caught.value)
@@ -102,7 +96,9 @@ def test_a_replica_that_dies_each_time_it_starts_ends_the_run_with_the_key_to_ra
 def test_a_replica_that_never_gets_its_weights_gets_no_request(tmp_path: Path) -> None:
     """It answers every call but cannot commit; the one that replaces it can."""
     broken = Faults(errors={"commit": (1, RuntimeError("says it is well"))})
-    loop = Loop(num_replicas=2, max_restarts=3, faults=dying(1.0) | {"generator-0 2": broken})
+    loop = Loop(
+        num_replicas=2, max_restarts=3, faults=dying("generator-0", 1.0) | {"generator-0 2": broken}
+    )
     run(loop.run(tmp_path))
     check_trained(loop)
     assert loop.cluster.spawned["generator-0 2"].num_calls["commit"] == 1
@@ -111,7 +107,9 @@ def test_a_replica_that_never_gets_its_weights_gets_no_request(tmp_path: Path) -
 
 
 def test_a_slow_start_of_the_only_replica_holds_requests_until_it_serves(tmp_path: Path) -> None:
-    loop = Loop(max_restarts=1, costs=RESTART_COSTS, faults=dying(2.0), num_held_out=3)
+    loop = Loop(
+        max_restarts=1, costs=RESTART_COSTS, faults=dying("generator-0", 2.0), num_held_out=3
+    )
     run(loop.run(tmp_path))
     check_trained(loop)
     assert [each.version for each in loop.run_logger.evaluations] == [0, loop.num_steps]
@@ -323,7 +321,7 @@ def test_a_replica_that_is_not_started_again_counts_no_more_as_one(tmp_path: Pat
         num_steps=40,
         max_restarts=0,
         costs=RESTART_COSTS,
-        faults=dying(1.0, replica=1),
+        faults=dying("generator-1", 1.0),
     )
     states: list[list[int]] = []
 

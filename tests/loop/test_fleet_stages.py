@@ -14,19 +14,13 @@ import pytest
 from llamarl.errors import ExecutorLost
 from llamarl.planner.simulation.clock import run
 from llamarl.types import REWARD, Group, Outcome, Prompt, StageResult, StageStatus, Verdict
-from tests.loop.faults import Faults, FaultyProcess
-from tests.loop.loop import COSTS, Loop, LoopWorkload, WatchedStorage, heavy_tail
-from tests.loop.test_fleet_replicas import check_trained
-from tests.loop.test_loop import STAGES, first_error
+from tests.fakes import WatchedStorage
+from tests.loop.faults import Faults, FaultyProcess, dying
+from tests.loop.loop import COSTS, Loop, LoopWorkload, first_error, heavy_tail
+from tests.loop.test_fleet_replicas import RESTART_COSTS, check_trained
+from tests.loop.test_loop import STAGES
 
-RESTART_COSTS = replace(COSTS, start_s=1.0)
 SLOW_COSTS = replace(RESTART_COSTS, score_call_s=0.3)
-
-
-def dying(name: str, *times_s: float) -> dict[str, Faults]:
-    """Processes of one executor that die at these times, one after another."""
-    names = [name + (f" {i}" if i > 1 else "") for i in range(1, len(times_s) + 1)]
-    return {each: Faults(dies_at_s=time_s) for each, time_s in zip(names, times_s, strict=True)}
 
 
 class RewardStorage(WatchedStorage):

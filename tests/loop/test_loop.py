@@ -12,8 +12,9 @@ import pytest
 from llamarl.dataflow.graph import Stage
 from llamarl.planner.simulation.clock import run
 from llamarl.types import Request
+from tests.fakes import nothing
 from tests.loop.faults import Faults
-from tests.loop.loop import COSTS, Loop, slower
+from tests.loop.loop import COSTS, Loop, first_error, slower
 
 HARD = {"drop_share": 0.2, "failed_share": 0.02}
 
@@ -24,12 +25,6 @@ def one_token(request: Request) -> int:
 
 def four_tokens(request: Request) -> int:
     return 4
-
-
-def first_error(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 @pytest.mark.parametrize("late", ["wait", "mask"])
@@ -74,10 +69,6 @@ def test_no_rollout_is_trained_twice_and_every_group_is_whole(
     assert set(groups.values()) == {2}
     assert loop.storage.count("trained") == len(rows) == num_steps * 4 * 2
     assert loop.storage.count("dropped") == 2 * len(loop.run_logger.drops)
-
-
-def nothing(*read: object) -> None:
-    """The simulated executor does not call it."""
 
 
 STAGES = (

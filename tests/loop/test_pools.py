@@ -14,7 +14,8 @@ from llamarl.config import EmbeddedConfig
 from llamarl.config.pools import pools_of
 from llamarl.loop.speeds import FEWEST_ROLLOUTS, Speeds
 from llamarl.planner.simulation import clock
-from llamarl.types import FinishReason, Purpose, Request, RolloutInfo, Sampling
+from llamarl.types import FinishReason, Purpose, Request, Sampling
+from tests.fakes import stopped
 from tests.loop.loop import Loop, slower
 
 
@@ -72,13 +73,7 @@ def stop(speeds: Speeds, index: int, num_tokens: int, reason: str, resume: bool 
         purpose=Purpose.TRAIN,
         resume=resume,
     )
-    row = RolloutInfo(
-        row_id=7,
-        num_prompt_tokens=1,
-        num_tokens=num_tokens,
-        spans=(),
-        finish_reason=FinishReason(reason),
-    )
+    row = stopped(7, (0, num_tokens), reason=FinishReason(reason))
     speeds.observe(index, request, row)
 
 

@@ -15,8 +15,8 @@ from llamarl.planner.simulation.clock import run
 from llamarl.run.wiring import make_dispatch
 from llamarl.types import TOKEN_VERSIONS, Purpose, Request, Sampling
 from tests.loop.faults import LIVENESS_TIMEOUT_S, Faults
-from tests.loop.loop import COSTS, Loop, slower
-from tests.loop.test_loop import first_error, four_tokens, one_token
+from tests.loop.loop import COSTS, Loop, first_error, slower
+from tests.loop.test_loop import four_tokens, one_token
 
 
 def test_requests_go_to_the_least_loaded_of_those_that_are_new_enough_or_soon_will_be() -> None:

@@ -21,8 +21,9 @@ from llamarl.metrics.trackers import METRICS_FILE, MetricsLog
 from llamarl.planner.simulation.clock import run
 from llamarl.recipe.starting_point import starting_point
 from llamarl.types import Prompt, StepStats
+from tests.fakes import WatchedStorage
 from tests.loop.combinations import draw
-from tests.loop.loop import Loop, WatchedStorage
+from tests.loop.loop import Loop
 from tests.loop.test_loop_search import LIMIT_S, check, perform
 from tests.random_search import case, searched
 

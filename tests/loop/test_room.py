@@ -9,7 +9,8 @@ import pytest
 
 from llamarl.loop.room import ASK_S, Room
 from llamarl.planner.simulation.clock import run
-from tests.loop.loop import Loop, WatchedStorage
+from tests.fakes import WatchedStorage
+from tests.loop.loop import Loop
 
 
 class FullStorage(WatchedStorage):

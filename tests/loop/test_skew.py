@@ -16,7 +16,8 @@ from llamarl.loop.balance import Balance, Replica
 from llamarl.loop.skew import Skew
 from llamarl.planner.simulation.clock import run
 from llamarl.planner.simulation.simulated_run import make_skew
-from llamarl.types import FinishReason, Prompt, Purpose, Request, RolloutInfo, Sampling
+from llamarl.types import FinishReason, Prompt, Purpose, Request, Sampling
+from tests.fakes import stopped
 from tests.loop.faults import Faults
 from tests.loop.loop import COSTS, Loop, slower
 
@@ -137,17 +138,11 @@ def test_long_groups_get_replicas_of_their_own_and_every_group_is_whole() -> Non
         assert held == 8 * sum(lengths) + 400
         for index, replica in some.replicas.items():
             for row_id in list(replica.running):
-                assert some.release(index, stopped(row_id, 20))
-                assert not some.release(index, stopped(row_id, 20))
+                assert some.release(index, stopped(row_id, (0, 20)))
+                assert not some.release(index, stopped(row_id, (0, 20)))
         assert [replica.load for replica in some.replicas.values()] == [0] * 4
 
     run(main())
-
-
-def stopped(row_id: int, num_tokens: int, reason: FinishReason = FinishReason.STOP) -> RolloutInfo:
-    return RolloutInfo(
-        row_id=row_id, num_prompt_tokens=1, num_tokens=num_tokens, spans=(), finish_reason=reason
-    )
 
 
 def test_only_training_rollouts_that_ended_are_learnt_from() -> None:
@@ -156,10 +151,10 @@ def test_only_training_rollouts_that_ended_are_learnt_from() -> None:
     reasons = [FinishReason.STOP, FinishReason.SEGMENT, FinishReason.ABORTED]
     for row_id, reason in enumerate(reasons):
         some.replicas[0].hold(ask(row_id, 7, 0, 99))
-        assert some.release(0, stopped(row_id, 50 + row_id, reason))
+        assert some.release(0, stopped(row_id, (0, 50 + row_id), reason=reason))
     evaluated = replace(ask(9, 7, 0, 99), purpose=Purpose.EVALUATE)
     some.replicas[0].hold(evaluated)
-    assert some.release(0, stopped(9, 1))
+    assert some.release(0, stopped(9, (0, 1)))
     history.refit()
     assert history.expect([ask(10, 7, 0, 99)]) == [50]
 

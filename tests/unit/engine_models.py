@@ -17,7 +17,7 @@ from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.model_runner import PaddedRunner
 from llamarl.generation.protocol import RequestOutput
 from llamarl.generation.quantized import QuantizedMatrix, make_scratch
-from llamarl.models.architecture import Architecture, RopeScaling
+from llamarl.models.architecture import RopeScaling
 from llamarl.models.transformer import Transformer
 from llamarl.types import Request, Sampling
 
@@ -25,30 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from generate_bench.engines import random_model
 
+from tests.tiny_checkpoints import LLAMA
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-LLAMA = Architecture(
-    model_type="llama",
-    vocab_size=96,
-    hidden_size=48,
-    intermediate_size=80,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=16,
-    max_positions=512,
-    norm_eps=1e-5,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    tie_embeddings=True,
-    attention_bias=False,
-    output_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    eos_token_ids=(),
-)
-
 
 VARIANTS = {
     "llama": LLAMA,
@@ -65,18 +45,6 @@ VARIANTS = {
     "qwen2": replace(LLAMA, model_type="qwen2", attention_bias=True, num_kv_heads=6),
     "qwen3": replace(LLAMA, model_type="qwen3", qk_norm=True, head_dim=24, num_kv_heads=1),
 }
-
-
-def make_model(architecture: Architecture, seed: int) -> Transformer:
-    """Random weights, large enough that the logits differ clearly."""
-    torch.manual_seed(seed)
-    model = Transformer(architecture)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.25)
-            if "norm" in name:
-                parameter.add_(1.0)
-    return model
 
 
 def make_reference(seed: int) -> PreTrainedModel:

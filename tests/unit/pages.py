@@ -7,7 +7,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.places import ROOT
+
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = sorted(

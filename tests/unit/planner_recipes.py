@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
@@ -17,11 +18,10 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.models.architecture import Architecture
+from tests import tiny_checkpoints
 
-LLAMA = Architecture(
-    model_type="llama",
-    vocab_size=96,
+LLAMA = replace(
+    tiny_checkpoints.LLAMA,
     hidden_size=32,
     intermediate_size=48,
     num_layers=3,
@@ -29,15 +29,7 @@ LLAMA = Architecture(
     num_kv_heads=4,
     head_dim=8,
     max_positions=4096,
-    norm_eps=1e-5,
-    rope_theta=1e4,
-    rope_scaling=None,
     tie_embeddings=False,
-    attention_bias=False,
-    output_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    eos_token_ids=(),
 )
 
 

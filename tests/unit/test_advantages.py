@@ -21,14 +21,11 @@ from llamarl.config import AlgorithmConfig
 from llamarl.types import (
     REWARD,
     Dropped,
-    FinishReason,
-    Group,
     Kept,
-    Prompt,
-    RolloutInfo,
     StageResult,
     StageStatus,
 )
+from tests.fakes import group_of, stopped
 
 NONE = ReinforceConfig(advantage="none", filters=["equal_rewards"])
 mean, mean_std, leave_one_out = (ADVANTAGES[n] for n in ("mean", "mean_std", "leave_one_out"))
@@ -38,16 +35,7 @@ def decide(
     rewards: list[float], config: AlgorithmConfig, firsts: list[float] | None = None
 ) -> Kept | Dropped:
     """What becomes of a group with these rewards; `firsts` are what its first function gave."""
-    rows = {
-        i: RolloutInfo(
-            row_id=i,
-            num_prompt_tokens=1,
-            num_tokens=1,
-            spans=(),
-            finish_reason=FinishReason.STOP,
-        )
-        for i in range(len(rewards))
-    }
+    rows = {i: stopped(i, (0, 1)) for i in range(len(rewards))}
     scores = {
         i: StageResult(
             row_id=i,
@@ -58,14 +46,7 @@ def decide(
         )
         for i, (reward, first) in enumerate(zip(rewards, firsts or [0.0] * 9, strict=False))
     }
-    group = Group(
-        group_id=0,
-        prompt=Prompt(prompt_id=0, text="", token_ids=()),
-        row_ids=tuple(rows),
-        min_version=0,
-        rollouts=rows,
-        scores=scores,
-    )
+    group = group_of(*rows, rollouts=rows, scores=scores)
     verdict = filter_group(group, max_tokens=8, config=config)
     assert group.advantages == (), "nothing is changed"
     return verdict

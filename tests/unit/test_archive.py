@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
 
 from llamarl.types import GENERATOR_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
+from tests.json_lines import read_lines
 from tests.unit.stored_rows import new_unit, opened, rows
 
 PATH = "rollouts-0.jsonl"
@@ -22,7 +22,7 @@ def test_the_archive_keeps_tokens_where_asked(tmp_path: Path) -> None:
             await store.retire([4], {"outcome": "unused"})
 
     asyncio.run(scenario())
-    line = json.loads((tmp_path / PATH).read_text())
+    (line,) = read_lines(tmp_path / PATH)
     assert line[PROMPT_IDS] == [0, 1, 2, 3]
     assert line[RESPONSE_IDS] == [4, 4]
     assert line[GENERATOR_LOGPROBS] == [-4.0, -4.0]
@@ -40,7 +40,7 @@ def test_no_row_is_archived_twice_and_a_row_id_may_start_again(tmp_path: Path) -
             await store.retire([1, 1], {"outcome": "trained"})
 
     asyncio.run(scenario())
-    lines = map(json.loads, (tmp_path / PATH).read_text().splitlines())
+    lines = read_lines(tmp_path / PATH)
     assert [(line["outcome"], line["num_tokens"]) for line in lines] == [
         ("lost", 3),
         ("trained", 4),
@@ -56,8 +56,8 @@ def test_a_line_mixed_by_a_kill_is_cut_off_at_the_next_start(tmp_path: Path) -> 
             await store.retire([3], {"outcome": "trained"})
 
     asyncio.run(scenario())
-    lines = (tmp_path / PATH).read_text().splitlines()
-    assert [json.loads(line)["row_id"] for line in lines] == [1, 3]
+    lines = read_lines(tmp_path / PATH)
+    assert [line["row_id"] for line in lines] == [1, 3]
 
 
 def test_a_unit_must_be_started_before_it_archives(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from llamarl.checkpoints.checkpoint import (
     prune,
     read_state,
 )
+from tests.fakes import SavingTrainer
 
 
 def save(run_dir, version, **state):
@@ -113,27 +114,13 @@ def test_a_save_that_would_not_fit_is_refused_before_it_starts(tmp_path, monkeyp
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [good.name]
 
 
-class FullDisk:
-    """A trainer whose disk fills up while it writes."""
-
-    async def save(self, folder, from_snapshot):
-        with open(f"{folder}/shard.distcp", "wb") as file:
-            file.write(b"x" * 1000)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-class Saver:
-    async def save(self, folder, from_snapshot):
-        with open(f"{folder}/shard.distcp", "wb") as file:
-            file.write(b"x" * 1000)
-
-
 def test_a_disk_that_fills_up_during_a_save_leaves_only_the_good_checkpoint(tmp_path):
-    good = asyncio.run(checkpoint.save(tmp_path, Saver(), {"version": 1}, keep=1))
+    full = SavingTrainer(error=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    good = asyncio.run(checkpoint.save(tmp_path, SavingTrainer(), {"version": 1}, keep=1))
     with pytest.raises(OSError, match="No space left"):
-        asyncio.run(checkpoint.save(tmp_path, FullDisk(), {"version": 2}, keep=1))
+        asyncio.run(checkpoint.save(tmp_path, full, {"version": 2}, keep=1))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [good.name]
-    newer = asyncio.run(checkpoint.save(tmp_path, Saver(), {"version": 3}, keep=1))
+    newer = asyncio.run(checkpoint.save(tmp_path, SavingTrainer(), {"version": 3}, keep=1))
     assert list((tmp_path / "checkpoints").iterdir()) == [newer]
     assert checkpoint.read_state(newer)["version"] == 3
 
@@ -146,7 +133,7 @@ def test_records_are_cut_to_what_they_were_at_the_checkpoint(tmp_path):
     assert not checkpoint.holds_run(tmp_path), "a run that wrote nothing is none"
     metrics.write_text("one\n")
     assert checkpoint.holds_run(tmp_path)
-    folder = asyncio.run(checkpoint.save(tmp_path, Saver(), {"version": 1}, keep=1))
+    folder = asyncio.run(checkpoint.save(tmp_path, SavingTrainer(), {"version": 1}, keep=1))
     metrics.write_text("one\ntwo\n")
     archive.write_text("row\n")
     positions.cut(tmp_path, read_state(folder)["positions"])

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 import random
 
 import pytest
@@ -11,6 +10,7 @@ from llamarl.errors import ExecutorLost, NoGenerator
 from llamarl.loop.colocation import Colocated, Disaggregated, Phase
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.clock import run
+from tests.json_lines import read_lines
 
 TRAINER, GENERATOR = {"weights", "state"}, {"weights", "kv"}
 
@@ -222,7 +222,7 @@ def test_the_trace_shows_who_has_the_device_and_when_it_changes_hands(tmp_path):
     loop.colocation = Colocated(loop.trainer, loop.generators, spans)
     run(loop.run())
     spans.close()
-    lines = [json.loads(line) for line in (tmp_path / "controller.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "controller.jsonl")
     phases = [line["who"] for line in lines if line.get("name") == "phase"]
     assert phases == ["both", *["generators", "trainer", "both"] * 2, "generators", "trainer"]
     switches = [line["to"] for line in lines if line.get("name") == "switch"]

@@ -16,9 +16,9 @@ from llamarl.config.pools import generator_of, pools_of
 from llamarl.recipe.composition import CHOICES, CONF_FOLDER
 from llamarl.weights.layout.kinds import weight_kind
 from tests.e2e.forks import Forks
+from tests.places import ROOT
 from tests.unit.composing import compose_file, compose_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent for path in ROOT.glob("recipes/*/run.yaml"))
 MINIMUM = ["model.checkpoint=x", "data.prompts=x.jsonl"]
 GROUPS = [(group, choice) for group, choices in CHOICES.items() for choice in choices]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -13,9 +12,8 @@ import yaml
 from llamarl.config import Config
 from llamarl.recipe.composition import reference
 from llamarl.recipe.config_reference import ELSEWHERE
+from tests.places import ROOT
 from tests.unit.test_config import MINIMUM, make_config
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_key_has_type_default_and_meaning() -> None:

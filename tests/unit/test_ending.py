@@ -13,10 +13,10 @@ from llamarl import jobs
 from llamarl.metrics.rendering import resume_command
 from llamarl.metrics.summary import write_provenance
 from llamarl.models.architecture import read_architecture
+from tests.places import CHECKPOINT
 from tests.unit.test_config import MINIMUM, make_config
 
 TRAIN = ["llamarl", "train", "--config-dir", "recipes/a b", "num_steps=9"]
-CHECKPOINT = Path(__file__).parents[2] / "recipes" / "quickstart" / "checkpoint"
 
 
 def test_the_command_of_a_run_can_be_pasted_anywhere(

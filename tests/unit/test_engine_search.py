@@ -19,11 +19,11 @@ from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, Request, Sampling
 from tests.random_search import case, searched
+from tests.tiny_checkpoints import make_model
 from tests.unit.engine_models import (
     VARIANTS,
     flat_weights,
     in_transformers,
-    make_model,
     quantize_model,
     record_steps,
 )

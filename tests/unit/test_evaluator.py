@@ -23,12 +23,12 @@ from llamarl.types import (
     StageResult,
     StageStatus,
 )
-from tests.unit import rollout_fakes, test_rollouts
+from tests.fakes import RolloutSetting, stopped
 
 ROWS = (10, 11, 12, 13)
 
 
-class Setting(test_rollouts.Setting):
+class EvaluatorSetting(RolloutSetting):
     """An evaluator of four prompts among fakes."""
 
     def __init__(self) -> None:
@@ -68,8 +68,9 @@ class Setting(test_rollouts.Setting):
 
     def stop(self, request: Request) -> RolloutInfo:
         row_id = request.row_id
-        reason = FinishReason.ABORTED if self.is_lost(row_id) else FinishReason.STOP
-        return rollout_fakes.row(row_id, reason, self.version_of(row_id))
+        if self.is_lost(row_id):
+            return stopped(row_id, reason=FinishReason.ABORTED)
+        return stopped(row_id, (self.version_of(row_id), 2))
 
     def evaluate(self) -> Evaluation | None:
         found: list[Evaluation | None] = []
@@ -82,14 +83,14 @@ class Setting(test_rollouts.Setting):
 
 
 def test_a_token_of_another_version_ends_the_run() -> None:
-    setting = Setting()
+    setting = EvaluatorSetting()
     setting.version_of = lambda row_id: 4 if row_id == 12 else 3
     with pytest.raises(RuntimeError, match=r"evaluation of version 3 met tokens of \[4\]"):
         setting.evaluate()
 
 
 def test_failed_rewards_alone_end_the_run() -> None:
-    setting = Setting()
+    setting = EvaluatorSetting()
     setting.score = lambda row_id: StageResult(
         row_id=row_id, status=StageStatus.RAISED, error="no sympy"
     )
@@ -106,7 +107,7 @@ def test_a_failed_reward_counts_as_wrong_and_is_counted() -> None:
         reward = rewards[row_id]
         return StageResult(row_id=row_id, numbers={REWARD: reward}, correct=reward == 1.0)
 
-    setting = Setting()
+    setting = EvaluatorSetting()
     setting.score = score
     result = setting.evaluate()
     assert result is not None
@@ -117,7 +118,7 @@ def test_a_failed_reward_counts_as_wrong_and_is_counted() -> None:
 
 
 def test_there_is_no_result_without_all_prompts_and_the_next_version_is_due() -> None:
-    setting = Setting()
+    setting = EvaluatorSetting()
     setting.is_lost = lambda row_id: row_id == 11
 
     async def work(rollouts: Rollouts) -> None:
@@ -138,7 +139,7 @@ def test_there_is_no_result_without_all_prompts_and_the_next_version_is_due() ->
 
 
 def test_without_any_rollout_there_is_no_result() -> None:
-    setting = Setting()
+    setting = EvaluatorSetting()
     setting.is_lost = lambda row_id: True
     assert setting.evaluate() is None
     assert not setting.rollouts.open

@@ -13,7 +13,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
 
 from llamarl.algorithms.group_filters import filter_group
 from llamarl.algorithms.loss_inputs import LossInputs
@@ -38,7 +37,6 @@ from llamarl.types import (
     Group,
     Kept,
     Prompt,
-    RolloutInfo,
     StageResult,
 )
 from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
@@ -47,18 +45,19 @@ from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports import registry
 from tests.e2e.forks import Forks
-from tests.unit.composing import compose_recipe
-from tests.unit.reference_checkpoints import (
-    CASES,
+from tests.fakes import group_of, stopped
+from tests.json_lines import read_lines
+from tests.places import ROOT
+from tests.tiny_checkpoints import (
     LENGTHS,
     reference_logits,
     relative_error,
     token_ids,
     write_reference,
 )
-from tests.unit.reference_checkpoints import load as load_model
+from tests.tiny_checkpoints import load as load_model
+from tests.unit.composing import compose_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("loss", "advantage", "group_filter", "reward", "sampler")
 
 
@@ -120,17 +119,11 @@ def test_the_loss_of_the_page_is_its_paper_s() -> None:
 
 def group(rewards: list[float], num_cut: int) -> Group:
     reasons = [FinishReason.LENGTH] * num_cut + [FinishReason.STOP] * (len(rewards) - num_cut)
-    rows = {
-        i: RolloutInfo(row_id=i, num_prompt_tokens=1, num_tokens=4, spans=(), finish_reason=reason)
-        for i, reason in enumerate(reasons)
-    }
+    rows = {i: stopped(i, (0, 4), reason=reason) for i, reason in enumerate(reasons)}
     scores = {
         i: StageResult(row_id=i, numbers={REWARD: reward}) for i, reward in enumerate(rewards)
     }
-    prompt = Prompt(prompt_id=0, text="", token_ids=())
-    return Group(
-        group_id=0, prompt=prompt, row_ids=tuple(rows), min_version=0, rollouts=rows, scores=scores
-    )
+    return group_of(*rows, rollouts=rows, scores=scores)
 
 
 def test_the_advantage_of_the_page_is_a_rank() -> None:
@@ -222,7 +215,7 @@ def test_a_run_passes_the_four_stages_of_the_page(tmp_path: Path, forks: Forks) 
     small = ("trainer.groups_per_step=4", "checkpoint.export=false", "run_dir=run")
     done = forks.run("train", f"--config-dir={recipe}", "cluster=inline", *small, where=tmp_path)
     assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    steps = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert sum(step.get("dropped_rollouts/rambling", 0) for step in steps) > 0
     assert {"columns/quality", "columns/ranked"} <= steps[-1].keys()
     shown = forks.run("graph", f"--config-dir={recipe}", "--mermaid=graph.mmd", where=tmp_path)
@@ -268,8 +261,7 @@ def test_the_family_of_the_page_computes_what_transformers_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"num_key_value_heads": 1, "sliding_window": None}
-    monkeypatch.setitem(CASES, "mistral", (MistralConfig, MistralForCausalLM, changes))
-    expected = reference_logits(write_reference(tmp_path, "mistral"))
+    expected = reference_logits(write_reference(tmp_path, "mistral", **changes))
     with pytest.raises(ValueError, match=r"model_type .* must be one of llama, .*, got 'mistral'"):
         read_architecture(tmp_path)
     monkeypatch.setattr(families, "FAMILIES", families.FAMILIES.copy())

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from llamarl.environments.prompts import PromptStream
 from llamarl.loop.gate import Gate
 from llamarl.metrics.span import Spans
-from llamarl.types import FinishReason, Group, Prompt, RolloutInfo
+from llamarl.types import Group, Prompt
+from tests.fakes import stopped
 
 PROMPTS = [Prompt(prompt_id=i, text=str(i), token_ids=(i,)) for i in range(1, 8)]
 
@@ -26,19 +28,18 @@ def make_gate(
     max_drops_in_row: int = 4,
     num_prompts: int = 100,
     prompts: PromptStream | None = None,
-    **start: int,
+    **fields: Any,
 ) -> Gate:
     prompts = prompts or make_prompts()
     prompts.num_prompts = num_prompts
     return Gate(
         max_staleness=max_staleness,
         groups_per_step=groups_per_step,
-        rollouts_per_group=3,
         late=late,
         max_drops_in_row=max_drops_in_row,
         prompts=prompts,
         spans=Spans("controller", None),
-        **start,
+        **({"rollouts_per_group": 3} | fields),
     )
 
 
@@ -140,13 +141,7 @@ def test_a_part_waits_for_tokens_or_for_all_that_its_step_misses() -> None:
         groups = await gate.admit()
         for group in groups:
             (row,) = group.row_ids[:1]
-            group.rollouts[row] = RolloutInfo(
-                row_id=row,
-                num_prompt_tokens=2,
-                num_tokens=8,
-                spans=(),
-                finish_reason=FinishReason.STOP,
-            )
+            group.rollouts[row] = stopped(row, (0, 8), num_prompt_tokens=2)
         await settle(gate, groups[:1])
         await must_wait(gate.take(1, 4, 11))
         await gate.settle(groups[1], ())

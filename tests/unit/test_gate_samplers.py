@@ -12,39 +12,24 @@ from hypothesis import strategies as st
 
 from llamarl.data.packing import make_batch
 from llamarl.dataflow.samplers import ReadyItem, Sample, Sampler, admission, group_complete
-from llamarl.environments.prompts import PromptStream
 from llamarl.errors import TaskError
 from llamarl.loop.gate import Gate
-from llamarl.metrics.span import Spans
-from llamarl.types import FinishReason, Group, Prompt, RolloutInfo, VersionSpan
-
-PROMPTS = [Prompt(prompt_id=i, text=str(i), token_ids=(i,)) for i in range(1, 8)]
+from llamarl.types import Group
+from tests.fakes import stopped
+from tests.unit.test_gate import ids
+from tests.unit.test_gate import make_gate as gate_with
 
 
 def make_gate(sampler: Sampler, max_staleness: int = 1, late: str = "mask", size: int = 2) -> Gate:
-    return Gate(
-        max_staleness=max_staleness,
-        groups_per_step=size,
-        rollouts_per_group=2,
-        late=late,
-        max_drops_in_row=10**6,
-        sampler=sampler,
-        prompts=PromptStream(PROMPTS, seed=3, shuffle=True),
-        spans=Spans("controller", None),
-    )
+    fields = {"rollouts_per_group": 2, "max_drops_in_row": 10**6, "num_prompts": 7}
+    return gate_with(max_staleness, size, late, sampler=sampler, **fields)
 
 
 def write(group: Group, versions: Sequence[int]) -> None:
     """The rollouts of `group`, one token by each of these versions."""
-    spans = tuple(VersionSpan(version=version, num_tokens=1) for version in versions)
+    spans = [(version, 1) for version in versions]
     for row_id in group.row_ids:
-        group.rollouts[row_id] = RolloutInfo(
-            row_id=row_id,
-            num_prompt_tokens=3,
-            num_tokens=len(versions),
-            spans=spans,
-            finish_reason=FinishReason.STOP,
-        )
+        group.rollouts[row_id] = stopped(row_id, *spans, num_prompt_tokens=3)
 
 
 async def settle(gate: Gate, groups: list[Group]) -> None:
@@ -62,10 +47,6 @@ async def try_to_take(gate: Gate, at_least: int, at_most: int) -> list[Group]:
         taking.cancel()
         return []
     return taking.result()
-
-
-def ids(groups: list[Group]) -> list[int]:
-    return [group.group_id for group in groups]
 
 
 def of_any_mind(chosen: random.Random, max_staleness: int) -> Sampler:

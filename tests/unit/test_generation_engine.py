@@ -13,14 +13,13 @@ from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.quantized import QuantizedMatrix, make_scratch
 from llamarl.generation.scheduler import completes_stop_string
 from llamarl.types import FinishReason, Purpose, Sampling
+from tests.tiny_checkpoints import LLAMA, make_model
 from tests.unit.engine_models import (
-    LLAMA,
     VARIANTS,
     CountedVersions,
     finish,
     flat_weights,
     make_engine,
-    make_model,
     make_reference,
     make_request,
     model_logprobs,

@@ -11,13 +11,12 @@ import torch
 from llamarl.config import EmbeddedConfig
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.quantized import QuantizedMatrix, make_scratch
+from tests.tiny_checkpoints import LLAMA, make_model
 from tests.unit.engine_models import (
-    LLAMA,
     VARIANTS,
     finish,
     flat_weights,
     make_engine,
-    make_model,
     make_request,
     model_logprobs,
     quantize_model,

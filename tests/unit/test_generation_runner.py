@@ -10,11 +10,10 @@ from llamarl.config import EmbeddedConfig
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.model_runner import padded_rows
 from llamarl.generation.protocol import RequestOutput
+from tests.tiny_checkpoints import LLAMA, make_model
 from tests.unit.engine_models import (
-    LLAMA,
     VARIANTS,
     flat_weights,
-    make_model,
     make_request,
     random_prompts,
     record_steps,

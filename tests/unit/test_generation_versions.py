@@ -11,12 +11,11 @@ from llamarl.config import EmbeddedConfig
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.protocol import PartialOutput
 from llamarl.types import FinishReason, Request
+from tests.tiny_checkpoints import LLAMA, make_model
 from tests.unit.engine_models import (
-    LLAMA,
     finish,
     flat_weights,
     make_engine,
-    make_model,
     make_reference,
     make_request,
     model_logprobs,

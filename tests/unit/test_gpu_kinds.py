@@ -16,9 +16,9 @@ from llamarl.planner.memory.ranks import forecast_memory
 from llamarl.planner.report.recipe import forecast_recipe
 from llamarl.planner.report.text import render_memory, render_report
 from llamarl.recipe.inputs import read_planned_architecture
+from tests.places import ROOT
 from tests.unit.composing import compose_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "gsm8k_llama32_1b_1gpu"
 SMALL = (
     *("trainer.activation_checkpointing=full", "trainer.tokens_per_micro_batch=4096"),

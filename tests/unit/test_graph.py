@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,21 +13,17 @@ from hypothesis import strategies as st
 from llamarl.config import Config
 from llamarl.dataflow.columns import Column
 from llamarl.dataflow.graph import FrozenModel, Graph, Stage, make_graph
+from tests.fakes import nothing
+from tests.places import RECIPE
 from tests.unit.composing import compose_recipe
-
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 
 
 def recipe(*overrides: str) -> Config:
-    return compose_recipe(QUICKSTART, overrides)
+    return compose_recipe(RECIPE, overrides)
 
 
 def rewards(*columns: str) -> str:
     return f"algorithm.reward_columns=[{','.join(columns)}]"
-
-
-def nothing(*read: Any) -> None:
-    """What a stage runs does not matter here."""
 
 
 LOGPROBS = Column("teacher_logprobs", "float32", "response")

@@ -25,7 +25,8 @@ from llamarl.models.families import split_dimension
 from llamarl.models.parallelize import make_mesh, parallelize
 from llamarl.models.safetensors_file import INDEX_FILE, SINGLE_FILE
 from llamarl.models.transformer import Transformer
-from tests.unit.reference_checkpoints import (
+from tests.places import ROOT
+from tests.tiny_checkpoints import (
     CASES,
     LENGTHS,
     load,
@@ -35,13 +36,11 @@ from tests.unit.reference_checkpoints import (
 )
 from tests.unit.tokenizer_files import write_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoint"
-    write_reference(folder, "qwen25")
+    write_reference(folder, **CASES["qwen25"])
     return folder
 
 
@@ -59,7 +58,7 @@ def edit_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_an_export_loads_in_transformers_with_equal_logits(tmp_path: Path, case: str) -> None:
     source, folder = tmp_path / "source", tmp_path / "export"
-    reference = write_reference(source, case)
+    reference = write_reference(source, **CASES[case])
     model = load(source)
     with torch.no_grad():
         theirs = dict(reference.named_parameters())
@@ -286,7 +285,7 @@ def test_tensors_of_another_model_are_refused(
 
 
 def test_constants_and_tied_heads_that_old_files_store_are_ignored(tmp_path: Path) -> None:
-    write_reference(tmp_path, "llama32")
+    write_reference(tmp_path, **CASES["llama32"])
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     before = parameters(tmp_path)
     rewrite(tmp_path, lambda t: t.update({name: torch.zeros(4), "lm_head.weight": torch.ones(2)}))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from llamarl.models import hf
-from tests.unit.reference_checkpoints import write_reference
+from tests.tiny_checkpoints import CASES, write_reference
 from tests.unit.test_hf import parameters
 
 Weights = dict[str, torch.Tensor]
@@ -22,7 +22,7 @@ Weights = dict[str, torch.Tensor]
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoint"
-    write_reference(folder, "qwen25")
+    write_reference(folder, **CASES["qwen25"])
     return folder
 
 

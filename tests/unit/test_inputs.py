@@ -19,10 +19,10 @@ from llamarl.recipe.inputs import (
     read_planned_architecture,
     with_measured_prompts,
 )
+from tests.places import RECIPE
 from tests.unit.composing import compose_recipe
 from tests.unit.reference_checkpoints import write_reference
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 GOOD = '{"question": "What is 5+8?", "answer": "13"}\n'
 
 Damage = Callable[[Path], object]

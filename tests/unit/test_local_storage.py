@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
 import stat
 from pathlib import Path
@@ -17,6 +16,7 @@ from llamarl.storage.channel import MAX_FILES, MAX_PACKET_BYTES
 from llamarl.storage.store import RecordingStore, Store
 from llamarl.storage.unit import Unit
 from llamarl.types import RESPONSE_IDS, REWARD
+from tests.json_lines import read_lines
 from tests.unit.stored_rows import NAMES, assert_same, new_unit, rows, serving
 
 TRAINED = {"outcome": "trained", "version": 1}
@@ -178,7 +178,7 @@ def test_what_goes_through_a_recording_store_is_marked_with_rows_and_bytes(tmp_p
 
     asyncio.run(scenario())
     spans.close()
-    lines = map(json.loads, (tmp_path / "scorer-0.jsonl").read_text().splitlines())
+    lines = read_lines(tmp_path / "scorer-0.jsonl")
     marks = [line for line in lines if line.get("name") in ("put", "get")]
     assert {line["cat"] for line in marks} == {"mark"}
     assert [(line["name"], line["rows"]) for line in marks] == [("put", 2), ("get", 2), ("get", 0)]

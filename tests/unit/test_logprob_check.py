@@ -21,16 +21,16 @@ from llamarl.loop.logprob_check import (
 from llamarl.loop.nearby_units import RowIds
 from llamarl.planner.simulation.clock import run
 from llamarl.types import Purpose
-from tests.unit.logprob_fakes import PROMPTS, SAMPLING, Setting
+from tests.unit.logprob_setting import PROMPTS, SAMPLING, CheckSetting
 
 
 def test_of_many_replicas_a_few_are_asked_at_each_version_and_all_in_turn():
     async def main():
-        setting = Setting(range(64))
+        setting = CheckSetting(range(64))
         asked = []
         for version in range(4):
             await setting.publish(version)
-            asked.append({index for index, _ in setting.dispatch.asked})
+            asked.append({request.replica for request in setting.dispatch.asked})
             setting.dispatch.asked.clear()
         assert [len(each) for each in asked] == [16] * 4
         assert set.union(*asked) == set(range(64))
@@ -40,7 +40,7 @@ def test_of_many_replicas_a_few_are_asked_at_each_version_and_all_in_turn():
 
 def test_a_thousand_healthy_checks_raise_nothing_and_leave_nothing():
     async def main():
-        setting, noise = Setting(), random.Random(0)
+        setting, noise = CheckSetting(), random.Random(0)
         setting.trainer.noise = lambda replica: abs(noise.gauss(0, 2e-5))
         scalars = await setting.start()
         assert scalars["logprob_check_rows"] == 2 * NUM_START_ROWS
@@ -64,11 +64,11 @@ def test_a_thousand_healthy_checks_raise_nothing_and_leave_nothing():
 
 def test_requests_are_short_of_the_training_distribution_and_belong_to_the_check_alone():
     async def main():
-        setting = Setting()
+        setting = CheckSetting()
         await setting.start()
         await setting.publish(1)
-        requests = [request for _, request in setting.dispatch.asked]
-        assert [replica for replica, _ in setting.dispatch.asked] == [
+        requests = setting.dispatch.asked
+        assert [request.replica for request in requests] == [
             *[0] * NUM_START_ROWS,
             *[1] * NUM_START_ROWS,
             *[0, 1],
@@ -83,12 +83,12 @@ def test_requests_are_short_of_the_training_distribution_and_belong_to_the_check
 
 def test_rows_lie_in_a_storage_unit_on_the_host_of_the_replica_that_writes_them():
     async def main():
-        setting = Setting()
+        setting = CheckSetting()
         setting.dispatch.units = {0: 1, 1: 2}
         setting.logprob_check.allocate_rows = RowIds(0, 3).take
         await setting.start()
         await setting.publish(1)
-        units = {(replica, request.row_id % 3) for replica, request in setting.dispatch.asked}
+        units = {(each.replica, each.row_id % 3) for each in setting.dispatch.asked}
         assert units == {(0, 1), (1, 2)}
 
     run(main())
@@ -97,7 +97,7 @@ def test_rows_lie_in_a_storage_unit_on_the_host_of_the_replica_that_writes_them(
 @pytest.mark.parametrize("lie", [0.5, float("nan"), float("inf")])
 def test_a_replica_that_decodes_with_something_else_is_named(lie):
     async def main():
-        setting = Setting()
+        setting = CheckSetting()
         await setting.start()
         await setting.publish(1)
         setting.trainer.noise = lambda replica: lie if replica == 1 else 1e-5
@@ -110,7 +110,7 @@ def test_a_replica_that_decodes_with_something_else_is_named(lie):
 
 def test_a_coarser_engine_gets_more_tolerance_and_must_exceed_it_repeatedly():
     async def main():
-        setting, noise = Setting(), random.Random(1)
+        setting, noise = CheckSetting(), random.Random(1)
         setting.trainer.noise = lambda replica: noise.uniform(0.01, 0.05)
         await setting.start()
         assert FACTOR * 0.01 < setting.logprob_check.tolerances[""].value <= FACTOR * 0.05
@@ -200,7 +200,7 @@ def test_differences_that_no_rounding_explains_are_found_however_slowly_they_cam
 
 def test_a_warning_is_given_once_and_again_after_a_replica_was_right(caplog):
     async def main():
-        setting = Setting(mode="warn")
+        setting = CheckSetting(mode="warn")
         await setting.start()
         for version, is_lying in enumerate((True, True, False, True), 1):
             setting.trainer.noise = lambda replica, lies=is_lying: 0.5 if lies and replica else 1e-5
@@ -216,7 +216,7 @@ def test_a_warning_is_given_once_and_again_after_a_replica_was_right(caplog):
 
 def test_switched_off_nothing_is_asked_or_compared():
     async def main():
-        setting = Setting(mode="off")
+        setting = CheckSetting(mode="off")
         await setting.publish(0)
         assert await setting.logprob_check.check(0) == {}
         assert not setting.dispatch.asked
@@ -228,7 +228,7 @@ def test_switched_off_nothing_is_asked_or_compared():
 @pytest.mark.parametrize("liar", [0, 1])
 def test_a_lie_at_the_start_is_no_measure_of_what_is_normal(liar):
     async def main():
-        setting = Setting()
+        setting = CheckSetting()
         setting.trainer.noise = lambda replica: 7.0 if replica == liar else 0.02
         with pytest.raises(RuntimeError, match=f"generator {liar} must write with version 0"):
             await setting.start()
@@ -238,7 +238,7 @@ def test_a_lie_at_the_start_is_no_measure_of_what_is_normal(liar):
 
 def test_outliers_at_the_start_are_normal_for_coarse_engines():
     async def main():
-        setting, noise = Setting(), random.Random(2)
+        setting, noise = CheckSetting(), random.Random(2)
         setting.trainer.noise = lambda replica: 5.0 if noise.random() < 0.1 else 0.03
         await setting.start()
         assert setting.logprob_check.tolerances[""].value == FACTOR * 0.03
@@ -248,7 +248,7 @@ def test_outliers_at_the_start_are_normal_for_coarse_engines():
 
 def test_what_is_normal_in_one_pool_is_no_measure_of_another():
     async def main():
-        setting = Setting()
+        setting = CheckSetting()
         setting.logprob_check.pool_of = lambda replica: ("float32", "int8")[replica]
         setting.trainer.noise = lambda replica: (1e-5, 0.02)[replica]
         scalars = await setting.start()
@@ -268,7 +268,7 @@ def test_what_is_normal_in_one_pool_is_no_measure_of_another():
 @pytest.mark.parametrize("serves", [4, 6, (4, 5), (5, 6)])
 def test_rows_of_another_version_are_retired_and_not_compared(serves):
     async def main():
-        setting = Setting()
+        setting = CheckSetting()
         await setting.start()
         setting.trainer.noise = lambda replica: 3.0
         await setting.publish(5, serves=serves)
@@ -282,12 +282,12 @@ def test_rows_of_another_version_are_retired_and_not_compared(serves):
 
 def test_a_row_that_never_comes_costs_nothing():
     async def main():
-        setting = Setting()
+        setting = CheckSetting()
         await setting.start()
-        setting.dispatch.never_come = {1}
+        setting.never_come = {1}
         setting.logprob_check.committed(1, 1)
         setting.logprob_check.committed(0, 1)
-        setting.dispatch.versions[0] = 1
+        setting.dispatch.replicas[0] = 1
         await setting.pass_time()
         assert (await setting.logprob_check.check(1))["logprob_check_rows"] == 1
         assert len(setting.rollouts.rows(Purpose.CHECK)) == 1  # the run retires it in the end
@@ -298,11 +298,11 @@ def test_a_row_that_never_comes_costs_nothing():
 
 def test_few_rows_are_not_enough_to_know_what_is_normal():
     async def main():
-        setting = Setting(replicas=[0])
-        setting.dispatch.versions.clear()
+        setting = CheckSetting(replicas=[0])
+        setting.dispatch.replicas.clear()
         setting.logprob_check.committed(0, 0)  # its start rows are lost
         await setting.pass_time()
-        setting.dispatch.versions[0] = 0
+        setting.dispatch.replicas[0] = 0
         for version in range(1, NUM_START_ROWS + 1):
             assert setting.logprob_check.tolerances[""].value is None
             await setting.publish(version)
@@ -315,8 +315,8 @@ def test_few_rows_are_not_enough_to_know_what_is_normal():
 
 def test_a_request_that_all_replicas_refuse_ends_the_run(caplog):
     async def main():
-        setting = Setting()
-        setting.dispatch.is_broken = True
+        setting = CheckSetting()
+        setting.dispatch.error = ValueError("prompts must have a token, got none")
         await setting.start()
         with pytest.raises(ValueError, match="prompts must have a token"):
             await setting.serving
@@ -327,7 +327,7 @@ def test_a_request_that_all_replicas_refuse_ends_the_run(caplog):
 
 
 def test_a_longest_completion_below_that_of_a_logprob_check_is_kept():
-    setting = Setting()
+    setting = CheckSetting()
     short = replace(SAMPLING, max_tokens=3)
     logprob_check = LogprobCheck(
         dispatch=setting.dispatch, rollouts=setting.rollouts,
@@ -340,4 +340,4 @@ def test_a_longest_completion_below_that_of_a_logprob_check_is_kept():
         await setting.pass_time()
 
     run(main())
-    assert setting.dispatch.asked[0][1].sampling.max_tokens == 3
+    assert setting.dispatch.asked[0].sampling.max_tokens == 3

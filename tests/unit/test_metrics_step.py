@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,20 +40,11 @@ from llamarl.types import (
     StageResult,
     StageStatus,
     StepStats,
-    VersionSpan,
 )
+from tests.fakes import stopped
+from tests.json_lines import read_lines
 
-
-def make_row(
-    row_id: int, *spans: tuple[int, int], finish: FinishReason = FinishReason.STOP
-) -> RolloutInfo:
-    return RolloutInfo(
-        row_id=row_id,
-        num_prompt_tokens=3,
-        num_tokens=sum(count for _, count in spans),
-        spans=tuple(VersionSpan(version=version, num_tokens=count) for version, count in spans),
-        finish_reason=finish,
-    )
+make_row = partial(stopped, num_prompt_tokens=3)
 
 
 def make_group(group_id: int, rows: list[RolloutInfo], rewards: list[float | None]) -> Group:
@@ -80,7 +71,7 @@ def make_group(group_id: int, rows: list[RolloutInfo], rewards: list[float | Non
 
 TRAINED = make_group(
     0,
-    [make_row(0, (3, 4), (4, 6)), make_row(1, (4, 20), finish=FinishReason.LENGTH)],
+    [make_row(0, (3, 4), (4, 6)), make_row(1, (4, 20), reason=FinishReason.LENGTH)],
     [1.25, 0.25],
 )
 DROPPED = make_group(1, [make_row(2, (4, 30)), make_row(3, (4, 40))], [1.5, None])
@@ -216,7 +207,7 @@ def test_metrics_jsonl_and_tensorboard_hold_every_value(tmp_path):
     assert steps[6]["evaluation/accuracy"] is None
     assert steps[6]["histograms"]["staleness/tokens"] == {"1": 26, "2": 4}
     assert "four" in steps[6]["texts"]["rollouts"]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "metrics.jsonl")
     assert all("step" in line for line in lines)
 
     events = read_events(tmp_path / "tensorboard")

@@ -21,6 +21,7 @@ from llamarl.metrics.step_metrics import MEANINGS, Drops
 from llamarl.metrics.summary import summarize
 from llamarl.metrics.trackers import MetricsLog
 from llamarl.types import FinishReason, Group
+from tests.json_lines import write_lines
 from tests.unit.test_console import drive, show
 from tests.unit.test_metrics_step import make_group, make_row
 from tests.unit.test_metrics_time import write_spans
@@ -78,7 +79,7 @@ def run_dir(tmp_path):
         dropped(3, "equal_rewards"),
         evaluated(2, 1.0),
     ]
-    (archive / "rollouts-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(archive / "rollouts-0.jsonl", lines)
     lines = [
         dropped(3, "equal_rewards"),
         dropped(4, "equal_rewards"),
@@ -213,7 +214,7 @@ def test_the_archive_of_a_storage_executor_is_understood(tmp_path):
 
 
 def scored(number: int, *rewards: float | None, finish: FinishReason = FinishReason.STOP) -> Group:
-    rows = [make_row(10 * number + i, (3, 4), finish=finish) for i in range(len(rewards))]
+    rows = [make_row(10 * number + i, (3, 4), reason=finish) for i in range(len(rewards))]
     return make_group(number, rows, list(rewards))
 
 

@@ -16,9 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from llamarl.config import Config
 from llamarl.main import main
 from llamarl.recipe.composition import WITHOUT_CONFIG, for_each_config, reference, to_config
+from tests.places import RECIPE, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "quickstart"
 GSM8K = ROOT / "recipes" / "gsm8k_llama32_1b_1gpu"
 
 

@@ -18,9 +18,10 @@ from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import check_parallel
 from llamarl.models.transformer import Layer, Transformer, rope_tables
 from tests.allocation import LargestAllocation
-from tests.unit.reference_checkpoints import (
+from tests.tiny_checkpoints import (
     CASES,
     LENGTHS,
+    LLAMA,
     NUM_TOKENS,
     load,
     reference_logits,
@@ -40,7 +41,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     def get(case: str) -> Reference:
         if case not in cache:
             folder = tmp_path_factory.mktemp(case)
-            model = write_reference(folder, case)
+            model = write_reference(folder, **CASES[case])
             cache[case] = (folder, reference_logits(model), model)
         return cache[case]
 
@@ -205,27 +206,9 @@ def test_lengths_that_do_not_add_up_are_refused() -> None:
 
 
 def tiny(**fields: Any) -> Architecture:
-    sizes: dict[str, Any] = {
-        "model_type": "llama",
-        "vocab_size": 50,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "max_positions": 64,
-        "norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "rope_scaling": None,
-        "tie_embeddings": False,
-        "attention_bias": True,
-        "output_bias": False,
-        "mlp_bias": False,
-        "qk_norm": True,
-        "eos_token_ids": (),
-    }
-    return Architecture(**(sizes | fields))
+    sizes = {"vocab_size": 50, "num_heads": 4, "tie_embeddings": False}
+    features = {"attention_bias": True, "qk_norm": True}
+    return dataclasses.replace(LLAMA, **(sizes | features | fields))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from llamarl.config import TrainerConfig
 from llamarl.loop.part_size import PartSize, fit_line
 from llamarl.planner.simulation import clock
-from llamarl.types import FinishReason, Group, Prompt, RolloutInfo
+from tests.fakes import group_of, stopped
 
 START_S, TOKEN_S = 0.1, 1e-4
 WANTED = 9000  # tokens: then START_S is a tenth of the time
@@ -80,17 +80,9 @@ def test_times_that_do_not_grow_with_size_leave_the_size_as_it_is() -> None:
 
 def test_a_part_is_at_most_half_a_step_so_that_sizes_differ_and_the_first_is_not_counted() -> None:
     async def train(size: PartSize, num_tokens: int, seconds: float) -> None:
-        rollout = RolloutInfo(
-            row_id=0,
-            num_prompt_tokens=num_tokens // 4,
-            num_tokens=num_tokens - num_tokens // 4,
-            spans=(),
-            finish_reason=FinishReason.STOP,
-        )
-        prompt = Prompt(prompt_id=0, text="", token_ids=())
-        group = Group(group_id=0, prompt=prompt, row_ids=(0,), min_version=0)
-        group.rollouts[0] = rollout
-        with size.timed([group]):
+        num_prompt = num_tokens // 4
+        rollout = stopped(0, (0, num_tokens - num_prompt), num_prompt_tokens=num_prompt)
+        with size.timed([group_of(0, rollouts={0: rollout})]):
             await asyncio.sleep(seconds)
 
     async def scenario() -> None:

@@ -37,10 +37,10 @@ from llamarl.planner.report.text import (
 )
 from llamarl.planner.simulation.workload import with_lengths
 from llamarl.recipe.inputs import read_planned_architecture, with_measured_prompts
+from tests.places import ROOT
 from tests.unit.composing import compose_recipe
 from tests.unit.pages import blocks
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
 RECIPE = RECIPES / "gsm8k_llama32_1b_1gpu"
 GIB = 2**30

@@ -20,7 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from prepare_prompts import convert, last_boxed, main
 
-CHECKPOINT = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "checkpoint"
+from tests.json_lines import read_lines, write_lines
+from tests.places import CHECKPOINT
+
 GSM8K = [
     {
         "question": "Natalia sold clips to 48 friends in April, half as many in May. How many?",
@@ -44,15 +46,6 @@ MATH = [
 ]
 
 
-def write_jsonl(path: Path, rows: list[dict[str, str]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def read_output(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_every_published_form_gives_the_same_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,13 +55,13 @@ def test_every_published_form_gives_the_same_prompts(
         (folder / "train" / "x" / f"{number}.json").write_text(json.dumps(row))
     parquet.write_table(pyarrow.Table.from_pylist(GSM8K), tmp_path / "gsm8k.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(MATH), tmp_path / "math.parquet")
-    jsonl = [write_jsonl(tmp_path / "a.jsonl", GSM8K), write_jsonl(tmp_path / "b.jsonl", MATH)]
+    jsonl = [write_lines(tmp_path / "a.jsonl", GSM8K), write_lines(tmp_path / "b.jsonl", MATH)]
     columns = [tmp_path / "gsm8k.parquet", tmp_path / "math.parquet"]
     outputs = []
     for number, sources in enumerate((jsonl, columns, [tmp_path / "a.jsonl", folder])):
         output = tmp_path / f"prompts-{number}.jsonl"
         main([*map(str, sources), "--output", str(output)])
-        outputs.append(read_output(output))
+        outputs.append(read_lines(output))
     assert outputs[0] == outputs[1] == outputs[2]
     assert [row["answer"] for row in outputs[0]] == ["72", "160,000", "\\frac{1}{2}"]
     assert outputs[0][2]["level"] == "Level 2"
@@ -78,7 +71,7 @@ def test_every_published_form_gives_the_same_prompts(
 
 
 def test_a_run_reads_what_was_written_with_its_instruction(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "gsm8k.jsonl", GSM8K + GSM8K[:1])
+    source = write_lines(tmp_path / "gsm8k.jsonl", GSM8K + GSM8K[:1])
     output = tmp_path / "prompts.jsonl"
     main([str(source), "--output", str(output), "--instruction", "Box the answer."])
     tokenizer = load_tokenizer(CHECKPOINT)

@@ -1,5 +1,4 @@
 import io
-import json
 from collections import Counter
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ from llamarl.config import DataConfig
 from llamarl.data.tokenizer import load_tokenizer
 from llamarl.environments.prompts import PromptStream, read_prompts
 from llamarl.types import Prompt
+from tests.json_lines import write_lines
 from tests.unit.tokenizer_files import write_tokenizer
 
 ORDER_OF_SEED_17 = [7, 6, 1, 3, 5, 4, 8, 2]
@@ -29,17 +29,12 @@ def chat(tmp_path_factory):
     return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("chat"), chat=True))
 
 
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def config(**fields):
     return DataConfig(prompts="x.jsonl", **fields)
 
 
 def test_a_plain_prompt_is_its_text_with_the_row_beside_it(tmp_path, plain):
-    prompts = read_prompts(write_jsonl(tmp_path / "p.jsonl", ROWS), config(), plain)
+    prompts = read_prompts(write_lines(tmp_path / "p.jsonl", ROWS), config(), plain)
     assert [p.text for p in prompts] == [row["question"] for row in ROWS]
     assert [p.fields for p in prompts] == ROWS
     assert [p.prompt_id for p in prompts] == [1, 2, 3, 4, 5]
@@ -47,7 +42,7 @@ def test_a_plain_prompt_is_its_text_with_the_row_beside_it(tmp_path, plain):
 
 
 def test_jsonl_and_parquet_give_the_same_prompts(tmp_path, plain):
-    jsonl = write_jsonl(tmp_path / "p.jsonl", ROWS)
+    jsonl = write_lines(tmp_path / "p.jsonl", ROWS)
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "p.parquet", row_group_size=2)
     assert read_prompts(jsonl, config(), plain) == read_prompts(
         tmp_path / "p.parquet", config(), plain
@@ -55,12 +50,12 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path, plain):
 
 
 def test_a_chat_prompt_is_rendered_with_system_message_and_one_bos(tmp_path, chat):
-    path = write_jsonl(tmp_path / "p.jsonl", [{"question": "Hi"}])
+    path = write_lines(tmp_path / "p.jsonl", [{"question": "Hi"}])
     (prompt,) = read_prompts(path, config(chat=True, system="Be brief."), chat)
     assert prompt.text == "<bos><system>Be brief.\n<user>Hi\n<assistant>"
     assert prompt.token_ids.count(0) == 1
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
-    path = write_jsonl(tmp_path / "p.jsonl", [{"question": [*turns, turns[0]]}])
+    path = write_lines(tmp_path / "p.jsonl", [{"question": [*turns, turns[0]]}])
     (prompt,) = read_prompts(path, config(chat=True), chat)
     assert prompt.text == "<bos><user>Hi\n<assistant>Yes?\n<user>Hi\n<assistant>"
 
@@ -100,7 +95,7 @@ def test_a_bad_line_is_refused_in_one_line_with_file_and_number(tmp_path, plain,
 
 def test_prompts_that_are_too_long_can_be_left_out_which_one_line_says(tmp_path, plain, caplog):
     rows = [{"question": "a" * length} for length in (3, 60, 5, 10**6, 51)]
-    path = write_jsonl(tmp_path / "p.jsonl", rows)
+    path = write_lines(tmp_path / "p.jsonl", rows)
     drop = config(max_prompt_tokens=50, too_long="drop")
     prompts = read_prompts(path, drop, plain)
     assert [(p.prompt_id, len(p.text)) for p in prompts] == [(1, 3), (3, 5)]
@@ -108,7 +103,7 @@ def test_prompts_that_are_too_long_can_be_left_out_which_one_line_says(tmp_path,
     (record,) = caplog.records
     assert record.message == f"{words} left out (data.too_long=drop)"
     assert [p.prompt_id for p in read_prompts(path, drop, plain, most=2)] == [1, 3]
-    write_jsonl(path, rows[1:2])
+    write_lines(path, rows[1:2])
     words = r"p\.jsonl must hold at least one prompt of at most 50 tokens \(data.*\), got none"
     with pytest.raises(ValueError, match=words):
         read_prompts(path, drop, plain)
@@ -125,7 +120,7 @@ def test_prompts_that_are_too_long_can_be_left_out_which_one_line_says(tmp_path,
     ],
 )
 def test_messages_of_the_wrong_shape_are_refused_with_their_line(tmp_path, chat, question, message):
-    path = write_jsonl(tmp_path / "p.jsonl", [{"question": "a"}, {"question": question}])
+    path = write_lines(tmp_path / "p.jsonl", [{"question": "a"}, {"question": question}])
     with pytest.raises(ValueError, match=rf"p\.jsonl:2: .*{message}"):
         read_prompts(path, config(chat=True, system="s"), chat)
 
@@ -163,7 +158,7 @@ def test_a_file_that_is_missing_empty_or_damaged_is_named(tmp_path, plain, name,
 
 
 def test_a_chat_recipe_without_a_chat_template_is_refused(tmp_path, plain):
-    path = write_jsonl(tmp_path / "p.jsonl", ROWS)
+    path = write_lines(tmp_path / "p.jsonl", ROWS)
     with pytest.raises(ValueError, match=r"data\.chat must be false .*without a chat template"):
         read_prompts(path, config(chat=True), plain)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -18,10 +16,9 @@ from llamarl.data.tokenizer import check_tokenizer, load_tokenizer
 from llamarl.environments.prompts import read_prompts
 from llamarl.environments.rewards import exact
 from llamarl.models.inventory import check_checkpoint
+from tests.json_lines import read_lines
+from tests.places import CHECKPOINT, RECIPE, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "quickstart"
-CHECKPOINT = RECIPE / "checkpoint"
 NUM_DEMONSTRATIONS = 134_400  # 4200 optimizer steps of 32
 
 
@@ -44,7 +41,7 @@ def run() -> dict:
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    return [json.loads(line) for line in (RECIPE / f"{name}.jsonl").read_text().splitlines()]
+    return read_lines(RECIPE / f"{name}.jsonl")
 
 
 def sums(name: str) -> list[tuple[int, ...]]:

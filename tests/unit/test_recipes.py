@@ -15,10 +15,10 @@ from llamarl.planner.memory.ranks import forecast_memory
 from llamarl.planner.report.recipe import forecast_recipe
 from llamarl.planner.report.text import published_figures, render_report
 from llamarl.recipe.inputs import read_planned_architecture
+from tests.places import ROOT
 from tests.unit.composing import compose_recipe
 from tests.unit.pages import blocks
 
-ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
 MOST_GPUS = {
     "gsm8k_llama32_1b_1gpu": 1,

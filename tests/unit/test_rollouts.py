@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.dataflow.graph import FrozenModel, Graph, Stage, make_graph
 from llamarl.loop.rollouts import Rollouts
-from llamarl.planner.simulation import clock
 from llamarl.types import (
-    REWARD,
     FinishReason,
     Group,
     Purpose,
     StageResult,
     StageStatus,
 )
+from tests.fakes import RolloutSetting, good, group_of, nothing, request, stopped
 from tests.random_search import case, searched
 from tests.unit.planner_recipes import make_recipe
-from tests.unit.rollout_fakes import FakeDispatch, FakeStage, FakeStorage, group_of, request, row
-
-KL = make_graph(make_recipe(algorithm=AIPOConfig(kl_coefficient=0.1)))
-
-
-def nothing(*read: object) -> None:
-    """Is not called here."""
-
 
 OWN = make_graph(
     make_recipe(algorithm=AIPOConfig(reward_columns=["ranked"])),
@@ -40,47 +31,6 @@ OWN = make_graph(
         Stage("rank", nothing, ["reward", "quality"], ["ranked"], per="group"),
     ],
 )
-
-
-def good(row_id: int) -> StageResult:
-    return StageResult(row_id=row_id, numbers={REWARD: 1.0})
-
-
-class Setting:
-    """`rollouts` of a graph among fakes; `stages` by name."""
-
-    def __init__(self, graph: Graph = KL, rng: random.Random | None = None) -> None:
-        rng = rng or random.Random(0)
-        self.dispatch, self.storage = FakeDispatch(rng), FakeStorage()
-        done: defaultdict[str, set[int]] = defaultdict(set)
-        dropped: set[int] = set()
-        shared = done, dropped, rng
-        self.stages = {
-            stage.name: FakeStage(stage, graph.needs[stage.name], *shared)
-            for stage in graph.between
-        }
-        self.stages["score"].result = good
-        executors = {fake.stage: fake for fake in self.stages.values()}
-        self.rollouts = Rollouts(self.dispatch, executors, graph, self.storage)  # type: ignore[arg-type]
-
-    def run(self, work: Callable[[Rollouts], Awaitable[None]]) -> None:
-        async def main() -> None:
-            serving = asyncio.create_task(self.rollouts.serve())
-            try:
-                await work(self.rollouts)
-            finally:
-                serving.cancel()
-                await asyncio.gather(serving, return_exceptions=True)
-
-        clock.run(main())
-
-    def roll_out(self, *groups: Group) -> None:
-        async def work(rollouts: Rollouts) -> None:
-            await asyncio.gather(
-                *(rollouts.roll_out(each, [request(r) for r in each.row_ids]) for each in groups)
-            )
-
-        self.run(work)
 
 
 def draw_graph(rng: random.Random) -> Graph:
@@ -124,7 +74,7 @@ def test_every_rollout_passes_every_stage_once_in_order_whatever_takes_how_long(
 ) -> None:
     for seed in seeds:
         rng = random.Random(seed)
-        setting = Setting(draw_graph(rng), rng)
+        setting = RolloutSetting(draw_graph(rng), rng)
         share, size = rng.choice([0.0, 0.2, 0.7]), rng.randint(1, 4)
         for name, stage in setting.stages.items():
             stage.longest_s = rng.choice([0.0, 0.05, 5.0])
@@ -140,11 +90,11 @@ def test_every_rollout_passes_every_stage_once_in_order_whatever_takes_how_long(
             assert len(setting.dispatch.asked) == len(rows) + cuts
 
 
-def check(setting: Setting, groups: Sequence[Group], rows: set[int]) -> None:
+def check(setting: RolloutSetting, groups: Sequence[Group], rows: set[int]) -> None:
     """`FakeStage` asserts order and that no rollout comes twice or after its drop."""
     dropped = {row_id for group in groups for row_id in group.dropped}
     for group in groups:
-        assert group.rollouts == {row_id: row(row_id) for row_id in group.row_ids}
+        assert group.rollouts == {row_id: stopped(row_id, (0, 2)) for row_id in group.row_ids}
     for fake in setting.stages.values():
         assert {*fake.rows} >= rows - dropped
         for items in fake.begun:
@@ -161,7 +111,7 @@ def check(setting: Setting, groups: Sequence[Group], rows: set[int]) -> None:
 
 
 def test_a_rollout_is_scored_while_others_of_its_group_are_written() -> None:
-    setting = Setting()
+    setting = RolloutSetting()
     group = group_of(0, 1)
     setting.dispatch.num_cuts[1] = 30
     setting.dispatch.longest_s = 10.0
@@ -170,7 +120,7 @@ def test_a_rollout_is_scored_while_others_of_its_group_are_written() -> None:
 
 
 def test_an_evaluation_is_scored_and_passes_no_other_stage() -> None:
-    setting = Setting()
+    setting = RolloutSetting()
     group = group_of(7)
 
     async def work(rollouts: Rollouts) -> None:
@@ -185,8 +135,8 @@ def test_an_evaluation_is_scored_and_passes_no_other_stage() -> None:
 
 
 def test_what_was_aborted_passes_no_stage_and_a_cut_rollout_stops_there() -> None:
-    setting = Setting()
-    setting.dispatch.stop = lambda each: row(each.row_id, FinishReason.ABORTED)
+    setting = RolloutSetting()
+    setting.dispatch.stop = lambda each: stopped(each.row_id, reason=FinishReason.ABORTED)
     setting.dispatch.num_cuts[1] = 5
     group = group_of(0, 1)
 
@@ -205,7 +155,7 @@ def test_what_was_aborted_passes_no_stage_and_a_cut_rollout_stops_there() -> Non
 
 
 def test_what_comes_late_of_a_rollout_whose_coroutine_has_ended_is_ignored() -> None:
-    setting = Setting()
+    setting = RolloutSetting()
     group = group_of(0)
 
     async def work(rollouts: Rollouts) -> None:
@@ -225,7 +175,7 @@ def test_what_comes_late_of_a_rollout_whose_coroutine_has_ended_is_ignored() -> 
 
 
 def test_a_failed_score_drops_nothing() -> None:
-    setting = Setting()
+    setting = RolloutSetting()
     failed = StageResult(row_id=1, status=StageStatus.HUNG, error="too slow")
     setting.stages["score"].result = lambda row_id: failed if row_id else good(0)
     group = group_of(0, 1)
@@ -235,7 +185,7 @@ def test_a_failed_score_drops_nothing() -> None:
 
 
 def test_a_group_goes_on_without_what_its_stages_dropped() -> None:
-    setting = Setting(OWN)
+    setting = RolloutSetting(OWN)
     setting.stages["short"].result = lambda row_id: StageResult(
         row_id=row_id, reason="rambling" if row_id == 1 else ""
     )
@@ -263,7 +213,7 @@ def test_a_group_goes_on_without_what_its_stages_dropped() -> None:
 
 
 def test_a_group_whose_rollouts_were_all_dropped_ends_too() -> None:
-    setting = Setting(OWN)
+    setting = RolloutSetting(OWN)
     for name in ("short", "judge"):
         setting.stages[name].result = lambda row_id: StageResult(
             row_id=row_id, status=StageStatus.RAISED
@@ -277,7 +227,7 @@ def test_a_group_whose_rollouts_were_all_dropped_ends_too() -> None:
 
 @pytest.mark.parametrize("where", ["collect", "score"])
 def test_an_error_ends_all_that_waits_and_all_that_comes_later(where: str) -> None:
-    setting = Setting()
+    setting = RolloutSetting()
 
     def broken(row_id: int) -> StageResult:
         raise ValueError("of reward code")
@@ -309,7 +259,7 @@ def test_an_error_ends_all_that_waits_and_all_that_comes_later(where: str) -> No
 
 
 def test_models_compute_one_call_after_the_other() -> None:
-    setting = Setting()
+    setting = RolloutSetting()
     assert isinstance(setting.stages["infer"].stage.run, FrozenModel)
     setting.dispatch.longest_s = 20.0
     setting.roll_out(*(group_of(row_id) for row_id in range(20)))  # `FakeStage` asserts it

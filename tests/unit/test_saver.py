@@ -4,7 +4,6 @@ a checkpoint is written."""
 import asyncio
 import errno
 import inspect
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from llamarl.config import CheckpointConfig
 from llamarl.loop.colocation import Colocation
 from llamarl.loop.saver import Saver
 from llamarl.metrics.span import Spans
+from tests.fakes import SHARD, SavingTrainer
 
 
 def test_a_step_that_ends_as_the_next_one_starts_does_not_count_as_its_version():
@@ -105,30 +105,6 @@ class Gate:
         return {"next_group_id": self.num_drawn}
 
 
-class Trainer:
-    """Writes `version` as it is, or as it was copied, once `may_write` is set."""
-
-    def __init__(self, has_room=True):
-        self.version, self.copied, self.has_room = 1, None, has_room
-        self.may_write = asyncio.Event()
-        self.num_writing = 0
-        self.error = None
-
-    async def snapshot(self):
-        self.copied = self.version
-        return self.has_room
-
-    async def save(self, folder, from_snapshot):
-        assert self.num_writing == 0
-        self.num_writing += 1
-        await self.may_write.wait()
-        self.num_writing -= 1
-        if self.error is not None:
-            raise self.error
-        version = self.copied if from_snapshot else self.version
-        Path(folder, "version").write_text(str(version))
-
-
 def saver_of(trainer, run_dir, version=0):
     return Saver(
         config=CheckpointConfig(keep=0),
@@ -164,13 +140,13 @@ def saved(run_dir):
     """Of each checkpoint: the state's version, the trainer's, the number of groups drawn."""
     states = [(path, checkpoint.read_state(path)) for path in checkpoint.committed(run_dir)]
     return [
-        (state["version"], int((path / "version").read_text()), state["next_group_id"])
+        (state["version"], int((path / SHARD).read_text()), state["next_group_id"])
         for path, state in states
     ]
 
 
 def test_training_goes_on_while_a_save_holds_what_was_when_it_began(tmp_path):
-    trainer = Trainer()
+    trainer = SavingTrainer(waits=True)
     saver = saver_of(trainer, tmp_path)
 
     async def train():
@@ -191,7 +167,7 @@ def test_training_goes_on_while_a_save_holds_what_was_when_it_began(tmp_path):
 
 
 def test_without_memory_for_a_copy_training_waits_for_the_save(tmp_path):
-    trainer = Trainer(has_room=False)
+    trainer = SavingTrainer(waits=True, has_room=False)
     saver = saver_of(trainer, tmp_path)
 
     async def train():
@@ -209,7 +185,7 @@ def test_without_memory_for_a_copy_training_waits_for_the_save(tmp_path):
 
 @pytest.mark.parametrize("is_repaired", [False, True])
 def test_a_save_that_fails_beside_training_ends_it_and_is_tried_again(is_repaired, tmp_path):
-    trainer = Trainer()
+    trainer = SavingTrainer(waits=True)
     saver = saver_of(trainer, tmp_path)
     trainer.error = OSError(errno.ENOSPC, "the disk is full")
 
@@ -233,7 +209,7 @@ def test_a_save_that_fails_beside_training_ends_it_and_is_tried_again(is_repaire
 
 
 def test_an_end_amid_a_save_waits_for_it_and_saves_what_came_after(tmp_path):
-    trainer = Trainer()
+    trainer = SavingTrainer(waits=True)
     saver = saver_of(trainer, tmp_path)
 
     async def steps(tasks):
@@ -253,8 +229,7 @@ def test_an_end_amid_a_save_waits_for_it_and_saves_what_came_after(tmp_path):
 
 
 def test_a_stream_of_drops_does_not_keep_a_save_waiting_and_none_is_amid_it(tmp_path):
-    trainer = Trainer()
-    trainer.may_write.set()
+    trainer = SavingTrainer()
     saver = saver_of(trainer, tmp_path)
     ended, under_way = [], set()
 

@@ -16,17 +16,11 @@ from llamarl.config import Config
 from llamarl.recipe.inputs import Inputs, identity, read_inputs
 from llamarl.recipe.starting_point import starting_point
 from llamarl.run.wiring import make_evaluator
+from tests.fakes import SHARD, SavingTrainer
+from tests.places import RECIPE
 from tests.unit.composing import compose_recipe
 
 Damage = Callable[[Path], object]
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
-
-
-class Saver:
-    """A trainer with little to save."""
-
-    async def save(self, folder: str, from_snapshot: bool) -> None:
-        Path(folder, "__0_0.distcp").write_bytes(b"x" * 100)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +42,7 @@ def save(run_dir: Path, inputs: Inputs, version: int = 1) -> Path:
         "next_row_id": 40,
         "identity": identity(resume(), inputs),
     }
-    return asyncio.run(checkpoint.save(run_dir, Saver(), state, keep=0))
+    return asyncio.run(checkpoint.save(run_dir, SavingTrainer(), state, keep=0))
 
 
 def state(**values: Any) -> Damage:
@@ -64,7 +58,7 @@ def state(**values: Any) -> Damage:
 
 
 def piece(content: bytes) -> Damage:
-    return lambda folder: (folder / "__0_0.distcp").write_bytes(content)
+    return lambda folder: (folder / SHARD).write_bytes(content)
 
 
 def test_a_sound_state_comes_back_with_its_folder(tmp_path: Path, inputs: Inputs) -> None:
@@ -120,7 +114,7 @@ def test_the_newest_sound_checkpoint_is_used_and_newer_ones_are_set_aside(
     for version in (1, 2, 3):
         save(tmp_path, inputs, version)
     root = tmp_path / "checkpoints"
-    (root / "step-00000003" / "__0_0.distcp").write_bytes(b"y" * 100)
+    (root / "step-00000003" / SHARD).write_bytes(b"y" * 100)
     (root / "step-00000002" / "controller.json").unlink()
     state, found = starting_point(resume(), inputs, str(tmp_path))
     assert (state["version"], found) == (1, str(root / "step-00000001"))

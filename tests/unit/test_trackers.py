@@ -18,6 +18,7 @@ from llamarl.metrics.trackers import (
     read_metrics,
 )
 from tests.e2e.forks import Forks
+from tests.json_lines import read_lines
 from tests.unit.test_extending import block, write_recipe
 
 CONFIG = {"trainer.lr": 1e-4, "trainer.betas": [0.9, 0.95], "data.system": None}
@@ -154,7 +155,7 @@ def test_a_library_is_called_as_its_pages_say(name: str, tmp_path: Path) -> None
         f"assert not {{'torch', 'tensorboard'}} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
-    lines = [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
+    lines = read_lines(tmp_path / "said")
     shown = json.loads(json.dumps(SAID[name]).replace("{run}", str(tmp_path / "run")))
     assert lines == shown
 

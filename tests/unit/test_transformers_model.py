@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from llamarl.config import TransformersConfig
 from llamarl.models.inventory import check_any_checkpoint, parameter_shapes
 from llamarl.models.loading import load_model
 from llamarl.models.other_architecture import read_any_architecture
 from llamarl.models.trained_model import TrainedModel
+from tests.tiny_checkpoints import write_reference
 
 VOCAB, TEMPERATURE = 64, 0.7
 LENGTHS = [24, 6, 30]  # longer and shorter than the windows below
@@ -30,6 +31,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 64,
+    "initializer_range": 0.1,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -62,21 +64,16 @@ FAMILIES = {
 }
 
 
-def make_checkpoint(folder: Path, model_type: str, family: Family) -> Path:
-    config = AutoConfig.for_model(model_type, **(SIZES | family.sizes))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.08)
-    model.save_pretrained(folder)
+def write_family(folder: Path, name: str) -> Path:
+    """A checkpoint of one of FAMILIES."""
+    write_reference(folder, name, **(SIZES | FAMILIES[name].sizes))
     return folder
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("families")
-    return {name: make_checkpoint(place / name, name, each) for name, each in FAMILIES.items()}
+    return {name: write_family(place / name, name) for name in FAMILIES}
 
 
 def load(folder: Path) -> TrainedModel:
@@ -161,10 +158,10 @@ def test_code_in_a_checkpoint_does_not_run(folders: dict[str, Path], tmp_path: P
 
 
 def test_a_family_whose_files_name_other_tensors_than_its_code_is_refused(tmp_path: Path) -> None:
-    experts = Family({"num_experts": 4, "moe_intermediate_size": 32})
-    folder = make_checkpoint(tmp_path / "moe", "qwen3_moe", experts)
+    experts = {"num_experts": 4, "moe_intermediate_size": 32}
+    write_reference(tmp_path, "qwen3_moe", **SIZES, **experts)
     with pytest.raises(ValueError, match=r"mlp\.experts.* of the model must have the shape"):
-        load(folder)
+        load(tmp_path)
 
 
 def test_a_bfloat16_model_leaves_the_default_dtype_of_other_threads_alone(

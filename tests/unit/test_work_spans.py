@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
 from llamarl.executors.stage_calls import WorkSpans
 from llamarl.metrics.span import Spans
+from tests.json_lines import read_lines
 
 
 def test_an_executor_that_is_never_idle_has_a_busy_span_for_each_call(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_an_executor_that_is_never_idle_has_a_busy_span_for_each_call(tmp_path: 
     third.__enter__()
     second.__exit__(None, None, None)
     spans.close()
-    lines = [json.loads(line) for line in (tmp_path / "judge-0.jsonl").open()][2:]
+    lines = read_lines(tmp_path / "judge-0.jsonl")[2:]
     assert [(line["name"], line["cat"], line.get("rows")) for line in lines] == [
         ("rollouts", "wait", None),
         ("judge", "busy", 1),

@@ -1,7 +1,7 @@
 """Small random checkpoints that vLLM can run, two versions of each, and transformers' log-probs.
 
 Heads have 32 channels, the smallest that vLLM's CPU attention takes. Logits spread (standard
-deviation at least 1) and biases and norms are not at their neutral start.
+deviation at least 1).
 """
 
 from __future__ import annotations
@@ -11,17 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from llamarl.generation.protocol import RequestOutput
+from tests.tiny_checkpoints import write_reference
 
 TOLERANCE = 1e-5
 VOCAB = 99  # odd: vLLM pads it to a multiple of 64
@@ -38,28 +31,18 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": 2,
 }
-FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "qwen25": (Qwen2Config, Qwen2ForCausalLM, {"hidden_size": 128, "tie_word_embeddings": True}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "qwen25": {"model_type": "qwen2", "hidden_size": 128, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3"},
 }
 
 
 def write_versions(folder: Path, family: str, **sizes: int) -> list[tuple[str, PreTrainedModel]]:
     """Two checkpoints of one architecture: (folder, transformers' model) of versions 0 and 1."""
-    config_class, model_class, changes = FAMILIES[family]
-    versions = []
-    for version in range(2):
-        torch.manual_seed(version)
-        model = model_class(config_class(**(SIZES | changes | sizes))).eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.ndim == 1:
-                    parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
-        path = folder / f"{family}-{version}"
-        model.save_pretrained(path)
-        versions.append((str(path), model))
-    return versions
+    values = SIZES | FAMILIES[family] | sizes
+    paths = [folder / f"{family}-{version}" for version in range(2)]
+    return [(str(p), write_reference(p, seed=seed, **values)) for seed, p in enumerate(paths)]
 
 
 def token_logprobs(
