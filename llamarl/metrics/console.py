@@ -30,12 +30,14 @@ from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.rendering import (
     LABEL_WIDTH,
     MARGINS,
+    Fact,
     draw_curve,
     draw_shares,
     duration,
     facts_grid,
     is_shaped,
     one_line,
+    scores,
 )
 from llamarl.metrics.shares import Shares
 from llamarl.metrics.span import executor_of
@@ -50,6 +52,7 @@ LINE_WIDTH = 140  # of a sample, where there is no terminal
 SHARES_INTERVAL_S = 1.0
 CURVE_STEPS = 24
 RECENT_STEPS = 10  # whose pace the time left follows
+SHOWN_EVALUATIONS = 3
 SHOWN_EXECUTORS = ("generator", "trainer")
 STEP_FIGURES = (  # of a line: label, tag, format
     ("reward", "reward/mean", "{:.3f}"),
@@ -58,6 +61,7 @@ STEP_FIGURES = (  # of a line: label, tag, format
     ("tokens/s", "tokens/per_s", "{:,.0f}"),
 )
 STATES = ("starting", "loading", "ready")
+ALL_READY = "ready after"  # of a role's executors
 MAX_NAMES = 3  # of a role's executors in one state; of more than these only the number is shown
 
 ReportState = Callable[[str, str], None]
@@ -87,9 +91,8 @@ class Progress:
         self._first_step = self._step = 0
         self._phase = "starting"
         self._scalars: Scalars = {}
-        self._accuracies: deque[float] = deque(maxlen=CURVE_STEPS)
-        self._rewards: deque[float] = deque(maxlen=CURVE_STEPS)
-        self._evaluations: list[tuple[int, float, float]] = []
+        self._scores: deque[tuple[float, float]] = deque(maxlen=CURVE_STEPS)  # reward, accuracy
+        self._evaluations: deque[Evaluation] = deque(maxlen=SHOWN_EVALUATIONS)
         self._drops = Drops()
         self._startup: Startup | None = None
         self._sample = ""
@@ -136,9 +139,9 @@ class Progress:
 
         def report(name: str, state: str) -> None:
             startup.mark(name, state)
-            if state == "ready" and startup.is_complete(name):
-                role = executor_of(name)
-                self._print_line(f"{role} {dict(startup.rows())[role]}")
+            words = startup.describe(role := executor_of(name))
+            if state == "ready" and words.startswith(ALL_READY):
+                self._print_line(f"{role} {words}")
 
         def repeat() -> None:
             while not is_over.wait(QUIET_INTERVAL_S):
@@ -166,8 +169,7 @@ class Progress:
         self._step, self._scalars = step, scalars
         self._ends_s.append(time.monotonic())
         if "accuracy/train" in scalars:
-            self._accuracies.append(scalars["accuracy/train"])
-            self._rewards.append(scalars["reward/mean"])
+            self._scores.append((scalars["reward/mean"], scalars["accuracy/train"]))
         is_due = time.monotonic() - self._printed_s >= LINE_INTERVAL_S
         if is_due or step in (self._first_step + 1, self._num_steps):
             self._update_shares()
@@ -175,11 +177,11 @@ class Progress:
 
     def show_evaluation(self, evaluated: Evaluation) -> None:
         """What a version reached on the held-out prompts."""
-        version, accuracy, reward = evaluated.version, evaluated.accuracy, evaluated.reward
-        self._evaluations.append((version, accuracy, reward))
+        self._evaluations.append(evaluated)
+        accuracy, reward = evaluated.accuracy, evaluated.reward
         shaped = f"reward {reward:.3f}, " if is_shaped(reward, accuracy) else ""
         words = with_interval(accuracy, evaluated.num_prompts)
-        self._print_line(f"held-out {shaped}accuracy {words} at version {version}")
+        self._print_line(f"held-out {shaped}accuracy {words} at version {evaluated.version}")
         if self._sample:
             self._print_line(f"sample: {self._sample}")
 
@@ -200,8 +202,7 @@ class Progress:
             self._print_line(f"step {self._step}/{self._num_steps}  {self._dropped()}")
 
     def _print_line(self, words: str) -> None:
-        """Log a line, and print it with the time unless a display is drawn, which shows the
-        same."""
+        """Log a line, and print it with the time unless a display shows the same."""
         log.info(words)
         if self._live is not None:
             return
@@ -216,8 +217,8 @@ class Progress:
                 parts.append(f"{label} {form.format(self._scalars[tag])}")
         if self._drops.total:
             parts.append(self._dropped())
-        busy = [f"{name} {self._shares[name].busy:.0%}" for name in self._shown_shares()]
-        if busy:
+        if self._shares:
+            busy = [f"{name} {shares.busy:.0%}" for name, shares in self._shares.items()]
             parts.append("busy " + ", ".join(busy))
         parts.append(f"eta {self._left()}")
         return "  ".join(parts)
@@ -226,10 +227,8 @@ class Progress:
         now_s = time.monotonic()
         if self._recent_spans is not None and now_s - self._shares_s >= SHARES_INTERVAL_S:
             self._shares_s = now_s
-            self._shares = self._recent_spans.shares()
-
-    def _shown_shares(self) -> list[str]:
-        return [name for name in SHOWN_EXECUTORS if name in self._shares]
+            shares = self._recent_spans.shares()
+            self._shares = {name: shares[name] for name in SHOWN_EXECUTORS if name in shares}
 
     def _left(self) -> str:
         """The steps to come at the pace of the recent ones; a present step that takes longer than
@@ -253,11 +252,8 @@ class Progress:
             ProgressBar(total=self._num_steps, completed=self._step),
             Text(f"{elapsed} elapsed, {self._left()} left", style="dim"),
         )
-        body = facts_grid()
-        for label, value in self._facts():
-            body.add_row(label, value)
-        for name in self._shown_shares():
-            body.add_row(name, draw_shares(self._shares[name], self.console))
+        shares = {name: draw_shares(each, self.console) for name, each in self._shares.items()}
+        body = facts_grid([*self._facts(), *shares.items()])
         return Panel(
             Group(head, body) if self._num_steps else body,
             title=f"llamarl: {self._phase}",
@@ -265,7 +261,7 @@ class Progress:
             box=box.ROUNDED,
         )
 
-    def _facts(self) -> list[tuple[str, Text]]:
+    def _facts(self) -> list[Fact]:
         startup = self._startup
         if startup is not None:
             return [(role, Text(words)) for role, words in startup.rows()]
@@ -283,31 +279,24 @@ class Progress:
             facts.append(("sample", Text(self._sample)))
         return facts
 
-    def _trained(self) -> list[tuple[str, Text]]:
-        """Accuracy of the rollouts trained, and above it their reward where that says more."""
-        if not self._accuracies:
+    def _trained(self) -> list[Fact]:
+        if not self._scores:
             return []
         curves = [
-            ("training reward", f"{self._rewards[-1]:6.3f}  ", self._rewards),
-            ("training accuracy", f"{self._accuracies[-1]:6.1%}  ", self._accuracies),
+            Text(f"{values[-1]:{form}}  ", "bold").append(
+                draw_curve(values, self.console), "not bold cyan"
+            )
+            for values, form in zip(zip(*self._scores, strict=True), ("6.3f", "6.1%"), strict=True)
         ]
-        if not is_shaped(self._rewards[-1], self._accuracies[-1]):
-            del curves[0]
-        return [
-            (label, Text(latest, "bold").append(draw_curve(values, self.console), "not bold cyan"))
-            for label, latest, values in curves
-        ]
+        return scores("training", *curves, self._scores[-1])
 
-    def _held_out(self) -> list[tuple[str, Text]]:
-        latest = self._evaluations[-3:]
-        rows = []
-        if any(is_shaped(reward, accuracy) for _, accuracy, reward in latest):
-            rewards = "  ".join(f"{reward:.3f} (v{v})" for v, _, reward in latest)
-            rows.append(("held-out reward", Text(rewards, "bold")))
-        if latest:
-            accuracies = "  ".join(f"{accuracy:.1%} (v{v})" for v, accuracy, _ in latest)
-            rows.append(("held-out accuracy", Text(accuracies, "bold")))
-        return rows
+    def _held_out(self) -> list[Fact]:
+        if not self._evaluations:
+            return []
+        found = list(self._evaluations)  # the display has a thread of its own
+        rewards = Text("  ".join(f"{each.reward:.3f} (v{each.version})" for each in found), "bold")
+        shares = Text("  ".join(f"{each.accuracy:.1%} (v{each.version})" for each in found), "bold")
+        return scores("held-out", rewards, shares, *((e.reward, e.accuracy) for e in found))
 
     def _dropped(self) -> str:
         """Such as `dropped 180: 160 solved, 20 equal rewards (60 since the last step)`."""
@@ -328,25 +317,19 @@ class Startup:
         self._states[name] = (state, time.monotonic())
 
     def rows(self) -> list[tuple[str, str]]:
-        """(role, what its executors do), such as ("generator", "1 of 2 ready; generator-1 loading
-        (4 s)")."""
-        roles: dict[str, list[str]] = {}
-        for name in list(self._states):
-            roles.setdefault(executor_of(name), []).append(name)
-        return [(role, self._describe(names)) for role, names in roles.items()]
+        """(role, what its executors do) of each role."""
+        roles = dict.fromkeys(map(executor_of, list(self._states)))
+        return [(role, self.describe(role)) for role in roles]
 
-    def is_complete(self, name: str) -> bool:
-        """True if every executor of the role of `name` is ready."""
-        role = executor_of(name)
-        return all(s == "ready" for n, (s, _) in self._states.items() if executor_of(n) == role)
-
-    def _describe(self, names: list[str]) -> str:
+    def describe(self, role: str) -> str:
+        """Such as "1 of 2 ready; generator-1 loading (4 s)"."""
+        names = [name for name in list(self._states) if executor_of(name) == role]
         now_s = time.monotonic()
         by_state = {s: [n for n in names if self._states[n][0] == s] for s in STATES}
         ready = by_state.pop("ready")
         if len(ready) == len(names):
             last_s = max(self._states[name][1] for name in names)
-            return f"ready after {last_s - self._started_s:.0f} s"
+            return f"{ALL_READY} {last_s - self._started_s:.0f} s"
         parts = [f"{len(ready)} of {len(names)} ready"] if len(names) > 1 else []
         for state, members in by_state.items():
             if members:

@@ -1,9 +1,8 @@
 """What the processes of a run do now, from their growing span files.
 
 Owns: shares of the last seconds, waits since the last step, what publishes cost, decode steps. Does
-not own: reading the files (`span.py`) or what a share is (`shares.py`). Invariant: each span is
-counted once, also when several threads ask; a wait for a publish counts with the one during which
-it was.
+not own: reading the files (`span.py`) or what a share is (`shares.py`). Invariant: each span counts
+once, whoever asks; a wait for a publish counts with the one during which it was.
 """
 
 import threading
@@ -45,7 +44,7 @@ class RecentSpans:
         self._files = SpanFolder(folder, max_files=MAX_FILES)
         self._since_ns = time.time_ns() if since_ns is None else since_ns
         self._spans: dict[str, list[Span]] = defaultdict(list)  # by process
-        self._waited_ns: dict[str, int] = {}
+        self._waited_ns: dict[str, int] = defaultdict(int)  # by process
         self._exposure = Exposure()
         self._lock = threading.Lock()
 
@@ -61,25 +60,17 @@ class RecentSpans:
                     shares[process] = shares_of(tracks_of(whole), window)
         return by_executor(shares)
 
-    def take_waits_s(self) -> dict[str, float]:
-        """Executor -> seconds waited (mean over its processes) in waits read since the last call.
-
-        Overlapping waits of one process count each.
-        """
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds by tag, in spans read since the last call: `wait/<executor>`, the mean over its
+        processes (overlapping waits of one count each), and `publish/<kind>`, see `Exposure`."""
+        waits: dict[str, list[float]] = defaultdict(list)
         with self._lock:
             self._read()
-            members: dict[str, list[float]] = defaultdict(list)
             for process, waited_ns in self._waited_ns.items():
-                members[executor_of(process)].append(waited_ns / 1e9)
+                waits[f"wait/{executor_of(process)}"].append(waited_ns / 1e9)
                 self._waited_ns[process] = 0
-        return {executor: sum(waits) / len(waits) for executor, waits in members.items()}
-
-    def take_exposure(self) -> dict[str, float]:
-        """Seconds per publish that generators and trainer stood still for it, by kind, in spans
-        read since the last call (see `Exposure.take`)."""
-        with self._lock:
-            self._read()
-            return self._exposure.take()
+            exposure = {f"publish/{kind}": each_s for kind, each_s in self._exposure.take().items()}
+        return exposure | {tag: sum(each) / len(each) for tag, each in waits.items()}
 
     def _read(self) -> None:
         for process, span in self._files.read():
@@ -88,8 +79,8 @@ class RecentSpans:
             self._exposure.add(process, span)
             if span.cat != "publish":
                 self._spans[process].append(span)
-                waited_ns = span.end_ns - span.start_ns if span.cat == "wait" else 0
-                self._waited_ns[process] = self._waited_ns.get(process, 0) + waited_ns
+                is_wait = span.cat == "wait"
+                self._waited_ns[process] += span.end_ns - span.start_ns if is_wait else 0
         for spans in self._spans.values():
             start_ns = self._window(spans)[0]
             spans[:] = [span for span in spans if span.end_ns > start_ns]
