@@ -79,8 +79,8 @@ def step_scalars(
     """
     finished = [*groups, *(group for members in dropped.values() for group in members)]
     rows = [row for group in groups for row in group.rollouts.values()]
+    lengths = [row.num_tokens for group in finished for row in group.rollouts.values()]
     staleness = token_staleness(rows, stats.version - 1, oldest_version)
-    num_tokens = sum(row.num_tokens for row in rows)
     scalars: Scalars = {"rollouts/trained": len(rows), "groups/trained": len(groups)}
     scalars["groups/carried_over"] = sum(is_older(group, oldest_version) for group in groups)
     scalars |= _scores([score for group in finished for score in group.scores.values()])
@@ -91,22 +91,19 @@ def step_scalars(
     for name, value in seconds.items():
         scalars[name if "/" in name else f"time/{name}_s"] = value
     if seconds.get("step"):
-        scalars["tokens/per_s"] = num_tokens / seconds["step"]
+        scalars["tokens/per_s"] = sum(row.num_tokens for row in rows) / seconds["step"]
     scalars["dropped/groups"] = len(finished) - len(groups)
     scalars |= {f"dropped/{reason}": len(members) for reason, members in dropped.items()}
     scalars |= {f"dropped_rollouts/{reason}": count for reason, count in dropped_rollouts.items()}
     scalars |= _columns([numbers for group in finished for numbers in group.numbers.values()])
-    texts: Texts = {}
-    if completions:
-        texts["rollouts"] = _samples(step, groups, completions, answer_field)
+    samples = _samples(step, groups, completions or {}, answer_field)
     rewards = [s.reward for g in finished for s in g.scores.values() if s.has_reward]
-    lengths = [row.num_tokens for group in finished for row in group.rollouts.values()]
     histograms: Histograms = {
-        STALENESS_HISTOGRAM: dict(staleness.items()),
+        STALENESS_HISTOGRAM: staleness,
         "reward/values": count_values(rewards),
         "length/tokens": count_values(lengths),
     }
-    return scalars, histograms, texts
+    return scalars, histograms, {"rollouts": samples} if samples else {}
 
 
 def _columns(rows: Sequence[Mapping[str, float]]) -> Scalars:

@@ -95,20 +95,19 @@ def summarize(run_dir: str | Path) -> Summary:
     steps = read_metrics(metrics, READ_TAGS) if metrics.exists() else {}
     steps_s = length(timeline.steps) / 1e9
     rewards = [step[REWARD] for step in steps.values() if REWARD in step]
-    num_tokens = rollouts.staleness.total()
     total_staleness = sum(age * count for age, count in rollouts.staleness.items())
     summary = {
         **rollouts.held_out(),
         "training_reward": [rewards[0], rewards[-1]] if rewards else None,
         "steps": len(rollouts.versions),
         "wall_s": length(timeline.sessions) / 1e9,
-        "tokens_per_s": rollouts.num_tokens / steps_s if steps_s else None,
+        "tokens_per_s": _ratio(rollouts.num_tokens, steps_s),
         "rollouts_trained": rollouts.num_trained,
         "groups_dropped": {reason: len(ids) for reason, ids in sorted(rollouts.dropped.items())},
-        "staleness_mean": total_staleness / num_tokens if num_tokens else None,
+        "staleness_mean": _ratio(total_staleness, rollouts.staleness.total()),
         "staleness_max": max(rollouts.staleness, default=None),
         "both_busy_share": timeline.both_busy_share() if steps_s else None,
-        "mixed_version_share": rollouts.mixed_share(),
+        "mixed_version_share": _ratio(rollouts.num_mixed, rollouts.num_trained),
         "tokens_during_publish": timeline.tokens_during_publish(),
         "ratio_mean": _mean_over_tokens(steps, RATIO_MEAN),
         "ratio_clipped_share": _mean_over_tokens(steps, RATIO_CLIPPED),
@@ -131,18 +130,15 @@ class ArchivedRollouts:
     num_tokens: int = 0
     staleness: Counter[int] = field(default_factory=Counter)  # of trained tokens
     dropped: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    # Of each version evaluated: (full marks, reward) of its rollouts.
-    evaluated: dict[int, list[tuple[bool, float]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    # By version evaluated: (full marks, reward) of its rollouts.
+    evaluated: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, line: dict[str, Any]) -> None:
         """Count one retired rollout."""
         if line["outcome"] == "trained":
             self._add_trained(line)
-        elif line["outcome"] == "dropped":
-            if not line.get("left_out"):  # else the rest of its group was trained on
-                self.dropped[line["reason"]].add(line["group_id"])
+        elif line["outcome"] == "dropped" and not line.get("left_out"):
+            self.dropped[line["reason"]].add(line["group_id"])  # the rest of which was not trained
         elif line["outcome"] == "evaluated":
             reward = line["reward"] or 0.0  # null: it failed
             correct = line.get("correct", reward >= 1.0)
@@ -156,10 +152,6 @@ class ArchivedRollouts:
         for version, num_tokens in line["spans"]:
             if version >= line["oldest_version"]:
                 self.staleness[line["version"] - version] += num_tokens
-
-    def mixed_share(self) -> float | None:
-        """Share of the trained rollouts that several versions wrote."""
-        return self.num_mixed / self.num_trained if self.num_trained else None
 
     def held_out(self) -> dict[str, Any]:
         """What summary.json says of evaluations."""
@@ -200,12 +192,14 @@ def _read_archive(folder: Path) -> ArchivedRollouts:
 
 def _mean_over_tokens(steps: dict[int, dict[str, Any]], tag: str) -> float | None:
     """Mean of what each step reported under `tag`, weighted by its trained tokens."""
-    total = num_tokens = 0.0
-    for step in steps.values():
-        value, weight = step.get(tag), step.get(TRAINED_TOKENS)
-        if isinstance(value, int | float) and isinstance(weight, int | float):
-            total, num_tokens = total + value * weight, num_tokens + weight
-    return total / num_tokens if num_tokens else None
+    pairs = [(step.get(tag), step.get(TRAINED_TOKENS)) for step in steps.values()]
+    sound = [pair for pair in pairs if all(isinstance(each, int | float) for each in pair)]
+    num_tokens = sum(weight for _, weight in sound)
+    return _ratio(sum(value * weight for value, weight in sound), num_tokens)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
 
 
 class TraceFile:

@@ -158,25 +158,20 @@ class TensorBoardTracker:
         self._writer = EventFileWriter(str(run_dir / TENSORBOARD_FOLDER))
         self._described: set[str] = set()
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
-        values = {
-            key: value if isinstance(value, bool | int | float | str) else str(value)
-            for key, value in config.items()
-        }
+        kinds = bool | int | float | str
+        values = {key: v if isinstance(v, kinds) else str(v) for key, v in config.items()}
         self._write(Event(summary=_experiment(values)))
         self._write(Event(summary=hparams_pb(values)))
 
     def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
         """Write one event with everything the step brought."""
         summary = Summary(value=[self._scalar(tag, value) for tag, value in scalars.items()])
-        summary.value.extend(
-            _histogram(tag, counts) for tag, counts in histograms.items() if counts
-        )
+        summary.value.extend(_histogram(tag, n) for tag, n in histograms.items() if n)
         for tag, text in texts.items():
             summary.MergeFrom(text_pb(chart_tag(tag), text, description(tag)))
         self._write(Event(step=step, summary=summary))
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
     def _scalar(self, tag: str, value: float) -> Summary.Value:
@@ -223,5 +218,4 @@ def _experiment(values: Mapping[str, bool | float | str]) -> Summary:
     ]
     experiment = Experiment(hparam_infos=columns, metric_infos=metrics)
     metadata = hparams_metadata(HParamsPluginData(experiment=experiment))
-    value = Summary.Value(tag=EXPERIMENT_TAG, metadata=metadata, tensor=NULL_TENSOR)
-    return Summary(value=[value])
+    return Summary(value=[Summary.Value(tag=EXPERIMENT_TAG, metadata=metadata, tensor=NULL_TENSOR)])
