@@ -102,7 +102,6 @@ class RunLogger:
             self._show_sample(groups, completions)
         stats = replace(stats, scalars=stats.scalars | found)
         scalars, histograms, texts = step_scalars(
-            stats.version,
             groups,
             stats,
             dropped,

@@ -55,7 +55,6 @@ MEANINGS = {
 
 
 def step_scalars(
-    step: int,
     groups: Sequence[Group],
     stats: StepStats,
     dropped: Mapping[str, Sequence[Group]],
@@ -96,7 +95,7 @@ def step_scalars(
     scalars |= {f"dropped/{reason}": len(members) for reason, members in dropped.items()}
     scalars |= {f"dropped_rollouts/{reason}": count for reason, count in dropped_rollouts.items()}
     scalars |= _columns([numbers for group in finished for numbers in group.numbers.values()])
-    samples = _samples(step, groups, completions or {}, answer_field)
+    samples = _samples(stats.version, groups, completions or {}, answer_field)
     rewards = [s.reward for g in finished for s in g.scores.values() if s.has_reward]
     histograms: Histograms = {
         STALENESS_HISTOGRAM: staleness,

@@ -6,7 +6,6 @@ the run folder alone (archive of retired rollouts, spans, metrics.jsonl), indepe
 own counters; no file of spans is ever whole in memory.
 """
 
-import functools
 import json
 import logging
 import os
@@ -218,17 +217,21 @@ class TraceFile:
         self._zero_ns = min((span.start_ns for span in firsts if span is not None), default=0)
         self._out_path = out_path
         self._unfinished = Path(f"{out_path}.tmp")
-        self._lane_ends_ns: dict[str, list[list[int]]] = {}  # by process and track, of each lane
+        self._lane_ends_ns: dict[tuple[str, int], list[int]] = defaultdict(list)  # by track
         self._cut_ns: dict[str, int] = {}  # by process: before this, its spans are sums
 
     def __enter__(self) -> Self:
         self._file = self._unfinished.open("w")
         self._separator = ""
         self._file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for process, pid in self._pids.items():
+            self._write("M", "process_name", pid, 0, args={"name": process})
+            self._write("M", "process_sort_index", pid, 0, args={"sort_index": pid})
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        cut = {name: f"from {_utc(ns)} on" for name, ns in self._cut_ns.items()}
+        at = {name: datetime.fromtimestamp(ns / 1e9, UTC) for name, ns in self._cut_ns.items()}
+        cut = {name: f"from {time.isoformat(timespec='seconds')} on" for name, time in at.items()}
         other_data = f', "otherData": {json.dumps({"cut": cut})}' if cut else ""
         self._file.write(f"\n]{other_data}}}\n")
         self._file.close()
@@ -237,56 +240,37 @@ class TraceFile:
 
     def add(self, process: str, span: Span) -> None:
         """Write `span`; a sum of spans only adds a note that the trace of `process` is cut."""
-        pid = self._pids[process]
-        if process not in self._lane_ends_ns:
-            self._lane_ends_ns[process] = [[] for _ in TRACKS]
-            self._write_metadata("process_name", pid, 0, name=process)
-            self._write_metadata("process_sort_index", pid, 0, sort_index=pid)
         if span.is_sum:
             self._cut_ns[process] = max(self._cut_ns.get(process, 0), span.end_ns)
             return
-        tid = self._place(process, span)
         self.num_spans += 1
-        times_us = (span.start_ns - self._zero_ns) / 1e3, (span.end_ns - span.start_ns) / 1e3
-        self._write(
-            f'{{"ph": "X", "name": {_quoted(span.name)}, "cat": {_quoted(span.cat)}, "pid": {pid}, '
-            f'"tid": {tid}, "ts": {times_us[0]}, "dur": {times_us[1]}, '
-            f'"args": {json.dumps(span.args)}}}'
-        )
+        times = {"ts": span.start_ns - self._zero_ns, "dur": span.end_ns - span.start_ns}
+        times_us = {name: time_ns / 1e3 for name, time_ns in times.items()}
+        pid, tid = self._pids[process], self._place(process, span)
+        self._write("X", span.name, pid, tid, cat=span.cat, **times_us, args=span.args)
 
     def _place(self, process: str, span: Span) -> int:
         """Thread id of the first lane of the span's track that is free at its start."""
         track = TRACK_OF.get(span.cat, len(TRACKS) - 1)
-        ends_ns = self._lane_ends_ns[process][track]
+        ends_ns = self._lane_ends_ns[process, track]
         lane = next((i for i, end in enumerate(ends_ns) if end <= span.start_ns), len(ends_ns))
         tid = track * MAX_LANES + lane + 1
         if lane == len(ends_ns):
             ends_ns.append(0)
             name = f"{TRACKS[track]} {lane + 1}" if lane else TRACKS[track]
-            self._write_metadata("thread_name", self._pids[process], tid, name=name)
+            self._write("M", "thread_name", self._pids[process], tid, args={"name": name})
         ends_ns[lane] = span.end_ns
         return tid
 
-    def _write_metadata(self, kind: str, pid: int, tid: int, **args: Any) -> None:
-        event = {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
-        self._write(json.dumps(event))
-
-    def _write(self, event: str) -> None:
-        self._file.write(self._separator + event)
+    def _write(self, phase: str, name: str, pid: int, tid: int, **more: Any) -> None:
+        event = {"ph": phase, "name": name, "pid": pid, "tid": tid, **more}
+        self._file.write(self._separator + json.dumps(event))
         self._separator = ",\n"
-
-
-_quoted = functools.cache(json.dumps)
-
-
-def _utc(unix_ns: int) -> str:
-    return datetime.fromtimestamp(unix_ns / 1e9, UTC).isoformat(timespec="seconds")
 
 
 def _order(path: Path) -> tuple[int, str]:
     executor = executor_of(path.stem)
-    known = executor in PROCESS_ORDER
-    return (PROCESS_ORDER.index(executor) if known else len(PROCESS_ORDER), path.stem)
+    return [*PROCESS_ORDER, executor].index(executor), path.stem
 
 
 def _version(package: str) -> str | None:
