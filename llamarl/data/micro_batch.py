@@ -48,12 +48,8 @@ def micro_batch(columns: Columns, indices: Sequence[int], device: torch.device) 
     responses = [columns[RESPONSE_IDS][i] for i in indices]
     whole = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
     lengths = tuple(len(ids) - 1 for ids in whole)
-    response = [
-        np.arange(start + len(prompt) - 1, start + length)
-        for start, prompt, length in zip(
-            accumulate(lengths, initial=0), prompts, lengths, strict=False
-        )
-    ]
+    ends = zip(accumulate(lengths), responses, strict=True)
+    response = [np.arange(end - len(ids), end) for end, ids in ends]
     return MicroBatch(
         token_ids=_tensor([ids[:-1] for ids in whole], device),
         targets=_tensor([ids[1:] for ids in whole], device),
