@@ -113,52 +113,42 @@ class Exposure:
 
     def __init__(self) -> None:
         self._processes: dict[str, set[str]] = defaultdict(set)  # by executor
-        self._publishes: Times = []
-        self._has_begun = False
+        self._publishes: Times = []  # the run's first one, then those not taken yet
         self._idle: dict[str, Times] = defaultdict(list)  # of generators, by process
-        self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._seconds: dict[tuple[str, str], float] = defaultdict(float)  # by kind and process
 
     def add(self, process: str, span: Span) -> None:
         """A span that has ended."""
         executor, times = executor_of(process), (span.start_ns, span.end_ns)
         self._processes[executor].add(process)
-        if executor == "controller" and (span.cat, span.name) == PUBLISH:
-            if "replica" not in span.args:  # else of one replica
-                self._publishes += [times] if self._has_begun else []
-                self._has_begun = True
-        elif executor == "generator":
-            self._idle[process] += [times] if (span.cat, span.name) == ("wait", "requests") else []
-            if span.name == "commit" or (span.cat, span.name) == ("wait", "buckets"):
-                self._seconds["commit_s"][process] += (times[1] - times[0]) / 1e9
+        if executor == "controller" and span.track == PUBLISH and "replica" not in span.args:
+            self._publishes.append(times)  # else of one replica
+        if executor == "generator" and span.track == ("wait", "requests"):
+            self._idle[process].append(times)
+        is_commit = span.name == "commit" or span.track == ("wait", "buckets")
+        if executor == "generator" and is_commit:
+            self._seconds["commit_s", process] += (times[1] - times[0]) / 1e9
         if span.cat == "wait" and span.name in ("publish", "last_publish"):
-            self._seconds["trainer_s"][process] += (times[1] - times[0]) / 1e9
+            self._seconds["trainer_s", process] += (times[1] - times[0]) / 1e9
 
     def take(self) -> dict[str, float]:
         """Seconds per publish by kind, and `exposed_s`, their sum, since the last call; nothing
         before two publishes have ended: what was waited for during the newest may be unread. A
         run's first publish does not count, for nothing goes on beside it."""
-        *done, newest = self._publishes or [(0, 0)]
+        done = self._publishes[1:-1]
         if not done:
             return {}
         during = union(np.array(done, dtype=np.int64))
         for process, idle in self._idle.items():
             waited = intersect(union(np.array(idle, dtype=np.int64).reshape(-1, 2)), during)
-            self._seconds["starved_s"][process] += length(waited) / 1e9
-            self._idle[process] = [times for times in idle if times[1] > newest[0]]
-        found = {
-            name: self._mean_s(self._seconds[name]) / len(done)
-            for name in ("trainer_s", "commit_s", "starved_s")
-        }
-        self._publishes = [newest]
+            self._seconds["starved_s", process] += length(waited) / 1e9
+            self._idle[process] = [times for times in idle if times[1] > self._publishes[-1][0]]
+        found = dict.fromkeys(("trainer_s", "commit_s", "starved_s"), 0.0)
+        for (kind, process), each_s in self._seconds.items():
+            found[kind] += each_s / len(self._processes[executor_of(process)]) / len(done)
+        del self._publishes[1:-1]
         self._seconds.clear()
         return found | {"exposed_s": sum(found.values())}
-
-    def _mean_s(self, seconds: dict[str, float]) -> float:
-        """Summed over executors, the mean over the processes of each."""
-        return sum(
-            each_s / len(self._processes[executor_of(process)])
-            for process, each_s in seconds.items()
-        )
 
 
 class DecodeSteps:
@@ -172,5 +162,5 @@ class DecodeSteps:
         return [
             (span.args["tokens"], (span.end_ns - span.start_ns) / 1e9)
             for _, span in self._files.read()
-            if (span.cat, span.name) == DECODE and not span.is_sum and "tokens" in span.args
+            if span.track == DECODE and not span.is_sum and "tokens" in span.args
         ]

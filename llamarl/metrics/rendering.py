@@ -43,10 +43,12 @@ Fact = tuple[str, RenderableType]
 
 
 def show_end(
-    config: Config, run_dir: str, summary: dict[str, Any], state: dict[str, Any], console: Console
-) -> None:
-    """Print the table that ends a run, the paths of its results, what to try next and, for a run
-    that stopped before its last step, why: `state` has its version and, if so, what is "solved"."""
+    config: Config, run_dir: str, state: dict[str, Any], console: Console
+) -> dict[str, Any]:
+    """Summarize a run that has ended and print the table, the paths of its results, what to try
+    next and, if it stopped before its last step, why; returns the summary. `state` has its version
+    and, if so, what is "solved"."""
+    summary = summarize(run_dir)
     paths = {"metrics": f"{run_dir}/metrics.jsonl", "timeline": f"{run_dir}/trace.json"}
     if "tensorboard" in config.metrics.trackers:
         paths = {"TensorBoard": f"{run_dir}/tensorboard", **paths}
@@ -69,6 +71,7 @@ def show_end(
             highlight=False,
             soft_wrap=True,
         )
+    return summary
 
 
 def is_finished(config: Config, run_dir: str, state: dict[str, Any]) -> bool:
@@ -82,8 +85,7 @@ def show_finished_run(
     config: Config, run_dir: str, state: dict[str, Any], console: Console
 ) -> dict[str, Any]:
     """Show again what a finished run showed at its end; returns its summary, computed again."""
-    summary = summarize(run_dir)
-    show_end(config, run_dir, summary, state, console)
+    summary = show_end(config, run_dir, state, console)
     console.print("this run had finished before: nothing was started", highlight=False)
     return summary
 

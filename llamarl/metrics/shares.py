@@ -96,7 +96,7 @@ def read_timeline(
         if span.is_sum:
             whole_ns = max(whole_ns, span.end_ns)
         _stretch(sessions, (process, span.session), span)
-        if (span.cat, span.name) == ("mark", "step"):
+        if span.track == ("mark", "step"):
             _stretch(steps, (process, span.session), span)
     return RunTimeline(dict(processes), _as_intervals(steps), _as_intervals(sessions), whole_ns)
 
@@ -144,8 +144,8 @@ def _share(part: Intervals, whole: Intervals) -> float:
 
 def _add(tracks: Tracks, span: Span) -> None:
     num_tokens = span.args.get("tokens", 0) if span.name == "decode" else 0
-    track = tracks.setdefault((span.cat, span.name), array("q"))
-    track.extend((span.start_ns, span.end_ns, num_tokens))
+    times = span.start_ns, span.end_ns
+    tracks.setdefault(span.track, array("q")).extend((*times, num_tokens))
 
 
 def _rows(track: array[int]) -> npt.NDArray[np.int64]:

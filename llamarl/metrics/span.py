@@ -54,6 +54,11 @@ class Span(NamedTuple):
     args: dict[str, Any]
 
     @property
+    def track(self) -> tuple[str, str]:
+        """Its category and name."""
+        return self.cat, self.name
+
+    @property
     def is_sum(self) -> bool:
         """True if this stands for several spans of one name, with their counts and bytes. A busy
         one or a wait is as long as they were together; any other reaches from the first to the
@@ -269,7 +274,7 @@ def sums_of(spans: Sequence[Span]) -> Iterator[Span]:
     """
     tracks = defaultdict[tuple[str, str], list[Span]](list)
     for span in spans:
-        tracks[span.cat, span.name].append(span)
+        tracks[span.track].append(span)
     taken, lengths_ns = EMPTY, {}
     for track in sorted(key for key in tracks if key[0] in ("busy", "wait")):
         times = np.array([(span.start_ns, span.end_ns) for span in tracks[track]], dtype=np.int64)

@@ -94,7 +94,8 @@ def step_scalars(
     scalars["dropped/groups"] = len(finished) - len(groups)
     scalars |= {f"dropped/{reason}": len(members) for reason, members in dropped.items()}
     scalars |= {f"dropped_rollouts/{reason}": count for reason, count in dropped_rollouts.items()}
-    scalars |= _columns([numbers for group in finished for numbers in group.numbers.values()])
+    written = [numbers for group in finished for numbers in group.numbers.values()]
+    scalars |= _means("columns", written)  # by stages of the recipe's own
     samples = _samples(stats.version, groups, completions or {}, answer_field)
     rewards = [s.reward for g in finished for s in g.scores.values() if s.has_reward]
     histograms: Histograms = {
@@ -105,11 +106,11 @@ def step_scalars(
     return scalars, histograms, {"rollouts": samples} if samples else {}
 
 
-def _columns(rows: Sequence[Mapping[str, float]]) -> Scalars:
-    """The mean of each column that stages of the recipe's own wrote."""
+def _means(tag: str, rows: Sequence[Mapping[str, float]]) -> Scalars:
+    """The mean of each name over the rows that have it."""
     names = sorted({name for numbers in rows for name in numbers})
     values = {name: [numbers[name] for numbers in rows if name in numbers] for name in names}
-    return {f"columns/{name}": sum(found) / len(found) for name, found in values.items()}
+    return {f"{tag}/{name}": sum(found) / len(found) for name, found in values.items()}
 
 
 def token_staleness(
@@ -128,11 +129,6 @@ def is_older(group: Group, oldest_version: int) -> bool:
     """True if some of the group was written before `oldest_version`."""
     spans = (span for row in group.rollouts.values() for span in row.spans)
     return any(span.version < oldest_version for span in spans)
-
-
-def is_mixed(row: RolloutInfo) -> bool:
-    """True if two or more weight versions wrote the rollout."""
-    return len({span.version for span in row.spans}) > 1
 
 
 def sample_rows(groups: Sequence[Group], num_rows: int) -> list[int]:
@@ -160,10 +156,7 @@ def _scores(scores: list[StageResult]) -> Scalars:
         scalars["reward/mean"] = float(rewards.mean())
         scalars["reward/std"] = float(rewards.std())
         scalars["accuracy/train"] = sum(score.correct for score in scored) / len(scored)
-        for name in sorted({name for score in scored for name in score.parts}):
-            parts = [score.parts[name] for score in scored if name in score.parts]
-            scalars[f"reward_parts/{name}"] = sum(parts) / len(parts)
-    return scalars
+    return scalars | _means("reward_parts", [score.parts for score in scored])
 
 
 def _lengths(rows: list[RolloutInfo]) -> Scalars:
@@ -188,7 +181,8 @@ def _staleness(staleness: dict[int, int], rows: list[RolloutInfo]) -> Scalars:
         scalars["staleness/mean"] = sum(age * n for age, n in staleness.items()) / num_tokens
         scalars["staleness/max"] = max(staleness)
     if rows:
-        scalars["staleness/mixed_version_share"] = sum(map(is_mixed, rows)) / len(rows)
+        num_mixed = sum(len({span.version for span in row.spans}) > 1 for row in rows)
+        scalars["staleness/mixed_version_share"] = num_mixed / len(rows)
     return scalars
 
 

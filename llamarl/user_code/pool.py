@@ -74,10 +74,9 @@ class WorkerPool(Generic[T]):
     async def start(self) -> None:
         """Start the processes and wait until all are ready. ValueError if their service does not
         load."""
-        for index in range(self._num_workers):
-            name = f"{self._code.label}-{index}"
-            worker = _Worker(name, self._code, self._read, self._chunks, self._closed)
-            self._workers.append(worker)
+        shared = self._code, self._read, self._chunks, self._closed
+        self._workers += (_Worker(index, *shared) for index in range(self._num_workers))
+        for worker in self._workers:
             worker.start()
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
@@ -87,9 +86,8 @@ class WorkerPool(Generic[T]):
     async def run(self, calls: Sequence[Call]) -> list[T | Failure]:
         """One result per call, in order. RuntimeError if the pool is closed."""
         if not self._workers or self._closed.is_set():
-            raise RuntimeError(
-                f"a {self._code.label} pool must be started, and not closed, before it runs calls"
-            )
+            must = "must be started, and not closed, before it runs calls"
+            raise RuntimeError(f"a {self._code.label} pool {must}")
         share = -(-len(calls) // self._num_workers)
         size = max(1, min(CHUNK_CALLS, share))
         chunks = [Chunk[T](calls[start : start + size]) for start in range(0, len(calls), size)]
@@ -122,13 +120,13 @@ class _Worker(threading.Thread, Generic[T]):
 
     def __init__(
         self,
-        name: str,
+        index: int,
         code: UserCode,
         read: Callable[[Call, dict[str, Any]], T | Failure],
         chunks: queue.SimpleQueue[Chunk[T] | None],
         closed: threading.Event,
     ) -> None:
-        super().__init__(name=name, daemon=True)
+        super().__init__(name=f"{code.label}-{index}", daemon=True)
         self._code, self._read, self._chunks, self._closed = code, read, chunks, closed
         self.ready: Future[None] = Future()
         self.process: WorkerProcess | None = None
