@@ -106,7 +106,6 @@ class Progress:
             self._live = Live(
                 get_renderable=self._render,
                 console=self.console,
-                refresh_per_second=4,
                 transient=True,
                 redirect_stdout=False,
             )
@@ -211,10 +210,9 @@ class Progress:
         self.console.print(f"[{elapsed}] {words}", markup=False, highlight=False, soft_wrap=True)
 
     def _step_line(self) -> str:
+        known = [figure for figure in STEP_FIGURES if figure[1] in self._scalars]
         parts = [f"step {self._step}/{self._num_steps}"]
-        for label, tag, form in STEP_FIGURES:
-            if tag in self._scalars:
-                parts.append(f"{label} {form.format(self._scalars[tag])}")
+        parts += [f"{label} {form.format(self._scalars[tag])}" for label, tag, form in known]
         if self._drops.total:
             parts.append(self._dropped())
         if self._shares:

@@ -197,10 +197,7 @@ def count_values(values: Sequence[float]) -> dict[float, int]:
 
 
 def _samples(
-    step: int,
-    groups: Sequence[Group],
-    completions: Mapping[int, str],
-    answer_field: str | None,
+    step: int, groups: Sequence[Group], completions: Mapping[int, str], answer_field: str | None
 ) -> str:
     """Markdown; in code blocks, so that the model's own markup is not rendered."""
     parts = []

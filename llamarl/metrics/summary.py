@@ -244,9 +244,9 @@ class TraceFile:
             self._cut_ns[process] = max(self._cut_ns.get(process, 0), span.end_ns)
             return
         self.num_spans += 1
-        times = {"ts": span.start_ns - self._zero_ns, "dur": span.end_ns - span.start_ns}
-        times_us = {name: time_ns / 1e3 for name, time_ns in times.items()}
         pid, tid = self._pids[process], self._place(process, span)
+        start_us = (span.start_ns - self._zero_ns) / 1e3
+        times_us = {"ts": start_us, "dur": (span.end_ns - span.start_ns) / 1e3}
         self._write("X", span.name, pid, tid, cat=span.cat, **times_us, args=span.args)
 
     def _place(self, process: str, span: Span) -> int:

@@ -59,10 +59,7 @@ class WorkerPool(Generic[T]):
     """
 
     def __init__(
-        self,
-        code: UserCode,
-        num_workers: int,
-        read: Callable[[Call, dict[str, Any]], T | Failure],
+        self, code: UserCode, num_workers: int, read: Callable[[Call, dict[str, Any]], T | Failure]
     ) -> None:
         self._code = code
         self._num_workers = num_workers

@@ -22,7 +22,7 @@ from llamarl.config.reward import LARGEST
 from llamarl.environments.rewards.answer import expected_answer
 from llamarl.task_file import find, load_module
 from llamarl.types import FinishReason, Prompt, finish_reason
-from llamarl.user_code.report import InvalidReturnError, shown
+from llamarl.user_code.calls import InvalidReturnError, shown
 
 Reward = Callable[..., Any]
 """(prompt, completion, finished, config) -> reward, see the package's docstring; that of a task.py
