@@ -207,7 +207,7 @@ class Progress:
             return
         self._printed_s = time.monotonic()
         elapsed = duration(self._printed_s - self._started_s)
-        self.console.print(f"[{elapsed}] {words}", markup=False, highlight=False, soft_wrap=True)
+        self.console.out(f"[{elapsed}] {words}", highlight=False)
 
     def _step_line(self) -> str:
         known = [figure for figure in STEP_FIGURES if figure[1] in self._scalars]

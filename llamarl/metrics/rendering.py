@@ -65,12 +65,9 @@ def show_end(
     log.info("%s", text.getvalue())
     render_summary(summary, paths, next_command, console)
     if state.get("solved") and state["version"] < config.num_steps:
-        console.print(
-            f"stopped at step {state['version']} of {config.num_steps}: {state['solved']} were "
-            "answered with full marks, so nothing is left to learn from these prompts",
-            highlight=False,
-            soft_wrap=True,
-        )
+        where = f"stopped at step {state['version']} of {config.num_steps}"
+        why = "answered with full marks, so nothing is left to learn from these prompts"
+        console.out(f"{where}: {state['solved']} were {why}", highlight=False)
     return summary
 
 

@@ -10,6 +10,7 @@ import logging
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from textwrap import indent
 from types import MappingProxyType
 
 import numpy as np
@@ -43,6 +44,8 @@ TRAINER_TAGS = {
     "logprob_check_tolerance": "logprob_check/tolerance",
 }
 Z_95 = 1.959964  # standard deviations on either side that hold 95 % of a normal distribution
+
+CODE = " " * 4  # begins each line of a code block in Markdown
 
 WINDOW_GROUPS = 64  # the latest groups, of which a warning gives the share dropped
 
@@ -203,13 +206,13 @@ def _samples(
     parts = []
     for group in groups:
         answer = group.prompt.fields.get(answer_field or "")
-        expected = "" if answer is None else f"\n\nExpected:\n\n{_code(str(answer))}"
+        expected = "" if answer is None else f"\n\nExpected:\n\n{indent(str(answer), CODE)}"
         for row_id, score in group.scores.items():
             if row_id in completions:
                 parts.append(
                     f"**Step {step}, row {row_id}**: {_describe(group.rollouts[row_id], score)}\n\n"
-                    f"Prompt:\n\n{_code(group.prompt.text)}\n\n"
-                    f"Completion:\n\n{_code(completions[row_id])}{expected}"
+                    f"Prompt:\n\n{indent(group.prompt.text, CODE)}\n\n"
+                    f"Completion:\n\n{indent(completions[row_id], CODE)}{expected}"
                 )
     return "\n\n---\n\n".join(parts)
 
@@ -221,10 +224,6 @@ def _describe(row: RolloutInfo, score: StageResult) -> str:
     versions = ", ".join(str(span.version) for span in row.spans)
     finish = f"{row.finish_reason.value} after {row.num_tokens} tokens"
     return f"{reward}, {finish}, version{'s' * (len(row.spans) > 1)} {versions}"
-
-
-def _code(text: str) -> str:
-    return "\n".join("    " + line for line in text.splitlines())
 
 
 def interval(share: float, count: int) -> tuple[float, float]:

@@ -17,15 +17,7 @@ import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.metadata import create_summary_metadata as histogram_metadata
-from tensorboard.plugins.hparams.api_pb2 import (
-    DataType,
-    Experiment,
-    HParamInfo,
-    MetricInfo,
-    MetricName,
-)
-from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, NULL_TENSOR
-from tensorboard.plugins.hparams.metadata import create_summary_metadata as hparams_metadata
+from tensorboard.plugins.hparams import api_pb2, metadata
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
@@ -202,20 +194,24 @@ def _histogram(tag: str, counts: Mapping[float, int]) -> Summary.Value:
         weights=[counts[value] for value in values.tolist()],
     )
     tensor = make_tensor_proto(np.stack([edges[:-1], edges[1:], amounts], axis=1))
-    metadata = histogram_metadata(None, description(tag))
-    return Summary.Value(tag=chart_tag(tag), metadata=metadata, tensor=tensor)
+    about = histogram_metadata(None, description(tag))
+    return Summary.Value(tag=chart_tag(tag), metadata=about, tensor=tensor)
 
 
 def _experiment(values: Mapping[str, bool | float | str]) -> Summary:
     """Which columns the HPARAMS tab has, and of which type; metrics are existing charts."""
     kinds = {bool: "DATA_TYPE_BOOL", str: "DATA_TYPE_STRING"}
+    types = {key: kinds.get(type(value), "DATA_TYPE_FLOAT64") for key, value in values.items()}
     columns = [
-        HParamInfo(name=key, type=DataType.Value(kinds.get(type(value), "DATA_TYPE_FLOAT64")))
-        for key, value in sorted(values.items())
+        api_pb2.HParamInfo(name=key, type=api_pb2.DataType.Value(types[key]))
+        for key in sorted(types)
     ]
     metrics = [
-        MetricInfo(name=MetricName(tag=chart_tag(tag)), display_name=tag) for tag in JUDGED_BY
+        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=chart_tag(tag)), display_name=tag)
+        for tag in JUDGED_BY
     ]
-    experiment = Experiment(hparam_infos=columns, metric_infos=metrics)
-    metadata = hparams_metadata(HParamsPluginData(experiment=experiment))
-    return Summary(value=[Summary.Value(tag=EXPERIMENT_TAG, metadata=metadata, tensor=NULL_TENSOR)])
+    experiment = api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics)
+    about = metadata.create_summary_metadata(HParamsPluginData(experiment=experiment))
+    summary = Summary()
+    summary.value.add(tag=metadata.EXPERIMENT_TAG, metadata=about, tensor=metadata.NULL_TENSOR)
+    return summary
