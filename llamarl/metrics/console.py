@@ -280,13 +280,10 @@ class Progress:
     def _trained(self) -> list[Fact]:
         if not self._scores:
             return []
-        curves = [
-            Text(f"{values[-1]:{form}}  ", "bold").append(
-                draw_curve(values, self.console), "not bold cyan"
-            )
-            for values, form in zip(zip(*self._scores, strict=True), ("6.3f", "6.1%"), strict=True)
-        ]
-        return scores("training", *curves, self._scores[-1])
+        rewards, accuracies = zip(*self._scores, strict=True)
+        reward = draw_curve(rewards, "6.3f", self.console)
+        accuracy = draw_curve(accuracies, "6.1%", self.console)
+        return scores("training", reward, accuracy, self._scores[-1])
 
     def _held_out(self) -> list[Fact]:
         if not self._evaluations:

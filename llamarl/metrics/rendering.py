@@ -159,13 +159,14 @@ def draw_shares(shares: Shares, console: Console) -> Text:
     return bar.append(label + ", ".join(words), "dim") if words else bar
 
 
-def draw_curve(values: Sequence[float], console: Console) -> str:
-    """One block per value, scaled from the smallest to the largest; nothing on ASCII consoles."""
-    if console.options.ascii_only:
-        return ""
+def draw_curve(values: Sequence[float], form: str, console: Console) -> Text:
+    """The latest value, and one block per value, scaled from the smallest to the largest; none on
+    ASCII consoles."""
     low, high = min(values), max(values)
     scale = (len(CURVE_BLOCKS) - 1) / ((high - low) or 1.0)
-    return "".join(CURVE_BLOCKS[round((value - low) * scale)] for value in values)
+    blocks = "".join(CURVE_BLOCKS[round((value - low) * scale)] for value in values)
+    shown = "" if console.options.ascii_only else blocks
+    return Text(f"{values[-1]:{form}}  ", "bold").append(shown, "not bold cyan")
 
 
 def duration(seconds: float) -> str:

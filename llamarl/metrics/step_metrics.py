@@ -102,7 +102,7 @@ def step_scalars(
     samples = _samples(stats.version, groups, completions or {}, answer_field)
     rewards = [s.reward for g in finished for s in g.scores.values() if s.has_reward]
     histograms: Histograms = {
-        STALENESS_HISTOGRAM: staleness,
+        STALENESS_HISTOGRAM: dict(staleness.items()),
         "reward/values": count_values(rewards),
         "length/tokens": count_values(lengths),
     }

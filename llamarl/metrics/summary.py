@@ -191,7 +191,7 @@ def _read_archive(folder: Path) -> ArchivedRollouts:
 
 def _mean_over_tokens(steps: dict[int, dict[str, Any]], tag: str) -> float | None:
     """Mean of what each step reported under `tag`, weighted by its trained tokens."""
-    pairs = [(step.get(tag), step.get(TRAINED_TOKENS)) for step in steps.values()]
+    pairs: list[Any] = [(step.get(tag), step.get(TRAINED_TOKENS)) for step in steps.values()]
     sound = [pair for pair in pairs if all(isinstance(each, int | float) for each in pair)]
     num_tokens = sum(weight for _, weight in sound)
     return _ratio(sum(value * weight for value, weight in sound), num_tokens)
