@@ -59,18 +59,14 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "evaluation/reward": "Mean reward on held-out prompts.",
     "evaluation/length": "Mean tokens of a held-out completion.",
     "evaluation/truncated_share": "Share of held-out completions cut at evaluation.max_tokens.",
-    "evaluation/failed": "Held-out completions whose reward failed; they count as wrong, with "
-    "reward 0.",
-    "reward_parts/": "Mean of what this reward function gave, before it is multiplied by its "
-    "weight.",
+    "evaluation/failed": "Held-out completions whose reward failed: wrong, with reward 0.",
+    "reward_parts/": "Mean of what this reward function gave, before its weight is applied.",
     "reward_failures/": "Rollouts whose reward failed: its code raised, took too long (hung) or "
     "returned no finite number (invalid).",
-    "rollouts": "Sample completions of the step as text, in turn the best and the worst of a "
-    "group.",
+    "rollouts": "Sample completions of the step as text: in turn the best and worst of a group.",
     "rollouts/trained": "Rollouts trained in the step.",
     "groups/trained": "Groups (the rollouts of one prompt) trained in the step.",
-    "groups/carried_over": "Groups trained in the step of which some tokens were too old for it: "
-    "tokens/masked counts them.",
+    "groups/carried_over": "Trained groups with tokens that were too old (see tokens/masked).",
     "dropped/groups": "Groups that the group filter dropped since the last step.",
     "dropped/solved": "Dropped groups whose rollouts all have full marks: the prompt is too easy, "
     "or reward.full_marks too low for the scale of the rewards.",
@@ -93,17 +89,14 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "ratio/clipped_share": "Share of trained tokens whose ratio was clipped.",
     "kl/generator_trainer": "KL divergence between generator and trainer, per token, in nats.",
     "kl/reference": "The KL penalty's estimate per token against the frozen model, in nats.",
-    "trainer/loss": "The loss of the step: a sum over tokens, divided as algorithm.normalization "
-    "says.",
+    "trainer/loss": "Loss of the step: a sum over tokens, divided as algorithm.normalization says.",
     "trainer/lr": "Learning rate of the step.",
     "trainer/": "A number that the trainer reported at the optimizer step.",
     "tokens/per_s": "Response tokens trained per second of the step.",
     "tokens/trained": "Response tokens trained in the step.",
-    "tokens/masked": "Response tokens with zero weight in the loss: too old, or of a truncated "
-    "rollout.",
+    "tokens/masked": "Response tokens of weight 0 in the loss: too old, or of a truncated rollout.",
     "time/step_s": "Seconds from the end of the step before to the end of this one.",
-    "time/publish_s": "Seconds that the latest publish took, until the generators decoded with the "
-    "new version.",
+    "time/publish_s": "Seconds of the latest publish, until the generators decoded its version.",
     "time/": "Seconds that this took.",
     "wait/": "Seconds that a process of this executor waited during the step, on average.",
     "staleness/mean": "Mean age of trained tokens, in versions.",
@@ -119,11 +112,9 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "publish/starved_s": "Seconds per publish that a replica had nothing to decode while the "
     "version was on its way, on average.",
     "parts/number": "Parts in which the step was trained.",
-    "parts/least_tokens": "Tokens that must be ready before the trainer starts a part, as measured "
-    "by then.",
+    "parts/least_tokens": "Tokens that must be ready before a part starts, as measured by then.",
     "logprob_check/rows": "Short rollouts compared between generators and trainer in the step.",
-    "logprob_check/difference": "Largest difference between log-probs of generators and trainer, "
-    "in nats.",
+    "logprob_check/difference": "Largest difference of log-probs, trainer from generator, in nats.",
     "logprob_check/tolerance": "Largest difference of log-probs that the check allows, in nats.",
 }
 
