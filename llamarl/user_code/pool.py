@@ -61,18 +61,17 @@ class WorkerPool(Generic[T]):
     def __init__(
         self, code: UserCode, num_workers: int, read: Callable[[Call, dict[str, Any]], T | Failure]
     ) -> None:
-        self._code = code
-        self._num_workers = num_workers
-        self._read = read
+        self._code, self._num_workers = code, num_workers
         self._chunks: queue.SimpleQueue[Chunk[T] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
+        self.shared = code, read, self._chunks, self._closed
+        """What its workers get."""
         self._workers: list[_Worker[T]] = []
 
     async def start(self) -> None:
         """Start the processes and wait until all are ready. ValueError if their service does not
         load."""
-        shared = self._code, self._read, self._chunks, self._closed
-        self._workers += (_Worker(index, *shared) for index in range(self._num_workers))
+        self._workers += (_Worker(self, index) for index in range(self._num_workers))
         for worker in self._workers:
             worker.start()
         with ExitStack() as on_failure:
@@ -115,16 +114,9 @@ class WorkerPool(Generic[T]):
 class _Worker(threading.Thread, Generic[T]):
     """The thread of one process: sends it calls until the pool is closed."""
 
-    def __init__(
-        self,
-        index: int,
-        code: UserCode,
-        read: Callable[[Call, dict[str, Any]], T | Failure],
-        chunks: queue.SimpleQueue[Chunk[T] | None],
-        closed: threading.Event,
-    ) -> None:
-        super().__init__(name=f"{code.label}-{index}", daemon=True)
-        self._code, self._read, self._chunks, self._closed = code, read, chunks, closed
+    def __init__(self, pool: WorkerPool[T], index: int) -> None:
+        self._code, self._read, self._chunks, self._closed = pool.shared
+        super().__init__(name=f"{self._code.label}-{index}", daemon=True)
         self.ready: Future[None] = Future()
         self.process: WorkerProcess | None = None
         self._in_flight: dict[str, Asked[T]] = {}  # by token, in order
