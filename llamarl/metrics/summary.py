@@ -14,6 +14,7 @@ import shlex
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -274,18 +275,16 @@ def _order(path: Path) -> tuple[int, str]:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _git_commit() -> str | None:
     """Commit of the source tree, with "-dirty" if it was changed; None outside a repository."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     source = Path(__file__).resolve().parent
-    try:
+    with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(describe, cwd=source, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+        return done.stdout.strip() or None
+    return None

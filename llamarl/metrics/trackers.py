@@ -85,11 +85,8 @@ def flatten(section: object, prefix: str = "") -> dict[str, object]:
     assert dataclasses.is_dataclass(section)
     flat: dict[str, object] = {}
     for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        if dataclasses.is_dataclass(value):
-            flat |= flatten(value, f"{prefix}{field.name}.")
-        else:
-            flat[prefix + field.name] = value
+        key, value = prefix + field.name, getattr(section, field.name)
+        flat |= flatten(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
     return flat
 
 
