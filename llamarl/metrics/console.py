@@ -26,19 +26,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from llamarl.metrics import rendering
 from llamarl.metrics.recent_spans import RecentSpans
-from llamarl.metrics.rendering import (
-    LABEL_WIDTH,
-    MARGINS,
-    Fact,
-    draw_curve,
-    draw_shares,
-    duration,
-    facts_grid,
-    is_shaped,
-    one_line,
-    scores,
-)
 from llamarl.metrics.shares import Shares
 from llamarl.metrics.span import executor_of
 from llamarl.metrics.step_metrics import Drops, Scalars, in_words, with_interval
@@ -178,7 +167,7 @@ class Progress:
         """What a version reached on the held-out prompts."""
         self._evaluations.append(evaluated)
         accuracy, reward = evaluated.accuracy, evaluated.reward
-        shaped = f"reward {reward:.3f}, " if is_shaped(reward, accuracy) else ""
+        shaped = f"reward {reward:.3f}, " if rendering.is_shaped(reward, accuracy) else ""
         words = with_interval(accuracy, evaluated.num_prompts)
         self._print_line(f"held-out {shaped}accuracy {words} at version {evaluated.version}")
         if self._sample:
@@ -188,9 +177,9 @@ class Progress:
         """A rollout that was trained, to be shown in one line, with the end of a long prompt."""
         ending = f"  (reward {reward:g})"
         width = self.console.width if self._live else LINE_WIDTH
-        room = width - LABEL_WIDTH - MARGINS - len(ending)
-        asked = one_line(prompt, room // 3, self.console.encoding, keeps_end=True)
-        answered = one_line(completion, room - cell_len(asked) - 4, self.console.encoding)
+        room = width - rendering.LABEL_WIDTH - rendering.MARGINS - len(ending)
+        asked = rendering.one_line(prompt, room // 3, self.console.encoding, keeps_end=True)
+        answered = rendering.one_line(completion, room - cell_len(asked) - 4, self.console.encoding)
         self._sample = f"{asked} -> {answered}{ending}"
 
     def show_drops(self, drops: Drops) -> None:
@@ -206,7 +195,7 @@ class Progress:
         if self._live is not None:
             return
         self._printed_s = time.monotonic()
-        elapsed = duration(self._printed_s - self._started_s)
+        elapsed = rendering.duration(self._printed_s - self._started_s)
         self.console.out(f"[{elapsed}] {words}", highlight=False)
 
     def _step_line(self) -> str:
@@ -237,11 +226,11 @@ class Progress:
         num_recent = len(self._ends_s) - 1
         per_step_s = max((last_s - first_s) / num_recent, (now_s - first_s) / (num_recent + 1))
         left_s = per_step_s * (self._num_steps - self._step) - min(now_s - last_s, per_step_s)
-        return duration(max(0.0, left_s))
+        return rendering.duration(max(0.0, left_s))
 
     def _render(self) -> RenderableType:
         self._update_shares()
-        elapsed = duration(time.monotonic() - self._started_s)
+        elapsed = rendering.duration(time.monotonic() - self._started_s)
         head = Table.grid(expand=True, padding=(0, 1))
         for ratio in (None, 1, None):
             head.add_column(ratio=ratio, no_wrap=True)
@@ -250,8 +239,8 @@ class Progress:
             ProgressBar(total=self._num_steps, completed=self._step),
             Text(f"{elapsed} elapsed, {self._left()} left", style="dim"),
         )
-        shares = {name: draw_shares(each, self.console) for name, each in self._shares.items()}
-        body = facts_grid([*self._facts(), *shares.items()])
+        drawn = [(n, rendering.draw_shares(s, self.console)) for n, s in self._shares.items()]
+        body = rendering.facts_grid([*self._facts(), *drawn])
         return Panel(
             Group(head, body) if self._num_steps else body,
             title=f"llamarl: {self._phase}",
@@ -259,7 +248,7 @@ class Progress:
             box=box.ROUNDED,
         )
 
-    def _facts(self) -> list[Fact]:
+    def _facts(self) -> list[rendering.Fact]:
         startup = self._startup
         if startup is not None:
             return [(role, Text(words)) for role, words in startup.rows()]
@@ -277,21 +266,22 @@ class Progress:
             facts.append(("sample", Text(self._sample)))
         return facts
 
-    def _trained(self) -> list[Fact]:
+    def _trained(self) -> list[rendering.Fact]:
         if not self._scores:
             return []
         rewards, accuracies = zip(*self._scores, strict=True)
-        reward = draw_curve(rewards, "6.3f", self.console)
-        accuracy = draw_curve(accuracies, "6.1%", self.console)
-        return scores("training", reward, accuracy, self._scores[-1])
+        reward = rendering.draw_curve(rewards, "6.3f", self.console)
+        accuracy = rendering.draw_curve(accuracies, "6.1%", self.console)
+        return rendering.scores("training", reward, accuracy, self._scores[-1])
 
-    def _held_out(self) -> list[Fact]:
+    def _held_out(self) -> list[rendering.Fact]:
         if not self._evaluations:
             return []
         found = list(self._evaluations)  # the display has a thread of its own
         rewards = Text("  ".join(f"{each.reward:.3f} (v{each.version})" for each in found), "bold")
         shares = Text("  ".join(f"{each.accuracy:.1%} (v{each.version})" for each in found), "bold")
-        return scores("held-out", rewards, shares, *((e.reward, e.accuracy) for e in found))
+        pairs = [(each.reward, each.accuracy) for each in found]
+        return rendering.scores("held-out", rewards, shares, *pairs)
 
     def _dropped(self) -> str:
         """Such as `dropped 180: 160 solved, 20 equal rewards (60 since the last step)`."""
