@@ -21,16 +21,11 @@ class MicroBatch:
     A rollout of P prompt and L response tokens feeds P + L - 1 tokens: no token follows its last.
     """
 
-    token_ids: torch.Tensor
-    """int64 [N], fed tokens."""
-    targets: torch.Tensor
-    """int64 [N], the token that follows each fed token."""
-    lengths: tuple[int, ...]
-    """R fed lengths; their sum is N."""
-    response: torch.Tensor
-    """int64 [T], which of the N positions predict response tokens, in order."""
-    response_lengths: tuple[int, ...]
-    """R response lengths; their sum is T."""
+    token_ids: torch.Tensor  # int64 [N], fed tokens
+    targets: torch.Tensor  # int64 [N], the token that follows each fed token
+    lengths: tuple[int, ...]  # R fed lengths; their sum is N
+    response: torch.Tensor  # int64 [T], which of the N positions predict response tokens, in order
+    response_lengths: tuple[int, ...]  # R response lengths; their sum is T
 
 
 def micro_batch(columns: Columns, indices: Sequence[int], device: torch.device) -> MicroBatch:
