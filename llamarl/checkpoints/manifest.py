@@ -113,11 +113,6 @@ def _read(path: Path) -> dict[str, Digest]:
 
 def _is_sound(name: str, digest: Digest) -> bool:
     """A name inside the folder, a length and a hash."""
-    parts = PurePosixPath(name).parts
-    return (
-        not name.startswith("/")
-        and ".." not in parts
-        and digest.keys() == {"bytes", "sha256"}
-        and type(digest["bytes"]) is int
-        and type(digest["sha256"]) is str
-    )
+    is_inside = not name.startswith("/") and ".." not in PurePosixPath(name).parts
+    kinds = {key: type(value) for key, value in digest.items()}
+    return is_inside and kinds == {"bytes": int, "sha256": str}

@@ -94,17 +94,13 @@ def message(calls: Sequence[Call], tokens: Sequence[str]) -> dict[str, Any]:
     """The request for these calls; a prompt that several share is sent once."""
     places: dict[int, int | None] = {id(None): None}
     prompts: list[dict[str, Any]] = []
-    for call in calls:
+    asked = []
+    for call, token in zip(calls, tokens, strict=True):
         if id(call.prompt) not in places:
             places[id(call.prompt)] = len(prompts)
             prompts.append({name: getattr(call.prompt, name) for name in PROMPT_FIELDS})
-    return {
-        "prompts": prompts,
-        "calls": [
-            (places[id(call.prompt)], call.arguments, token)
-            for call, token in zip(calls, tokens, strict=True)
-        ],
-    }
+        asked.append((places[id(call.prompt)], call.arguments, token))
+    return {"prompts": prompts, "calls": asked}
 
 
 class InvalidReturnError(ValueError):

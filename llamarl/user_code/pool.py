@@ -287,10 +287,8 @@ def _set_up(process: WorkerProcess, code: UserCode) -> None:
     process.send({"token": token, "service": code.service, "setup": code.setup, **limits})
     answer = process.receive(START_S, [token])
     if answer is None:
-        raise RuntimeError(
-            f"a {code.label} process must be ready within {START_S:g} s, got no answer; "
-            f"it was at\n{process.stack()}"
-        )
+        must = f"a {code.label} process must be ready within {START_S:g} s"
+        raise RuntimeError(f"{must}, got no answer; it was at\n{process.stack()}")
     if "error" in answer:
         raise ValueError(f"{code.label} must load, got {answer['error']}")
     process.pid = int(answer["pid"])
