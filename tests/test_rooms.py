@@ -10,12 +10,12 @@ from tests.test_house import FILES, PACKAGE, ROOT, room
 # Room -> (files, lines). A change may lower these numbers, and nothing else.
 SIZES = {
     "algorithms": (14, 881),
-    "checkpoints": (4, 457),
+    "checkpoints": (4, 452),
     "cluster": (19, 2461),
     "config": (11, 1466),
     "data": (6, 538),
     "dataflow": (6, 955),
-    "environments": (9, 576),
+    "environments": (9, 574),
     "executors": (27, 3556),
     "generation": (21, 2975),
     "lengths": (5, 423),
@@ -28,7 +28,7 @@ SIZES = {
     "run": (10, 2043),
     "storage": (13, 1892),
     "top": (13, 1799),
-    "user_code": (6, 937),
+    "user_code": (6, 931),
     "weights": (29, 3584),
 }
 
