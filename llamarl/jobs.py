@@ -32,7 +32,7 @@ from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.rendering import is_finished, shorten, show_end, show_finished_run
 from llamarl.metrics.span import Spans
 from llamarl.metrics.step_metrics import with_interval
-from llamarl.metrics.summary import ARCHIVE_FOLDER, SUMMARY_FILE, WriteProvenance, summarize
+from llamarl.metrics.summary import ARCHIVE_FOLDER, SUMMARY_FILE, WriteProvenance
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
@@ -95,10 +95,8 @@ async def _train(
         async with _started(config, inputs, run_dir, progress, parts) as (fleet, signals):
             controller = await sessions.run(fleet, signals, start)
             progress.show_phase("stopping the executors")
-    summary = summarize(run_dir)
     end = {"version": controller.saver.version, "solved": controller.gate.solved}
-    show_end(config, run_dir, summary, end, console)
-    return summary
+    return show_end(config, run_dir, end, console)
 
 
 async def evaluate(

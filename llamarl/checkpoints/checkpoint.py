@@ -72,10 +72,9 @@ def begin(run_dir: str | Path, version: int) -> Path:
         for stale in root.glob(_UNFINISHED + "*"):
             shutil.rmtree(stale)
         previous = latest(run_dir)
-        if previous is not None:
-            num_bytes = sum(file.stat().st_size for file in previous.rglob("*"))
-            if shutil.disk_usage(root).free < num_bytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        files = previous.rglob("*") if previous is not None else ()
+        if shutil.disk_usage(root).free < sum(file.stat().st_size for file in files):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         folder = root / f"{_UNFINISHED}step-{version:08d}"
         folder.mkdir()
     return folder
@@ -144,7 +143,9 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
 def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint so that it is neither resumed from nor counted."""
-    return folder.rename(_free(folder.with_name(_DAMAGED + folder.name)))
+    name = _DAMAGED + folder.name
+    paths = (folder.with_name(f"{name}-{i}" if i else name) for i in count())
+    return folder.rename(next(path for path in paths if not path.exists()))
 
 
 def holds_run(run_dir: str | Path) -> bool:
@@ -172,12 +173,6 @@ def _order(path: Path) -> tuple[int, int]:
     match = _COMMITTED.fullmatch(path.name)
     assert match is not None, path
     return int(match[1]), int(match[2] or 0)
-
-
-def _free(path: Path) -> Path:
-    """`path`, or with a number appended if it exists."""
-    names = (path.with_name(f"{path.name}-{i}") if i else path for i in count())
-    return next(name for name in names if not name.exists())
 
 
 def _remove(path: Path) -> None:

@@ -50,13 +50,16 @@ def verify(folder: Path, *needed: str) -> None:
         if name not in files:
             raise ValueError(f"{path} must list {name}, got {len(files)} other files")
     for name, saved in files.items():  # sizes first: quick
-        _check_bytes(folder / name, saved["bytes"])
-    found = _digests(folder, [folder / name for name in files])
-    for name, saved in files.items():
-        if found[name] != saved:
+        each, num_bytes = folder / name, saved["bytes"]
+        if not each.is_file():
+            raise ValueError(f"{each} must be a file of {num_bytes} bytes, got none")
+        if (found := each.stat().st_size) != num_bytes:
+            raise ValueError(f"{each} must be {num_bytes} bytes long, got {found}")
+    for name, got in _digests(folder, [folder / name for name in files]).items():
+        if got != (saved := files[name]):
             raise ValueError(
                 f"{folder / name} must hold the bytes that {MANIFEST_FILE} was made from (SHA-256 "
-                f"{saved['sha256'][:12]}...), got others ({found[name]['sha256'][:12]}...)"
+                f"{saved['sha256'][:12]}...), got others ({got['sha256'][:12]}...)"
             )
 
 
@@ -68,14 +71,6 @@ def verify_if_listed(folder: Path) -> None:
         verify(folder)
     except ValueError as error:
         raise ValueError(f"{error}; if the change was meant, remove {MANIFEST_FILE}") from error
-
-
-def _check_bytes(path: Path, num_bytes: int) -> None:
-    if not path.is_file():
-        raise ValueError(f"{path} must be a file of {num_bytes} bytes, got none")
-    found = path.stat().st_size
-    if found != num_bytes:
-        raise ValueError(f"{path} must be {num_bytes} bytes long, got {found}")
 
 
 def _digests(folder: Path, paths: Iterable[Path]) -> dict[str, Digest]:
@@ -104,25 +99,20 @@ def _write(path: Path, files: dict[str, Digest]) -> None:
 
 
 def _read(path: Path) -> dict[str, Digest]:
+    got = "a damaged one"
     try:
         files = parse(read_bytes(path))["files"]
-        sound = all(_is_sound(name, digest) for name, digest in files.items())
+        if all(_is_sound(name, digest) for name, digest in files.items()):
+            return dict(files)
     except ValueError as error:
-        raise ValueError(f"{path} must be a manifest as llamarl writes it, got {error}") from error
+        got = str(error)
     except (LookupError, TypeError, AttributeError):
-        sound = False
-    if not sound:
-        raise ValueError(f"{path} must be a manifest as llamarl writes it, got a damaged one")
-    return dict(files)
+        pass
+    raise ValueError(f"{path} must be a manifest as llamarl writes it, got {got}")
 
 
 def _is_sound(name: str, digest: Digest) -> bool:
     """A name inside the folder, a length and a hash."""
-    parts = PurePosixPath(name).parts
-    return (
-        not name.startswith("/")
-        and ".." not in parts
-        and digest.keys() == {"bytes", "sha256"}
-        and type(digest["bytes"]) is int
-        and type(digest["sha256"]) is str
-    )
+    is_inside = not name.startswith("/") and ".." not in PurePosixPath(name).parts
+    kinds = {key: type(value) for key, value in digest.items()}
+    return is_inside and kinds == {"bytes": int, "sha256": str}

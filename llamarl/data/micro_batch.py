@@ -21,16 +21,11 @@ class MicroBatch:
     A rollout of P prompt and L response tokens feeds P + L - 1 tokens: no token follows its last.
     """
 
-    token_ids: torch.Tensor
-    """int64 [N], fed tokens."""
-    targets: torch.Tensor
-    """int64 [N], the token that follows each fed token."""
-    lengths: tuple[int, ...]
-    """R fed lengths; their sum is N."""
-    response: torch.Tensor
-    """int64 [T], which of the N positions predict response tokens, in order."""
-    response_lengths: tuple[int, ...]
-    """R response lengths; their sum is T."""
+    token_ids: torch.Tensor  # int64 [N], fed tokens
+    targets: torch.Tensor  # int64 [N], the token that follows each fed token
+    lengths: tuple[int, ...]  # R fed lengths; their sum is N
+    response: torch.Tensor  # int64 [T], which of the N positions predict response tokens, in order
+    response_lengths: tuple[int, ...]  # R response lengths; their sum is T
 
 
 def micro_batch(columns: Columns, indices: Sequence[int], device: torch.device) -> MicroBatch:
@@ -48,12 +43,8 @@ def micro_batch(columns: Columns, indices: Sequence[int], device: torch.device) 
     responses = [columns[RESPONSE_IDS][i] for i in indices]
     whole = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
     lengths = tuple(len(ids) - 1 for ids in whole)
-    response = [
-        np.arange(start + len(prompt) - 1, start + length)
-        for start, prompt, length in zip(
-            accumulate(lengths, initial=0), prompts, lengths, strict=False
-        )
-    ]
+    ends = zip(accumulate(lengths), responses, strict=True)
+    response = [np.arange(end - len(ids), end) for end, ids in ends]
     return MicroBatch(
         token_ids=_tensor([ids[:-1] for ids in whole], device),
         targets=_tensor([ids[1:] for ids in whole], device),

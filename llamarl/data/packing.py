@@ -53,10 +53,7 @@ def make_batch(
 
 
 def pack(
-    lengths: Sequence[int],
-    num_ranks: int,
-    tokens_per_micro_batch: int,
-    attention_cost: float = 0.0,
+    lengths: Sequence[int], num_ranks: int, tokens_per_micro_batch: int, attention_cost: float = 0.0
 ) -> Assignment:
     """Assign every rollout to one micro-batch of one rank.
 
@@ -87,11 +84,7 @@ def pack(
 
 
 def _fill(
-    left: list[int],
-    lengths: Sequence[int],
-    costs: Sequence[float],
-    num_ranks: int,
-    budget: int,
+    left: list[int], lengths: Sequence[int], costs: Sequence[float], num_ranks: int, budget: int
 ) -> tuple[list[list[int]], list[int]]:
     """(One micro-batch per rank, what found no room), both from the longest rollout to the
     shortest, as `left` is."""

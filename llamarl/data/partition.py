@@ -1,8 +1,8 @@
 """Numbers split into parts with nearly equal sums.
 
 Owns: the largest differencing method of Karmarkar and Karp, and its counterpart for parts of equal
-size. Does not own: what the numbers mean
-(`packing.py`, `dataflow/samplers.py`). Invariant: pure and deterministic.
+size. Does not own: what the numbers mean (`packing.py`, `dataflow/samplers.py`). Invariant: pure
+and deterministic.
 """
 
 import heapq

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from jinja2 import TemplateError
 
+from llamarl.config.check import require
 from llamarl.data.bounds import MOST_GROWTH, bounded, growth
 from llamarl.json_file import read_object
 
@@ -48,12 +49,8 @@ class TextDecoder(Protocol):
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint; make it with `load_tokenizer`.
-
-    `eos_token_ids` are all ids that end a completion, the tokenizer's own first. `special_ids` are
-    those of special tokens, which `decode` leaves out, by their texts. `num_ids` is its largest id
-    plus one.
-    """
+    """The tokenizer of one checkpoint; make it with `load_tokenizer`. Its own id is the first of
+    `eos_token_ids`; `num_ids` is its largest id plus one."""
 
     def __init__(
         self, backend: PreTrainedTokenizerFast, folder: str, eos_token_ids: tuple[int, ...]
@@ -82,9 +79,8 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of `token_ids` without special tokens (end of sequence, padding, ...)."""
         ids = np.asarray(token_ids, dtype=np.int64).tolist()
-        text = self._backend.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        text = self._backend.decode(ids, **options)
         assert isinstance(text, str)
         return text
 
@@ -104,9 +100,8 @@ class Tokenizer:
         except Exception as error:  # noqa: BLE001 - the template is a program of the checkpoint's
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
-            raise ValueError(
-                f"the messages must suit the chat template of {self.folder}, got: {kind}{reason}"
-            ) from None
+            must = f"suit the chat template of {self.folder}"
+            raise ValueError(f"the messages must {must}, got: {kind}{reason}") from None
         assert isinstance(text, str)
         return text
 
@@ -118,21 +113,21 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     own. Raises ValueError if a file is missing or damaged or there is no end-of-sequence id.
     """
     path = Path(folder)
-    if not os.path.isdir(path):
-        raise ValueError(f"the tokenizer folder must exist, got {str(path)!r}")
-    if not (path / "tokenizer.json").is_file():
+    file = path / "tokenizer.json"
+    require(os.path.isdir(path), "the tokenizer folder", "exist", str(path))
+    if not file.is_file():
         raise ValueError(
             f"the tokenizer folder must hold tokenizer.json (transformers writes it with "
             f"AutoTokenizer.from_pretrained(...).save_pretrained(...)), got {str(path)!r} without"
         )
-    values = read_object(path / "tokenizer.json")
+    values = read_object(file)
     model = values.get("model")
     if not isinstance(model, dict) or "vocab" not in model:
-        raise ValueError(f"{path / 'tokenizer.json'} must hold a model with a 'vocab', got none")
+        raise ValueError(f"{file} must hold a model with a 'vocab', got none")
     for name in ("normalizer", "decoder"):
         if (times := growth(values.get(name))) > MOST_GROWTH:
             must = f"have a {name} that makes a text at most {MOST_GROWTH} times as long"
-            raise ValueError(f"{path / 'tokenizer.json'} must {must}, got {times:.3g} times")
+            raise ValueError(f"{file} must {must}, got {times:.3g} times")
     if (path / "tokenizer_config.json").exists():
         read_object(path / "tokenizer_config.json")
 
@@ -144,9 +139,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         backend.encode("1")  # settings of a wrong type fail at the first text only
     except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing narrower
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(
-            f"{path / 'tokenizer.json'} must be a tokenizer that transformers loads, got {reason}"
-        ) from None
+        must = "be a tokenizer that transformers loads"
+        raise ValueError(f"{file} must {must}, got {reason}") from None
     return Tokenizer(backend, str(path), _eos_token_ids(path, backend.eos_token_id))
 
 
@@ -175,11 +169,9 @@ def split_stops(
     special = tokenizer.special_ids
     others = [text for text in texts if text not in special]
     for text in others:
-        if found := next((token for token in special if token in text), None):
-            raise ValueError(
-                f"{key} must hold a special token, such as {found!r}, by itself or not at all, "
-                f"got {text!r}"
-            )
+        found = next((token for token in special if token in text), None)
+        must = f"hold a special token, such as {found!r}, by itself or not at all"
+        require(found is None, key, must, text)
     return tuple(special[text] for text in texts if text in special), tuple(others)
 
 
@@ -187,12 +179,10 @@ def _eos_token_ids(folder: Path, own: int | None) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     listed = read_object(path).get("eos_token_id") if path.exists() else None
     ids = [] if listed is None else listed if isinstance(listed, list) else [listed]
-    if not all(type(i) is int and i >= 0 for i in ids):
-        raise ValueError(f"eos_token_id of {path} must be a token id or a list of them, got {ids}")
+    is_sound = all(type(i) is int and i >= 0 for i in ids)
+    require(is_sound, f"eos_token_id of {path}", "be a token id or a list of them", ids)
     both = ([] if own is None else [own]) + ids
     if not both:
-        raise ValueError(
-            f"the tokenizer must have an end-of-sequence token (eos_token in "
-            f"{folder / 'tokenizer_config.json'}), got none"
-        )
+        where = f"eos_token in {folder / 'tokenizer_config.json'}"
+        raise ValueError(f"the tokenizer must have an end-of-sequence token ({where}), got none")
     return tuple(dict.fromkeys(both))

@@ -23,7 +23,7 @@ from llamarl.dataflow.task_stages import from_data
 from llamarl.environments.rewards import functions as rewards
 from llamarl.task_file import load_module
 from llamarl.types import Prompt, StageStatus
-from llamarl.user_code.report import InvalidReturnError, shown, user_traceback
+from llamarl.user_code.calls import InvalidReturnError, shown, user_traceback
 
 Answer = dict[str, Any]
 OWN_FILES = (__file__, rewards.__file__)

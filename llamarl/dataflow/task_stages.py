@@ -16,9 +16,8 @@ from llamarl.config.check import did_you_mean
 from llamarl.dataflow.columns import Column
 from llamarl.dataflow.graph import External, FrozenModel, Stage
 from llamarl.task_file import FILE, STAGES, find, load_module, place_of
-from llamarl.user_code.calls import Call, UserCode
+from llamarl.user_code.calls import Call, UserCode, shown
 from llamarl.user_code.pool import run_once
-from llamarl.user_code.report import shown
 
 KEY = "experience.stages"
 LIMIT_S = 30.0  # to look at what is loaded

@@ -52,10 +52,8 @@ def read_prompts(
     """
     path = Path(path)
     if config.chat and not tokenizer.has_chat_template:
-        raise ValueError(
-            f"data.chat must be false for a tokenizer without a chat template, got true with "
-            f"{tokenizer.folder}"
-        )
+        must = "data.chat must be false for a tokenizer without a chat template"
+        raise ValueError(f"{must}, got true with {tokenizer.folder}")
     prompts: list[Prompt] = []
     num_dropped = 0
     for number, row in read_rows(path):
@@ -117,12 +115,9 @@ class PromptStream(Iterator[Prompt]):
     ) -> None:
         self.position = position
         self.num_prompts = len(prompts)
-        self._prompts = prompts
-        self._seed = seed
-        self._shuffle = shuffle
+        self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
         self._identity = dict(identity or {})
-        self._order_epoch = -1
-        self._order: Sequence[int] = ()
+        self._order: tuple[int, Sequence[int]] = (-1, ())  # epoch, places of its prompts
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         for _, prompt_id in first:
             if prompt_id not in by_id:
@@ -133,11 +128,10 @@ class PromptStream(Iterator[Prompt]):
         if self._first:
             return self._first.popleft()
         epoch, place = divmod(self.position, len(self._prompts))
-        if epoch != self._order_epoch:
-            self._order_epoch = epoch
-            self._order = self._draw_order(epoch)
+        if epoch != self._order[0]:
+            self._order = epoch, self._draw_order(epoch)
         self.position += 1
-        return replace(self._prompts[self._order[place]], epoch=epoch)
+        return replace(self._prompts[self._order[1][place]], epoch=epoch)
 
     def state(self) -> dict[str, object]:
         """What a checkpoint saves. With the gate's open groups it names every prompt that was drawn
@@ -161,29 +155,22 @@ class PromptStream(Iterator[Prompt]):
 
 def _prompt(number: int, row: dict[str, Any], config: DataConfig, tokenizer: Tokenizer) -> Prompt:
     if config.prompt_field not in row:
-        raise ValueError(
-            f"the row must have the field {config.prompt_field!r} (data.prompt_field), "
-            f"got {', '.join(map(repr, row)) or 'no field at all'}"
-        )
+        must = f"the row must have the field {config.prompt_field!r} (data.prompt_field)"
+        raise ValueError(f"{must}, got {', '.join(map(repr, row)) or 'no field at all'}")
     question = row[config.prompt_field]
     if config.chat:
         text = tokenizer.render_chat(_messages(question, config))
     else:
         text = _text(question, config.prompt_field)
-    max_chars = SLACK * config.max_prompt_tokens * tokenizer.max_token_chars
-    if len(text) > max_chars:  # said before minutes go into its tokens
-        raise PromptTooLong(
-            f"the prompt must have at most {config.max_prompt_tokens} tokens "
-            f"(data.max_prompt_tokens), got {len(text):,} characters"
-        )
+    most = config.max_prompt_tokens
+    must = f"the prompt must have at most {most} tokens (data.max_prompt_tokens)"
+    if len(text) > SLACK * most * tokenizer.max_token_chars:  # before minutes go into its tokens
+        raise PromptTooLong(f"{must}, got {len(text):,} characters")
     token_ids = tuple(tokenizer.encode(text, special=not config.chat))
     if not token_ids:
         raise ValueError(f"{config.prompt_field!r} must hold at least one token, got {question!r}")
-    if len(token_ids) > config.max_prompt_tokens:
-        raise PromptTooLong(
-            f"the prompt must have at most {config.max_prompt_tokens} tokens "
-            f"(data.max_prompt_tokens), got {len(token_ids)}"
-        )
+    if len(token_ids) > most:
+        raise PromptTooLong(f"{must}, got {len(token_ids)}")
     return Prompt(prompt_id=number, text=text, token_ids=token_ids, fields=row)
 
 
@@ -198,26 +185,19 @@ def _text(question: object, field: str) -> str:
 def _messages(question: object, config: DataConfig) -> list[dict[str, Any]]:
     field = config.prompt_field
     if not isinstance(question, list):
-        messages = [{"role": "user", "content": _text(question, field)}]
-    else:
-        messages = []
-        for message in question:
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                raise ValueError(
-                    f"{field!r} must be text or a list of messages with 'role' and 'content', "
-                    f"got {_show(message)} in the list"
-                )
-            messages.append(message)
-        if not messages:
-            raise ValueError(f"{field!r} must hold at least one message, got an empty list")
-    if config.system is not None:
-        if messages[0]["role"] == "system":
-            raise ValueError(
-                "the messages must not start with a system message when data.system is set, "
-                "got both"
-            )
-        messages = [{"role": "system", "content": config.system}, *messages]
-    return messages
+        question = [{"role": "user", "content": _text(question, field)}]
+    if not question:
+        raise ValueError(f"{field!r} must hold at least one message, got an empty list")
+    for message in question:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            must = f"{field!r} must be text or a list of messages with 'role' and 'content'"
+            raise ValueError(f"{must}, got {_show(message)} in the list")
+    if config.system is None:
+        return question
+    if question[0]["role"] == "system":
+        must = "the messages must not start with a system message when data.system is set"
+        raise ValueError(f"{must}, got both")
+    return [{"role": "system", "content": config.system}, *question]
 
 
 def read_rows(path: Path) -> Iterator[NumberedRow]:
@@ -236,13 +216,11 @@ def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
                 continue
             try:
                 row = parse(line.removeprefix(BOM_UTF8).rstrip(b"\r\n"))
+                if not isinstance(row, dict):
+                    raise ValueError(_show(row))
             except ValueError as error:
                 must = f"{path}:{number}: the line must be a JSON object"
                 raise ValueError(f"{must}, got {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(
-                    f"{path}:{number}: the line must be a JSON object, got {_show(row)}"
-                )
             yield number, row
 
 
@@ -252,11 +230,8 @@ def _read_parquet(path: Path) -> Iterator[NumberedRow]:
 
     try:
         with parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
+            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            yield from enumerate(rows, start=1)
     except (pyarrow.ArrowException, OSError) as error:  # a damaged page is an OSError
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} must be a readable Parquet file, got: {reason}") from error

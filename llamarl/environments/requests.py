@@ -27,26 +27,23 @@ def make_requests(
     modulo their number, says: stop ids and stop strings are off. `max_tokens` stays,
     so that dispatch knows no more of a length than of one that the model chooses.
     """
-    requests = []
-    replay_tokens = 0
-    for index, row_id in enumerate(group.row_ids):
-        if replay_lengths:
-            place = (group.group_id * len(group.row_ids) + index) % len(replay_lengths)
-            replay_tokens = replay_lengths[place]
-            sampling = replace(sampling, stop_token_ids=(), stop_strings=())
-        requests.append(
-            Request(
-                row_id=row_id,
-                prompt_ids=group.prompt.token_ids,
-                sampling=sampling,
-                seed=rollout_seed(seed, group.prompt, index),
-                min_version=group.min_version,
-                segment_tokens=segment_tokens,
-                step=group.step,
-                replay_tokens=replay_tokens,
-            )
+    lengths = replay_lengths or [0]
+    if replay_lengths:
+        sampling = replace(sampling, stop_token_ids=(), stop_strings=())
+    first = group.group_id * len(group.row_ids)
+    return [
+        Request(
+            row_id=row_id,
+            prompt_ids=group.prompt.token_ids,
+            sampling=sampling,
+            seed=rollout_seed(seed, group.prompt, index),
+            min_version=group.min_version,
+            segment_tokens=segment_tokens,
+            step=group.step,
+            replay_tokens=lengths[(first + index) % len(lengths)],
         )
-    return requests
+        for index, row_id in enumerate(group.row_ids)
+    ]
 
 
 def rollout_seed(run_seed: int, prompt: Prompt, index: int) -> int:
@@ -70,8 +67,6 @@ def read_lengths(path: str | Path, max_tokens: int) -> list[int]:
         raise ValueError(f"{path} must hold a list of lengths, got {type(lengths).__name__}")
     wrong = [n for n in lengths if type(n) is not int or not 1 <= n <= max_tokens]
     if wrong or not lengths:
-        raise ValueError(
-            f"{path} must list lengths from 1 to sampling.max_tokens ({max_tokens}), "
-            f"got {wrong[0] if wrong else 'none'}"
-        )
+        must = f"{path} must list lengths from 1 to sampling.max_tokens ({max_tokens})"
+        raise ValueError(f"{must}, got {[*wrong, 'none'][0]}")
     return lengths

@@ -36,10 +36,8 @@ class Latency:
         """Learn from more decode steps: rollouts in it, seconds."""
         for size, seconds in steps:
             if size > 0 and seconds > 0:
-                kept = self._steps.setdefault(
-                    round(SIZES_PER_DOUBLING * math.log2(size)), deque(maxlen=NUM_KEPT)
-                )
-                kept.append((size, seconds))
+                quarter = round(SIZES_PER_DOUBLING * math.log2(size))
+                self._steps.setdefault(quarter, deque(maxlen=NUM_KEPT)).append((size, seconds))
         blocks: list[tuple[float, float, int]] = []  # (mean seconds, their weight, sizes pooled)
         sizes = []
         for _, kept in sorted(self._steps.items()):
@@ -58,6 +56,5 @@ class Latency:
         beyond = size - self._sizes[-1]
         if beyond <= 0 or len(self._sizes) == 1:
             return float(np.interp(size, self._sizes, self._seconds))
-        rise = self._seconds[-1] - self._seconds[0]
-        slope = rise / (self._sizes[-1] - self._sizes[0])
+        slope = np.ptp(self._seconds) / np.ptp(self._sizes)
         return float(self._seconds[-1] + beyond * slope)

@@ -10,8 +10,10 @@ while which prompts are the long ones changes more slowly. None of this is in a 
 that resumes learns it again in its first steps.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -42,20 +44,6 @@ class Ranker(Protocol):
         """The tokens that each will probably have, at least 1; 0 where nothing is known."""
 
 
-class Unranked:
-    """Expects nothing."""
-
-    def observe(self, request: Request, num_tokens: int) -> None:
-        """Nothing is kept."""
-
-    def refit(self) -> None:
-        """Nothing is learnt."""
-
-    def expect(self, requests: Sequence[Request]) -> list[int]:
-        """Zeros."""
-        return [0] * len(requests)
-
-
 class Oracle:
     """Knows each length beforehand: what a ranker could gain at most."""
 
@@ -69,8 +57,14 @@ class Oracle:
         """Nothing is learnt."""
 
     def expect(self, requests: Sequence[Request]) -> list[int]:
-        """The true lengths."""
         return [self._length_of(request) for request in requests]
+
+
+class Unranked(Oracle):
+    """Knows nothing, of any request."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: 0)
 
 
 class Skill:
@@ -96,7 +90,6 @@ class History:
         self._skill = Skill()
 
     def observe(self, request: Request, num_tokens: int) -> None:
-        """Keep it for the next refit."""
         self._new.append((request.prompt_ids, max(1, num_tokens)))
 
     def refit(self) -> None:
@@ -105,9 +98,9 @@ class History:
         if not new:
             return
         del self._new[: len(new)]  # more may have come meanwhile
-        found: dict[Ids, list[float]] = {}
+        found = defaultdict[Ids, list[float]](list)
         for prompt, length in new:
-            found.setdefault(prompt, []).append(length)
+            found[prompt].append(length)
         keep = 0.5 ** (len(new) / MEAN_HALF_LIFE) * self._weight
         total = sum(map(sum, found.values()))
         self._mean = (keep * self._mean + total) / (keep + len(new))
@@ -118,7 +111,6 @@ class History:
         self._learn(prompts, relative, [len(each) for each in found.values()])
 
     def expect(self, requests: Sequence[Request]) -> list[int]:
-        """The mean where there is nothing better."""
         if not requests or not self._weight:
             return [0] * len(requests)
         prompts = list({request.prompt_ids: None for request in requests})
@@ -144,10 +136,8 @@ class History:
 
 class Learnt(History):
     """Expects of a prompt that has no rollouts what a model learnt from others. Of one that has n
-    it mixes both: the prompt's own mean counts n / (n + OWN_COUNT).
-
-    There are several models, with memories of different lengths: that with the most skill counts.
-    """
+    it mixes both: the prompt's own mean counts n / (n + OWN_COUNT). Of several models, with
+    memories of different lengths, that with the most skill counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,17 +160,12 @@ class Learnt(History):
         return (counts * means + OWN_COUNT * modelled) / (counts + OWN_COUNT)
 
 
-def replayed_length(request: Request) -> int:
-    """What `sampling.replay_lengths` says of it."""
-    return request.replay_tokens
-
-
 def make_ranker(config: DispatchConfig) -> Ranker:
     """The ranker that the recipe chooses."""
     rankers: dict[str, Callable[[], Ranker]] = {
         "none": Unranked,
         "history": History,
         "model": Learnt,
-        "oracle": lambda: Oracle(replayed_length),
+        "oracle": lambda: Oracle(attrgetter("replay_tokens")),
     }
     return rankers[config.ranker]()

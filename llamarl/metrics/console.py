@@ -26,17 +26,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from llamarl.metrics import rendering
 from llamarl.metrics.recent_spans import RecentSpans
-from llamarl.metrics.rendering import (
-    LABEL_WIDTH,
-    MARGINS,
-    draw_curve,
-    draw_shares,
-    duration,
-    facts_grid,
-    is_shaped,
-    one_line,
-)
 from llamarl.metrics.shares import Shares
 from llamarl.metrics.span import executor_of
 from llamarl.metrics.step_metrics import Drops, Scalars, in_words, with_interval
@@ -50,6 +41,7 @@ LINE_WIDTH = 140  # of a sample, where there is no terminal
 SHARES_INTERVAL_S = 1.0
 CURVE_STEPS = 24
 RECENT_STEPS = 10  # whose pace the time left follows
+SHOWN_EVALUATIONS = 3
 SHOWN_EXECUTORS = ("generator", "trainer")
 STEP_FIGURES = (  # of a line: label, tag, format
     ("reward", "reward/mean", "{:.3f}"),
@@ -58,6 +50,7 @@ STEP_FIGURES = (  # of a line: label, tag, format
     ("tokens/s", "tokens/per_s", "{:,.0f}"),
 )
 STATES = ("starting", "loading", "ready")
+ALL_READY = "ready after"  # of a role's executors
 MAX_NAMES = 3  # of a role's executors in one state; of more than these only the number is shown
 
 ReportState = Callable[[str, str], None]
@@ -87,9 +80,8 @@ class Progress:
         self._first_step = self._step = 0
         self._phase = "starting"
         self._scalars: Scalars = {}
-        self._accuracies: deque[float] = deque(maxlen=CURVE_STEPS)
-        self._rewards: deque[float] = deque(maxlen=CURVE_STEPS)
-        self._evaluations: list[tuple[int, float, float]] = []
+        self._scores: deque[tuple[float, float]] = deque(maxlen=CURVE_STEPS)  # reward, accuracy
+        self._evaluations: deque[Evaluation] = deque(maxlen=SHOWN_EVALUATIONS)
         self._drops = Drops()
         self._startup: Startup | None = None
         self._sample = ""
@@ -103,7 +95,6 @@ class Progress:
             self._live = Live(
                 get_renderable=self._render,
                 console=self.console,
-                refresh_per_second=4,
                 transient=True,
                 redirect_stdout=False,
             )
@@ -136,9 +127,9 @@ class Progress:
 
         def report(name: str, state: str) -> None:
             startup.mark(name, state)
-            if state == "ready" and startup.is_complete(name):
-                role = executor_of(name)
-                self._print_line(f"{role} {dict(startup.rows())[role]}")
+            words = startup.describe(role := executor_of(name))
+            if state == "ready" and words.startswith(ALL_READY):
+                self._print_line(f"{role} {words}")
 
         def repeat() -> None:
             while not is_over.wait(QUIET_INTERVAL_S):
@@ -166,8 +157,7 @@ class Progress:
         self._step, self._scalars = step, scalars
         self._ends_s.append(time.monotonic())
         if "accuracy/train" in scalars:
-            self._accuracies.append(scalars["accuracy/train"])
-            self._rewards.append(scalars["reward/mean"])
+            self._scores.append((scalars["reward/mean"], scalars["accuracy/train"]))
         is_due = time.monotonic() - self._printed_s >= LINE_INTERVAL_S
         if is_due or step in (self._first_step + 1, self._num_steps):
             self._update_shares()
@@ -175,11 +165,11 @@ class Progress:
 
     def show_evaluation(self, evaluated: Evaluation) -> None:
         """What a version reached on the held-out prompts."""
-        version, accuracy, reward = evaluated.version, evaluated.accuracy, evaluated.reward
-        self._evaluations.append((version, accuracy, reward))
-        shaped = f"reward {reward:.3f}, " if is_shaped(reward, accuracy) else ""
+        self._evaluations.append(evaluated)
+        accuracy, reward = evaluated.accuracy, evaluated.reward
+        shaped = f"reward {reward:.3f}, " if rendering.is_shaped(reward, accuracy) else ""
         words = with_interval(accuracy, evaluated.num_prompts)
-        self._print_line(f"held-out {shaped}accuracy {words} at version {version}")
+        self._print_line(f"held-out {shaped}accuracy {words} at version {evaluated.version}")
         if self._sample:
             self._print_line(f"sample: {self._sample}")
 
@@ -187,9 +177,9 @@ class Progress:
         """A rollout that was trained, to be shown in one line, with the end of a long prompt."""
         ending = f"  (reward {reward:g})"
         width = self.console.width if self._live else LINE_WIDTH
-        room = width - LABEL_WIDTH - MARGINS - len(ending)
-        asked = one_line(prompt, room // 3, self.console.encoding, keeps_end=True)
-        answered = one_line(completion, room - cell_len(asked) - 4, self.console.encoding)
+        room = width - rendering.LABEL_WIDTH - rendering.MARGINS - len(ending)
+        asked = rendering.one_line(prompt, room // 3, self.console.encoding, keeps_end=True)
+        answered = rendering.one_line(completion, room - cell_len(asked) - 4, self.console.encoding)
         self._sample = f"{asked} -> {answered}{ending}"
 
     def show_drops(self, drops: Drops) -> None:
@@ -200,24 +190,22 @@ class Progress:
             self._print_line(f"step {self._step}/{self._num_steps}  {self._dropped()}")
 
     def _print_line(self, words: str) -> None:
-        """Log a line, and print it with the time unless a display is drawn, which shows the
-        same."""
+        """Log a line, and print it with the time unless a display shows the same."""
         log.info(words)
         if self._live is not None:
             return
         self._printed_s = time.monotonic()
-        elapsed = duration(self._printed_s - self._started_s)
-        self.console.print(f"[{elapsed}] {words}", markup=False, highlight=False, soft_wrap=True)
+        elapsed = rendering.duration(self._printed_s - self._started_s)
+        self.console.out(f"[{elapsed}] {words}", highlight=False)
 
     def _step_line(self) -> str:
+        known = [figure for figure in STEP_FIGURES if figure[1] in self._scalars]
         parts = [f"step {self._step}/{self._num_steps}"]
-        for label, tag, form in STEP_FIGURES:
-            if tag in self._scalars:
-                parts.append(f"{label} {form.format(self._scalars[tag])}")
+        parts += [f"{label} {form.format(self._scalars[tag])}" for label, tag, form in known]
         if self._drops.total:
             parts.append(self._dropped())
-        busy = [f"{name} {self._shares[name].busy:.0%}" for name in self._shown_shares()]
-        if busy:
+        if self._shares:
+            busy = [f"{name} {shares.busy:.0%}" for name, shares in self._shares.items()]
             parts.append("busy " + ", ".join(busy))
         parts.append(f"eta {self._left()}")
         return "  ".join(parts)
@@ -226,10 +214,8 @@ class Progress:
         now_s = time.monotonic()
         if self._recent_spans is not None and now_s - self._shares_s >= SHARES_INTERVAL_S:
             self._shares_s = now_s
-            self._shares = self._recent_spans.shares()
-
-    def _shown_shares(self) -> list[str]:
-        return [name for name in SHOWN_EXECUTORS if name in self._shares]
+            shares = self._recent_spans.shares()
+            self._shares = {name: shares[name] for name in SHOWN_EXECUTORS if name in shares}
 
     def _left(self) -> str:
         """The steps to come at the pace of the recent ones; a present step that takes longer than
@@ -240,11 +226,11 @@ class Progress:
         num_recent = len(self._ends_s) - 1
         per_step_s = max((last_s - first_s) / num_recent, (now_s - first_s) / (num_recent + 1))
         left_s = per_step_s * (self._num_steps - self._step) - min(now_s - last_s, per_step_s)
-        return duration(max(0.0, left_s))
+        return rendering.duration(max(0.0, left_s))
 
     def _render(self) -> RenderableType:
         self._update_shares()
-        elapsed = duration(time.monotonic() - self._started_s)
+        elapsed = rendering.duration(time.monotonic() - self._started_s)
         head = Table.grid(expand=True, padding=(0, 1))
         for ratio in (None, 1, None):
             head.add_column(ratio=ratio, no_wrap=True)
@@ -253,11 +239,8 @@ class Progress:
             ProgressBar(total=self._num_steps, completed=self._step),
             Text(f"{elapsed} elapsed, {self._left()} left", style="dim"),
         )
-        body = facts_grid()
-        for label, value in self._facts():
-            body.add_row(label, value)
-        for name in self._shown_shares():
-            body.add_row(name, draw_shares(self._shares[name], self.console))
+        drawn = [(n, rendering.draw_shares(s, self.console)) for n, s in self._shares.items()]
+        body = rendering.facts_grid([*self._facts(), *drawn])
         return Panel(
             Group(head, body) if self._num_steps else body,
             title=f"llamarl: {self._phase}",
@@ -265,7 +248,7 @@ class Progress:
             box=box.ROUNDED,
         )
 
-    def _facts(self) -> list[tuple[str, Text]]:
+    def _facts(self) -> list[rendering.Fact]:
         startup = self._startup
         if startup is not None:
             return [(role, Text(words)) for role, words in startup.rows()]
@@ -283,31 +266,22 @@ class Progress:
             facts.append(("sample", Text(self._sample)))
         return facts
 
-    def _trained(self) -> list[tuple[str, Text]]:
-        """Accuracy of the rollouts trained, and above it their reward where that says more."""
-        if not self._accuracies:
+    def _trained(self) -> list[rendering.Fact]:
+        if not self._scores:
             return []
-        curves = [
-            ("training reward", f"{self._rewards[-1]:6.3f}  ", self._rewards),
-            ("training accuracy", f"{self._accuracies[-1]:6.1%}  ", self._accuracies),
-        ]
-        if not is_shaped(self._rewards[-1], self._accuracies[-1]):
-            del curves[0]
-        return [
-            (label, Text(latest, "bold").append(draw_curve(values, self.console), "not bold cyan"))
-            for label, latest, values in curves
-        ]
+        rewards, accuracies = zip(*self._scores, strict=True)
+        reward = rendering.draw_curve(rewards, "6.3f", self.console)
+        accuracy = rendering.draw_curve(accuracies, "6.1%", self.console)
+        return rendering.scores("training", reward, accuracy, self._scores[-1])
 
-    def _held_out(self) -> list[tuple[str, Text]]:
-        latest = self._evaluations[-3:]
-        rows = []
-        if any(is_shaped(reward, accuracy) for _, accuracy, reward in latest):
-            rewards = "  ".join(f"{reward:.3f} (v{v})" for v, _, reward in latest)
-            rows.append(("held-out reward", Text(rewards, "bold")))
-        if latest:
-            accuracies = "  ".join(f"{accuracy:.1%} (v{v})" for v, accuracy, _ in latest)
-            rows.append(("held-out accuracy", Text(accuracies, "bold")))
-        return rows
+    def _held_out(self) -> list[rendering.Fact]:
+        if not self._evaluations:
+            return []
+        found = list(self._evaluations)  # the display has a thread of its own
+        rewards = Text("  ".join(f"{each.reward:.3f} (v{each.version})" for each in found), "bold")
+        shares = Text("  ".join(f"{each.accuracy:.1%} (v{each.version})" for each in found), "bold")
+        pairs = [(each.reward, each.accuracy) for each in found]
+        return rendering.scores("held-out", rewards, shares, *pairs)
 
     def _dropped(self) -> str:
         """Such as `dropped 180: 160 solved, 20 equal rewards (60 since the last step)`."""
@@ -328,25 +302,19 @@ class Startup:
         self._states[name] = (state, time.monotonic())
 
     def rows(self) -> list[tuple[str, str]]:
-        """(role, what its executors do), such as ("generator", "1 of 2 ready; generator-1 loading
-        (4 s)")."""
-        roles: dict[str, list[str]] = {}
-        for name in list(self._states):
-            roles.setdefault(executor_of(name), []).append(name)
-        return [(role, self._describe(names)) for role, names in roles.items()]
+        """(role, what its executors do) of each role."""
+        roles = dict.fromkeys(map(executor_of, list(self._states)))
+        return [(role, self.describe(role)) for role in roles]
 
-    def is_complete(self, name: str) -> bool:
-        """True if every executor of the role of `name` is ready."""
-        role = executor_of(name)
-        return all(s == "ready" for n, (s, _) in self._states.items() if executor_of(n) == role)
-
-    def _describe(self, names: list[str]) -> str:
+    def describe(self, role: str) -> str:
+        """Such as "1 of 2 ready; generator-1 loading (4 s)"."""
+        names = [name for name in list(self._states) if executor_of(name) == role]
         now_s = time.monotonic()
         by_state = {s: [n for n in names if self._states[n][0] == s] for s in STATES}
         ready = by_state.pop("ready")
         if len(ready) == len(names):
             last_s = max(self._states[name][1] for name in names)
-            return f"ready after {last_s - self._started_s:.0f} s"
+            return f"{ALL_READY} {last_s - self._started_s:.0f} s"
         parts = [f"{len(ready)} of {len(names)} ready"] if len(names) > 1 else []
         for state, members in by_state.items():
             if members:

@@ -27,14 +27,12 @@ def union(intervals: Intervals) -> Intervals:
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
     """The set covered by both."""
-    pieces, in_a, in_b = _pieces(a, b)
-    return union(pieces[in_a & in_b])
+    return _part(a, b, inside=True)
 
 
 def subtract(a: Intervals, b: Intervals) -> Intervals:
     """The set covered by `a` and not by `b`."""
-    pieces, in_a, in_b = _pieces(a, b)
-    return union(pieces[in_a & ~in_b])
+    return _part(a, b, inside=False)
 
 
 def length(a: Intervals) -> int:
@@ -56,10 +54,8 @@ def overlaps(a: Intervals, spans: Intervals) -> npt.NDArray[np.int64]:
     return covered_until(spans[:, 1]) - covered_until(spans[:, 0])
 
 
-def _pieces(
-    a: Intervals, b: Intervals
-) -> tuple[Intervals, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Cut time at every start and stop; for each piece whether it is in `a`, and in `b`."""
+def _part(a: Intervals, b: Intervals, *, inside: bool) -> Intervals:
+    """What of `a` is inside `b`, or outside: time is cut at every start and stop."""
     times = np.unique(np.concatenate([a, b]))
     pieces = np.stack([times[:-1], times[1:]], axis=1)
-    return pieces, overlaps(a, pieces) > 0, overlaps(b, pieces) > 0
+    return union(pieces[(overlaps(a, pieces) > 0) & ((overlaps(b, pieces) > 0) == inside)])

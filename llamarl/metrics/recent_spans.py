@@ -1,9 +1,8 @@
 """What the processes of a run do now, from their growing span files.
 
 Owns: shares of the last seconds, waits since the last step, what publishes cost, decode steps. Does
-not own: reading the files (`span.py`) or what a share is (`shares.py`). Invariant: each span is
-counted once, also when several threads ask; a wait for a publish counts with the one during which
-it was.
+not own: reading the files (`span.py`) or what a share is (`shares.py`). Invariant: each span counts
+once, whoever asks; a wait for a publish counts with the one during which it was.
 """
 
 import threading
@@ -45,7 +44,7 @@ class RecentSpans:
         self._files = SpanFolder(folder, max_files=MAX_FILES)
         self._since_ns = time.time_ns() if since_ns is None else since_ns
         self._spans: dict[str, list[Span]] = defaultdict(list)  # by process
-        self._waited_ns: dict[str, int] = {}
+        self._waited_ns: dict[str, int] = defaultdict(int)  # by process
         self._exposure = Exposure()
         self._lock = threading.Lock()
 
@@ -61,25 +60,17 @@ class RecentSpans:
                     shares[process] = shares_of(tracks_of(whole), window)
         return by_executor(shares)
 
-    def take_waits_s(self) -> dict[str, float]:
-        """Executor -> seconds waited (mean over its processes) in waits read since the last call.
-
-        Overlapping waits of one process count each.
-        """
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds by tag, in spans read since the last call: `wait/<executor>`, the mean over its
+        processes (overlapping waits of one count each), and `publish/<kind>`, see `Exposure`."""
+        waits: dict[str, list[float]] = defaultdict(list)
         with self._lock:
             self._read()
-            members: dict[str, list[float]] = defaultdict(list)
             for process, waited_ns in self._waited_ns.items():
-                members[executor_of(process)].append(waited_ns / 1e9)
+                waits[f"wait/{executor_of(process)}"].append(waited_ns / 1e9)
                 self._waited_ns[process] = 0
-        return {executor: sum(waits) / len(waits) for executor, waits in members.items()}
-
-    def take_exposure(self) -> dict[str, float]:
-        """Seconds per publish that generators and trainer stood still for it, by kind, in spans
-        read since the last call (see `Exposure.take`)."""
-        with self._lock:
-            self._read()
-            return self._exposure.take()
+            exposure = {f"publish/{kind}": each_s for kind, each_s in self._exposure.take().items()}
+        return exposure | {tag: sum(each) / len(each) for tag, each in waits.items()}
 
     def _read(self) -> None:
         for process, span in self._files.read():
@@ -88,8 +79,8 @@ class RecentSpans:
             self._exposure.add(process, span)
             if span.cat != "publish":
                 self._spans[process].append(span)
-                waited_ns = span.end_ns - span.start_ns if span.cat == "wait" else 0
-                self._waited_ns[process] = self._waited_ns.get(process, 0) + waited_ns
+                is_wait = span.cat == "wait"
+                self._waited_ns[process] += span.end_ns - span.start_ns if is_wait else 0
         for spans in self._spans.values():
             start_ns = self._window(spans)[0]
             spans[:] = [span for span in spans if span.end_ns > start_ns]
@@ -122,52 +113,42 @@ class Exposure:
 
     def __init__(self) -> None:
         self._processes: dict[str, set[str]] = defaultdict(set)  # by executor
-        self._publishes: Times = []
-        self._has_begun = False
+        self._publishes: Times = []  # the run's first one, then those not taken yet
         self._idle: dict[str, Times] = defaultdict(list)  # of generators, by process
-        self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._seconds: dict[tuple[str, str], float] = defaultdict(float)  # by kind and process
 
     def add(self, process: str, span: Span) -> None:
         """A span that has ended."""
         executor, times = executor_of(process), (span.start_ns, span.end_ns)
         self._processes[executor].add(process)
-        if executor == "controller" and (span.cat, span.name) == PUBLISH:
-            if "replica" not in span.args:  # else of one replica
-                self._publishes += [times] if self._has_begun else []
-                self._has_begun = True
-        elif executor == "generator":
-            self._idle[process] += [times] if (span.cat, span.name) == ("wait", "requests") else []
-            if span.name == "commit" or (span.cat, span.name) == ("wait", "buckets"):
-                self._seconds["commit_s"][process] += (times[1] - times[0]) / 1e9
+        if executor == "controller" and span.track == PUBLISH and "replica" not in span.args:
+            self._publishes.append(times)  # else of one replica
+        if executor == "generator" and span.track == ("wait", "requests"):
+            self._idle[process].append(times)
+        is_commit = span.name == "commit" or span.track == ("wait", "buckets")
+        if executor == "generator" and is_commit:
+            self._seconds["commit_s", process] += (times[1] - times[0]) / 1e9
         if span.cat == "wait" and span.name in ("publish", "last_publish"):
-            self._seconds["trainer_s"][process] += (times[1] - times[0]) / 1e9
+            self._seconds["trainer_s", process] += (times[1] - times[0]) / 1e9
 
     def take(self) -> dict[str, float]:
         """Seconds per publish by kind, and `exposed_s`, their sum, since the last call; nothing
         before two publishes have ended: what was waited for during the newest may be unread. A
         run's first publish does not count, for nothing goes on beside it."""
-        *done, newest = self._publishes or [(0, 0)]
+        done = self._publishes[1:-1]
         if not done:
             return {}
         during = union(np.array(done, dtype=np.int64))
         for process, idle in self._idle.items():
             waited = intersect(union(np.array(idle, dtype=np.int64).reshape(-1, 2)), during)
-            self._seconds["starved_s"][process] += length(waited) / 1e9
-            self._idle[process] = [times for times in idle if times[1] > newest[0]]
-        found = {
-            name: self._mean_s(self._seconds[name]) / len(done)
-            for name in ("trainer_s", "commit_s", "starved_s")
-        }
-        self._publishes = [newest]
+            self._seconds["starved_s", process] += length(waited) / 1e9
+            self._idle[process] = [times for times in idle if times[1] > self._publishes[-1][0]]
+        found = dict.fromkeys(("trainer_s", "commit_s", "starved_s"), 0.0)
+        for (kind, process), each_s in self._seconds.items():
+            found[kind] += each_s / len(self._processes[executor_of(process)]) / len(done)
+        del self._publishes[1:-1]
         self._seconds.clear()
         return found | {"exposed_s": sum(found.values())}
-
-    def _mean_s(self, seconds: dict[str, float]) -> float:
-        """Summed over executors, the mean over the processes of each."""
-        return sum(
-            each_s / len(self._processes[executor_of(process)])
-            for process, each_s in seconds.items()
-        )
 
 
 class DecodeSteps:
@@ -181,5 +162,5 @@ class DecodeSteps:
         return [
             (span.args["tokens"], (span.end_ns - span.start_ns) / 1e9)
             for _, span in self._files.read()
-            if (span.cat, span.name) == DECODE and not span.is_sum and "tokens" in span.args
+            if span.track == DECODE and not span.is_sum and "tokens" in span.args
         ]

@@ -10,14 +10,14 @@ import logging
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -38,12 +38,17 @@ MARGINS = len("| ") + len("  ") + len(" |")  # of a row of the panel: left, betw
 LOG_WIDTH = 84
 NEAR = 0.005  # a reward this near to the accuracy is not shown beside it
 
+Fact = tuple[str, RenderableType]
+"""A label and its value."""
+
 
 def show_end(
-    config: Config, run_dir: str, summary: dict[str, Any], state: dict[str, Any], console: Console
-) -> None:
-    """Print the table that ends a run, the paths of its results, what to try next and, for a run
-    that stopped before its last step, why: `state` has its version and, if so, what is "solved"."""
+    config: Config, run_dir: str, state: dict[str, Any], console: Console
+) -> dict[str, Any]:
+    """Summarize a run that has ended and print the table, the paths of its results, what to try
+    next and, if it stopped before its last step, why; returns the summary. `state` has its version
+    and, if so, what is "solved"."""
+    summary = summarize(run_dir)
     paths = {"metrics": f"{run_dir}/metrics.jsonl", "timeline": f"{run_dir}/trace.json"}
     if "tensorboard" in config.metrics.trackers:
         paths = {"TensorBoard": f"{run_dir}/tensorboard", **paths}
@@ -60,12 +65,10 @@ def show_end(
     log.info("%s", text.getvalue())
     render_summary(summary, paths, next_command, console)
     if state.get("solved") and state["version"] < config.num_steps:
-        console.print(
-            f"stopped at step {state['version']} of {config.num_steps}: {state['solved']} were "
-            "answered with full marks, so nothing is left to learn from these prompts",
-            highlight=False,
-            soft_wrap=True,
-        )
+        where = f"stopped at step {state['version']} of {config.num_steps}"
+        why = "answered with full marks, so nothing is left to learn from these prompts"
+        console.out(f"{where}: {state['solved']} were {why}", highlight=False)
+    return summary
 
 
 def is_finished(config: Config, run_dir: str, state: dict[str, Any]) -> bool:
@@ -79,8 +82,7 @@ def show_finished_run(
     config: Config, run_dir: str, state: dict[str, Any], console: Console
 ) -> dict[str, Any]:
     """Show again what a finished run showed at its end; returns its summary, computed again."""
-    summary = summarize(run_dir)
-    show_end(config, run_dir, summary, state, console)
+    summary = show_end(config, run_dir, state, console)
     console.print("this run had finished before: nothing was started", highlight=False)
     return summary
 
@@ -111,10 +113,7 @@ def render_summary(
     `summary` as `summary.summarize` returns it; `paths`: label -> path, in the order to be shown;
     `next_command`: what the user may try next.
     """
-    body = facts_grid()
-    for label, value in _results(summary):
-        body.add_row(label, value)
-    body.add_row()
+    body = facts_grid([*_results(summary), ("", "")])
     for name, shares in summary["executors"].items():
         if name != "controller":
             body.add_row(name, draw_shares(Shares(shares["busy"], shares["wait"]), console))
@@ -126,12 +125,21 @@ def render_summary(
     console.print()
 
 
-def facts_grid() -> Table:
+def facts_grid(facts: Iterable[Fact]) -> Table:
     """A table of labels and values without lines."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, min_width=LABEL_WIDTH)
     grid.add_column()
+    for label, value in facts:
+        grid.add_row(label, value)
     return grid
+
+
+def scores(kind: str, reward: Text, accuracy: Text, *pairs: tuple[Any, Any]) -> list[Fact]:
+    """The accuracy, and above it the reward if it says more in one of the `pairs` (reward and
+    accuracy, None where there is none), as while no rollout has full marks yet."""
+    facts: list[Fact] = [(f"{kind} reward", reward), (f"{kind} accuracy", accuracy)]
+    return facts if any(is_shaped(*pair) for pair in pairs) else facts[1:]
 
 
 def draw_shares(shares: Shares, console: Console) -> Text:
@@ -146,22 +154,19 @@ def draw_shares(shares: Shares, console: Console) -> Text:
     waits = sorted(shares.waits.items(), key=lambda item: -item[1])[:2]
     label = "   waiting: " if width == wide else "  wait "
     words = [f"{share:.0%} {reason}" for reason, share in waits if share >= 0.005]
-    while words:
-        waiting = label + ", ".join(words)
-        if len(bar) + len(waiting) <= room:
-            bar.append(waiting, "dim")
-            break
+    while words and len(bar) + len(label + ", ".join(words)) > room:
         words.pop()
-    return bar
+    return bar.append(label + ", ".join(words), "dim") if words else bar
 
 
-def draw_curve(values: Sequence[float], console: Console) -> str:
-    """One block per value, scaled from the smallest to the largest; nothing on ASCII consoles."""
-    if console.options.ascii_only:
-        return ""
+def draw_curve(values: Sequence[float], form: str, console: Console) -> Text:
+    """The latest value, and one block per value, scaled from the smallest to the largest; none on
+    ASCII consoles."""
     low, high = min(values), max(values)
     scale = (len(CURVE_BLOCKS) - 1) / ((high - low) or 1.0)
-    return "".join(CURVE_BLOCKS[round((value - low) * scale)] for value in values)
+    blocks = "".join(CURVE_BLOCKS[round((value - low) * scale)] for value in values)
+    shown = "" if console.options.ascii_only else blocks
+    return Text(f"{values[-1]:{form}}  ", "bold").append(shown, "not bold cyan")
 
 
 def duration(seconds: float) -> str:
@@ -185,7 +190,7 @@ def one_line(text: str, width: int, encoding: str, *, keeps_end: bool = False) -
 
 
 def is_shaped(reward: float | None, accuracy: float | None) -> bool:
-    """True if the reward says more than the accuracy, as while no rollout has full marks yet."""
+    """True if the reward says more than the accuracy."""
     if reward is None or accuracy is None:
         return reward is not None
     return abs(reward - accuracy) > NEAR or (accuracy == 0 and reward != 0)
@@ -203,7 +208,7 @@ def _print_pair(console: Console, label: str, value: Text) -> None:
     console.print(padded, value, sep="", soft_wrap=True)
 
 
-def _results(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
+def _results(summary: Mapping[str, Any]) -> list[Fact]:
     rows = _held_out(summary)
     rate = f"  ({summary['tokens_per_s']:,.0f} tokens/s trained)" if summary["tokens_per_s"] else ""
     rows.append(("steps", Text(f"{summary['steps']}  in {duration(summary['wall_s'])} {rate}")))
@@ -220,9 +225,8 @@ def _results(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     return rows
 
 
-def _held_out(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
-    """Accuracy before and after, and above it the reward where that says more; without held-out
-    prompts the training reward."""
+def _held_out(summary: Mapping[str, Any]) -> list[Fact]:
+    """What was reached before and after; without held-out prompts the training reward."""
     if not summary["held_out_prompts"]:
         first, last = summary.get("training_reward") or (None, None)
         if first is None or last is None:
@@ -230,15 +234,13 @@ def _held_out(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
         return [("training reward", Text(f"{first:.3f} first step   {last:.3f} last step"))]
     rewards = summary["reward_before"], summary["reward_after"]
     accuracies = summary["accuracy_before"], summary["accuracy_after"]
-    accuracy = _before_after(*("-" if value is None else f"{value:.1%}" for value in accuracies))
-    if not any(map(is_shaped, rewards, accuracies)):
-        return [("held-out accuracy", accuracy)]
-    reward = _before_after(*("-" if value is None else f"{value:.3f}" for value in rewards))
-    return [
-        ("held-out reward", reward),
-        ("held-out accuracy", accuracy.append("   (full marks)", "dim")),
-    ]
+    reward, accuracy = _before_after(rewards, ".3f"), _before_after(accuracies, ".1%")
+    facts = scores("held-out", reward, accuracy, *zip(rewards, accuracies, strict=True))
+    if len(facts) > 1:
+        accuracy.append("   (full marks)", "dim")
+    return facts
 
 
-def _before_after(before: str, after: str) -> Text:
+def _before_after(values: Iterable[float | None], form: str) -> Text:
+    before, after = ("-" if value is None else format(value, form) for value in values)
     return Text.assemble((before, "bold"), " before   ", (after, "bold green"), " after")

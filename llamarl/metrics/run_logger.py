@@ -34,8 +34,7 @@ class RunLogger:
 
     `read_completions` decodes rows that are still in storage; `num_samples` of them are shown per
     step, beside the answer in `answer_field` of the prompt's row; one of them after its question,
-    from `prompt_field`, on the console. `recent_spans` is None where no
-    spans are kept.
+    from `prompt_field`, on the console. `recent_spans` is None where no spans are kept.
     """
 
     log: MetricsLog
@@ -96,17 +95,13 @@ class RunLogger:
         dropped = self._drops.take(len(groups))
         self._step_ended_ns, self._seconds = now_ns, {}
         if self.recent_spans is not None:  # reads many lines, so not on the loop's thread
-            waits_s = await asyncio.to_thread(self.recent_spans.take_waits_s)
-            seconds |= {f"wait/{name}": wait_s for name, wait_s in waits_s.items()}
-            exposure = await asyncio.to_thread(self.recent_spans.take_exposure)
-            seconds |= {f"publish/{name}": each_s for name, each_s in exposure.items()}
+            seconds |= await asyncio.to_thread(self.recent_spans.take_seconds)
         completions: dict[int, str] = {}
         if self.read_completions is not None and self.num_samples:
             completions = await self.read_completions(sample_rows(groups, self.num_samples))
             self._show_sample(groups, completions)
         stats = replace(stats, scalars=stats.scalars | found)
         scalars, histograms, texts = step_scalars(
-            stats.version,
             groups,
             stats,
             dropped,

@@ -2,10 +2,8 @@
 
 Owns: busy and wait shares, overlap of generator and trainer, tokens decoded during publishes. Does
 not own: reading the files (`span.py`), shares during the run (`recent_spans.py`). Invariant: busy
-and wait shares of a process are disjoint, so they sum to at most 1.
-
-A process is named `<executor>-<number>`, with `-<rank>` behind it if the executor has several
-ranks. An executor's shares are the mean over its processes.
+and wait shares of a process are disjoint, so they sum to at most 1. An executor's are the mean over
+its processes.
 """
 
 from __future__ import annotations
@@ -20,14 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.metrics.intervals import EMPTY, Intervals, intersect, length, overlaps, subtract, union
-from llamarl.metrics.span import Span, SpanFolder, executor_of
+from llamarl.metrics.span import MAX_NS, Span, SpanFolder, executor_of
 
-LAST_NS = 2**63 - 1
 DECODE, PUBLISH = ("busy", "decode"), ("publish", "publish")  # categories and names of spans
 
 Tracks = dict[tuple[str, str], "array[int]"]
-"""Spans of one process by category and name: start and end in Unix nanoseconds, tokens; again and
-again, in the order recorded."""
+"""Spans of one process by category and name: start, end (Unix nanoseconds) and tokens of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +72,11 @@ class RunTimeline:
         return round(num_tokens)
 
     def _whole(self, window: Intervals) -> Intervals:
-        return intersect(window, np.array([[self.whole_ns, LAST_NS]]))
+        return intersect(window, np.array([[self.whole_ns, MAX_NS - 1]]))
 
     def _busy(self, executor: str) -> Intervals:
-        return _union_of(
-            track
-            for process, tracks in self.processes.items()
-            if executor_of(process) == executor
-            for (cat, _), track in tracks.items()
-            if cat == "busy"
-        )
+        processes = (name for name in self.processes if executor_of(name) == executor)
+        return union(np.concatenate([EMPTY, *(_busy(self.processes[name]) for name in processes)]))
 
 
 def read_timeline(
@@ -105,7 +96,7 @@ def read_timeline(
         if span.is_sum:
             whole_ns = max(whole_ns, span.end_ns)
         _stretch(sessions, (process, span.session), span)
-        if (span.cat, span.name) == ("mark", "step"):
+        if span.track == ("mark", "step"):
             _stretch(steps, (process, span.session), span)
     return RunTimeline(dict(processes), _as_intervals(steps), _as_intervals(sessions), whole_ns)
 
@@ -136,7 +127,7 @@ def by_executor(shares: dict[str, Shares]) -> dict[str, Shares]:
 def shares_of(tracks: Tracks, window: Intervals) -> Shares:
     """The shares of one process. Time that is busy and a wait counts as busy; time in two waits
     counts as the first of them by name."""
-    taken = _union_of(track for (cat, _), track in tracks.items() if cat == "busy")
+    taken = _busy(tracks)
     busy = _share(intersect(taken, window), window)
     waits = {}
     for (cat, name), track in sorted(tracks.items()):
@@ -153,8 +144,8 @@ def _share(part: Intervals, whole: Intervals) -> float:
 
 def _add(tracks: Tracks, span: Span) -> None:
     num_tokens = span.args.get("tokens", 0) if span.name == "decode" else 0
-    track = tracks.setdefault((span.cat, span.name), array("q"))
-    track.extend((span.start_ns, span.end_ns, num_tokens))
+    times = span.start_ns, span.end_ns
+    tracks.setdefault(span.track, array("q")).extend((*times, num_tokens))
 
 
 def _rows(track: array[int]) -> npt.NDArray[np.int64]:
@@ -168,6 +159,10 @@ def _times(track: array[int]) -> Intervals:
 
 def _union_of(tracks: Iterable[array[int]]) -> Intervals:
     return union(np.concatenate([EMPTY, *map(_times, tracks)]))
+
+
+def _busy(tracks: Tracks) -> Intervals:
+    return _union_of(track for (cat, _), track in tracks.items() if cat == "busy")
 
 
 def _stretch(extents: dict[tuple[str, int], list[int]], key: tuple[str, int], span: Span) -> None:

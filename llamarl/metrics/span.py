@@ -54,6 +54,11 @@ class Span(NamedTuple):
     args: dict[str, Any]
 
     @property
+    def track(self) -> tuple[str, str]:
+        """Its category and name."""
+        return self.cat, self.name
+
+    @property
     def is_sum(self) -> bool:
         """True if this stands for several spans of one name, with their counts and bytes. A busy
         one or a wait is as long as they were together; any other reaches from the first to the
@@ -126,23 +131,19 @@ class Spans:
         self._num_bytes += len(text)
         if self._limit_bytes is not None and self._num_bytes >= FULL_SHARE * self._limit_bytes:
             # Beside the process's work: reading the spans back takes tenths of a second.
-            self._summing = threading.Thread(target=self._sum_old_spans, daemon=True)
+            work = path, self._limit_bytes
+            self._summing = threading.Thread(target=self._sum_old_spans, args=work, daemon=True)
             self._summing.start()
 
-    def _sum_old_spans(self) -> None:
-        assert self._path is not None
-        assert self._limit_bytes is not None
-        self._num_bytes = sum_old_spans(self._path, self._limit_bytes)
+    def _sum_old_spans(self, path: Path, limit_bytes: int) -> None:
+        self._num_bytes = sum_old_spans(path, limit_bytes)
 
 
 class SpanReader:
-    """Reads one process's file while it grows: every `read` continues where the last one ended.
-
-    Spans that were summed between two reads are not read again as sums.
-    """
+    """Reads one process's file while it grows, also one that is not there yet: every `read`
+    continues where the last one ended. Spans that were summed meanwhile are not read as sums."""
 
     def __init__(self, path: str | Path) -> None:
-        """`path` is that of `<process>.jsonl`, whether it exists or not."""
         self.path = Path(path)
         self.process = self.path.stem
         self._parser = SpanParser()
@@ -170,10 +171,8 @@ class SpanReader:
 
 
 class SpanFolder:
-    """Reads the files of all processes of a run, or of those of one `executor`.
-
-    Of an executor with more than `max_files` processes, that many, evenly spread, are read.
-    """
+    """Reads the files of all processes of a run, or of those of one `executor`; where an executor
+    has more than `max_files`, so many of them, evenly spread."""
 
     def __init__(
         self, folder: str | Path, *, executor: str | None = None, max_files: int | None = None
@@ -232,9 +231,10 @@ class SpanParser:
         if type(name) is not str or type(cat) is not str:
             raise TypeError(name)
         sizes = line.get(BYTES)
-        counts = [line[count] for count in line.keys() & COUNTS]
-        for count in [*counts, *(sizes.values() if isinstance(sizes, dict) else [])]:
+        for count in map(line.get, line.keys() & COUNTS):
             _whole(count)
+        for size in sizes.values() if isinstance(sizes, dict) else ():
+            _whole(size)
         return Span(session, name, cat, start_ns, end_ns, line)
 
 
@@ -269,13 +269,12 @@ def sum_old_spans(path: Path, limit_bytes: int) -> int:
 def sums_of(spans: Sequence[Span]) -> Iterator[Span]:
     """A sum for each category and name of a session, the first of them for its `start` mark.
 
-    Busy time and waits follow each other up to where the last of them ended, in the precedence of
-    `shares.shares_of`. Waits come first, for a process only waits before the first step begins: so
-    the shares of the steps' time stay right.
+    Busy time and waits, in the precedence of `shares.shares_of`, follow each other up to where the
+    last of them ended. Waits come first, as before a run's first step: so its shares stay right.
     """
     tracks = defaultdict[tuple[str, str], list[Span]](list)
     for span in spans:
-        tracks[span.cat, span.name].append(span)
+        tracks[span.track].append(span)
     taken, lengths_ns = EMPTY, {}
     for track in sorted(key for key in tracks if key[0] in ("busy", "wait")):
         times = np.array([(span.start_ns, span.end_ns) for span in tracks[track]], dtype=np.int64)

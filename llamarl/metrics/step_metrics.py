@@ -10,6 +10,7 @@ import logging
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from textwrap import indent
 from types import MappingProxyType
 
 import numpy as np
@@ -44,6 +45,8 @@ TRAINER_TAGS = {
 }
 Z_95 = 1.959964  # standard deviations on either side that hold 95 % of a normal distribution
 
+CODE = " " * 4  # begins each line of a code block in Markdown
+
 WINDOW_GROUPS = 64  # the latest groups, of which a warning gives the share dropped
 
 MEANINGS = {
@@ -55,7 +58,6 @@ MEANINGS = {
 
 
 def step_scalars(
-    step: int,
     groups: Sequence[Group],
     stats: StepStats,
     dropped: Mapping[str, Sequence[Group]],
@@ -79,8 +81,8 @@ def step_scalars(
     """
     finished = [*groups, *(group for members in dropped.values() for group in members)]
     rows = [row for group in groups for row in group.rollouts.values()]
+    lengths = [row.num_tokens for group in finished for row in group.rollouts.values()]
     staleness = token_staleness(rows, stats.version - 1, oldest_version)
-    num_tokens = sum(row.num_tokens for row in rows)
     scalars: Scalars = {"rollouts/trained": len(rows), "groups/trained": len(groups)}
     scalars["groups/carried_over"] = sum(is_older(group, oldest_version) for group in groups)
     scalars |= _scores([score for group in finished for score in group.scores.values()])
@@ -91,29 +93,27 @@ def step_scalars(
     for name, value in seconds.items():
         scalars[name if "/" in name else f"time/{name}_s"] = value
     if seconds.get("step"):
-        scalars["tokens/per_s"] = num_tokens / seconds["step"]
+        scalars["tokens/per_s"] = sum(row.num_tokens for row in rows) / seconds["step"]
     scalars["dropped/groups"] = len(finished) - len(groups)
     scalars |= {f"dropped/{reason}": len(members) for reason, members in dropped.items()}
     scalars |= {f"dropped_rollouts/{reason}": count for reason, count in dropped_rollouts.items()}
-    scalars |= _columns([numbers for group in finished for numbers in group.numbers.values()])
-    texts: Texts = {}
-    if completions:
-        texts["rollouts"] = _samples(step, groups, completions, answer_field)
+    written = [numbers for group in finished for numbers in group.numbers.values()]
+    scalars |= _means("columns", written)  # by stages of the recipe's own
+    samples = _samples(stats.version, groups, completions or {}, answer_field)
     rewards = [s.reward for g in finished for s in g.scores.values() if s.has_reward]
-    lengths = [row.num_tokens for group in finished for row in group.rollouts.values()]
     histograms: Histograms = {
         STALENESS_HISTOGRAM: dict(staleness.items()),
         "reward/values": count_values(rewards),
         "length/tokens": count_values(lengths),
     }
-    return scalars, histograms, texts
+    return scalars, histograms, {"rollouts": samples} if samples else {}
 
 
-def _columns(rows: Sequence[Mapping[str, float]]) -> Scalars:
-    """The mean of each column that stages of the recipe's own wrote."""
+def _means(tag: str, rows: Sequence[Mapping[str, float]]) -> Scalars:
+    """The mean of each name over the rows that have it."""
     names = sorted({name for numbers in rows for name in numbers})
     values = {name: [numbers[name] for numbers in rows if name in numbers] for name in names}
-    return {f"columns/{name}": sum(found) / len(found) for name, found in values.items()}
+    return {f"{tag}/{name}": sum(found) / len(found) for name, found in values.items()}
 
 
 def token_staleness(
@@ -132,11 +132,6 @@ def is_older(group: Group, oldest_version: int) -> bool:
     """True if some of the group was written before `oldest_version`."""
     spans = (span for row in group.rollouts.values() for span in row.spans)
     return any(span.version < oldest_version for span in spans)
-
-
-def is_mixed(row: RolloutInfo) -> bool:
-    """True if two or more weight versions wrote the rollout."""
-    return len({span.version for span in row.spans}) > 1
 
 
 def sample_rows(groups: Sequence[Group], num_rows: int) -> list[int]:
@@ -164,10 +159,7 @@ def _scores(scores: list[StageResult]) -> Scalars:
         scalars["reward/mean"] = float(rewards.mean())
         scalars["reward/std"] = float(rewards.std())
         scalars["accuracy/train"] = sum(score.correct for score in scored) / len(scored)
-        for name in sorted({name for score in scored for name in score.parts}):
-            parts = [score.parts[name] for score in scored if name in score.parts]
-            scalars[f"reward_parts/{name}"] = sum(parts) / len(parts)
-    return scalars
+    return scalars | _means("reward_parts", [score.parts for score in scored])
 
 
 def _lengths(rows: list[RolloutInfo]) -> Scalars:
@@ -192,7 +184,8 @@ def _staleness(staleness: dict[int, int], rows: list[RolloutInfo]) -> Scalars:
         scalars["staleness/mean"] = sum(age * n for age, n in staleness.items()) / num_tokens
         scalars["staleness/max"] = max(staleness)
     if rows:
-        scalars["staleness/mixed_version_share"] = sum(map(is_mixed, rows)) / len(rows)
+        num_mixed = sum(len({span.version for span in row.spans}) > 1 for row in rows)
+        scalars["staleness/mixed_version_share"] = num_mixed / len(rows)
     return scalars
 
 
@@ -207,22 +200,19 @@ def count_values(values: Sequence[float]) -> dict[float, int]:
 
 
 def _samples(
-    step: int,
-    groups: Sequence[Group],
-    completions: Mapping[int, str],
-    answer_field: str | None,
+    step: int, groups: Sequence[Group], completions: Mapping[int, str], answer_field: str | None
 ) -> str:
     """Markdown; in code blocks, so that the model's own markup is not rendered."""
     parts = []
     for group in groups:
         answer = group.prompt.fields.get(answer_field or "")
-        expected = "" if answer is None else f"\n\nExpected:\n\n{_code(str(answer))}"
+        expected = "" if answer is None else f"\n\nExpected:\n\n{indent(str(answer), CODE)}"
         for row_id, score in group.scores.items():
             if row_id in completions:
                 parts.append(
                     f"**Step {step}, row {row_id}**: {_describe(group.rollouts[row_id], score)}\n\n"
-                    f"Prompt:\n\n{_code(group.prompt.text)}\n\n"
-                    f"Completion:\n\n{_code(completions[row_id])}{expected}"
+                    f"Prompt:\n\n{indent(group.prompt.text, CODE)}\n\n"
+                    f"Completion:\n\n{indent(completions[row_id], CODE)}{expected}"
                 )
     return "\n\n---\n\n".join(parts)
 
@@ -234,10 +224,6 @@ def _describe(row: RolloutInfo, score: StageResult) -> str:
     versions = ", ".join(str(span.version) for span in row.spans)
     finish = f"{row.finish_reason.value} after {row.num_tokens} tokens"
     return f"{reward}, {finish}, version{'s' * (len(row.spans) > 1)} {versions}"
-
-
-def _code(text: str) -> str:
-    return "\n".join("    " + line for line in text.splitlines())
 
 
 def interval(share: float, count: int) -> tuple[float, float]:

@@ -6,7 +6,6 @@ the run folder alone (archive of retired rollouts, spans, metrics.jsonl), indepe
 own counters; no file of spans is ever whole in memory.
 """
 
-import functools
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ import shlex
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -95,20 +95,19 @@ def summarize(run_dir: str | Path) -> Summary:
     steps = read_metrics(metrics, READ_TAGS) if metrics.exists() else {}
     steps_s = length(timeline.steps) / 1e9
     rewards = [step[REWARD] for step in steps.values() if REWARD in step]
-    num_tokens = rollouts.staleness.total()
     total_staleness = sum(age * count for age, count in rollouts.staleness.items())
     summary = {
         **rollouts.held_out(),
         "training_reward": [rewards[0], rewards[-1]] if rewards else None,
         "steps": len(rollouts.versions),
         "wall_s": length(timeline.sessions) / 1e9,
-        "tokens_per_s": rollouts.num_tokens / steps_s if steps_s else None,
+        "tokens_per_s": _ratio(rollouts.num_tokens, steps_s),
         "rollouts_trained": rollouts.num_trained,
         "groups_dropped": {reason: len(ids) for reason, ids in sorted(rollouts.dropped.items())},
-        "staleness_mean": total_staleness / num_tokens if num_tokens else None,
+        "staleness_mean": _ratio(total_staleness, rollouts.staleness.total()),
         "staleness_max": max(rollouts.staleness, default=None),
         "both_busy_share": timeline.both_busy_share() if steps_s else None,
-        "mixed_version_share": rollouts.mixed_share(),
+        "mixed_version_share": _ratio(rollouts.num_mixed, rollouts.num_trained),
         "tokens_during_publish": timeline.tokens_during_publish(),
         "ratio_mean": _mean_over_tokens(steps, RATIO_MEAN),
         "ratio_clipped_share": _mean_over_tokens(steps, RATIO_CLIPPED),
@@ -131,18 +130,15 @@ class ArchivedRollouts:
     num_tokens: int = 0
     staleness: Counter[int] = field(default_factory=Counter)  # of trained tokens
     dropped: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    # Of each version evaluated: (full marks, reward) of its rollouts.
-    evaluated: dict[int, list[tuple[bool, float]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    # By version evaluated: (full marks, reward) of its rollouts.
+    evaluated: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, line: dict[str, Any]) -> None:
         """Count one retired rollout."""
         if line["outcome"] == "trained":
             self._add_trained(line)
-        elif line["outcome"] == "dropped":
-            if not line.get("left_out"):  # else the rest of its group was trained on
-                self.dropped[line["reason"]].add(line["group_id"])
+        elif line["outcome"] == "dropped" and not line.get("left_out"):
+            self.dropped[line["reason"]].add(line["group_id"])  # the rest of which was not trained
         elif line["outcome"] == "evaluated":
             reward = line["reward"] or 0.0  # null: it failed
             correct = line.get("correct", reward >= 1.0)
@@ -156,10 +152,6 @@ class ArchivedRollouts:
         for version, num_tokens in line["spans"]:
             if version >= line["oldest_version"]:
                 self.staleness[line["version"] - version] += num_tokens
-
-    def mixed_share(self) -> float | None:
-        """Share of the trained rollouts that several versions wrote."""
-        return self.num_mixed / self.num_trained if self.num_trained else None
 
     def held_out(self) -> dict[str, Any]:
         """What summary.json says of evaluations."""
@@ -200,12 +192,14 @@ def _read_archive(folder: Path) -> ArchivedRollouts:
 
 def _mean_over_tokens(steps: dict[int, dict[str, Any]], tag: str) -> float | None:
     """Mean of what each step reported under `tag`, weighted by its trained tokens."""
-    total = num_tokens = 0.0
-    for step in steps.values():
-        value, weight = step.get(tag), step.get(TRAINED_TOKENS)
-        if isinstance(value, int | float) and isinstance(weight, int | float):
-            total, num_tokens = total + value * weight, num_tokens + weight
-    return total / num_tokens if num_tokens else None
+    pairs: list[Any] = [(step.get(tag), step.get(TRAINED_TOKENS)) for step in steps.values()]
+    sound = [pair for pair in pairs if all(isinstance(each, int | float) for each in pair)]
+    num_tokens = sum(weight for _, weight in sound)
+    return _ratio(sum(value * weight for value, weight in sound), num_tokens)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
 
 
 class TraceFile:
@@ -224,17 +218,21 @@ class TraceFile:
         self._zero_ns = min((span.start_ns for span in firsts if span is not None), default=0)
         self._out_path = out_path
         self._unfinished = Path(f"{out_path}.tmp")
-        self._lane_ends_ns: dict[str, list[list[int]]] = {}  # by process and track, of each lane
+        self._lane_ends_ns: dict[tuple[str, int], list[int]] = defaultdict(list)  # by track
         self._cut_ns: dict[str, int] = {}  # by process: before this, its spans are sums
 
     def __enter__(self) -> Self:
         self._file = self._unfinished.open("w")
         self._separator = ""
         self._file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for process, pid in self._pids.items():
+            self._write("M", "process_name", pid, 0, args={"name": process})
+            self._write("M", "process_sort_index", pid, 0, args={"sort_index": pid})
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        cut = {name: f"from {_utc(ns)} on" for name, ns in self._cut_ns.items()}
+        at = {name: datetime.fromtimestamp(ns / 1e9, UTC) for name, ns in self._cut_ns.items()}
+        cut = {name: f"from {time.isoformat(timespec='seconds')} on" for name, time in at.items()}
         other_data = f', "otherData": {json.dumps({"cut": cut})}' if cut else ""
         self._file.write(f"\n]{other_data}}}\n")
         self._file.close()
@@ -243,71 +241,50 @@ class TraceFile:
 
     def add(self, process: str, span: Span) -> None:
         """Write `span`; a sum of spans only adds a note that the trace of `process` is cut."""
-        pid = self._pids[process]
-        if process not in self._lane_ends_ns:
-            self._lane_ends_ns[process] = [[] for _ in TRACKS]
-            self._write_metadata("process_name", pid, 0, name=process)
-            self._write_metadata("process_sort_index", pid, 0, sort_index=pid)
         if span.is_sum:
             self._cut_ns[process] = max(self._cut_ns.get(process, 0), span.end_ns)
             return
-        tid = self._place(process, span)
         self.num_spans += 1
-        times_us = (span.start_ns - self._zero_ns) / 1e3, (span.end_ns - span.start_ns) / 1e3
-        self._write(
-            f'{{"ph": "X", "name": {_quoted(span.name)}, "cat": {_quoted(span.cat)}, "pid": {pid}, '
-            f'"tid": {tid}, "ts": {times_us[0]}, "dur": {times_us[1]}, '
-            f'"args": {json.dumps(span.args)}}}'
-        )
+        pid, tid = self._pids[process], self._place(process, span)
+        start_us = (span.start_ns - self._zero_ns) / 1e3
+        times_us = {"ts": start_us, "dur": (span.end_ns - span.start_ns) / 1e3}
+        self._write("X", span.name, pid, tid, cat=span.cat, **times_us, args=span.args)
 
     def _place(self, process: str, span: Span) -> int:
         """Thread id of the first lane of the span's track that is free at its start."""
         track = TRACK_OF.get(span.cat, len(TRACKS) - 1)
-        ends_ns = self._lane_ends_ns[process][track]
+        ends_ns = self._lane_ends_ns[process, track]
         lane = next((i for i, end in enumerate(ends_ns) if end <= span.start_ns), len(ends_ns))
         tid = track * MAX_LANES + lane + 1
         if lane == len(ends_ns):
             ends_ns.append(0)
             name = f"{TRACKS[track]} {lane + 1}" if lane else TRACKS[track]
-            self._write_metadata("thread_name", self._pids[process], tid, name=name)
+            self._write("M", "thread_name", self._pids[process], tid, args={"name": name})
         ends_ns[lane] = span.end_ns
         return tid
 
-    def _write_metadata(self, kind: str, pid: int, tid: int, **args: Any) -> None:
-        event = {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
-        self._write(json.dumps(event))
-
-    def _write(self, event: str) -> None:
-        self._file.write(self._separator + event)
+    def _write(self, phase: str, name: str, pid: int, tid: int, **more: Any) -> None:
+        event = {"ph": phase, "name": name, "pid": pid, "tid": tid, **more}
+        self._file.write(self._separator + json.dumps(event))
         self._separator = ",\n"
-
-
-_quoted = functools.cache(json.dumps)
-
-
-def _utc(unix_ns: int) -> str:
-    return datetime.fromtimestamp(unix_ns / 1e9, UTC).isoformat(timespec="seconds")
 
 
 def _order(path: Path) -> tuple[int, str]:
     executor = executor_of(path.stem)
-    known = executor in PROCESS_ORDER
-    return (PROCESS_ORDER.index(executor) if known else len(PROCESS_ORDER), path.stem)
+    return [*PROCESS_ORDER, executor].index(executor), path.stem
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _git_commit() -> str | None:
     """Commit of the source tree, with "-dirty" if it was changed; None outside a repository."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     source = Path(__file__).resolve().parent
-    try:
+    with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(describe, cwd=source, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+        return done.stdout.strip() or None
+    return None

@@ -17,15 +17,7 @@ import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.metadata import create_summary_metadata as histogram_metadata
-from tensorboard.plugins.hparams.api_pb2 import (
-    DataType,
-    Experiment,
-    HParamInfo,
-    MetricInfo,
-    MetricName,
-)
-from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, NULL_TENSOR
-from tensorboard.plugins.hparams.metadata import create_summary_metadata as hparams_metadata
+from tensorboard.plugins.hparams import api_pb2, metadata
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
@@ -67,18 +59,14 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "evaluation/reward": "Mean reward on held-out prompts.",
     "evaluation/length": "Mean tokens of a held-out completion.",
     "evaluation/truncated_share": "Share of held-out completions cut at evaluation.max_tokens.",
-    "evaluation/failed": "Held-out completions whose reward failed; they count as wrong, with "
-    "reward 0.",
-    "reward_parts/": "Mean of what this reward function gave, before it is multiplied by its "
-    "weight.",
+    "evaluation/failed": "Held-out completions whose reward failed: wrong, with reward 0.",
+    "reward_parts/": "Mean of what this reward function gave, before its weight is applied.",
     "reward_failures/": "Rollouts whose reward failed: its code raised, took too long (hung) or "
     "returned no finite number (invalid).",
-    "rollouts": "Sample completions of the step as text, in turn the best and the worst of a "
-    "group.",
+    "rollouts": "Sample completions of the step as text: in turn the best and worst of a group.",
     "rollouts/trained": "Rollouts trained in the step.",
     "groups/trained": "Groups (the rollouts of one prompt) trained in the step.",
-    "groups/carried_over": "Groups trained in the step of which some tokens were too old for it: "
-    "tokens/masked counts them.",
+    "groups/carried_over": "Trained groups with tokens that were too old (see tokens/masked).",
     "dropped/groups": "Groups that the group filter dropped since the last step.",
     "dropped/solved": "Dropped groups whose rollouts all have full marks: the prompt is too easy, "
     "or reward.full_marks too low for the scale of the rewards.",
@@ -101,17 +89,14 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "ratio/clipped_share": "Share of trained tokens whose ratio was clipped.",
     "kl/generator_trainer": "KL divergence between generator and trainer, per token, in nats.",
     "kl/reference": "The KL penalty's estimate per token against the frozen model, in nats.",
-    "trainer/loss": "The loss of the step: a sum over tokens, divided as algorithm.normalization "
-    "says.",
+    "trainer/loss": "Loss of the step: a sum over tokens, divided as algorithm.normalization says.",
     "trainer/lr": "Learning rate of the step.",
     "trainer/": "A number that the trainer reported at the optimizer step.",
     "tokens/per_s": "Response tokens trained per second of the step.",
     "tokens/trained": "Response tokens trained in the step.",
-    "tokens/masked": "Response tokens with zero weight in the loss: too old, or of a truncated "
-    "rollout.",
+    "tokens/masked": "Response tokens of weight 0 in the loss: too old, or of a truncated rollout.",
     "time/step_s": "Seconds from the end of the step before to the end of this one.",
-    "time/publish_s": "Seconds that the latest publish took, until the generators decoded with the "
-    "new version.",
+    "time/publish_s": "Seconds of the latest publish, until the generators decoded its version.",
     "time/": "Seconds that this took.",
     "wait/": "Seconds that a process of this executor waited during the step, on average.",
     "staleness/mean": "Mean age of trained tokens, in versions.",
@@ -127,11 +112,9 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "publish/starved_s": "Seconds per publish that a replica had nothing to decode while the "
     "version was on its way, on average.",
     "parts/number": "Parts in which the step was trained.",
-    "parts/least_tokens": "Tokens that must be ready before the trainer starts a part, as measured "
-    "by then.",
+    "parts/least_tokens": "Tokens that must be ready before a part starts, as measured by then.",
     "logprob_check/rows": "Short rollouts compared between generators and trainer in the step.",
-    "logprob_check/difference": "Largest difference between log-probs of generators and trainer, "
-    "in nats.",
+    "logprob_check/difference": "Largest difference of log-probs, trainer from generator, in nats.",
     "logprob_check/tolerance": "Largest difference of log-probs that the check allows, in nats.",
 }
 
@@ -158,25 +141,20 @@ class TensorBoardTracker:
         self._writer = EventFileWriter(str(run_dir / TENSORBOARD_FOLDER))
         self._described: set[str] = set()
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
-        values = {
-            key: value if isinstance(value, bool | int | float | str) else str(value)
-            for key, value in config.items()
-        }
+        kinds = bool | int | float | str
+        values = {key: v if isinstance(v, kinds) else str(v) for key, v in config.items()}
         self._write(Event(summary=_experiment(values)))
         self._write(Event(summary=hparams_pb(values)))
 
     def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
         """Write one event with everything the step brought."""
         summary = Summary(value=[self._scalar(tag, value) for tag, value in scalars.items()])
-        summary.value.extend(
-            _histogram(tag, counts) for tag, counts in histograms.items() if counts
-        )
+        summary.value.extend(_histogram(tag, n) for tag, n in histograms.items() if n)
         for tag, text in texts.items():
             summary.MergeFrom(text_pb(chart_tag(tag), text, description(tag)))
         self._write(Event(step=step, summary=summary))
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
     def _scalar(self, tag: str, value: float) -> Summary.Value:
@@ -207,21 +185,24 @@ def _histogram(tag: str, counts: Mapping[float, int]) -> Summary.Value:
         weights=[counts[value] for value in values.tolist()],
     )
     tensor = make_tensor_proto(np.stack([edges[:-1], edges[1:], amounts], axis=1))
-    metadata = histogram_metadata(None, description(tag))
-    return Summary.Value(tag=chart_tag(tag), metadata=metadata, tensor=tensor)
+    about = histogram_metadata(None, description(tag))
+    return Summary.Value(tag=chart_tag(tag), metadata=about, tensor=tensor)
 
 
 def _experiment(values: Mapping[str, bool | float | str]) -> Summary:
     """Which columns the HPARAMS tab has, and of which type; metrics are existing charts."""
     kinds = {bool: "DATA_TYPE_BOOL", str: "DATA_TYPE_STRING"}
+    types = {key: kinds.get(type(value), "DATA_TYPE_FLOAT64") for key, value in values.items()}
     columns = [
-        HParamInfo(name=key, type=DataType.Value(kinds.get(type(value), "DATA_TYPE_FLOAT64")))
-        for key, value in sorted(values.items())
+        api_pb2.HParamInfo(name=key, type=api_pb2.DataType.Value(types[key]))
+        for key in sorted(types)
     ]
     metrics = [
-        MetricInfo(name=MetricName(tag=chart_tag(tag)), display_name=tag) for tag in JUDGED_BY
+        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=chart_tag(tag)), display_name=tag)
+        for tag in JUDGED_BY
     ]
-    experiment = Experiment(hparam_infos=columns, metric_infos=metrics)
-    metadata = hparams_metadata(HParamsPluginData(experiment=experiment))
-    value = Summary.Value(tag=EXPERIMENT_TAG, metadata=metadata, tensor=NULL_TENSOR)
-    return Summary(value=[value])
+    experiment = api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics)
+    about = metadata.create_summary_metadata(HParamsPluginData(experiment=experiment))
+    summary = Summary()
+    summary.value.add(tag=metadata.EXPERIMENT_TAG, metadata=about, tensor=metadata.NULL_TENSOR)
+    return summary

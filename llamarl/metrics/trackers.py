@@ -34,11 +34,9 @@ class Tracker(Protocol):
     def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
         """Record values by tag for `step` (optimizer steps completed). A step may be logged again,
         even after later ones, because a version is evaluated while later ones are trained."""
-        ...
 
     def close(self) -> None:
         """Write or send what is left."""
-        ...
 
 
 OpenTracker = Callable[[Path, Mapping[str, object], int], Tracker]
@@ -87,11 +85,8 @@ def flatten(section: object, prefix: str = "") -> dict[str, object]:
     assert dataclasses.is_dataclass(section)
     flat: dict[str, object] = {}
     for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        if dataclasses.is_dataclass(value):
-            flat |= flatten(value, f"{prefix}{field.name}.")
-        else:
-            flat[prefix + field.name] = value
+        key, value = prefix + field.name, getattr(section, field.name)
+        flat |= flatten(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
     return flat
 
 
@@ -107,9 +102,9 @@ class MetricsLog:
     def __init__(self, run_dir: str | Path, trackers: Mapping[str, Tracker] | None = None) -> None:
         path = Path(run_dir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.exists() and not _ends_a_line(path)
-        self._jsonl = path.open("a")
-        if unfinished:
+        self._jsonl = path.open("a+")
+        end = self._jsonl.tell()
+        if end and os.pread(self._jsonl.fileno(), 1, end - 1) != b"\n":  # killed while writing
             self._jsonl.write("\n")
         self._trackers = dict(trackers or {})
 
@@ -122,7 +117,7 @@ class MetricsLog:
     ) -> None:
         """Write the values of `step` (optimizer steps completed)."""
         line: dict[str, Any] = {"step": step, "unix_s": time.time()}
-        line |= {tag: _finite(value) for tag, value in scalars.items()}
+        line |= {tag: v if math.isfinite(v) else None for tag, v in scalars.items()}
         if histograms:
             line["histograms"] = histograms
         if texts:
@@ -132,7 +127,6 @@ class MetricsLog:
         self._each(lambda tracker: tracker.log(step, scalars, histograms or {}, texts or {}))
 
     def close(self) -> None:
-        """Close the file and the trackers."""
         self._jsonl.close()
         self._each(lambda tracker: tracker.close())
 
@@ -172,11 +166,9 @@ class ScalarTracker:
     finish: Callable[[], object]
 
     def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
-        """Send the scalars."""
         self.send(step, scalars)
 
     def close(self) -> None:
-        """Wait until all is sent."""
         self.finish()
 
 
@@ -224,19 +216,6 @@ def _open_tensorboard(run_dir: Path, config: Mapping[str, object], first_step: i
 def _run_name(run_dir: Path, first_step: int) -> str:
     """A resumed run gets another name, as these trackers keep what the earlier one logged."""
     return f"{run_dir.name} from step {first_step}" if first_step else run_dir.name
-
-
-def _ends_a_line(path: Path) -> bool:
-    """True if the file is empty or its last byte ends a line."""
-    with path.open("rb") as file:
-        if not file.seek(0, os.SEEK_END):
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 TRACKERS = {

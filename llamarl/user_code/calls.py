@@ -1,14 +1,19 @@
-"""Calls of user code: what is asked, what comes of it, and the message that asks.
+"""Calls of user code: what is asked, what comes of it, the message that asks, and what is shown of
+the user's errors and values.
 
-Owns: these records, and how messages name the code. Does not own: processes (`pool.py`) or what an
-answer means (stages). Invariant: the future of a chunk has one result per call, in their order.
+Owns: these records, how messages name the code, which frames of a traceback are left out. Does not
+own: processes (`pool.py`) or what an answer means (stages). Invariant: the future of a chunk has
+one result per call, in their order; a traceback shows none of this package's own frames.
 """
 
+import reprlib
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
+from llamarl import task_file
 from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.process import MAX_ANSWER_BYTES
 
@@ -16,6 +21,7 @@ T = TypeVar("T")
 
 PROMPT_FIELDS = tuple(field.name for field in fields(Prompt))
 SHOWN_PROMPT_CHARS = 60
+MAX_TRACEBACK_CHARS = 8000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +94,33 @@ def message(calls: Sequence[Call], tokens: Sequence[str]) -> dict[str, Any]:
     """The request for these calls; a prompt that several share is sent once."""
     places: dict[int, int | None] = {id(None): None}
     prompts: list[dict[str, Any]] = []
-    for call in calls:
+    asked = []
+    for call, token in zip(calls, tokens, strict=True):
         if id(call.prompt) not in places:
             places[id(call.prompt)] = len(prompts)
             prompts.append({name: getattr(call.prompt, name) for name in PROMPT_FIELDS})
-    return {
-        "prompts": prompts,
-        "calls": [
-            (places[id(call.prompt)], call.arguments, token)
-            for call, token in zip(calls, tokens, strict=True)
-        ],
-    }
+        asked.append((places[id(call.prompt)], call.arguments, token))
+    return {"prompts": prompts, "calls": asked}
+
+
+class InvalidReturnError(ValueError):
+    """User code returned what it must not; the text follows "what it returns must"."""
+
+
+def user_traceback(error: BaseException, *own_files: str) -> str:
+    """The traceback of `error` without the frames of `own_files` and of task_file.py."""
+    hidden = {task_file.__file__, *own_files}
+    report = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = report
+    while part is not None:
+        frames = [frame for frame in part.stack if frame.filename not in hidden]
+        part.stack = traceback.StackSummary.from_list(frames)
+        part = part.__cause__ or part.__context__
+    lines = report.format() if report.stack else report.format_exception_only()
+    text = "".join(lines).rstrip()
+    return text if len(text) <= MAX_TRACEBACK_CHARS else "..." + text[-MAX_TRACEBACK_CHARS:]
+
+
+def shown(value: Any) -> str:
+    """The value on one short line, however large it is."""
+    return " ".join(reprlib.repr(value).split())

@@ -59,25 +59,20 @@ class WorkerPool(Generic[T]):
     """
 
     def __init__(
-        self,
-        code: UserCode,
-        num_workers: int,
-        read: Callable[[Call, dict[str, Any]], T | Failure],
+        self, code: UserCode, num_workers: int, read: Callable[[Call, dict[str, Any]], T | Failure]
     ) -> None:
-        self._code = code
-        self._num_workers = num_workers
-        self._read = read
+        self._code, self._num_workers = code, num_workers
         self._chunks: queue.SimpleQueue[Chunk[T] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
+        self.shared = code, read, self._chunks, self._closed
+        """What its workers get."""
         self._workers: list[_Worker[T]] = []
 
     async def start(self) -> None:
         """Start the processes and wait until all are ready. ValueError if their service does not
         load."""
-        for index in range(self._num_workers):
-            name = f"{self._code.label}-{index}"
-            worker = _Worker(name, self._code, self._read, self._chunks, self._closed)
-            self._workers.append(worker)
+        self._workers += (_Worker(self, index) for index in range(self._num_workers))
+        for worker in self._workers:
             worker.start()
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
@@ -87,9 +82,8 @@ class WorkerPool(Generic[T]):
     async def run(self, calls: Sequence[Call]) -> list[T | Failure]:
         """One result per call, in order. RuntimeError if the pool is closed."""
         if not self._workers or self._closed.is_set():
-            raise RuntimeError(
-                f"a {self._code.label} pool must be started, and not closed, before it runs calls"
-            )
+            must = "must be started, and not closed, before it runs calls"
+            raise RuntimeError(f"a {self._code.label} pool {must}")
         share = -(-len(calls) // self._num_workers)
         size = max(1, min(CHUNK_CALLS, share))
         chunks = [Chunk[T](calls[start : start + size]) for start in range(0, len(calls), size)]
@@ -120,16 +114,9 @@ class WorkerPool(Generic[T]):
 class _Worker(threading.Thread, Generic[T]):
     """The thread of one process: sends it calls until the pool is closed."""
 
-    def __init__(
-        self,
-        name: str,
-        code: UserCode,
-        read: Callable[[Call, dict[str, Any]], T | Failure],
-        chunks: queue.SimpleQueue[Chunk[T] | None],
-        closed: threading.Event,
-    ) -> None:
-        super().__init__(name=name, daemon=True)
-        self._code, self._read, self._chunks, self._closed = code, read, chunks, closed
+    def __init__(self, pool: WorkerPool[T], index: int) -> None:
+        self._code, self._read, self._chunks, self._closed = pool.shared
+        super().__init__(name=f"{self._code.label}-{index}", daemon=True)
         self.ready: Future[None] = Future()
         self.process: WorkerProcess | None = None
         self._in_flight: dict[str, Asked[T]] = {}  # by token, in order
@@ -300,10 +287,8 @@ def _set_up(process: WorkerProcess, code: UserCode) -> None:
     process.send({"token": token, "service": code.service, "setup": code.setup, **limits})
     answer = process.receive(START_S, [token])
     if answer is None:
-        raise RuntimeError(
-            f"a {code.label} process must be ready within {START_S:g} s, got no answer; "
-            f"it was at\n{process.stack()}"
-        )
+        must = f"a {code.label} process must be ready within {START_S:g} s"
+        raise RuntimeError(f"{must}, got no answer; it was at\n{process.stack()}")
     if "error" in answer:
         raise ValueError(f"{code.label} must load, got {answer['error']}")
     process.pid = int(answer["pid"])

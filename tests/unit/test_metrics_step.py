@@ -80,7 +80,6 @@ STATS = StepStats(version=6, scalars={"ratio_mean": 0.98, "grad_norm": 0.5, "los
 
 def record(**options):
     return step_scalars(
-        6,
         [TRAINED],
         STATS,
         {"equal_rewards": [DROPPED]},
@@ -142,7 +141,7 @@ def test_masked_tokens_count_as_untrained():
 
 def test_a_step_whose_every_reward_failed_has_no_reward_and_does_not_raise():
     failed = make_group(0, [make_row(0, (5, 4))], [None])
-    scalars, _, _ = step_scalars(6, [failed], STATS, {}, {})
+    scalars, _, _ = step_scalars([failed], STATS, {}, {})
     assert "reward/mean" not in scalars
     assert scalars["reward_failures/hung"] == 1
 
@@ -154,7 +153,7 @@ def test_what_stages_of_the_recipes_own_drop_and_write_has_metrics():
     drops = Drops()
     drops.add(group, None)
     counts = drops.take_rollouts()
-    scalars, _, _ = step_scalars(6, [group], STATS, {}, {}, dropped_rollouts=counts)
+    scalars, _, _ = step_scalars([group], STATS, {}, {}, dropped_rollouts=counts)
     assert scalars["dropped_rollouts/rambling"] == 1
     assert (scalars["columns/quality"], scalars["columns/other"]) == (0.75, 3.0)
     assert drops.take_rollouts() == {"rambling": 0}, "its curve falls back to 0"

@@ -228,14 +228,14 @@ def test_recent_shares_cover_the_last_ten_seconds_and_each_wait_counts_once(tmp_
     times = RecentSpans(tmp_path, since_ns=0, clock_ns=lambda: now_s * S)
     polled = times.shares()["trainer"]
     assert (polled.busy, polled.waits) == (pytest.approx(0.4), {"batch": pytest.approx(0.3)})
-    assert times.take_waits_s() == {"trainer": pytest.approx(3.0)}
+    assert times.take_seconds() == {"wait/trainer": pytest.approx(3.0)}
     write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 52, 60)])
     write_spans(tmp_path, "trainer-1", [("accumulate", "busy", 52, 60)])
     now_s = 60
     assert times.shares()["trainer"].busy == pytest.approx(0.8)
-    assert times.take_waits_s() == {"trainer": 0.0}
+    assert times.take_seconds() == {"wait/trainer": 0.0}
     write_spans(tmp_path, "trainer-0", [("batch", "wait", 98, 99)])
-    times.take_waits_s()
+    times.take_seconds()
     assert [s.name for s in times._spans["trainer-0"]] == ["batch"], "what is past is forgotten"
 
 
@@ -265,13 +265,13 @@ def test_recent_waits_are_read_from_a_limited_number_of_files_per_executor(tmp_p
         write_spans(tmp_path, f"generator-{index}", [("requests", "wait", 0, 1 + index % 2)])
     write_spans(tmp_path, "trainer-0", [("batch", "wait", 0, 5)])
     times = RecentSpans(tmp_path, since_ns=0)
-    first = times.take_waits_s()
-    assert first["trainer"] == 5.0
-    assert 1.0 <= first["generator"] <= 2.0
+    first = times.take_seconds()
+    assert first["wait/trainer"] == 5.0
+    assert 1.0 <= first["wait/generator"] <= 2.0
     write_spans(tmp_path, "generator-0-late", [("requests", "wait", 0, 9)])
     write_spans(tmp_path, "generator-0", [("requests", "wait", 2, 66)])
-    expected = {"trainer": 0.0, "generator": pytest.approx(64 / MAX_FILES)}
-    assert times.take_waits_s() == expected, "the same files"
+    expected = {"wait/trainer": 0.0, "wait/generator": pytest.approx(64 / MAX_FILES)}
+    assert times.take_seconds() == expected, "the same files"
     assert len(times._files.readers) == MAX_FILES + 1
 
 

@@ -7,8 +7,9 @@ Step i of a run has the order `ORDERS[i % 3]`; the history learns from all.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
-from llamarl.lengths.ranker import History, Oracle, Ranker, Unranked, replayed_length
+from llamarl.lengths.ranker import History, Oracle, Ranker, Unranked
 from llamarl.loop import skew
 from llamarl.main import main
 from llamarl.types import Request
@@ -21,7 +22,10 @@ class Turns(History):
 
     def __init__(self) -> None:
         super().__init__()
-        self._others: dict[str, Ranker] = {"none": Unranked(), "oracle": Oracle(replayed_length)}
+        self._others: dict[str, Ranker] = {
+            "none": Unranked(),
+            "oracle": Oracle(attrgetter("replay_tokens")),
+        }
 
     def expect(self, requests: Sequence[Request]) -> list[int]:
         order = ORDERS[requests[0].step % len(ORDERS)] if requests else "none"

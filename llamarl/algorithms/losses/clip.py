@@ -87,12 +87,7 @@ class DAPOConfig(SurrogateConfig):
     clip_high: float = 0.28
 
 
-ALGORITHMS = {
-    "ppo": PPOConfig,
-    "grpo": GRPOConfig,
-    "dr_grpo": DrGRPOConfig,
-    "dapo": DAPOConfig,
-}
+ALGORITHMS = {"ppo": PPOConfig, "grpo": GRPOConfig, "dr_grpo": DrGRPOConfig, "dapo": DAPOConfig}
 
 
 def loss(inputs: LossInputs, config: SurrogateConfig) -> LossTerms:

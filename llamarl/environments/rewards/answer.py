@@ -21,21 +21,17 @@ def expected_answer(prompt: Prompt, config: RewardConfig) -> str:
     Raises KeyError if the row lacks `config.answer_field`, TypeError if it is neither text nor a
     number, ValueError if it is blank.
     """
-    where = f"line {prompt.prompt_id}"
-    if config.answer_field not in prompt.fields:
-        raise KeyError(
-            f"{where}: the row must have the field {config.answer_field!r} "
-            f"(reward.answer_field), got {', '.join(map(repr, prompt.fields)) or 'no field'}"
-        )
-    answer = prompt.fields[config.answer_field]
+    where, field = f"line {prompt.prompt_id}", config.answer_field
+    if field not in prompt.fields:
+        must = f"{where}: the row must have the field {field!r} (reward.answer_field)"
+        raise KeyError(f"{must}, got {', '.join(map(repr, prompt.fields)) or 'no field'}")
+    answer = prompt.fields[field]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise TypeError(
-            f"{where}: {config.answer_field!r} must be text or a number, "
-            f"got {type(answer).__name__}"
-        )
+        got = type(answer).__name__
+        raise TypeError(f"{where}: {field!r} must be text or a number, got {got}")
     text = str(answer).rpartition(GSM8K_MARK)[2].strip()
     if not text:
-        raise ValueError(f"{where}: {config.answer_field!r} must hold an answer, got {answer!r}")
+        raise ValueError(f"{where}: {field!r} must hold an answer, got {answer!r}")
     return text
 
 

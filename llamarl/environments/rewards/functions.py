@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import RewardConfig
-from llamarl.config.check import require_choice
+from llamarl.config.check import require, require_choice
 from llamarl.config.reward import LARGEST
 from llamarl.environments.rewards.answer import expected_answer
 from llamarl.task_file import find, load_module
 from llamarl.types import FinishReason, Prompt, finish_reason
-from llamarl.user_code.report import InvalidReturnError, shown
+from llamarl.user_code.calls import InvalidReturnError, shown
 
 Reward = Callable[..., Any]
 """(prompt, completion, finished, config) -> reward, see the package's docstring; that of a task.py
@@ -103,9 +103,8 @@ def check_rewards(config: RewardConfig) -> None:
         except re.error as error:
             must = "reward.pattern must be a regular expression"
             raise ValueError(f"{must}, got {config.pattern!r}: {error}") from error
-        if num_groups < wanted:
-            must = f"reward.pattern must have a group around the answer for {name}"
-            raise ValueError(f"{must}, got {config.pattern!r}")
+        must = f"have a group around the answer for {name}"
+        require(num_groups >= wanted, "reward.pattern", must, config.pattern)
 
 
 def check_answers(config: RewardConfig, prompts: Sequence[Prompt], path: str | Path) -> None:

@@ -45,8 +45,6 @@ def _parse_expected(text: str) -> list[Any]:
         latex = f"${text}$"
     parsed: list[Any] = parse(latex, parsing_timeout=None, raise_on_error=True)
     if all(isinstance(value, str) for value in parsed):
-        raise ValueError(
-            f"the expected answer must be a mathematical expression for reward.functions=[math], "
-            f"got {text!r} (compare text with exact)"
-        )
+        must = "be a mathematical expression for reward.functions=[math]"
+        raise ValueError(f"the expected answer must {must}, got {text!r} (compare text with exact)")
     return parsed
