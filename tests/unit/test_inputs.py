@@ -20,8 +20,8 @@ from llamarl.recipe.inputs import (
     with_measured_prompts,
 )
 from tests.places import RECIPE
+from tests.tiny_checkpoints import write_reference
 from tests.unit.composing import compose_recipe
-from tests.unit.reference_checkpoints import write_reference
 
 GOOD = '{"question": "What is 5+8?", "answer": "13"}\n'
 
@@ -72,7 +72,7 @@ def damage_one_byte(recipe: Path) -> None:
 
 
 def teacher_of_another_family(recipe: Path) -> None:
-    write_reference(recipe / "other", "qwen25")
+    write_reference(recipe / "other", "qwen2")
     (recipe / "task.py").write_text(
         "from llamarl.dataflow.graph import Column, FrozenModel, Stage\n"
         "column = Column('teacher', 'float32', 'response')\n"
