@@ -61,7 +61,10 @@ class Cells:
 
 
 def dtypes_of(columns: Columns) -> dict[str, np.dtype]:
-    """By column. ValueError unless its cells are 1-D arrays of one numeric dtype."""
+    """By column. ValueError if there is none, or unless its cells are 1-D arrays of one numeric
+    dtype."""
+    if not columns:
+        raise ValueError("a write must have columns, got none")
     dtypes: dict[str, np.dtype] = {}
     for name, cells in columns.items():
         kinds = set(map(attrgetter("dtype"), cells))
