@@ -16,7 +16,7 @@ SIZES = {
     "data": (6, 564),
     "dataflow": (6, 944),
     "environments": (9, 611),
-    "executors": (22, 3439),
+    "executors": (22, 3442),
     "generation": (19, 2921),
     "lengths": (5, 441),
     "library": (5, 651),
