@@ -26,7 +26,7 @@ SIZES = {
     "planner": (31, 5535),
     "recipe": (7, 1385),
     "run": (10, 2042),
-    "storage": (13, 1895),
+    "storage": (13, 1863),
     "top": (13, 1801),
     "user_code": (7, 957),
     "weights": (29, 3584),

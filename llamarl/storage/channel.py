@@ -137,9 +137,8 @@ class Channel:
 
     def _has_sent(self, data: bytes, files: list[int]) -> bool:
         """False if it must wait until the other end has read."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))] if files else []
         try:
-            self._connection.sendmsg([data], rights)
+            socket.send_fds(self._connection, [data], files)
         except BlockingIOError:
             self._loop.add_writer(self._connection, self._on_writable)
             return False

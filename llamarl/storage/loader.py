@@ -151,7 +151,6 @@ class StageLoader:
         columns: Mapping[str, Sequence[Any]],
         drop: Mapping[int, str],
     ) -> None:
-        """See `StageBatch.finish`."""
         written = {column.name: column for column in self.stage.writes}
         require(columns.keys() == written.keys(), "columns", f"be {[*written]}", [*columns])
         arrays: Columns = {}
@@ -258,7 +257,7 @@ class StageLoader:
         return StageBatch(self, lease, items, found)
 
     async def _finish(self, lease: int, columns: Columns, drop: Mapping[int, str]) -> None:
-        names, arrays = columns_message(columns)
+        names, arrays = columns_message(columns) if columns else ([], [])
         pairs = [*drop.items()]
         header = {"ask": "finish", "lease": lease, "drop": pairs, "columns": names}
         with suppress(ConnectionError):  # the run has ended

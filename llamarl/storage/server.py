@@ -71,9 +71,7 @@ class LocalServer:
         except PermissionError:  # root, or anybody if the file system knows no permissions
             return connection.close()
         channel = Channel(
-            connection,
-            lambda packet: self._receive(channel, packet),
-            lambda: self._lose(channel),
+            connection, lambda packet: self._receive(channel, packet), lambda: self._lose(channel)
         )
         self._tasks[channel] = set()
 

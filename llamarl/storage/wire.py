@@ -11,10 +11,9 @@ that is cheaper than mapping its slab.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -40,14 +39,9 @@ def ints(values: list[int]) -> np.ndarray:
 
 def write_message(row_ids: list[int], columns: Columns, writer: str) -> Message:
     """ValueError as of `cells.pack`."""
-    dtypes, lengths, cells = pack(columns)
-    header = {
-        "ask": "write",
-        "rows": len(row_ids),
-        "columns": [[name, dtype.str] for name, dtype in dtypes.items()],
-        "writer": writer,
-    }
-    return header, [ints(row_ids), lengths, *cells]
+    names, body = columns_message(columns)
+    header = {"ask": "write", "rows": len(row_ids), "columns": names, "writer": writer}
+    return header, [ints(row_ids), *body]
 
 
 def read_ids(packet: Packet) -> list[int]:
@@ -57,25 +51,18 @@ def read_ids(packet: Packet) -> list[int]:
 
 
 def columns_message(columns: Columns) -> tuple[list[list[str]], list[Buffer]]:
-    """(names and dtypes, body) of whole columns."""
-    lengths = np.array([[len(cell) for cell in cells] for cells in columns.values()], INT)
-    values = [np.concatenate(cells) if cells else np.empty(0) for cells in columns.values()]
-    names = [[name, each.dtype.str] for name, each in zip(columns, values, strict=True)]
-    return names, [lengths, *values]
+    """(names and dtypes, body): lengths [columns, rows], then the cells as `cells.pack` orders
+    them."""
+    dtypes, lengths, cells = pack(columns)
+    return _spelled(dtypes), [lengths, *cells]
 
 
 def read_columns(packet: Packet, num_rows: int) -> Columns:
-    """The inverse: the packet's header has `columns`."""
-    names, body = packet.header["columns"], packet.open_body()
-    start = INT.itemsize * len(names) * num_rows
-    lengths = np.frombuffer(body[:start], INT).reshape(len(names), num_rows)
-    columns: Columns = {}
-    for (name, dtype), each in zip(names, lengths, strict=True):
-        end = start + int(each.sum()) * np.dtype(dtype).itemsize
-        values, ends = np.frombuffer(body[start:end], dtype), np.cumsum(each).tolist()
-        columns[name] = [values[a:b] for a, b in pairwise([0, *ends])]
-        start = end
-    return columns
+    """The inverse, if that is the whole body and the packet's header has `columns`."""
+    dtypes, body = _dtypes(packet.header), packet.open_body()
+    start = INT.itemsize * len(dtypes) * num_rows
+    lengths = np.frombuffer(body[:start], INT).reshape(len(dtypes), num_rows)
+    return joined(dtypes, lengths, start).views([body])
 
 
 class Written:
@@ -84,14 +71,13 @@ class Written:
     def __init__(
         self, header: dict[str, Any], body: memoryview, file: tuple[int, int] | None = None
     ) -> None:
-        num_rows, columns = header["rows"], header["columns"]
-        self.dtypes = {name: np.dtype(dtype) for name, dtype in columns}
+        num_rows, self.dtypes = header["rows"], _dtypes(header)
         self.writer: str = header["writer"]
-        self._start = INT.itemsize * num_rows * (1 + len(columns))  # of the cells
+        self._start = INT.itemsize * num_rows * (1 + len(self.dtypes))  # of the cells
         self._body, self._file = body, file
         numbers = np.frombuffer(body[: self._start], INT)
         self.row_ids: list[int] = numbers[:num_rows].tolist()
-        self._lengths = numbers[num_rows:].reshape(len(columns), num_rows)
+        self._lengths = numbers[num_rows:].reshape(len(self.dtypes), num_rows)
 
     def finish_codes(self) -> np.ndarray | None:
         """The last entries of SAMPLING, float64 [rows]; None without that column."""
@@ -128,7 +114,7 @@ def found_message(cells: Cells, slabs: Slabs) -> tuple[dict[str, Any], list[Buff
         cells, memory = slabs.copy(cells, 3 * INT.itemsize * cells.which.size)
         copied = [memory]
     header = {
-        "columns": [[name, dtype.str] for name, dtype in cells.dtypes.items()],
+        "columns": _spelled(cells.dtypes),
         "rows": cells.which.shape[1],
         "slabs": [[slab.number, slab.num_bytes] for slab in used],
     }
@@ -141,7 +127,7 @@ def found_message(cells: Cells, slabs: Slabs) -> tuple[dict[str, Any], list[Buff
 def read_found(packet: Packet, dropped: Callable[[int], None]) -> Columns:
     """The columns in an answer; the arrays are read-only. Closes the packet. `dropped` is called,
     on any thread, with the number of each slab that came with it once no array of it is left."""
-    dtypes = {name: np.dtype(dtype) for name, dtype in packet.header["columns"]}
+    dtypes = _dtypes(packet.header)
     shape = 3, len(dtypes), packet.header["rows"]
     body = packet.open_body()
     files = packet.files[1:] if packet.body_file else packet.files
@@ -151,3 +137,11 @@ def read_found(packet: Packet, dropped: Callable[[int], None]) -> Columns:
     packet.close()
     places = np.frombuffer(body[: INT.itemsize * math.prod(shape)], INT).reshape(shape)
     return Cells(dtypes, *places).views(memories)
+
+
+def _spelled(dtypes: Mapping[str, np.dtype]) -> list[list[str]]:
+    return [[name, dtype.str] for name, dtype in dtypes.items()]
+
+
+def _dtypes(header: dict[str, Any]) -> dict[str, np.dtype]:
+    return {name: np.dtype(dtype) for name, dtype in header["columns"]}
