@@ -146,7 +146,7 @@ class StorageExecutor:
         }
 
     async def close(self) -> None:
-        """Close the archive, hang up, give all memory back: also if the disk of the archive is full,
+        """Close the archive, hang up, give all memory back: also if the archive's disk is full,
         which is an OSError."""
         if self._server is not None:
             self._server.close()
