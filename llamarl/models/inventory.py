@@ -17,12 +17,7 @@ from llamarl.models.other_architecture import (
     OtherArchitecture,
     read_any_architecture,
 )
-from llamarl.models.safetensors_file import (
-    IGNORED_SUFFIX,
-    TensorEntry,
-    read_header,
-    weight_files,
-)
+from llamarl.models.safetensors_file import IGNORED_SUFFIX, TensorEntry, read_header, weight_files
 
 WEIGHT_DTYPES = ("F32", "F16", "BF16")  # in the format's spelling
 

@@ -31,7 +31,6 @@ from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, Sta
 from llamarl.weights.layout.buckets import Bucket, Memory
 from llamarl.weights.transports.ends import Rdma, TransportReceiver
 from llamarl.weights.transports.mapped import MappedBlock
-from llamarl.weights.transports.packed import target_ranks
 from llamarl.weights.transports.registry import End, make_receiver
 from llamarl.weights.transports.shared_memory import require_memory, this_host
 
@@ -151,10 +150,9 @@ class WeightBuffer:
         if self._prepared is not None:
             raise RuntimeError(f"a route came while version {self._prepared[0]} is still open")
         self._disconnect()
-        if self._rank not in target_ranks(route):
-            return
-        names = [bucket.names for bucket in self._buckets]
-        self._receiver = make_receiver(route, self._end, names)
+        if any(copy.target_rank == self._rank for copy in route.copies):
+            names = [bucket.names for bucket in self._buckets]
+            self._receiver = make_receiver(route, self._end, names)
 
     def prepare(self, version: int, bucket: int) -> StagingHandle:
         """Open the staging memory for one bucket of `version`, which must be newer than the active
