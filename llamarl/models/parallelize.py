@@ -9,8 +9,6 @@ Ranks are numbered through the mesh with `tensor` fastest, so that the ranks of 
 group are neighbours (one host), then `shard`, then `replicate`.
 """
 
-from typing import TypeVar
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,8 +30,6 @@ from llamarl.models.families import LINEARS, split_dimension
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.trained_model import TrainedModel
 from llamarl.models.transformer import Layer, Transformer
-
-Model = TypeVar("Model", bound=TrainedModel)
 
 MESH_DIMENSIONS = ("replicate", "shard", "tensor")
 
@@ -77,8 +73,8 @@ def make_mesh(device_type: str, config: TrainerConfig) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def parallelize(model: Model, mesh: DeviceMesh, config: TrainerConfig) -> Model:
-    """Make `model` parallel, in place; returns it.
+def parallelize(model: TrainedModel, mesh: DeviceMesh, config: TrainerConfig) -> None:
+    """Make `model` parallel, in place.
 
     Parameters (of any dtype, or still on the meta device) become DTensors placed as
     `parameter_placements` says; forward and backward run in `config.compute_dtype`. A mesh of one
@@ -94,7 +90,6 @@ def parallelize(model: Model, mesh: DeviceMesh, config: TrainerConfig) -> Model:
             assert isinstance(layer, Layer)
             _compile(layer, config.compile)
     _shard(model, mesh, config)
-    return model
 
 
 def _split(model: Transformer, mesh: DeviceMesh) -> None:
