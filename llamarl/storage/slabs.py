@@ -29,17 +29,12 @@ class Slab:
     number: int
     file: int
     is_spilled: bool
-    is_own: bool = False
-    """Of one write, not shared by several."""
+    is_own: bool = False  # of one write, not shared by several
     num_bytes: int = 0
-    live_bytes: int = 0
-    """Of cells whose rows are not retired."""
-    num_cells: int = 0
-    """Those."""
-    is_held: bool = False
-    """Bytes are being copied from or to it, so it stays."""
-    num_readers: int = 0
-    """Answers with this file that clients may still look at."""
+    live_bytes: int = 0  # of cells whose rows are not retired
+    num_cells: int = 0  # those
+    is_held: bool = False  # bytes are being copied from or to it, so it stays
+    num_readers: int = 0  # answers with this file that clients may still look at
 
     @property
     def end(self) -> int:
@@ -53,10 +48,8 @@ class Slabs:
     def __init__(self) -> None:
         self.memory_bytes = 0
         self.spilled_bytes = 0
-        self.by_number: dict[int, Slab] = {}
-        """Oldest first."""
-        self.shared: Slab | None = None
-        """Takes small writes."""
+        self.by_number: dict[int, Slab] = {}  # oldest first
+        self.shared: Slab | None = None  # takes small writes
         self._spares: dict[Slab, None] = {}  # empty, oldest first
         self._next_number = random.getrandbits(48)  # no other unit's, whose clients may know them
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

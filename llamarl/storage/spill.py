@@ -32,8 +32,7 @@ class Spill:
         self._table, self._slabs = table, slabs
         self._folder = Path(folder) if folder is not None else None
         self._limit_bytes = limit_bytes
-        self.is_short = False
-        """Whether the host has next to no memory left, whatever the limit."""
+        self.is_short = False  # the host has next to no memory left, whatever the limit
         self._file: Slab | None = None
         self._lock = asyncio.Lock()
         self._next_s = 0.0  # the disk was full: not before

@@ -6,7 +6,6 @@ results and errors.
 """
 
 import asyncio
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -39,7 +38,7 @@ class Unit:
         self.name, self._is_far = name, is_far
         self._calls, self._path = calls, path
         self._connection: Connection | None = None
-        self._is_elsewhere = is_far or sys.platform != "linux"
+        self._is_elsewhere = is_far
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __reduce__(self) -> Any:
@@ -105,7 +104,7 @@ class Unit:
             self._loop = loop
             try:
                 self._connection = Connection(self._path, self.name)
-            except OSError:  # another host, or it has ended, which calls report
+            except OSError:  # another host or system, or it has ended, which calls report
                 self._is_elsewhere = True
         return not self._is_elsewhere
 
