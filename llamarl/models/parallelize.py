@@ -9,6 +9,8 @@ Ranks are numbered through the mesh with `tensor` fastest, so that the ranks of 
 group are neighbours (one host), then `shard`, then `replicate`.
 """
 
+from operator import attrgetter
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -112,7 +114,7 @@ def _split(model: Transformer, mesh: DeviceMesh) -> None:
         by_inputs = RowwiseParallel(output_layouts=Shard(0))
         plan[name] = by_inputs if linear.split == 1 else ColwiseParallel()
     for layer in model.model.layers:
-        present = {key: style for key, style in plan.items() if _has(layer, key)}
+        present = {key: style for key, style in plan.items() if attrgetter(key)(layer) is not None}
         parallelize_module(layer, mesh, present)
     outside: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
@@ -122,11 +124,6 @@ def _split(model: Transformer, mesh: DeviceMesh) -> None:
         outside["lm_head"] = ColwiseParallel()
     parallelize_module(model, mesh, outside)
     model.num_tensor_ranks = mesh.size()
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    parent, _, child = name.rpartition(".")
-    return getattr(module.get_submodule(parent), child) is not None
 
 
 def _compile(layer: Layer, backend: str) -> None:

@@ -50,7 +50,7 @@ class Cells:
             firsts = self.starts[place] // dtype.itemsize
             bounds = firsts.tolist(), (firsts + lengths).tolist()
             used = np.unique(which).tolist()
-            values = {i: _entries(memories[i], dtype) for i in used}
+            values = {i: entries(memories[i], dtype) for i in used}
             if len(used) == 1:
                 (one,) = values.values()
                 columns[name] = [one[a:b] for a, b in zip(*bounds, strict=True)]
@@ -115,5 +115,6 @@ def widths(dtypes: Mapping[str, np.dtype]) -> np.ndarray:
     return np.array([dtype.itemsize for dtype in dtypes.values()], np.int64)
 
 
-def _entries(memory: memoryview, dtype: np.dtype) -> np.ndarray:
+def entries(memory: memoryview, dtype: np.dtype) -> np.ndarray:
+    """All of `memory` as entries, but for what is left at its end."""
     return np.frombuffer(memory[: memory.nbytes // dtype.itemsize * dtype.itemsize], dtype)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.memory_file import Buffer, map_file
-from llamarl.storage.cells import Cells, joined, pack
+from llamarl.storage.cells import Cells, entries, joined, pack
 from llamarl.storage.channel import MAX_FILES, Packet
 from llamarl.storage.slabs import Slab, Slabs
 from llamarl.types import SAMPLING, Columns
@@ -85,11 +85,9 @@ class Written:
             return None
         cells = joined(self.dtypes, self._lengths, self._start)
         place = list(self.dtypes).index(SAMPLING)
-        ends = (cells.starts + cells.sizes)[place] // INT.itemsize
-        values: np.ndarray = np.frombuffer(
-            self._body[: len(self._body) // INT.itemsize * INT.itemsize], np.float64
-        )
-        return values[ends - 1]
+        dtype = self.dtypes[SAMPLING]
+        ends = (cells.starts + cells.sizes)[place] // dtype.itemsize
+        return entries(self._body, dtype)[ends - 1]
 
     def keep(self, slabs: Slabs) -> tuple[Slab, Cells]:
         """Put the cells into a slab: the file becomes one as it is."""
