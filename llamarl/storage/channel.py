@@ -95,24 +95,23 @@ class Channel:
         num_bytes = sum(each.nbytes for each in body)
         text = json.dumps(header).encode()
         is_long = len(text) > MAX_HEADER_BYTES
-        body_file: list[int] = []
-        header_file: list[int] = []
-        if PREFIX.size + min(len(text), MAX_HEADER_BYTES) + num_bytes > MAX_PACKET_BYTES:
-            body_file = [memory_file() if spare is None else spare()]
+        own: list[int] = []  # files that are closed here
         try:
-            if body_file:
-                write_all(body_file[0], body, 0)
+            if PREFIX.size + min(len(text), MAX_HEADER_BYTES) + num_bytes > MAX_PACKET_BYTES:
+                own.append(memory_file() if spare is None else spare())
+                write_all(own[0], body, 0)
                 text, body = json.dumps(header | {BODY_BYTES: num_bytes}).encode(), ()
+                files = own[0], *files
             if is_long:
-                header_file = [memory_file()]
-                write_all(header_file[0], [memoryview(text)], 0)
+                own.append(memory_file())
+                write_all(own[-1], [memoryview(text)], 0)
                 text = json.dumps({HEADER_BYTES: len(text)}).encode()
+                files = *files, own[-1]
             data = b"".join([PREFIX.pack(len(text)), text, *body])
-            sent = [*body_file, *files, *header_file]
-            if self._unsent or not self._has_sent(data, sent):
-                self._unsent.append((data, [os.dup(each) for each in sent]))
+            if self._unsent or not self._has_sent(data, files):
+                self._unsent.append((data, [os.dup(each) for each in files]))
         finally:
-            _close_all(body_file + header_file)
+            _close_all(own)
 
     def close(self) -> None:
         """Hang up. What was not sent yet is dropped, and `closed` is not called."""
@@ -135,7 +134,7 @@ class Channel:
         if not self._unsent:
             self._loop.remove_writer(self._connection)
 
-    def _has_sent(self, data: bytes, files: list[int]) -> bool:
+    def _has_sent(self, data: bytes, files: Sequence[int]) -> bool:
         """False if it must wait until the other end has read."""
         try:
             socket.send_fds(self._connection, [data], files)

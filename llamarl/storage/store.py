@@ -60,17 +60,14 @@ class Store:
         return columns
 
     async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
-        """Those of these rows that a generator has written, as it reports them when they stop."""
         calls = (unit.find(some) for unit, some, _ in self._shares(row_ids))
         return [row for rows in await asyncio.gather(*calls) for row in rows]
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
-        """Archive these rows with their outcome and free them."""
         shares = self._shares(row_ids)
         await asyncio.gather(*(unit.retire(some, outcome) for unit, some, _ in shares))
 
     async def erase(self, row_ids: list[int], names: list[str]) -> None:
-        """Free these cells."""
         shares = self._shares(row_ids)
         await asyncio.gather(*(unit.erase(some, names) for unit, some, _ in shares))
 

@@ -101,11 +101,10 @@ class Written:
 def found_message(cells: Cells, slabs: Slabs) -> tuple[dict[str, Any], list[Buffer], list[int]]:
     """(header, body, files) of the answer to a read; perhaps of the first rows only."""
     numbers, which = np.unique(cells.which, return_inverse=True)
-    is_mapped = 0 < len(numbers) < MAX_FILES
-    is_mapped = is_mapped and int(cells.sizes.sum()) >= len(numbers) * MAPPED_BYTES
-    used = [slabs.by_number[number] for number in numbers.tolist()] if is_mapped else []
+    used: list[Slab] = []
     copied: list[Buffer] = []
-    if is_mapped:
+    if 0 < len(numbers) < MAX_FILES and cells.sizes.sum() >= len(numbers) * MAPPED_BYTES:
+        used = [slabs.by_number[number] for number in numbers.tolist()]
         cells = replace(cells, which=which.reshape(cells.which.shape) + 1)
     else:
         cells = cells.up_to(FOUND_BYTES)
