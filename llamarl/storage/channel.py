@@ -40,8 +40,7 @@ class Packet:
     header: dict[str, Any]
     body: memoryview
     files: list[int]
-    channel: "Channel" = field(repr=False)
-    """It came by this one."""
+    channel: "Channel" = field(repr=False)  # by which it came
 
     @property
     def body_file(self) -> tuple[int, int] | None:

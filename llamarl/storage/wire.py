@@ -28,8 +28,7 @@ MAPPED_BYTES = 32 * 1024  # to map a slab costs as much as to copy so many bytes
 FOUND_BYTES = 64 * 1024 * 1024  # cells copied for one answer; further rows are asked for again
 INT = np.dtype(np.int64)
 
-Message = tuple[dict[str, Any], list[Buffer]]
-"""(header, body)"""
+Message = tuple[dict[str, Any], list[Buffer]]  # header, body
 
 
 def ints(values: list[int]) -> np.ndarray:

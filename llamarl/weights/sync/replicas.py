@@ -57,8 +57,7 @@ class Replicas:
     ) -> None:
         self.syncs: dict[int, ReplicaSync] = {}
         self.held: set[int] = set()
-        self.updating: set[int] = set()
-        """Those that are being brought to a version."""
+        self.updating: set[int] = set()  # those that are being brought to a version
         self.error: BaseException | None = None
         self.stats = PublishStats()
         self.change = Change()
