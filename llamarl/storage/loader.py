@@ -45,7 +45,7 @@ RETRY_S = 0.2
 T = TypeVar("T")
 
 
-class StageBatch(Mapping[str, list[Any]]):
+class StageBatch(dict[str, list[Any]]):
     """Rollouts of a stage: by column, one entry per rollout.
 
     A column that is one number gives floats, any other arrays; "prompt" gives `types.Prompt`s and
@@ -60,18 +60,10 @@ class StageBatch(Mapping[str, list[Any]]):
         items: list[list[int]],
         columns: dict[str, list[Any]],
     ) -> None:
+        super().__init__(columns)
         self.row_ids = [row_id for item in items for row_id in item]
         self.groups = [len(item) for item in items]
-        self._loader, self._lease, self._columns = loader, lease, columns
-
-    def __getitem__(self, name: str) -> list[Any]:
-        return self._columns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
+        self._loader, self._lease = loader, lease
 
     def finish(
         self,
