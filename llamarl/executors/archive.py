@@ -59,10 +59,10 @@ class Archive:
             self._file = self._path.open("a")
 
     def close(self) -> None:
-        """May be repeated."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """May be repeated. OSError if what is still to be written does not fit on the disk."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def wants(self, name: str, lengths: np.ndarray) -> bool:
         """Whether `append` needs the cells of a column, not only their lengths."""

@@ -149,20 +149,15 @@ class GeneratorExecutor:
         return EmbeddedEngine(read_architecture(spec.checkpoint), config, **place)
 
     def _weight_buffer(self, engine: Engine, device: torch.device) -> WeightBuffer:
-        spec, memory = self._spec, engine.memory
+        spec = self._spec
         return WeightBuffer(
-            parameters=memory.parameters,
-            num_elements=memory.num_elements,
-            dtype=memory.dtype,
-            is_staged=memory.is_staged,
+            engine.memory,
+            spec.weights,
             replica=spec.replica,
             rank=self._rank,
             run_id=spec.run_id,
-            staging=spec.weights.staging,
-            bucket_bytes=spec.weights.bucket_bytes,
             device=device,
             rdma=spec.rdma,
-            timeout_s=spec.weights.timeout_s,
             is_offloaded=spec.placement.colocated and spec.placement.offload != "none",
         )
 

@@ -146,13 +146,16 @@ class StorageExecutor:
         }
 
     async def close(self) -> None:
-        """Close the archive, hang up, give all memory back."""
+        """Close the archive, hang up, give all memory back: also if the archive's disk is full,
+        which is an OSError."""
         if self._server is not None:
             self._server.close()
-        if self._archive is not None:
-            self._archive.close()
-        await self._spill.close()
-        self._slabs.close()
+        try:
+            if self._archive is not None:
+                self._archive.close()
+        finally:
+            await self._spill.close()
+            self._slabs.close()
 
     def _answer(self, packet: Packet) -> Answer | Awaitable[Answer]:
         """What a client on this host asks."""

@@ -30,7 +30,7 @@ from llamarl.generation.parameters import (
     quantize,
     tensors,
 )
-from llamarl.generation.protocol import Memory, PartialOutput, RequestOutput
+from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.generation.quantized import make_scratch
 from llamarl.generation.running_batch import RunningBatch
 from llamarl.generation.sampling import SamplingRows, sample
@@ -46,6 +46,7 @@ from llamarl.generation.scheduler import (
 from llamarl.models.architecture import Architecture
 from llamarl.models.process_group import compute_device
 from llamarl.types import FinishReason, Request
+from llamarl.weights.layout.buckets import Memory
 
 PREFILL_TOKENS = 8192  # most tokens of one packed prefill: bounds its activations
 

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from llamarl.types import FinishReason, Request
-from llamarl.weights.layout.boxes import ParameterLayout
+from llamarl.weights.layout.buckets import Memory
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,21 +34,6 @@ class RequestOutput:
     request: Request
     written: PartialOutput
     reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """The flat memory that a publish fills for this rank: `num_elements` of `dtype`, and the
-    boxes of every parameter (Hugging Face names) that the rank holds.
-
-    `is_staged`: the engine makes its own weights from this memory at a commit (quantised, packed,
-    or copied to where captured graphs read them); else it decodes straight from it.
-    """
-
-    parameters: dict[str, ParameterLayout]
-    num_elements: int
-    dtype: torch.dtype
-    is_staged: bool
 
 
 class Engine(Protocol):

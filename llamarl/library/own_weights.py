@@ -70,12 +70,12 @@ class OwnWeights:
 
     async def _open(self, tensors: "Mapping[str, Tensor]") -> "SourcePart":
         from llamarl.executors.weight_source import SourcePart
-        from llamarl.weights.layout.shards import whole_boxes
+        from llamarl.weights.layout.shards import shard_boxes
 
         config, must = self._config.weights, f"be {named('is_mapped')} with a source"
         is_mapped = TRANSPORTS[config.transport].is_mapped
         self._config.require(is_mapped, "weights.transport", must)
-        boxes, spans = whole_boxes(tensors), self._spans
+        boxes, spans = shard_boxes(tensors), self._spans
         part = SourcePart(0, *boxes, config=config, rdma=None, spans=spans)
         await self._connect(InlineExecutor("trainer", [part], [spans]).call_all)
         return part

@@ -34,6 +34,7 @@ MAX_SIZES = {  # far above any model: the shapes of larger ones alone would fill
     "max_position_embeddings": 10**10,
     "original_max_position_embeddings": 10**10,
 }
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,23 +185,18 @@ def _refuse_unsupported(fields: Fields) -> None:
         must = f"be one of {known} ({others})"
         raise fields.error("model_type", must, model_type)
     family = FAMILIES[model_type]
-    architectures = values.get("architectures") or [family.model_class]
-    if architectures != [family.model_class]:
-        raise fields.error("architectures", f"be [{family.model_class!r}]", architectures)
-    if values.get("quantization_config") is not None:
-        method = values["quantization_config"]
-        raise fields.error("quantization_config", "be absent: weights cannot be quantised", method)
-    if values.get("hidden_act", "silu") != "silu":
-        raise fields.error("hidden_act", "be silu", values["hidden_act"])
-    if window := values.get(family.window_key):
-        must = "be false or absent: attention is always full"
-        raise fields.error(family.window_key, must, window)
+    for key, allowed, must in (
+        ("architectures", ([family.model_class], None, []), f"be [{family.model_class!r}]"),
+        ("quantization_config", (None,), "be absent: weights cannot be quantised"),
+        ("hidden_act", ("silu",), "be silu"),
+        (family.window_key, (None, False), "be false or absent: attention is always full"),
+        *((key, (None, False), "be absent: only dense models are supported") for key in EXPERTS),
+    ):
+        if (value := values.get(key, allowed[0])) not in allowed:  # 0 is False
+            raise fields.error(key, must, value)
     layer_types = values.get("layer_types") or []
     if any(kind != "full_attention" for kind in layer_types):
         raise fields.error("layer_types", "be full_attention throughout", sorted(set(layer_types)))
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if values.get(key):
-            raise fields.error(key, "be absent: only dense models are supported", values[key])
 
 
 def _rope(fields: Fields) -> dict[str, Any]:

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-SPLIT_RATIO = 2
-"""A block's longest rollout is at most this many times as long as its shortest one."""
+SPLIT_RATIO = 2  # a block's longest rollout is at most so many times as long as its shortest one
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,9 +73,9 @@ def as_parameters(
         found.pop("lm_head.weight", None)
     shapes = parameter_shapes(architecture)
     for name in sorted(found.keys() ^ shapes.keys()):
-        must = "have the parameter" if name in shapes else "have no parameters but the checkpoint's"
-        got = f"{must} {name}, got none" if name in shapes else f"{must}, got {name}"
-        raise ValueError(f"source must {got}")
+        if name in shapes:
+            raise ValueError(f"source must have the parameter {name}, got none")
+        raise ValueError(f"source must have no parameters but the checkpoint's, got {name}")
     for name, shape in shapes.items():
         tensor = found[name]
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

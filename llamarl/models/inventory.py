@@ -17,12 +17,7 @@ from llamarl.models.other_architecture import (
     OtherArchitecture,
     read_any_architecture,
 )
-from llamarl.models.safetensors_file import (
-    IGNORED_SUFFIX,
-    TensorEntry,
-    read_header,
-    weight_files,
-)
+from llamarl.models.safetensors_file import IGNORED_SUFFIX, TensorEntry, read_header, weight_files
 
 WEIGHT_DTYPES = ("F32", "F16", "BF16")  # in the format's spelling
 
@@ -79,20 +74,13 @@ def attention_cost(architecture: AnyArchitecture) -> float:
     return a.num_layers * a.num_heads * a.head_dim / num_parameters
 
 
-def check_checkpoint(folder: str | Path) -> Architecture:
+def check_checkpoint(folder: str | Path, *, is_any: bool = False) -> AnyArchitecture:
     """Every check that needs file headers only, for the time before a run starts.
 
-    Returns the architecture. Raises ValueError naming the file or tensor if a file is missing,
-    truncated or quantised, or if names or shapes do not fit config.json.
+    Returns the architecture, of any family if `is_any`. Raises ValueError naming the file or tensor
+    if a file is missing, truncated or quantised, or if names or shapes do not fit config.json.
     """
-    architecture = read_architecture(folder)
-    locate(Path(folder), architecture)
-    return architecture
-
-
-def check_any_checkpoint(folder: str | Path) -> AnyArchitecture:
-    """The same for a checkpoint of any family."""
-    architecture = read_any_architecture(folder)
+    architecture = read_any_architecture(folder) if is_any else read_architecture(folder)
     locate(Path(folder), architecture)
     return architecture
 

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from llamarl.models.architecture import Architecture, Fields, read_architecture, read_settings
 from llamarl.models.safetensors_file import IGNORED_SUFFIX, read_header, weight_files
@@ -64,6 +63,7 @@ def _read(folder: Path) -> OtherArchitecture:
         for name, entry in read_header(path).items()
         if not (tie_embeddings and name == "lm_head.weight") and not name.endswith(IGNORED_SUFFIX)
     }
+    kept = {key: value for key, value in values.items() if key not in VOLATILE}
     return OtherArchitecture(
         model_type=str(values["model_type"]),
         model_class=str(values["architectures"][0]),
@@ -71,7 +71,7 @@ def _read(folder: Path) -> OtherArchitecture:
         max_positions=fields.size("max_position_embeddings", UNBOUNDED_POSITIONS),
         tie_embeddings=tie_embeddings,
         eos_token_ids=eos_token_ids,
-        settings=_digest(values),
+        settings=hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest(),
         shapes={name: shapes[name] for name in sorted(shapes, key=_place)},
     )
 
@@ -79,8 +79,3 @@ def _read(folder: Path) -> OtherArchitecture:
 def _place(name: str) -> list[str]:
     """Sorts layers by number, so that an export holds one file's tensors at a time."""
     return [part.zfill(6) if part.isdigit() else part for part in name.split(".")]
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    kept = {key: value for key, value in values.items() if key not in VOLATILE}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

@@ -9,7 +9,7 @@ Ranks are numbered through the mesh with `tensor` fastest, so that the ranks of 
 group are neighbours (one host), then `shard`, then `replicate`.
 """
 
-from typing import TypeVar
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -32,8 +32,6 @@ from llamarl.models.families import LINEARS, split_dimension
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.trained_model import TrainedModel
 from llamarl.models.transformer import Layer, Transformer
-
-Model = TypeVar("Model", bound=TrainedModel)
 
 MESH_DIMENSIONS = ("replicate", "shard", "tensor")
 
@@ -77,8 +75,8 @@ def make_mesh(device_type: str, config: TrainerConfig) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def parallelize(model: Model, mesh: DeviceMesh, config: TrainerConfig) -> Model:
-    """Make `model` parallel, in place; returns it.
+def parallelize(model: TrainedModel, mesh: DeviceMesh, config: TrainerConfig) -> None:
+    """Make `model` parallel, in place.
 
     Parameters (of any dtype, or still on the meta device) become DTensors placed as
     `parameter_placements` says; forward and backward run in `config.compute_dtype`. A mesh of one
@@ -94,7 +92,6 @@ def parallelize(model: Model, mesh: DeviceMesh, config: TrainerConfig) -> Model:
             assert isinstance(layer, Layer)
             _compile(layer, config.compile)
     _shard(model, mesh, config)
-    return model
 
 
 def _split(model: Transformer, mesh: DeviceMesh) -> None:
@@ -117,7 +114,7 @@ def _split(model: Transformer, mesh: DeviceMesh) -> None:
         by_inputs = RowwiseParallel(output_layouts=Shard(0))
         plan[name] = by_inputs if linear.split == 1 else ColwiseParallel()
     for layer in model.model.layers:
-        present = {key: style for key, style in plan.items() if _has(layer, key)}
+        present = {key: style for key, style in plan.items() if attrgetter(key)(layer) is not None}
         parallelize_module(layer, mesh, present)
     outside: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
@@ -127,11 +124,6 @@ def _split(model: Transformer, mesh: DeviceMesh) -> None:
         outside["lm_head"] = ColwiseParallel()
     parallelize_module(model, mesh, outside)
     model.num_tensor_ranks = mesh.size()
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    parent, _, child = name.rpartition(".")
-    return getattr(module.get_submodule(parent), child) is not None
 
 
 def _compile(layer: Layer, backend: str) -> None:

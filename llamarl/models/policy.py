@@ -7,8 +7,7 @@ model.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -117,8 +116,15 @@ class Policy:
         state = self._state()
         _check_same(state, shards)
         reshard(self.model)
-        with _plain_errors(folder):
+        try:
             dcp.load(state, storage_reader=shards)
+        except CheckpointException as error:  # a BaseException with the failures of all ranks
+            cause, _ = next(iter(error.failures.values()))
+            why = " ".join(str(cause).split()) or type(cause).__name__
+            raise ValueError(
+                f"checkpoint.resume must name a complete checkpoint, got {folder}, which cannot be "
+                f"loaded: {why}"
+            ) from error
         torch.set_rng_state(state["rng"])
         return int(state["version"])
 
@@ -127,22 +133,19 @@ class Policy:
 
         Tensor by tensor: beside its shards no rank ever holds more than one whole parameter.
         """
+        whole = ((name, gather(parameter)) for name, parameter in self.parameters.items())
         if dist.get_rank() == 0:
             hf.save(
                 folder,
-                self._whole(),
+                whole,
                 source_folder=self._checkpoint,
                 tokenizer_folder=self._tokenizer,
                 dtype=getattr(torch, dtype),
             )
         else:
-            for _ in self._whole():
+            for _ in whole:
                 pass
         dist.barrier()
-
-    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.parameters.items():
-            yield name, gather(parameter)
 
     def _state(self, version: int = 0) -> dict[str, torch.Tensor]:
         """The live tensors that a checkpoint holds; loading writes into them."""
@@ -174,20 +177,6 @@ def _check_same(state: dict[str, torch.Tensor], shards: SavedShards) -> None:
                 f"checkpoint.resume must name a checkpoint of this model and optimizer, got "
                 f"{shards.path}, where {name} has shape {shapes.get(name)} instead of {expected}"
             )
-
-
-@contextmanager
-def _plain_errors(folder: str) -> Iterator[None]:
-    """Turn torch's collected failures (a BaseException of many lines) into one ValueError."""
-    try:
-        yield
-    except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        why = " ".join(str(cause).split()) or type(cause).__name__
-        raise ValueError(
-            f"checkpoint.resume must name a complete checkpoint, got {folder}, which cannot be "
-            f"loaded: {why}"
-        ) from error
 
 
 def _make_optimizer(parameters: list[DTensor], config: TrainerConfig) -> torch.optim.Optimizer:

@@ -8,8 +8,7 @@ may run beside those of training; the copy changes in `take` only.
 
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -62,11 +61,23 @@ class Snapshot:
         """Write `state` into `folder`, each rank its shards and its part of the manifest.
 
         OSError if the disk is full: before anything is written, unless it fills up meanwhile.
+        RuntimeError for any other failure.
         """
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         hf.check_space(folder, num_bytes, "a checkpoint needs")
-        with _plain_errors(folder):
+        try:
             dcp.save(state, checkpoint_id=folder, process_group=self._group)
+        except CheckpointException as error:  # a BaseException with the failures of all ranks
+            rank, (cause, _) = next(iter(error.failures.items()))
+            # On a disk that fills up meanwhile torch's zip writer hides the reason: free space.
+            free_bytes = shutil.disk_usage(folder).free
+            message = (
+                f"checkpoint could not be written by rank {rank}: {cause} ({free_bytes} bytes are "
+                f"free in {folder})"
+            )
+            if isinstance(cause, OSError):
+                raise OSError(cause.errno, message) from error
+            raise RuntimeError(message) from error
         rank = dist.get_rank()
         manifest.write_part(Path(folder), rank, Path(folder).glob(f"__{rank}_*"))
 
@@ -83,22 +94,3 @@ class Snapshot:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@contextmanager
-def _plain_errors(folder: str) -> Iterator[None]:
-    """Turn torch's collected failures (a BaseException of many lines) into one plain OSError or
-    RuntimeError."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        # On a disk that fills up meanwhile torch's zip writer hides the reason: report free space.
-        free_bytes = shutil.disk_usage(folder).free
-        message = (
-            f"checkpoint could not be written by rank {rank}: {cause} ({free_bytes} bytes are "
-            f"free in {folder})"
-        )
-        if isinstance(cause, OSError):
-            raise OSError(cause.errno, message) from error
-        raise RuntimeError(message) from error

@@ -63,11 +63,7 @@ class Transformer(TrainedModel):
         targets: torch.Tensor,
         temperature: float,
     ) -> TokenStats:
-        """Log-probs of `targets` and entropies at `temperature` for packed rollouts.
-
-        `token_ids`, `targets` int64 [N]; `lengths` the rollouts' sizes in order, their sum is N.
-        Returns float32 [N] each. ValueError if the lengths do not add up to N, at least 1.
-        """
+        """See TrainedModel. ValueError if the lengths do not add up to N, at least 1."""
         hidden = self.hidden_states(token_ids, lengths)
         weight = self.head_weight
         if self.num_tensor_ranks == 1:
@@ -103,11 +99,9 @@ class Transformer(TrainedModel):
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """See TrainedModel."""
         return list(self.model.layers)
 
     def set_checkpointing(self, checkpointing: str) -> None:
-        """See TrainedModel."""
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
             layer.checkpointing = checkpointing

@@ -96,11 +96,9 @@ class TransformersModel(TrainedModel):
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """See TrainedModel."""
         return self._layers
 
     def set_checkpointing(self, checkpointing: str) -> None:
-        """See TrainedModel."""
         for layer in self.layers:
             layer.forward = partial(recomputed, checkpointing, layer.forward)
 
@@ -127,7 +125,6 @@ class TransformersModel(TrainedModel):
         targets: torch.Tensor,
         temperature: float,
     ) -> TokenStats:
-        """See TrainedModel."""
         packing = make_packing(lengths, token_ids.device)
         if self._is_packed:
             given: dict[str, Any] = {"position_ids": packing.positions[None], "packing": packing}

@@ -36,7 +36,7 @@ from llamarl.environments.rewards.functions import check_answers
 from llamarl.generation.vllm.limits import check_installed, check_limits, check_temperature
 from llamarl.metrics.trackers import check_trackers
 from llamarl.models.architecture import Architecture, read_architecture
-from llamarl.models.inventory import check_any_checkpoint, check_checkpoint, check_parallel
+from llamarl.models.inventory import check_checkpoint, check_parallel
 from llamarl.models.other_architecture import AnyArchitecture
 from llamarl.recipe.task_source import load_task, read_graph, read_task
 from llamarl.types import Prompt
@@ -247,7 +247,7 @@ def _check_checkpoint(config: Config, checkpoint: str) -> AnyArchitecture:
     is_ours = not isinstance(config.trainer, TransformersConfig)
     pools = pools_of(config.generator)
     is_ours = is_ours or not all(isinstance(pool.generator, VllmConfig) for pool in pools)
-    return check_checkpoint(checkpoint) if is_ours else check_any_checkpoint(checkpoint)
+    return check_checkpoint(checkpoint, is_any=not is_ours)
 
 
 def _check_planned(config: Config, architecture: AnyArchitecture) -> None:
@@ -296,7 +296,7 @@ def _check_models(config: Config, graph: Graph, architecture: AnyArchitecture) -
         if isinstance(stage.run, FrozenModel) and stage.name != INFER:
             folder = _resolve(config, stage.run.checkpoint)
             is_any = isinstance(config.trainer, TransformersConfig)  # its code computes them too
-            found = check_any_checkpoint(folder) if is_any else check_checkpoint(folder)
+            found = check_checkpoint(folder, is_any=is_any)
             must = f"be the policy's {architecture.vocab_size}"
             key = f"the vocabulary of {folder} (stage {stage.name})"
             require(found.vocab_size == architecture.vocab_size, key, must, found.vocab_size)

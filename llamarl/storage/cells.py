@@ -50,7 +50,7 @@ class Cells:
             firsts = self.starts[place] // dtype.itemsize
             bounds = firsts.tolist(), (firsts + lengths).tolist()
             used = np.unique(which).tolist()
-            values = {i: _entries(memories[i], dtype) for i in used}
+            values = {i: entries(memories[i], dtype) for i in used}
             if len(used) == 1:
                 (one,) = values.values()
                 columns[name] = [one[a:b] for a, b in zip(*bounds, strict=True)]
@@ -61,7 +61,10 @@ class Cells:
 
 
 def dtypes_of(columns: Columns) -> dict[str, np.dtype]:
-    """By column. ValueError unless its cells are 1-D arrays of one numeric dtype."""
+    """By column. ValueError if there is none, or unless its cells are 1-D arrays of one numeric
+    dtype."""
+    if not columns:
+        raise ValueError("a write must have columns, got none")
     dtypes: dict[str, np.dtype] = {}
     for name, cells in columns.items():
         kinds = set(map(attrgetter("dtype"), cells))
@@ -112,5 +115,6 @@ def widths(dtypes: Mapping[str, np.dtype]) -> np.ndarray:
     return np.array([dtype.itemsize for dtype in dtypes.values()], np.int64)
 
 
-def _entries(memory: memoryview, dtype: np.dtype) -> np.ndarray:
+def entries(memory: memoryview, dtype: np.dtype) -> np.ndarray:
+    """All of `memory` as entries, but for what is left at its end."""
     return np.frombuffer(memory[: memory.nbytes // dtype.itemsize * dtype.itemsize], dtype)

@@ -40,8 +40,7 @@ class Packet:
     header: dict[str, Any]
     body: memoryview
     files: list[int]
-    channel: "Channel" = field(repr=False)
-    """It came by this one."""
+    channel: "Channel" = field(repr=False)  # by which it came
 
     @property
     def body_file(self) -> tuple[int, int] | None:
@@ -95,24 +94,23 @@ class Channel:
         num_bytes = sum(each.nbytes for each in body)
         text = json.dumps(header).encode()
         is_long = len(text) > MAX_HEADER_BYTES
-        body_file: list[int] = []
-        header_file: list[int] = []
-        if PREFIX.size + min(len(text), MAX_HEADER_BYTES) + num_bytes > MAX_PACKET_BYTES:
-            body_file = [memory_file() if spare is None else spare()]
+        own: list[int] = []  # files that are closed here
         try:
-            if body_file:
-                write_all(body_file[0], body, 0)
+            if PREFIX.size + min(len(text), MAX_HEADER_BYTES) + num_bytes > MAX_PACKET_BYTES:
+                own.append(memory_file() if spare is None else spare())
+                write_all(own[0], body, 0)
                 text, body = json.dumps(header | {BODY_BYTES: num_bytes}).encode(), ()
+                files = own[0], *files
             if is_long:
-                header_file = [memory_file()]
-                write_all(header_file[0], [memoryview(text)], 0)
+                own.append(memory_file())
+                write_all(own[-1], [memoryview(text)], 0)
                 text = json.dumps({HEADER_BYTES: len(text)}).encode()
+                files = *files, own[-1]
             data = b"".join([PREFIX.pack(len(text)), text, *body])
-            sent = [*body_file, *files, *header_file]
-            if self._unsent or not self._has_sent(data, sent):
-                self._unsent.append((data, [os.dup(each) for each in sent]))
+            if self._unsent or not self._has_sent(data, files):
+                self._unsent.append((data, [os.dup(each) for each in files]))
         finally:
-            _close_all(body_file + header_file)
+            _close_all(own)
 
     def close(self) -> None:
         """Hang up. What was not sent yet is dropped, and `closed` is not called."""
@@ -135,11 +133,10 @@ class Channel:
         if not self._unsent:
             self._loop.remove_writer(self._connection)
 
-    def _has_sent(self, data: bytes, files: list[int]) -> bool:
+    def _has_sent(self, data: bytes, files: Sequence[int]) -> bool:
         """False if it must wait until the other end has read."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))] if files else []
         try:
-            self._connection.sendmsg([data], rights)
+            socket.send_fds(self._connection, [data], files)
         except BlockingIOError:
             self._loop.add_writer(self._connection, self._on_writable)
             return False

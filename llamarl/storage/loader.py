@@ -45,7 +45,7 @@ RETRY_S = 0.2
 T = TypeVar("T")
 
 
-class StageBatch(Mapping[str, list[Any]]):
+class StageBatch(dict[str, list[Any]]):
     """Rollouts of a stage: by column, one entry per rollout.
 
     A column that is one number gives floats, any other arrays; "prompt" gives `types.Prompt`s and
@@ -60,18 +60,10 @@ class StageBatch(Mapping[str, list[Any]]):
         items: list[list[int]],
         columns: dict[str, list[Any]],
     ) -> None:
+        super().__init__(columns)
         self.row_ids = [row_id for item in items for row_id in item]
         self.groups = [len(item) for item in items]
-        self._loader, self._lease, self._columns = loader, lease, columns
-
-    def __getitem__(self, name: str) -> list[Any]:
-        return self._columns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
+        self._loader, self._lease = loader, lease
 
     def finish(
         self,
@@ -151,7 +143,6 @@ class StageLoader:
         columns: Mapping[str, Sequence[Any]],
         drop: Mapping[int, str],
     ) -> None:
-        """See `StageBatch.finish`."""
         written = {column.name: column for column in self.stage.writes}
         require(columns.keys() == written.keys(), "columns", f"be {[*written]}", [*columns])
         arrays: Columns = {}
@@ -258,7 +249,7 @@ class StageLoader:
         return StageBatch(self, lease, items, found)
 
     async def _finish(self, lease: int, columns: Columns, drop: Mapping[int, str]) -> None:
-        names, arrays = columns_message(columns)
+        names, arrays = columns_message(columns) if columns else ([], [])
         pairs = [*drop.items()]
         header = {"ask": "finish", "lease": lease, "drop": pairs, "columns": names}
         with suppress(ConnectionError):  # the run has ended

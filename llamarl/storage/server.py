@@ -18,8 +18,7 @@ from llamarl.errors import NotStored
 from llamarl.memory_file import Buffer
 from llamarl.storage.channel import Channel, Packet, check_user, new_socket
 
-Answer = tuple[dict[str, Any], Sequence[Buffer], Sequence[int]]
-"""(header, body, files)"""
+Answer = tuple[dict[str, Any], Sequence[Buffer], Sequence[int]]  # header, body, files
 TRAVELLING: tuple[type[Exception], ...] = (NotStored, KeyError, ValueError, RuntimeError, OSError)
 
 
@@ -71,9 +70,7 @@ class LocalServer:
         except PermissionError:  # root, or anybody if the file system knows no permissions
             return connection.close()
         channel = Channel(
-            connection,
-            lambda packet: self._receive(channel, packet),
-            lambda: self._lose(channel),
+            connection, lambda packet: self._receive(channel, packet), lambda: self._lose(channel)
         )
         self._tasks[channel] = set()
 

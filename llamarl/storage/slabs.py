@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamarl.memory_file import Buffer, memory_file, read_all, write_all
-from llamarl.storage.cells import ALIGNMENT, Cells, joined, widths
+from llamarl.storage.cells import ALIGNMENT, Cells, widths
 
 FULL_BYTES = 4 * 1024 * 1024  # a slab that small writes share takes no more of them then
 SPARE_BYTES = 128 * 1024 * 1024  # of empty slabs kept for the next writes
@@ -29,17 +29,12 @@ class Slab:
     number: int
     file: int
     is_spilled: bool
-    is_own: bool = False
-    """Of one write, not shared by several."""
+    is_own: bool = False  # of one write, not shared by several
     num_bytes: int = 0
-    live_bytes: int = 0
-    """Of cells whose rows are not retired."""
-    num_cells: int = 0
-    """Those."""
-    is_held: bool = False
-    """Bytes are being copied from or to it, so it stays."""
-    num_readers: int = 0
-    """Answers with this file that clients may still look at."""
+    live_bytes: int = 0  # of cells whose rows are not retired
+    num_cells: int = 0  # those
+    is_held: bool = False  # bytes are being copied from or to it, so it stays
+    num_readers: int = 0  # answers with this file that clients may still look at
 
     @property
     def end(self) -> int:
@@ -53,10 +48,8 @@ class Slabs:
     def __init__(self) -> None:
         self.memory_bytes = 0
         self.spilled_bytes = 0
-        self.by_number: dict[int, Slab] = {}
-        """Oldest first."""
-        self.shared: Slab | None = None
-        """Takes small writes."""
+        self.by_number: dict[int, Slab] = {}  # oldest first
+        self.shared: Slab | None = None  # takes small writes
         self._spares: dict[Slab, None] = {}  # empty, oldest first
         self._next_number = random.getrandbits(48)  # no other unit's, whose clients may know them
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -165,14 +158,12 @@ class Slabs:
         """The cells joined, which begins at byte `start`, and the memory that has them then;
         read-only. `cells.which` has slab numbers."""
         order = np.argsort(-widths(cells.dtypes), kind="stable")
-        names = list(cells.dtypes)
-        dtypes = {names[place]: cells.dtypes[names[place]] for place in order}
-        found = joined(dtypes, cells.lengths[order], start)
-        memory = memoryview(bytearray(int(found.sizes.sum())))
-        which, starts = cells.which[order], cells.starts[order]
-        self.copy_bytes(which.ravel(), starts.ravel(), found.sizes.ravel(), memory)
-        starts = found.starts[np.argsort(order)]
-        return Cells(cells.dtypes, found.which, starts, cells.lengths), memory.toreadonly()
+        which, starts, sizes = (each[order] for each in (cells.which, cells.starts, cells.sizes))
+        memory = memoryview(bytearray(int(sizes.sum())))
+        self.copy_bytes(which.ravel(), starts.ravel(), sizes.ravel(), memory)
+        starts[order] = start + np.cumsum(sizes).reshape(sizes.shape) - sizes
+        found = Cells(cells.dtypes, np.zeros_like(which), starts, cells.lengths)
+        return found, memory.toreadonly()
 
     def copy_bytes(
         self, which: np.ndarray, starts: np.ndarray, sizes: np.ndarray, into: memoryview

@@ -32,8 +32,7 @@ class Spill:
         self._table, self._slabs = table, slabs
         self._folder = Path(folder) if folder is not None else None
         self._limit_bytes = limit_bytes
-        self.is_short = False
-        """Whether the host has next to no memory left, whatever the limit."""
+        self.is_short = False  # the host has next to no memory left, whatever the limit
         self._file: Slab | None = None
         self._lock = asyncio.Lock()
         self._next_s = 0.0  # the disk was full: not before
@@ -45,16 +44,13 @@ class Spill:
         limit_bytes = 0 if self.is_short else self._limit_bytes or float("inf")
         return self._slabs.memory_bytes > limit_bytes
 
-    @property
-    def _is_blocked(self) -> bool:
-        return self._folder is None or time.monotonic() < self._next_s
-
     async def relieve(self) -> None:
         """Return once no more slabs than allowed are in memory, or no further one can move."""
         async with self._lock:
             while self.is_over and not self._is_closed:
                 self._slabs.drop_empty()
-                slab = self._oldest() if self.is_over and not self._is_blocked else None
+                may_move = self._folder is not None and time.monotonic() >= self._next_s
+                slab = self._oldest() if self.is_over and may_move else None
                 if slab is None:
                     return
                 try:

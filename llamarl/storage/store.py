@@ -39,53 +39,37 @@ class Store:
                 raise ValueError(
                     f"column {name} must have one array per row ({len(row_ids)}), got {len(cells)}"
                 )
-        await asyncio.gather(
-            *(
-                self._units[unit].write(
-                    _choose(row_ids, places),
-                    {name: _choose(cells, places) for name, cells in columns.items()},
-                    writer or self.writer,
-                )
-                for unit, places in self._places(row_ids).items()
-            )
-        )
+        calls = []
+        for unit, some, places in self._shares(row_ids):
+            part = {name: _choose(cells, places) for name, cells in columns.items()}
+            calls.append(unit.write(some, part, writer or self.writer))
+        await asyncio.gather(*calls)
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
         """The named columns of these rows, in order, as read-only arrays. KeyError if one was
         never written."""
-        shares = self._places(row_ids)
-        parts = await asyncio.gather(
-            *(
-                _read_all(self._units[unit], _choose(row_ids, places), names)
-                for unit, places in shares.items()
-            )
-        )
+        shares = self._shares(row_ids)
+        parts = await asyncio.gather(*(_read_all(unit, some, names) for unit, some, _ in shares))
         if len(parts) == 1:
             return parts[0]
         columns: Columns = {name: [np.empty(0)] * len(row_ids) for name in names}
-        for places, part in zip(shares.values(), parts, strict=True):
+        for (_, _, places), part in zip(shares, parts, strict=True):
             for name in names:
                 for place, cell in zip(places, part[name], strict=True):
                     columns[name][place] = cell
         return columns
 
     async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
-        """Those of these rows that a generator has written, as it reports them when they stop."""
-        shares = self._places(row_ids).items()
-        calls = (self._units[unit].find(_choose(row_ids, some)) for unit, some in shares)
+        calls = (unit.find(some) for unit, some, _ in self._shares(row_ids))
         return [row for rows in await asyncio.gather(*calls) for row in rows]
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
-        """Archive these rows with their outcome and free them."""
-        shares = self._places(row_ids).items()
-        calls = (self._units[unit].retire(_choose(row_ids, some), outcome) for unit, some in shares)
-        await asyncio.gather(*calls)
+        shares = self._shares(row_ids)
+        await asyncio.gather(*(unit.retire(some, outcome) for unit, some, _ in shares))
 
     async def erase(self, row_ids: list[int], names: list[str]) -> None:
-        """Free these cells."""
-        shares = self._places(row_ids).items()
-        calls = (self._units[unit].erase(_choose(row_ids, some), names) for unit, some in shares)
-        await asyncio.gather(*calls)
+        shares = self._shares(row_ids)
+        await asyncio.gather(*(unit.erase(some, names) for unit, some, _ in shares))
 
     async def fence(self, writer: str) -> None:
         """Let every unit take nothing more from this writer."""
@@ -96,15 +80,16 @@ class Store:
         usages = await asyncio.gather(*(unit.usage() for unit in self._units))
         return {name: sum(usage[name] for usage in usages) for name in usages[0]}
 
-    def _places(self, row_ids: list[int]) -> dict[int, Sequence[int]]:
-        """Unit -> positions in `row_ids` of the rows it holds."""
+    def _shares(self, row_ids: list[int]) -> list[tuple[Storage, list[int], Sequence[int]]]:
+        """(unit, those of the rows that it holds, their positions in `row_ids`)."""
         num_units = len(self._units)
         places: dict[int, list[int]] = {}
         for place, row_id in enumerate(row_ids):
             places.setdefault(row_id % num_units, []).append(place)
         if len(places) == 1:
-            return {unit: range(len(row_ids)) for unit in places}
-        return {**places}
+            return [(self._units[unit], row_ids, range(len(row_ids))) for unit in places]
+        shares = ((self._units[unit], some) for unit, some in places.items())
+        return [(unit, _choose(row_ids, some), some) for unit, some in shares]
 
 
 class RecordingStore:
@@ -117,13 +102,11 @@ class RecordingStore:
         self._storage, self._spans = storage, spans
 
     async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
-        """See `protocols.ColumnStore`."""
         start_ns = time.monotonic_ns()
         await self._storage.write(row_ids, columns, writer)
         self._record("put", start_ns, len(row_ids), columns)
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
-        """See `protocols.ColumnStore`."""
         start_ns = time.monotonic_ns()
         columns = await self._storage.read(row_ids, names)
         self._record("get", start_ns, len(row_ids), columns)

@@ -6,7 +6,6 @@ results and errors.
 """
 
 import asyncio
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -39,15 +38,13 @@ class Unit:
         self.name, self._is_far = name, is_far
         self._calls, self._path = calls, path
         self._connection: Connection | None = None
-        self._is_elsewhere = is_far or sys.platform != "linux"
+        self._is_elsewhere = is_far
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __reduce__(self) -> Any:
-        make = partial(Unit, is_far=self._is_far)
-        return make, (self.name, self._calls, self._path)
+        return partial(Unit, is_far=self._is_far), (self.name, self._calls, self._path)
 
     async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
-        """See `protocols.Storage`."""
         if self._is_near():
             connection, packet = await self._ask(write_message(row_ids, columns, writer))
             connection.keep(packet)
@@ -70,11 +67,9 @@ class Unit:
         return read_found(packet, connection.done.append)
 
     async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
-        """See `protocols.Storage`."""
         return await self._calls.find(row_ids)
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
-        """See `protocols.Storage`."""
         if self._is_near():
             message: Message = {"ask": "retire", "outcome": outcome}, [ints(row_ids)]
             (await self._ask(message))[1].close()
@@ -82,15 +77,13 @@ class Unit:
             await self._calls.retire(row_ids, outcome)
 
     async def erase(self, row_ids: list[int], names: list[str]) -> None:
-        """See `protocols.Storage`."""
         await self._calls.erase(row_ids, names)
 
     async def fence(self, writer: str) -> None:
-        """See `protocols.Storage`. Writes that wait at the socket are served later, so refused."""
+        """Writes that wait at the socket are served later, so refused."""
         await self._calls.fence(writer)
 
     async def usage(self) -> dict[str, int]:
-        """See `protocols.Storage`."""
         if not self._is_near():
             return await self._calls.usage()
         _, packet = await self._ask(({"ask": "usage"}, []))
@@ -111,7 +104,7 @@ class Unit:
             self._loop = loop
             try:
                 self._connection = Connection(self._path, self.name)
-            except OSError:  # another host, or it has ended, which calls report
+            except OSError:  # another host or system, or it has ended, which calls report
                 self._is_elsewhere = True
         return not self._is_elsewhere
 

@@ -11,16 +11,15 @@ that is cheaper than mapping its slab.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from llamarl.memory_file import Buffer, map_file
-from llamarl.storage.cells import Cells, joined, pack
+from llamarl.storage.cells import Cells, entries, joined, pack
 from llamarl.storage.channel import MAX_FILES, Packet
 from llamarl.storage.slabs import Slab, Slabs
 from llamarl.types import SAMPLING, Columns
@@ -29,8 +28,7 @@ MAPPED_BYTES = 32 * 1024  # to map a slab costs as much as to copy so many bytes
 FOUND_BYTES = 64 * 1024 * 1024  # cells copied for one answer; further rows are asked for again
 INT = np.dtype(np.int64)
 
-Message = tuple[dict[str, Any], list[Buffer]]
-"""(header, body)"""
+Message = tuple[dict[str, Any], list[Buffer]]  # header, body
 
 
 def ints(values: list[int]) -> np.ndarray:
@@ -40,14 +38,9 @@ def ints(values: list[int]) -> np.ndarray:
 
 def write_message(row_ids: list[int], columns: Columns, writer: str) -> Message:
     """ValueError as of `cells.pack`."""
-    dtypes, lengths, cells = pack(columns)
-    header = {
-        "ask": "write",
-        "rows": len(row_ids),
-        "columns": [[name, dtype.str] for name, dtype in dtypes.items()],
-        "writer": writer,
-    }
-    return header, [ints(row_ids), lengths, *cells]
+    names, body = columns_message(columns)
+    header = {"ask": "write", "rows": len(row_ids), "columns": names, "writer": writer}
+    return header, [ints(row_ids), *body]
 
 
 def read_ids(packet: Packet) -> list[int]:
@@ -57,25 +50,18 @@ def read_ids(packet: Packet) -> list[int]:
 
 
 def columns_message(columns: Columns) -> tuple[list[list[str]], list[Buffer]]:
-    """(names and dtypes, body) of whole columns."""
-    lengths = np.array([[len(cell) for cell in cells] for cells in columns.values()], INT)
-    values = [np.concatenate(cells) if cells else np.empty(0) for cells in columns.values()]
-    names = [[name, each.dtype.str] for name, each in zip(columns, values, strict=True)]
-    return names, [lengths, *values]
+    """(names and dtypes, body): lengths [columns, rows], then the cells as `cells.pack` orders
+    them."""
+    dtypes, lengths, cells = pack(columns)
+    return _spelled(dtypes), [lengths, *cells]
 
 
 def read_columns(packet: Packet, num_rows: int) -> Columns:
-    """The inverse: the packet's header has `columns`."""
-    names, body = packet.header["columns"], packet.open_body()
-    start = INT.itemsize * len(names) * num_rows
-    lengths = np.frombuffer(body[:start], INT).reshape(len(names), num_rows)
-    columns: Columns = {}
-    for (name, dtype), each in zip(names, lengths, strict=True):
-        end = start + int(each.sum()) * np.dtype(dtype).itemsize
-        values, ends = np.frombuffer(body[start:end], dtype), np.cumsum(each).tolist()
-        columns[name] = [values[a:b] for a, b in pairwise([0, *ends])]
-        start = end
-    return columns
+    """The inverse, if that is the whole body and the packet's header has `columns`."""
+    dtypes, body = _dtypes(packet.header), packet.open_body()
+    start = INT.itemsize * len(dtypes) * num_rows
+    lengths = np.frombuffer(body[:start], INT).reshape(len(dtypes), num_rows)
+    return joined(dtypes, lengths, start).views([body])
 
 
 class Written:
@@ -84,14 +70,13 @@ class Written:
     def __init__(
         self, header: dict[str, Any], body: memoryview, file: tuple[int, int] | None = None
     ) -> None:
-        num_rows, columns = header["rows"], header["columns"]
-        self.dtypes = {name: np.dtype(dtype) for name, dtype in columns}
+        num_rows, self.dtypes = header["rows"], _dtypes(header)
         self.writer: str = header["writer"]
-        self._start = INT.itemsize * num_rows * (1 + len(columns))  # of the cells
+        self._start = INT.itemsize * num_rows * (1 + len(self.dtypes))  # of the cells
         self._body, self._file = body, file
         numbers = np.frombuffer(body[: self._start], INT)
         self.row_ids: list[int] = numbers[:num_rows].tolist()
-        self._lengths = numbers[num_rows:].reshape(len(columns), num_rows)
+        self._lengths = numbers[num_rows:].reshape(len(self.dtypes), num_rows)
 
     def finish_codes(self) -> np.ndarray | None:
         """The last entries of SAMPLING, float64 [rows]; None without that column."""
@@ -99,11 +84,9 @@ class Written:
             return None
         cells = joined(self.dtypes, self._lengths, self._start)
         place = list(self.dtypes).index(SAMPLING)
-        ends = (cells.starts + cells.sizes)[place] // INT.itemsize
-        values: np.ndarray = np.frombuffer(
-            self._body[: len(self._body) // INT.itemsize * INT.itemsize], np.float64
-        )
-        return values[ends - 1]
+        dtype = self.dtypes[SAMPLING]
+        ends = (cells.starts + cells.sizes)[place] // dtype.itemsize
+        return entries(self._body, dtype)[ends - 1]
 
     def keep(self, slabs: Slabs) -> tuple[Slab, Cells]:
         """Put the cells into a slab: the file becomes one as it is."""
@@ -117,18 +100,17 @@ class Written:
 def found_message(cells: Cells, slabs: Slabs) -> tuple[dict[str, Any], list[Buffer], list[int]]:
     """(header, body, files) of the answer to a read; perhaps of the first rows only."""
     numbers, which = np.unique(cells.which, return_inverse=True)
-    is_mapped = 0 < len(numbers) < MAX_FILES
-    is_mapped = is_mapped and int(cells.sizes.sum()) >= len(numbers) * MAPPED_BYTES
-    used = [slabs.by_number[number] for number in numbers.tolist()] if is_mapped else []
+    used: list[Slab] = []
     copied: list[Buffer] = []
-    if is_mapped:
+    if 0 < len(numbers) < MAX_FILES and cells.sizes.sum() >= len(numbers) * MAPPED_BYTES:
+        used = [slabs.by_number[number] for number in numbers.tolist()]
         cells = replace(cells, which=which.reshape(cells.which.shape) + 1)
     else:
         cells = cells.up_to(FOUND_BYTES)
         cells, memory = slabs.copy(cells, 3 * INT.itemsize * cells.which.size)
         copied = [memory]
     header = {
-        "columns": [[name, dtype.str] for name, dtype in cells.dtypes.items()],
+        "columns": _spelled(cells.dtypes),
         "rows": cells.which.shape[1],
         "slabs": [[slab.number, slab.num_bytes] for slab in used],
     }
@@ -141,7 +123,7 @@ def found_message(cells: Cells, slabs: Slabs) -> tuple[dict[str, Any], list[Buff
 def read_found(packet: Packet, dropped: Callable[[int], None]) -> Columns:
     """The columns in an answer; the arrays are read-only. Closes the packet. `dropped` is called,
     on any thread, with the number of each slab that came with it once no array of it is left."""
-    dtypes = {name: np.dtype(dtype) for name, dtype in packet.header["columns"]}
+    dtypes = _dtypes(packet.header)
     shape = 3, len(dtypes), packet.header["rows"]
     body = packet.open_body()
     files = packet.files[1:] if packet.body_file else packet.files
@@ -151,3 +133,11 @@ def read_found(packet: Packet, dropped: Callable[[int], None]) -> Columns:
     packet.close()
     places = np.frombuffer(body[: INT.itemsize * math.prod(shape)], INT).reshape(shape)
     return Cells(dtypes, *places).views(memories)
+
+
+def _spelled(dtypes: Mapping[str, np.dtype]) -> list[list[str]]:
+    return [[name, dtype.str] for name, dtype in dtypes.items()]
+
+
+def _dtypes(header: dict[str, Any]) -> dict[str, np.dtype]:
+    return {name: np.dtype(dtype) for name, dtype in header["columns"]}

@@ -12,6 +12,7 @@ from llamarl.config import WeightsConfig
 from llamarl.metrics.span import Spans
 from llamarl.weights.integrity import fingerprint
 from llamarl.weights.layout.boxes import Box, ParameterLayout
+from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.kinds import WeightKind
 from llamarl.weights.sync.publisher import Publisher
 from llamarl.weights.sync.weight_buffer import WeightBuffer
@@ -33,6 +34,14 @@ from tests.distributed.ranks import FORKS
 
 TRANSPORTS = ("shared_memory", "collective", "rdma")
 STAGINGS = ("double_buffer", "host", "bucket", "staged")
+
+
+def weights_config(staging, transport="shared_memory"):
+    """`staged` is a weight buffer with one memory, whatever the config says."""
+    return WeightsConfig(
+        transport=transport, staging="double_buffer" if staging == "staged" else staging,
+        bucket_bytes=BUCKET_BYTES, timeout_s=20.0, straggler_timeout_s=20.0,
+    )  # fmt: skip
 
 
 class TrainerRank:
@@ -101,10 +110,12 @@ class GeneratorRanks:
             self._kind, self._rdma = kind, SocketRdma()
             self._weight_buffers = [
                 WeightBuffer(
-                    parameters=parameters, num_elements=size, dtype=dtype,
-                    is_staged=staging == "staged", staging="double_buffer" if staging == "staged"
-                    else staging, bucket_bytes=BUCKET_BYTES, replica=replica, rank=rank,
-                    run_id="test", host="here", rdma=self._rdma, timeout_s=20, device=device,
+                    Memory(
+                        parameters=parameters, num_elements=size, dtype=dtype,
+                        is_staged=staging == "staged",
+                    ),
+                    weights_config(staging), replica=replica, rank=rank, run_id="test",
+                    host="here", rdma=self._rdma, device=device,
                 )
                 for rank, (parameters, size) in enumerate(generator_layout(kind))
             ]  # fmt: skip
@@ -354,10 +365,7 @@ class World:
         self.folder = str(folder)
 
     def publisher(self, transport, staging, trainer, generators, **hooks):
-        config = WeightsConfig(
-            transport=transport, staging="double_buffer" if staging == "staged" else staging,
-            bucket_bytes=BUCKET_BYTES, timeout_s=20.0, straggler_timeout_s=20.0,
-        )  # fmt: skip
+        config = weights_config(staging, transport)
         return Publisher(
             trainer, dict(enumerate(generators)), Spans("controller", None), config,
             rendezvous_folder=self.folder, **hooks,

@@ -11,8 +11,10 @@ from threading import Event
 import pytest
 import torch
 
+from llamarl.config import WeightsConfig
 from llamarl.errors import TargetLost
 from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
@@ -35,8 +37,8 @@ class Ends:
         self.folder, self.num_routes, self.is_slow = folder, 0, is_slow
         self.writer = Writer(0, "a", {"w": torch.randn(6, 4)}, parameters("w"), timeout_s=TIMEOUT_S)
         self.weight_buffer = WeightBuffer(
-            parameters=parameters("weights"), num_elements=24, dtype=torch.float32, replica=0,
-            rank=0, run_id="test", host="b", timeout_s=TIMEOUT_S,
+            Memory(parameters=parameters("weights"), num_elements=24, dtype=torch.float32),
+            WeightsConfig(timeout_s=TIMEOUT_S), replica=0, rank=0, run_id="test", host="b",
         )  # fmt: skip
         self.writer.tensors.label(1)
 

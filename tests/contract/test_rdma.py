@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from llamarl.cluster import make_cluster
-from llamarl.config import ClusterConfig
+from llamarl.config import ClusterConfig, WeightsConfig
 from llamarl.errors import TargetLost
 from llamarl.weights.integrity.comparison import compare
 from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
@@ -58,8 +59,9 @@ class Target:
     def __init__(self, spec, rank, num_ranks, spans):
         from llamarl.cluster.rdma_buffers import MonarchRdma
 
+        boxes = parameters("weights", (1, 300))
         self._weight_buffer = WeightBuffer(
-            parameters=parameters("weights", (1, 300)), num_elements=12000, dtype=torch.float32,
+            Memory(parameters=boxes, num_elements=12000, dtype=torch.float32), WeightsConfig(),
             replica=0, rank=rank, run_id="test", host="b", rdma=MonarchRdma(),
         )  # fmt: skip
 

@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from llamarl.config import WeightsConfig
 from llamarl.errors import FingerprintMismatch, StaleVersion, TargetLost
 from llamarl.weights.integrity.comparison import MODULUS, compare
 from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
@@ -33,17 +35,11 @@ def route(writers, weight_buffer, transport="shared_memory"):
     return Route(source="trainer", replica=0, transport=transport, copies=tuple(copies))
 
 
-def make_weight_buffer(**changes):
-    arguments = {
-        "parameters": {"w": layout(0, 6, "weights", offset=8)},
-        "num_elements": 40,
-        "dtype": torch.float32,
-        "replica": 0,
-        "rank": 0,
-        "run_id": "test",
-        "host": "here",
-    }
-    return WeightBuffer(**(arguments | changes))
+def make_weight_buffer(run_id="test", staging="double_buffer", bucket_bytes=1 << 25, **changes):
+    parameters = {"w": layout(0, 6, "weights", offset=8)}
+    fields = {"parameters": parameters, "num_elements": 40, "dtype": torch.float32} | changes
+    config = WeightsConfig(staging=staging, bucket_bytes=bucket_bytes)
+    return WeightBuffer(Memory(**fields), config, replica=0, rank=0, run_id=run_id, host="here")
 
 
 @pytest.fixture

@@ -223,6 +223,8 @@ def test_malformed_writes_are_refused_and_leave_nothing(drive_storage) -> None:
             await store.write([1, 1], numbers(REWARD, 0, 0))
         with pytest.raises(ValueError, match=r"one array per row \(2\), got 1"):
             await store.write([1, 2], numbers(REWARD, 0))
+        with pytest.raises(ValueError, match="a write must have columns, got none"):
+            await store.write([1], {})
         with pytest.raises(ValueError, match='an outcome must have the key "outcome"'):
             await store.retire([1], {"version": 3})
         assert (await store.usage())["num_rows"] == 0

@@ -133,6 +133,11 @@ def test_a_full_disk_is_one_clear_error(drive_storage, tmp_path: Path) -> None:
             await store.retire([1], {"outcome": "trained"})
         assert raised.value.filename == str(tmp_path / "rollouts-0.jsonl")
         with pytest.raises(OSError, match="No space left"):  # of what it still had to write
-            units[0]._archive.close()
+            await units[0].close()
+        assert not spilled.exists()
+        assert not units[0]._slabs.by_number
+        await units[0].close()
 
-    drive_storage(scenario, archive_folder=str(tmp_path))
+    spilled = tmp_path / "spilled"
+    spilled.mkdir()
+    drive_storage(scenario, archive_folder=str(tmp_path), spill_folder=str(spilled))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from llamarl.config import TrainerConfig
+from llamarl.config import TrainerConfig, WeightsConfig
 from llamarl.generation.parameters import BufferLayout
 from llamarl.models.architecture import read_architecture
 from llamarl.models.parallelize import make_mesh
@@ -20,6 +20,7 @@ from llamarl.models.policy import Policy
 from llamarl.models.process_group import join, leave
 from llamarl.weights.integrity.comparison import MODULUS
 from llamarl.weights.layout.boxes import Route
+from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.layout.shards import shard_boxes
 from llamarl.weights.sync.weight_buffer import WeightBuffer
@@ -68,14 +69,13 @@ def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Targe
     wanted = weight_buffer = None
     if rank < num_targets:
         wanted = BufferLayout(read_architecture(checkpoint), dtype, rank, num_targets)
-        weight_buffer = WeightBuffer(
+        memory = Memory(
             parameters=wanted.parameters,
             num_elements=wanted.num_elements,
             dtype=getattr(torch, dtype),
-            replica=0,
-            rank=rank,
-            run_id=uuid.uuid4().hex[:8],
         )
+        run_id = uuid.uuid4().hex[:8]
+        weight_buffer = WeightBuffer(memory, WeightsConfig(), replica=0, rank=rank, run_id=run_id)
     sources = everyone(writer.layout())
     places = [
         layout for layout in everyone(weight_buffer.layout() if weight_buffer else None) if layout

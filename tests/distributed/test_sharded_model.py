@@ -143,7 +143,8 @@ async def answer(rank: int, num_ranks: int, rendezvous: str, cases: list[Case]) 
 
 def answer_one(rank: int, case: Case) -> Answer:
     config, architecture = case.config, ARCHITECTURES[case.architecture]
-    model = parallelize(build(case.architecture), make_mesh("cpu", config), config)
+    model = build(case.architecture)
+    parallelize(model, make_mesh("cpu", config), config)
     parameters: dict[str, Any] = dict(model.named_parameters())
     found = {name: (tuple(p.device_mesh.shape), p.placements) for name, p in parameters.items()}
     expected = parameter_placements(architecture, config)
@@ -271,7 +272,7 @@ async def compile_packings(rank: int, num_ranks: int, rendezvous: str) -> tuple[
     torch._dynamo.reset()
     try:
         model = Transformer(dataclasses.replace(QWEN3, num_layers=12))
-        model = parallelize(model, make_mesh("cpu", config), config)
+        parallelize(model, make_mesh("cpu", config), config)
         found = []
         for start in (2, 4):
             for size in range(start, 3 * start):

@@ -31,6 +31,7 @@ from llamarl.types import (
     TRAINER_LOGPROBS,
 )
 from llamarl.weights.layout.boxes import Route
+from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from tests.allocation import resident_bytes
@@ -337,14 +338,8 @@ def _weight_buffer(source):
         box = replace(layout.boxes[0], buffer="weights", offset=offset)
         boxes[name] = replace(layout, boxes=(box,))
         offset += math.prod(layout.shape)
-    return WeightBuffer(
-        parameters=boxes,
-        num_elements=offset,
-        dtype=torch.float32,
-        replica=0,
-        rank=0,
-        run_id="test",
-    )
+    memory = Memory(parameters=boxes, num_elements=offset, dtype=torch.float32)
+    return WeightBuffer(memory, WeightsConfig(), replica=0, rank=0, run_id="test")
 
 
 def flat(executor):

@@ -20,7 +20,7 @@ from llamarl.algorithms.losses import find_loss
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.algorithms.losses.task_loss import TaskConfig
 from llamarl.algorithms.policy_loss import policy_loss
-from llamarl.config import Config, TrainerConfig
+from llamarl.config import Config, TrainerConfig, WeightsConfig
 from llamarl.dataflow.samplers import ReadyItem, draw, make_sampler
 from llamarl.errors import TaskError
 from llamarl.generation.parameters import BufferLayout
@@ -40,6 +40,7 @@ from llamarl.types import (
     StageResult,
 )
 from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
@@ -292,15 +293,9 @@ def test_the_transport_of_the_page_carries_a_version_bit_by_bit(
 
     weights = torch.randn(40, 30)
     writer = Writer(0, "a", {"w": weights}, parameters("w", (30, 1)))
-    target = WeightBuffer(
-        parameters=parameters("weights", (1, 40)),
-        num_elements=1200,
-        dtype=torch.float32,
-        replica=0,
-        rank=0,
-        run_id="test",
-        host="b",
-    )
+    boxes = parameters("weights", (1, 40))
+    memory = Memory(parameters=boxes, num_elements=1200, dtype=torch.float32)
+    target = WeightBuffer(memory, WeightsConfig(), replica=0, rank=0, run_id="test", host="b")
     route = Route(
         source="trainer",
         replica=0,

@@ -32,17 +32,7 @@ def test_a_rank_holds_what_is_forecast_while_the_next_version_is_prepared(
     weights = WeightsConfig(staging=staging, bucket_bytes=1 << 13)
     config = EmbeddedConfig(quantization=quantization, **FIELDS)  # type: ignore[arg-type]
     engine = EmbeddedEngine(LLAMA, config, is_padded=is_padded)
-    weight_buffer = WeightBuffer(
-        parameters=engine.memory.parameters,
-        num_elements=engine.memory.num_elements,
-        dtype=engine.memory.dtype,
-        is_staged=engine.memory.is_staged,
-        replica=0,
-        rank=0,
-        run_id="memory",
-        staging=staging,
-        bucket_bytes=weights.bucket_bytes,
-    )
+    weight_buffer = WeightBuffer(engine.memory, weights, replica=0, rank=0, run_id="memory")
     try:
         held = [block.flat for block in weight_buffer._blocks]
         made = [engine.process_weights(weight_buffer.active)]

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from llamarl.config import TransformersConfig
-from llamarl.models.inventory import check_any_checkpoint, parameter_shapes
+from llamarl.models.inventory import check_checkpoint, parameter_shapes
 from llamarl.models.loading import load_model
 from llamarl.models.other_architecture import read_any_architecture
 from llamarl.models.trained_model import TrainedModel
@@ -107,7 +107,10 @@ def test_log_probs_and_gradients_are_the_library_s_for_each_rollout_alone(
         (chosen.sum() + 0.1 * spread.sum()).backward()
     wanted_gradients = {name: each.grad for name, each in library.named_parameters()}
     assert dict(model.named_parameters()).keys() == wanted_gradients.keys()
-    assert parameter_shapes(check_any_checkpoint(folders[family])).keys() == wanted_gradients.keys()
+    assert (
+        parameter_shapes(check_checkpoint(folders[family], is_any=True)).keys()
+        == wanted_gradients.keys()
+    )
     largest = max(float(each.norm()) for each in wanted_gradients.values())
     for name, parameter in model.named_parameters():
         apart = float((parameter.grad - wanted_gradients[name]).norm())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from llamarl.generation.protocol import Memory
 from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout
+from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import plan
 
 

@@ -22,18 +22,8 @@ QUANTISED = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
 
 
 def make_weight_buffer(engine, staging: str) -> WeightBuffer:
-    memory = engine.memory
-    return WeightBuffer(
-        parameters=memory.parameters,
-        num_elements=memory.num_elements,
-        dtype=memory.dtype,
-        is_staged=memory.is_staged,
-        replica=0,
-        rank=0,
-        run_id="memory",
-        staging=staging,
-        bucket_bytes=1 << 15,
-    )
+    config = WeightsConfig(staging=staging, bucket_bytes=1 << 15)
+    return WeightBuffer(engine.memory, config, replica=0, rank=0, run_id="memory")
 
 
 def held_bytes(engine, weight_buffer: WeightBuffer) -> int:

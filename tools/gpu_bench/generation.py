@@ -14,6 +14,7 @@ from gpu_bench.setting import (
     num_parameters,
     synchronize,
 )
+from llamarl.config import WeightsConfig
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.models.architecture import read_architecture
 from llamarl.planner.memory.ranks import forecast_memory
@@ -73,13 +74,7 @@ def _measure_batch(
     architecture = read_architecture(checkpoint)
     engine = EmbeddedEngine(architecture, config.generator)
     weight_buffer = WeightBuffer(
-        parameters=engine.memory.parameters,
-        num_elements=engine.memory.num_elements,
-        dtype=engine.memory.dtype,
-        replica=0,
-        rank=0,
-        run_id="bench",
-        device=setting.device,
+        engine.memory, WeightsConfig(), replica=0, rank=0, run_id="bench", device=setting.device
     )
     weight_buffer.active.normal_(0, 0.02)
     engine.commit(engine.process_weights(weight_buffer.active), 0)

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from gpu_bench.setting import Setting, best_s, make_checkpoint, synchronize
+from llamarl.config import WeightsConfig
 from llamarl.executors.memory_mover import MemoryMover
 from llamarl.generation.parameters import DTYPES, BufferLayout
 from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import num_bytes, plan
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
@@ -157,9 +159,12 @@ def _be_generator(pipe: Connection, setting: Setting, checkpoint: str) -> None:
     torch.set_num_threads(1)
     layout = BufferLayout(read_architecture(checkpoint), setting.dtype)
     weight_buffer = WeightBuffer(
-        parameters=layout.parameters,
-        num_elements=layout.num_elements,
-        dtype=DTYPES[setting.dtype],
+        Memory(
+            parameters=layout.parameters,
+            num_elements=layout.num_elements,
+            dtype=DTYPES[setting.dtype],
+        ),
+        WeightsConfig(),
         replica=0,
         rank=0,
         run_id=f"bench-{os.getpid()}",

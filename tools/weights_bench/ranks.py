@@ -16,8 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupGloo
 
+from llamarl.config import WeightsConfig
 from llamarl.executors.memory_mover import trim
 from llamarl.weights.layout.boxes import Copy, ParameterLayout, RankLayout, Route, StagingHandle
+from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.shared_memory import Segment, this_host
@@ -143,15 +145,11 @@ class GeneratorRank:
 
     def reserve_weight_buffer(self, replica: int, staging: str, bucket_bytes: int) -> None:
         self._weight_buffers[replica] = WeightBuffer(
-            parameters=self._layouts,
-            num_elements=self._num_elements,
-            dtype=self._dtype,
+            Memory(parameters=self._layouts, num_elements=self._num_elements, dtype=self._dtype),
+            WeightsConfig(staging=staging, bucket_bytes=bucket_bytes),
             replica=replica,
             rank=self._rank,
             run_id="bench",
-            staging=staging,
-            bucket_bytes=bucket_bytes,
-            device="cpu",
         )
         self._weight_buffers[replica].active.fill_(
             1

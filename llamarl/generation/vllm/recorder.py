@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.generation.parameters import ALIGN_BYTES, Place
-from llamarl.generation.protocol import Memory
 from llamarl.generation.vllm.staging import loading_form
 from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout
+from llamarl.weights.layout.buckets import Memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,21 @@ import torch
 from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The flat memory that a publish fills for this rank: `num_elements` of `dtype`, and the
+    boxes of every parameter (Hugging Face names) that the rank holds.
+
+    `is_staged`: the engine makes its own weights from this memory at a commit (quantised, packed,
+    or copied to where captured graphs read them); else it decodes straight from it.
+    """
+
+    parameters: dict[str, ParameterLayout]
+    num_elements: int
+    dtype: torch.dtype
+    is_staged: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Parameters `names` and the elements [begin, end) of the weight buffer that they lie in.
@@ -25,11 +40,6 @@ class Bucket:
     begin: int
     end: int
     is_dense: bool
-
-
-def whole(parameters: Mapping[str, ParameterLayout], num_elements: int) -> Bucket:
-    """Everything in one bucket, written into memory of the same shape."""
-    return Bucket(tuple(parameters), 0, num_elements, is_dense=True)
 
 
 def cut_buckets(parameters: Mapping[str, ParameterLayout], max_elements: int) -> list[Bucket]:
@@ -64,20 +74,23 @@ def moved(layout: ParameterLayout, offset: int) -> ParameterLayout:
     return replace(layout, boxes=boxes)
 
 
-def check(name: str, layout: ParameterLayout, num_elements: int, dtype: torch.dtype) -> None:
-    """ValueError unless all boxes of the parameter lie in a weight buffer of this size and
-    dtype."""
-    if layout.dtype != str(dtype).removeprefix("torch."):
-        raise ValueError(f"dtype of {name} must be the weight buffer's {dtype}, got {layout.dtype}")
-    for box in layout.boxes:
-        if box.buffer != BUFFER:
-            raise ValueError(f"buffer of {name} must be {BUFFER!r}, got {box.buffer!r}")
-        begin, end = _box_extent(box)
-        if end and (begin < 0 or min(box.strides, default=0) < 0 or end > num_elements):
+def check(memory: Memory) -> None:
+    """ValueError unless all boxes lie in a weight buffer of this size and dtype."""
+    dtype, num_elements = memory.dtype, memory.num_elements
+    for name, layout in memory.parameters.items():
+        if layout.dtype != str(dtype).removeprefix("torch."):
             raise ValueError(
-                f"{name} must lie within the weight buffer's {num_elements} elements, "
-                f"got elements {begin} to {end - 1}"
+                f"dtype of {name} must be the weight buffer's {dtype}, got {layout.dtype}"
             )
+        for box in layout.boxes:
+            if box.buffer != BUFFER:
+                raise ValueError(f"buffer of {name} must be {BUFFER!r}, got {box.buffer!r}")
+            begin, end = _box_extent(box)
+            if end and (begin < 0 or min(box.strides, default=0) < 0 or end > num_elements):
+                raise ValueError(
+                    f"{name} must lie within the weight buffer's {num_elements} elements, "
+                    f"got elements {begin} to {end - 1}"
+                )
 
 
 def _box_extent(box: Box) -> tuple[int, int]:

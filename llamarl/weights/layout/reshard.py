@@ -19,12 +19,8 @@ from llamarl.weights.layout.boxes import Box, Copy, ParameterLayout, RankLayout
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MIN_SPLIT_ELEMENTS = 16384  # a smaller box is not worth two copies: it goes to one source whole
 
-Region = tuple[tuple[int, ...], tuple[int, ...]]
-"""Global (start, stop) of a rectangle."""
-
-
-Held = dict[int, ParameterLayout]
-"""One parameter on one side: rank -> layout."""
+Region = tuple[tuple[int, ...], tuple[int, ...]]  # global (start, stop) of a rectangle
+Held = dict[int, ParameterLayout]  # one parameter on one side: rank -> layout
 
 
 @dataclass(frozen=True, slots=True)

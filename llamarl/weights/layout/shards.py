@@ -14,41 +14,29 @@ from llamarl.weights.layout.boxes import Box, ParameterLayout
 
 
 def shard_boxes(
-    parameters: Mapping[str, DTensor],
+    parameters: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, ParameterLayout]]:
-    """(this rank's memory by parameter name, its layout); a rank may hold no box of a parameter.
+    """(this rank's memory by parameter name, its layout); a rank may hold no box of a DTensor, and
+    holds all of a plain tensor.
 
     The tensors share the shards' memory. Buffers carry the parameters' names.
     """
     tensors: dict[str, Tensor] = {}
     layouts: dict[str, ParameterLayout] = {}
     for name, parameter in parameters.items():
-        local = parameter.to_local().detach()
-        shape, start = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        assert tuple(local.shape) == tuple(shape), (name, local.shape, shape)
+        local, start = parameter.detach(), (0,) * parameter.ndim
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local().detach()
+            shape, start = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            assert tuple(local.shape) == tuple(shape), (name, local.shape, shape)
+        stop = tuple(first + size for first, size in zip(start, local.shape, strict=True))
+        box = Box(start=tuple(start), stop=stop, buffer=name, offset=0, strides=local.stride())
         tensors[name] = local
-        layouts[name] = _layout(name, tuple(parameter.shape), tuple(start), local)
+        layouts[name] = ParameterLayout(
+            shape=tuple(parameter.shape),
+            dtype=str(local.dtype).removeprefix("torch."),
+            boxes=(box,) if local.numel() else (),
+        )
     return tensors, layouts
-
-
-def whole_boxes(
-    parameters: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], dict[str, ParameterLayout]]:
-    """The same of plain tensors, of which a lone rank holds all."""
-    tensors = {name: parameter.detach() for name, parameter in parameters.items()}
-    layouts = {
-        name: _layout(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
-        for name, tensor in tensors.items()
-    }
-    return tensors, layouts
-
-
-def _layout(
-    name: str, shape: tuple[int, ...], start: tuple[int, ...], local: Tensor
-) -> ParameterLayout:
-    stop = tuple(first + size for first, size in zip(start, local.shape, strict=True))
-    box = Box(start=start, stop=stop, buffer=name, offset=0, strides=local.stride())
-    dtype = str(local.dtype).removeprefix("torch.")
-    return ParameterLayout(shape=shape, dtype=dtype, boxes=(box,) if local.numel() else ())

@@ -60,25 +60,20 @@ class Publisher:
     ) -> None:
         self._waiting = dict(generators)
         self._straggler_timeout_s = config.straggler_timeout_s
-        self._far_sites = far_sites or {}
         self._spans, self._on_commit, self._on_hold = spans, on_commit, on_hold
         self._may_come = may_come
         self._held_by_all = -1  # the version that every replica keeps
         self._trainer = Source("trainer", trainer)
+        self._routes = Routes(
+            config, rendezvous_folder=rendezvous_folder, kind_of=kind_of, far_sites=far_sites or {}
+        )
         num_turns = math.ceil(len(generators) / TURN_REPLICAS) or 1
         self._replicas = Replicas(
             self._trainer,
-            Routes(
-                config,
-                rendezvous_folder=rendezvous_folder,
-                kind_of=kind_of,
-                far_sites=self._far_sites,
-            ),
+            self._routes,
             spans,
             timeout_s=config.timeout_s,
             staggers=[Stagger(COMMIT_S) for _ in range(num_turns)],
-            far_sites=self._far_sites,
-            kind_of=kind_of,
             on_commit=self._committed,
             on_lost=on_lost,
         )
@@ -196,7 +191,7 @@ class Publisher:
         """Wait as long as a publish lasts."""
         replicas, until = self._replicas, self._replicas.change.until
         syncs = list(replicas.syncs.values())
-        near = [sync for sync in syncs if not self._is_far(sync)] or syncs
+        near = [sync for sync in syncs if not self._routes.is_far(sync.target)] or syncs
         near = [sync for sync in near if not self._is_behind(sync)] or near
 
         unsettled: list[ReplicaSync] = []  # the last of them is asked first, each a few times
@@ -231,9 +226,6 @@ class Publisher:
         head = sync.source
         is_behind = sync.replica in self._replicas.updating
         return is_behind or (isinstance(head, ReplicaSync) and self._is_behind(head))
-
-    def _is_far(self, sync: ReplicaSync) -> bool:
-        return sync.target[0].host in self._far_sites
 
     def _committed(self, replica: int, version: int) -> None:
         if version == self._held_by_all:

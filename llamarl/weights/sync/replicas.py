@@ -8,13 +8,12 @@ of the trainer or a wrong fingerprint ends all tasks.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from llamarl.errors import ReplicaLost, StaleVersion
 from llamarl.metrics.span import Spans
 from llamarl.weights.layout.boxes import Route
-from llamarl.weights.layout.kinds import WeightKind, assign_sources
 from llamarl.weights.sync.replica_sync import PeerRelay, ReplicaSync, Source, SourceLost
 from llamarl.weights.sync.states import State
 from llamarl.weights.sync.sync_calls import Change, Stagger, attempt, failure
@@ -53,21 +52,17 @@ class Replicas:
         *,
         timeout_s: float,
         staggers: Sequence[Stagger],
-        far_sites: Mapping[str, str],
-        kind_of: Callable[[int], WeightKind],
         on_commit: Callable[[int, int], None],
         on_lost: Callable[[int, Exception], asyncio.Future[None] | None],
     ) -> None:
         self.syncs: dict[int, ReplicaSync] = {}
         self.held: set[int] = set()
-        self.updating: set[int] = set()
-        """Those that are being brought to a version."""
+        self.updating: set[int] = set()  # those that are being brought to a version
         self.error: BaseException | None = None
         self.stats = PublishStats()
         self.change = Change()
         self._trainer, self._routes, self._spans = trainer, routes, spans
         self._timeout_s, self._staggers = timeout_s, staggers
-        self._far_sites, self._kind_of = far_sites, kind_of
         self._on_commit, self._on_lost = on_commit, on_lost
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Future[None]] = set()  # lost replicas that may still write
@@ -128,8 +123,7 @@ class Replicas:
 
     def _assign_sources(self) -> None:
         targets = {sync.replica: sync.target for sync in self.syncs.values()}
-        heads = assign_sources(targets, self._far_sites, self._kind_of)
-        for replica, head in heads.items():
+        for replica, head in self._routes.sources(targets).items():
             self.syncs[replica].feed_from(self._trainer if head is None else self.syncs[head])
         self.change.notify()
 

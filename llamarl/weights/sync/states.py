@@ -13,26 +13,20 @@ from enum import Enum
 class State(Enum):
     """Where a replica stands. It decodes in those that are `is_whole`."""
 
+    # No route leads here from its source: at the start, after an abort, after a new source.
     DISCONNECTED = "disconnected"
-    """No route leads here from its source: at the start, after an abort, after a new source."""
-
+    # Connected, with one whole version active and nothing prepared.
     IDLE = "idle"
-    """Connected, with one whole version active and nothing prepared."""
-
+    # The first bucket is prepared: its source writes it, and both fingerprints are compared.
     STAGING = "staging"
-    """The first bucket is prepared: its source writes it, and both fingerprints are compared."""
-
+    # The first bucket is what was written, and waits until this replica may commit.
     VERIFIED = "verified"
-    """The first bucket is what was written, and waits until this replica may commit."""
-
+    # A verified bucket becomes active.
     COMMITTING = "committing"
-    """A verified bucket becomes active."""
-
+    # Some buckets of the new version are active; the next one is prepared and being written.
     MIXED = "mixed"
-    """Some buckets of the new version are active; the next one is prepared and being written."""
-
+    # Lost or dropped.
     GONE = "gone"
-    """Lost or dropped."""
 
     @property
     def is_whole(self) -> bool:
@@ -43,29 +37,14 @@ class State(Enum):
 class Event(Enum):
     """What happens to a replica."""
 
-    CONNECT = "connect"
-    """Both ends have the route."""
-
-    DETACH = "detach"
-    """Another source feeds it from now on."""
-
-    PREPARE = "prepare"
-    """Its ranks have opened their staging memory for a bucket."""
-
-    VERIFY = "verify"
-    """The fingerprints of what was written and of what arrived are equal."""
-
-    COMMIT = "commit"
-    """It is its turn, and its source keeps the version."""
-
-    FINISH = "finish"
-    """The last bucket is active."""
-
-    ABORT = "abort"
-    """The write, the comparison or the source failed; what was prepared is given up."""
-
-    LEAVE = "leave"
-    """It failed, or was dropped."""
+    CONNECT = "connect"  # both ends have the route
+    DETACH = "detach"  # another source feeds it from now on
+    PREPARE = "prepare"  # its ranks have opened their staging memory for a bucket
+    VERIFY = "verify"  # the fingerprints of what was written and of what arrived are equal
+    COMMIT = "commit"  # it is its turn, and its source keeps the version
+    FINISH = "finish"  # the last bucket is active
+    ABORT = "abort"  # the write, the comparison or the source failed; what was prepared is given up
+    LEAVE = "leave"  # it failed, or was dropped
 
 
 TRANSITIONS = {

@@ -23,24 +23,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from llamarl.config import WeightsConfig
 from llamarl.weights.integrity.comparison import MODULUS, Fingerprints
 from llamarl.weights.integrity.fingerprint import fingerprint
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, StagingHandle
-from llamarl.weights.layout.buckets import Bucket
+from llamarl.weights.layout.buckets import Bucket, Memory
 from llamarl.weights.transports.ends import Rdma, TransportReceiver
 from llamarl.weights.transports.mapped import MappedBlock
-from llamarl.weights.transports.packed import target_ranks
 from llamarl.weights.transports.registry import End, make_receiver
 from llamarl.weights.transports.shared_memory import require_memory, this_host
 
 
 class WeightBuffer:
-    """Memory for `num_elements` elements of `dtype`, and its staging.
+    """The `memory` of one rank of a replica, and its staging.
 
-    `parameters` says where each parameter lies: boxes of this dtype in buffer BUFFER. What the
-    boxes leave out (padding) is never written by a source; all memory starts as zeros. Before the
-    first commit the owner fills `active` itself, and sets `version`.
+    Its boxes are in buffer BUFFER. What they leave out (padding) is never written by a source; all
+    memory starts as zeros. Before the first commit the owner fills `active` itself, and sets
+    `version`.
 
     With `is_offloaded` its owner moves it off the device between publishes (`movable`).
 
@@ -55,42 +55,37 @@ class WeightBuffer:
 
     def __init__(
         self,
+        memory: Memory,
+        config: WeightsConfig,
         *,
-        parameters: dict[str, ParameterLayout],
-        num_elements: int,
-        dtype: torch.dtype,
-        is_staged: bool = False,
         replica: int,
         rank: int,
         run_id: str,
-        staging: str = "double_buffer",
-        bucket_bytes: int = 1 << 25,
         device: torch.device | str = "cpu",
         host: str | None = None,
         rdma: Rdma | None = None,
-        timeout_s: float = 60.0,
         is_offloaded: bool = False,
     ) -> None:
-        device = torch.empty(0, device=device).device  # with its index
-        if is_staged and staging == "bucket":
+        self._device = torch.empty(0, device=device).device  # with its index
+        if memory.is_staged and config.staging == "bucket":
             raise ValueError(
                 "weights.staging must be double_buffer or host for an engine with weights of its "
                 "own (quantised or packed ones, or captured graphs), got 'bucket'"
             )
-        for name, layout in parameters.items():
-            buckets.check(name, layout, num_elements, dtype)
+        buckets.check(memory)
         self.version = -1  # of `active`; -1: nothing published yet
         self.before_overwrite: Callable[[int], None] = lambda version: None
-        self._parameters, self._num_elements = parameters, num_elements
+        self._parameters, self._is_staged = memory.parameters, memory.is_staged
         self._replica, self._rank, self._host = replica, rank, host or this_host()
-        self._end = End(rank=rank, host=self._host, device=device, timeout_s=timeout_s, rdma=rdma)
-        self._device = device
+        self._end = End(
+            rank=rank, host=self._host, device=self._device, timeout_s=config.timeout_s, rdma=rdma
+        )
         self._is_offloaded = is_offloaded
-        self._is_staged = is_staged
-        self._is_swapped = staging == "double_buffer" and device.type == "cpu"
-        self._buckets = [buckets.whole(parameters, num_elements)]
-        if staging == "bucket":
-            self._buckets = buckets.cut_buckets(parameters, max(1, bucket_bytes // dtype.itemsize))
+        self._is_swapped = config.staging == "double_buffer" and self._device.type == "cpu"
+        self._buckets = [Bucket(tuple(memory.parameters), 0, memory.num_elements, is_dense=True)]
+        if config.staging == "bucket":
+            max_elements = max(1, config.bucket_bytes // memory.dtype.itemsize)
+            self._buckets = buckets.cut_buckets(memory.parameters, max_elements)
         self._staging_version = -1
         self._prepared: tuple[int, int] | None = None  # version, bucket
         self._committing = -1  # a version of which `_num_committed` buckets, not all, are active
@@ -98,14 +93,17 @@ class WeightBuffer:
         self._death: str | None = None
         self._receiver: TransportReceiver | None = None
         self._blocks: list[MappedBlock] = []
-        self._allocate(f"llamarl-{run_id}-generator-{replica}-{rank}", dtype, staging)
+        label = f"llamarl-{run_id}-generator-{replica}-{rank}"
+        self._allocate(label, memory.num_elements, memory.dtype, config.staging == "host")
 
-    def _allocate(self, label: str, dtype: torch.dtype, staging: str) -> None:
+    def _allocate(
+        self, label: str, num_elements: int, dtype: torch.dtype, has_host_staging: bool
+    ) -> None:
         """Active and staging memory; one for both if staged."""
         bucket = max(bucket.end - bucket.begin for bucket in self._buckets)
-        wanted = [("a", self._num_elements, False), ("b", bucket, staging == "host")]
+        wanted = [("a", num_elements, False), ("b", bucket, has_host_staging)]
         if self._is_staged:
-            wanted = [("a", self._num_elements, staging == "host")]
+            wanted = [("a", num_elements, has_host_staging)]
         in_host = [size for _, size, is_host in wanted if is_host or self._device.type == "cpu"]
         require_memory(
             f"{'one copy' if len(in_host) == 1 else 'two copies'} of the weights of generator "
@@ -152,10 +150,9 @@ class WeightBuffer:
         if self._prepared is not None:
             raise RuntimeError(f"a route came while version {self._prepared[0]} is still open")
         self._disconnect()
-        if self._rank not in target_ranks(route):
-            return
-        names = [bucket.names for bucket in self._buckets]
-        self._receiver = make_receiver(route, self._end, names)
+        if any(copy.target_rank == self._rank for copy in route.copies):
+            names = [bucket.names for bucket in self._buckets]
+            self._receiver = make_receiver(route, self._end, names)
 
     def prepare(self, version: int, bucket: int) -> StagingHandle:
         """Open the staging memory for one bucket of `version`, which must be newer than the active

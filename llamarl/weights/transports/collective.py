@@ -37,9 +37,7 @@ from llamarl.weights.transports.packed import (
     longest,
     messages_by,
     messages_to,
-    source_ranks,
     squeeze,
-    target_ranks,
     unpack,
 )
 from llamarl.weights.transports.registry import End
@@ -56,9 +54,9 @@ class RouteGroup:
     """
 
     def __init__(self, route: Route, side: str, end: End) -> None:
-        members = [("source", rank) for rank in source_ranks(route)]
-        members += [("target", rank) for rank in target_ranks(route)]
-        self._index = {member: index for index, member in enumerate(members)}
+        members = {("source", copy.source_rank) for copy in route.copies}
+        members |= {("target", copy.target_rank) for copy in route.copies}
+        self._index = {member: index for index, member in enumerate(sorted(members))}
         self._timeout = timedelta(seconds=end.timeout_s)
         self._itemsize = getattr(torch, route.copies[0].target_dtype).itemsize
         self._is_given_up = False

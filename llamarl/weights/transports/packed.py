@@ -91,16 +91,6 @@ def messages_to(route: Route, rank: int, names: Collection[str]) -> dict[int, li
     return messages_by("source_rank", copies, route.bucket_bytes)
 
 
-def source_ranks(route: Route) -> list[int]:
-    """Source ranks that occur in the route."""
-    return sorted({copy.source_rank for copy in route.copies})
-
-
-def target_ranks(route: Route) -> list[int]:
-    """Target ranks that occur in the route."""
-    return sorted({copy.target_rank for copy in route.copies})
-
-
 def in_turns(by_rank: Mapping[int, list[Message]]) -> Iterator[tuple[int, int, Message]]:
     """(rank, index, message), the first ones of all ranks before the second ones."""
     for index in range(max(map(len, by_rank.values()), default=0)):

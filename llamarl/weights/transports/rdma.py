@@ -15,12 +15,7 @@ from torch import Tensor
 from llamarl.errors import TargetLost
 from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
 from llamarl.weights.transports.ends import CopyCast
-from llamarl.weights.transports.packed import (
-    in_turns,
-    messages_by,
-    messages_to,
-    unpack,
-)
+from llamarl.weights.transports.packed import in_turns, messages_by, messages_to, unpack
 from llamarl.weights.transports.registry import End
 from llamarl.weights.transports.shared_memory import require_memory
 

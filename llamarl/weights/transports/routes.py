@@ -1,7 +1,7 @@
 """Routes: which transport brings which copies from a source to a replica.
 
 Owns: the choice of transport, the check of hosts and buckets, rendezvous paths. Does not own: which
-source feeds which replica (`assignment.py`), copies (`reshard.py`). Invariant: shared memory and
+source feeds which replica (`kinds.py`), copies (`reshard.py`). Invariant: shared memory and
 CUDA IPC never leave a host, and no two routes meet at the same path.
 """
 
@@ -13,14 +13,14 @@ from itertools import chain
 
 from llamarl.config import WeightsConfig
 from llamarl.weights.layout.boxes import Copy, RankLayout, Route
-from llamarl.weights.layout.kinds import WeightKind
+from llamarl.weights.layout.kinds import WeightKind, assign_sources
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.transports.registry import TRANSPORTS, mapped_on, named
 
 
 class Routes:
     """Makes routes for one run; `rendezvous_folder` is created when a route needs it. `far_sites`
-    are as in `assignment.py`: only the trainer sends to another site."""
+    are as in `assign_sources`: only the trainer sends to another site."""
 
     def __init__(
         self,
@@ -28,12 +28,19 @@ class Routes:
         *,
         rendezvous_folder: str,
         kind_of: Callable[[int], WeightKind],
-        far_sites: Mapping[str, str] | None = None,
+        far_sites: Mapping[str, str],
     ) -> None:
-        self._config, self._far_sites = config, far_sites or {}
-        self._rendezvous_folder = rendezvous_folder
-        self._kind_of = kind_of
+        self._config, self._rendezvous_folder = config, rendezvous_folder
+        self._kind_of, self._far_sites = kind_of, far_sites
         self._planned: dict[tuple[bool, WeightKind], tuple[object, list[Copy]]] = {}  # by is_relay
+
+    def is_far(self, target: list[RankLayout]) -> bool:
+        """Whether a replica is at another site than the trainer."""
+        return target[0].host in self._far_sites
+
+    def sources(self, targets: Mapping[int, list[RankLayout]]) -> dict[int, int | None]:
+        """Replica -> the replica that feeds it, None for the trainer; see `assign_sources`."""
+        return assign_sources(targets, self._far_sites, self._kind_of)
 
     def make(
         self,
@@ -76,7 +83,7 @@ class Routes:
             copies=tuple(copies),
             rendezvous=rendezvous,
             bucket_bytes=self._config.bucket_bytes,
-            is_slow=not is_relay and target[0].host in self._far_sites,
+            is_slow=not is_relay and self.is_far(target),
         )
 
 
