@@ -40,7 +40,7 @@ from llamarl.recipe.starting_point import starting_point
 from llamarl.run.fleet import Fleet
 from llamarl.run.sessions import Sessions, Start
 from llamarl.run.signals import Signals, Stopped
-from llamarl.run.starter import Executors, name_parts, running_cluster, spawn_executors
+from llamarl.run.starter import Executors, name_executors, running_cluster, spawn_executors
 from llamarl.run.wiring import engine_fields, make_evaluator
 from llamarl.types import Evaluation
 
@@ -90,9 +90,9 @@ async def _train(
         spans=spans,
         recent_spans=recent_spans,
     )
-    parts = name_parts(inputs.graph)
+    names = name_executors(inputs.graph)
     with progress, contextlib.closing(spans):
-        async with _started(config, inputs, run_dir, progress, parts) as (fleet, signals):
+        async with _started(config, inputs, run_dir, progress, names) as (fleet, signals):
             controller = await sessions.run(fleet, signals, start)
             progress.show_phase("stopping the executors")
     summary = summarize(run_dir)
@@ -112,8 +112,8 @@ async def evaluate(
         # Off a terminal, standard output is the result alone.
         shown = console if console.is_terminal else Console(quiet=True)
         with Progress(0, live=config.metrics.live, console=shown) as progress:
-            parts = {EXECUTORS[GENERATE], EXECUTORS[SCORE]}
-            async with _started(config, inputs, run_dir, progress, parts) as (fleet, _):
+            names = {EXECUTORS[GENERATE], EXECUTORS[SCORE]}
+            async with _started(config, inputs, run_dir, progress, names) as (fleet, _):
                 progress.show_phase(f"evaluating {len(inputs.held_out)} prompts")
                 folder = f"{run_dir}/spans"
                 spans = Spans("controller", folder, config.metrics.spans_bytes)
@@ -193,13 +193,13 @@ def _is_locked(lock: TextIO) -> bool:
 
 @contextlib.asynccontextmanager
 async def _started(
-    config: Config, inputs: Inputs, run_dir: str, progress: Progress, parts: Collection[str]
+    config: Config, inputs: Inputs, run_dir: str, progress: Progress, names: Collection[str]
 ) -> AsyncIterator[tuple[Fleet, Signals]]:
     """These executors of a run, and the signals that may end it early (`Stopped`)."""
     with Signals() as signals:
         try:
             async with running_cluster(config, run_dir) as cluster:
-                spawn = partial(spawn_executors, config, inputs, cluster, run_dir, parts=parts)
+                spawn = partial(spawn_executors, config, inputs, cluster, run_dir, names=names)
                 try:
                     with progress.startup() as report:
                         executors = await spawn(report=report)

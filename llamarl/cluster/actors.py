@@ -176,8 +176,8 @@ class ExecutorActors:
             inside = ranks[max(0, -((ranks.start - first) // ranks.step)) :]
             if inside and inside.start < end:
                 last = min(inside.stop, end)
-                part = slice(inside.start - first, last - first, inside.step)
-                found.append(mesh.slice(**{DIMENSION: part}))
+                places = slice(inside.start - first, last - first, inside.step)
+                found.append(mesh.slice(**{DIMENSION: places}))
         return found
 
 

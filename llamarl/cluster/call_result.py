@@ -41,9 +41,9 @@ def merged(results: list[CallResult]) -> list[CallResult]:
 
 
 def endpoint(executor: object, method: str) -> Callable[..., Awaitable[Any]]:
-    """The executor's own method of this name, or that of the one of its `parts` which has it."""
+    """The executor's own method of this name, or that of the first of its `components` with one."""
     if not hasattr(executor, method):
-        owners = [part for part in getattr(executor, "parts", ()) if hasattr(part, method)]
+        owners = [each for each in getattr(executor, "components", ()) if hasattr(each, method)]
         executor = owners[0] if owners else executor
     found: Callable[..., Awaitable[Any]] = getattr(executor, method)
     return found

@@ -28,7 +28,7 @@ from llamarl.protocols import RunObserver
 from llamarl.recipe.composition import compose, to_config, to_yaml
 from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
 from llamarl.run import wiring
-from llamarl.run.starter import Executors, name_parts, running_cluster, spawn_executors
+from llamarl.run.starter import Executors, name_executors, running_cluster, spawn_executors
 
 
 @asynccontextmanager
@@ -55,7 +55,7 @@ async def start_engines(
     must = "be off under a loop of one's own, which calls load_state"
     config.require(config.checkpoint.resume == "off", "checkpoint.resume", must)
     inputs = read_inputs(config)
-    known = name_parts(inputs.graph)
+    known = name_executors(inputs.graph)
     chosen = known if executors is None else set(executors)
     must = f"be some of {', '.join(sorted(known))}"
     got = ", ".join(sorted(chosen)) or "none"
@@ -72,7 +72,7 @@ async def start_engines(
         write_provenance(folder, sys.argv, to_yaml(composed))
         async with running_cluster(config, folder) as cluster:
             started = await spawn_executors(
-                config, inputs, cluster, folder, parts=chosen, report=lambda name, state: None
+                config, inputs, cluster, folder, names=chosen, report=lambda name, state: None
             )
             with _observing(config, inputs, started, folder, metrics) as (spans, observer):
                 options: dict[str, Any] = {"state": {}, "spans": spans, "observer": observer}

@@ -354,8 +354,8 @@ def _place(recipe: Path, key: str) -> str:
     others = sorted(path for path in recipe.parent.glob("*/*.yaml"))
     for path in (recipe, *others):
         group = path.relative_to(recipe.parent).parent.parts
-        parts = [part.partition("[")[0] for part in key.split(".")]
-        if tuple(parts[: len(group)]) == group and (line := _line_of(path, parts[len(group) :])):
+        names = [name.partition("[")[0] for name in key.split(".")]
+        if tuple(names[: len(group)]) == group and (line := _line_of(path, names[len(group) :])):
             return f"{path}:{line}: "
     return ""
 

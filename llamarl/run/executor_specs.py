@@ -77,7 +77,7 @@ def generator_spec(
     storage: Store,
     far_storage: Store,
     run_dir: str,
-    parts: Collection[str],
+    names: Collection[str],
     replica: int,
     places: Sequence[Device],
 ) -> GeneratorSpec:
@@ -86,7 +86,7 @@ def generator_spec(
     return GeneratorSpec(
         replica=replica,
         checkpoint=inputs.checkpoint,
-        load_weights=EXECUTORS[TRAIN] not in parts,
+        load_weights=EXECUTORS[TRAIN] not in names,
         tokenizer=inputs.tokenizer_folder,
         config=generator_of(config.generator, replica),
         weights=config.weights,

@@ -99,9 +99,9 @@ class Executors:
         return [device.host for device in self.places.get(name, ())]
 
 
-def name_parts(graph: Graph) -> set[str]:
-    """What a run consists of besides storage: names that `spawn_executors` starts some or all of,
-    such as generator, trainer and scorer."""
+def name_executors(graph: Graph) -> set[str]:
+    """The executors of a run besides storage, some or all of which `spawn_executors` starts, such
+    as generator, trainer and scorer."""
     return {EXECUTORS[GENERATE], EXECUTORS[TRAIN], *map(name_executor, graph.between)}
 
 
@@ -257,27 +257,27 @@ async def spawn_executors(
     cluster: Cluster,
     run_dir: str,
     *,
-    parts: Collection[str],
+    names: Collection[str],
     report: ReportState,
     replicas: Collection[int] | None = None,
     before: Executors | None = None,
 ) -> Executors:
-    """Start storage and these parts (see `name_parts`), all at once. Without the trainer the
-    generators load the checkpoint's weights as version 0.
+    """Start storage and the executors of these `names` (of `name_executors`), all at once. Without
+    the trainer the generators load the checkpoint's weights as version 0.
 
     `replicas` are those to be there (None: the recipe's). Generators of an earlier session that are
     left of the executors `before`, and were reset, go on. If an executor does not start, or is lost
     meanwhile, none that was started here is left.
     """
     if replicas is None:
-        replicas = range(config.generator.num_replicas if EXECUTORS[GENERATE] in parts else 0)
+        replicas = range(config.generator.num_replicas if EXECUTORS[GENERATE] in names else 0)
     earlier, kept = ({}, {}) if before is None else (before.places, before.generators)
     places = place_executors(config, inputs.graph)
     for name, index in ((f"generator-{index}", index) for index in replicas):
         places[name] = earlier.get(name) or place_generator(config, index)
     starter = Starter(cluster, places, config.cluster.start_timeout_s)
     try:
-        return await _spawn(config, inputs, starter, run_dir, parts, report, replicas, kept)
+        return await _spawn(config, inputs, starter, run_dir, names, report, replicas, kept)
     except BaseException:
         await asyncio.gather(*(executor.stop() for executor in starter.started))
         raise
@@ -288,7 +288,7 @@ async def _spawn(
     inputs: Inputs,
     starter: Starter,
     run_dir: str,
-    parts: Collection[str],
+    names: Collection[str],
     report: ReportState,
     replicas: Collection[int],
     kept: Mapping[int, Executor],
@@ -296,7 +296,7 @@ async def _spawn(
     unit_specs = storage_specs(config, run_dir)
     units = await _all(starter.start(f"storage-{each.unit}", each, report) for each in unit_specs)
     storage, far_storage = (_store(units, unit_specs, is_far) for is_far in (False, True))
-    stages = [stage for stage in inputs.graph.between if name_executor(stage) in parts]
+    stages = [stage for stage in inputs.graph.between if name_executor(stage) in names]
     found = Executors(
         storage=storage,
         by_name={unit.name: unit for unit in units},
@@ -305,7 +305,7 @@ async def _spawn(
         places=starter.places,
         add_host=starter.cluster.add_host,
     )
-    common = config, inputs, storage, far_storage, run_dir, parts
+    common = config, inputs, storage, far_storage, run_dir, names
 
     def spec_of(name: str) -> Spec:
         """Of an executor that may be started at any time, with the replicas that there are then."""
@@ -320,14 +320,14 @@ async def _spawn(
     specs = {
         name: spec_of(name) for name in (*map("generator-{}".format, replicas), *found.stage_of)
     }
-    if EXECUTORS[TRAIN] in parts:
+    if EXECUTORS[TRAIN] in names:
         specs["trainer"] = trainer_spec(config, inputs, storage, run_dir)
     started = await _all(starter.go_on(name, spec, report, kept) for name, spec in specs.items())
     found.by_name |= zip(specs, started, strict=True)
-    num_collectors = config.generator.num_collectors if EXECUTORS[TRAIN] in parts else 0
-    names = [f"collector-{number}" for number in range(num_collectors)]
-    collectors = await _all(starter.start(name, spec_of(name), report) for name in names)
-    found.by_name |= zip(names, collectors, strict=True)
+    num_collectors = config.generator.num_collectors if EXECUTORS[TRAIN] in names else 0
+    collectors = [f"collector-{number}" for number in range(num_collectors)]
+    started = await _all(starter.start(name, spec_of(name), report) for name in collectors)
+    found.by_name |= zip(collectors, started, strict=True)
     return found
 
 
