@@ -32,7 +32,7 @@ from llamarl.cluster.call_result import CallResult, attempt, failure, merged
 from llamarl.cluster.executor import LOSS_GRACE_S, Call, Factory, process_name, resolve
 from llamarl.cluster.hosts import DIMENSION
 from llamarl.cluster.os_process import redirect_output
-from llamarl.errors import ExecutorLost, RemoteError
+from llamarl.errors import ExecutorLost, RemoteError, mark_seen
 from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ def send(endpoint: Any, *args: Any) -> Iterator[asyncio.Future[Any]]:
     """One future per rank, in the order the answers arrive."""
     for answer in endpoint.stream(*args):
         future = answer.as_asyncio()
-        future.add_done_callback(mark_retrieved)
+        future.add_done_callback(mark_seen)
         yield future
 
 
@@ -299,12 +299,6 @@ def raise_loss(name: str, lost: asyncio.Future[None] | None) -> None:
     if lost is not None and lost.done():
         lost.result()
         raise ExecutorLost(name, None, "it was stopped during the call")
-
-
-def mark_retrieved(future: asyncio.Future[Any]) -> None:
-    """Mark an exception as seen, for a caller that no longer waits for the answer."""
-    if not future.cancelled():
-        future.exception()
 
 
 def last_line(error: BaseException) -> str:

@@ -20,7 +20,6 @@ from llamarl.cluster.actors import (
     ExecutorActors,
     RemoteRun,
     last_line,
-    mark_retrieved,
     results_by_rank,
     send,
     wait_silent,
@@ -30,7 +29,7 @@ from llamarl.cluster.hosts import Host, attach, attach_late
 from llamarl.cluster.os_process import environment, log_path, log_tail
 from llamarl.config import ClusterConfig
 from llamarl.config.rank_assignment import Device
-from llamarl.errors import ExecutorLost
+from llamarl.errors import ExecutorLost, mark_seen
 from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class MonarchExecutor:
         self._logs_folder = logs_folder
         # The result None means stopped on purpose.
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lost.add_done_callback(mark_retrieved)
+        self._lost.add_done_callback(mark_seen)
         self._answered_s = -math.inf  # when a call was answered last
         self._has_answered = asyncio.Event()
         self._watchers: list[asyncio.Task[None]] = []

@@ -30,7 +30,7 @@ from llamarl.config.check import require
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.dataflow.columns import COLUMNS
 from llamarl.environments.prompts import PromptStream
-from llamarl.errors import NoGenerator
+from llamarl.errors import NoGenerator, cancel_all, mark_seen
 from llamarl.library.own_groups import Question, check_trainable, make_group
 from llamarl.library.own_weights import OwnWeights
 from llamarl.loop.colocation import Phase
@@ -107,9 +107,7 @@ class LibraryEngines(Engines):
             await self.retire_rest()
         finally:
             self.rollouts.fail(RuntimeError("calls must come before the end of the block"))
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await cancel_all(self._tasks)
             await self.close()
             self._own_weights.close()
 
@@ -344,7 +342,7 @@ class LibraryEngines(Engines):
         except Exception as error:  # noqa: BLE001 - raised where the group is awaited
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # else asyncio warns if it is not awaited
+                mark_seen(future)
             return
         if future.cancelled():
             await self.retire([group], "dropped", reason="cancelled")

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
+from llamarl.errors import cancel_all
+
 Item = TypeVar("Item")
 
 
@@ -50,10 +52,8 @@ class Batcher(Generic[Item]):
 
     async def close(self) -> None:
         """Send nothing more, and give up the calls under way."""
-        tasks = [*self._tasks, *([self._sending] if self._sending is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        sending = [] if self._sending is None else [self._sending]
+        await cancel_all([*self._tasks, *sending])
 
     async def _send(self) -> None:
         loop = asyncio.get_running_loop()

@@ -36,7 +36,8 @@ class Phase(StrEnum):
 
 
 class Colocation:
-    """What the controller asks for when it needs a device. This base class changes nothing."""
+    """What the controller asks for when it needs a device. Here generators and trainer have devices
+    of their own, so nothing changes, and no phase waits, not even for `when`."""
 
     async def begin(self) -> None:
         """Called once all executors have started, before the first phase."""
@@ -48,10 +49,6 @@ class Colocation:
 
     async def recall(self) -> None:
         """Give the trainer the device at once, so that a run that ends early can be saved."""
-
-
-class Disaggregated(Colocation):
-    """Generators and trainer have devices of their own, so no phase waits, not even for `when`."""
 
 
 class Colocated(Colocation):

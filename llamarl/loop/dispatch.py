@@ -15,14 +15,15 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any
 
-from llamarl.errors import ExecutorLost, NoGenerator
+from llamarl.cluster.executor import Executor
+from llamarl.errors import ExecutorLost, NoGenerator, cancel_all
 from llamarl.loop.balance import Balance, Replica
 from llamarl.loop.nearby_units import Neighbours
 from llamarl.loop.skew import Skew
 from llamarl.loop.speeds import Speeds
-from llamarl.protocols import Collector, GeneratorReplica, Report, Storage
+from llamarl.protocols import Collector, Report, Storage
 from llamarl.types import FinishReason, Purpose, Request, RolloutInfo
 
 log = logging.getLogger(__name__)
@@ -30,26 +31,12 @@ log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.1
 
 
-class ReplicaProcesses(Protocol):
-    """The processes of one replica."""
-
-    call_one: GeneratorReplica
-    writer: str
-    """How what they write into storage is signed."""
-
-    async def watch(self) -> None:
-        """Wait until the replica is lost and raise ExecutorLost; return once it was stopped."""
-
-    async def stop(self) -> None:
-        """End the processes; never raises, may be repeated."""
-
-
 class Dispatch:
     """One Generator over all replicas, of which some may be lost."""
 
     def __init__(
         self,
-        processes: Mapping[int, ReplicaProcesses],
+        processes: Mapping[int, Executor],
         storage: Storage,
         collectors: Sequence[Collector] = (),
         neighbours: Neighbours | None = None,
@@ -74,7 +61,7 @@ class Dispatch:
         self._tasks: set[asyncio.Task[None]] = set()  # what replicas that come or go cause
         self._unplaced: dict[int, Request] = {}  # of lost replicas, not yet started again
         self._waiting: dict[int, Request] = {}  # for a replica
-        self._joining: dict[int, tuple[ReplicaProcesses, Callable[[int], None]]] = {}
+        self._joining: dict[int, tuple[Executor, Callable[[int], None]]] = {}
         self._may_hold_more = False
         self._last_loss: Exception | None = None
 
@@ -158,7 +145,7 @@ class Dispatch:
             serves(replica)
             self._start(self._join(replica))
 
-    def expect(self, index: int, own: ReplicaProcesses, serves: Callable[[int], None]) -> None:
+    def expect(self, index: int, own: Executor, serves: Callable[[int], None]) -> None:
         """Once this replica has committed its first version it gets requests, and `serves` is
         called."""
         self._joining[index] = own, serves
@@ -184,9 +171,9 @@ class Dispatch:
         self.balance.keepers, self._may_hold_more = replicas, may_be_more
 
     def lost(self, index: int, why: Exception) -> None:
-        """`index` is given up, by a publish or because it died: its requests start again
-        elsewhere. Without effect if it is lost already; where `why` names what
-        every replica needs, such as a storage unit, `collect` raises it."""
+        """`index` is given up, by a publish or because it died: its requests start again elsewhere.
+        Without effect if it is lost already; where `why` names what every replica needs, such as a
+        storage unit, `collect` raises it."""
         if isinstance(why, ExecutorLost) and not why.executor.startswith("generator"):
             self._rows.put_nowait(why)
             return
@@ -205,10 +192,7 @@ class Dispatch:
     async def close(self) -> None:
         """Stop collecting."""
         await asyncio.sleep(0)  # a task that has not begun would leave its work unawaited
-        tasks = [*self._collecting.values(), *self._collector_tasks, *self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._collecting.values(), *self._collector_tasks, *self._tasks])
 
     async def _follow(self, index: int) -> None:
         """Collect from a replica until it is lost; if a collector does, only wait for its loss."""

@@ -55,6 +55,8 @@ requests and hold them until they commit, so none waits for the controller when 
 """
 
 import asyncio
+import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,10 +68,38 @@ from llamarl.environments.prompts import PromptStream
 from llamarl.errors import TaskError
 from llamarl.loop.nearby_units import RowIds
 from llamarl.metrics.span import Spans
+from llamarl.protocols import Storage
 from llamarl.task_file import FILE
 from llamarl.types import Group, Prompt
 
+log = logging.getLogger(__name__)
+
 ROOM_PAUSE_S = 1.0  # before storage is asked again whether it has room
+
+
+class Room:
+    """`await room()` is False while a storage unit holds all that it may and cannot move rollouts
+    to disk, and the log says so. It asks once in ROOM_PAUSE_S at most."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._next_s = -math.inf
+        self._is_full = False
+
+    async def __call__(self) -> bool:
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._next_s:
+            self._next_s = now_s + ROOM_PAUSE_S
+            usage = await self._storage.usage()
+            if usage["is_full"] and not self._is_full:
+                log.warning(
+                    "storage is full (%.1f GiB in memory, %.1f GiB on disk): no more than the "
+                    "next step's rollouts are asked for until that changes",
+                    usage["memory_bytes"] / 2**30,
+                    usage["spilled_bytes"] / 2**30,
+                )
+            self._is_full = usage["is_full"] > 0
+        return not self._is_full
 
 
 @dataclass(kw_only=True)

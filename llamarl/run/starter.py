@@ -9,20 +9,11 @@ one executor runs each stage of the graph, but for settle, which the controller 
 import asyncio
 import logging
 import shutil
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Coroutine,
-    Iterable,
-    Mapping,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from pathlib import Path
-from typing import Any
 
 from llamarl.cluster import LOSS_GRACE_S, Cluster, Executor, make_cluster
 from llamarl.config import Config
@@ -34,7 +25,7 @@ from llamarl.config.rank_assignment import (
     place_generator,
 )
 from llamarl.dataflow.graph import EXECUTORS, GENERATE, SCORE, TRAIN, Graph, Stage
-from llamarl.errors import ExecutorLost, unwrap
+from llamarl.errors import ExecutorLost, all_at_once
 from llamarl.executors.specs import GeneratorSpec, Spec, StorageSpec
 from llamarl.metrics.console import ReportState
 from llamarl.protocols import Storage
@@ -294,7 +285,9 @@ async def _spawn(
     kept: Mapping[int, Executor],
 ) -> Executors:
     unit_specs = storage_specs(config, run_dir)
-    units = await _all(starter.start(f"storage-{each.unit}", each, report) for each in unit_specs)
+    units = await all_at_once(
+        starter.start(f"storage-{each.unit}", each, report) for each in unit_specs
+    )
     storage, far_storage = (_store(units, unit_specs, is_far) for is_far in (False, True))
     stages = [stage for stage in inputs.graph.between if name_executor(stage) in names]
     found = Executors(
@@ -322,26 +315,15 @@ async def _spawn(
     }
     if EXECUTORS[TRAIN] in names:
         specs["trainer"] = trainer_spec(config, inputs, storage, run_dir)
-    started = await _all(starter.go_on(name, spec, report, kept) for name, spec in specs.items())
+    started = await all_at_once(
+        starter.go_on(name, spec, report, kept) for name, spec in specs.items()
+    )
     found.by_name |= zip(specs, started, strict=True)
     num_collectors = config.generator.num_collectors if EXECUTORS[TRAIN] in names else 0
     collectors = [f"collector-{number}" for number in range(num_collectors)]
-    started = await _all(starter.start(name, spec_of(name), report) for name in collectors)
+    started = await all_at_once(starter.start(name, spec_of(name), report) for name in collectors)
     found.by_name |= zip(collectors, started, strict=True)
     return found
-
-
-async def _all(starts: Iterable[Coroutine[Any, Any, Executor]]) -> list[Executor]:
-    """What these return; if one fails, the others are cancelled and end before that is raised."""
-    failed: BaseException | None = None
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(start) for start in starts]
-    except BaseExceptionGroup as errors:
-        failed = unwrap(errors)
-    if failed is not None:
-        raise failed
-    return [task.result() for task in started]
 
 
 def _sign(executor: Executor, spec: Spec) -> None:

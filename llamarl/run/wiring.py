@@ -22,17 +22,16 @@ from llamarl.dataflow.samplers import make_sampler
 from llamarl.environments.requests import make_requests
 from llamarl.generation.vllm.limits import kv_tokens
 from llamarl.lengths.split import Limits
-from llamarl.loop.colocation import Colocated, Colocation, Disaggregated
+from llamarl.loop.colocation import Colocated, Colocation
 from llamarl.loop.controller import Controller
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.engines import Engines, Rules
 from llamarl.loop.evaluation import Evaluator
-from llamarl.loop.gate import Gate
+from llamarl.loop.gate import Gate, Room
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.nearby_units import Neighbours
 from llamarl.loop.part_size import PartSize
 from llamarl.loop.rollouts import Rollouts
-from llamarl.loop.room import Room
 from llamarl.loop.saver import Saver
 from llamarl.loop.skew import Skew
 from llamarl.loop.speeds import Speeds
@@ -304,7 +303,7 @@ def make_evaluator(
 def make_colocation(config: Config, executors: Executors, spans: Spans) -> Colocation:
     """Who has the device when."""
     if not config.placement.colocated:
-        return Disaggregated()
+        return Colocation()
     assert executors.trainer is not None
     generators = {index: executor.call_one for index, executor in executors.generators.items()}
     return Colocated(executors.trainer.call_one, generators, spans)
