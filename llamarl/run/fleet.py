@@ -104,7 +104,7 @@ class Fleet:
             if self._publisher is not None:
                 tasks.create_task(self._publisher.watch())
             if self._elasticity is not None:
-                tasks.create_task(self._elasticity.watch(self))
+                tasks.create_task(self._elasticity.watch(self.replica_states, self.scale))
             await self._is_over.wait()
             assert self._error is not None
             raise self._error

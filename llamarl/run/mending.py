@@ -181,9 +181,8 @@ class MendedStage:
         """See `protocols.Processor`."""
         row_ids = [row_id for rows, _ in items for row_id in rows]
         columns = [column.name for column in self.stage.writes]
-
-        results: Sequence[StageResult]
         erase = partial(self.storage.erase, row_ids, columns)
+        results: Sequence[StageResult]
         results = await self.ask(self.name, lambda calls: calls.process(items), erase)
         return results
 

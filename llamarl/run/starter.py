@@ -1,9 +1,9 @@
 """The executors of a run: which there are, where they sit, and starting and ending all at once.
 
 Owns: their start, their places and their end. Does not own: what each is constructed with
-(`executor_specs.py`), processes (`cluster/`), what drives the executors (`build.py`), or
-what becomes of those that are lost (`fleet.py`). Invariant:
-one executor runs each stage of the graph, but for settle, which the controller runs.
+(`executor_specs.py`), processes (`cluster/`), what drives the executors (`sessions.py`), or what
+becomes of those that are lost (`fleet.py`). Invariant: one executor runs each stage of the graph,
+but for settle, which the controller runs.
 """
 
 import asyncio
@@ -12,18 +12,13 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 
 from llamarl.cluster import LOSS_GRACE_S, Cluster, Executor, make_cluster
 from llamarl.config import Config
-from llamarl.config.rank_assignment import (
-    Device,
-    assign,
-    companions,
-    home_hosts,
-    place_generator,
-)
+from llamarl.config.rank_assignment import Device, assign, companions, home_hosts, place_generator
 from llamarl.dataflow.graph import EXECUTORS, GENERATE, SCORE, TRAIN, Graph, Stage
 from llamarl.errors import ExecutorLost, all_at_once
 from llamarl.executors.specs import GeneratorSpec, Spec, StorageSpec
@@ -123,15 +118,13 @@ def name_executor(stage: Stage) -> str:
 def place_executors(config: Config, graph: Graph) -> dict[str, list[Device]]:
     """Executor name -> the device of each of its ranks.
 
-    A frozen model sits on the trainer's devices, the recipe's own code on one host of the
-    trainer's site after another.
-    ValueError, with the numbers, if the hosts have too few GPUs.
+    A frozen model sits on the trainer's devices, the recipe's own code on one host of the trainer's
+    site after another. ValueError, with the numbers, if the hosts have too few GPUs.
     """
     places, hosts = assign(config) | companions(config), home_hosts(config)
     for number, stage in enumerate(stage for stage in graph.between if stage.name != SCORE):
-        on_trainer = places["trainer"]
         on_host = [Device(host=hosts[number % len(hosts)], gpu=None)]
-        places[name_executor(stage)] = on_trainer if stage.is_model else on_host
+        places[name_executor(stage)] = places["trainer"] if stage.is_model else on_host
     return places
 
 
@@ -196,11 +189,6 @@ class Starter:
                 log.warning("%s is started again: %s", name, error)
                 await executor.stop()
         return await self.start(name, spec, report)
-
-
-def log_state(name: str, state: str) -> None:
-    """Report what becomes of an executor that is started while the run goes on."""
-    log.info("%s: %s", name, state)
 
 
 async def end_others(executors: Executors, replicas: Collection[int]) -> Executors:
@@ -294,7 +282,7 @@ async def _spawn(
         storage=storage,
         by_name={unit.name: unit for unit in units},
         stage_of={name_executor(stage): stage for stage in stages},
-        start=lambda name: starter.start(name, spec_of(name), log_state),
+        start=lambda name: starter.start(name, spec_of(name), partial(log.info, "%s: %s")),
         places=starter.places,
         add_host=starter.cluster.add_host,
     )

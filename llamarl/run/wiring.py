@@ -118,7 +118,9 @@ def build_controller(
         spans=spans,
         last=config.num_steps,
     )
-    fleet.connect(dispatch, publisher, _elasticity(config, gate, dispatch), lambda: saver.has_last)
+    limits = config.generator.elastic
+    elasticity = Elasticity(limits=limits, gate=gate, dispatch=dispatch) if limits else None
+    fleet.connect(dispatch, publisher, elasticity, lambda: saver.has_last)
     return Controller(
         engines=engines,
         gate=gate,
@@ -174,11 +176,6 @@ def make_logprob_check(config: Config, inputs: Inputs, engines: Engines) -> Logp
         mode=config.weights.logprob_check,
         pool_of=cache(lambda replica: pool_at(config.generator, replica).key),
     )
-
-
-def _elasticity(config: Config, gate: Gate, dispatch: Dispatch) -> Elasticity | None:
-    limits = config.generator.elastic
-    return Elasticity(limits=limits, gate=gate, dispatch=dispatch) if limits else None
 
 
 def make_skew(config: Config, inputs: Inputs, run_dir: str) -> Skew:
@@ -275,9 +272,7 @@ def make_publisher(
         weights,
         rendezvous_folder=f"{run_dir}/.rendezvous-routes-{uuid.uuid4().hex[:8]}",
         kind_of=cache(partial(weight_kind, config.generator)),
-        far_sites={
-            config.cluster.name_host(host): site for host, site in far_sites(config).items()
-        },
+        far_sites={config.cluster.name_host(i): site for i, site in far_sites(config).items()},
         on_commit=committed,
         on_lost=lost,
         on_hold=dispatch.hold,
