@@ -2,8 +2,7 @@
 
 Owns: the life of a run: inputs, processes, tear-down, summary. Does not own: wiring
 (`run/wiring.py`), what drives the executors of a training run (`run/sessions.py`), or the command
-line (`main.py`).
-Invariant: when a job ends, however it ends, none of its processes is left.
+line (`main.py`). Invariant: when a job ends, however it ends, none of its processes is left.
 """
 
 import asyncio
@@ -71,11 +70,7 @@ async def train(
 
 
 async def _train(
-    config: Config,
-    inputs: Inputs,
-    run_dir: str,
-    console: Console,
-    start: Start,
+    config: Config, inputs: Inputs, run_dir: str, console: Console, start: Start
 ) -> dict[str, Any]:
     spans_folder = f"{run_dir}/spans"
     recent_spans = RecentSpans(spans_folder)
@@ -118,8 +113,7 @@ async def evaluate(
                 folder = f"{run_dir}/spans"
                 spans = Spans("controller", folder, config.metrics.spans_bytes)
                 with contextlib.closing(spans):
-                    work = _evaluate(config, inputs, fleet.executors, spans)
-                    result = await fleet.guard(work)
+                    result = await fleet.guard(_evaluate(config, inputs, fleet.executors, spans))
     console.print(
         f"accuracy {with_interval(result.accuracy, result.num_prompts)}  "
         f"reward {result.reward:.4f}  mean length {result.mean_tokens:.1f}  "
@@ -166,16 +160,12 @@ def claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
         limit_s = time.monotonic() + (0 if is_new else CLAIM_S)
         while not _is_locked(lock):
             if time.monotonic() > limit_s:
-                raise ValueError(
-                    f"run_dir must be the folder of one run, got {run_dir}, where another is at "
-                    "work"
-                )
+                must = f"be the folder of one run, got {run_dir}, where another is at work"
+                raise ValueError(f"run_dir must {must}")
             time.sleep(0.05)
         if is_new and checkpoint.holds_run(run_dir):
-            raise ValueError(
-                f"run_dir must be a new folder, or checkpoint.resume=auto to resume the run in "
-                f"it, got {run_dir}"
-            )
+            must = "be a new folder, or checkpoint.resume=auto to resume the run in it"
+            raise ValueError(f"run_dir must {must}, got {run_dir}")
         try:
             yield
         finally:

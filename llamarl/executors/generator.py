@@ -54,10 +54,8 @@ class GeneratorExecutor:
 
     @property
     def components(self) -> tuple[object, ...]:
-        """Their methods are the executor's: Generator, WeightSource, WeightTarget, Offloadable.
-
-        RuntimeError before `start`.
-        """
+        """Their methods are the executor's: GeneratorReplica, WeightSource, WeightTarget,
+        Offloadable. RuntimeError before `start`."""
         if self._components is None:
             raise RuntimeError(f"generator {self._spec.replica} must be started first")
         return self._components

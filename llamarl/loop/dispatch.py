@@ -7,7 +7,7 @@ a lost replica, whether its processes end or not. What it had stored by then cou
 starts again elsewhere.
 
 The dispatcher asks each replica which rollouts stopped; where there are hundreds, collectors do.
-It is itself a Generator, so the controller sees one however many replicas there are.
+It has a replica's methods, so the controller sees one however many replicas there are.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ DRAIN_POLL_S = 0.1
 
 
 class Dispatch:
-    """One Generator over all replicas, of which some may be lost."""
+    """All replicas, seen as one generator, of which some may be lost."""
 
     def __init__(
         self,

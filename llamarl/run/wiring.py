@@ -195,7 +195,7 @@ def make_dispatch(
     skew: Skew | None = None,
     collectors: Sequence[Collector] | None = None,
 ) -> Dispatch:
-    """One Generator of all replicas; without `skew` nothing is expected of lengths. `collectors`
+    """All replicas, as one; without `skew` nothing is expected of lengths. `collectors`
     take the place of the executors'."""
     if collectors is None:
         collectors = [executor.call_one for executor in executors.collectors]
