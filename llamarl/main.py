@@ -30,8 +30,8 @@ from rich.console import Console
 from llamarl import __version__, jobs, reports
 from llamarl.checkpoints import checkpoint
 from llamarl.cluster import ExecutorLost, exiting_process
-from llamarl.cluster.controller_log import kept_log, show_warnings
 from llamarl.cluster.deploy.launch import RESUMABLE
+from llamarl.cluster.os_process import kept_log, show_warnings
 from llamarl.config import Config
 from llamarl.config.check import require, require_choice
 from llamarl.errors import NoGenerator, TaskError, unwrap

@@ -159,6 +159,10 @@ class CheckpointConfig(Section):
     """What the exported weights are rounded to: float32 (as they were trained) | bfloat16 (half
     the size)."""
 
+    def is_due(self, version: int, last: int) -> bool:
+        """True at the last version and at every multiple of `every_steps`."""
+        return version == last or (self.every_steps > 0 and version % self.every_steps == 0)
+
 
 @dataclass(kw_only=True)
 class MetricsConfig(Section):

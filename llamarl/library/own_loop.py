@@ -303,8 +303,7 @@ class LibraryEngines(Engines):
 
     async def save_if_due(self) -> str | None:
         """`save_state` at every multiple of `checkpoint.every_steps`, and at `num_steps`."""
-        every, last = self.config.checkpoint.every_steps, self.config.num_steps
-        is_due = self.version == last or (every > 0 and self.version % every == 0)
+        is_due = self.config.checkpoint.is_due(self.version, self.config.num_steps)
         return await self.save_state() if is_due else None
 
     async def load_state(self, folder: str | Path) -> int:

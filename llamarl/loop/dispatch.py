@@ -20,9 +20,6 @@ from typing import Any
 from llamarl.cluster.executor import Executor
 from llamarl.errors import ExecutorLost, NoGenerator, cancel_all
 from llamarl.loop.balance import Balance, Replica
-from llamarl.loop.nearby_units import Neighbours
-from llamarl.loop.skew import Skew
-from llamarl.loop.speeds import Speeds
 from llamarl.protocols import Collector, Report, Storage
 from llamarl.types import FinishReason, Purpose, Request, RolloutInfo
 
@@ -38,15 +35,12 @@ class Dispatch:
         self,
         processes: Mapping[int, Executor],
         storage: Storage,
+        balance: Balance,
         collectors: Sequence[Collector] = (),
-        neighbours: Neighbours | None = None,
-        skew: Skew | None = None,
-        speeds: Speeds | None = None,
     ) -> None:
         """If there are `collectors`, they collect from all replicas; collector i from those whose
-        index modulo their number is i. Without `neighbours` all is on one host; without `skew`
-        nothing is expected of lengths; without `speeds` all replicas count as equally fast."""
-        self.balance = Balance(neighbours, skew, speeds)
+        index modulo their number is i."""
+        self.balance = balance
         self.replicas = self.balance.replicas
         self.replicas |= {index: Replica(own.call_one) for index, own in processes.items()}
         self.on_lost: Callable[[int, Exception], None] | None = None

@@ -123,8 +123,7 @@ class Gate:
     version: int = 0
     next_group_id: int = 0
     next_row_id: int = 0
-    num_units: int = 1
-    """Of storage."""
+    num_units: int = 1  # of storage
     plan_units: Callable[[int], Sequence[int | None]] | None = None
     """Which storage unit each of so many groups goes to, as `allocate_rows` takes them."""
     has_room: Callable[[], Awaitable[bool]] | None = None
@@ -159,8 +158,9 @@ class Gate:
         prompts of the groups admitted and not consumed by then, in order, as [epoch, prompt_id];
         the next free ids; and where the prompts go on."""
         num_trained = (version - self.version) * self.groups_per_step
-        groups = [*self._waiting.values(), *self._consumed(self._taken[num_trained:])]
-        groups.sort(key=lambda group: group.group_id)
+        taken = self._taken[num_trained:]
+        consumed = [group for group in taken if group.group_id not in self._kept]
+        groups = sorted([*self._waiting.values(), *consumed], key=lambda group: group.group_id)
         pending = [[group.prompt.epoch, group.prompt.prompt_id] for group in groups]
         return {
             "pending": pending,
@@ -275,14 +275,9 @@ class Gate:
             return groups
 
     @property
-    def consumed(self) -> list[Group]:
-        """What the step under way has consumed so far. The others that it took are still open:
-        they may be taken again, so their rollouts must stay. Ask before `advance`."""
-        return self._consumed(self._taken[: self.groups_per_step])
-
-    @property
     def kept(self) -> list[Group]:
-        """Those that steps without a version yet have taken and not consumed."""
+        """Those that steps without a version yet have taken and not consumed: they are still open,
+        and may be taken again, so their rollouts must stay. Ask before `advance`."""
         return [group for group in self._taken if group.group_id in self._kept]
 
     async def advance(self, version: int) -> None:
@@ -302,9 +297,6 @@ class Gate:
     def num_open(self) -> int:
         """Groups that were admitted and are neither consumed nor dropped."""
         return len(self._waiting) + len(self._taken) - len(self._kept)
-
-    def _consumed(self, taken: list[Group]) -> list[Group]:
-        return [group for group in taken if group.group_id not in self._kept]
 
     def _open(self, prompt: Prompt, unit: int | None) -> Group:
         # Used then at the latest, if as many of those before it as may be are carried over.

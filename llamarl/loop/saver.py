@@ -107,11 +107,6 @@ class Saver:
         """Whether the last step is made: what is left to do is to write."""
         return self.version >= self.last
 
-    def is_due(self) -> bool:
-        """True at the last version and at every multiple of `checkpoint.every_steps`."""
-        every = self.config.every_steps
-        return self.version == self.last or (every > 0 and self.version % every == 0)
-
     async def save(self, tasks: asyncio.TaskGroup) -> None:
         """Save the trainer's version, unless that was done, once its step is logged.
 

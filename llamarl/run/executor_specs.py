@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llamarl.cluster import Executor, make_rdma
+from llamarl.cluster import Executor
 from llamarl.config import Config
 from llamarl.config.pools import generator_of
 from llamarl.config.rank_assignment import Device, far_sites, num_storage_units
@@ -104,7 +104,11 @@ def _new_id() -> str:
 
 
 def _rdma(config: Config) -> "Rdma | None":
-    return make_rdma() if TRANSPORTS[config.weights.transport].uses_rdma else None
+    if not TRANSPORTS[config.weights.transport].uses_rdma:
+        return None
+    from llamarl.cluster.rdma_buffers import MonarchRdma  # here, for it imports monarch
+
+    return MonarchRdma()
 
 
 def stage_spec(

@@ -22,6 +22,7 @@ from llamarl.dataflow.samplers import make_sampler
 from llamarl.environments.requests import make_requests
 from llamarl.generation.vllm.limits import kv_tokens
 from llamarl.lengths.split import Limits
+from llamarl.loop.balance import Balance
 from llamarl.loop.colocation import Colocated, Colocation
 from llamarl.loop.controller import Controller
 from llamarl.loop.dispatch import Dispatch
@@ -199,14 +200,9 @@ def make_dispatch(
     take the place of the executors'."""
     if collectors is None:
         collectors = [executor.call_one for executor in executors.collectors]
-    return Dispatch(
-        executors.generators,
-        executors.storage,
-        collectors=collectors,
-        neighbours=Neighbours(units_near(config), num_storage_units(config)),
-        skew=skew,
-        speeds=Speeds(pools_of(config.generator)),
-    )
+    neighbours = Neighbours(units_near(config), num_storage_units(config))
+    balance = Balance(neighbours, skew, Speeds(pools_of(config.generator)))
+    return Dispatch(executors.generators, executors.storage, balance, collectors)
 
 
 def make_rules(config: Config, inputs: Inputs) -> Rules:
