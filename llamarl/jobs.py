@@ -39,8 +39,8 @@ from llamarl.recipe.starting_point import starting_point
 from llamarl.run.fleet import Fleet
 from llamarl.run.sessions import Sessions, Start
 from llamarl.run.signals import Signals, Stopped
-from llamarl.run.starter import Executors, name_executors, running_cluster, spawn_executors
-from llamarl.run.wiring import engine_fields, make_evaluator
+from llamarl.run.starter import name_executors, running_cluster, spawn_executors
+from llamarl.run.wiring import Wiring
 from llamarl.types import Evaluation
 
 log = logging.getLogger(__name__)
@@ -110,10 +110,16 @@ async def evaluate(
             names = {EXECUTORS[GENERATE], EXECUTORS[SCORE]}
             async with _started(config, inputs, run_dir, progress, names) as (fleet, _):
                 progress.show_phase(f"evaluating {len(inputs.held_out)} prompts")
-                folder = f"{run_dir}/spans"
-                spans = Spans("controller", folder, config.metrics.spans_bytes)
+                spans = Spans("controller", f"{run_dir}/spans", config.metrics.spans_bytes)
+                wiring = Wiring(
+                    config=config,
+                    inputs=inputs,
+                    executors=fleet.executors,
+                    run_dir=run_dir,
+                    spans=spans,
+                )
                 with contextlib.closing(spans):
-                    result = await fleet.guard(_evaluate(config, inputs, fleet.executors, spans))
+                    result = await fleet.guard(_evaluate(wiring))
     console.print(
         f"accuracy {with_interval(result.accuracy, result.num_prompts)}  "
         f"reward {result.reward:.4f}  mean length {result.mean_tokens:.1f}  "
@@ -127,14 +133,10 @@ async def evaluate(
     return result
 
 
-async def _evaluate(
-    config: Config, inputs: Inputs, executors: Executors, spans: Spans
-) -> Evaluation:
+async def _evaluate(wiring: Wiring) -> Evaluation:
     """Evaluate the checkpoint's weights, which generators hold as version 0."""
-    quiet = Unobserved()
-    fields = engine_fields(config, inputs, executors, state={}, spans=spans, observer=quiet)
-    engines = Engines(**fields)
-    evaluator = make_evaluator(config, inputs, engines, {})
+    engines = Engines(**wiring.engine_fields(Unobserved()))
+    evaluator = wiring.make_evaluator(engines)
     try:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(engines.serve())

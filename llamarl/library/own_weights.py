@@ -9,10 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cluster.inline import InlineExecutor
-from llamarl.config import Config
 from llamarl.loop.engines import Engines
-from llamarl.metrics.span import Spans
-from llamarl.recipe.inputs import Inputs
+from llamarl.run.wiring import Wiring
 from llamarl.weights.sync.replicas import PublishStats
 from llamarl.weights.transports.registry import TRANSPORTS, named
 
@@ -30,12 +28,9 @@ class OwnWeights:
         self,
         engines: Engines,
         connect: Callable[[Any], Awaitable[None]],
-        config: Config,
-        inputs: Inputs,
-        spans: Spans,
+        wiring: Wiring,
     ) -> None:
-        self._engines, self._connect = engines, connect
-        self._config, self._inputs, self._spans = config, inputs, spans
+        self._engines, self._connect, self._wiring = engines, connect, wiring
         self._source: SourcePart | None = None
 
     async def publish(
@@ -51,7 +46,7 @@ class OwnWeights:
             raise RuntimeError("source must come without the trainer among executors, got both")
         if version <= engines.version:
             raise RuntimeError(f"version must be above {engines.version}, got {version}")
-        tensors = as_parameters(source, self._inputs.architecture)
+        tensors = as_parameters(source, self._wiring.inputs.architecture)
         if self._source is None:
             self._source = await self._open(tensors)
         assert engines.publisher is not None
@@ -72,10 +67,10 @@ class OwnWeights:
         from llamarl.executors.weight_source import SourcePart
         from llamarl.weights.layout.shards import whole_boxes
 
-        config, must = self._config.weights, f"be {named('is_mapped')} with a source"
-        is_mapped = TRANSPORTS[config.transport].is_mapped
-        self._config.require(is_mapped, "weights.transport", must)
-        boxes, spans = whole_boxes(tensors), self._spans
-        part = SourcePart(0, *boxes, config=config, rdma=None, spans=spans)
-        await self._connect(InlineExecutor("trainer", [part], [spans]).call_all)
-        return part
+        config, must = self._wiring.config, f"be {named('is_mapped')} with a source"
+        is_mapped = TRANSPORTS[config.weights.transport].is_mapped
+        config.require(is_mapped, "weights.transport", must)
+        boxes, spans = whole_boxes(tensors), self._wiring.spans
+        found = SourcePart(0, *boxes, config=config.weights, rdma=None, spans=spans)
+        await self._connect(InlineExecutor("trainer", [found], [spans]).call_all)
+        return found

@@ -29,7 +29,7 @@ from llamarl.recipe.starting_point import starting_point
 from llamarl.run.control import RunControl, listening
 from llamarl.run.fleet import Fleet
 from llamarl.run.signals import Signals
-from llamarl.run.wiring import build_controller, make_run_logger
+from llamarl.run.wiring import Wiring
 
 log = logging.getLogger(__name__)
 
@@ -116,17 +116,16 @@ class Sessions:
         if folder is not None:
             self.progress.show_phase("reading the checkpoint")
             await executors.trainer.call_one.restore(folder)
-        shown = metrics, self.progress, self.spans, self.recent_spans
-        run_logger = make_run_logger(self.config, self.inputs, executors, *shown)
-        controller = build_controller(
-            self.config,
-            self.inputs,
-            fleet,
+        wiring = Wiring(
+            config=self.config,
+            inputs=self.inputs,
+            executors=executors,
             run_dir=self.run_dir,
-            state=state,
-            run_logger=run_logger,
             spans=self.spans,
+            state=state,
         )
+        run_logger = wiring.make_run_logger(metrics, self.progress, self.recent_spans)
+        controller = wiring.build_controller(fleet, run_logger)
         for each in (controller.engines, fleet):  # closed in reverse
             exits.push_async_callback(each.close)
         self.progress.show_phase("connecting trainer and generators")

@@ -38,7 +38,7 @@ from llamarl.planner.simulation.simulated_run import make_inputs
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, spread
 from llamarl.run.fleet import Fleet
-from llamarl.run.wiring import build_controller
+from llamarl.run.wiring import Wiring
 from llamarl.types import (
     TOKEN_VERSIONS,
     Batch,
@@ -302,16 +302,15 @@ class Loop:
 
     async def run(self, run_dir: Path) -> None:
         self.fleet = Fleet(self.config, self.executors)
-        controller = build_controller(
-            self.config,
-            self.inputs,
-            self.fleet,
+        wiring = Wiring(
+            config=self.config,
+            inputs=self.inputs,
+            executors=self.executors,
             run_dir=str(run_dir),
-            state=self.state,
-            run_logger=self.run_logger,
             spans=Spans("controller", None),
-            skew=self.skew,
+            state=self.state,
         )
+        controller = wiring.build_controller(self.fleet, self.run_logger, self.skew)
         self.gate, self.saver = controller.gate, controller.saver
         engines = controller.engines
         make_requests, make_batch = engines.rules.make_requests, engines.rules.make_batch
