@@ -9,12 +9,13 @@ but for settle, which the controller runs.
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 from llamarl.cluster import LOSS_GRACE_S, Cluster, Executor, make_cluster
 from llamarl.config import Config
@@ -25,13 +26,7 @@ from llamarl.executors.specs import GeneratorSpec, Spec, StorageSpec
 from llamarl.metrics.console import ReportState
 from llamarl.protocols import Storage
 from llamarl.recipe.inputs import Inputs
-from llamarl.run.executor_specs import (
-    collector_spec,
-    generator_spec,
-    stage_spec,
-    storage_specs,
-    trainer_spec,
-)
+from llamarl.run.executor_specs import Specs, collector_spec, storage_specs
 from llamarl.storage.store import Store
 from llamarl.storage.unit import Unit
 
@@ -175,7 +170,14 @@ class Starter:
             await executor.stop()
             raise
 
-    async def go_on(
+    async def start_all(
+        self, specs: Mapping[str, Spec], report: ReportState, kept: Mapping[int, Executor] = {}
+    ) -> dict[str, Executor]:
+        """Start the executors of these names; generators that were `kept` go on."""
+        starts = (self._go_on(name, spec, report, kept) for name, spec in specs.items())
+        return dict(zip(specs, await all_at_once(starts), strict=True))
+
+    async def _go_on(
         self, name: str, spec: Spec, report: ReportState, kept: Mapping[int, Executor]
     ) -> Executor:
         """Give the generator of `spec`, if it was `kept`, its storage; what was not is started."""
@@ -252,41 +254,40 @@ async def spawn_executors(
         replicas = range(config.generator.num_replicas if EXECUTORS[GENERATE] in names else 0)
     earlier, kept = ({}, {}) if before is None else (before.places, before.generators)
     places = place_executors(config, inputs.graph)
-    for name, index in ((f"generator-{index}", index) for index in replicas):
+    generators = {f"generator-{index}": index for index in replicas}
+    for name, index in generators.items():
         places[name] = earlier.get(name) or place_generator(config, index)
     starter = Starter(cluster, places, config.cluster.start_timeout_s)
     try:
-        return await _spawn(config, inputs, starter, run_dir, names, report, replicas, kept)
+        unit_specs = {f"storage-{each.unit}": each for each in storage_specs(config, run_dir)}
+        units = await starter.start_all(unit_specs, report)
+        storage, far = (_store(units, unit_specs, is_far) for is_far in (False, True))
+        common: dict[str, Any] = {"config": config, "inputs": inputs, "run_dir": run_dir}
+        specs = Specs(**common, names=names, storage=storage, far_storage=far)
+        return await _spawn(starter, specs, units, [*generators], report, kept)
     except BaseException:
         await asyncio.gather(*(executor.stop() for executor in starter.started))
         raise
 
 
 async def _spawn(
-    config: Config,
-    inputs: Inputs,
     starter: Starter,
-    run_dir: str,
-    names: Collection[str],
+    specs: Specs,
+    units: dict[str, Executor],
+    generators: Sequence[str],
     report: ReportState,
-    replicas: Collection[int],
     kept: Mapping[int, Executor],
 ) -> Executors:
-    unit_specs = storage_specs(config, run_dir)
-    units = await all_at_once(
-        starter.start(f"storage-{each.unit}", each, report) for each in unit_specs
-    )
-    storage, far_storage = (_store(units, unit_specs, is_far) for is_far in (False, True))
-    stages = [stage for stage in inputs.graph.between if name_executor(stage) in names]
+    config, graph, has_trainer = specs.config, specs.inputs.graph, EXECUTORS[TRAIN] in specs.names
+    stages = {name_executor(stage): stage for stage in graph.between}
     found = Executors(
-        storage=storage,
-        by_name={unit.name: unit for unit in units},
-        stage_of={name_executor(stage): stage for stage in stages},
+        storage=specs.storage,
+        by_name=units,
+        stage_of={name: stage for name, stage in stages.items() if name in specs.names},
         start=lambda name: starter.start(name, spec_of(name), partial(log.info, "%s: %s")),
         places=starter.places,
         add_host=starter.cluster.add_host,
     )
-    common = config, inputs, storage, far_storage, run_dir, names
 
     def spec_of(name: str) -> Spec:
         """Of an executor that may be started at any time, with the replicas that there are then."""
@@ -294,23 +295,15 @@ async def _spawn(
         if kind == "collector":
             return collector_spec(config, found.generators, int(number))
         if kind == "generator":
-            places = starter.places.setdefault(name, place_generator(config, int(number)))
-            return generator_spec(*common, int(number), places)
-        return stage_spec(found.stage_of[name], config, inputs, storage, run_dir)
+            default = place_generator(config, int(number))
+            return specs.generator(int(number), starter.places.setdefault(name, default))
+        return specs.trainer() if name == "trainer" else specs.stage(found.stage_of[name])
 
-    specs = {
-        name: spec_of(name) for name in (*map("generator-{}".format, replicas), *found.stage_of)
-    }
-    if EXECUTORS[TRAIN] in names:
-        specs["trainer"] = trainer_spec(config, inputs, storage, run_dir)
-    started = await all_at_once(
-        starter.go_on(name, spec, report, kept) for name, spec in specs.items()
-    )
-    found.by_name |= zip(specs, started, strict=True)
-    num_collectors = config.generator.num_collectors if EXECUTORS[TRAIN] in names else 0
-    collectors = [f"collector-{number}" for number in range(num_collectors)]
-    started = await all_at_once(starter.start(name, spec_of(name), report) for name in collectors)
-    found.by_name |= zip(collectors, started, strict=True)
+    names = [*generators, *found.stage_of, *(["trainer"] if has_trainer else [])]
+    found.by_name |= await starter.start_all({name: spec_of(name) for name in names}, report, kept)
+    num_collectors = config.generator.num_collectors if has_trainer else 0
+    names = [f"collector-{number}" for number in range(num_collectors)]
+    found.by_name |= await starter.start_all({name: spec_of(name) for name in names}, report)
     return found
 
 
@@ -321,11 +314,11 @@ def _sign(executor: Executor, spec: Spec) -> None:
         executor.writer = storage.writer
 
 
-def _store(units: list[Executor], specs: list[StorageSpec], is_far: bool) -> Store:
+def _store(units: dict[str, Executor], specs: dict[str, StorageSpec], is_far: bool) -> Store:
     """The client of all units; `is_far`, for executors at other sites."""
 
-    def client(unit: Executor, socket: str | None) -> Storage:
-        calls: Storage = unit.call_one
-        return calls if socket is None else Unit(unit.name, calls, socket, is_far=is_far)
+    def client(name: str, calls: Storage) -> Storage:
+        socket = specs[name].socket
+        return calls if socket is None else Unit(name, calls, socket, is_far=is_far)
 
-    return Store([client(unit, spec.socket) for unit, spec in zip(units, specs, strict=True)])
+    return Store([client(name, unit.call_one) for name, unit in units.items()])
