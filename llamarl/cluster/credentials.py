@@ -269,11 +269,7 @@ async def wait_disconnected(
     that lasts for 12 s and for `patience_s`.
     """
     count = max(KEEPALIVE_COUNT, math.ceil(patience_s / KEEPALIVE_S) - 1)
-    keepalive = {
-        "TCP_KEEPIDLE": KEEPALIVE_S,
-        "TCP_KEEPINTVL": KEEPALIVE_S,
-        "TCP_KEEPCNT": count,
-    }
+    keepalive = {"TCP_KEEPIDLE": KEEPALIVE_S, "TCP_KEEPINTVL": KEEPALIVE_S, "TCP_KEEPCNT": count}
     context = credentials.context("cluster.") if address.scheme == "tls" else None
     while True:
         try:

@@ -25,10 +25,7 @@ class OwnWeights:
     """The source in the caller's process. `connect` makes the publisher of `engines` from it."""
 
     def __init__(
-        self,
-        engines: Engines,
-        connect: Callable[[Any], Awaitable[None]],
-        wiring: Wiring,
+        self, engines: Engines, connect: Callable[[Any], Awaitable[None]], wiring: Wiring
     ) -> None:
         self._engines, self._connect, self._wiring = engines, connect, wiring
         self._source: SourcePart | None = None

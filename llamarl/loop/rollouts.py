@@ -61,7 +61,6 @@ class Rollouts:
         stages: Mapping[Stage, Processor],
         graph: Graph,
         storage: Storage,
-        pause_s: float = PAUSE_S,
     ) -> None:
         self._dispatch, self._storage = dispatch, storage
         started = {stage.name for stage in stages} | {GENERATE}
@@ -82,7 +81,7 @@ class Rollouts:
                 self.fail,
                 limit=OUTSIDE_LIMIT if isinstance(stage.run, External) else LIMIT,
                 size=lambda asked: len(asked[1]),
-                pause_s=0.0 if stage.is_model else pause_s,
+                pause_s=0.0 if stage.is_model else PAUSE_S,
                 in_turn=stage.is_model,
             )
             for stage, executor in stages.items()
