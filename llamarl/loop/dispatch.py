@@ -12,7 +12,7 @@ It has a replica's methods, so the controller sees one however many replicas the
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import Any
@@ -26,6 +26,7 @@ from llamarl.types import FinishReason, Purpose, Request, RolloutInfo
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.1
+Work = Callable[..., Awaitable[None]]
 
 
 class Dispatch:
@@ -81,18 +82,17 @@ class Dispatch:
             raise NoGenerator("every generator replica is lost") from self._last_loss
         self._waiting |= waiting
         for index, share in shares.items():
-            self._start(self._send(self.replicas[index], index, share))
+            self._start(self._send, self.replicas[index], index, share)
 
     async def _send(self, replica: Replica, index: int, requests: list[Request]) -> None:
         """One call for all that goes to a replica. If it is lost first, they go elsewhere."""
         if not self._collector_tasks:
-            self._collector_tasks = [
-                asyncio.create_task(self._read_collector(each)) for each in self._collectors
-            ]
+            reading = (self._run(self._read_collector, each) for each in self._collectors)
+            self._collector_tasks = [*map(asyncio.create_task, reading)]
         if self.replicas.get(index) is not replica:
             return  # lost since they were given to it, so they start elsewhere
         if index not in self._collecting:
-            self._collecting[index] = asyncio.create_task(self._follow(index))
+            self._collecting[index] = asyncio.create_task(self._run(self._follow, index))
         await self._ask(replica, index, replica.generator.submit(requests))
 
     async def _ask(self, replica: Replica, index: int, call: Awaitable[None]) -> None:
@@ -137,7 +137,7 @@ class Dispatch:
             self._processes[replica], serves = self._joining.pop(replica)
             self.replicas[replica] = Replica(self._processes[replica].call_one, version)
             serves(replica)
-            self._start(self._join(replica))
+            self._start(self._join, replica)
 
     def expect(self, index: int, own: Executor, serves: Callable[[int], None]) -> None:
         """Once this replica has committed its first version it gets requests, and `serves` is
@@ -169,8 +169,7 @@ class Dispatch:
         Without effect if it is lost already; where `why` names what every replica needs, such as a
         storage unit, `collect` raises it."""
         if isinstance(why, ExecutorLost) and not why.executor.startswith("generator"):
-            self._rows.put_nowait(why)
-            return
+            return self.fail(why)
         if (num_running := self._let_go(index)) is not None:
             self._last_loss = why
             is_last = not self.replicas and self.on_lost is None
@@ -185,7 +184,7 @@ class Dispatch:
 
     async def close(self) -> None:
         """Stop collecting."""
-        await asyncio.sleep(0)  # a task that has not begun would leave its work unawaited
+        await asyncio.sleep(0)  # for what has not begun, such as the end of lost processes
         await cancel_all([*self._collecting.values(), *self._collector_tasks, *self._tasks])
 
     async def _follow(self, index: int) -> None:
@@ -198,23 +197,18 @@ class Dispatch:
                 self._release(index, await replica.generator.collect(replica.received))
         except ExecutorLost as error:
             self.lost(index, error)
-        except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
-            self._rows.put_nowait(error)
 
     async def _read_collector(self, collector: Collector) -> None:
         received = 0
-        try:
-            while True:
-                received, reports = await collector.collect(received)
-                for index, report in reports:
-                    if isinstance(report, ExecutorLost) and report.executor.startswith("generator"):
-                        continue  # `_follow` finds it too, and belongs to the processes of now
-                    if not isinstance(report, Exception):
-                        self._release(index, report)
-                    elif isinstance(report, ExecutorLost) or index in self.replicas:
-                        raise report  # else the replica was being stopped
-        except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
-            self._rows.put_nowait(error)
+        while True:
+            received, reports = await collector.collect(received)
+            for index, report in reports:
+                if isinstance(report, ExecutorLost) and report.executor.startswith("generator"):
+                    continue  # `_follow` finds it too, and belongs to the processes of now
+                if not isinstance(report, Exception):
+                    self._release(index, report)
+                elif isinstance(report, ExecutorLost) or index in self.replicas:
+                    raise report  # else the replica was being stopped
 
     def _release(self, index: int, report: Report) -> None:
         """Pass on rows that stopped on a replica, but for those that it has reported before. Those
@@ -240,8 +234,8 @@ class Dispatch:
             task.cancel()
         self._unplaced |= replica.running
         processes = self._processes.pop(index)
-        self._start(processes.stop())
-        self._start(self._restart(index, processes.writer, list(replica.running)))
+        self._start(processes.stop)
+        self._start(self._restart, index, processes.writer, list(replica.running))
         return len(replica.running)
 
     async def _join(self, index: int) -> None:
@@ -252,17 +246,18 @@ class Dispatch:
         requests, self._waiting = list(self._waiting.values()), {}
         await self.submit(requests)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin what goes on by itself; its error is raised in `collect`."""
-        task = asyncio.create_task(self._run(work))
+    def _start(self, work: Work, *arguments: Any) -> None:
+        """Begin what goes on by itself."""
+        task = asyncio.create_task(self._run(work, *arguments))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _run(self, work: Work, *arguments: Any) -> None:
+        """Do this to its end; an error is raised in `collect`, where it ends the run."""
         try:
-            await work
+            await work(*arguments)
         except Exception as failure:  # noqa: BLE001 - raised again in `collect`
-            self._rows.put_nowait(failure)
+            self.fail(failure)
 
     async def _restart(self, index: int, writer: str, row_ids: list[int]) -> None:
         """Start again what a lost replica held, but for what is in storage."""
