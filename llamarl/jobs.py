@@ -77,14 +77,7 @@ async def _train(
     live = config.metrics.live
     progress = Progress(config.num_steps, live=live, recent_spans=recent_spans, console=console)
     spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
-    sessions = Sessions(
-        config=config,
-        inputs=inputs,
-        run_dir=run_dir,
-        progress=progress,
-        spans=spans,
-        recent_spans=recent_spans,
-    )
+    sessions = Sessions(config, inputs, run_dir, progress, spans, recent_spans)
     names = name_executors(inputs.graph)
     with progress, contextlib.closing(spans):
         async with _started(config, inputs, run_dir, progress, names) as (fleet, signals):
@@ -111,13 +104,7 @@ async def evaluate(
             async with _started(config, inputs, run_dir, progress, names) as (fleet, _):
                 progress.show_phase(f"evaluating {len(inputs.held_out)} prompts")
                 spans = Spans("controller", f"{run_dir}/spans", config.metrics.spans_bytes)
-                wiring = Wiring(
-                    config=config,
-                    inputs=inputs,
-                    executors=fleet.executors,
-                    run_dir=run_dir,
-                    spans=spans,
-                )
+                wiring = Wiring(config, inputs, fleet.executors, run_dir, spans)
                 with contextlib.closing(spans):
                     result = await fleet.guard(_evaluate(wiring))
     console.print(

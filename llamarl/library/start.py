@@ -73,9 +73,7 @@ async def start_engines(
                 config, inputs, cluster, folder, names=chosen, report=lambda name, state: None
             )
             spans = Spans("controller", f"{folder}/spans", config.metrics.spans_bytes)
-            wiring = Wiring(
-                config=config, inputs=inputs, executors=started, run_dir=folder, spans=spans
-            )
+            wiring = Wiring(config, inputs, started, folder, spans)
             with closing(spans), _observing(wiring, metrics) as observer:
                 fields = wiring.engine_fields(observer)
                 engines = LibraryEngines(**fields, wiring=wiring, names=chosen)

@@ -52,7 +52,7 @@ def storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Specs:
     """Of all executors but storage units, whose clients these are; `far_storage` is for replicas at
     other sites. `names` are those of the executors that run."""

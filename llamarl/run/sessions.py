@@ -47,7 +47,7 @@ class SessionLost(Exception):  # noqa: N818 - an outcome more than an error
         self.losses, self.version = losses, version
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Sessions:
     """The sessions of one run: each lasts from a checkpoint to the run's end, or until an executor
     is lost without which the loop cannot go on."""
@@ -116,14 +116,7 @@ class Sessions:
         if folder is not None:
             self.progress.show_phase("reading the checkpoint")
             await executors.trainer.call_one.restore(folder)
-        wiring = Wiring(
-            config=self.config,
-            inputs=self.inputs,
-            executors=executors,
-            run_dir=self.run_dir,
-            spans=self.spans,
-            state=state,
-        )
+        wiring = Wiring(self.config, self.inputs, executors, self.run_dir, self.spans, state)
         run_logger = wiring.make_run_logger(metrics, self.progress, self.recent_spans)
         controller = wiring.build_controller(fleet, run_logger)
         for each in (controller.engines, fleet):  # closed in reverse

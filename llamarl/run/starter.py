@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
 from pathlib import Path
-from typing import Any
 
 from llamarl.cluster import LOSS_GRACE_S, Cluster, Executor, make_cluster
 from llamarl.config import Config
@@ -261,9 +260,8 @@ async def spawn_executors(
     try:
         unit_specs = {f"storage-{each.unit}": each for each in storage_specs(config, run_dir)}
         units = await starter.start_all(unit_specs, report)
-        storage, far = (_store(units, unit_specs, is_far) for is_far in (False, True))
-        common: dict[str, Any] = {"config": config, "inputs": inputs, "run_dir": run_dir}
-        specs = Specs(**common, names=names, storage=storage, far_storage=far)
+        storages = (_store(units, unit_specs, is_far) for is_far in (False, True))
+        specs = Specs(config, inputs, run_dir, names, *storages)
         return await _spawn(starter, specs, units, [*generators], report, kept)
     except BaseException:
         await asyncio.gather(*(executor.stop() for executor in starter.started))

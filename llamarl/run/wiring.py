@@ -75,7 +75,7 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
     Offloadable: type[protocols.Offloadable] = offloadable.OffloadPart
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Wiring:
     """Builds the objects of one session around its started `executors`. `state` is a checkpoint's,
     or empty."""

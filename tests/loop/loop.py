@@ -302,14 +302,8 @@ class Loop:
 
     async def run(self, run_dir: Path) -> None:
         self.fleet = Fleet(self.config, self.executors)
-        wiring = Wiring(
-            config=self.config,
-            inputs=self.inputs,
-            executors=self.executors,
-            run_dir=str(run_dir),
-            spans=Spans("controller", None),
-            state=self.state,
-        )
+        common = self.config, self.inputs, self.executors, str(run_dir)
+        wiring = Wiring(*common, Spans("controller", None), self.state)
         controller = wiring.build_controller(self.fleet, self.run_logger, self.skew)
         self.gate, self.saver = controller.gate, controller.saver
         engines = controller.engines

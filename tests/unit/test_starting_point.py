@@ -160,9 +160,7 @@ def test_a_resumed_run_evaluates_nothing_that_the_checkpoint_says_is_evaluated(
     inputs: Inputs,
 ) -> None:
     nothing: Any = None
-    wiring = Wiring(  # evaluation.every_steps is 10
-        config=resume(), inputs=inputs, executors=nothing, run_dir="", spans=nothing
-    )
+    wiring = Wiring(resume(), inputs, nothing, "", nothing)  # evaluation.every_steps is 10
     for evaluated, due in ({"evaluated": 10}, False), ({"evaluated": 0}, True), ({}, True):
         evaluator = replace(wiring, state=evaluated).make_evaluator(nothing)
         assert evaluator.is_due(12, last=30) == due

@@ -120,13 +120,8 @@ async def drive(
     )
     fleet = Fleet(config, executors)
     with tempfile.TemporaryDirectory() as run_dir:
-        wiring = Wiring(
-            config=config,
-            inputs=inputs,
-            executors=executors,
-            run_dir=run_dir,
-            spans=spans or Spans("controller", None),
-        )
+        spans = spans or Spans("controller", None)
+        wiring = Wiring(config, inputs, executors, run_dir, spans)
         controller = wiring.build_controller(fleet, run_logger, skew)
         await controller.engines.connect()
         try:
