@@ -77,20 +77,20 @@ log = logging.getLogger(__name__)
 ROOM_PAUSE_S = 1.0  # before storage is asked again whether it has room
 
 
+@dataclass
 class Room:
     """`await room()` is False while a storage unit holds all that it may and cannot move rollouts
     to disk, and the log says so. It asks once in ROOM_PAUSE_S at most."""
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._next_s = -math.inf
-        self._is_full = False
+    storage: Storage
+    _next_s: float = -math.inf
+    _is_full: bool = False
 
     async def __call__(self) -> bool:
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._next_s:
             self._next_s = now_s + ROOM_PAUSE_S
-            usage = await self._storage.usage()
+            usage = await self.storage.usage()
             if usage["is_full"] and not self._is_full:
                 log.warning(
                     "storage is full (%.1f GiB in memory, %.1f GiB on disk): no more than the "
