@@ -1,9 +1,15 @@
-"""Exceptions that several packages raise or catch.
+"""Exceptions that several packages raise or catch, and those of tasks.
 
-Owns: their types, and which one a group holds first. Does not own: which of them ends a run
-(`loop/`), or how they are shown (`main.py`). Invariant: each survives pickling, and needs neither
-torch nor Monarch.
+Owns: their types, which one a group of tasks raises, and that none is warned of twice. Does not
+own: which of them ends a run (`loop/`), or how they are shown (`main.py`). Invariant: each survives
+pickling, and needs neither torch nor Monarch.
 """
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class UserCodeError(RuntimeError):
@@ -70,3 +76,30 @@ def unwrap(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+async def all_at_once(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What these return. If one fails, the others are cancelled and end before that is raised."""
+    failed: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            begun = [tasks.create_task(each) for each in work]
+    except BaseExceptionGroup as errors:
+        failed = unwrap(errors)
+    if failed is not None:  # here, so that the group is not its context
+        raise failed
+    return [task.result() for task in begun]
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel these tasks; returns once they have ended, however they did."""
+    ending = [*tasks]
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
+
+
+def mark_seen(future: asyncio.Future[Any]) -> None:
+    """Let asyncio not warn of this future's exception, as nobody may wait for it any more."""
+    if not future.cancelled():
+        future.exception()

@@ -2,8 +2,7 @@
 
 Owns: the life of a run: inputs, processes, tear-down, summary. Does not own: wiring
 (`run/wiring.py`), what drives the executors of a training run (`run/sessions.py`), or the command
-line (`main.py`).
-Invariant: when a job ends, however it ends, none of its processes is left.
+line (`main.py`). Invariant: when a job ends, however it ends, none of its processes is left.
 """
 
 import asyncio
@@ -40,8 +39,8 @@ from llamarl.recipe.starting_point import starting_point
 from llamarl.run.fleet import Fleet
 from llamarl.run.sessions import Sessions, Start
 from llamarl.run.signals import Signals, Stopped
-from llamarl.run.starter import Executors, name_parts, running_cluster, spawn_executors
-from llamarl.run.wiring import engine_fields, make_evaluator
+from llamarl.run.starter import name_executors, running_cluster, spawn_executors
+from llamarl.run.wiring import Wiring
 from llamarl.types import Evaluation
 
 log = logging.getLogger(__name__)
@@ -71,28 +70,17 @@ async def train(
 
 
 async def _train(
-    config: Config,
-    inputs: Inputs,
-    run_dir: str,
-    console: Console,
-    start: Start,
+    config: Config, inputs: Inputs, run_dir: str, console: Console, start: Start
 ) -> dict[str, Any]:
     spans_folder = f"{run_dir}/spans"
     recent_spans = RecentSpans(spans_folder)
     live = config.metrics.live
     progress = Progress(config.num_steps, live=live, recent_spans=recent_spans, console=console)
     spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
-    sessions = Sessions(
-        config=config,
-        inputs=inputs,
-        run_dir=run_dir,
-        progress=progress,
-        spans=spans,
-        recent_spans=recent_spans,
-    )
-    parts = name_parts(inputs.graph)
+    sessions = Sessions(config, inputs, run_dir, progress, spans, recent_spans)
+    names = name_executors(inputs.graph)
     with progress, contextlib.closing(spans):
-        async with _started(config, inputs, run_dir, progress, parts) as (fleet, signals):
+        async with _started(config, inputs, run_dir, progress, names) as (fleet, signals):
             controller = await sessions.run(fleet, signals, start)
             progress.show_phase("stopping the executors")
     end = {"version": controller.saver.version, "solved": controller.gate.solved}
@@ -110,14 +98,13 @@ async def evaluate(
         # Off a terminal, standard output is the result alone.
         shown = console if console.is_terminal else Console(quiet=True)
         with Progress(0, live=config.metrics.live, console=shown) as progress:
-            parts = {EXECUTORS[GENERATE], EXECUTORS[SCORE]}
-            async with _started(config, inputs, run_dir, progress, parts) as (fleet, _):
+            names = {EXECUTORS[GENERATE], EXECUTORS[SCORE]}
+            async with _started(config, inputs, run_dir, progress, names) as (fleet, _):
                 progress.show_phase(f"evaluating {len(inputs.held_out)} prompts")
-                folder = f"{run_dir}/spans"
-                spans = Spans("controller", folder, config.metrics.spans_bytes)
+                spans = Spans("controller", f"{run_dir}/spans", config.metrics.spans_bytes)
+                wiring = Wiring(config, inputs, fleet.executors, run_dir, spans)
                 with contextlib.closing(spans):
-                    work = _evaluate(config, inputs, fleet.executors, spans)
-                    result = await fleet.guard(work)
+                    result = await fleet.guard(_evaluate(wiring))
     console.print(
         f"accuracy {with_interval(result.accuracy, result.num_prompts)}  "
         f"reward {result.reward:.4f}  mean length {result.mean_tokens:.1f}  "
@@ -131,14 +118,10 @@ async def evaluate(
     return result
 
 
-async def _evaluate(
-    config: Config, inputs: Inputs, executors: Executors, spans: Spans
-) -> Evaluation:
+async def _evaluate(wiring: Wiring) -> Evaluation:
     """Evaluate the checkpoint's weights, which generators hold as version 0."""
-    quiet = Unobserved()
-    fields = engine_fields(config, inputs, executors, state={}, spans=spans, observer=quiet)
-    engines = Engines(**fields)
-    evaluator = make_evaluator(config, inputs, engines, {})
+    engines = Engines(**wiring.engine_fields(Unobserved()))
+    evaluator = wiring.make_evaluator(engines)
     try:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(engines.serve())
@@ -164,16 +147,12 @@ def claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
         limit_s = time.monotonic() + (0 if is_new else CLAIM_S)
         while not _is_locked(lock):
             if time.monotonic() > limit_s:
-                raise ValueError(
-                    f"run_dir must be the folder of one run, got {run_dir}, where another is at "
-                    "work"
-                )
+                must = f"be the folder of one run, got {run_dir}, where another is at work"
+                raise ValueError(f"run_dir must {must}")
             time.sleep(0.05)
         if is_new and checkpoint.holds_run(run_dir):
-            raise ValueError(
-                f"run_dir must be a new folder, or checkpoint.resume=auto to resume the run in "
-                f"it, got {run_dir}"
-            )
+            must = "be a new folder, or checkpoint.resume=auto to resume the run in it"
+            raise ValueError(f"run_dir must {must}, got {run_dir}")
         try:
             yield
         finally:
@@ -191,13 +170,13 @@ def _is_locked(lock: TextIO) -> bool:
 
 @contextlib.asynccontextmanager
 async def _started(
-    config: Config, inputs: Inputs, run_dir: str, progress: Progress, parts: Collection[str]
+    config: Config, inputs: Inputs, run_dir: str, progress: Progress, names: Collection[str]
 ) -> AsyncIterator[tuple[Fleet, Signals]]:
     """These executors of a run, and the signals that may end it early (`Stopped`)."""
     with Signals() as signals:
         try:
             async with running_cluster(config, run_dir) as cluster:
-                spawn = partial(spawn_executors, config, inputs, cluster, run_dir, parts=parts)
+                spawn = partial(spawn_executors, config, inputs, cluster, run_dir, names=names)
                 try:
                     with progress.startup() as report:
                         executors = await spawn(report=report)

@@ -12,7 +12,6 @@ saved, and which command resumes it.
 import argparse
 import asyncio
 import contextlib
-import difflib
 import errno
 import logging
 import os
@@ -31,10 +30,10 @@ from rich.console import Console
 from llamarl import __version__, jobs, reports
 from llamarl.checkpoints import checkpoint
 from llamarl.cluster import ExecutorLost, exiting_process
-from llamarl.cluster.controller_log import kept_log, show_warnings
 from llamarl.cluster.deploy.launch import RESUMABLE
+from llamarl.cluster.os_process import kept_log, show_warnings
 from llamarl.config import Config
-from llamarl.config.check import did_you_mean, require
+from llamarl.config.check import require, require_choice
 from llamarl.errors import NoGenerator, TaskError, unwrap
 from llamarl.metrics.rendering import find_program, resume_command, shorten
 from llamarl.metrics.summary import WriteProvenance, write_provenance
@@ -77,20 +76,19 @@ OPTIONS = {  # of the commands that compose a recipe: name and value, what it do
     "--cfg job": "print the composed config and stop",
 }
 RUN_OPTIONS = {"--multirun": "run every combination of comma-separated values"}
-PLAN_OPTIONS = {  # name of the option and of its value, what it does
-    "json": ("FILE", "plan: write the figures as JSON"),
-    "html": ("FILE", "plan: write a timeline and a memory chart as one page"),
-    "trace": ("RUN", "plan: take executor times from this finished run's folder"),
-    "sweep": ("", "plan: try other splits of the GPUs between trainer and generators"),
-}
-
-
-GRAPH_OPTIONS = {
-    "mermaid": ("FILE", "graph: write it as a picture in Mermaid's text"),
-    "run": ("RUN", "graph: add rows, bytes and waiting, measured in this run's folder"),
-}
 REPORTS: dict[str, Callable[..., None]] = {"plan": reports.plan, "graph": reports.graph}
-OWN_OPTIONS = {"plan": PLAN_OPTIONS, "graph": GRAPH_OPTIONS}
+OWN_OPTIONS = {  # of each report: name of the option and of its value, what it does
+    "plan": {
+        "json": ("FILE", "plan: write the figures as JSON"),
+        "html": ("FILE", "plan: write a timeline and a memory chart as one page"),
+        "trace": ("RUN", "plan: take executor times from this finished run's folder"),
+        "sweep": ("", "plan: try other splits of the GPUs between trainer and generators"),
+    },
+    "graph": {
+        "mermaid": ("FILE", "graph: write it as a picture in Mermaid's text"),
+        "run": ("RUN", "graph: add rows, bytes and waiting, measured in this run's folder"),
+    },
+}
 
 
 def program() -> None:
@@ -118,11 +116,7 @@ def _main(command: str, *arguments: str) -> None:
         return _show(_usage())
     if command == "--version":
         return _show(f"llamarl {__version__}\n")
-    if command not in COMMANDS:
-        meant = did_you_mean(difflib.get_close_matches(command, COMMANDS, n=1))
-        raise ValueError(
-            f"the command must be one of {', '.join(COMMANDS)}, got {command!r}{meant}"
-        )
+    require_choice("the command", command, COMMANDS)
     if command == "worker":  # has no recipe: the controller that attaches brings the config
         from llamarl.cluster import daemon
 
@@ -196,7 +190,7 @@ def _choose(command: str, arguments: list[str]) -> tuple[Job, list[str]]:
     if MULTIRUN_FLAGS & set(arguments):
         raise ValueError(f"--multirun must come with train or evaluate, got {command}")
     if command == "launch":
-        return partial(reports.launch, command=arguments), [*arguments, "hydra.run.dir=."]
+        return _without_run(reports.launch, command=arguments), [*arguments, "hydra.run.dir=."]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, (value, _) in OWN_OPTIONS[command].items():
         parser.add_argument(f"--{name}", action="store" if value else "store_true")
@@ -206,7 +200,11 @@ def _choose(command: str, arguments: list[str]) -> tuple[Job, list[str]]:
         raise ValueError(
             f"{error.argument_name} must name a file or folder, got nothing ({error.message})"
         ) from error
-    return partial(REPORTS[command], **vars(options)), [*rest, "hydra.run.dir=."]
+    return _without_run(REPORTS[command], **vars(options)), [*rest, "hydra.run.dir=."]
+
+
+def _without_run(report: Callable[..., None], **options: Any) -> Job:
+    return lambda config, run_dir, console, write: report(config, console, **options)
 
 
 def _folders(arguments: Sequence[str]) -> set[str]:
@@ -285,12 +283,13 @@ def _report(error: Exception, run_dir: str | None) -> int:
     a lost process: which one and why, without the traceback through calls that only waited.
     """
     cause = unwrap(error)
-    if run_dir is not None and isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
-        return _complain(
-            f"run_dir must be on a disk with room to write to, got {cause} in {run_dir}"
-        )
-    if run_dir is not None and isinstance(cause, FileNotFoundError) and _was_moved(cause, run_dir):
-        return _complain(f"run_dir must stay in its place while a run works there, got {cause}")
+    if run_dir is not None and isinstance(cause, OSError):
+        if cause.errno in DISK_ERRORS:
+            must = "be on a disk with room to write to"
+            return _complain(f"run_dir must {must}, got {cause} in {run_dir}")
+        missing = os.path.abspath(str(cause.filename or ""))
+        if isinstance(cause, FileNotFoundError) and missing.startswith(os.path.abspath(run_dir)):
+            return _complain(f"run_dir must stay in its place while a run works there, got {cause}")
     if _is_mistake(error):
         sys.exit(_complain(str(error)))
     if isinstance(cause, TaskError):
@@ -309,11 +308,6 @@ def _report(error: Exception, run_dir: str | None) -> int:
     log.info("%s", text)
     sys.stderr.write(text + "\n")
     return 1
-
-
-def _was_moved(error: FileNotFoundError, run_dir: str) -> bool:
-    """True if what is not there any more is part of the run folder."""
-    return os.path.abspath(str(error.filename or "")).startswith(os.path.abspath(run_dir))
 
 
 def _is_mistake(error: Exception) -> bool:

@@ -1,9 +1,8 @@
 """What the controller may ask of each executor, seen from the caller's side; and what it says to
 those that follow a run.
 
-Owns: the method names and their meaning. Does not own: how a call travels (`cluster/`) or what
-runs behind it (`executors/`). Invariant: at most six methods each; those of executors
-are asynchronous.
+Owns: the method names and their meaning. Does not own: how a call travels (`cluster/`) or what runs
+behind it (`executors/`). Invariant: at most six methods each; those of executors are asynchronous.
 
 An executor may have several ranks. The methods of WeightSource and WeightTarget return a list with
 one entry per rank, all others one result for the whole executor. A trainer is a WeightSource; a
@@ -34,20 +33,6 @@ if TYPE_CHECKING:
     from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
 
 
-class Generator(Protocol):
-    """Writes rollouts: all replicas, seen as one through the dispatcher."""
-
-    async def submit(self, requests: list[Request]) -> None:
-        """Queue rollouts; returns once they are queued, not once they are written."""
-
-    async def collect(self) -> list[RolloutInfo]:
-        """Rows that stopped since the last call, in the order they stopped; waits for at least one.
-        The arrays of a returned row are in storage already."""
-
-    async def abort_requests(self, row_ids: list[int]) -> None:
-        """Stop these rollouts; each still comes out of `collect`, marked ABORTED."""
-
-
 Report = tuple[int, list[RolloutInfo]]
 """Rows that stopped on a replica, in that order, and the number of the first. Each row's number is
 one above that of the row before; those of later processes are higher."""
@@ -57,7 +42,7 @@ class GeneratorReplica(Protocol):
     """Writes rollouts: one replica."""
 
     async def submit(self, requests: list[Request]) -> None:
-        """See `Generator`."""
+        """Queue rollouts; returns once they are queued, not once they are written."""
 
     async def collect(self, received: int) -> Report:
         """Rows that stopped, from number `received` on: those below have arrived, and are
@@ -69,7 +54,7 @@ class GeneratorReplica(Protocol):
         """
 
     async def abort_requests(self, row_ids: list[int]) -> None:
-        """See `Generator`."""
+        """Stop these rollouts; each still comes out of `collect`, marked ABORTED."""
 
 
 class Resettable(Protocol):

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from llamarl.config import Config
 from llamarl.config.check import require
-from llamarl.metrics.summary import WriteProvenance
 from llamarl.recipe.inputs import read_frozen, read_planned_architecture, with_measured_prompts
 from llamarl.recipe.task_source import read_graph, read_task
 from llamarl.run.starter import name_executor, place_executors
@@ -20,9 +19,7 @@ from llamarl.run.starter import name_executor, place_executors
 
 def plan(
     config: Config,
-    run_dir: str,
     console: Console,
-    write_provenance: WriteProvenance,
     *,
     json: str | None,
     html: str | None,
@@ -69,17 +66,14 @@ def plan(
 
 def graph(
     config: Config,
-    run_dir: str,
     console: Console,
-    write_provenance: WriteProvenance,
     *,
     mermaid: str | None,
     run: str | None,
 ) -> None:
     """Print the recipe's stages and what goes between them; `run` is the folder of a run of it.
 
-    Reads no prompts, tokenizer or weights; starts one short process if it uses a
-    task.py.
+    Reads no prompts, tokenizer or weights; starts one short process if it uses a task.py.
     """
     from llamarl.planner.report.dataflow import Dataflow, read_flows
 
@@ -98,12 +92,8 @@ def _check_writable(flag: str, path: str | None) -> None:
     if path is None:
         return
     folder = Path(path).absolute().parent
-    require(
-        folder.is_dir() and os.access(folder, os.W_OK) and not Path(path).is_dir(),
-        flag,
-        "name a file in a folder that can be written to",
-        path,
-    )
+    is_able = folder.is_dir() and os.access(folder, os.W_OK) and not Path(path).is_dir()
+    require(is_able, flag, "name a file in a folder that can be written to", path)
 
 
 def _write(flag: str, path: str, text: str) -> None:
@@ -113,14 +103,7 @@ def _write(flag: str, path: str, text: str) -> None:
         raise ValueError(f"{flag} must name a file that can be written, got {error}") from error
 
 
-def launch(
-    config: Config,
-    run_dir: str,
-    console: Console,
-    write_provenance: WriteProvenance,
-    *,
-    command: list[str],
-) -> None:
+def launch(config: Config, console: Console, *, command: list[str]) -> None:
     """Print what to submit so that `llamarl train` with the arguments `command` runs there."""
     from llamarl.cluster.deploy.launch import render
 

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
 
 from llamarl.cluster.credentials import configure_monarch
 from llamarl.cluster.executor import LOSS_GRACE_S, Cluster, Executor, process_name
@@ -79,10 +78,3 @@ def exiting_process() -> Iterator[None]:
         with suppress(OSError, ValueError):  # its reader has closed it
             stream.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
-
-
-def make_rdma() -> Any:
-    """The RDMA that weights.transport=rdma needs (`weights.transports.rdma.Rdma`); picklable."""
-    from llamarl.cluster.rdma_buffers import MonarchRdma
-
-    return MonarchRdma()

@@ -22,6 +22,7 @@ import re
 import signal
 from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -32,7 +33,7 @@ from llamarl.cluster.call_result import CallResult, attempt, failure, merged
 from llamarl.cluster.executor import LOSS_GRACE_S, Call, Factory, process_name, resolve
 from llamarl.cluster.hosts import DIMENSION
 from llamarl.cluster.os_process import redirect_output
-from llamarl.errors import ExecutorLost, RemoteError
+from llamarl.errors import ExecutorLost, RemoteError, mark_seen
 from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)
@@ -156,13 +157,13 @@ def end_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@dataclass(frozen=True)
 class ExecutorActors:
-    """The actors of all ranks: per host one Monarch mesh, in rank order. Picklable."""
+    """The actors of all ranks: per host one Monarch mesh, with the rank of its first actor, in rank
+    order. Picklable."""
 
-    def __init__(self, meshes: tuple[tuple[Any, int], ...], num_ranks: int) -> None:
-        """`meshes` are those of the hosts, each with the rank of its first actor."""
-        self.meshes = meshes
-        self.num_ranks = num_ranks
+    meshes: tuple[tuple[Any, int], ...]
+    num_ranks: int
 
     def one(self, rank: int) -> Any:
         """The actor of one rank."""
@@ -176,11 +177,12 @@ class ExecutorActors:
             inside = ranks[max(0, -((ranks.start - first) // ranks.step)) :]
             if inside and inside.start < end:
                 last = min(inside.stop, end)
-                part = slice(inside.start - first, last - first, inside.step)
-                found.append(mesh.slice(**{DIMENSION: part}))
+                places = slice(inside.start - first, last - first, inside.step)
+                found.append(mesh.slice(**{DIMENSION: places}))
         return found
 
 
+@dataclass(eq=False)
 class RemoteRun:
     """Runs calls on all ranks of an executor; for `executor.Calls`. Picklable.
 
@@ -188,31 +190,23 @@ class RemoteRun:
     `on_answer`, which is called at every answer: it shows that the executor lives.
     """
 
-    def __init__(
-        self,
-        name: str,
-        actors: ExecutorActors,
-        is_first: bool,
-        lost: asyncio.Future[None] | None = None,
-        on_answer: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._name = name
-        self._actors = actors
-        self._is_first = is_first
-        self._lost = lost
-        self._on_answer = on_answer
-        self._root: Any = None
+    name: str
+    actors: ExecutorActors
+    is_first: bool
+    lost: asyncio.Future[None] | None = None
+    on_answer: Callable[[], None] = lambda: None
+    _root: Any = None
 
     def __reduce__(self) -> Any:
-        return RemoteRun, (self._name, self._actors, self._is_first)
+        return RemoteRun, (self.name, self.actors, self.is_first)
 
     async def __call__(self, call: Call) -> list[Any]:
         if self._root is None:
-            self._root = self._actors.one(0).run
-        size = self._actors.num_ranks
-        answers = send(self._root, call, size, size, self._is_first)
-        results = await results_by_rank(self._name, answers, size, self._lost)
-        self._on_answer()
+            self._root = self.actors.one(0).run
+        size = self.actors.num_ranks
+        answers = send(self._root, call, size, size, self.is_first)
+        results = await results_by_rank(self.name, answers, size, self.lost)
+        self.on_answer()
         return results
 
 
@@ -220,7 +214,7 @@ def send(endpoint: Any, *args: Any) -> Iterator[asyncio.Future[Any]]:
     """One future per rank, in the order the answers arrive."""
     for answer in endpoint.stream(*args):
         future = answer.as_asyncio()
-        future.add_done_callback(mark_retrieved)
+        future.add_done_callback(mark_seen)
         yield future
 
 
@@ -299,12 +293,6 @@ def raise_loss(name: str, lost: asyncio.Future[None] | None) -> None:
     if lost is not None and lost.done():
         lost.result()
         raise ExecutorLost(name, None, "it was stopped during the call")
-
-
-def mark_retrieved(future: asyncio.Future[Any]) -> None:
-    """Mark an exception as seen, for a caller that no longer waits for the answer."""
-    if not future.cancelled():
-        future.exception()
 
 
 def last_line(error: BaseException) -> str:

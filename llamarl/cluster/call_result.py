@@ -41,9 +41,9 @@ def merged(results: list[CallResult]) -> list[CallResult]:
 
 
 def endpoint(executor: object, method: str) -> Callable[..., Awaitable[Any]]:
-    """The executor's own method of this name, or that of the one of its `parts` which has it."""
+    """The executor's own method of this name, or that of the first of its `components` with one."""
     if not hasattr(executor, method):
-        owners = [part for part in getattr(executor, "parts", ()) if hasattr(part, method)]
+        owners = [each for each in getattr(executor, "components", ()) if hasattr(each, method)]
         executor = owners[0] if owners else executor
     found: Callable[..., Awaitable[Any]] = getattr(executor, method)
     return found
@@ -68,15 +68,13 @@ def failure(error: BaseException, where: str, rank: int) -> CallResult:
     except Exception:  # noqa: BLE001 - user exceptions fail to pickle in any way they like
         travels = False
     # StopIteration and exits would be changed or acted on by the caller's event loop.
-    if not travels or not isinstance(error, Exception) or isinstance(error, _LOOP_SIGNALS):
+    is_signal = isinstance(error, (StopIteration, StopAsyncIteration))
+    if not travels or is_signal or not isinstance(error, Exception):
         remote = RemoteError(f"{type(error).__name__}: {_text(error)}".removesuffix(": "))
         for note in error.__notes__:
             remote.add_note(note)
         data = pickle.dumps(remote)
     return CallResult(rank, error=data)
-
-
-_LOOP_SIGNALS = (StopIteration, StopAsyncIteration)
 
 
 def _traceback(error: BaseException) -> str:
@@ -92,10 +90,3 @@ def _text(error: BaseException) -> str:
         return str(error)
     except Exception:  # noqa: BLE001 - a user's __str__ may do anything
         return "(its text cannot be shown)"
-
-
-def describe_failed_close(error: Exception) -> str:
-    """Why an executor could not close: a full disk needs no traceback, all else is a bug."""
-    if isinstance(error, OSError):
-        return str(error)
-    return "\n" + "".join(traceback.format_exception(error))

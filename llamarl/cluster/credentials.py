@@ -52,14 +52,14 @@ class Address:
     @classmethod
     def parse(cls, text: str, field: str) -> Self:
         """The address in `text`; ValueError, naming the option `field`, if it is none."""
-        parts = urlsplit(text)
+        url = urlsplit(text)
         try:
-            port = parts.port
+            port = url.port
         except ValueError:
             port = None
-        if parts.scheme not in ("tls", "tcp") or not parts.hostname or port is None or parts.path:
+        if url.scheme not in ("tls", "tcp") or not url.hostname or port is None or url.path:
             raise ValueError(f"{field} must be like tls://10.0.0.7:24440, got {text!r}")
-        return cls(parts.scheme, parts.hostname, port)
+        return cls(url.scheme, url.hostname, port)
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -269,11 +269,7 @@ async def wait_disconnected(
     that lasts for 12 s and for `patience_s`.
     """
     count = max(KEEPALIVE_COUNT, math.ceil(patience_s / KEEPALIVE_S) - 1)
-    keepalive = {
-        "TCP_KEEPIDLE": KEEPALIVE_S,
-        "TCP_KEEPINTVL": KEEPALIVE_S,
-        "TCP_KEEPCNT": count,
-    }
+    keepalive = {"TCP_KEEPIDLE": KEEPALIVE_S, "TCP_KEEPINTVL": KEEPALIVE_S, "TCP_KEEPCNT": count}
     context = credentials.context("cluster.") if address.scheme == "tls" else None
     while True:
         try:

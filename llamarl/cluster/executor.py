@@ -56,12 +56,12 @@ class Calls:
 class Executor(Protocol):
     """The ranks of one executor.
 
-    `call_one` and `call_all` have the methods of the executor and of its `parts` (objects that it
-    consists of). Calling one runs it on all ranks at once; `await executor.call_one.method(...)`
+    `call_one` and `call_all` have the methods of the executor and of its `components` (objects that
+    it consists of). Calling one runs it on all ranks at once; `await executor.call_one.method(...)`
     returns rank 0's result, `await executor.call_all.method(...)` the list by rank (of a
-    MergeableResult one for all). Both can be passed to other executors in
-    `spawn`'s spec or in any call; those then call peer to peer. Calls run concurrently;
-    cancelling one does not cancel the remote work.
+    MergeableResult one for all). Both can be passed to other executors in `spawn`'s spec or in any
+    call; those then call peer to peer. Calls run concurrently; cancelling one does not cancel the
+    remote work.
 
     An exception of any rank is raised here as soon as it arrives: with its own type where that
     survives pickling, else as RemoteError; a note holds the remote traceback. A lost process

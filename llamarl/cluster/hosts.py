@@ -8,11 +8,13 @@ Every host is a Monarch host mesh of its own, so that the death of one does not 
 """
 
 import asyncio
-import functools
 import logging
 import os
 import sys
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -256,18 +258,15 @@ def interface_variables(interface: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
-@functools.cache
+@cache
 def _this_host() -> HostMesh:
-    """This machine; the first use starts Monarch's client, which writes to standard error."""
-    monarch.actor.unhandled_fault_hook = _log_fault
-    refuse_other_users()
-    with quiet_stderr(), private_sockets():
+    """This machine; the first use starts Monarch's client."""
+    with _starting_client():
         return this_host()
 
 
 def _start_client(scheme: str, own_name: str) -> None:
     """Start Monarch's client, which the hosts reach at `own_name`."""
-    monarch.actor.unhandled_fault_hook = _log_fault
     host = f"[{own_name}]" if ":" in own_name else own_name
     try:
         enable_transport(f"{scheme}://{host}:0")
@@ -275,11 +274,15 @@ def _start_client(scheme: str, own_name: str) -> None:
         raise ValueError(
             "cluster.hosts must be those of the first run of this process, got others"
         ) from error
-    refuse_other_users()
-    with quiet_stderr(), private_sockets():
+    with _starting_client():
         monarch.actor.context()
 
 
-def _log_fault(failure: Any) -> None:
-    """Keep the controller alive (Monarch's own hook exits): the watchers report losses."""
-    log.debug("monarch: %s", failure)
+@contextmanager
+def _starting_client() -> Iterator[None]:
+    """Around the start of Monarch's client, which writes to standard error. Its own hook for faults
+    would end the controller; here the watchers report losses."""
+    monarch.actor.unhandled_fault_hook = partial(log.debug, "monarch: %s")
+    refuse_other_users()
+    with quiet_stderr(), private_sockets():
+        yield

@@ -7,10 +7,11 @@ with processes.
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llamarl.cluster.call_result import attempt, describe_failed_close, failure, merged
+from llamarl.cluster.call_result import attempt, failure, merged
 from llamarl.cluster.executor import Call, Calls, Executor, Factory, process_name, resolve
 from llamarl.config.rank_assignment import Device
 from llamarl.metrics.span import Spans
@@ -83,8 +84,10 @@ class InlineExecutor:
             try:
                 if hasattr(executor, "close"):
                     await executor.close()
-            except Exception as error:  # noqa: BLE001 - tear-down continues
-                log.warning("closing %s failed: %s", spans.process, describe_failed_close(error))
+            except OSError as error:  # such as a full disk
+                log.warning("closing %s failed: %s", spans.process, error)
+            except Exception:  # noqa: BLE001 - tear-down continues
+                log.warning("closing %s failed: \n%s", spans.process, traceback.format_exc())
             spans.close()
 
     async def _run(self, call: Call) -> list[Any]:
@@ -95,4 +98,4 @@ class InlineExecutor:
         ]
         for next_result in asyncio.as_completed(tasks):
             (await next_result).result()
-        return [result.result() for result in merged([task.result() for task in tasks])]
+        return [result.value for result in merged([task.result() for task in tasks])]

@@ -20,7 +20,6 @@ from llamarl.cluster.actors import (
     ExecutorActors,
     RemoteRun,
     last_line,
-    mark_retrieved,
     results_by_rank,
     send,
     wait_silent,
@@ -30,7 +29,7 @@ from llamarl.cluster.hosts import Host, attach, attach_late
 from llamarl.cluster.os_process import environment, log_path, log_tail
 from llamarl.config import ClusterConfig
 from llamarl.config.rank_assignment import Device
-from llamarl.errors import ExecutorLost
+from llamarl.errors import ExecutorLost, mark_seen
 from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)
@@ -61,12 +60,12 @@ class MonarchExecutor:
         self._logs_folder = logs_folder
         # The result None means stopped on purpose.
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lost.add_done_callback(mark_retrieved)
+        self._lost.add_done_callback(mark_seen)
         self._answered_s = -math.inf  # when a call was answered last
         self._has_answered = asyncio.Event()
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
-        self._parts: list[HostRanks] = []
+        self._by_host: list[HostRanks] = []
         self.pids: list[int] = []  # by rank
         self.call_one: Any = None
         self.call_all: Any = None
@@ -80,15 +79,17 @@ class MonarchExecutor:
         make_spans: Callable[[str], Spans],
     ) -> None:
         """Start the processes and construct the executors; raises what a constructor raises."""
-        self._parts = [self._start_part(*part, config) for part in parts_of(hosts, devices)]
-        meshes = tuple((part.actors, part.first_rank) for part in self._parts)
+        self._by_host = [
+            self._start_ranks(*place, config) for place in ranks_by_host(hosts, devices)
+        ]
+        meshes = tuple((ranks.actors, ranks.first_rank) for ranks in self._by_host)
         self._actors = actors = ExecutorActors(meshes, self.num_ranks)
         constructed = asyncio.Event()
         self._watch(
             self._watch_rank(rank, constructed, config.liveness_timeout_s)
             for rank in range(self.num_ranks)
         )
-        self._watch(map(self._watch_host, self._parts))
+        self._watch(map(self._watch_host, self._by_host))
         self.call_one, self.call_all = (
             Calls(RemoteRun(self.name, actors, is_first, self._lost, self._note_answer), is_first)
             for is_first in (True, False)
@@ -98,21 +99,21 @@ class MonarchExecutor:
             *(
                 results_by_rank(
                     self.name,
-                    send(part.actors.construct, actors, part.first_rank, *arguments),
+                    send(ranks.actors.construct, actors, ranks.first_rank, *arguments),
                     self.num_ranks,
                     self._lost,
                 )
-                for part in self._parts
+                for ranks in self._by_host
             )
         )
         self.pids = [pid for found in pids for pid in found]
         constructed.set()
-        self._watch(map(self._watch_pids, self._parts))
+        self._watch(map(self._watch_pids, self._by_host))
 
     def _watch(self, watchers: Iterable[Coroutine[Any, Any, None]]) -> None:
         self._watchers += map(asyncio.create_task, watchers)
 
-    def _start_part(
+    def _start_ranks(
         self, host: Host, first: int, devices: Sequence[Device], config: ClusterConfig
     ) -> HostRanks:
         common = environment(self.mark, config.threads_per_process) | host.environment
@@ -143,19 +144,19 @@ class MonarchExecutor:
         if not self._lost.done():
             self._lost.set_result(None)
         # The processes of a lost host died with its daemon.
-        parts = [part for part in self._parts if not part.host.is_lost]
-        await asyncio.gather(*(self._stop_part(part, is_clean) for part in parts))
+        left = [ranks for ranks in self._by_host if not ranks.host.is_lost]
+        await asyncio.gather(*(self._stop_ranks(ranks, is_clean) for ranks in left))
 
-    async def _stop_part(self, part: HostRanks, is_clean: bool) -> None:
+    async def _stop_ranks(self, ranks: HostRanks, is_clean: bool) -> None:
         if is_clean:  # a call of `exit` fails when the process has ended
-            await asyncio.wait([*send(part.actors.exit)], timeout=STOP_LIMIT_S)
-        await part.host.kill(self.mark)  # Monarch waits long for a process that hangs
+            await asyncio.wait([*send(ranks.actors.exit)], timeout=STOP_LIMIT_S)
+        await ranks.host.kill(self.mark)  # Monarch waits long for a process that hangs
         try:
             async with asyncio.timeout(STOP_LIMIT_S):
-                await part.processes.stop().as_asyncio()
+                await ranks.processes.stop().as_asyncio()
         except Exception as error:  # noqa: BLE001 - tear-down continues
             log.debug("stopping %s: %s", self.name, error)
-        left = await part.host.kill(self.mark)
+        left = await ranks.host.kill(self.mark)
         if left:
             log.error("processes of %s could not be killed: %s", self.name, left)
 
@@ -163,7 +164,7 @@ class MonarchExecutor:
         """Close the executors; False if one did not answer in time."""
         if not self.pids:
             return False  # not constructed: nothing to close
-        answers = [each for part in self._parts for each in send(part.actors.finish)]
+        answers = [each for ranks in self._by_host for each in send(ranks.actors.finish)]
         try:
             async with asyncio.timeout(CLOSE_LIMIT_S):
                 for answer in answers:
@@ -216,16 +217,16 @@ class MonarchExecutor:
         self._answered_s = asyncio.get_running_loop().time()
         self._has_answered.set()
 
-    async def _watch_pids(self, part: HostRanks) -> None:
+    async def _watch_pids(self, ranks: HostRanks) -> None:
         """Report a rank lost if its process is gone and Monarch, as happens, does not report it."""
-        pids = self.pids[part.first_rank : part.first_rank + part.num_ranks]
-        rank = part.first_rank + await part.host.wait_first_exit(pids)
+        pids = self.pids[ranks.first_rank : ranks.first_rank + ranks.num_ranks]
+        rank = ranks.first_rank + await ranks.host.wait_first_exit(pids)
         await asyncio.sleep(REPORT_LIMIT_S)
         self._set_lost(rank, "its process ended")
 
-    async def _watch_host(self, part: HostRanks) -> None:
-        """Report the part's first rank lost when its host is."""
-        self._set_lost(part.first_rank, await part.host.wait_lost())
+    async def _watch_host(self, ranks: HostRanks) -> None:
+        """Report the first rank there lost when its host is."""
+        self._set_lost(ranks.first_rank, await ranks.host.wait_lost())
 
     def _set_lost(self, rank: int, reason: str) -> None:
         if self._lost.done():
@@ -299,7 +300,7 @@ class MonarchCluster:
         await asyncio.gather(*(host.detach() for host in hosts))
 
 
-def parts_of(
+def ranks_by_host(
     hosts: list[Host], devices: Sequence[Device]
 ) -> Iterator[tuple[Host, int, Sequence[Device]]]:
     """Per host of an executor: the host, the first rank there, the devices of its ranks.

@@ -1,9 +1,10 @@
-"""An executor process as the operating system sees it: environment, output, end.
+"""The processes of a run as the operating system sees them: environment, output, end.
 
-Owns: what is set before the executor's module is imported, where its output goes, and how
-processes that outlive their executor are found. Does not own: Monarch. Invariant: every process
-started for an executor, and every process that one starts, has the executor's mark in its
-environment, so none can be missed at the end.
+Owns: what is set before an executor's module is imported, where the output of executors and
+controller goes, and how processes that outlive their executor are found. Does not own: Monarch, or
+what is logged. Invariant: every process started for an executor, and every process that one starts,
+has the executor's mark in its environment, so none can be missed at the end; what a run prints is
+in its logs/controller.log too, whether lines are printed or a display is drawn.
 """
 
 import asyncio
@@ -16,11 +17,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MARK = "LLAMARL_EXECUTOR"  # environment variable: <cluster id>/<executor name>
-MALLOC_MMAP_BYTES = 1_000_000_000
-MALLOC_TRIM_BYTES = 4_000_000_000
 KILL_LIMIT_S = 5.0  # a killed process that is still there after this is stuck in the kernel
+USER_CODE = "llamarl.user_code"  # logs what rewards and stages print
 POLL_S = 1.0  # between checks whether a process is there
 LOG_TAIL_LINES = 12
 LOG_FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
@@ -36,8 +40,8 @@ def environment(mark: str, num_threads: int) -> dict[str, str]:
         # Threads that spin while they wait take the cores from the other executors.
         "OMP_WAIT_POLICY": "PASSIVE",
         # Else glibc frees and maps again the activations of every micro-batch: 4 to 9 % of a step.
-        "MALLOC_MMAP_THRESHOLD_": str(MALLOC_MMAP_BYTES),
-        "MALLOC_TRIM_THRESHOLD_": str(MALLOC_TRIM_BYTES),
+        "MALLOC_MMAP_THRESHOLD_": "1000000000",
+        "MALLOC_TRIM_THRESHOLD_": "4000000000",
         "TOKENIZERS_PARALLELISM": "false",
         # Else the first error of any NCCL group, such as one with a replica that died, ends the
         # process after eight minutes, as torch's monitor takes it for a hang of all groups.
@@ -91,6 +95,36 @@ def redirect_output(folder: str, process: str) -> None:
     to_console.setFormatter(logging.Formatter(f"[{process}] %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[to_file, to_console], force=True)
     logging.captureWarnings(True)
+
+
+def show_warnings(console: "Console", *, shows_user_code: bool) -> None:
+    """Print warnings, and what the recipe's own code prints where no other process logs that."""
+    from rich.logging import RichHandler  # here, for executors do without it
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        is_user_code = shows_user_code and record.name.startswith(USER_CODE)
+        return record.levelno >= logging.WARNING or is_user_code
+
+    handler = RichHandler(console=console, show_path=False)  # never tears the live display
+    handler.addFilter(is_shown)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.getLogger("llamarl").setLevel(logging.INFO)
+    logging.raiseExceptions = False  # of a full disk the run itself says one line
+
+
+@contextmanager
+def kept_log(run_dir: str) -> Iterator[None]:
+    """Write the log to the run's folder too, after what is there."""
+    path = log_path(f"{run_dir}/logs", "controller")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(LOG_FORMAT)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
 
 
 def log_tail(folder: str, process: str) -> str:

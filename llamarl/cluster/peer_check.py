@@ -18,7 +18,6 @@ import platform
 import socket
 import struct
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,19 +28,18 @@ GLOBAL_DATA_AND_JUMP_SLOT = {"x86_64": (6, 7), "aarch64": (1025, 1026)}  # kinds
 LOAD, DYNAMIC = 1, 2  # kinds of segments
 JUMP_BYTES, STRINGS, SYMBOLS, RELOCATIONS, RELOCATION_BYTES, JUMPS = 2, 5, 6, 7, 8, 23
 SYMBOL_BYTES = 24
+SEGMENT = np.dtype(  # of an ELF file of 64 bits; it lies in memory from address `start` on
+    {
+        "names": ["kind", "offset", "start", "size"],
+        "formats": ["<u4", "<u8", "<u8", "<u8"],
+        "offsets": [0, 8, 16, 32],
+        "itemsize": 56,
+    }
+)
 RELOCATION = np.dtype([("place", "<u8"), ("kind", "<u4"), ("symbol", "<u4"), ("addend", "<i8")])
 ACCEPT_TYPE = ctypes.CFUNCTYPE(
     *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int), use_errno=True
 )
-
-
-class ElfSegment(NamedTuple):
-    """A part of an ELF file that lies in memory from address `start` on."""
-
-    kind: int
-    offset: int
-    start: int
-    size: int
 
 
 @functools.cache
@@ -112,14 +110,17 @@ def _base(path: str) -> int:
 def _find_slot(path: Path, name: str) -> int:
     """Where, from the module's start, the address of the C function `name` lies."""
     data = path.read_bytes()
-    segments = _segments(data)
+    (headers,), (count,) = struct.unpack_from("<Q", data, 32), struct.unpack_from("<H", data, 56)
+    segments = np.frombuffer(data, SEGMENT, count, headers).tolist()
 
     def offset_of(address: int) -> int:
-        loads = (each for each in segments if each.kind == LOAD)
-        return next(s.offset + address - s.start for s in loads if 0 <= address - s.start < s.size)
+        for kind, offset, start, size in segments:
+            if kind == LOAD and 0 <= address - start < size:
+                return int(offset + address - start)
+        raise RuntimeError(f"{path} must have its tables in memory, got none at {address:#x}")
 
-    (dynamic,) = (each for each in segments if each.kind == DYNAMIC)
-    tags = dict(struct.iter_unpack("<QQ", data[dynamic.offset : dynamic.offset + dynamic.size]))
+    ((offset, size),) = ((each[1], each[3]) for each in segments if each[0] == DYNAMIC)
+    tags = dict(struct.iter_unpack("<QQ", data[offset : offset + size]))
     strings, symbols = offset_of(tags[STRINGS]), offset_of(tags[SYMBOLS])
     kinds = GLOBAL_DATA_AND_JUMP_SLOT.get(platform.machine(), ())
     wanted = name.encode() + b"\0"
@@ -131,11 +132,3 @@ def _find_slot(path: Path, name: str) -> int:
             if data.startswith(wanted, strings + start):
                 return int(place)
     raise RuntimeError(f"{path} must call {name}, got no such function in its table")
-
-
-def _segments(data: bytes) -> list[ElfSegment]:
-    """Of an ELF file of 64 bits."""
-    (headers,) = struct.unpack_from("<Q", data, 32)
-    size, count = struct.unpack_from("<HH", data, 54)
-    found = [struct.unpack_from("<IIQQQQ", data, headers + i * size) for i in range(count)]
-    return [ElfSegment(kind, offset, start, size) for kind, _, offset, start, _, size in found]

@@ -56,11 +56,9 @@ class AlgorithmConfig(Section):
 
     def check(self) -> None:
         self.require(bool(self.reward_columns), "reward_columns", "name at least one column")
-        self.require(
-            len(self.reward_column_weights) == len(self.reward_columns),
-            "reward_column_weights",
-            f"have one weight per column ({len(self.reward_columns)})",
-        )
+        num = len(self.reward_columns)
+        is_whole = len(self.reward_column_weights) == num
+        self.require(is_whole, "reward_column_weights", f"have one weight per column ({num})")
         for name in ("reward_columns", "loss_columns"):
             columns = getattr(self, name)
             self.require(len({*columns}) == len(columns), name, "name each column once")

@@ -118,9 +118,14 @@ def require_choice(key: str, got: object, choices: Iterable[object]) -> None:
     """Raise ValueError, with the choice that may be meant, unless `got` is one of `choices`."""
     allowed = tuple(choices)
     if got not in allowed:
-        names = [str(choice) for choice in allowed]
-        meant = did_you_mean(difflib.get_close_matches(str(got), names, n=1))
-        raise ValueError(f"{key} must be one of {', '.join(names)}, got {got!r}{meant}")
+        raise ValueError(wrong_choice(key, got, map(str, allowed)))
+
+
+def wrong_choice(key: str, got: object, choices: Iterable[str]) -> str:
+    """The line about a `got` that is none of `choices`, with the one that may be meant."""
+    names = [*choices]
+    meant = did_you_mean(difflib.get_close_matches(str(got), names, n=1))
+    return f"{key} must be one of {', '.join(names)}, got {got!r}{meant}"
 
 
 def did_you_mean(names: list[str]) -> str:

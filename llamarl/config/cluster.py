@@ -65,16 +65,11 @@ class ClusterConfig(Section):
     ends. 0: never. A run with consumers outside ends when its trainer is lost (monarch only)."""
 
     def check(self) -> None:
-        self.require(
-            self.num_hosts in (0, len(self.hosts)) or not self.hosts,
-            "num_hosts",
-            f"be 0 or the number of cluster.hosts ({len(self.hosts)})",
-        )
-        self.require(
-            len(self.sites) in (0, self.size),
-            "sites",
-            f"name the site of each of {self.size} hosts",
-        )
+        num = len(self.hosts)
+        must = f"be 0 or the number of cluster.hosts ({num})"
+        self.require(self.num_hosts in (0, num) or num == 0, "num_hosts", must)
+        must = f"name the site of each of {self.size} hosts"
+        self.require(len(self.sites) in (0, self.size), "sites", must)
 
     @property
     def size(self) -> int:

@@ -90,9 +90,6 @@ class GeneratorConfig(Section):
 
     def check(self) -> None:
         self.dtype = dtype_for(self.device, self.dtype)
-        self._check_elastic()
-
-    def _check_elastic(self) -> None:
         if not self.elastic:
             return
         self.require(not self.pools, "elastic", "be [] with generator.pools (of which pool?)")
@@ -140,16 +137,10 @@ class VllmConfig(GeneratorConfig):
         self.require_quantization("vLLM", cpu=("none", "fp8_per_channel"), cuda=("none", "fp8"))
         if self.enforce_eager is None:
             self.enforce_eager = self.device == "cpu"
-        self.require(
-            self.enforce_eager or self.device == "cuda",
-            "enforce_eager",
-            "be true with generator.device=cpu (vLLM)",
-        )
-        self.require(
-            self.quantization == "none" or self.dtype == "bfloat16",
-            "dtype",
-            f"be bfloat16 with generator.quantization={self.quantization} (vLLM)",
-        )
+        must = "be true with generator.device=cpu (vLLM)"
+        self.require(self.enforce_eager or self.device == "cuda", "enforce_eager", must)
+        must = f"be bfloat16 with generator.quantization={self.quantization} (vLLM)"
+        self.require(self.quantization == "none" or self.dtype == "bfloat16", "dtype", must)
         unit = 32 if self.device == "cpu" else 16
         must = f"be a multiple of {unit} on {self.device} (vLLM)"
         self.require(self.block_size % unit == 0, "block_size", must)

@@ -42,11 +42,9 @@ class Pool:
 def pools_of(generator: GeneratorConfig) -> list[Pool]:
     """The pools in the order of their replicas. ValueError, naming the pool, for a mistake."""
     pools: list[Pool] = []
-    begin = 0
     for number, text in enumerate(generator.pools):
-        pool = _read(f"generator.pools[{number}]", text, generator, begin)
-        pools.append(pool)
-        begin = pool.replicas.stop
+        begin = pools[-1].replicas.stop if pools else 0
+        pools.append(_read(f"generator.pools[{number}]", text, generator, begin))
     whole = Pool(key="generator", generator=generator, replicas=range(generator.num_replicas))
     return pools or [whole]
 
@@ -121,9 +119,8 @@ def _pairs(key: str, text: str) -> Iterator[tuple[str, str]]:
     seen = set[str]()
     for word in text.split():
         name, equals, value = word.partition("=")
-        require(
-            bool(name and equals and value), key, "be KEY=VALUE each, set apart by blanks", word
-        )
+        is_pair = bool(name and equals and value)
+        require(is_pair, key, "be KEY=VALUE each, set apart by blanks", word)
         require(name not in seen, key, f"set {name} once", text)
         seen.add(name)
         yield name, value

@@ -5,10 +5,9 @@ Owns: the assignment, for a run and for a forecast alike. Does not own: starting
 the reference shares the trainer's.
 
 Devices are taken in order: by the trainer first, then by one replica after another, at the site of
-its pool if that names one. The ranks of a
-replica are on several hosts only if one host is too small for them. Colocated, the replicas begin
-again at the first device. Without GPUs a host counts as many devices as an even spread of the ranks
-over the hosts needs.
+its pool if that names one. The ranks of a replica are on several hosts only if one host is too
+small for them. Colocated, the replicas begin again at the first device. Without GPUs a host counts
+as many devices as an even spread of the ranks over the hosts needs.
 """
 
 import math
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llamarl.config import Config
+from llamarl.config.check import require
 from llamarl.config.pools import Pool, pool_at, pools_of
 
 
@@ -80,10 +80,7 @@ def place_generator(config: Config, replica: int) -> list[Device]:
 def companions(config: Config) -> dict[str, list[Device]]:
     """The devices of executors that compute no tensors, at the trainer's site: the scorer on its
     first host, storage units on every one, collectors spread over them."""
-    counts = {
-        "storage": num_storage_units(config),
-        "collector": config.generator.num_collectors,
-    }
+    counts = {"storage": num_storage_units(config), "collector": config.generator.num_collectors}
     hosts = home_hosts(config)
     spread = {
         f"{name}-{i}": [Device(host=hosts[i % len(hosts)], gpu=None)]
@@ -100,10 +97,7 @@ def num_storage_units(config: Config) -> int:
 
 def units_near(config: Config) -> dict[int, list[int]]:
     """Generator replica -> the storage units on the host of its rank 0, which writes its rollouts;
-    all units for one at another site, which has none.
-
-    None if all units are on one host.
-    """
+    all units for one at another site, which has none. Empty if all units are on one host."""
     hosts = home_hosts(config)
     if len(hosts) == 1:
         return {}
@@ -157,33 +151,30 @@ def _hosts_at(config: Config, site: str) -> Sequence[int]:
 
 def _check_room(config: Config, pools: list[Pool], ends: dict[str, int], per_host: int) -> None:
     """ValueError, with the numbers, unless each site has as many devices as ranks sit there."""
-    size, trainer = config.cluster.size, config.trainer.num_ranks
     for site, end in ends.items():
         num_hosts, there = math.ceil(end / per_host), len(_hosts_at(config, site))
-        some = [pool for pool in pools if pool.site == site]
-        replicas = " and ".join(
+        ranks = " and ".join(
             f"{len(pool.replicas)} generator replicas of {pool.generator.num_ranks}"
-            for pool in some
+            for pool in pools
+            if pool.site == site
         )
-        if [site] == config.cluster.sites[:1]:
-            replicas = f"trainer.num_ranks {trainer}, {replicas}"
-        if num_hosts > there and site:
-            raise ValueError(
-                f"cluster.sites must name at least {num_hosts} hosts at {site} ({replicas}, "
-                f"{per_host} devices a host), got {there}"
-            )
-        if num_hosts > there:
-            raise ValueError(
-                f"cluster.num_hosts must be at least {num_hosts} (trainer.num_ranks {trainer}, "
-                f"{replicas}, {per_host} devices a host), got {size}"
-            )
+        if site in ("", *config.cluster.sites[:1]):
+            ranks = f"trainer.num_ranks {config.trainer.num_ranks}, {ranks}"
+        numbers = f"({ranks}, {per_host} devices a host)"
+        must = f"name at least {num_hosts} hosts at {site} {numbers}"
+        require(num_hosts <= there or not site, "cluster.sites", must, there)
+        must = f"be at least {num_hosts} {numbers}"
+        require(num_hosts <= there, "cluster.num_hosts", must, there)
 
 
 def _check_sites(config: Config, devices: dict[str, list[Device]]) -> None:
     """ValueError unless each executor is at one site, and every site but the trainer's has a
     replica."""
     sites = config.cluster.sites or [""] * config.cluster.size
-    found = {name: _sites_of(places, sites) for name, places in devices.items()}
+    found = {
+        name: dict.fromkeys(sites[place.host] for place in places)
+        for name, places in devices.items()
+    }
     for name, some in found.items():
         if len(some) > 1:
             raise ValueError(
@@ -197,10 +188,6 @@ def _check_sites(config: Config, devices: dict[str, list[Device]]) -> None:
                 f"(generator.num_replicas {config.generator.num_replicas}, the ranks fill host "
                 "after host)"
             )
-
-
-def _sites_of(places: Sequence[Device], sites: Sequence[str]) -> list[str]:
-    return [*dict.fromkeys(sites[place.host] for place in places)]
 
 
 def _align(end: int, num_ranks: int, per_host: int) -> int:

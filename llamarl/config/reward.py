@@ -48,8 +48,5 @@ class RewardConfig(Section):
 
     def check(self) -> None:
         self.require(bool(self.functions), "functions", "name at least one function")
-        self.require(
-            len(self.weights) == len(self.functions),
-            "weights",
-            f"have one weight per function ({len(self.functions)})",
-        )
+        must = f"have one weight per function ({len(self.functions)})"
+        self.require(len(self.weights) == len(self.functions), "weights", must)

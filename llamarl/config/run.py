@@ -159,6 +159,10 @@ class CheckpointConfig(Section):
     """What the exported weights are rounded to: float32 (as they were trained) | bfloat16 (half
     the size)."""
 
+    def is_due(self, version: int, last: int) -> bool:
+        """True at the last version and at every multiple of `every_steps`."""
+        return version == last or (self.every_steps > 0 and version % self.every_steps == 0)
+
 
 @dataclass(kw_only=True)
 class MetricsConfig(Section):
@@ -246,62 +250,66 @@ class Config(Section):
 
     def check(self) -> None:
         self._check_pools()
-        longest = self.sampling.max_tokens
-        self.require(
-            longest + 1 <= self.generator.max_model_len,
-            "generator.max_model_len",
-            f"hold a prompt token and sampling.max_tokens ({longest})",
-        )
-        self.require(
-            self.evaluation.max_tokens < self.generator.max_model_len,
-            "evaluation.max_tokens",
-            f"be below generator.max_model_len ({self.generator.max_model_len})",
-        )
-        self.require(
-            self.algorithm.overlong_penalty_tokens <= longest,
-            "algorithm.overlong_penalty_tokens",
-            f"be at most sampling.max_tokens ({longest})",
-        )
-        self.require(
-            self.sampling.rollouts_per_prompt >= 2 or self.algorithm.advantage in ("none", "task"),
-            "sampling.rollouts_per_prompt",
-            f"be at least 2 for algorithm.advantage={self.algorithm.advantage} (one rollout is its "
-            "own baseline, so nothing would be learnt)",
-        )
-        self.require(
-            self.trainer.schedule == "constant" or self.trainer.warmup_steps < self.num_steps,
-            "trainer.warmup_steps",
-            f"be below num_steps ({self.num_steps})",
-        )
-        self.require(
-            self.generator.num_collectors <= self.generator.num_replicas,
-            "generator.num_collectors",
-            f"be at most generator.num_replicas ({self.generator.num_replicas})",
-        )
-        num_open = self.trainer.groups_per_step * (self.staleness.max_staleness + 1)
-        num_open += self.staleness.carry_over_groups
-        num_open *= self.sampling.rollouts_per_prompt
-        self.require(
-            num_open <= MAX_OPEN_ROLLOUTS,
-            "trainer.groups_per_step",
-            "keep groups_per_step x (staleness.max_staleness + 1) + staleness.carry_over_groups, "
-            "times sampling.rollouts_per_prompt, "
-            f"the rollouts open at once ({num_open}), at most {MAX_OPEN_ROLLOUTS}",
-        )
-        self.require(
-            self.experience.sampler != "task" or self.staleness.late == "mask",
-            "staleness.late",
-            "be mask with experience.sampler=task (which may take a group later than its step, or "
-            "again)",
-        )
-        self.require(
-            self.dispatch.ranker != "oracle" or self.sampling.replay_lengths is not None,
-            "dispatch.ranker",
-            "be none, history or model without sampling.replay_lengths (no length is known)",
-        )
-        self._check_elastic()
+        self._check_lengths()
+        self._check_groups()
+        self._check_generators()
         self._check_processes()
         self._check_memory()
+
+    def _check_lengths(self) -> None:
+        """What must fit into a context, and into a completion."""
+        longest, context = self.sampling.max_tokens, self.generator.max_model_len
+        must = f"hold a prompt token and sampling.max_tokens ({longest})"
+        self.require(longest < context, "generator.max_model_len", must)
+        must = f"be below generator.max_model_len ({context})"
+        self.require(self.evaluation.max_tokens < context, "evaluation.max_tokens", must)
+        fits = self.algorithm.overlong_penalty_tokens <= longest
+        must = f"be at most sampling.max_tokens ({longest})"
+        self.require(fits, "algorithm.overlong_penalty_tokens", must)
+
+    def _check_groups(self) -> None:
+        """What steps, and the groups that are open, need."""
+        num_rollouts, advantage = self.sampling.rollouts_per_prompt, self.algorithm.advantage
+        must = (
+            f"be at least 2 for algorithm.advantage={advantage} (one rollout is its own baseline, "
+            "so nothing would be learnt)"
+        )
+        has_baseline = num_rollouts >= 2 or advantage in ("none", "task")
+        self.require(has_baseline, "sampling.rollouts_per_prompt", must)
+        is_warm = self.trainer.schedule == "constant" or self.trainer.warmup_steps < self.num_steps
+        must = f"be below num_steps ({self.num_steps})"
+        self.require(is_warm, "trainer.warmup_steps", must)
+        num_open = self.trainer.groups_per_step * (self.staleness.max_staleness + 1)
+        num_open = (num_open + self.staleness.carry_over_groups) * num_rollouts
+        must = (
+            "keep groups_per_step x (staleness.max_staleness + 1) + staleness.carry_over_groups, "
+            "times sampling.rollouts_per_prompt, "
+            f"the rollouts open at once ({num_open}), at most {MAX_OPEN_ROLLOUTS}"
+        )
+        self.require(num_open <= MAX_OPEN_ROLLOUTS, "trainer.groups_per_step", must)
+        can_overtake = self.experience.sampler != "task" or self.staleness.late == "mask"
+        must = (
+            "be mask with experience.sampler=task (which may take a group later than its step, or "
+            "again)"
+        )
+        self.require(can_overtake, "staleness.late", must)
+
+    def _check_generators(self) -> None:
+        """What collectors, rankers, and replicas that come and go need."""
+        generator = self.generator
+        must = f"be at most generator.num_replicas ({generator.num_replicas})"
+        is_enough = generator.num_collectors <= generator.num_replicas
+        self.require(is_enough, "generator.num_collectors", must)
+        is_known = self.dispatch.ranker != "oracle" or self.sampling.replay_lengths is not None
+        must = "be none, history or model without sampling.replay_lengths (no length is known)"
+        self.require(is_known, "dispatch.ranker", must)
+        if generator.elastic:
+            must = "be at least 1 with generator.elastic"
+            self.require(generator.max_restarts > 0, "generator.max_restarts", must)
+            must = (
+                "be [] with placement=colocated (replicas start and stop with the trainer's side)"
+            )
+            self.require(not self.placement.colocated, "generator.elastic", must)
 
     def _check_pools(self) -> None:
         """Each pool must go together with the rest of the recipe, as if it were the only one."""
@@ -322,60 +330,40 @@ class Config(Section):
             must = f"be one of cluster.sites ({', '.join(self.cluster.sites) or 'none'})"
             require(is_known, f"{pool.key}.site", must, pool.site)
 
-    def _check_elastic(self) -> None:
-        """What replicas that come and go need."""
-        self.require(
-            not self.generator.elastic or self.generator.max_restarts > 0,
-            "generator.max_restarts",
-            "be at least 1 with generator.elastic",
-        )
-        self.require(
-            not self.generator.elastic or not self.placement.colocated,
-            "generator.elastic",
-            "be [] with placement=colocated (replicas start and stop with the trainer's side)",
-        )
-
     def _check_processes(self) -> None:
         """What cannot run with all executors in one process."""
         if self.cluster.backend == "inline":
-            self.require(
-                not isinstance(self.generator, VllmConfig),
-                "cluster.backend",
-                "be monarch with generator=vllm (its processes are its own)",
-            )
-            self.require(
-                self.cluster.size == 1, "cluster.num_hosts", "be 1 with cluster.backend=inline"
-            )
-            for name, num_ranks in (
+            has_vllm = isinstance(self.generator, VllmConfig)
+            must = "be monarch with generator=vllm (its processes are its own)"
+            self.require(not has_vllm, "cluster.backend", must)
+            for name, size in (
+                ("cluster.num_hosts", self.cluster.size),
                 ("trainer.num_ranks", self.trainer.num_ranks),
                 ("generator.num_ranks", self.generator.num_ranks),
             ):
-                self.require(num_ranks == 1, name, "be 1 with cluster.backend=inline")
+                self.require(size == 1, name, "be 1 with cluster.backend=inline")
 
     def _check_memory(self) -> None:
         """Devices, offload and staging buffers that do not go together."""
-        devices = {self.generator.device, self.trainer.device}
-        require(
-            self.placement.offload != "pinned" or devices == {"cuda"},
-            "generator.device and trainer.device",
-            "be cuda with placement.offload=pinned",
-            f"{self.generator.device} and {self.trainer.device}",
-        )
-        graphs = isinstance(self.generator, VllmConfig) and not self.generator.enforce_eager
-        self.require(
-            not graphs or not self.placement.colocated or self.placement.offload == "none",
-            "generator.enforce_eager",
+        generator, staging = self.generator, self.weights.staging
+        devices = generator.device, self.trainer.device
+        is_able = self.placement.offload != "pinned" or devices == ("cuda", "cuda")
+        must = "be cuda with placement.offload=pinned"
+        require(is_able, "generator.device and trainer.device", must, " and ".join(devices))
+        graphs = isinstance(generator, VllmConfig) and not generator.enforce_eager
+        is_moved = self.placement.colocated and self.placement.offload != "none"
+        must = (
             "be true with generator=vllm and placement=colocated (what is offloaded comes back at "
-            "other addresses than captured graphs read)",
+            "other addresses than captured graphs read)"
         )
-        self.require(
-            not graphs or self.weights.staging != "bucket",
-            "weights.staging",
+        self.require(not graphs or not is_moved, "generator.enforce_eager", must)
+        must = (
             "be double_buffer or host with generator=vllm and generator.enforce_eager=false "
-            "(captured graphs read weights of their own, which take whole versions)",
+            "(captured graphs read weights of their own, which take whole versions)"
         )
-        self.require(
-            self.weights.staging != "bucket" or self.generator.quantization == "none",
-            "weights.staging",
-            "be double_buffer or host with generator.quantization (quantising needs whole weights)",
+        self.require(not graphs or staging != "bucket", "weights.staging", must)
+        is_plain = staging != "bucket" or generator.quantization == "none"
+        must = (
+            "be double_buffer or host with generator.quantization (quantising needs whole weights)"
         )
+        self.require(is_plain, "weights.staging", must)

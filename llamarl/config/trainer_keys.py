@@ -70,34 +70,31 @@ class TrainerConfig(Section):
     def check(self) -> None:
         self.compute_dtype = dtype_for(self.device, self.compute_dtype)
         if self.parts == "fixed":
-            divides = self.groups_per_part and self.groups_per_step % self.groups_per_part == 0
-            must = (
-                f"divide trainer.groups_per_step ({self.groups_per_step}) with trainer.parts=fixed"
-            )
-            self.require(bool(divides), "groups_per_part", must)
+            size, total = self.groups_per_part, self.groups_per_step
+            must = f"divide trainer.groups_per_step ({total}) with trainer.parts=fixed"
+            self.require(size > 0 and total % size == 0, "groups_per_part", must)
         else:
             must = f"be 0 with trainer.parts={self.parts} (it is for parts=fixed)"
             self.require(self.groups_per_part == 0, "groups_per_part", must)
         are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         self.require(are_betas, "betas", "be two numbers from 0 to below 1")
-        self.require(
-            self.num_ranks % (self.tensor_parallel * self.replicate) == 0,
-            "num_ranks",
-            f"be a multiple of tensor_parallel ({self.tensor_parallel}) times replicate "
-            f"({self.replicate})",
+        slices, copies = self.tensor_parallel, self.replicate
+        must = f"be a multiple of tensor_parallel ({slices}) times replicate ({copies})"
+        self.require(self.num_ranks % (slices * copies) == 0, "num_ranks", must)
+        is_plain, is_selective = (
+            self.compile == "none",
+            self.activation_checkpointing == "selective",
         )
-        self.require(
-            self.compile == "none" or self.tensor_parallel == 1,
-            "compile",
-            f"be none with trainer.tensor_parallel={self.tensor_parallel} (torch compiles "
-            "sequence-parallel blocks to wrong gradients)",
+        must = (
+            f"be none with trainer.tensor_parallel={slices} (torch compiles sequence-parallel "
+            "blocks to wrong gradients)"
         )
-        self.require(
-            self.compile == "none" or self.activation_checkpointing != "selective",
-            "compile",
+        self.require(is_plain or slices == 1, "compile", must)
+        must = (
             "be none with trainer.activation_checkpointing=selective (what a compiled block keeps "
-            "is the compiler's choice)",
+            "is the compiler's choice)"
         )
+        self.require(is_plain or not is_selective, "compile", must)
 
     @property
     def num_data_ranks(self) -> int:

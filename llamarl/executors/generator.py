@@ -1,7 +1,7 @@
 """A generator: one rank of one replica, over any engine.
 
-Owns: its parts and the memory that they share. Does not own: the engine's maths, or who asks for
-rollouts. Invariant: a rollout comes out of `collect` only after its columns are in storage, and
+Owns: its components and the memory that they share. Does not own: the engine's maths, or who asks
+for rollouts. Invariant: a rollout comes out of `collect` only after its columns are in storage, and
 weights change only between two decode steps.
 
 What changes the engine runs on the compute thread between two steps, with several ranks between
@@ -49,18 +49,16 @@ class GeneratorExecutor:
         self._rank, self._num_ranks = rank, num_ranks
         self._name = f"generator-{spec.replica}-{rank}"
         self._thread: ComputeThread | None = None
-        self._parts: tuple[RolloutPart, SourcePart, TargetPart, OffloadPart] | None = None
+        self._components: tuple[RolloutPart, SourcePart, TargetPart, OffloadPart] | None = None
         self._exit = contextlib.ExitStack()
 
     @property
-    def parts(self) -> tuple[RolloutPart, SourcePart, TargetPart, OffloadPart]:
-        """Their methods are the executor's: Generator, WeightSource, WeightTarget, Offloadable.
-
-        RuntimeError before `start`.
-        """
-        if self._parts is None:
+    def components(self) -> tuple[RolloutPart, SourcePart, TargetPart, OffloadPart]:
+        """Their methods are the executor's: GeneratorReplica, WeightSource, WeightTarget,
+        Offloadable. RuntimeError before `start`."""
+        if self._components is None:
             raise RuntimeError(f"generator {self._spec.replica} must be started first")
-        return self._parts
+        return self._components
 
     async def start(self) -> None:
         """Make engine and memory, load the weights; ValueError if the checkpoint is bad."""
@@ -75,14 +73,14 @@ class GeneratorExecutor:
 
     async def reset(self) -> None:
         """See `protocols.Resettable`."""
-        rollouts, _, target, _ = self.parts
+        rollouts, _, target, _ = self.components
         limit_s = self._spec.weights.timeout_s
         await target.reset(limit_s)
         await rollouts.drained(limit_s)
 
     async def use(self, storage: ColumnStore) -> None:
         """See `protocols.Resettable`."""
-        self.parts[0].use(storage)
+        self.components[0].use(storage)
 
     async def close(self) -> None:
         """Stop the engine and free all memory. With several ranks all must be closed."""
@@ -93,7 +91,7 @@ class GeneratorExecutor:
     def _build(
         self, thread: ComputeThread, output: EngineOutput, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Make the parts, on the compute thread."""
+        """Make the components, on the compute thread."""
         spec, spans = self._spec, self._spans
         device = compute_device(spec.config.device, "generator.device")
         use_device(device)
@@ -134,7 +132,7 @@ class GeneratorExecutor:
         thread.begin(decoding.work)
         rollouts = RolloutPart(spec, decoding, output, spans)
         offload = OffloadPart(decoding, decoding.run, spans, source, target)
-        self._parts = rollouts, source, target, offload
+        self._components = rollouts, source, target, offload
 
     def _engine(self) -> Engine:
         """The engine of this rank. ValueError if it cannot run the checkpoint or config here."""

@@ -33,7 +33,7 @@ from llamarl.types import (
 
 
 class TrainerExecutor:
-    """protocols.Trainer for one rank, and by its parts WeightSource and Offloadable."""
+    """protocols.Trainer for one rank, and by its components WeightSource and Offloadable."""
 
     def __init__(self, spec: TrainerSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec, self._spans = spec, spans
@@ -58,7 +58,7 @@ class TrainerExecutor:
         return self._policy_step
 
     @property
-    def parts(self) -> tuple[object, ...]:
+    def components(self) -> tuple[object, ...]:
         """Their methods are the executor's: WeightSource, Offloadable."""
         return self.policy_step.source, self._offload
 

@@ -30,18 +30,16 @@ from llamarl.config.check import require
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.dataflow.columns import COLUMNS
 from llamarl.environments.prompts import PromptStream
-from llamarl.errors import NoGenerator
+from llamarl.errors import NoGenerator, cancel_all, mark_seen
 from llamarl.library.own_groups import Question, check_trainable, make_group
 from llamarl.library.own_weights import OwnWeights
 from llamarl.loop.colocation import Phase
 from llamarl.loop.engines import Engines
 from llamarl.loop.logprob_check import LogprobCheck
-from llamarl.metrics.span import Spans
-from llamarl.recipe.inputs import Inputs, check_lengths
+from llamarl.recipe.inputs import check_lengths
 from llamarl.recipe.sampling_rules import replace_sampling, train_sampling
 from llamarl.recipe.starting_point import starting_point
-from llamarl.run import wiring
-from llamarl.run.starter import Executors
+from llamarl.run.wiring import Wiring
 from llamarl.types import (
     RESPONSE_IDS,
     REWARD,
@@ -72,26 +70,24 @@ class LibraryEngines(Engines):
     ExecutorLost or NoGenerator once an executor that the call needs is lost.
     """
 
-    config: Config
-    inputs: Inputs
-    executors: Executors
-    run_dir: str
+    wiring: Wiring
     names: Collection[str]
     """Of the executors that were started, besides storage."""
-    spans: Spans
 
     def __post_init__(self) -> None:
+        self.config, self.inputs = self.wiring.config, self.wiring.inputs
+        self.executors, self.run_dir = self.wiring.executors, self.wiring.run_dir
         assert isinstance(self.inputs.tokenizer, Tokenizer)
         self.tokenizer = self.inputs.tokenizer
         self._names = {*self.names, "storage"}
         self._storage = self.executors.storage
         self._sampling = train_sampling(self.config, self.inputs)
-        self._colocation = wiring.make_colocation(self.config, self.executors, self.spans)
+        self._colocation = self.wiring.make_colocation()
         self._phase: Phase | None = None
-        self._evaluator = wiring.make_evaluator(self.config, self.inputs, self, {})
+        self._evaluator = self.wiring.make_evaluator(self)
         self._logprob_check: LogprobCheck | None = None
         self._scored: set[int] = set()  # group ids
-        self._own_weights = OwnWeights(self, self._connect, self.config, self.inputs, self.spans)
+        self._own_weights = OwnWeights(self, self._connect, self.wiring)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -100,16 +96,14 @@ class LibraryEngines(Engines):
         try:
             if self.trainer is not None and self.executors.generators:
                 await self._connect()
-                self._logprob_check = wiring.make_logprob_check(self.config, self.inputs, self)
+                self._logprob_check = self.wiring.make_logprob_check(self)
                 await self._colocation.begin()
             self._start(self._serve())
             yield
             await self.retire_rest()
         finally:
             self.rollouts.fail(RuntimeError("calls must come before the end of the block"))
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await cancel_all(self._tasks)
             await self.close()
             self._own_weights.close()
 
@@ -305,8 +299,7 @@ class LibraryEngines(Engines):
 
     async def save_if_due(self) -> str | None:
         """`save_state` at every multiple of `checkpoint.every_steps`, and at `num_steps`."""
-        every, last = self.config.checkpoint.every_steps, self.config.num_steps
-        is_due = self.version == last or (every > 0 and self.version % every == 0)
+        is_due = self.config.checkpoint.is_due(self.version, self.config.num_steps)
         return await self.save_state() if is_due else None
 
     async def load_state(self, folder: str | Path) -> int:
@@ -321,8 +314,7 @@ class LibraryEngines(Engines):
         config = replace(self.config, checkpoint=resumed)
         state, _ = starting_point(config, self.inputs, self.run_dir)
         self.version = await trainer.restore(resumed.resume)
-        places = self.executors, self.dispatch
-        self.gate = wiring.make_gate(config, self.inputs, *places, self.spans, state)
+        self.gate = replace(self.wiring, state=state).make_gate(self.dispatch)
         return self.version
 
     async def save_weights(self, folder: str | Path, dtype: str | None = None) -> None:
@@ -344,7 +336,7 @@ class LibraryEngines(Engines):
         except Exception as error:  # noqa: BLE001 - raised where the group is awaited
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # else asyncio warns if it is not awaited
+                mark_seen(future)
             return
         if future.cancelled():
             await self.retire([group], "dropped", reason="cancelled")
@@ -391,7 +383,6 @@ class LibraryEngines(Engines):
         return replace(self.config, sampling=replace(self.config.sampling, **fields))
 
     async def _connect(self, source: Any = None) -> None:
-        owned = self.executors, self.dispatch, self.spans, self.run_dir
-        publisher = wiring.make_publisher(self.config, *owned, source=source)
+        publisher = self.wiring.make_publisher(self.dispatch, source=source)
         await publisher.connect()
         self.publisher = publisher

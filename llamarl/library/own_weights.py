@@ -6,13 +6,12 @@ Owns: the caller's tensors as the source of a publish, and their versions. Does 
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cluster.inline import InlineExecutor
-from llamarl.config import Config
 from llamarl.loop.engines import Engines
-from llamarl.metrics.span import Spans
-from llamarl.recipe.inputs import Inputs
+from llamarl.run.wiring import Wiring
 from llamarl.weights.sync.replicas import PublishStats
 from llamarl.weights.transports.registry import TRANSPORTS, named
 
@@ -23,20 +22,14 @@ if TYPE_CHECKING:
     from llamarl.executors.weight_source import SourcePart
 
 
+@dataclass
 class OwnWeights:
     """The source in the caller's process. `connect` makes the publisher of `engines` from it."""
 
-    def __init__(
-        self,
-        engines: Engines,
-        connect: Callable[[Any], Awaitable[None]],
-        config: Config,
-        inputs: Inputs,
-        spans: Spans,
-    ) -> None:
-        self._engines, self._connect = engines, connect
-        self._config, self._inputs, self._spans = config, inputs, spans
-        self._source: SourcePart | None = None
+    engines: Engines
+    connect: Callable[[Any], Awaitable[None]]
+    wiring: Wiring
+    _source: "SourcePart | None" = None
 
     async def publish(
         self, source: "Module | Mapping[str, Tensor]", version: int | None
@@ -45,13 +38,13 @@ class OwnWeights:
         wrong name or shape."""
         from llamarl.models.hf import as_parameters  # here, for it imports torch
 
-        engines = self._engines
+        engines = self.engines
         version = engines.version + 1 if version is None else version
         if engines.trainer is not None:
             raise RuntimeError("source must come without the trainer among executors, got both")
         if version <= engines.version:
             raise RuntimeError(f"version must be above {engines.version}, got {version}")
-        tensors = as_parameters(source, self._inputs.architecture)
+        tensors = as_parameters(source, self.wiring.inputs.architecture)
         if self._source is None:
             self._source = await self._open(tensors)
         assert engines.publisher is not None
@@ -72,10 +65,10 @@ class OwnWeights:
         from llamarl.executors.weight_source import SourcePart
         from llamarl.weights.layout.shards import shard_boxes
 
-        config, must = self._config.weights, f"be {named('is_mapped')} with a source"
-        is_mapped = TRANSPORTS[config.transport].is_mapped
-        self._config.require(is_mapped, "weights.transport", must)
-        boxes, spans = shard_boxes(tensors), self._spans
-        part = SourcePart(0, *boxes, config=config, rdma=None, spans=spans)
-        await self._connect(InlineExecutor("trainer", [part], [spans]).call_all)
-        return part
+        config, must = self.wiring.config, f"be {named('is_mapped')} with a source"
+        is_mapped = TRANSPORTS[config.weights.transport].is_mapped
+        config.require(is_mapped, "weights.transport", must)
+        boxes, spans = shard_boxes(tensors), self.wiring.spans
+        found = SourcePart(0, *boxes, config=config.weights, rdma=None, spans=spans)
+        await self.connect(InlineExecutor("trainer", [found], [spans]).call_all)
+        return found

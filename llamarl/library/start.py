@@ -10,9 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
-from typing import Any
 
-from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.dataflow.graph import EXECUTORS, GENERATE, TRAIN
 from llamarl.jobs import claim
@@ -26,9 +24,9 @@ from llamarl.metrics.trackers import MetricsLog, flatten, open_trackers
 from llamarl.planner.memory.fit import check_fit
 from llamarl.protocols import RunObserver
 from llamarl.recipe.composition import compose, to_config, to_yaml
-from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
-from llamarl.run import wiring
-from llamarl.run.starter import Executors, name_parts, running_cluster, spawn_executors
+from llamarl.recipe.inputs import read_frozen, read_inputs
+from llamarl.run.starter import name_executors, running_cluster, spawn_executors
+from llamarl.run.wiring import Wiring
 
 
 @asynccontextmanager
@@ -55,7 +53,7 @@ async def start_engines(
     must = "be off under a loop of one's own, which calls load_state"
     config.require(config.checkpoint.resume == "off", "checkpoint.resume", must)
     inputs = read_inputs(config)
-    known = name_parts(inputs.graph)
+    known = name_executors(inputs.graph)
     chosen = known if executors is None else set(executors)
     must = f"be some of {', '.join(sorted(known))}"
     got = ", ".join(sorted(chosen)) or "none"
@@ -72,38 +70,28 @@ async def start_engines(
         write_provenance(folder, sys.argv, to_yaml(composed))
         async with running_cluster(config, folder) as cluster:
             started = await spawn_executors(
-                config, inputs, cluster, folder, parts=chosen, report=lambda name, state: None
+                config, inputs, cluster, folder, names=chosen, report=lambda name, state: None
             )
-            with _observing(config, inputs, started, folder, metrics) as (spans, observer):
-                options: dict[str, Any] = {"state": {}, "spans": spans, "observer": observer}
-                engines = LibraryEngines(
-                    **wiring.engine_fields(config, inputs, started, **options),
-                    config=config,
-                    inputs=inputs,
-                    executors=started,
-                    run_dir=folder,
-                    names=chosen,
-                    spans=spans,
-                )
+            spans = Spans("controller", f"{folder}/spans", config.metrics.spans_bytes)
+            wiring = Wiring(config, inputs, started, folder, spans)
+            with closing(spans), _observing(wiring, metrics) as observer:
+                fields = wiring.engine_fields(observer)
+                engines = LibraryEngines(**fields, wiring=wiring, names=chosen)
                 async with engines.running():
                     yield engines
 
 
 @contextmanager
-def _observing(
-    config: Config, inputs: Inputs, executors: Executors, run_dir: str, has_metrics: bool
-) -> Iterator[tuple[Spans, RunObserver]]:
-    """The spans of a loop, and what logs and shows it: nothing, or as in a run."""
-    folder = f"{run_dir}/spans"
-    with closing(Spans("controller", folder, config.metrics.spans_bytes)) as spans:
-        if not has_metrics:
-            yield spans, Unobserved()
-            return
-        recent = RecentSpans(folder)
-        trackers = open_trackers(config.metrics.trackers, Path(run_dir), flatten(config), 0)
-        progress = Progress(config.num_steps, live=config.metrics.live, recent_spans=recent)
-        with closing(MetricsLog(run_dir, trackers)) as log, progress:
-            shown = log, progress, spans, recent
-            run_logger = wiring.make_run_logger(config, inputs, executors, *shown)
-            run_logger.start(0)
-            yield spans, run_logger
+def _observing(wiring: Wiring, has_metrics: bool) -> Iterator[RunObserver]:
+    """What logs and shows a loop: nothing, or as in a run."""
+    if not has_metrics:
+        yield Unobserved()
+        return
+    config, run_dir = wiring.config, wiring.run_dir
+    recent = RecentSpans(f"{run_dir}/spans")
+    trackers = open_trackers(config.metrics.trackers, Path(run_dir), flatten(config), 0)
+    progress = Progress(config.num_steps, live=config.metrics.live, recent_spans=recent)
+    with closing(MetricsLog(run_dir, trackers)) as log, progress:
+        run_logger = wiring.make_run_logger(log, progress, recent)
+        run_logger.start(0)
+        yield run_logger

@@ -140,13 +140,14 @@ class Balance:
 
     def release(self, index: int, row: RolloutInfo) -> bool:
         """True if the rollout, which has stopped, was held by this replica."""
-        if index in self.replicas:
-            self._speeds.note(index, len(self.replicas[index].running))
-        request = self.replicas[index].release(row.row_id) if index in self.replicas else None
-        if request is not None:
-            self._skew.observe(request, row)
-            self._speeds.observe(index, request, row)
-        return request is not None
+        if (replica := self.replicas.get(index)) is None:
+            return False
+        self._speeds.note(index, len(replica.running))
+        if (request := replica.release(row.row_id)) is None:
+            return False
+        self._skew.observe(request, row)
+        self._speeds.observe(index, request, row)
+        return True
 
     def _order(self, requests: list[Request]) -> Iterator[list[Request]]:
         """The groups, each step's longest first; before a whole step's, replicas are split."""

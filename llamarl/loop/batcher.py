@@ -6,13 +6,18 @@ call has ended, unless it failed: `on_error` gets the error, and ends all that w
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from llamarl.errors import cancel_all
 
 Item = TypeVar("Item")
 
 
+@dataclass(eq=False)
 class Batcher(Generic[Item]):
     """Sends what is asked for by `call`: what comes in one turn of the event loop, or within
     `pause_s` after the call before, goes together, up to about `limit` as `size` counts.
@@ -21,23 +26,16 @@ class Batcher(Generic[Item]):
     model computes them, and what comes meanwhile makes up the next one.
     """
 
-    def __init__(
-        self,
-        call: Callable[[list[Item]], Awaitable[object]],
-        on_error: Callable[[Exception], None],
-        *,
-        limit: float = float("inf"),
-        size: Callable[[Item], int] = lambda item: 1,
-        pause_s: float = 0.0,
-        in_turn: bool = False,
-    ) -> None:
-        self._call, self._on_error = call, on_error
-        self._limit, self._size = limit, size
-        self._pause_s, self._in_turn = pause_s, in_turn
-        self._queue: deque[tuple[Item, asyncio.Future[None]]] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._sending: asyncio.Task[None] | None = None
-        self._next_s = 0.0  # no call begins before
+    call: Callable[[list[Item]], Awaitable[object]]
+    on_error: Callable[[Exception], None]
+    limit: float = math.inf
+    size: Callable[[Item], int] = lambda item: 1
+    pause_s: float = 0.0
+    in_turn: bool = False
+    _queue: deque[tuple[Item, asyncio.Future[None]]] = field(default_factory=deque)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _sending: asyncio.Task[None] | None = None
+    _next_s: float = 0.0  # no call begins before
 
     def ask(self, item: Item, future: asyncio.Future[None] | None = None) -> asyncio.Future[None]:
         """Send `item` with the next call; the future, given or new, is done when that has ended.
@@ -50,10 +48,8 @@ class Batcher(Generic[Item]):
 
     async def close(self) -> None:
         """Send nothing more, and give up the calls under way."""
-        tasks = [*self._tasks, *([self._sending] if self._sending is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        sending = [] if self._sending is None else [self._sending]
+        await cancel_all([*self._tasks, *sending])
 
     async def _send(self) -> None:
         loop = asyncio.get_running_loop()
@@ -61,30 +57,30 @@ class Batcher(Generic[Item]):
             await asyncio.sleep(max(0.0, self._next_s - loop.time()))
             batch = self._take()
             if not self._queue:
-                self._next_s = loop.time() + self._pause_s
+                self._next_s = loop.time() + self.pause_s
             if not batch:
                 continue
             task = asyncio.create_task(self._run(batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            if self._in_turn:
+            if self.in_turn:
                 await asyncio.wait({task})
         self._sending = None
 
     def _take(self) -> list[tuple[Item, asyncio.Future[None]]]:
         batch, total = [], 0
-        while self._queue and total < self._limit:
+        while self._queue and total < self.limit:
             item, future = self._queue.popleft()
             if not future.done():
                 batch.append((item, future))
-                total += self._size(item)
+                total += self.size(item)
         return batch
 
     async def _run(self, batch: list[tuple[Item, asyncio.Future[None]]]) -> None:
         try:
-            await self._call([item for item, _ in batch])
+            await self.call([item for item, _ in batch])
         except Exception as error:  # noqa: BLE001 - raised where all that waits is ended
-            return self._on_error(error)
+            return self.on_error(error)
         for _, future in batch:
             if not future.done():
                 future.set_result(None)

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -36,7 +37,8 @@ class Phase(StrEnum):
 
 
 class Colocation:
-    """What the controller asks for when it needs a device. This base class changes nothing."""
+    """What the controller asks for when it needs a device. Here generators and trainer have devices
+    of their own, so nothing changes, and no phase waits, not even for `when`."""
 
     async def begin(self) -> None:
         """Called once all executors have started, before the first phase."""
@@ -50,10 +52,7 @@ class Colocation:
         """Give the trainer the device at once, so that a run that ends early can be saved."""
 
 
-class Disaggregated(Colocation):
-    """Generators and trainer have devices of their own, so no phase waits, not even for `when`."""
-
-
+@dataclass(eq=False)
 class Colocated(Colocation):
     """Generators and trainer share a device and alternate on it.
 
@@ -61,19 +60,16 @@ class Colocated(Colocation):
     sync phase. A lost generator takes part no more; NoGenerator once all are lost.
     """
 
-    def __init__(
-        self, trainer: Offloadable, generators: dict[int, Offloadable], spans: Spans
-    ) -> None:
-        self._trainer = trainer
-        self._generators = dict(generators)
-        self._spans = spans
-        self._num_phases = 0
-        self._ended = asyncio.Condition()
-        self._since_ns = time.monotonic_ns()
+    trainer: Offloadable
+    generators: dict[int, Offloadable]
+    spans: Spans
+    _num_phases: int = 0
+    _ended: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _since_ns: int = field(default_factory=time.monotonic_ns)
 
     async def begin(self) -> None:
         """The generators have the device first: what the trainer loaded is offloaded."""
-        await self._trainer.offload(["state", "weights"])
+        await self.trainer.offload(["state", "weights"])
         self._since_ns = time.monotonic_ns()
 
     @asynccontextmanager
@@ -93,20 +89,20 @@ class Colocated(Colocation):
     async def recall(self) -> None:
         """Generators that do not offload in time are left: a lost one holds no memory any more,
         and one in the middle of a publish may be unable to."""
-        calls = (each.offload(["kv", "weights"]) for each in self._generators.values())
+        calls = (each.offload(["kv", "weights"]) for each in self.generators.values())
         offloading = asyncio.gather(*calls, return_exceptions=True)
         await asyncio.wait([offloading], timeout=RECALL_S)
-        await self._trainer.onload(["weights", "state"])
+        await self.trainer.onload(["weights", "state"])
 
     @asynccontextmanager
     async def _train(self, when: When | None) -> AsyncIterator[None]:
-        await self._trainer.prefetch(["weights", "state"])
+        await self.trainer.prefetch(["weights", "state"])
         if when is not None:
             await when()
         self._record("generators")
         with self._switch(Phase.TRAIN):
             await self._each(lambda generator: generator.offload(["kv", "weights"]))
-            await self._trainer.onload(["weights", "state"])
+            await self.trainer.onload(["weights", "state"])
         await self._each(lambda generator: generator.prefetch(["weights", "kv"]))
         yield
         self._record("trainer")
@@ -116,33 +112,33 @@ class Colocated(Colocation):
         """Both sides' weights, nothing else. The generators have the device before the first one,
         the trainer before all others."""
         with self._switch(Phase.SYNC):
-            await self._trainer.offload(["state"])
+            await self.trainer.offload(["state"])
             await self._each(lambda generator: generator.offload(["kv"]))
-            await self._trainer.onload(["weights"])
+            await self.trainer.onload(["weights"])
             await self._each(lambda generator: generator.onload(["weights"]))
         yield
         self._record("both")
         with self._switch(Phase.SYNC):
-            await self._trainer.offload(["weights"])
+            await self.trainer.offload(["weights"])
             await self._each(lambda generator: generator.onload(["kv"]))
 
     async def _each(self, ask: Callable[[Offloadable], Coroutine[Any, Any, None]]) -> None:
         """Ask all generators at once; lost ones are not asked again."""
-        replicas = list(self._generators)
-        calls = (ask(self._generators[replica]) for replica in replicas)
+        replicas = list(self.generators)
+        calls = (ask(self.generators[replica]) for replica in replicas)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for replica, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, ExecutorLost):
                 log.warning("generator %d takes part in no more phases: %s", replica, outcome)
-                del self._generators[replica]
-                if not self._generators:
+                del self.generators[replica]
+                if not self.generators:
                     raise NoGenerator("every generator replica is lost") from outcome
             elif outcome is not None:
                 raise outcome
 
     def _record(self, who: str) -> None:
         """Say who has had the device since the last switch."""
-        self._spans.record("phase", self._since_ns, time.monotonic_ns(), "mark", who=who)
+        self.spans.record("phase", self._since_ns, time.monotonic_ns(), "mark", who=who)
 
     @contextmanager
     def _switch(self, phase: Phase) -> Iterator[None]:
@@ -150,4 +146,4 @@ class Colocated(Colocation):
         start_ns = time.monotonic_ns()
         yield
         self._since_ns = time.monotonic_ns()
-        self._spans.record("switch", start_ns, self._since_ns, "mark", to=str(phase))
+        self.spans.record("switch", start_ns, self._since_ns, "mark", to=str(phase))

@@ -7,59 +7,41 @@ a lost replica, whether its processes end or not. What it had stored by then cou
 starts again elsewhere.
 
 The dispatcher asks each replica which rollouts stopped; where there are hundreds, collectors do.
-It is itself a Generator, so the controller sees one however many replicas there are.
+It has a replica's methods, so the controller sees one however many replicas there are.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any
 
-from llamarl.errors import ExecutorLost, NoGenerator
+from llamarl.cluster.executor import Executor
+from llamarl.errors import ExecutorLost, NoGenerator, cancel_all
 from llamarl.loop.balance import Balance, Replica
-from llamarl.loop.nearby_units import Neighbours
-from llamarl.loop.skew import Skew
-from llamarl.loop.speeds import Speeds
-from llamarl.protocols import Collector, GeneratorReplica, Report, Storage
+from llamarl.protocols import Collector, Report, Storage
 from llamarl.types import FinishReason, Purpose, Request, RolloutInfo
 
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.1
-
-
-class ReplicaProcesses(Protocol):
-    """The processes of one replica."""
-
-    call_one: GeneratorReplica
-    writer: str
-    """How what they write into storage is signed."""
-
-    async def watch(self) -> None:
-        """Wait until the replica is lost and raise ExecutorLost; return once it was stopped."""
-
-    async def stop(self) -> None:
-        """End the processes; never raises, may be repeated."""
+Work = Callable[..., Awaitable[None]]
 
 
 class Dispatch:
-    """One Generator over all replicas, of which some may be lost."""
+    """All replicas, seen as one generator, of which some may be lost."""
 
     def __init__(
         self,
-        processes: Mapping[int, ReplicaProcesses],
+        processes: Mapping[int, Executor],
         storage: Storage,
+        balance: Balance,
         collectors: Sequence[Collector] = (),
-        neighbours: Neighbours | None = None,
-        skew: Skew | None = None,
-        speeds: Speeds | None = None,
     ) -> None:
         """If there are `collectors`, they collect from all replicas; collector i from those whose
-        index modulo their number is i. Without `neighbours` all is on one host; without `skew`
-        nothing is expected of lengths; without `speeds` all replicas count as equally fast."""
-        self.balance = Balance(neighbours, skew, speeds)
+        index modulo their number is i."""
+        self.balance = balance
         self.replicas = self.balance.replicas
         self.replicas |= {index: Replica(own.call_one) for index, own in processes.items()}
         self.on_lost: Callable[[int, Exception], None] | None = None
@@ -74,7 +56,7 @@ class Dispatch:
         self._tasks: set[asyncio.Task[None]] = set()  # what replicas that come or go cause
         self._unplaced: dict[int, Request] = {}  # of lost replicas, not yet started again
         self._waiting: dict[int, Request] = {}  # for a replica
-        self._joining: dict[int, tuple[ReplicaProcesses, Callable[[int], None]]] = {}
+        self._joining: dict[int, tuple[Executor, Callable[[int], None]]] = {}
         self._may_hold_more = False
         self._last_loss: Exception | None = None
 
@@ -100,18 +82,17 @@ class Dispatch:
             raise NoGenerator("every generator replica is lost") from self._last_loss
         self._waiting |= waiting
         for index, share in shares.items():
-            self._start(self._send(self.replicas[index], index, share))
+            self._start(self._send, self.replicas[index], index, share)
 
     async def _send(self, replica: Replica, index: int, requests: list[Request]) -> None:
         """One call for all that goes to a replica. If it is lost first, they go elsewhere."""
         if not self._collector_tasks:
-            self._collector_tasks = [
-                asyncio.create_task(self._read_collector(each)) for each in self._collectors
-            ]
+            reading = (self._run(self._read_collector, each) for each in self._collectors)
+            self._collector_tasks = [*map(asyncio.create_task, reading)]
         if self.replicas.get(index) is not replica:
             return  # lost since they were given to it, so they start elsewhere
         if index not in self._collecting:
-            self._collecting[index] = asyncio.create_task(self._follow(index))
+            self._collecting[index] = asyncio.create_task(self._run(self._follow, index))
         await self._ask(replica, index, replica.generator.submit(requests))
 
     async def _ask(self, replica: Replica, index: int, call: Awaitable[None]) -> None:
@@ -156,9 +137,9 @@ class Dispatch:
             self._processes[replica], serves = self._joining.pop(replica)
             self.replicas[replica] = Replica(self._processes[replica].call_one, version)
             serves(replica)
-            self._start(self._join(replica))
+            self._start(self._join, replica)
 
-    def expect(self, index: int, own: ReplicaProcesses, serves: Callable[[int], None]) -> None:
+    def expect(self, index: int, own: Executor, serves: Callable[[int], None]) -> None:
         """Once this replica has committed its first version it gets requests, and `serves` is
         called."""
         self._joining[index] = own, serves
@@ -184,12 +165,11 @@ class Dispatch:
         self.balance.keepers, self._may_hold_more = replicas, may_be_more
 
     def lost(self, index: int, why: Exception) -> None:
-        """`index` is given up, by a publish or because it died: its requests start again
-        elsewhere. Without effect if it is lost already; where `why` names what
-        every replica needs, such as a storage unit, `collect` raises it."""
+        """`index` is given up, by a publish or because it died: its requests start again elsewhere.
+        Without effect if it is lost already; where `why` names what every replica needs, such as a
+        storage unit, `collect` raises it."""
         if isinstance(why, ExecutorLost) and not why.executor.startswith("generator"):
-            self._rows.put_nowait(why)
-            return
+            return self.fail(why)
         if (num_running := self._let_go(index)) is not None:
             self._last_loss = why
             is_last = not self.replicas and self.on_lost is None
@@ -204,11 +184,8 @@ class Dispatch:
 
     async def close(self) -> None:
         """Stop collecting."""
-        await asyncio.sleep(0)  # a task that has not begun would leave its work unawaited
-        tasks = [*self._collecting.values(), *self._collector_tasks, *self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # for what has not begun, such as the end of lost processes
+        await cancel_all([*self._collecting.values(), *self._collector_tasks, *self._tasks])
 
     async def _follow(self, index: int) -> None:
         """Collect from a replica until it is lost; if a collector does, only wait for its loss."""
@@ -220,23 +197,18 @@ class Dispatch:
                 self._release(index, await replica.generator.collect(replica.received))
         except ExecutorLost as error:
             self.lost(index, error)
-        except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
-            self._rows.put_nowait(error)
 
     async def _read_collector(self, collector: Collector) -> None:
         received = 0
-        try:
-            while True:
-                received, reports = await collector.collect(received)
-                for index, report in reports:
-                    if isinstance(report, ExecutorLost) and report.executor.startswith("generator"):
-                        continue  # `_follow` finds it too, and belongs to the processes of now
-                    if not isinstance(report, Exception):
-                        self._release(index, report)
-                    elif isinstance(report, ExecutorLost) or index in self.replicas:
-                        raise report  # else the replica was being stopped
-        except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
-            self._rows.put_nowait(error)
+        while True:
+            received, reports = await collector.collect(received)
+            for index, report in reports:
+                if isinstance(report, ExecutorLost) and report.executor.startswith("generator"):
+                    continue  # `_follow` finds it too, and belongs to the processes of now
+                if not isinstance(report, Exception):
+                    self._release(index, report)
+                elif isinstance(report, ExecutorLost) or index in self.replicas:
+                    raise report  # else the replica was being stopped
 
     def _release(self, index: int, report: Report) -> None:
         """Pass on rows that stopped on a replica, but for those that it has reported before. Those
@@ -262,8 +234,8 @@ class Dispatch:
             task.cancel()
         self._unplaced |= replica.running
         processes = self._processes.pop(index)
-        self._start(processes.stop())
-        self._start(self._restart(index, processes.writer, list(replica.running)))
+        self._start(processes.stop)
+        self._start(self._restart, index, processes.writer, list(replica.running))
         return len(replica.running)
 
     async def _join(self, index: int) -> None:
@@ -274,17 +246,18 @@ class Dispatch:
         requests, self._waiting = list(self._waiting.values()), {}
         await self.submit(requests)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin what goes on by itself; its error is raised in `collect`."""
-        task = asyncio.create_task(self._run(work))
+    def _start(self, work: Work, *arguments: Any) -> None:
+        """Begin what goes on by itself."""
+        task = asyncio.create_task(self._run(work, *arguments))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _run(self, work: Work, *arguments: Any) -> None:
+        """Do this to its end; an error is raised in `collect`, where it ends the run."""
         try:
-            await work
+            await work(*arguments)
         except Exception as failure:  # noqa: BLE001 - raised again in `collect`
-            self._rows.put_nowait(failure)
+            self.fail(failure)
 
     async def _restart(self, index: int, writer: str, row_ids: list[int]) -> None:
         """Start again what a lost replica held, but for what is in storage."""

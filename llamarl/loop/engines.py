@@ -15,16 +15,7 @@ from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.gate import Gate
 from llamarl.loop.rollouts import Rollouts
 from llamarl.protocols import RunObserver, Trainer
-from llamarl.types import (
-    Batch,
-    Dropped,
-    Evaluation,
-    Group,
-    Purpose,
-    Request,
-    StepStats,
-    Verdict,
-)
+from llamarl.types import Batch, Dropped, Evaluation, Group, Purpose, Request, StepStats, Verdict
 from llamarl.weights.sync.publisher import Publisher
 from llamarl.weights.sync.replicas import PublishStats
 
@@ -52,13 +43,7 @@ class Unobserved:
 
     def log_evaluation(self, evaluated: Evaluation | None) -> None: ...
 
-    async def log_step(
-        self,
-        stats: StepStats,
-        groups: Sequence[Group],
-        oldest_version: int,
-        found: dict[str, float],
-    ) -> None: ...
+    async def log_step(self, stats: StepStats, *details: object) -> None: ...
 
 
 @dataclass(kw_only=True)

@@ -10,10 +10,10 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from llamarl.environments.requests import rollout_seed
+from llamarl.environments.requests import make_requests
 from llamarl.loop.engines import Engines
 from llamarl.types import (
     Evaluation,
@@ -75,16 +75,14 @@ class Evaluator:
         before, self._begun = self._begun, version
         num_replicas = None if is_last else math.ceil(len(self.prompts) / self.rows_per_replica)
         row_ids = self.engines.gate.allocate_rows(len(self.prompts))
-        pairs = zip(row_ids, self.prompts, strict=True)
         groups = [
             Group(group_id=-1, prompt=prompt, row_ids=(row_id,), min_version=version)
-            for row_id, prompt in pairs
+            for row_id, prompt in zip(row_ids, self.prompts, strict=True)
         ]
         with self.engines.hold(version, num_replicas):
             async with asyncio.TaskGroup() as tasks:
                 for group in groups:
-                    work = self.engines.rollouts.roll_out(group, [self._request(group)])
-                    tasks.create_task(work)
+                    tasks.create_task(self.engines.rollouts.roll_out(group, self._requests(group)))
             result = _result(version, groups)
             if result is None:
                 self._begun = before
@@ -94,15 +92,9 @@ class Evaluator:
         self.engines.observer.log_evaluation(result)
         return result
 
-    def _request(self, group: Group) -> Request:
-        return Request(
-            row_id=group.row_ids[0],
-            prompt_ids=group.prompt.token_ids,
-            sampling=self.sampling,
-            seed=rollout_seed(self.seed, group.prompt, 0),
-            min_version=group.min_version,
-            purpose=Purpose.EVALUATE,
-        )
+    def _requests(self, group: Group) -> list[Request]:
+        asked = make_requests(group, sampling=self.sampling, seed=self.seed, segment_tokens=0)
+        return [replace(request, purpose=Purpose.EVALUATE) for request in asked]
 
     async def _retire(self, version: int, groups: Sequence[Group]) -> None:
         for correct in (True, False):
@@ -118,13 +110,11 @@ def _score(group: Group) -> StageResult:
 def _result(version: int, groups: Sequence[Group]) -> Evaluation | None:
     rows = [rollout for group in groups for rollout in group.rollouts.values()]
     if num_lost := sum(row.finish_reason is FinishReason.ABORTED for row in rows):
-        log.warning(
+        words = (
             "version %d has no held-out accuracy, for generators were lost with %d of the %d "
-            "prompts: the next version, if there is one, is evaluated",
-            version,
-            num_lost,
-            len(rows),
+            "prompts: the next version, if there is one, is evaluated"
         )
+        log.warning(words, version, num_lost, len(rows))
         return None
     scores = list(map(_score, groups))
     foreign = {span.version for row in rows for span in row.spans} - {version}

@@ -55,6 +55,8 @@ requests and hold them until they commit, so none waits for the controller when 
 """
 
 import asyncio
+import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,10 +68,38 @@ from llamarl.environments.prompts import PromptStream
 from llamarl.errors import TaskError
 from llamarl.loop.nearby_units import RowIds
 from llamarl.metrics.span import Spans
+from llamarl.protocols import Storage
 from llamarl.task_file import FILE
 from llamarl.types import Group, Prompt
 
+log = logging.getLogger(__name__)
+
 ROOM_PAUSE_S = 1.0  # before storage is asked again whether it has room
+
+
+@dataclass
+class Room:
+    """`await room()` is False while a storage unit holds all that it may and cannot move rollouts
+    to disk, and the log says so. It asks once in ROOM_PAUSE_S at most."""
+
+    storage: Storage
+    _next_s: float = -math.inf
+    _is_full: bool = False
+
+    async def __call__(self) -> bool:
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._next_s:
+            self._next_s = now_s + ROOM_PAUSE_S
+            usage = await self.storage.usage()
+            if usage["is_full"] and not self._is_full:
+                log.warning(
+                    "storage is full (%.1f GiB in memory, %.1f GiB on disk): no more than the "
+                    "next step's rollouts are asked for until that changes",
+                    usage["memory_bytes"] / 2**30,
+                    usage["spilled_bytes"] / 2**30,
+                )
+            self._is_full = usage["is_full"] > 0
+        return not self._is_full
 
 
 @dataclass(kw_only=True)
@@ -93,8 +123,7 @@ class Gate:
     version: int = 0
     next_group_id: int = 0
     next_row_id: int = 0
-    num_units: int = 1
-    """Of storage."""
+    num_units: int = 1  # of storage
     plan_units: Callable[[int], Sequence[int | None]] | None = None
     """Which storage unit each of so many groups goes to, as `allocate_rows` takes them."""
     has_room: Callable[[], Awaitable[bool]] | None = None
@@ -129,8 +158,9 @@ class Gate:
         prompts of the groups admitted and not consumed by then, in order, as [epoch, prompt_id];
         the next free ids; and where the prompts go on."""
         num_trained = (version - self.version) * self.groups_per_step
-        groups = [*self._waiting.values(), *self._consumed(self._taken[num_trained:])]
-        groups.sort(key=lambda group: group.group_id)
+        taken = self._taken[num_trained:]
+        consumed = [group for group in taken if group.group_id not in self._kept]
+        groups = sorted([*self._waiting.values(), *consumed], key=lambda group: group.group_id)
         pending = [[group.prompt.epoch, group.prompt.prompt_id] for group in groups]
         return {
             "pending": pending,
@@ -245,14 +275,9 @@ class Gate:
             return groups
 
     @property
-    def consumed(self) -> list[Group]:
-        """What the step under way has consumed so far. The others that it took are still open:
-        they may be taken again, so their rollouts must stay. Ask before `advance`."""
-        return self._consumed(self._taken[: self.groups_per_step])
-
-    @property
     def kept(self) -> list[Group]:
-        """Those that steps without a version yet have taken and not consumed."""
+        """Those that steps without a version yet have taken and not consumed: they are still open,
+        and may be taken again, so their rollouts must stay. Ask before `advance`."""
         return [group for group in self._taken if group.group_id in self._kept]
 
     async def advance(self, version: int) -> None:
@@ -272,9 +297,6 @@ class Gate:
     def num_open(self) -> int:
         """Groups that were admitted and are neither consumed nor dropped."""
         return len(self._waiting) + len(self._taken) - len(self._kept)
-
-    def _consumed(self, taken: list[Group]) -> list[Group]:
-        return [group for group in taken if group.group_id not in self._kept]
 
     def _open(self, prompt: Prompt, unit: int | None) -> Group:
         # Used then at the latest, if as many of those before it as may be are carried over.

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from llamarl.environments.requests import rollout_seed
+from llamarl.errors import mark_seen
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.rollouts import Rollouts
 from llamarl.protocols import Trainer
@@ -145,7 +146,7 @@ class LogprobCheck:
                 replica=replica,
             )
             task = asyncio.ensure_future(self.rollouts.write(group, [request]))
-            task.add_done_callback(_retrieve)
+            task.add_done_callback(mark_seen)  # `Rollouts.serve` raises its error too
             self._asked[task] = group
 
     async def arrive(self) -> None:
@@ -191,12 +192,6 @@ class LogprobCheck:
         elif row.replica not in self._warned:
             self._warned.add(row.replica)  # once, until a row of it agrees again
             log.warning("%s", _proof(row, version, difference, exceeded))
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    """Let asyncio not warn of an error that `Rollouts.serve` raises too."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _proof(row: RolloutInfo, version: int, difference: float, tolerance: float) -> RuntimeError:

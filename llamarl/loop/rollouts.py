@@ -15,14 +15,14 @@ A rollout of several turns would be one more `while` in `_write`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from llamarl.dataflow.columns import PROMPT_RECORD
 from llamarl.dataflow.graph import GENERATE, GROUP, SCORE, External, Graph, Stage
-from llamarl.errors import unwrap
+from llamarl.errors import all_at_once, cancel_all, mark_seen, unwrap
 from llamarl.loop.batcher import Batcher
 from llamarl.loop.dispatch import Dispatch
 from llamarl.protocols import Processor, Storage
@@ -61,7 +61,6 @@ class Rollouts:
         stages: Mapping[Stage, Processor],
         graph: Graph,
         storage: Storage,
-        pause_s: float = PAUSE_S,
     ) -> None:
         self._dispatch, self._storage = dispatch, storage
         started = {stage.name for stage in stages} | {GENERATE}
@@ -82,7 +81,7 @@ class Rollouts:
                 self.fail,
                 limit=OUTSIDE_LIMIT if isinstance(stage.run, External) else LIMIT,
                 size=lambda asked: len(asked[1]),
-                pause_s=0.0 if stage.is_model else pause_s,
+                pause_s=0.0 if stage.is_model else PAUSE_S,
                 in_turn=stage.is_model,
             )
             for stage, executor in stages.items()
@@ -97,15 +96,14 @@ class Rollouts:
             await self._submitting.close()
             for each in self._calls.values():
                 await each.close()
-            collecting.cancel()
-            await asyncio.gather(collecting, return_exceptions=True)
+            await cancel_all([collecting])
 
     def fail(self, error: BaseException) -> None:
         """Let `serve` raise `error`, and whatever waits in `until_failed`, now or later."""
         if self.error is None:
             self.error = unwrap(error)
             self._failure().set_exception(self.error)
-            self._failure().exception()  # else asyncio warns if it is not awaited
+            mark_seen(self._failure())
 
     async def until_failed(self, work: Awaitable[T]) -> T:
         """What `work` returns; or the error of whatever goes on here, at once."""
@@ -121,11 +119,11 @@ class Rollouts:
 
     async def roll_out(self, group: Group, requests: Sequence[Request]) -> None:
         """Have a group written; each rollout passes the stages as soon as it is."""
-        await _all(self._roll_out(group, request) for request in requests)
+        await all_at_once(self._roll_out(group, request) for request in requests)
 
     async def write(self, group: Group, requests: Sequence[Request]) -> None:
         """Have a group written, and no more: rollouts that are aborted count too."""
-        await _all(self._write(group, request) for request in requests)
+        await all_at_once(self._write(group, request) for request in requests)
 
     def is_written(self, group: Group) -> bool:
         """Whether all of the group's rollouts are open, and none is being written."""
@@ -134,7 +132,7 @@ class Rollouts:
 
     async def pass_stages(self, group: Group) -> None:
         """Let the rollouts of a group that is written pass the stages."""
-        await _all(self._pass_stages(group, row_id) for row_id in group.row_ids)
+        await all_at_once(self._pass_stages(group, row_id) for row_id in group.row_ids)
 
     async def abort(self, row_ids: Sequence[int]) -> None:
         """Stop writing these, wherever they are; those that were cut stop there."""
@@ -244,19 +242,6 @@ class Rollouts:
         self.open[request.row_id] = request
         stopped = self._stopped[request.row_id] = asyncio.get_running_loop().create_future()
         return stopped
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Do all of this at once; if one fails, end the others and raise what it raised."""
-    failed: BaseException | None = None
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for each in work:
-                tasks.create_task(each)
-    except BaseExceptionGroup as errors:
-        failed = unwrap(errors)
-    if failed is not None:
-        raise failed
 
 
 def _learn(stage: Stage, group: Group, result: StageResult) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from llamarl.checkpoints import checkpoint
 from llamarl.config import CheckpointConfig
-from llamarl.errors import ExecutorLost, NoGenerator, unwrap
+from llamarl.errors import ExecutorLost, NoGenerator, mark_seen, unwrap
 from llamarl.loop.colocation import Colocation, Phase
 from llamarl.loop.engines import Engines
 from llamarl.loop.evaluation import Evaluator
@@ -106,11 +106,6 @@ class Saver:
     def has_last(self) -> bool:
         """Whether the last step is made: what is left to do is to write."""
         return self.version >= self.last
-
-    def is_due(self) -> bool:
-        """True at the last version and at every multiple of `checkpoint.every_steps`."""
-        every = self.config.every_steps
-        return self.version == self.last or (every > 0 and self.version % every == 0)
 
     async def save(self, tasks: asyncio.TaskGroup) -> None:
         """Save the trainer's version, unless that was done, once its step is logged.
@@ -209,13 +204,9 @@ class Saver:
         """Start `work` as a task that goes on when the run is cancelled."""
         task = asyncio.ensure_future(work)
         self._under_way.add(task)
-        task.add_done_callback(self._let_go)
+        task.add_done_callback(self._under_way.discard)
+        task.add_done_callback(mark_seen)  # the run may end before it is awaited
         return task
-
-    def _let_go(self, task: asyncio.Future[Any]) -> None:
-        self._under_way.discard(task)
-        if not task.cancelled():
-            task.exception()  # else asyncio warns of it, if the run ended before it was awaited
 
 
 async def _wait_for(saving: asyncio.Future[None]) -> None:

@@ -30,20 +30,15 @@ Steps = Callable[[], Iterable[tuple[int, float]]]
 """New decode steps: (rollouts in one, seconds)."""
 
 
-def no_steps() -> list[tuple[int, float]]:
-    """None are measured."""
-    return []
-
-
 class Skew:
-    """`ranker` None: the config's. `read_steps` may take long: it is called in a thread.
-    `is_streamed`: parts of a step are trained before it is whole."""
+    """`ranker` None: the config's. `read_steps` may take long: it is called in a thread; by default
+    it finds none. `is_streamed`: parts of a step are trained before it is whole."""
 
     def __init__(
         self,
         config: DispatchConfig,
         limits: Limits,
-        read_steps: Steps = no_steps,
+        read_steps: Steps = list,
         ranker: Ranker | None = None,
         *,
         is_streamed: bool = False,

@@ -6,7 +6,6 @@ a config is plain dataclasses.
 """
 
 import dataclasses
-import difflib
 import os
 import re
 import sys
@@ -35,7 +34,7 @@ from llamarl import config as schema
 from llamarl.algorithms.group_filters import check_names
 from llamarl.algorithms.losses import algorithms
 from llamarl.config import Config
-from llamarl.config.check import did_you_mean, require
+from llamarl.config.check import did_you_mean, require, wrong_choice
 from llamarl.config.pools import alone, named, pools_of
 from llamarl.config.rank_assignment import assign
 from llamarl.dataflow.samplers import check_sampler
@@ -44,12 +43,7 @@ from llamarl.recipe.config_reference import WANTED, Choice, KeyReference
 from llamarl.weights.transports.registry import TRANSPORTS, check_transport
 
 VALUE_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
-SPECIFIC = (
-    OmegaConfBaseException,
-    OverrideParseException,
-    MissingConfigException,
-    yaml.YAMLError,
-)
+SPECIFIC = (OmegaConfBaseException, OverrideParseException, MissingConfigException, yaml.YAMLError)
 WITHOUT_CONFIG = "defaults must begin with config, as in `defaults: [config, _self_]`"
 MULTIRUN_FLAGS = {"--multirun", "-m"}
 PLAIN_FLAGS = {*MULTIRUN_FLAGS, "--resolve"}
@@ -249,10 +243,11 @@ def _check_groups(overrides: list[str]) -> None:
     for override in OverridesParser.create().parse_overrides(overrides):
         if not override.key_or_group:
             raise ValueError(f"an argument must be KEY=VALUE, got {override.input_line!r}")
-        if override.key_or_group in reference().groups and not override.is_sweep_override():
+        choices = reference().groups.get(override.key_or_group)
+        if choices is not None and not override.is_sweep_override():
             value = override.value()
             if not (isinstance(value, str | dict) or override.is_delete()):
-                raise ValueError(_wrong_choice(override.key_or_group, value))
+                raise ValueError(wrong_choice(override.key_or_group, value, choices))
 
 
 def _explain(error: BaseException, recipe: Path | None) -> str:
@@ -276,8 +271,8 @@ def _explain(error: BaseException, recipe: Path | None) -> str:
             )
         case MissingConfigException(missing_cfg_file=str(name)):
             group, _, choice = name.rpartition("/")
-            if group in reference().groups:
-                return _line_with(recipe, choice) + _wrong_choice(group, choice)
+            if choices := reference().groups.get(group):
+                return _line_with(recipe, choice) + wrong_choice(group, choice, choices)
             return f"{_line_with(recipe, name)}defaults must name files, got {name!r}"
         case ConfigKeyError() | ConfigAttributeError():
             return place + _unknown_key(full_key, error.object_type_str or "")
@@ -314,12 +309,6 @@ def _syntax_error(error: yaml.YAMLError, name: str) -> str:
     return f"{path}:{mark.line + 1}: must be YAML, got {mistake}"
 
 
-def _wrong_choice(group: str, got: object) -> str:
-    choices = reference().groups[group]
-    meant = difflib.get_close_matches(str(got), choices, n=1)
-    return f"{group} must be one of {', '.join(choices)}, got {got!r}{did_you_mean(meant)}"
-
-
 def _unknown_key(key: str, section: str) -> str:
     """`section` is the name of the dataclass that does not have the key."""
     known = reference().keys.get(key)
@@ -354,8 +343,8 @@ def _place(recipe: Path, key: str) -> str:
     others = sorted(path for path in recipe.parent.glob("*/*.yaml"))
     for path in (recipe, *others):
         group = path.relative_to(recipe.parent).parent.parts
-        parts = [part.partition("[")[0] for part in key.split(".")]
-        if tuple(parts[: len(group)]) == group and (line := _line_of(path, parts[len(group) :])):
+        names = [name.partition("[")[0] for name in key.split(".")]
+        if tuple(names[: len(group)]) == group and (line := _line_of(path, names[len(group) :])):
             return f"{path}:{line}: "
     return ""
 

@@ -232,13 +232,13 @@ class KeyReference:
     def everything(self) -> str:
         """The whole text of all groups, sections and keys."""
         groups = [f"  {name:<12}{' | '.join(choices)}" for name, choices in self.groups.items()]
-        parts = [
+        texts = [
             "\n".join(["groups, chosen by GROUP=CHOICE (the first is the default):", *groups]),
             "keys, set by KEY=VALUE:",
             *(self.keys[name].text() for name in self._scalars),
             *map(self._section_text, self.sections),
         ]
-        return "\n\n".join(parts) + "\n"
+        return "\n\n".join(texts) + "\n"
 
     def about(self, name: str) -> str:
         """The text of a key, a section, a last part of keys, or a name from elsewhere, for which it
@@ -256,8 +256,8 @@ class KeyReference:
 
     def reason_without(self, name: str) -> str | None:
         """Why nothing here does what `name` does elsewhere; None where that is not known."""
-        parts = set(name.split("."))
-        found = (reason for reason, names in NOT_HERE.items() if parts & set(names.split()))
+        words = {*name.split(".")}
+        found = (reason for reason, names in NOT_HERE.items() if words & {*names.split()})
         return next(found, None)
 
     def _with_leaf(self, name: str) -> list[str]:
@@ -270,13 +270,13 @@ class KeyReference:
     def _section_text(self, name: str) -> str:
         choices = self.sections[name]
         base = typing.get_type_hints(config.Config)[name]
-        parts = [f"== {name}: {_summary(base)}"]
+        lines = [f"== {name}: {_summary(base)}"]
         for choice, each in choices.items() if name in self.groups else ():
             sets = ", ".join(f"{key}: {_as_yaml(value)}" for key, value in each.values.items())
             said = _summary(each.section) if each.section is not base else ""
             words = f"{name}={choice}  {said}{f' Sets {sets}.' if sets else ''}"
-            parts.append(_indented(words.strip()))
-        head = "\n".join(parts)
+            lines.append(_indented(words.strip()))
+        head = "\n".join(lines)
         keys = [key.text() for key in self.keys.values() if key.name.startswith(f"{name}.")]
         return "\n\n".join([head, *keys])
 

@@ -222,14 +222,11 @@ def _check_allocator(config: Config) -> None:
     host, so all processes have this environment."""
     transport = TRANSPORTS[config.weights.transport]
     needs_handles = transport.is_mapped and transport.device == "cuda"
+    must = "not have expandable_segments:True with weights.transport=cuda_ipc"
     for name in ALLOCATOR_VARIABLES if needs_handles else ():
         settings = os.environ.get(name, "")
-        require(
-            "expandable_segments:true" not in settings.lower().replace(" ", ""),
-            name,
-            "not have expandable_segments:True with weights.transport=cuda_ipc",
-            settings,
-        )
+        is_able = "expandable_segments:true" not in settings.lower().replace(" ", "")
+        require(is_able, name, must, settings)
 
 
 def _check_folder(config: Config, folder: str) -> None:
@@ -256,37 +253,26 @@ def _check_planned(config: Config, architecture: AnyArchitecture) -> None:
     if config.model.architecture is None:
         return
     folder = _resolve(config, config.model.architecture)
-    planned = read_architecture(folder)
+    planned, checkpoint = read_architecture(folder), _resolve(config, config.model.checkpoint)
     for name in (field.name for field in fields(Architecture) if field.name != EOS):
         expected, found = getattr(planned, name), getattr(architecture, name, None)
-        require(
-            found == expected,
-            f"{name} of the checkpoint {_resolve(config, config.model.checkpoint)}",
-            f"be {expected} as in {folder}, which the recipe was planned with",
-            found,
-        )
+        must = f"be {expected} as in {folder}, which the recipe was planned with"
+        require(found == expected, f"{name} of the checkpoint {checkpoint}", must, found)
 
 
 def _check_architecture(config: Config, architecture: AnyArchitecture) -> None:
     """ValueError if config and architecture do not go together."""
+    must = f"be at most the checkpoint's {architecture.max_positions} positions"
     for pool in pools_of(config.generator):
         with named(pool):
-            _check_pool(alone(config, pool), architecture)
-
-
-def _check_pool(config: Config, architecture: AnyArchitecture) -> None:
-    """The same for one pool alone."""
-    check_parallel(architecture, config.trainer, config.generator)
-    if isinstance(config.generator, VllmConfig):
-        check_limits(config.generator, architecture)
-        check_temperature("sampling.temperature", config.sampling.temperature)
-        check_temperature("evaluation.temperature", config.evaluation.temperature)
-    positions = architecture.max_positions
-    config.generator.require(
-        config.generator.max_model_len <= positions,
-        "max_model_len",
-        f"be at most the checkpoint's {positions} positions",
-    )
+            generator = alone(config, pool).generator
+            check_parallel(architecture, config.trainer, generator)
+            if isinstance(generator, VllmConfig):
+                check_limits(generator, architecture)
+                check_temperature("sampling.temperature", config.sampling.temperature)
+                check_temperature("evaluation.temperature", config.evaluation.temperature)
+            fits = generator.max_model_len <= architecture.max_positions
+            generator.require(fits, "max_model_len", must)
 
 
 def _check_models(config: Config, graph: Graph, architecture: AnyArchitecture) -> None:
@@ -337,14 +323,9 @@ def check_lengths(config: Config, prompts: list[Prompt], held_out: list[Prompt])
     """ValueError unless each prompt and its completion fit into the context."""
     context, max_tokens = _context(config), _max_tokens(config)
     for name, some in (("sampling", prompts), ("evaluation", held_out)):
-        longest = max((len(prompt.token_ids) for prompt in some), default=0)
-        require(
-            longest + max_tokens[name] <= context,
-            f"{name}.max_tokens",
-            f"leave room for the longest prompt ({longest} tokens) in "
-            f"generator.max_model_len ({context})",
-            max_tokens[name],
-        )
+        longest, added = max((len(p.token_ids) for p in some), default=0), max_tokens[name]
+        must = f"leave room for the longest prompt ({longest} tokens) in generator.max_model_len"
+        require(longest + added <= context, f"{name}.max_tokens", f"{must} ({context})", added)
 
 
 def make_prompts(config: Config, inputs: Inputs, state: dict[str, Any]) -> PromptStream:

@@ -59,10 +59,7 @@ def _newest_sound(
     run_dir: str, damaged: dict[Path, ValueError]
 ) -> tuple[Path | None, dict[str, Any]]:
     """The newest undamaged checkpoint and its state; adds newer ones, with their errors, to
-    `damaged`.
-
-    ValueError if all checkpoints are damaged.
-    """
+    `damaged`. ValueError if all checkpoints are damaged."""
     for folder in reversed(checkpoint.committed(run_dir)):
         try:
             return folder, _read(folder)

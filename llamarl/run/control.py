@@ -12,6 +12,7 @@ import pwd
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,9 @@ def status(arguments: list[str]) -> str:
     if len(arguments) != 1:
         raise ValueError(f"status must get one folder, RUN, got {' '.join(arguments) or 'none'}")
     found = ask(arguments[0], {"ask": "status"})
-    rows = [[*COLUMNS]]
-    for each in found["executors"]:
-        rows.append(["" if each[name] is None else str(each[name]) for name in each])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    values = (each.values() for each in found["executors"])
+    rows = [[*COLUMNS], *(["" if value is None else str(value) for value in row] for row in values)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     head = f"version {found['version']} of {found['num_steps']}, {found['num_open']} groups open"
     return "\n".join([head, *lines]) + "\n"
@@ -144,17 +144,14 @@ class RunControl:
         is_cuda, room = generator.device == "cuda", config.cluster.num_gpus_per_host
         if is_cuda and num_ranks > room:
             raise ValueError(f"generators must fit on {address}, got {num_ranks} ranks for {room}")
-        if TRANSPORTS[config.weights.transport].is_mapped:
-            transport = config.weights.transport
+        if TRANSPORTS[transport := config.weights.transport].is_mapped:
             raise ValueError(f"weights.transport must be collective for a host, got {transport}")
         executors = self.fleet.executors
         assert executors.add_host is not None
         host = await executors.add_host(address)
-        devices = [Device(host=host, gpu=i if is_cuda else None) for i in range(num_ranks)]
-        for place, replica in enumerate(replicas):
-            first = place * generator.num_ranks
-            own = devices[first : first + generator.num_ranks]
-            executors.places[f"generator-{replica}"] = own
+        devices = (Device(host=host, gpu=i if is_cuda else None) for i in range(num_ranks))
+        for replica in replicas:
+            executors.places[f"generator-{replica}"] = [*islice(devices, generator.num_ranks)]
 
     def _place(self, name: str) -> tuple[str, str]:
         """The hosts and pids of an executor's processes."""

@@ -21,9 +21,8 @@ constant lengths end in a constant number of replicas.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.gate import Gate
@@ -46,16 +45,6 @@ def wanted_change(num_replicas: int, gen_s: float, train_s: float, limits: Seque
     return 0
 
 
-class Scalable(Protocol):
-    """Replicas, which may become more or fewer."""
-
-    def replica_states(self) -> list[str]:
-        """What each does; "serving" if it takes requests."""
-
-    async def scale(self, num_replicas: int) -> None:
-        """Start or stop some until there are so many."""
-
-
 @dataclass(kw_only=True)
 class Elasticity:
     """Watches the loop, and scales its replicas within `limits`, the fewest and the most."""
@@ -66,13 +55,17 @@ class Elasticity:
     _in_row: list[int] = field(default_factory=list)
     """What the last steps asked for."""
 
-    async def watch(self, replicas: Scalable) -> None:
-        """Measure and decide, step after step; never returns."""
+    async def watch(
+        self, states: Callable[[], list[str]], scale: Callable[[int], Awaitable[None]]
+    ) -> None:
+        """Measure and decide, step after step; never returns. `states` says what each replica does,
+        `scale` starts or stops some until there are so many."""
         period_s = FIRST_PERIOD_S
         while True:
             gen_s, train_s, step_s = await self._measure(period_s)
             period_s = step_s / SAMPLES_PER_STEP
-            await self._decide(replicas, gen_s, train_s)
+            if num_replicas := self._decide(states(), gen_s, train_s):
+                await scale(num_replicas)
 
     async def _measure(self, period_s: float) -> tuple[float, float, float]:
         """T_gen, T_train and the duration of the step under way, until its version is made."""
@@ -87,24 +80,22 @@ class Elasticity:
             before_s = now_s
         return gen_s, train_s, before_s - start_s
 
-    async def _decide(self, replicas: Scalable, gen_s: float, train_s: float) -> None:
-        states = replicas.replica_states()
-        num_replicas = len(states)
-        if any(state != "serving" for state in states):
-            return self._in_row.clear()  # what was measured is of another number of replicas
-        change = wanted_change(num_replicas, gen_s, train_s, self.limits)
+    def _decide(self, states: list[str], gen_s: float, train_s: float) -> int:
+        """How many replicas there should be; 0: as many as there are."""
+        num_now = len(states)
+        if states != ["serving"] * num_now:  # what was measured is of another number of replicas
+            self._in_row.clear()
+            return 0
+        change = wanted_change(num_now, gen_s, train_s, self.limits)
         self._in_row = [*self._in_row, change][-NUM_STEPS:]
         if change == 0 or self._in_row != [change] * NUM_STEPS:
-            return
-        log.warning(
-            "generators: %d -> %d, for a step takes %.3g s of generation and %.3g s of training "
-            "(%d would take %.3g s of generation)",
-            num_replicas,
-            num_replicas + change,
-            gen_s,
-            train_s,
-            num_replicas + change,
-            gen_s * num_replicas / (num_replicas + change),
-        )
+            return 0
         self._in_row.clear()
-        await replicas.scale(num_replicas + change)
+        num_then = num_now + change
+        words = (
+            "generators: %d -> %d, for a step takes %.3g s of generation and %.3g s of training "
+            "(%d would take %.3g s of generation)"
+        )
+        then_s = gen_s * num_now / num_then
+        log.warning(words, num_now, num_then, gen_s, train_s, num_then, then_s)
+        return num_then

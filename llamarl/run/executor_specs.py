@@ -8,10 +8,11 @@ the files at which ranks meet.
 import os
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llamarl.cluster import Executor, make_rdma
+from llamarl.cluster import Executor
 from llamarl.config import Config
 from llamarl.config.pools import generator_of
 from llamarl.config.rank_assignment import Device, far_sites, num_storage_units
@@ -51,98 +52,88 @@ def storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
     ]
 
 
-def trainer_spec(config: Config, inputs: Inputs, storage: Store, run_dir: str) -> TrainerSpec:
-    """Of the trainer."""
-    return TrainerSpec(
-        checkpoint=inputs.checkpoint,
-        tokenizer=inputs.tokenizer_folder,
-        task_source=inputs.task_source,
-        rendezvous=f"{run_dir}/.rendezvous-trainer-{_new_id()}",
-        config=config.trainer,
-        algorithm=config.algorithm,
-        sampling=config.sampling,
-        weights=config.weights,
-        placement=config.placement,
-        storage=storage,
-        run_dir=run_dir,
-        num_steps=config.num_steps,
-        seed=config.seed,
-        rdma=_rdma(config),
-    )
+@dataclass(frozen=True)
+class Specs:
+    """Of all executors but storage units, whose clients these are; `far_storage` is for replicas at
+    other sites. `names` are those of the executors that run."""
 
+    config: Config
+    inputs: Inputs
+    run_dir: str
+    names: Collection[str]
+    storage: Store
+    far_storage: Store
 
-def generator_spec(
-    config: Config,
-    inputs: Inputs,
-    storage: Store,
-    far_storage: Store,
-    run_dir: str,
-    parts: Collection[str],
-    replica: int,
-    places: Sequence[Device],
-) -> GeneratorSpec:
-    """Of one replica, whose ranks are at `places`; `far_storage` is for those at other sites."""
-    is_far, run_id = places[0].host in far_sites(config), _new_id()
-    return GeneratorSpec(
-        replica=replica,
-        checkpoint=inputs.checkpoint,
-        load_weights=EXECUTORS[TRAIN] not in parts,
-        tokenizer=inputs.tokenizer_folder,
-        config=generator_of(config.generator, replica),
-        weights=config.weights,
-        placement=config.placement,
-        storage=(far_storage if is_far else storage).signed(f"generator-{replica}/{run_id}"),
-        run_dir=run_dir,
-        run_id=run_id,
-        rdma=_rdma(config),
-    )
-
-
-def _new_id() -> str:
-    """Names files that no earlier processes of the run used."""
-    return uuid.uuid4().hex[:8]
-
-
-def _rdma(config: Config) -> "Rdma | None":
-    return make_rdma() if TRANSPORTS[config.weights.transport].uses_rdma else None
-
-
-def stage_spec(
-    stage: Stage,
-    config: Config,
-    inputs: Inputs,
-    storage: Store,
-    run_dir: str,
-) -> Spec:
-    """Of the executor that runs a stage between generate and settle."""
-    storage = storage.signed(f"{stage.name}/{_new_id()}")
-    if isinstance(stage.run, FrozenModel):
-        return ReferenceSpec(
-            checkpoint=os.path.abspath(Path(config.recipe_dir, stage.run.checkpoint)),
-            column=stage.writes[0].name,
-            rendezvous=f"{run_dir}/.rendezvous-{stage.name}-{_new_id()}",
-            config=config.trainer,
-            sampling=config.sampling,
-            storage=storage,
-        )
-    if stage.is_external:
-        units = storage_specs(config, run_dir)
-        return ExternalSpec(
-            stage=stage,
-            socket=f"{run_dir}/{SOCKETS}/{stage.name}",
-            units=tuple((f"storage-{unit.unit}", str(unit.socket)) for unit in units),
+    def trainer(self) -> TrainerSpec:
+        """Of the trainer."""
+        config, inputs = self.config, self.inputs
+        return TrainerSpec(
+            checkpoint=inputs.checkpoint,
             tokenizer=inputs.tokenizer_folder,
-            storage=storage,
+            task_source=inputs.task_source,
+            rendezvous=f"{self.run_dir}/.rendezvous-trainer-{_new_id()}",
+            config=config.trainer,
+            algorithm=config.algorithm,
+            sampling=config.sampling,
+            weights=config.weights,
+            placement=config.placement,
+            storage=self.storage,
+            run_dir=self.run_dir,
+            num_steps=config.num_steps,
+            seed=config.seed,
+            rdma=_rdma(config),
         )
-    return StageSpec(
-        stage=stage,
-        numbers=inputs.graph.numbers & {*stage.reads},
-        tokenizer=inputs.tokenizer_folder,
-        task_source=inputs.task_source,
-        storage=storage,
-        reward=config.reward if stage.name == SCORE else None,
-        has_text=config.experience.archive_text,
-    )
+
+    def generator(self, replica: int, places: Sequence[Device]) -> GeneratorSpec:
+        """Of one replica, whose ranks are at `places`."""
+        config, run_id = self.config, _new_id()
+        is_far = places[0].host in far_sites(config)
+        storage = self.far_storage if is_far else self.storage
+        return GeneratorSpec(
+            replica=replica,
+            checkpoint=self.inputs.checkpoint,
+            load_weights=EXECUTORS[TRAIN] not in self.names,
+            tokenizer=self.inputs.tokenizer_folder,
+            config=generator_of(config.generator, replica),
+            weights=config.weights,
+            placement=config.placement,
+            storage=storage.signed(f"generator-{replica}/{run_id}"),
+            run_dir=self.run_dir,
+            run_id=run_id,
+            rdma=_rdma(config),
+        )
+
+    def stage(self, stage: Stage) -> Spec:
+        """Of the executor that runs a stage between generate and settle."""
+        config, inputs = self.config, self.inputs
+        storage = self.storage.signed(f"{stage.name}/{_new_id()}")
+        if isinstance(stage.run, FrozenModel):
+            return ReferenceSpec(
+                checkpoint=os.path.abspath(Path(config.recipe_dir, stage.run.checkpoint)),
+                column=stage.writes[0].name,
+                rendezvous=f"{self.run_dir}/.rendezvous-{stage.name}-{_new_id()}",
+                config=config.trainer,
+                sampling=config.sampling,
+                storage=storage,
+            )
+        if stage.is_external:
+            units = storage_specs(config, self.run_dir)
+            return ExternalSpec(
+                stage=stage,
+                socket=f"{self.run_dir}/{SOCKETS}/{stage.name}",
+                units=tuple((f"storage-{unit.unit}", str(unit.socket)) for unit in units),
+                tokenizer=inputs.tokenizer_folder,
+                storage=storage,
+            )
+        return StageSpec(
+            stage=stage,
+            numbers=inputs.graph.numbers & {*stage.reads},
+            tokenizer=inputs.tokenizer_folder,
+            task_source=inputs.task_source,
+            storage=storage,
+            reward=config.reward if stage.name == SCORE else None,
+            has_text=config.experience.archive_text,
+        )
 
 
 def collector_spec(
@@ -153,3 +144,16 @@ def collector_spec(
     return CollectorSpec(
         generators={i: executor.call_one for i, executor in generators.items() if i % num == number}
     )
+
+
+def _new_id() -> str:
+    """Names files that no earlier processes of the run used."""
+    return uuid.uuid4().hex[:8]
+
+
+def _rdma(config: Config) -> "Rdma | None":
+    if not TRANSPORTS[config.weights.transport].uses_rdma:
+        return None
+    from llamarl.cluster.rdma_buffers import MonarchRdma  # here, for it imports monarch
+
+    return MonarchRdma()

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from llamarl.cluster import Executor
 from llamarl.config import Config
 from llamarl.dataflow.graph import Stage
-from llamarl.errors import ExecutorLost
+from llamarl.errors import ExecutorLost, cancel_all
 from llamarl.loop.dispatch import Dispatch
 from llamarl.metrics.console import ReportState
 from llamarl.protocols import Collector
@@ -104,7 +104,7 @@ class Fleet:
             if self._publisher is not None:
                 tasks.create_task(self._publisher.watch())
             if self._elasticity is not None:
-                tasks.create_task(self._elasticity.watch(self))
+                tasks.create_task(self._elasticity.watch(self.replica_states, self.scale))
             await self._is_over.wait()
             assert self._error is not None
             raise self._error
@@ -368,9 +368,7 @@ class Fleet:
         self._wanted = self.wanted()
         members = self._members.values()
         changing = [task for each in members for task in (each.starting, each.leaving) if task]
-        for task in (tasks := [*changing, *self._watching]):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*changing, *self._watching])
 
     async def end_session(self) -> None:
         """End all executors but the generators that are wanted, which forget the session."""

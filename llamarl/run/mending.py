@@ -70,14 +70,14 @@ def role_of(name: str, config: Config, stage: Stage | None = None) -> str:
     return "scorer" if stage.name == SCORE else "stage of the recipe's own"
 
 
+@dataclass
 class Restarts:
     """Restarts of one executor, or of several together: `limit` within an hour, each after a pause
     that doubles until one succeeds."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._begun_s: deque[float] = deque()
-        self._num_failed = 0  # in a row
+    limit: int
+    _begun_s: deque[float] = field(default_factory=deque)
+    _num_failed: int = 0  # in a row
 
     @property
     def num_recent(self) -> int:
@@ -181,9 +181,8 @@ class MendedStage:
         """See `protocols.Processor`."""
         row_ids = [row_id for rows, _ in items for row_id in rows]
         columns = [column.name for column in self.stage.writes]
-
-        results: Sequence[StageResult]
         erase = partial(self.storage.erase, row_ids, columns)
+        results: Sequence[StageResult]
         results = await self.ask(self.name, lambda calls: calls.process(items), erase)
         return results
 

@@ -29,7 +29,7 @@ from llamarl.recipe.starting_point import starting_point
 from llamarl.run.control import RunControl, listening
 from llamarl.run.fleet import Fleet
 from llamarl.run.signals import Signals
-from llamarl.run.wiring import build_controller, make_run_logger
+from llamarl.run.wiring import Wiring
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class SessionLost(Exception):  # noqa: N818 - an outcome more than an error
         self.losses, self.version = losses, version
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Sessions:
     """The sessions of one run: each lasts from a checkpoint to the run's end, or until an executor
     is lost without which the loop cannot go on."""
@@ -116,17 +116,9 @@ class Sessions:
         if folder is not None:
             self.progress.show_phase("reading the checkpoint")
             await executors.trainer.call_one.restore(folder)
-        shown = metrics, self.progress, self.spans, self.recent_spans
-        run_logger = make_run_logger(self.config, self.inputs, executors, *shown)
-        controller = build_controller(
-            self.config,
-            self.inputs,
-            fleet,
-            run_dir=self.run_dir,
-            state=state,
-            run_logger=run_logger,
-            spans=self.spans,
-        )
+        wiring = Wiring(self.config, self.inputs, executors, self.run_dir, self.spans, state)
+        run_logger = wiring.make_run_logger(metrics, self.progress, self.recent_spans)
+        controller = wiring.build_controller(fleet, run_logger)
         for each in (controller.engines, fleet):  # closed in reverse
             exits.push_async_callback(each.close)
         self.progress.show_phase("connecting trainer and generators")

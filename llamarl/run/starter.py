@@ -1,51 +1,31 @@
 """The executors of a run: which there are, where they sit, and starting and ending all at once.
 
 Owns: their start, their places and their end. Does not own: what each is constructed with
-(`executor_specs.py`), processes (`cluster/`), what drives the executors (`build.py`), or
-what becomes of those that are lost (`fleet.py`). Invariant:
-one executor runs each stage of the graph, but for settle, which the controller runs.
+(`executor_specs.py`), processes (`cluster/`), what drives the executors (`sessions.py`), or what
+becomes of those that are lost (`fleet.py`). Invariant: one executor runs each stage of the graph,
+but for settle, which the controller runs.
 """
 
 import asyncio
 import logging
 import shutil
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Coroutine,
-    Iterable,
-    Mapping,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
-from typing import Any
 
 from llamarl.cluster import LOSS_GRACE_S, Cluster, Executor, make_cluster
 from llamarl.config import Config
-from llamarl.config.rank_assignment import (
-    Device,
-    assign,
-    companions,
-    home_hosts,
-    place_generator,
-)
+from llamarl.config.rank_assignment import Device, assign, companions, home_hosts, place_generator
 from llamarl.dataflow.graph import EXECUTORS, GENERATE, SCORE, TRAIN, Graph, Stage
-from llamarl.errors import ExecutorLost, unwrap
+from llamarl.errors import ExecutorLost, all_at_once
 from llamarl.executors.specs import GeneratorSpec, Spec, StorageSpec
 from llamarl.metrics.console import ReportState
 from llamarl.protocols import Storage
 from llamarl.recipe.inputs import Inputs
-from llamarl.run.executor_specs import (
-    collector_spec,
-    generator_spec,
-    stage_spec,
-    storage_specs,
-    trainer_spec,
-)
+from llamarl.run.executor_specs import Specs, collector_spec, storage_specs
 from llamarl.storage.store import Store
 from llamarl.storage.unit import Unit
 
@@ -99,9 +79,9 @@ class Executors:
         return [device.host for device in self.places.get(name, ())]
 
 
-def name_parts(graph: Graph) -> set[str]:
-    """What a run consists of besides storage: names that `spawn_executors` starts some or all of,
-    such as generator, trainer and scorer."""
+def name_executors(graph: Graph) -> set[str]:
+    """The executors of a run besides storage, some or all of which `spawn_executors` starts, such
+    as generator, trainer and scorer."""
     return {EXECUTORS[GENERATE], EXECUTORS[TRAIN], *map(name_executor, graph.between)}
 
 
@@ -132,15 +112,13 @@ def name_executor(stage: Stage) -> str:
 def place_executors(config: Config, graph: Graph) -> dict[str, list[Device]]:
     """Executor name -> the device of each of its ranks.
 
-    A frozen model sits on the trainer's devices, the recipe's own code on one host of the
-    trainer's site after another.
-    ValueError, with the numbers, if the hosts have too few GPUs.
+    A frozen model sits on the trainer's devices, the recipe's own code on one host of the trainer's
+    site after another. ValueError, with the numbers, if the hosts have too few GPUs.
     """
     places, hosts = assign(config) | companions(config), home_hosts(config)
     for number, stage in enumerate(stage for stage in graph.between if stage.name != SCORE):
-        on_trainer = places["trainer"]
         on_host = [Device(host=hosts[number % len(hosts)], gpu=None)]
-        places[name_executor(stage)] = on_trainer if stage.is_model else on_host
+        places[name_executor(stage)] = places["trainer"] if stage.is_model else on_host
     return places
 
 
@@ -191,7 +169,14 @@ class Starter:
             await executor.stop()
             raise
 
-    async def go_on(
+    async def start_all(
+        self, specs: Mapping[str, Spec], report: ReportState, kept: Mapping[int, Executor] = {}
+    ) -> dict[str, Executor]:
+        """Start the executors of these names; generators that were `kept` go on."""
+        starts = (self._go_on(name, spec, report, kept) for name, spec in specs.items())
+        return dict(zip(specs, await all_at_once(starts), strict=True))
+
+    async def _go_on(
         self, name: str, spec: Spec, report: ReportState, kept: Mapping[int, Executor]
     ) -> Executor:
         """Give the generator of `spec`, if it was `kept`, its storage; what was not is started."""
@@ -205,11 +190,6 @@ class Starter:
                 log.warning("%s is started again: %s", name, error)
                 await executor.stop()
         return await self.start(name, spec, report)
-
-
-def log_state(name: str, state: str) -> None:
-    """Report what becomes of an executor that is started while the run goes on."""
-    log.info("%s: %s", name, state)
 
 
 async def end_others(executors: Executors, replicas: Collection[int]) -> Executors:
@@ -257,55 +237,55 @@ async def spawn_executors(
     cluster: Cluster,
     run_dir: str,
     *,
-    parts: Collection[str],
+    names: Collection[str],
     report: ReportState,
     replicas: Collection[int] | None = None,
     before: Executors | None = None,
 ) -> Executors:
-    """Start storage and these parts (see `name_parts`), all at once. Without the trainer the
-    generators load the checkpoint's weights as version 0.
+    """Start storage and the executors of these `names` (of `name_executors`), all at once. Without
+    the trainer the generators load the checkpoint's weights as version 0.
 
     `replicas` are those to be there (None: the recipe's). Generators of an earlier session that are
     left of the executors `before`, and were reset, go on. If an executor does not start, or is lost
     meanwhile, none that was started here is left.
     """
     if replicas is None:
-        replicas = range(config.generator.num_replicas if EXECUTORS[GENERATE] in parts else 0)
+        replicas = range(config.generator.num_replicas if EXECUTORS[GENERATE] in names else 0)
     earlier, kept = ({}, {}) if before is None else (before.places, before.generators)
     places = place_executors(config, inputs.graph)
-    for name, index in ((f"generator-{index}", index) for index in replicas):
+    generators = {f"generator-{index}": index for index in replicas}
+    for name, index in generators.items():
         places[name] = earlier.get(name) or place_generator(config, index)
     starter = Starter(cluster, places, config.cluster.start_timeout_s)
     try:
-        return await _spawn(config, inputs, starter, run_dir, parts, report, replicas, kept)
+        unit_specs = {f"storage-{each.unit}": each for each in storage_specs(config, run_dir)}
+        units = await starter.start_all(unit_specs, report)
+        storages = (_store(units, unit_specs, is_far) for is_far in (False, True))
+        specs = Specs(config, inputs, run_dir, names, *storages)
+        return await _spawn(starter, specs, units, [*generators], report, kept)
     except BaseException:
         await asyncio.gather(*(executor.stop() for executor in starter.started))
         raise
 
 
 async def _spawn(
-    config: Config,
-    inputs: Inputs,
     starter: Starter,
-    run_dir: str,
-    parts: Collection[str],
+    specs: Specs,
+    units: dict[str, Executor],
+    generators: Sequence[str],
     report: ReportState,
-    replicas: Collection[int],
     kept: Mapping[int, Executor],
 ) -> Executors:
-    unit_specs = storage_specs(config, run_dir)
-    units = await _all(starter.start(f"storage-{each.unit}", each, report) for each in unit_specs)
-    storage, far_storage = (_store(units, unit_specs, is_far) for is_far in (False, True))
-    stages = [stage for stage in inputs.graph.between if name_executor(stage) in parts]
+    config, graph, has_trainer = specs.config, specs.inputs.graph, EXECUTORS[TRAIN] in specs.names
+    stages = {name_executor(stage): stage for stage in graph.between}
     found = Executors(
-        storage=storage,
-        by_name={unit.name: unit for unit in units},
-        stage_of={name_executor(stage): stage for stage in stages},
-        start=lambda name: starter.start(name, spec_of(name), log_state),
+        storage=specs.storage,
+        by_name=units,
+        stage_of={name: stage for name, stage in stages.items() if name in specs.names},
+        start=lambda name: starter.start(name, spec_of(name), partial(log.info, "%s: %s")),
         places=starter.places,
         add_host=starter.cluster.add_host,
     )
-    common = config, inputs, storage, far_storage, run_dir, parts
 
     def spec_of(name: str) -> Spec:
         """Of an executor that may be started at any time, with the replicas that there are then."""
@@ -313,35 +293,16 @@ async def _spawn(
         if kind == "collector":
             return collector_spec(config, found.generators, int(number))
         if kind == "generator":
-            places = starter.places.setdefault(name, place_generator(config, int(number)))
-            return generator_spec(*common, int(number), places)
-        return stage_spec(found.stage_of[name], config, inputs, storage, run_dir)
+            default = place_generator(config, int(number))
+            return specs.generator(int(number), starter.places.setdefault(name, default))
+        return specs.trainer() if name == "trainer" else specs.stage(found.stage_of[name])
 
-    specs = {
-        name: spec_of(name) for name in (*map("generator-{}".format, replicas), *found.stage_of)
-    }
-    if EXECUTORS[TRAIN] in parts:
-        specs["trainer"] = trainer_spec(config, inputs, storage, run_dir)
-    started = await _all(starter.go_on(name, spec, report, kept) for name, spec in specs.items())
-    found.by_name |= zip(specs, started, strict=True)
-    num_collectors = config.generator.num_collectors if EXECUTORS[TRAIN] in parts else 0
+    names = [*generators, *found.stage_of, *(["trainer"] if has_trainer else [])]
+    found.by_name |= await starter.start_all({name: spec_of(name) for name in names}, report, kept)
+    num_collectors = config.generator.num_collectors if has_trainer else 0
     names = [f"collector-{number}" for number in range(num_collectors)]
-    collectors = await _all(starter.start(name, spec_of(name), report) for name in names)
-    found.by_name |= zip(names, collectors, strict=True)
+    found.by_name |= await starter.start_all({name: spec_of(name) for name in names}, report)
     return found
-
-
-async def _all(starts: Iterable[Coroutine[Any, Any, Executor]]) -> list[Executor]:
-    """What these return; if one fails, the others are cancelled and end before that is raised."""
-    failed: BaseException | None = None
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(start) for start in starts]
-    except BaseExceptionGroup as errors:
-        failed = unwrap(errors)
-    if failed is not None:
-        raise failed
-    return [task.result() for task in started]
 
 
 def _sign(executor: Executor, spec: Spec) -> None:
@@ -351,11 +312,11 @@ def _sign(executor: Executor, spec: Spec) -> None:
         executor.writer = storage.writer
 
 
-def _store(units: list[Executor], specs: list[StorageSpec], is_far: bool) -> Store:
+def _store(units: dict[str, Executor], specs: dict[str, StorageSpec], is_far: bool) -> Store:
     """The client of all units; `is_far`, for executors at other sites."""
 
-    def client(unit: Executor, socket: str | None) -> Storage:
-        calls: Storage = unit.call_one
-        return calls if socket is None else Unit(unit.name, calls, socket, is_far=is_far)
+    def client(name: str, calls: Storage) -> Storage:
+        socket = specs[name].socket
+        return calls if socket is None else Unit(name, calls, socket, is_far=is_far)
 
-    return Store([client(unit, spec.socket) for unit, spec in zip(units, specs, strict=True)])
+    return Store([client(name, unit.call_one) for name, unit in units.items()])

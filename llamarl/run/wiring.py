@@ -7,7 +7,7 @@ nothing here computes; it only says who gets what.
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,23 +16,22 @@ from llamarl.config import Config, VllmConfig
 from llamarl.config.pools import pool_at, pools_of
 from llamarl.config.rank_assignment import far_sites, num_storage_units, units_near
 from llamarl.data.packing import make_batch
-from llamarl.data.tokenizer import TextDecoder
 from llamarl.dataflow.graph import Stage
 from llamarl.dataflow.samplers import make_sampler
 from llamarl.environments.requests import make_requests
 from llamarl.generation.vllm.limits import kv_tokens
 from llamarl.lengths.split import Limits
-from llamarl.loop.colocation import Colocated, Colocation, Disaggregated
+from llamarl.loop.balance import Balance
+from llamarl.loop.colocation import Colocated, Colocation
 from llamarl.loop.controller import Controller
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.engines import Engines, Rules
 from llamarl.loop.evaluation import Evaluator
-from llamarl.loop.gate import Gate
+from llamarl.loop.gate import Gate, Room
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.nearby_units import Neighbours
 from llamarl.loop.part_size import PartSize
 from llamarl.loop.rollouts import Rollouts
-from llamarl.loop.room import Room
 from llamarl.loop.saver import Saver
 from llamarl.loop.skew import Skew
 from llamarl.loop.speeds import Speeds
@@ -43,7 +42,7 @@ from llamarl.metrics.span import Spans
 from llamarl.metrics.trackers import MetricsLog
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import attention_cost
-from llamarl.protocols import Collector, Processor, RunObserver, Storage, WeightSource
+from llamarl.protocols import Collector, Processor, RunObserver, WeightSource
 from llamarl.recipe.inputs import Inputs, make_prompts
 from llamarl.recipe.sampling_rules import evaluation_sampling, train_sampling
 from llamarl.run.elasticity import Elasticity
@@ -76,121 +75,244 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
     Offloadable: type[protocols.Offloadable] = offloadable.OffloadPart
 
 
-def build_controller(
-    config: Config,
-    inputs: Inputs,
-    fleet: Fleet,
-    *,
-    run_dir: str,
-    state: dict[str, Any],
-    run_logger: RunObserver,
-    spans: Spans,
-    skew: Skew | None = None,
-) -> Controller:
-    """Assemble the loop around the started executors of the fleet, which is connected to it.
-    `state` is a checkpoint's, or empty, `skew` what replaces the config's."""
-    executors, skew = fleet.executors, skew or make_skew(config, inputs, run_dir)
-    fields = engine_fields(
-        config,
-        inputs,
-        executors,
-        state=state,
-        spans=spans,
-        observer=run_logger,
-        skew=skew,
-        stages=fleet.processors(),
-        collectors=fleet.collectors(),
-    )
-    engines = Engines(**fields)
-    gate, dispatch = engines.gate, engines.dispatch
-    colocation = make_colocation(config, executors, spans)
-    evaluator = make_evaluator(config, inputs, engines, state)
-    logprob_check = make_logprob_check(config, inputs, engines)
-    options: dict[str, Any] = {"on_commit": logprob_check.committed}
-    options["may_come"] = fleet.restarts_replicas
-    publisher = make_publisher(config, executors, dispatch, spans, run_dir, **options)
-    engines.publisher = publisher
-    saver = Saver(
-        config=config.checkpoint,
-        run_dir=run_dir,
-        engines=engines,
-        colocation=colocation,
-        evaluator=evaluator,
-        spans=spans,
-        last=config.num_steps,
-    )
-    fleet.connect(dispatch, publisher, _elasticity(config, gate, dispatch), lambda: saver.has_last)
-    return Controller(
-        engines=engines,
-        gate=gate,
-        part_size=PartSize(config=config.trainer),
-        logprob_check=logprob_check,
-        evaluator=evaluator,
-        colocation=colocation,
-        saver=saver,
-    )
+@dataclass(frozen=True)
+class Wiring:
+    """Builds the objects of one session around its started `executors`. `state` is a checkpoint's,
+    or empty."""
 
+    config: Config
+    inputs: Inputs
+    executors: Executors
+    run_dir: str
+    spans: Spans
+    state: dict[str, Any] = field(default_factory=dict)
 
-def engine_fields(
-    config: Config,
-    inputs: Inputs,
-    executors: Executors,
-    *,
-    state: dict[str, Any],
-    spans: Spans,
-    observer: RunObserver,
-    skew: Skew | None = None,
-    stages: Mapping[Stage, Processor] | None = None,
-    collectors: Sequence[Collector] | None = None,
-) -> dict[str, Any]:
-    """The fields of `Engines` over these executors, whose trainer has the version of `state`; no
-    publisher yet. `stages` and `collectors` take the place of the executors'."""
-    dispatch = make_dispatch(config, executors, skew, collectors)
-    if stages is None:
-        stages = {stage: executor.call_one for stage, executor in executors.stages.items()}
-    gate = make_gate(config, inputs, executors, dispatch, spans, state)
-    return {
-        "rules": make_rules(config, inputs),
-        "gate": gate,
-        "dispatch": dispatch,
-        "rollouts": Rollouts(dispatch, stages, inputs.graph, executors.storage),
-        "trainer": None if executors.trainer is None else executors.trainer.call_one,
-        "publisher": None,
-        "observer": observer,
-        "version": gate.version,
-    }
+    def build_controller(
+        self, fleet: Fleet, run_logger: RunObserver, skew: Skew | None = None
+    ) -> Controller:
+        """Assemble the loop around the executors of the fleet, which is connected to it. `skew`
+        replaces the config's."""
+        config, skew = self.config, skew or self.make_skew()
+        stages, collectors = fleet.processors(), fleet.collectors()
+        fields = self.engine_fields(run_logger, skew=skew, stages=stages, collectors=collectors)
+        engines = Engines(**fields)
+        gate, dispatch = engines.gate, engines.dispatch
+        colocation, evaluator = self.make_colocation(), self.make_evaluator(engines)
+        logprob_check = self.make_logprob_check(engines)
+        engines.publisher = publisher = self.make_publisher(
+            dispatch, on_commit=logprob_check.committed, may_come=fleet.restarts_replicas
+        )
+        saver = Saver(
+            config=config.checkpoint,
+            run_dir=self.run_dir,
+            engines=engines,
+            colocation=colocation,
+            evaluator=evaluator,
+            spans=self.spans,
+            last=config.num_steps,
+        )
+        limits = config.generator.elastic
+        elasticity = Elasticity(limits=limits, gate=gate, dispatch=dispatch) if limits else None
+        fleet.connect(dispatch, publisher, elasticity, lambda: saver.has_last)
+        return Controller(
+            engines=engines,
+            gate=gate,
+            part_size=PartSize(config=config.trainer),
+            logprob_check=logprob_check,
+            evaluator=evaluator,
+            colocation=colocation,
+            saver=saver,
+        )
 
+    def engine_fields(
+        self,
+        observer: RunObserver,
+        *,
+        skew: Skew | None = None,
+        stages: Mapping[Stage, Processor] | None = None,
+        collectors: Sequence[Collector] | None = None,
+    ) -> dict[str, Any]:
+        """The fields of `Engines` over the executors; no publisher yet. `stages` and `collectors`
+        take the place of the executors'."""
+        executors = self.executors
+        dispatch = make_dispatch(self.config, executors, skew, collectors)
+        if stages is None:
+            stages = {stage: executor.call_one for stage, executor in executors.stages.items()}
+        gate = self.make_gate(dispatch)
+        return {
+            "rules": self.make_rules(),
+            "gate": gate,
+            "dispatch": dispatch,
+            "rollouts": Rollouts(dispatch, stages, self.inputs.graph, executors.storage),
+            "trainer": None if executors.trainer is None else executors.trainer.call_one,
+            "publisher": None,
+            "observer": observer,
+            "version": gate.version,
+        }
 
-def make_logprob_check(config: Config, inputs: Inputs, engines: Engines) -> LogprobCheck:
-    """Whether generators write with the trainer's policy."""
-    assert engines.trainer is not None
-    return LogprobCheck(
-        dispatch=engines.dispatch,
-        rollouts=engines.rollouts,
-        trainer=engines.trainer,
-        allocate_rows=engines.gate.allocate_rows,
-        prompts=inputs.prompts,
-        sampling=train_sampling(config, inputs),
-        seed=config.seed,
-        mode=config.weights.logprob_check,
-        pool_of=cache(lambda replica: pool_at(config.generator, replica).key),
-    )
+    def make_gate(self, dispatch: Dispatch) -> Gate:
+        """The gate over the recipe's prompts, from `state` on."""
+        config, state = self.config, self.state
+        return Gate(
+            max_staleness=config.staleness.max_staleness,
+            groups_per_step=config.trainer.groups_per_step,
+            rollouts_per_group=config.sampling.rollouts_per_prompt,
+            late=config.staleness.late,
+            carry_over_groups=config.staleness.carry_over_groups,
+            max_drops_in_row=config.algorithm.max_drops_in_row,
+            sampler=make_sampler(config.experience.sampler, self.inputs.task),
+            prompts=make_prompts(config, self.inputs, state),
+            spans=self.spans,
+            version=state.get("version", 0),
+            next_group_id=state.get("next_group_id", 0),
+            next_row_id=state.get("next_row_id", 0),
+            num_units=num_storage_units(config),
+            plan_units=dispatch.balance.plan_units,
+            has_room=Room(self.executors.storage),
+        )
 
+    def make_rules(self) -> Rules:
+        """What the recipe decides about groups."""
+        config, inputs = self.config, self.inputs
+        return Rules(
+            make_requests=partial(
+                make_requests,
+                sampling=train_sampling(config, inputs),
+                seed=config.seed,
+                segment_tokens=config.sampling.segment_tokens,
+                replay_lengths=inputs.replay_lengths,
+            ),
+            filter_group=partial(
+                filter_group,
+                max_tokens=config.sampling.max_tokens,
+                config=config.algorithm,
+                task=inputs.task,
+            ),
+            make_batch=partial(
+                make_batch,
+                num_ranks=config.trainer.num_data_ranks,
+                tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
+                attention_cost=attention_cost(inputs.architecture),
+            ),
+        )
 
-def _elasticity(config: Config, gate: Gate, dispatch: Dispatch) -> Elasticity | None:
-    limits = config.generator.elastic
-    return Elasticity(limits=limits, gate=gate, dispatch=dispatch) if limits else None
+    def make_skew(self) -> Skew:
+        """What the recipe expects of lengths; decode steps are measured from the run's spans."""
+        generator, architecture, kv_size = self.config.generator, self.inputs.architecture, 0
+        if isinstance(generator, VllmConfig) and isinstance(architecture, Architecture):
+            kv_size = kv_tokens(generator, architecture)
+        limits = Limits(max_num_seqs=generator.max_num_seqs, kv_tokens=kv_size)
+        is_streamed = self.config.trainer.parts != "batch"
+        steps = DecodeSteps(f"{self.run_dir}/spans")
+        return Skew(self.config.dispatch, limits, steps.read, is_streamed=is_streamed)
 
+    def make_logprob_check(self, engines: Engines) -> LogprobCheck:
+        """Whether generators write with the trainer's policy."""
+        assert engines.trainer is not None
+        config = self.config
+        return LogprobCheck(
+            dispatch=engines.dispatch,
+            rollouts=engines.rollouts,
+            trainer=engines.trainer,
+            allocate_rows=engines.gate.allocate_rows,
+            prompts=self.inputs.prompts,
+            sampling=train_sampling(config, self.inputs),
+            seed=config.seed,
+            mode=config.weights.logprob_check,
+            pool_of=cache(lambda replica: pool_at(config.generator, replica).key),
+        )
 
-def make_skew(config: Config, inputs: Inputs, run_dir: str) -> Skew:
-    """What the recipe expects of lengths; decode steps are measured from the run's spans."""
-    generator, kv_size = config.generator, 0
-    if isinstance(generator, VllmConfig) and isinstance(inputs.architecture, Architecture):
-        kv_size = kv_tokens(generator, inputs.architecture)
-    limits = Limits(max_num_seqs=generator.max_num_seqs, kv_tokens=kv_size)
-    is_streamed = config.trainer.parts != "batch"
-    steps = DecodeSteps(f"{run_dir}/spans")
-    return Skew(config.dispatch, limits, steps.read, is_streamed=is_streamed)
+    def make_publisher(
+        self,
+        dispatch: Dispatch,
+        *,
+        source: WeightSource | None = None,
+        on_commit: Callable[[int, int], None] = lambda replica, version: None,
+        may_come: bool = False,
+    ) -> Publisher:
+        """Brings versions to all replicas: the trainer's, or those of another `source`, which may
+        change its tensors as soon as a publish has returned. Replicas `may_come` while the run goes
+        on."""
+        config, executors, weights = self.config, self.executors, self.config.weights
+        if config.placement.colocated or source is not None:  # no write may outlast its publish
+            weights = replace(weights, straggler_timeout_s=weights.timeout_s)
+
+        def committed(replica: int, version: int) -> None:
+            dispatch.committed(replica, version)
+            on_commit(replica, version)
+
+        def lost(replica: int, why: Exception) -> asyncio.Future[None]:
+            executor = executors.generators[replica]
+            dispatch.lost(replica, why)
+            # A replica that was only silent must not wake up and write into its siblings' memory.
+            return asyncio.ensure_future(executor.stop())
+
+        if source is None:
+            assert executors.trainer is not None
+            source = executors.trainer.call_all
+        sites = far_sites(config)
+        return Publisher(
+            source,
+            {index: executor.call_all for index, executor in executors.generators.items()},
+            self.spans,
+            weights,
+            rendezvous_folder=f"{self.run_dir}/.rendezvous-routes-{uuid.uuid4().hex[:8]}",
+            kind_of=cache(partial(weight_kind, config.generator)),
+            far_sites={config.cluster.name_host(host): site for host, site in sites.items()},
+            on_commit=committed,
+            on_lost=lost,
+            on_hold=dispatch.hold,
+            may_come=may_come,
+        )
+
+    def make_evaluator(self, engines: Engines) -> Evaluator:
+        """The evaluation of the held-out prompts, of which there may be none."""
+        config = self.config
+        return Evaluator(
+            prompts=self.inputs.held_out,
+            sampling=evaluation_sampling(config, self.inputs),
+            seed=config.seed,
+            engines=engines,
+            every_steps=config.evaluation.every_steps,
+            version=self.state.get("evaluated", -1),
+            rows_per_replica=min(p.generator.max_num_seqs for p in pools_of(config.generator)),
+        )
+
+    def make_colocation(self) -> Colocation:
+        """Who has the device when."""
+        if not self.config.placement.colocated:
+            return Colocation()
+        assert self.executors.trainer is not None
+        replicas = self.executors.generators.items()
+        generators = {index: executor.call_one for index, executor in replicas}
+        return Colocated(self.executors.trainer.call_one, generators, self.spans)
+
+    def make_run_logger(
+        self, log: MetricsLog, progress: Progress, recent_spans: RecentSpans
+    ) -> RunLogger:
+        """What follows a run: metrics and display."""
+        return RunLogger(
+            log=log,
+            progress=progress,
+            spans=self.spans,
+            recent_spans=recent_spans,
+            read_completions=self._read_completions,
+            num_samples=self.config.metrics.sample_rollouts,
+            answer_field=self.config.reward.answer_field,
+            prompt_field=self.config.data.prompt_field,
+        )
+
+    async def _read_completions(self, row_ids: list[int]) -> dict[int, str]:
+        """The text of a few rows that are still in storage."""
+        if not row_ids:
+            return {}
+        # Without its storage unit a step's numbers are written down nevertheless.
+        reading = self.executors.storage.read(row_ids, [RESPONSE_IDS])
+        columns: Columns | None = await unless_lost(reading)
+        if columns is None:
+            return {}
+        texts = map(self.inputs.tokenizer.decode, columns[RESPONSE_IDS])
+        return dict(zip(row_ids, texts, strict=True))
 
 
 def make_dispatch(
@@ -199,174 +321,10 @@ def make_dispatch(
     skew: Skew | None = None,
     collectors: Sequence[Collector] | None = None,
 ) -> Dispatch:
-    """One Generator of all replicas; without `skew` nothing is expected of lengths. `collectors`
-    take the place of the executors'."""
+    """All replicas, as one; without `skew` nothing is expected of lengths. `collectors` take the
+    place of the executors'."""
     if collectors is None:
         collectors = [executor.call_one for executor in executors.collectors]
-    return Dispatch(
-        executors.generators,
-        executors.storage,
-        collectors=collectors,
-        neighbours=Neighbours(units_near(config), num_storage_units(config)),
-        skew=skew,
-        speeds=Speeds(pools_of(config.generator)),
-    )
-
-
-def make_rules(config: Config, inputs: Inputs) -> Rules:
-    """What the recipe decides about groups."""
-    return Rules(
-        make_requests=partial(
-            make_requests,
-            sampling=train_sampling(config, inputs),
-            seed=config.seed,
-            segment_tokens=config.sampling.segment_tokens,
-            replay_lengths=inputs.replay_lengths,
-        ),
-        filter_group=partial(
-            filter_group,
-            max_tokens=config.sampling.max_tokens,
-            config=config.algorithm,
-            task=inputs.task,
-        ),
-        make_batch=partial(
-            make_batch,
-            num_ranks=config.trainer.num_data_ranks,
-            tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
-            attention_cost=attention_cost(inputs.architecture),
-        ),
-    )
-
-
-def make_publisher(
-    config: Config,
-    executors: Executors,
-    dispatch: Dispatch,
-    spans: Spans,
-    run_dir: str,
-    *,
-    source: WeightSource | None = None,
-    on_commit: Callable[[int, int], None] = lambda replica, version: None,
-    may_come: bool = False,
-) -> Publisher:
-    """Brings versions to all replicas: the trainer's, or those of another `source`, which may
-    change its tensors as soon as a publish has returned. Replicas `may_come` while the run goes
-    on."""
-    weights = config.weights
-    if config.placement.colocated or source is not None:  # no write may outlast its publish
-        weights = replace(weights, straggler_timeout_s=weights.timeout_s)
-
-    def committed(replica: int, version: int) -> None:
-        dispatch.committed(replica, version)
-        on_commit(replica, version)
-
-    def lost(replica: int, why: Exception) -> asyncio.Future[None]:
-        executor = executors.generators[replica]
-        dispatch.lost(replica, why)
-        # A replica that was only silent must not wake up and write into its siblings' memory.
-        return asyncio.ensure_future(executor.stop())
-
-    if source is None:
-        assert executors.trainer is not None
-        source = executors.trainer.call_all
-    return Publisher(
-        source,
-        {index: executor.call_all for index, executor in executors.generators.items()},
-        spans,
-        weights,
-        rendezvous_folder=f"{run_dir}/.rendezvous-routes-{uuid.uuid4().hex[:8]}",
-        kind_of=cache(partial(weight_kind, config.generator)),
-        far_sites={
-            config.cluster.name_host(host): site for host, site in far_sites(config).items()
-        },
-        on_commit=committed,
-        on_lost=lost,
-        on_hold=dispatch.hold,
-        may_come=may_come,
-    )
-
-
-def make_evaluator(
-    config: Config, inputs: Inputs, engines: Engines, state: dict[str, Any]
-) -> Evaluator:
-    """The evaluation of the held-out prompts, of which there may be none."""
-    return Evaluator(
-        prompts=inputs.held_out,
-        sampling=evaluation_sampling(config, inputs),
-        seed=config.seed,
-        engines=engines,
-        every_steps=config.evaluation.every_steps,
-        version=state.get("evaluated", -1),
-        rows_per_replica=min(p.generator.max_num_seqs for p in pools_of(config.generator)),
-    )
-
-
-def make_colocation(config: Config, executors: Executors, spans: Spans) -> Colocation:
-    """Who has the device when."""
-    if not config.placement.colocated:
-        return Disaggregated()
-    assert executors.trainer is not None
-    generators = {index: executor.call_one for index, executor in executors.generators.items()}
-    return Colocated(executors.trainer.call_one, generators, spans)
-
-
-def make_run_logger(
-    config: Config,
-    inputs: Inputs,
-    executors: Executors,
-    log: MetricsLog,
-    progress: Progress,
-    spans: Spans,
-    recent_spans: RecentSpans,
-) -> RunLogger:
-    """What follows a run: metrics and display."""
-    return RunLogger(
-        log=log,
-        progress=progress,
-        spans=spans,
-        recent_spans=recent_spans,
-        read_completions=partial(_read_completions, executors.storage, inputs.tokenizer),
-        num_samples=config.metrics.sample_rollouts,
-        answer_field=config.reward.answer_field,
-        prompt_field=config.data.prompt_field,
-    )
-
-
-async def _read_completions(
-    storage: Storage, tokenizer: TextDecoder, row_ids: list[int]
-) -> dict[int, str]:
-    """The text of a few rows that are still in storage."""
-    if not row_ids:
-        return {}
-    # Without its storage unit a step's numbers are written down nevertheless.
-    columns: Columns | None = await unless_lost(storage.read(row_ids, [RESPONSE_IDS]))
-    texts = map(tokenizer.decode, columns[RESPONSE_IDS]) if columns is not None else []
-    return dict(zip(row_ids, texts, strict=columns is not None))
-
-
-def make_gate(
-    config: Config,
-    inputs: Inputs,
-    executors: Executors,
-    dispatch: Dispatch,
-    spans: Spans,
-    state: dict[str, Any],
-) -> Gate:
-    """The gate over the recipe's prompts, from `state` on."""
-    return Gate(
-        max_staleness=config.staleness.max_staleness,
-        groups_per_step=config.trainer.groups_per_step,
-        rollouts_per_group=config.sampling.rollouts_per_prompt,
-        late=config.staleness.late,
-        carry_over_groups=config.staleness.carry_over_groups,
-        max_drops_in_row=config.algorithm.max_drops_in_row,
-        sampler=make_sampler(config.experience.sampler, inputs.task),
-        prompts=make_prompts(config, inputs, state),
-        spans=spans,
-        version=state.get("version", 0),
-        next_group_id=state.get("next_group_id", 0),
-        next_row_id=state.get("next_row_id", 0),
-        num_units=num_storage_units(config),
-        plan_units=dispatch.balance.plan_units,
-        has_room=Room(executors.storage),
-    )
+    neighbours = Neighbours(units_near(config), num_storage_units(config))
+    balance = Balance(neighbours, skew, Speeds(pools_of(config.generator)))
+    return Dispatch(executors.generators, executors.storage, balance, collectors)

@@ -72,7 +72,7 @@ def test_two_ranks_answer_what_is_hardest_for_them(checkpoint: str, run_dir: str
 
 def engine_of(rank: GeneratorExecutor) -> EmbeddedEngine:
     """The engine behind the parts of a started rank."""
-    return rank.parts[2]._decoding.engine
+    return rank.components[2]._decoding.engine
 
 
 def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, run_dir: str) -> None:
@@ -84,7 +84,7 @@ def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, ru
         await publish(source, generator, 1)
         held = []
         for rank in generator.ranks:
-            engine, active = engine_of(rank), rank.parts[2]._buffer.active
+            engine, active = engine_of(rank), rank.components[2]._buffer.active
             expected = torch.zeros(engine.memory.num_elements)
             engine.load(expected, checkpoint)
             assert torch.equal(active, expected)

@@ -62,7 +62,7 @@ async def leave_twice(rank, num_ranks, checkpoint, folder, staging):
         spans=spans,
     )
     await generator.start()
-    rollouts, _, target, offload = generator.parts
+    rollouts, _, target, offload = generator.components
     engine, weight_buffer = target._decoding.engine, target._buffer
     for memory in engine.movable("kv"):
         memory.fill_(1.0)  # as after many rollouts: its pages are there

@@ -30,7 +30,7 @@ from llamarl.cluster.credentials import (
 )
 from llamarl.cluster.deploy.certificates import make_certificates
 from llamarl.cluster.host_check import check_reports, versions
-from llamarl.cluster.meshes import parts_of
+from llamarl.cluster.meshes import ranks_by_host
 from llamarl.cluster.os_process import is_alive
 from llamarl.config import ClusterConfig
 from llamarl.config.rank_assignment import Device
@@ -362,7 +362,7 @@ def test_the_actors_of_any_range_of_ranks_are_found(sizes: list[int], data: st.D
 
 def test_ranks_are_numbered_host_after_host() -> None:
     places = [Device(host=host, gpu=None) for host in (1, 1, 0)]
-    assert [(host, first) for host, first, _ in parts_of(["a", "b"], places)] == [
+    assert [(host, first) for host, first, _ in ranks_by_host(["a", "b"], places)] == [
         ("b", 0),
         ("a", 2),
     ]
@@ -370,4 +370,4 @@ def test_ranks_are_numbered_host_after_host() -> None:
         with pytest.raises(
             ValueError, match="devices must be on the run's 2 hosts, host after host"
         ):
-            list(parts_of(["a", "b"], [Device(host=host, gpu=None) for host in bad]))
+            list(ranks_by_host(["a", "b"], [Device(host=host, gpu=None) for host in bad]))

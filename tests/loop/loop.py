@@ -36,7 +36,7 @@ from llamarl.planner.simulation.simulated_run import make_inputs
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, spread
 from llamarl.run.fleet import Fleet
-from llamarl.run.wiring import build_controller
+from llamarl.run.wiring import Wiring
 from llamarl.types import (
     Batch,
     Dropped,
@@ -269,16 +269,9 @@ class Loop:
 
     async def run(self, run_dir: Path) -> None:
         self.fleet = Fleet(self.config, self.executors)
-        controller = build_controller(
-            self.config,
-            self.inputs,
-            self.fleet,
-            run_dir=str(run_dir),
-            state=self.state,
-            run_logger=self.run_logger,
-            spans=Spans("controller", None),
-            skew=self.skew,
-        )
+        common = self.config, self.inputs, self.executors, str(run_dir)
+        wiring = Wiring(*common, Spans("controller", None), self.state)
+        controller = wiring.build_controller(self.fleet, self.run_logger, self.skew)
         self.gate, self.saver = controller.gate, controller.saver
         engines = controller.engines
         make_requests, make_batch = engines.rules.make_requests, engines.rules.make_batch

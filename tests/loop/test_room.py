@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.loop.room import ASK_S, Room
+from llamarl.loop.gate import ROOM_PAUSE_S, Room
 from llamarl.planner.simulation.clock import run
 from tests.fakes import WatchedStorage
 from tests.loop.loop import Loop
@@ -53,7 +53,7 @@ def test_storage_is_asked_once_a_second_at_most() -> None:
         answers = []
         for _ in range(8):
             answers.append(await room())
-            await asyncio.sleep(ASK_S / 2)
+            await asyncio.sleep(ROOM_PAUSE_S / 2)
         assert answers == [False] * 4 + [True] * 4
         assert storage.num_asked == 4
 

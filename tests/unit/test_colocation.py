@@ -7,7 +7,7 @@ import random
 import pytest
 
 from llamarl.errors import ExecutorLost, NoGenerator
-from llamarl.loop.colocation import Colocated, Disaggregated, Phase
+from llamarl.loop.colocation import Colocated, Colocation, Phase
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.clock import run
 from tests.json_lines import read_lines
@@ -234,7 +234,7 @@ def test_with_devices_of_their_own_executors_neither_wait_nor_offload():
         raise AssertionError("asked")
 
     async def main():
-        placement = Disaggregated()
+        placement = Colocation()
         await placement.begin()
         async with placement.phase(Phase.TRAIN, never), placement.phase(Phase.SYNC):
             return True

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from llamarl.checkpoints import checkpoint, manifest
 from llamarl.config import Config
 from llamarl.recipe.inputs import Inputs, identity, read_inputs
 from llamarl.recipe.starting_point import starting_point
-from llamarl.run.wiring import make_evaluator
+from llamarl.run.wiring import Wiring
 from tests.fakes import SHARD, SavingTrainer
 from tests.places import RECIPE
 from tests.unit.composing import compose_recipe
@@ -153,8 +154,7 @@ def test_a_resumed_run_evaluates_nothing_that_the_checkpoint_says_is_evaluated(
     inputs: Inputs,
 ) -> None:
     nothing: Any = None
-    parts: Any = (resume(), inputs, nothing)  # evaluation.every_steps is 10
+    wiring = Wiring(resume(), inputs, nothing, "", nothing)  # evaluation.every_steps is 10
     for evaluated, due in ({"evaluated": 10}, False), ({"evaluated": 0}, True), ({}, True):
-        evaluator = make_evaluator(*parts, evaluated)
-        assert evaluator is not None
+        evaluator = replace(wiring, state=evaluated).make_evaluator(nothing)
         assert evaluator.is_due(12, last=30) == due

@@ -34,7 +34,7 @@ from llamarl.protocols import RunObserver
 from llamarl.recipe.inputs import Inputs
 from llamarl.run.fleet import Fleet
 from llamarl.run.starter import Executors
-from llamarl.run.wiring import build_controller
+from llamarl.run.wiring import Wiring
 from llamarl.types import REWARD, Prompt
 
 
@@ -120,16 +120,9 @@ async def drive(
     )
     fleet = Fleet(config, executors)
     with tempfile.TemporaryDirectory() as run_dir:
-        controller = build_controller(
-            config,
-            inputs,
-            fleet,
-            run_dir=run_dir,
-            state={},
-            run_logger=run_logger,
-            spans=spans or Spans("controller", None),
-            skew=skew,
-        )
+        spans = spans or Spans("controller", None)
+        wiring = Wiring(config, inputs, executors, run_dir, spans)
+        controller = wiring.build_controller(fleet, run_logger, skew)
         await controller.engines.connect()
         try:
             await fleet.guard(controller.run())
