@@ -43,7 +43,13 @@ class Unobserved:
 
     def log_evaluation(self, evaluated: Evaluation | None) -> None: ...
 
-    async def log_step(self, stats: StepStats, *details: object) -> None: ...
+    async def log_step(
+        self,
+        stats: StepStats,
+        groups: Sequence[Group],
+        oldest_version: int,
+        found: dict[str, float],
+    ) -> None: ...
 
 
 @dataclass(kw_only=True)

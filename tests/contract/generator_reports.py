@@ -35,12 +35,15 @@ def test_rows_are_reported_again_until_they_have_arrived(
         await generator.submit([request(0), request(1, max_tokens=20)])
         first, rows = await generator.collect(0)
         assert rows
-        assert (await lost)[1] == rows, "whatever came of the question before"
+        same, others = await lost
+        num_both = min(len(others), len(rows))  # one of them may have been answered later
+        assert num_both
+        assert (same, others[:num_both]) == (first, rows[:num_both]), "whatever came of it"
         while len(rows) < 2:  # or both at once
             again, more = await generator.collect(first + len(rows))
             assert again == first + len(rows)
             rows += more
-        again, kept = await asyncio.wait_for(generator.collect(0), 0.1)
+        again, kept = await asyncio.wait_for(generator.collect(0), 5)
         assert kept == rows[again - first :], "at once, what was not said to have arrived"
         assert kept
         assert (await generator.collect(first + 2))[1] == []
