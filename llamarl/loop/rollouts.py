@@ -193,8 +193,11 @@ class Rollouts:
             for stage in [each for each in left if is_dropped or self._needs[each.name] <= done]:
                 left.remove(stage)
                 asked[self._ask(stage, group, row_id)] = stage.name
-            ended, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-            for future in ended:
+            if len(asked) == 1:  # as in most runs: `wait` would cost as much as all else here
+                await next(iter(asked))
+            else:
+                await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            for future in [each for each in asked if each.done()]:
                 future.result()
                 done.add(asked.pop(future))
 
