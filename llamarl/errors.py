@@ -100,6 +100,6 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 def mark_seen(future: asyncio.Future[Any]) -> None:
-    """Let asyncio not warn of this future's exception, as nobody may wait for it any more."""
+    """Let asyncio not warn of this future's exception, which may have no waiter left."""
     if not future.cancelled():
         future.exception()

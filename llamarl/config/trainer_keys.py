@@ -81,10 +81,8 @@ class TrainerConfig(Section):
         slices, copies = self.tensor_parallel, self.replicate
         must = f"be a multiple of tensor_parallel ({slices}) times replicate ({copies})"
         self.require(self.num_ranks % (slices * copies) == 0, "num_ranks", must)
-        is_plain, is_selective = (
-            self.compile == "none",
-            self.activation_checkpointing == "selective",
-        )
+        is_plain = self.compile == "none"
+        is_selective = self.activation_checkpointing == "selective"
         must = (
             f"be none with trainer.tensor_parallel={slices} (torch compiles sequence-parallel "
             "blocks to wrong gradients)"

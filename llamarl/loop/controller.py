@@ -86,7 +86,7 @@ class Controller:
                     await self.saver.start_step(step)  # its end overlaps with the next step
                 else:  # the prompts are solved: no further step would be whole
                     self.saver.last = self.engines.version
-                if self.saver.config.is_due(self.engines.version, self.saver.last):
+                if self.saver.is_due():
                     await self.saver.save(tasks)
             with self.gate.spans.span("last_publish", "wait"):
                 await asyncio.gather(*publishing)

@@ -15,13 +15,15 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llamarl.cluster.executor import Executor
 from llamarl.errors import ExecutorLost, NoGenerator, cancel_all
 from llamarl.loop.balance import Balance, Replica
 from llamarl.protocols import Collector, Report, Storage
 from llamarl.types import FinishReason, Purpose, Request, RolloutInfo
+
+if TYPE_CHECKING:  # the loop runs without a cluster
+    from llamarl.cluster.executor import Executor
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class Dispatch:
 
     def __init__(
         self,
-        processes: Mapping[int, Executor],
+        processes: Mapping[int, "Executor"],
         storage: Storage,
         balance: Balance,
         collectors: Sequence[Collector] = (),
@@ -139,7 +141,7 @@ class Dispatch:
             serves(replica)
             self._start(self._join, replica)
 
-    def expect(self, index: int, own: Executor, serves: Callable[[int], None]) -> None:
+    def expect(self, index: int, own: "Executor", serves: Callable[[int], None]) -> None:
         """Once this replica has committed its first version it gets requests, and `serves` is
         called."""
         self._joining[index] = own, serves

@@ -107,6 +107,10 @@ class Saver:
         """Whether the last step is made: what is left to do is to write."""
         return self.version >= self.last
 
+    def is_due(self) -> bool:
+        """See `CheckpointConfig.is_due`."""
+        return self.config.is_due(self.version, self.last)
+
     async def save(self, tasks: asyncio.TaskGroup) -> None:
         """Save the trainer's version, unless that was done, once its step is logged.
 

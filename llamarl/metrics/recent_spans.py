@@ -2,7 +2,7 @@
 
 Owns: shares of the last seconds, waits since the last step, what publishes cost, decode steps. Does
 not own: reading the files (`span.py`) or what a share is (`shares.py`). Invariant: each span counts
-once, whoever asks; a wait for a publish counts with the one during which it was.
+once, also when several threads ask; a wait for a publish counts with the one during which it was.
 """
 
 import threading

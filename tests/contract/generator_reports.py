@@ -27,7 +27,7 @@ def test_collect_returns_nothing_within_the_heartbeat_when_idle(
 def test_rows_are_reported_again_until_they_have_arrived(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    """Whether an answer was lost, or whoever asked, who then never gets it."""
+    """Whether an answer was lost, or the one that asked for it."""
 
     async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         lost = asyncio.create_task(generator.collect(0))

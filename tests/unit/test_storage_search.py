@@ -202,7 +202,7 @@ async def run(seed: int, folder: str) -> None:
         search = Search(store, rng, way in ("far", "slow link"))
         await search.run()
     for task in search.tasks:
-        with suppress(ExecutorLost):  # who waits at a socket is told that it was closed
+        with suppress(ExecutorLost):  # a client that waits at a socket sees that it was closed
             await task
 
 
