@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ KINDS = "kill", "stop", "wake"
 LIVENESS_S = 5.0  # cluster.liveness_timeout_s of the runs
 START_S = 10.0  # about what a start takes
 RECOVERY_LIMIT_S = 180.0
-CLOSE_LIMIT_S = 30.0
+CLOSE_LIMIT_S = 10.0
 SAVE_EVERY, EVALUATE_EVERY = 2, 3
 ACCURACY_NOISE = 0.02  # of held-out accuracy between runs of different seeds
 SETTINGS = [
@@ -125,13 +125,21 @@ class Leg:
         """Open files of the controller by what they are, when fewest are open."""
         found = []
         for _ in range(10):
-            kinds = Counter[str]()
-            for path in Path(f"/proc/{self.command.process.pid}/fd").glob("*"):
-                with suppress(OSError):  # closed meanwhile
-                    kinds[re.sub(r"\d+", "", os.readlink(path))] += 1
-            found.append(kinds)
+            found.append(Counter(re.sub(r"\d+", "", link) for link in self.links()))
             time.sleep(0.05)
         return min(found, key=Counter.total)
+
+    def sockets(self) -> list[str]:
+        """The controller's unix sockets, with their paths."""
+        inodes = {link.partition("[")[2].rstrip("]") for link in self.links()}
+        lines = Path("/proc/net/unix").read_text().splitlines()
+        return [line for line in lines if line.split()[6] in inodes]
+
+    def links(self) -> Iterator[str]:
+        """What each open file of the controller is."""
+        for path in Path(f"/proc/{self.command.process.pid}/fd").glob("*"):
+            with suppress(OSError):  # closed meanwhile
+                yield os.readlink(path)
 
 
 def is_publishing(leg: Leg) -> bool:
@@ -242,7 +250,9 @@ def check_files(leg: Leg, before: Counter[str]) -> None:
     """The controller has no more open files than before; what is lost may take a while to close."""
     end_s = time.monotonic() + CLOSE_LIMIT_S
     while (more := leg.files() - before) and leg.is_running:
-        assert time.monotonic() < end_s, f"the controller has {more} more after {leg.attacks}"
+        assert time.monotonic() < end_s, (
+            f"the controller has {more} more after {leg.attacks}; its sockets: {leg.sockets()}"
+        )
 
 
 def check_end(leg: Leg) -> bool:
