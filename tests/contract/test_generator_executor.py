@@ -58,6 +58,7 @@ def engine_case(request: pytest.FixtureRequest, checkpoint: str) -> EngineCase:
     )
 
 
+@pytest.mark.full
 def test_two_ranks_answer_what_is_hardest_for_them(checkpoint: str, run_dir: str) -> None:
     """The other questions, which take long, are for the longer set."""
     case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint, num_ranks=2)

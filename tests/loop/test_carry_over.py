@@ -30,7 +30,8 @@ def train(tmp_path: Path, carry_over_groups: int, **options: object) -> Loop:
     return loop
 
 
-@pytest.mark.parametrize("drop_share", [pytest.param(0.0, marks=pytest.mark.full), 0.3])
+@pytest.mark.full
+@pytest.mark.parametrize("drop_share", [0.0, 0.3])
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_the_bound_holds_per_trained_token_and_nothing_is_lost_or_trained_twice(
     max_staleness: int, drop_share: float, tmp_path: Path
@@ -46,6 +47,7 @@ def test_the_bound_holds_per_trained_token_and_nothing_is_lost_or_trained_twice(
     assert outcomes.keys() <= {"trained", "dropped", "unused"}, "every rollout has one outcome"
 
 
+@pytest.mark.full
 def test_at_staleness_0_steps_no_longer_wait_for_the_tail_and_few_tokens_are_masked(
     tmp_path: Path,
 ) -> None:

@@ -153,6 +153,7 @@ class Play:
                     self.stopped[row.row_id] = row
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_collectors", [0, 1])
 @pytest.mark.parametrize("ends", [True, False])
 @settings(max_examples=100, deadline=None)

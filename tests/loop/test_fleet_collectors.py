@@ -51,9 +51,10 @@ def random_faults(seed: int, num_collectors: int) -> dict[str, Faults]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("segment_tokens", [0, 7])
 @pytest.mark.parametrize("num_collectors", [1, 2])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.full) for i in (1, 2))])
+@pytest.mark.parametrize("seed", range(3))
 def test_collectors_lost_at_random_moments_cost_no_rollout_and_none_is_written_twice(
     tmp_path: Path, seed: int, num_collectors: int, segment_tokens: int
 ) -> None:

@@ -42,7 +42,8 @@ def steps_of(loop: Loop) -> list[list[tuple[int, ...]]]:
     return steps
 
 
-@pytest.mark.parametrize("drop_share", [pytest.param(0.0, marks=pytest.mark.full), 0.3])
+@pytest.mark.full
+@pytest.mark.parametrize("drop_share", [0.0, 0.3])
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_parts_change_when_groups_are_trained_and_neither_which_nor_how_stale(
     max_staleness: int, drop_share: float, tmp_path: Path
@@ -60,10 +61,9 @@ def test_parts_change_when_groups_are_trained_and_neither_which_nor_how_stale(
         assert found["batch"] == found["fixed"] == found["dynamic"], "equal gradients, step by step"
 
 
-@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    "sampler", [pytest.param("admission", marks=pytest.mark.full), "group_complete"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("sampler", ["admission", "group_complete"])
 def test_on_a_heavy_tail_dynamic_parts_take_no_longer_than_fixed_ones_and_these_than_batches(
     max_staleness: int, sampler: str, tmp_path: Path
 ) -> None:

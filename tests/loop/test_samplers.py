@@ -31,7 +31,8 @@ def make_loop(**options: object) -> Loop:
     )
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
 def test_parts_of_whole_groups_as_they_settle_keep_the_bound_and_take_less_time(
     max_staleness: int, tmp_path: Path
 ) -> None:
@@ -47,6 +48,7 @@ def test_parts_of_whole_groups_as_they_settle_keep_the_bound_and_take_less_time(
     assert seconds["group_complete"] < seconds["admission"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_colocated", [False, True])
 def test_a_sampler_of_the_recipe_s_own_chooses_and_the_mask_keeps_the_bound(
     is_colocated: bool, tmp_path: Path
@@ -67,6 +69,7 @@ def test_a_sampler_of_the_recipe_s_own_chooses_and_the_mask_keeps_the_bound(
     assert loop.storage.count("trained") == NUM_STEPS * 4 * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("parts", ["batch", "fixed", "dynamic"])
 def test_groups_are_trained_on_twice_if_they_are_consumed_only_the_second_time(
     parts: str, tmp_path: Path

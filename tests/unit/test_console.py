@@ -265,6 +265,7 @@ def read_until(terminal: int, words: bytes, process: subprocess.Popen[bytes] | N
     return seen
 
 
+@pytest.mark.full
 def test_ctrl_c_is_not_drawn_into_the_display_and_the_terminal_is_left_as_it_was() -> None:
     terminal, child_end = pty.openpty()
     before = termios.tcgetattr(child_end)

@@ -183,6 +183,7 @@ def test_a_marked_command_prints_what_the_page_shows(
     assert done.stdout + done.stderr == output, page
 
 
+@pytest.mark.full
 def test_the_readmes_own_recipe_runs_and_leaves_what_the_pages_promise(
     workplace: Path, forks: Forks
 ) -> None:

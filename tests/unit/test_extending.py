@@ -201,12 +201,14 @@ def run_of(folder: Path, forks: Forks, more: str = "") -> subprocess.CompletedPr
     return forks.run(*command, where=folder)
 
 
+@pytest.mark.full
 def test_a_run_learns_by_the_five_functions_of_the_pages(tmp_path: Path, forks: Forks) -> None:
     done = run_of(tmp_path, forks)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "export").is_dir()
 
 
+@pytest.mark.full
 def test_a_run_passes_the_four_stages_of_the_page(tmp_path: Path, forks: Forks) -> None:
     task = block("stage", "python")
     functions = re.findall(r"^def \w+\(.*?(?=\n\n\n|\Z)", task, re.MULTILINE | re.DOTALL)

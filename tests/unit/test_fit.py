@@ -32,6 +32,7 @@ CPU_ROOM = 20 << 30
 HUGE = replace(WIDE, hidden_size=8192, intermediate_size=28672, num_heads=64, num_layers=48)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "advised"),
     [

@@ -65,6 +65,7 @@ def plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 def test_a_plan_needs_no_checkpoint_and_leaves_only_what_it_was_asked_for(tmp_path: Path) -> None:
     flags = ["--json", "plan.json", "--config-dir", str(RECIPE), "--html=plan.html"]
     done = plan(tmp_path, "plan", *flags, "plan.num_steps=4", "trainer.lr=1e-5")
@@ -231,6 +232,7 @@ def test_no_two_kinds_of_a_recipes_memory_share_a_colour(name: str) -> None:
     assert len(colours) == len({colour for _, colour in colours}) == len(kinds)
 
 
+@pytest.mark.full
 def test_a_teacher_counts_in_memory_and_other_stages_are_said_to_be_left_out(
     tmp_path: Path,
 ) -> None:
@@ -263,6 +265,7 @@ def test_a_teacher_counts_in_memory_and_other_stages_are_said_to_be_left_out(
     assert words in done.stdout
 
 
+@pytest.mark.full
 def test_the_readmes_own_recipe_plans_with_lengths_that_it_has_room_for(tmp_path: Path) -> None:
     """Its prompts are there, so their mean is measured; half of its max_tokens is the median."""
     text = blocks((ROOT / "README.md").read_text(), "yaml")[0]

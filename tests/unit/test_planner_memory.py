@@ -322,6 +322,7 @@ def test_a_small_run_is_let_through_without_torch() -> None:
     assert done.stdout.strip() == "False", done.stderr
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_refused_with_numbers_and_a_change(monkeypatch) -> None:
     monkeypatch.setattr(fit, "available_bytes", lambda: 10 << 20)
     monkeypatch.setattr("llamarl.planner.memory.ranks.available_bytes", lambda: 10 << 20)

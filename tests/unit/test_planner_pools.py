@@ -83,6 +83,7 @@ def test_one_pool_forecasts_as_none() -> None:
     assert replace(found, pools={}) == step_of(plain)
 
 
+@pytest.mark.full
 @settings(max_examples=3, deadline=None)
 @given(st.integers(1, 3), st.sampled_from(["", " gpu=H800-80GB"]))
 def test_pools_of_one_kind_forecast_as_no_pools(num_first: int, gpu: str) -> None:
@@ -162,6 +163,7 @@ def test_the_trainer_must_fit_its_own_kind_of_gpu_whatever_the_pools_have() -> N
     }
 
 
+@pytest.mark.full
 def test_a_plan_names_the_pool_that_does_not_fit_and_what_each_one_is_worth() -> None:
     config = recipe("num_replicas=2", "num_replicas=2 gpu=H20-96GB max_num_seqs=400")
     forecast = forecast_recipe(config, MODEL)

@@ -222,6 +222,7 @@ def test_late_timers_do_not_add_up() -> None:
     assert expected_s < found_s < expected_s + num_others * LATE_S
 
 
+@pytest.mark.full
 def test_a_replay_in_real_time_takes_at_least_what_was_forecast() -> None:
     """How much longer it takes is for the benchmark: a busy machine may delay it without bound."""
     config = make_config(spread=0.5)

@@ -18,6 +18,7 @@ from tests.unit.stored_rows import NAMES, assert_same, client, rows, serving
 TRAINED = {"outcome": "trained", "version": 1}
 
 
+@pytest.mark.full
 def test_memory_of_retired_rows_is_written_again_but_never_under_a_readers_eyes(
     tmp_path: Path,
 ) -> None:

@@ -173,6 +173,7 @@ metrics: {trackers: [csv]}
 REWARD = "def reward(prompt, completion):\n    return len(completion)\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reward", ["math", "task"])
 def test_a_run_logs_to_the_tracker_that_its_task_py_adds(
     reward: str, tmp_path: Path, forks: Forks
