@@ -185,6 +185,7 @@ def copy_cast(route, side, memory=None, is_ready=None):
         group.finish(group.send(memory, 0, tag=1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_the_death_of_the_other_end_amid_a_message_is_noticed_at_once(ends, side) -> None:
     route, memory, is_ready = ends.route(), torch.ones(NUM_BYTES, dtype=torch.uint8), Event()

@@ -76,6 +76,7 @@ def test_every_recipe_composes(recipe: Path) -> None:
     assert compose_recipe(recipe, [f"recipe_dir='{recipe}'"]).recipe_dir == str(recipe)
 
 
+@pytest.mark.full
 def test_the_command_line_prints_the_composed_config(forks: Forks) -> None:
     done = forks.run("train", f"--config-dir={RECIPES[0]}", "--cfg", "job", "trainer.lr=0.125")
     assert done.returncode == 0, done.stderr

@@ -317,6 +317,7 @@ def test_the_transport_of_the_page_carries_a_version_bit_by_bit(
     target.close()
 
 
+@pytest.mark.full
 def test_an_installed_package_adds_a_transport_a_family_and_a_tracker(tmp_path: Path) -> None:
     """As pip leaves it: the modules of the pages, and the entry points of their pyproject.toml."""
     info = tmp_path / "mine-0.1.dist-info"

@@ -122,6 +122,7 @@ def filled(layouts, sizes, weights):
     return buffers
 
 
+@pytest.mark.full
 @settings(max_examples=300, deadline=None)
 @given(sides(), st.integers(0, 10**6))
 def test_copies_equal_gather_and_slice_and_write_every_element_once(sides, seed) -> None:
