@@ -20,7 +20,7 @@ SIZES = {
     "generation": (19, 2906),
     "lengths": (5, 423),
     "library": (5, 623),
-    "loop": (16, 2622),
+    "loop": (16, 2621),
     "metrics": (12, 2510),
     "models": (19, 2700),
     "planner": (31, 5528),

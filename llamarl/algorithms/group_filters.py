@@ -100,9 +100,9 @@ def filter_group(
 
 def _summed_reward(group: Group, row_id: int, config: AlgorithmConfig) -> float:
     """The weighted sum of the rollout's reward columns; NaN if its reward failed."""
-    values = {REWARD: group.scores[row_id].reward, **group.numbers.get(row_id, {})}
+    reward, numbers = group.scores[row_id].reward, group.numbers.get(row_id, {})
     pairs = zip(config.reward_columns, config.reward_column_weights, strict=True)
-    return sum(weight * values[name] for name, weight in pairs if weight)
+    return sum(w * (reward if name == REWARD else numbers[name]) for name, w in pairs if w)
 
 
 def _advantages(

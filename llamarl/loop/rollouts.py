@@ -189,14 +189,13 @@ class Rollouts:
         asked: dict[asyncio.Future[None], str] = {}
         done = {GENERATE}
         while left or asked:
+            if len(left) == 1 and not asked:  # as in most runs: `wait` would cost as much as all
+                return await self._ask(left[0], group, row_id)  # else that is done here
             is_dropped = row_id in group.dropped  # then `_process` leaves it out everywhere
             for stage in [each for each in left if is_dropped or self._needs[each.name] <= done]:
                 left.remove(stage)
                 asked[self._ask(stage, group, row_id)] = stage.name
-            if len(asked) == 1:  # as in most runs: `wait` would cost as much as all else here
-                await next(iter(asked))
-            else:
-                await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
             for future in [each for each in asked if each.done()]:
                 future.result()
                 done.add(asked.pop(future))

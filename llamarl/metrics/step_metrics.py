@@ -14,6 +14,7 @@ from textwrap import indent
 from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llamarl.types import FinishReason, Group, RolloutInfo, StageResult, StageStatus, StepStats
 
@@ -27,6 +28,7 @@ StepMetrics = tuple[Scalars, Histograms, Texts]
 STALENESS_HISTOGRAM = "staleness/tokens"
 MAX_VALUES = 32  # of a histogram; more are counted in this many equal ranges
 TRAINED_TOKENS = "tokens/trained"
+FAILURES = [status for status in StageStatus if status is not StageStatus.OK]
 
 # Tags of the statistics of trainer and log-prob check; others get `trainer/` and their name.
 TRAINER_TAGS = {
@@ -81,12 +83,15 @@ def step_scalars(
     """
     finished = [*groups, *(group for members in dropped.values() for group in members)]
     rows = [row for group in groups for row in group.rollouts.values()]
-    lengths = [row.num_tokens for group in finished for row in group.rollouts.values()]
+    all_rows = [row for group in finished for row in group.rollouts.values()]
+    lengths = [row.num_tokens for row in all_rows]
     staleness = token_staleness(rows, stats.version - 1, oldest_version)
     scalars: Scalars = {"rollouts/trained": len(rows), "groups/trained": len(groups)}
     scalars["groups/carried_over"] = sum(is_older(group, oldest_version) for group in groups)
-    scalars |= _scores([score for group in finished for score in group.scores.values()])
-    scalars |= _lengths([row for group in finished for row in group.rollouts.values()])
+    scores = [score for group in finished for score in group.scores.values()]
+    rewards = np.array([score.reward for score in scores])
+    scalars |= _scores(scores, rewards)
+    scalars |= _lengths(all_rows, lengths)
     scalars |= _staleness(staleness, rows)
     for name, value in stats.scalars.items():
         scalars[name if "/" in name else TRAINER_TAGS.get(name, f"trainer/{name}")] = value
@@ -99,11 +104,10 @@ def step_scalars(
     scalars |= {f"dropped_rollouts/{reason}": count for reason, count in dropped_rollouts.items()}
     written = [numbers for group in finished for numbers in group.numbers.values()]
     scalars |= _means("columns", written)  # by stages of the recipe's own
-    samples = _samples(stats.version, groups, completions or {}, answer_field)
-    rewards = [s.reward for g in finished for s in g.scores.values() if s.has_reward]
+    samples = _samples(stats.version, groups, completions, answer_field) if completions else ""
     histograms: Histograms = {
         STALENESS_HISTOGRAM: dict(staleness.items()),
-        "reward/values": count_values(rewards),
+        "reward/values": count_values(rewards[~np.isnan(rewards)].tolist()),
         "length/tokens": count_values(lengths),
     }
     return scalars, histograms, {"rollouts": samples} if samples else {}
@@ -147,32 +151,27 @@ def sample_rows(groups: Sequence[Group], num_rows: int) -> list[int]:
     return chosen
 
 
-def _scores(scores: list[StageResult]) -> Scalars:
-    scalars: Scalars = {
-        f"reward_failures/{status.value}": sum(score.status is status for score in scores)
-        for status in StageStatus
-        if status is not StageStatus.OK
-    }
-    scored = [score for score in scores if score.has_reward]
-    if scored:
-        rewards = np.array([score.reward for score in scored])
-        scalars["reward/mean"] = float(rewards.mean())
-        scalars["reward/std"] = float(rewards.std())
-        scalars["accuracy/train"] = sum(score.correct for score in scored) / len(scored)
-    return scalars | _means("reward_parts", [score.parts for score in scored])
+def _scores(scores: list[StageResult], rewards: NDArray[np.float64]) -> Scalars:
+    """`rewards`: of each, NaN where there is none."""
+    failed = Counter(score.status for score in scores if score.status is not StageStatus.OK)
+    scalars: Scalars = {f"reward_failures/{status.value}": failed[status] for status in FAILURES}
+    if (found := np.flatnonzero(~np.isnan(rewards))).size:
+        scalars["reward/mean"] = float(rewards[found].mean())
+        scalars["reward/std"] = float(rewards[found].std())
+        scalars["accuracy/train"] = float(np.mean([scores[i].correct for i in found]))
+    return scalars | _means("reward_parts", [scores[i].parts for i in found])
 
 
-def _lengths(rows: list[RolloutInfo]) -> Scalars:
+def _lengths(rows: list[RolloutInfo], lengths: list[int]) -> Scalars:
     if not rows:
         return {}
-    lengths = np.array([row.num_tokens for row in rows])
     p50, p90 = np.percentile(lengths, [50, 90])
     truncated = sum(row.finish_reason is FinishReason.LENGTH for row in rows)
     return {
-        "length/mean": float(lengths.mean()),
+        "length/mean": sum(lengths) / len(lengths),
         "length/p50": float(p50),
         "length/p90": float(p90),
-        "length/max": float(lengths.max()),
+        "length/max": max(lengths),
         "length/truncated_share": truncated / len(rows),
     }
 
@@ -184,7 +183,8 @@ def _staleness(staleness: dict[int, int], rows: list[RolloutInfo]) -> Scalars:
         scalars["staleness/mean"] = sum(age * n for age, n in staleness.items()) / num_tokens
         scalars["staleness/max"] = max(staleness)
     if rows:
-        num_mixed = sum(len({span.version for span in row.spans}) > 1 for row in rows)
+        cut = [row.spans for row in rows if len(row.spans) > 1]
+        num_mixed = sum(len({span.version for span in spans}) > 1 for spans in cut)
         scalars["staleness/mixed_version_share"] = num_mixed / len(rows)
     return scalars
 

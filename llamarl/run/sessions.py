@@ -33,7 +33,7 @@ from llamarl.run.wiring import Wiring
 
 log = logging.getLogger(__name__)
 
-GC_THRESHOLDS = 200_000, 20, 20  # rare collections, as tens of thousands of rollouts are open
+GC_THRESHOLDS = 1_000_000, 20, 20  # rare collections, as tens of thousands of rollouts are open
 
 Start = tuple[dict[str, Any], str | None]
 """The state that a session begins with, and the checkpoint that holds it, if any."""
