@@ -13,7 +13,7 @@ as many devices as an even spread of the ranks over the hosts needs.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from llamarl.config import Config
 from llamarl.config.check import require
@@ -51,10 +51,9 @@ def assign(config: Config, num_replicas: int = 0) -> dict[str, list[Device]]:
         if kinds.setdefault(pool.site, pool.gpu) != pool.gpu:
             start, kinds[pool.site] = math.ceil(start / per_host) * per_host, pool.gpu
         ends[pool.site] = start + num_ranks
-        hosts = _hosts_at(config, pool.site)
+        device, hosts = pool.generator.device, _hosts_at(config, pool.site)
         places[f"generator-{replica}"] = [
-            replace(_device(i, per_host, pool.generator.device, hosts), gpu_kind=pool.gpu)
-            for i in range(start, ends[pool.site])
+            _device(i, per_host, device, hosts, pool.gpu) for i in range(start, start + num_ranks)
         ]
     _check_room(config, pools, ends | {home: max(ends[home], len(trainer))}, per_host)
     _check_sites(config, places)
@@ -197,9 +196,10 @@ def _align(end: int, num_ranks: int, per_host: int) -> int:
     return end if num_ranks <= room or room == per_host else end + room
 
 
-def _device(number: int, per_host: int, device: str, hosts: Sequence[int] | None = None) -> Device:
-    """The device of this number on these hosts, or on all. Of too few hosts the last one takes the
-    rest, until `_check_room` finds that."""
+def _device(
+    number: int, per_host: int, device: str, hosts: Sequence[int] = (), gpu_kind: str = ""
+) -> Device:
+    """That of this number on these hosts, or on all; the last takes the rest of too many."""
     place, gpu = divmod(number, per_host)
-    host = place if hosts is None else hosts[min(place, len(hosts) - 1)]
-    return Device(host=host, gpu=gpu if device == "cuda" else None)
+    host = hosts[min(place, len(hosts) - 1)] if hosts else place
+    return Device(host=host, gpu=gpu if device == "cuda" else None, gpu_kind=gpu_kind)

@@ -255,7 +255,7 @@ async def spawn_executors(
     places = place_executors(config, inputs.graph)
     generators = {f"generator-{index}": index for index in replicas}
     for name, index in generators.items():
-        places[name] = earlier.get(name) or place_generator(config, index)
+        places[name] = earlier.get(name) or places.get(name) or place_generator(config, index)
     starter = Starter(cluster, places, config.cluster.start_timeout_s)
     try:
         unit_specs = {f"storage-{each.unit}": each for each in storage_specs(config, run_dir)}
@@ -293,8 +293,8 @@ async def _spawn(
         if kind == "collector":
             return collector_spec(config, found.generators, int(number))
         if kind == "generator":
-            default = place_generator(config, int(number))
-            return specs.generator(int(number), starter.places.setdefault(name, default))
+            place = starter.places.get(name) or place_generator(config, int(number))
+            return specs.generator(int(number), starter.places.setdefault(name, place))
         return specs.trainer() if name == "trainer" else specs.stage(found.stage_of[name])
 
     names = [*generators, *found.stage_of, *(["trainer"] if has_trainer else [])]

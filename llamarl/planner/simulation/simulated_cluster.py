@@ -58,14 +58,13 @@ class SimulatedCluster:
         # One GPU per trainer rank, which the reference computes on too: each has half of it then.
         self.trainer_device = self._shared or Cores(config.trainer.num_ranks)
         self._config, self._pools = config, pools_of(config.generator)
-        self.hosts = {
-            name: self._name_hosts(devices)
-            for name, devices in rank_assignment.assign(config).items()
-        }
+        places = rank_assignment.assign(config)
+        self.hosts = {name: self._name_hosts(devices) for name, devices in places.items()}
 
     def hosts_of(self, replica: int) -> tuple[str, ...]:
         """The hosts of a replica that may be more than those of the recipe."""
-        return self._name_hosts(rank_assignment.place_generator(self._config, replica))
+        known = self.hosts.get(f"generator-{replica}")
+        return known or self._name_hosts(rank_assignment.place_generator(self._config, replica))
 
     def _name_hosts(self, devices: Sequence[rank_assignment.Device]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self._config.cluster.name_host(d.host) for d in devices))
