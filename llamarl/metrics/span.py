@@ -83,13 +83,14 @@ class Spans:
         self._lines: list[str] = []
         self._lock = threading.Lock()
         self._path = Path(folder) / f"{process}.jsonl" if folder is not None else None
-        self._flushed_ns = now_ns = time.monotonic_ns()
+        origin_ns = time.time_ns() - (now_ns := time.monotonic_ns())  # at one moment
+        self._flushed_ns = now_ns
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 self._lines.append("")  # ends the line that a killed session left unfinished
                 self._num_bytes = self._path.stat().st_size
-            self._lines.append(json.dumps({"process": process, ORIGIN: time.time_ns() - now_ns}))
+            self._lines.append(json.dumps({"process": process, ORIGIN: origin_ns}))
             self.record("start", now_ns, now_ns, "mark")
 
     @contextmanager

@@ -183,8 +183,7 @@ def _staleness(staleness: dict[int, int], rows: list[RolloutInfo]) -> Scalars:
         scalars["staleness/mean"] = sum(age * n for age, n in staleness.items()) / num_tokens
         scalars["staleness/max"] = max(staleness)
     if rows:
-        cut = [row.spans for row in rows if len(row.spans) > 1]
-        num_mixed = sum(len({span.version for span in spans}) > 1 for spans in cut)
+        num_mixed = sum(len({s.version for s in row.spans}) > 1 for row in rows if row.spans[1:])
         scalars["staleness/mixed_version_share"] = num_mixed / len(rows)
     return scalars
 
