@@ -97,6 +97,7 @@ def test_over_a_slow_link_the_same_weights_arrive(tmp_path) -> None:
     ends.weight_buffer.close()
 
 
+@pytest.mark.full
 def test_an_end_that_comes_alone_gets_an_error(ends) -> None:
     started_s = time.monotonic()
     with ThreadPoolExecutor() as pool:

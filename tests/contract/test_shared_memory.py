@@ -242,6 +242,7 @@ def own_a_weight_buffer(pipe):
     pipe.recv()
 
 
+@pytest.mark.full
 def test_a_killed_owner_leaves_nothing_behind() -> None:
     here, there = FORKS.Pipe()
     owner = FORKS.Process(target=own_a_weight_buffer, args=(there,), daemon=True)

@@ -99,7 +99,7 @@ def check_outcomes(loop: Loop) -> None:
     assert left <= {"unused"}, "rows were left in storage"
 
 
-@searched(few=100, many=4000)
+@searched(few=40, many=4000)
 def test_no_combination_of_options_and_faults_breaks_a_promise(seeds: list[int]) -> None:
     for seed in seeds:
         rng = random.Random(seed)

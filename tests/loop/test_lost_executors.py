@@ -34,6 +34,7 @@ def play(folder: Path, role: str, dies_at_s: float | None, is_colocated: bool) -
     return loop
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_colocated", [False, True])
 @pytest.mark.parametrize("role", ["generator-0", "scorer", "storage-0"])
 def test_an_executor_lost_after_the_last_step_costs_nothing_that_was_learnt(

@@ -249,7 +249,7 @@ def play(rng: random.Random, root: Path) -> None:
     assert not history.num_held_out or max(evaluated) == last
 
 
-@searched(few=100, many=4000)
+@searched(few=40, many=4000)
 def test_whenever_a_run_is_ended_its_sessions_together_do_everything_once(
     seeds: list[int],
 ) -> None:

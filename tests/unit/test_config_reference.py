@@ -114,6 +114,7 @@ def llamarl(command: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.full
 def test_help_is_ours_fits_the_width_and_may_be_cut_off() -> None:
     done = llamarl("train --help", COLUMNS="72")
     assert done.returncode == 0, done.stderr

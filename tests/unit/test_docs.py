@@ -125,6 +125,7 @@ def test_every_command_is_of_a_known_program() -> None:
     assert {command.program for command in ALL_COMMANDS} <= known
 
 
+@pytest.mark.full
 def test_llamarl_commands_compose(workplace: Path) -> None:
     assert {command.arguments[0] for command in of("llamarl")} >= set(COMMANDS)
     composed = {c.arguments for c in of("llamarl") if "--config-dir" in c.arguments}
@@ -175,6 +176,7 @@ def runnable() -> Iterator[tuple[str, list[str], str]]:
                 yield name_of(page), arguments, output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("page", "arguments", "output"), list(runnable()))
 def test_a_marked_command_prints_what_the_page_shows(
     page: str, arguments: list[str], output: str, workplace: Path, forks: Forks

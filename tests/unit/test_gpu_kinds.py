@@ -95,6 +95,7 @@ def test_the_card_with_the_least_memory_of_this_machine_counts(
     assert kind_here() == ""
 
 
+@pytest.mark.full
 def test_a_run_on_an_unknown_card_starts_if_its_memory_is_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -148,6 +148,7 @@ def test_memory_of_a_real_file_is_not_punched_full_of_holes(offload, tmp_path):
     assert path.read_bytes() == b"x" * 8 * PAGE
 
 
+@pytest.mark.full
 def test_a_full_disk_is_an_error_at_once_and_nothing_has_moved(tmp_path):
     """In a process of its own: the limit on file sizes stands in for the end of the disk."""
     program = f"""

@@ -149,6 +149,7 @@ def test_activations_of_many_tokens_follow_from_those_of_fewer(
     assert forecast_inference(config, LLAMA) == pytest.approx(reference, rel=0.02)
 
 
+@pytest.mark.full
 def test_a_far_too_large_budget_is_refused_with_what_fits() -> None:
     large = replace(CUDA_TRAINER, tokens_per_micro_batch=4_000_000)
     architecture = replace(LLAMA, num_layers=32, hidden_size=1024, intermediate_size=4096)
@@ -257,6 +258,7 @@ def test_turning_a_knob_up_never_shrinks_memory(knob: str, data: st.DataObject) 
     assert totals[0] != totals[1]
 
 
+@pytest.mark.full
 @settings(max_examples=5, deadline=None)
 @given(
     st.sampled_from([1, 2, 4]),

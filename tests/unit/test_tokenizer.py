@@ -44,6 +44,7 @@ def test_end_of_sequence_ids_join_those_of_the_generation_config(tmp_path):
     assert (own, both, one) == ((1,), (1, 5), (1, 7))
 
 
+@pytest.mark.full
 def test_loading_a_tokenizer_loads_no_torch_and_importing_data_no_transformers(tmp_path):
     write_tokenizer(tmp_path)
     code = (
