@@ -30,7 +30,7 @@ from llamarl.config.check import require
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.dataflow.columns import COLUMNS
 from llamarl.environments.prompts import PromptStream
-from llamarl.errors import NoGenerator, cancel_all, mark_seen
+from llamarl.errors import NoGenerator, all_at_once, cancel_all, mark_seen
 from llamarl.library.own_groups import Question, check_trainable, make_group
 from llamarl.library.own_weights import OwnWeights
 from llamarl.loop.colocation import Phase
@@ -165,7 +165,7 @@ class LibraryEngines(Engines):
         if ids & self._scored:
             raise RuntimeError("score must get each group once, got one again")
         self._scored |= ids
-        await self.rollouts.until_failed(asyncio.gather(*map(self.rollouts.pass_stages, groups)))
+        await self.rollouts.until_failed(all_at_once(map(self.rollouts.pass_stages, groups)))
 
     async def settle(self, group: Group, rewards: Sequence[float] | None = None) -> str | None:
         """Set the group's advantages by the recipe's algorithm; or the reason to drop the group.
