@@ -189,8 +189,8 @@ class Rollouts:
         asked: dict[asyncio.Future[None], str] = {}
         done = {GENERATE}
         while left or asked:
-            if len(left) == 1 and not asked:  # as in most runs: `wait` would cost as much as all
-                return await self._ask(left[0], group, row_id)  # else that is done here
+            if len(left) == 1 and not asked:  # the usual case, much cheaper than `wait` below
+                return await self._ask(left[0], group, row_id)
             is_dropped = row_id in group.dropped  # then `_process` leaves it out everywhere
             for stage in [each for each in left if is_dropped or self._needs[each.name] <= done]:
                 left.remove(stage)
