@@ -27,16 +27,23 @@ import math
 import random
 import re
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
+from imitation import (
+    ARCHITECTURE,
+    BOS,
+    EOS,
+    Demonstrated,
+    answer_greedily,
+    new_model,
+    save,
+    train,
+    write_json,
+)
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from llamarl.models.architecture import read_architecture
 from llamarl.models.transformer import Transformer
 
 HELD_OUT, PROMPTS, DEMONSTRATIONS = "held_out", "prompts", "demonstrations"
@@ -47,36 +54,7 @@ ANSWER = re.compile(r"(?s)(?:.*\. )?Answer: (\d+)")
 MAX_TOKENS = 96
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-PAD, BOS, EOS = 0, 1, 2
-ARCHITECTURE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "pad_token_id": PAD,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "torch_dtype": "float32",
-}
-
-BATCH_SIZE = 32
-LEGS = ((2900, 2e-3), (1300, 1e-3))  # optimizer steps and peak learning rate, one after the other
-WARMUP_STEPS = 50
-LAST_LR_SHARE = 0.1
+LEGS = ((2900, 2e-3), (1300, 1e-3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,89 +171,24 @@ def write_tokenizer(folder: Path, seed: int) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": ARCHITECTURE["max_position_embeddings"],
     }
-    _write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "tokenizer_config.json", settings)
 
 
-def new_model(folder: Path, seed: int) -> Transformer:
-    """A model of random weights: normal, deviation 0.02 in embedding and head, else fan_in^-1/2."""
-    torch.manual_seed(seed)
-    model = Transformer(read_architecture(folder))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-            elif "embed_tokens" in name or "lm_head" in name:
-                parameter.normal_(std=0.02)
-            else:
-                parameter.normal_(std=parameter.shape[1] ** -0.5)
-    return model
-
-
-def train(
-    model: Transformer, tokenizer: Tokenizer, seed: int, legs: Sequence[tuple[int, float]]
-) -> None:
-    """Imitate the demonstrations: cross-entropy on answer tokens, AdamW, warm-up, linear decay."""
-    demonstrations = draw_demonstrations(seed)
-    start_s = time.monotonic()
-    for num_steps, peak_lr in legs:
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-        )
-        for step in range(num_steps):
-            decay = 1 - (1 - LAST_LR_SHARE) * step / num_steps
-            lr = peak_lr * decay * min(1.0, (step + 1) / WARMUP_STEPS)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            loss = imitation_loss(model, tokenizer, demonstrations)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            if step % 100 == 0:
-                elapsed_s = time.monotonic() - start_s
-                print(f"step {step} lr {lr:.1e} loss {loss.item():.4f} {elapsed_s:.0f} s")
-
-
-def imitation_loss(
-    model: Transformer, tokenizer: Tokenizer, demonstrations: Iterator[Demonstration]
-) -> torch.Tensor:
-    """Mean negative log-prob of the answer tokens of the next batch, end of sequence included."""
-    token_ids: list[int] = []
-    trained: list[bool] = []
-    lengths: list[int] = []
-    for _ in range(BATCH_SIZE):
-        demonstration = next(demonstrations)
+def demonstrated(tokenizer: Tokenizer, seed: int) -> Iterator[Demonstrated]:
+    """The demonstrations as token ids; their answers were written, the end of sequence included."""
+    for demonstration in draw_demonstrations(seed):
         prompt = tokenizer.encode(demonstration.question).ids
         answer = tokenizer.encode(demonstration.answer, add_special_tokens=False).ids + [EOS]
-        token_ids += prompt + answer
-        trained += [False] * (len(prompt) - 1) + [True] * len(answer) + [False]
-        lengths.append(len(prompt) + len(answer))
-    ids = torch.tensor(token_ids)
-    logprobs = model(ids, lengths, ids.roll(-1), 1.0).logprobs
-    return -logprobs[torch.tensor(trained)].mean()
+        is_written = [False] * len(prompt) + [True] * len(answer)
+        yield Demonstrated(prompt + answer, is_written)
 
 
-@torch.no_grad()
 def complete(
     model: Transformer, tokenizer: Tokenizer, prompts: Sequence[list[int]]
 ) -> list[str | None]:
     """Greedy completions; None where the model did not end within MAX_TOKENS."""
-    texts: list[str | None] = [None] * len(prompts)
-    running = {i: list(prompt) for i, prompt in enumerate(prompts)}
-    for _ in range(MAX_TOKENS):
-        lengths = [len(ids) for ids in running.values()]
-        packed = torch.tensor([token for ids in running.values() for token in ids])
-        last = torch.tensor(lengths).cumsum(0) - 1
-        hidden = model.hidden_states(packed, lengths)[last]
-        chosen = (hidden @ model.head_weight.T).argmax(-1).tolist()
-        for i, token in zip(list(running), chosen, strict=True):
-            if token == EOS:
-                texts[i] = tokenizer.decode(running.pop(i)[len(prompts[i]) :])
-            else:
-                running[i].append(token)
-        if not running:
-            break
-    return texts
+    found = answer_greedily(model, prompts, MAX_TOKENS)
+    return [None if ids is None else tokenizer.decode(ids) for ids in found]
 
 
 def evaluate(
@@ -327,10 +240,6 @@ def _mean(values: Sequence[object]) -> float:
     return sum(bool(value) for value in values) / max(len(values), 1)
 
 
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -345,17 +254,16 @@ def main() -> int:
     checkpoint.mkdir(parents=True, exist_ok=True)
     write_data(arguments.out, seed=0)
     write_tokenizer(checkpoint, seed=0)
-    _write_json(checkpoint / "config.json", ARCHITECTURE)
+    write_json(checkpoint / "config.json", ARCHITECTURE)
     if arguments.only == "data":
         return 0
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     model = new_model(checkpoint, arguments.seed)
     legs = [(math.ceil(steps * arguments.scale), lr) for steps, lr in LEGS]
-    train(model, tokenizer, arguments.seed, legs)
+    train(model, demonstrated(tokenizer, arguments.seed), legs)
     figures = evaluate(model, tokenizer, rows_of(HELD_OUT, 0))
     print(json.dumps(figures, indent=2))
-    weights = {name: value.detach().contiguous() for name, value in model.named_parameters()}
-    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    save(model, checkpoint)
     for rule in misses(figures):
         print(f"not half-good: {rule}", file=sys.stderr)
     return 1 if misses(figures) else 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import re
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -17,22 +18,17 @@ from llamarl.environments.prompts import read_prompts
 from llamarl.environments.rewards import exact
 from llamarl.models.inventory import check_checkpoint
 from tests.json_lines import read_lines
-from tests.places import CHECKPOINT, RECIPE, ROOT
+from tests.places import CHECKPOINT, RECIPE
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+BATCH_SIZE = importlib.import_module("imitation").BATCH_SIZE
 NUM_DEMONSTRATIONS = 134_400  # 4200 optimizer steps of 32
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "make_quickstart", ROOT / "tools" / "make_quickstart.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("make_quickstart")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +59,7 @@ def test_held_out_questions_are_many_and_disjoint_from_prompts_and_demonstration
 
 
 def test_number_of_demonstrations_is_what_the_checkpoint_was_trained_on(tool):
-    assert sum(steps for steps, _ in tool.LEGS) * tool.BATCH_SIZE == NUM_DEMONSTRATIONS
+    assert sum(steps for steps, _ in tool.LEGS) * BATCH_SIZE == NUM_DEMONSTRATIONS
 
 
 @pytest.mark.parametrize("name", ["held_out", "prompts"])
