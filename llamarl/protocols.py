@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from llamarl.episode import TurnItem, TurnResult
 from llamarl.types import (
     Batch,
     Columns,
@@ -109,7 +110,7 @@ class Trainer(Checkpointed, Protocol):
         """Write the weights, rounded to `dtype`, in the Hugging Face layout."""
 
     async def infer(self, row_ids: list[int]) -> list[float]:
-        """Largest |log pi - log mu| over each stored row's response tokens, under the present
+        """Largest |log pi - log mu| over what the model wrote of each stored row, under the present
         version. Changes nothing."""
 
 
@@ -122,6 +123,22 @@ class Processor(Protocol):
         Returns what the controller must know: nothing, or one result per rollout. UserCodeError if
         too many of the recipe's own calls fail.
         """
+
+
+class Environment(Protocol):
+    """Takes turns with rollouts: tools and environments."""
+
+    async def submit(self, turns: list[TurnItem]) -> None:
+        """Queue these: episodes to begin, or to answer after a turn of the model, whose columns are
+        in storage. Returns once they are queued. What is answered is in storage before its result
+        is collected."""
+
+    async def collect(self, received: int) -> tuple[int, list[TurnResult]]:
+        """Results from number `received` on, as `GeneratorReplica.collect` gives rows; none at
+        times, which only says that it is alive."""
+
+    async def forget(self, row_ids: list[int]) -> None:
+        """These episodes do not go on."""
 
 
 class ColumnStore(Protocol):

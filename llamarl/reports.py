@@ -47,7 +47,7 @@ def plan(
     _check_writable("--json", json)
     _check_writable("--html", html)
     architecture = read_planned_architecture(config)
-    frozen = read_frozen(config, read_graph(config, read_task(config)))
+    frozen = read_frozen(config, read_graph(config, read_task(config))[0])
     config = with_lengths(with_measured_prompts(config))
     if not timed(config) and not (json or html or trace or sweep):
         memory = render_memory(config, forecast_memory(config, architecture, frozen))
@@ -78,7 +78,7 @@ def graph(
     from llamarl.planner.report.dataflow import Dataflow, read_flows
 
     _check_writable("--mermaid", mermaid)
-    found = read_graph(config, read_task(config))
+    found = read_graph(config, read_task(config))[0]
     executors = {name: name_executor(stage) for name, stage in found.stages.items()}
     places = place_executors(config, found)
     flows = read_flows(run) if run is not None else None

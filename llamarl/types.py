@@ -33,8 +33,7 @@ Glossary
     part        whole groups of a step that are trained before the others have arrived.
     version     one state of the weights, numbered by the optimizer steps completed. One optimizer
                 step per batch.
-    advance     after an optimizer step: the slots of its groups become free, and other groups are
-                admitted.
+    advance     after an optimizer step: the slots of its groups become free for others.
     staleness   of a token: trainer version when it is used minus the version that wrote it; of a
                 rollout: of its oldest trained token.
     mu, pi      the generator's distribution and the trainer's: `generator_logprobs` and
@@ -88,10 +87,12 @@ unused; more keys say at which version, or why."""
 # Column names of the store, their dtype and shape per row (T response tokens, P prompt tokens).
 PROMPT_IDS = "prompt_ids"  # int32 [P]
 RESPONSE_IDS = "response_ids"  # int32 [T]
-GENERATOR_LOGPROBS = "generator_logprobs"  # float32 [T], log mu of each response token
+GENERATOR_LOGPROBS = "generator_logprobs"  # float32 [T], log mu; 0 for an observation
 TOKEN_VERSIONS = "token_versions"  # int32 [T], weight version that wrote each response token
+NO_VERSION = -1  # that of an observation; below all others, so older than any that is trained on
 SAMPLING = "sampling"  # float64 [6]: temperature, top_k, top_p, max_tokens, seed, finish code
 REWARD = "reward"  # float64 [1]
+EPISODE_REWARD = "episode_reward"  # float64 [1], what the environment gave
 REF_LOGPROBS = "ref_logprobs"  # float32 [T]
 TRAINER_LOGPROBS = "trainer_logprobs"  # float32 [T], log pi when the row was trained
 PROMPT_ID = "prompt_id"  # float64 [1]
@@ -113,9 +114,10 @@ class FinishReason(StrEnum):
     """Why the generator stopped writing a rollout."""
 
     STOP = "stop"  # a stop id or stop string
-    LENGTH = "length"  # max_tokens or the context window
+    LENGTH = "length"  # max_tokens, the context window, or the most turns
     SEGMENT = "segment"  # cut at segment_tokens: partial, may be resumed
     ABORTED = "aborted"  # the controller gave it up
+    TURN = "turn"  # a turn of an episode ended: partial, the environment answers
 
 
 FINISH_CODES: dict[FinishReason, int] = {reason: code for code, reason in enumerate(FinishReason)}
@@ -165,7 +167,7 @@ class Request:
     one prompt carry equal `prompt_ids`, which replicas prefill once. `step` is its group's;
     `expected_tokens` is its probable length, 0 if not known. Of a step, the highest `precedence`
     starts first. With a `replica` no other may write it. Only the engine looks at `replay_tokens`,
-    how long it has to become.
+    how long it has to become. `has_turns`: where it stops by itself, a turn of its episode ends.
     """
 
     row_id: int
@@ -181,6 +183,7 @@ class Request:
     precedence: int = 0
     replica: int | None = None
     replay_tokens: int = 0
+    has_turns: bool = False
 
     @property
     def urgency(self) -> tuple[int, int, int]:
@@ -205,7 +208,8 @@ class VersionSpan:
 
 
 def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
-    """Runs of equal versions in `versions` int [T]."""
+    """Runs of equal versions in `versions` int [T], as if no observation stood between them."""
+    versions = versions[versions != NO_VERSION]
     if not len(versions):
         return ()
     starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
@@ -221,8 +225,7 @@ def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
 class RolloutInfo:
     """What the controller learns when a rollout stops: constant size whatever its length.
 
-    Example: a 50-token answer during which version 4 replaced version 3 after 20 tokens has
-    `spans == (VersionSpan(version=3, num_tokens=20), VersionSpan(version=4, num_tokens=30))`.
+    `num_tokens` is the length of its response, `spans` are of what the model wrote of it.
     """
 
     row_id: int
@@ -231,6 +234,11 @@ class RolloutInfo:
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     replica: int = 0
+
+    @property
+    def num_generated(self) -> int:
+        """Response tokens that the model wrote: all but observations."""
+        return sum(span.num_tokens for span in self.spans)
 
 
 class StageStatus(StrEnum):
@@ -286,8 +294,8 @@ class Group:
     version at which the group is used at the latest, as counted at its admission; it never falls
     from one group to the next. No rollout may start on a version below `min_version`. `advantages`
     has one entry per row once the group is settled. `numbers` holds what the recipe's own stages
-    found for a row, by column; a row in `dropped` is not trained on, for the reason there, and
-    leaves `row_ids` when the group is settled.
+    found for a row, by column, and `episodes` the numbers of its episode; a row in `dropped` is not
+    trained on, for the reason there, and leaves `row_ids` when the group is settled.
     """
 
     group_id: int
@@ -298,6 +306,7 @@ class Group:
     rollouts: dict[int, RolloutInfo] = field(default_factory=dict)
     scores: dict[int, StageResult] = field(default_factory=dict)
     numbers: dict[int, dict[str, float]] = field(default_factory=dict)
+    episodes: dict[int, dict[str, float]] = field(default_factory=dict)
     dropped: dict[int, str] = field(default_factory=dict)
     advantages: tuple[float, ...] = ()
 
@@ -339,13 +348,15 @@ class ScoredGroup:
 class BatchRollout:
     """One rollout as the trainer needs it: tokens older than `oldest_version` get zero weight.
 
-    `advantage` is the group-relative advantage, equal for all tokens of the rollout.
+    `advantage` is the group-relative advantage, equal for all tokens of the rollout;
+    `num_generated` counts the response tokens that the model wrote.
     """
 
     row_id: int
     group_id: int
     num_prompt_tokens: int
     num_tokens: int
+    num_generated: int
     advantage: float
     oldest_version: int
 

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "llamarl"
 FLOORS: list[set[str]] = [
     {"wire_form"},
     {"types", "errors"},
+    {"episode"},
     {"protocols"},
     {"json_file", "memory_file", "task_file", "extensions"},
     {"config"},
@@ -49,6 +50,7 @@ EXECUTOR_CALLERS = {
     "loop/logprob_check.py",
     "loop/engines.py",
     "loop/rollouts.py",
+    "loop/turns.py",
     "weights/sync/publisher.py",
     "weights/sync/replica_sync.py",
 }

@@ -36,7 +36,7 @@ def shaped_rewards(
 ) -> tuple[float, ...]:
     """The rewards that advantages are computed from: each plus its overlong penalty.
 
-    `num_tokens[i]` counts the response tokens of rollout i.
+    `num_tokens[i]` counts the tokens that the model wrote of rollout i.
     """
     return tuple(
         reward + overlong_penalty(length, max_tokens, config.overlong_penalty_tokens)

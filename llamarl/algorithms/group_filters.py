@@ -79,7 +79,7 @@ def filter_group(
         return Dropped(Counter(group.dropped.values()).most_common(1)[0][0])
     rollouts = tuple(group.rollouts[row_id] for row_id in row_ids)
     scores = tuple(group.scores[row_id] for row_id in row_ids)
-    num_tokens = [rollout.num_tokens for rollout in rollouts]
+    num_tokens = [rollout.num_generated for rollout in rollouts]
     summed = [_summed_reward(group, row_id, config) for row_id in row_ids]
     rewards = shaped_rewards(summed, num_tokens, max_tokens, config)
     if not all(abs(reward) <= LARGEST for reward in rewards):  # NaN: none was given

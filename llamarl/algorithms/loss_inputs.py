@@ -16,13 +16,13 @@ MAX_LOG_RATIO = 20.0  # nats; e^20 is beyond every bound, and far from float32's
 class LossInputs:
     """The response tokens of whole rollouts, packed one after another (N tokens, R rollouts).
 
-    `weights` is 1 for a trained token and 0 for one that is only context (too stale, truncated);
-    a token of weight 0 has no part in the loss, its gradient or the metrics.
-    `rollout_lengths` counts response tokens, those of weight 0 included.
+    `weights` is 1 for a trained token and 0 for one that is only context (an observation, too
+    stale, truncated); a token of weight 0 has no part in the loss, its gradient or the metrics.
+    `rollout_lengths` counts the tokens that the model wrote, those of weight 0 included.
     """
 
     trainer_logprobs: Tensor  # float32 [N], log pi, with gradient
-    generator_logprobs: Tensor  # float32 [N], log mu
+    generator_logprobs: Tensor  # float32 [N], log mu; 0 for an observation, which has none
     advantages: Tensor  # float32 [N]
     weights: Tensor  # float32 [N], 0 or 1
     entropy: Tensor  # float32 [N], nats; with gradient if there is an entropy bonus

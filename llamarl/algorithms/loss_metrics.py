@@ -21,7 +21,7 @@ class LossMetrics:
         self._maxima: list[torch.Tensor] = []
 
     def add(self, outputs: LossOutputs, num_tokens: int) -> None:
-        """Count one micro-batch of `num_tokens` response tokens, those of weight 0 included."""
+        """Count one micro-batch of `num_tokens` tokens that the model wrote, of any weight."""
         seen = torch.full_like(outputs.ratio_max, num_tokens)
         sums = [outputs.loss.detach(), *(outputs.sums[name] for name in _SUMS), seen]
         self._parts.append(torch.stack(sums).double())

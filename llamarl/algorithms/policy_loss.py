@@ -125,7 +125,7 @@ def denominator(
         tokens     num_tokens                     rollouts   num_rollouts
         constant   num_rollouts * max_tokens
 
-    Both counts cover every rollout of the step and all its response tokens, those with advantage 0
+    Both counts cover every rollout of the step and all that models wrote, tokens with advantage 0
     or weight 0 included: rollouts without a gradient may be left out of the forward pass, and
     masking a token never increases the weight of the others.
     """

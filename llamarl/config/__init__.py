@@ -4,6 +4,7 @@ milliseconds; a config does not change after its own `__post_init__`."""
 
 from llamarl.config.algorithm import AlgorithmConfig
 from llamarl.config.cluster import ClusterConfig
+from llamarl.config.environment_keys import EnvironmentConfig
 from llamarl.config.generator_keys import (
     DispatchConfig,
     EmbeddedConfig,

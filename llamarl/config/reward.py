@@ -15,7 +15,8 @@ class RewardConfig(Section):
     """What is rewarded, and how long a reward may take."""
 
     functions: list[str] = field(default_factory=lambda: ["math"])
-    """Reward functions: math | exact | format | task (the recipe's own task.py). Accuracy
+    """Reward functions: math | exact | format | task (the recipe's own task.py) | environment (what
+    the episode's environment gives). In an episode the others get the model's last turn. Accuracy
     is the share of completions to which the first one gives full marks."""
     weights: list[float] = field(
         default_factory=lambda: [1.0], metadata={"least": -1e6, "most": 1e6}

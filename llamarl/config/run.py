@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from llamarl.config.algorithm import AlgorithmConfig
 from llamarl.config.check import DAY_S, Section, choice, number, require
 from llamarl.config.cluster import ClusterConfig
+from llamarl.config.environment_keys import EnvironmentConfig
 from llamarl.config.generator_keys import (
     DispatchConfig,
     GeneratorConfig,
@@ -242,6 +243,7 @@ class Config(Section):
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     experience: ExperienceConfig = field(default_factory=ExperienceConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -249,12 +251,22 @@ class Config(Section):
     plan: PlanConfig = field(default_factory=PlanConfig)
 
     def check(self) -> None:
+        self._check_episodes()
         self._check_pools()
         self._check_lengths()
         self._check_groups()
         self._check_generators()
         self._check_processes()
         self._check_memory()
+
+    def _check_episodes(self) -> None:
+        """What turns need, and what needs turns."""
+        is_used = self.environment.is_used
+        must = "be true with environment.tools (a chat template says what is between two turns)"
+        self.require(self.data.chat or not is_used, "data.chat", must)
+        gives_reward = "environment" in self.reward.functions
+        must = "not name environment without environment.tools"
+        self.require(is_used or not gives_reward, "reward.functions", must)
 
     def _check_lengths(self) -> None:
         """What must fit into a context, and into a completion."""

@@ -41,6 +41,7 @@ def make_batch(
             group_id=group.group_id,
             num_prompt_tokens=group.rollouts[row_id].num_prompt_tokens,
             num_tokens=group.rollouts[row_id].num_tokens,
+            num_generated=group.rollouts[row_id].num_generated,
             advantage=advantage,
             oldest_version=oldest_version,
         )

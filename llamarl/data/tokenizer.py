@@ -69,6 +69,16 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._backend.chat_template is not None
 
+    @property
+    def chat_template(self) -> str:
+        """Its text, empty if there is none."""
+        return str(self._backend.chat_template or "")
+
+    @property
+    def response_template(self) -> object:
+        """How the tokenizer itself says that answers are read; None if it does not."""
+        return getattr(self._backend, "response_template", None)
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of `text`; `special` adds the tokenizer's special tokens, such as BOS.
 
@@ -84,8 +94,31 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """The conversation as one text that ends where the assistant's answer begins.
+    def decode_raw(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """The text of `token_ids` with special tokens."""
+        ids = np.asarray(token_ids, dtype=np.int64).tolist()
+        text = self._backend.decode(ids, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def parse_response(self, token_ids: Sequence[int] | np.ndarray) -> Mapping[str, Any]:
+        """The message that these ids are, by the tokenizer's response template; empty for what
+        does not fit it."""
+        try:
+            message = self._backend.parse_response(np.asarray(token_ids, np.int64).tolist())
+        except Exception:  # noqa: BLE001 - whatever the model wrote, and the template is a program
+            return {}
+        return message if isinstance(message, dict) else {}
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        is_open: bool = True,
+    ) -> str:
+        """The conversation as one text that ends where the assistant's answer begins, or, if it is
+        not open, with the last message. `tools` are the schemas of what the assistant may call.
 
         Needs `has_chat_template`. Raises ValueError, in one line, if the template refuses the
         messages (many refuse a system message, or two turns of one role), cannot join them, or
@@ -95,7 +128,10 @@ class Tokenizer:
         try:
             with bounded():
                 text = self._backend.apply_chat_template(
-                    conversation, tokenize=False, add_generation_prompt=True
+                    conversation,
+                    tools=[dict(tool) for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=is_open,
                 )
         except Exception as error:  # noqa: BLE001 - the template is a program of the checkpoint's
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from llamarl.config.check import require
 from llamarl.types import (
     COMPLETION_TEXT,
+    EPISODE_REWARD,
     GENERATOR_LOGPROBS,
     PROMPT_ID,
     PROMPT_IDS,
@@ -74,6 +75,7 @@ COLUMNS = {
         Column(TOKEN_VERSIONS, "int32", RESPONSE),
         Column(SAMPLING, "float64", FIXED),
         Column(REWARD),
+        Column(EPISODE_REWARD),
         Column(PROMPT_ID),
         Column(PROMPT_TEXT, "uint8", TEXT),
         Column(COMPLETION_TEXT, "uint8", TEXT),

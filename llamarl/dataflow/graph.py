@@ -28,6 +28,7 @@ from llamarl.config.check import require, require_choice
 from llamarl.dataflow.columns import COLUMNS, DERIVED, NUMBER, RESPONSE, TEXT, Column, check_name
 from llamarl.types import (
     COMPLETION_TEXT,
+    EPISODE_REWARD,
     GENERATOR_LOGPROBS,
     PROMPT_ID,
     PROMPT_IDS,
@@ -51,7 +52,8 @@ EXECUTORS = {
     TRAIN: "trainer",
 }
 """Which executor runs each of the stages that every run has."""
-TAKEN_NAMES = {*EXECUTORS, *EXECUTORS.values(), "storage", "collector", "evaluate"}
+ENVIRONMENT = "environment"  # the executor that takes turns with rollouts while they are written
+TAKEN_NAMES = {*EXECUTORS, *EXECUTORS.values(), ENVIRONMENT, "storage", "collector", "evaluate"}
 ROLLOUT, GROUP = "rollout", "group"
 REWARD_COLUMNS, LOSS_COLUMNS = "algorithm.reward_columns", "algorithm.loss_columns"
 
@@ -169,6 +171,8 @@ class Graph:
 
     stages: Mapping[str, Stage]
     needs: Mapping[str, frozenset[str]]
+    has_episodes: bool = False
+    """Rollouts take turns with an environment."""
 
     @property
     def between(self) -> list[Stage]:
@@ -217,17 +221,19 @@ def make_graph(config: Config, own: Sequence[Stage] = ()) -> Graph:
             _check_external(stage, stage.run, config)
     _check_kinds(stages)
     needs = _needs(stages, writers)
-    return Graph({name: stages[name] for name in _in_order(needs)}, needs)
+    ordered = {name: stages[name] for name in _in_order(needs)}
+    return Graph(ordered, needs, config.environment.is_used)
 
 
 def _shipped(config: Config) -> Iterator[Stage]:
     written = (PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING)
     algorithm, reward = config.algorithm, config.reward
-    yield Stage(GENERATE, EXECUTORS[GENERATE], writes=written)
+    of_episode = (EPISODE_REWARD,) if ENVIRONMENT in reward.functions else ()
+    yield Stage(GENERATE, EXECUTORS[GENERATE], writes=(*written, *of_episode))
     yield Stage(
         SCORE,
         EXECUTORS[SCORE],
-        reads=(*DERIVED, SAMPLING),
+        reads=(*DERIVED, SAMPLING, *of_episode),
         writes=[REWARD, PROMPT_ID, PROMPT_TEXT, COMPLETION_TEXT],
         workers=reward.num_workers,
         timeout_s=reward.timeout_s,

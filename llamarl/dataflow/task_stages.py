@@ -15,6 +15,8 @@ from typing import Any
 from llamarl.config.check import did_you_mean
 from llamarl.dataflow.columns import Column
 from llamarl.dataflow.graph import External, FrozenModel, Stage
+from llamarl.environments import definition
+from llamarl.environments.definition import Kinds, as_kinds
 from llamarl.task_file import FILE, STAGES, find, load_module, place_of
 from llamarl.user_code.calls import Call, UserCode, shown
 from llamarl.user_code.pool import run_once
@@ -23,9 +25,11 @@ KEY = "experience.stages"
 LIMIT_S = 30.0  # to look at what is loaded
 
 
-def check_task(source: str, functions: Collection[str], stages: Sequence[str]) -> list[Stage]:
+def check_task(
+    source: str, functions: Collection[str], stages: Sequence[str], *, has_tools: bool = False
+) -> tuple[list[Stage], Kinds]:
     """The stages of these names, in that order; `run` is a FrozenModel, External or the name of a
-    function of task.py.
+    function of task.py. And the environments, if it `has_tools`.
 
     ValueError, in one line with the place in task.py, for a text that does not load, one of these
     `functions` or stages that it does not define, a function of another form, or a stage whose
@@ -33,23 +37,27 @@ def check_task(source: str, functions: Collection[str], stages: Sequence[str]) -
     """
     setup = {"task_source": source}
     code = UserCode(service=__name__, setup=setup, timeout_s=LIMIT_S, label=FILE, keys="a fixed ")
-    answer = run_once(code, Call(None, (sorted(functions), list(stages))))
+    answer = run_once(code, Call(None, (sorted(functions), list(stages), has_tools)))
     if "mistake" in answer:
         raise ValueError(answer["mistake"])
-    return [from_data(each) for each in answer["stages"]]
+    return [from_data(each) for each in answer["stages"]], as_kinds(answer["kinds"])
 
 
-def load(setup: dict[str, Any]) -> Callable[[None, list[str], list[str]], dict[str, Any]]:
-    """The service of the worker: names of functions and of stages -> {"stages": [data, ...]} or
-    {"mistake": one line}."""
+def load(setup: dict[str, Any]) -> Callable[[None, list[str], list[str], bool], dict[str, Any]]:
+    """The service of the worker: names of functions and of stages, whether there are tools ->
+    {"stages": [data, ...], "kinds": {name: data}} or {"mistake": one line}."""
     module = load_module(setup["task_source"])
 
-    def describe(_: None, functions: list[str], stages: list[str]) -> dict[str, Any]:
+    def describe(
+        _: None, functions: list[str], stages: list[str], has_tools: bool
+    ) -> dict[str, Any]:
         try:
             for name in functions:
                 find(module, name)
             found = _named(module, stages) if stages else ()
-            return {"stages": [as_data(stage, _run_of(stage, module)) for stage in found]}
+            kinds = definition.describe(module) if has_tools else {}
+            data = [as_data(stage, _run_of(stage, module)) for stage in found]
+            return {"stages": data, "kinds": kinds}
         except ValueError as error:
             return {"mistake": str(error)}
 

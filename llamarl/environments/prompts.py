@@ -10,7 +10,7 @@ import json
 import logging
 from codecs import BOM_UTF8
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -30,6 +30,15 @@ NumberedRow = tuple[int, dict[str, Any]]
 """A data row and its number: the line of a .jsonl or the row of a .parquet file, from 1."""
 
 
+Tools = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
+"""A data row -> the schemas of what the model may call."""
+
+
+def no_tools(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Of rollouts that are one answer."""
+    return ()
+
+
 class PromptTooLong(ValueError):  # noqa: N818 - what was found
     """A prompt has more tokens than it may have."""
 
@@ -41,9 +50,10 @@ def read_prompts(
     *,
     most: int | None = None,
     limit: str = "data.max_prompt_tokens",
+    tools: Tools = no_tools,
 ) -> list[Prompt]:
     """Read and tokenize every prompt of a .jsonl or .parquet file, or the first `most`, in order.
-    `limit` names where their largest length comes from.
+    `limit` names where their largest length comes from; `tools` are shown at the head of each chat.
 
     `prompt_id` is the line (or Parquet row), counted from 1. Blank lines are skipped. Raises a
     one-line ValueError that names file and line if the file is missing, empty or malformed, if
@@ -60,7 +70,7 @@ def read_prompts(
         if len(prompts) == most:
             break
         try:
-            prompts.append(_prompt(number, row, config, tokenizer))
+            prompts.append(_prompt(number, row, config, tokenizer, tools))
         except ValueError as error:
             if isinstance(error, PromptTooLong) and config.too_long == "drop":
                 num_dropped += 1
@@ -81,13 +91,14 @@ def make_prompt(
     number: int,
     config: DataConfig,
     tokenizer: Tokenizer,
+    tools: Tools = no_tools,
 ) -> Prompt:
     """A prompt of the caller's own: a text or the messages of a chat, a data row that holds one, or
     token ids, which are taken as they are. ValueError as for a line of a file."""
     if isinstance(question, Mapping):
-        return _prompt(number, dict(question), config, tokenizer)
+        return _prompt(number, dict(question), config, tokenizer, tools)
     if isinstance(question, str) or not all(isinstance(each, Integral) for each in question):
-        return _prompt(number, {config.prompt_field: question}, config, tokenizer)
+        return _prompt(number, {config.prompt_field: question}, config, tokenizer, tools)
     token_ids = tuple(map(int, question))
     if not token_ids or not all(0 <= each < tokenizer.num_ids for each in token_ids):
         raise ValueError(f"token ids must be 0 to {tokenizer.num_ids - 1}, got {_show(token_ids)}")
@@ -153,13 +164,15 @@ class PromptStream(Iterator[Prompt]):
         return order
 
 
-def _prompt(number: int, row: dict[str, Any], config: DataConfig, tokenizer: Tokenizer) -> Prompt:
+def _prompt(
+    number: int, row: dict[str, Any], config: DataConfig, tokenizer: Tokenizer, tools: Tools
+) -> Prompt:
     if config.prompt_field not in row:
         must = f"the row must have the field {config.prompt_field!r} (data.prompt_field)"
         raise ValueError(f"{must}, got {', '.join(map(repr, row)) or 'no field at all'}")
     question = row[config.prompt_field]
     if config.chat:
-        text = tokenizer.render_chat(_messages(question, config))
+        text = tokenizer.render_chat(messages_of(question, config), tools(row))
     else:
         text = _text(question, config.prompt_field)
     most = config.max_prompt_tokens
@@ -182,7 +195,8 @@ def _text(question: object, field: str) -> str:
     return question
 
 
-def _messages(question: object, config: DataConfig) -> list[dict[str, Any]]:
+def messages_of(question: object, config: DataConfig) -> list[dict[str, Any]]:
+    """The chat that a question, a text or messages, begins. ValueError for anything else."""
     field = config.prompt_field
     if not isinstance(question, list):
         question = [{"role": "user", "content": _text(question, field)}]

@@ -16,7 +16,7 @@ from llamarl.executors.engine_output import EngineOutput
 from llamarl.executors.memory_mover import MemoryMover
 from llamarl.generation.protocol import Engine, PartialOutput
 from llamarl.metrics.span import Spans
-from llamarl.types import Request
+from llamarl.types import FinishReason, Request
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 
 T = TypeVar("T")
@@ -76,6 +76,9 @@ class Decoding:
         finished = engine.decode()
         if num_tokens:
             self._record("decode", start_ns, num_tokens)
+        for item in finished:
+            if item.reason is FinishReason.STOP and item.request.has_turns:
+                item.reason = FinishReason.TURN
         if finished:
             self._rows.difference_update(item.request.row_id for item in finished)
             self._output.put(finished)

@@ -10,12 +10,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 from llamarl.generation.protocol import RequestOutput
 from llamarl.generation.scheduler import OpenGroups
-from llamarl.protocols import Report
-from llamarl.types import Request, RolloutInfo
+from llamarl.types import Request
 
+Row = TypeVar("Row")
 GATHER_S = 0.05  # several decode steps: rollouts of one moment travel in one message
 
 
@@ -91,8 +92,8 @@ class EngineOutput:
         return finished, is_ready
 
 
-class KeptRows:
-    """Rows that a replica has reported, numbered in the order in which they stopped.
+class KeptRows(Generic[Row]):
+    """Rows that an executor has reported, numbered in the order in which they stopped.
 
     A row is kept until a question says that it arrived, so an answer that is lost on its way, with
     the collector that asked or without, costs nothing. Numbers begin with the time, so that those
@@ -101,12 +102,12 @@ class KeptRows:
 
     def __init__(self) -> None:
         self._first = time.time_ns()
-        self._rows: list[RolloutInfo] = []
+        self._rows: list[Row] = []
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, rows: Iterable[RolloutInfo]) -> None:
+    def add(self, rows: Iterable[Row]) -> None:
         """These stopped, after all others."""
         self._rows += rows
 
@@ -116,6 +117,6 @@ class KeptRows:
         del self._rows[:num_rows]
         self._first += num_rows
 
-    def report(self) -> Report:
-        """All that is kept."""
+    def report(self) -> tuple[int, list[Row]]:
+        """The number of the first, and all that is kept."""
         return self._first, [*self._rows]

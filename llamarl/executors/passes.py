@@ -22,6 +22,7 @@ from llamarl.models.policy import Policy
 from llamarl.models.trained_model import TrainedModel
 from llamarl.types import (
     GENERATOR_LOGPROBS,
+    NO_VERSION,
     REF_LOGPROBS,
     SAMPLING,
     TOKEN_VERSIONS,
@@ -74,12 +75,14 @@ class Passes:
         return logprobs
 
     def differences(self, columns: Columns, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
-        """float64 [rows of `columns`]: the largest |log pi - log mu| over each row's response, 0
-        for rows that are in none of the micro-batches. Changes nothing."""
+        """float64 [rows of `columns`]: the largest |log pi - log mu| over what the model wrote of
+        each row, 0 for rows that are in none of the micro-batches. Changes nothing."""
         found = torch.zeros(len(columns[GENERATOR_LOGPROBS]), dtype=torch.float64)
         model, temperature = self._policy.model, self._temperature
         for i, logprobs in infer(model, columns, micro_batches, temperature, self._device).items():
-            found[i] = float(np.abs(logprobs - columns[GENERATOR_LOGPROBS][i]).max())
+            is_written = columns[TOKEN_VERSIONS][i] != NO_VERSION
+            difference = np.abs(logprobs - columns[GENERATOR_LOGPROBS][i])[is_written]
+            found[i] = float(difference.max(initial=0.0))
         self._policy.finish_inference()
         return found
 
@@ -97,6 +100,7 @@ class Passes:
             return []
         lengths = torch.tensor(packed.response_lengths, device=self._device)
         index = torch.repeat_interleave(lengths)
+        written = [int((columns[TOKEN_VERSIONS][i] != NO_VERSION).sum()) for i in indices]
         advantages = torch.tensor([rows[i].advantage for i in indices], device=self._device)
 
         def packed_column(name: str) -> torch.Tensor:
@@ -109,7 +113,7 @@ class Passes:
             weights=self._token_weights(rows, columns, indices),
             entropy=stats.entropy[packed.response],
             rollout_index=index,
-            rollout_lengths=lengths,
+            rollout_lengths=torch.tensor(written, device=self._device),
             ref_logprobs=packed_column(REF_LOGPROBS) if REF_LOGPROBS in columns else None,
             columns={name: packed_column(name) for name in self._algorithm.loss_columns},
         )
@@ -121,14 +125,15 @@ class Passes:
                 "trainer.lr, rewards and the generator's log-probs"
             )
         outputs.loss.backward()
-        self.loss_metrics.add(outputs, len(index))
+        self.loss_metrics.add(outputs, sum(written))
         values = trainer_logprobs.detach().cpu()
         return [part.numpy() for part in values.split(list(packed.response_lengths))]
 
     def _token_weights(
         self, rows: Sequence[BatchRollout], columns: Columns, indices: range
     ) -> torch.Tensor:
-        """float32 [T]: 0 for tokens that are too stale, or truncated and to be masked."""
+        """float32 [T]: 0 for observations, and tokens that are too stale, or truncated and to be
+        masked."""
         masks = []
         for i in indices:
             is_trained = columns[TOKEN_VERSIONS][i] >= rows[i].oldest_version

@@ -119,7 +119,7 @@ class PolicyStep:
         rows, spec = self._rows, self._spec
         if not rows:
             raise RuntimeError("step must follow accumulate, got no batch")
-        num_tokens = sum(row.num_tokens for row in rows)
+        num_tokens = sum(row.num_generated for row in rows)
         divisor = denominator(num_tokens, len(rows), spec.sampling.max_tokens, spec.algorithm)
         lr = learning_rate(spec.config, self.version, spec.num_steps)
         with self._spans.span("publish", "wait", version=self.version):

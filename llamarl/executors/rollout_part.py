@@ -46,7 +46,7 @@ class RolloutPart:
         self._storage = RecordingStore(spec.storage, spans)
         self.background = Background()  # what has to do with storage
         self._loading = asyncio.Lock()  # of the tokenizer
-        self._kept = KeptRows()
+        self._kept = KeptRows[RolloutInfo]()
         self._taking = asyncio.Lock()  # a question whose asker is lost may still wait
 
     async def submit(self, requests: list[Request]) -> None:
@@ -98,7 +98,7 @@ class RolloutPart:
         """Wait until all calls have ended, then forget what they reported; RuntimeError if that
         takes longer than `limit_s`."""
         await self.background.drained(limit_s)
-        self._kept = KeptRows()
+        self._kept = KeptRows[RolloutInfo]()
 
     def use(self, storage: ColumnStore) -> None:
         """Write there from now on."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from llamarl.config import (
     AlgorithmConfig,
+    DataConfig,
+    EnvironmentConfig,
     GeneratorConfig,
     PlacementConfig,
     RewardConfig,
@@ -20,6 +22,7 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.dataflow.graph import Stage
+from llamarl.environments.definition import Kinds
 from llamarl.protocols import ColumnStore, GeneratorReplica
 
 if TYPE_CHECKING:
@@ -99,7 +102,7 @@ class StageSpec:
     the recipe's task.py if it has one, or `reward` says which the stage `score` runs. `numbers`
     names the columns it reads that are one number per rollout; `tokenizer` is a folder with
     tokenizer files. With `has_text` `score` writes the texts of all rollouts, not only of held-out
-    ones."""
+    ones; `has_episodes`: rollouts take turns."""
 
     executor: ClassVar[str] = "llamarl.executors.stage:StageExecutor"
 
@@ -110,6 +113,7 @@ class StageSpec:
     storage: ColumnStore
     reward: RewardConfig | None = None
     has_text: bool = False
+    has_episodes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +127,22 @@ class ExternalSpec:
     socket: str
     units: tuple[tuple[str, str], ...]
     tokenizer: str
+    storage: ColumnStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSpec:
+    """Of the executor that plays the environments in `task_source`, of these `kinds`. `data` says
+    how prompts are rendered; prompt and response have at most `context` tokens together."""
+
+    executor: ClassVar[str] = "llamarl.executors.environment:EnvironmentExecutor"
+
+    config: EnvironmentConfig
+    kinds: Kinds
+    task_source: str
+    data: DataConfig
+    tokenizer: str
+    context: int
     storage: ColumnStore
 
 
@@ -158,6 +178,7 @@ Spec = (
     | ReferenceSpec
     | StageSpec
     | ExternalSpec
+    | EnvironmentSpec
     | StorageSpec
     | CollectorSpec
 )

@@ -17,6 +17,7 @@ from llamarl.data.tokenizer import Tokenizer, load_tokenizer
 from llamarl.dataflow.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD, RECORDED, Column
 from llamarl.dataflow.graph import GROUP
 from llamarl.dataflow.task_stages import as_data
+from llamarl.episode import last_turn
 from llamarl.executors.specs import StageSpec
 from llamarl.executors.stage_calls import FailureRate, WorkSpans
 from llamarl.metrics.span import Spans
@@ -27,6 +28,7 @@ from llamarl.types import (
     PROMPT_TEXT,
     RESPONSE_IDS,
     REWARD,
+    TOKEN_VERSIONS,
     Columns,
     Prompt,
     StageItem,
@@ -145,6 +147,8 @@ class StageExecutor:
     async def _make_calls(self, items: list[StageItem]) -> list[Call]:
         stage, row_ids = self._stage, [row_id for rows, _ in items for row_id in rows]
         names = {DERIVED.get(name, name) for name in stage.reads} - {""}
+        if self._spec.has_episodes and COMPLETION in stage.reads:
+            names.add(TOKEN_VERSIONS)
         if any(column.length != NUMBER for column in stage.writes):
             names.add(RESPONSE_IDS)  # how many entries a column has
         columns = await self._storage.read(row_ids, sorted(names)) if names else {}
@@ -167,7 +171,10 @@ class StageExecutor:
         if name == COMPLETION:
             if self._tokenizer is None:
                 raise RuntimeError("a stage must be started before it processes rollouts")
-            return [self._tokenizer.decode(ids) for ids in columns[RESPONSE_IDS]]
+            responses = columns[RESPONSE_IDS]
+            if self._spec.has_episodes:
+                responses = [*map(last_turn, responses, columns[TOKEN_VERSIONS])]
+            return [self._tokenizer.decode(ids) for ids in responses]
         cells = [cell.tolist() for cell in columns[name]]
         return [cell[0] for cell in cells] if name in self._spec.numbers else cells
 

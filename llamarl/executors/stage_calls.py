@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from llamarl.episode import TurnResult
 from llamarl.errors import UserCodeError
 from llamarl.metrics.span import Spans
 from llamarl.types import StageResult, StageStatus
@@ -67,7 +68,7 @@ class FailureRate:
         self._statuses: deque[StageStatus] = deque(maxlen=WINDOW)
         self._logged_cause = ""
 
-    def add(self, results: Sequence[StageResult]) -> None:
+    def add(self, results: Sequence[StageResult | TurnResult]) -> None:
         """Count these. UserCodeError if more than `limit` of the last 1000 failed (judged after
         50)."""
         self._statuses.extend(result.status for result in results)

@@ -74,8 +74,8 @@ class StorageExecutor:
     async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
         """Write whole cells, all or none; nothing of a fenced writer.
 
-        RuntimeError if a cell exists and its row is not a partial rollout (finish code SEGMENT);
-        ValueError if an array is not 1-D of its column's dtype.
+        RuntimeError if a cell exists and its row is not a partial rollout (finish code SEGMENT or
+        TURN); ValueError if an array is not 1-D of its column's dtype.
         """
         with self._spans.span("write_rows", rows=len(row_ids)):
             header, body = write_message(row_ids, columns, writer)

@@ -132,14 +132,14 @@ class TrainerExecutor:
             await self._thread.run(partial(policy_step.policy.export, folder, dtype))
 
     async def infer(self, row_ids: list[int]) -> list[float]:
-        """Largest |log pi - log mu| over each stored row's response; the same on all ranks.
+        """Largest |log pi - log mu| over what the model wrote of each row; the same on all ranks.
 
         Every rank needs the lengths of all rows, to know what the others run, so it reads them all:
         it is meant for a few short rows.
         """
         if not row_ids:
             return []
-        names = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS]
+        names = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS]
         async with self._aside("infer") as policy_step:
             columns = await self._storage.read(row_ids, names)
             return await self._thread.run(partial(policy_step.infer, columns))

@@ -152,12 +152,12 @@ class OpenGroups:
 
     def stop(self, request: Request, reason: FinishReason) -> bool:
         """Count one that stopped; True if it should be reported now: it was its group's last, or
-        another replica may continue it."""
+        it is to go on."""
         self._counts[request.prefix_group] -= 1
         is_last = not self._counts[request.prefix_group]
         if is_last:
             del self._counts[request.prefix_group]
-        return is_last or reason is FinishReason.SEGMENT
+        return is_last or reason in (FinishReason.SEGMENT, FinishReason.TURN)
 
 
 class PrefixIndex:

@@ -128,7 +128,7 @@ def _result(version: int, groups: Sequence[Group]) -> Evaluation | None:
         version=version,
         accuracy=sum(score.correct for score in good) / num_prompts,
         reward=sum(score.reward for score in good) / num_prompts,
-        mean_tokens=sum(row.num_tokens for row in rows) / len(rows),
+        mean_tokens=sum(row.num_generated for row in rows) / len(rows),
         truncated_share=sum(r.finish_reason is FinishReason.LENGTH for r in rows) / len(rows),
         num_prompts=num_prompts,
         num_failed=num_prompts - len(good),

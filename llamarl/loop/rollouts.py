@@ -11,7 +11,8 @@ first. What comes back of a rollout whose coroutine has ended is ignored.
 
     write: submit -> (cut? submit again) -> stopped;  then the stages of the graph;  then the group
 
-A rollout of several turns would be one more `while` in `_write`.
+An episode is written turn by turn: once a turn has stopped, the environment appends an observation
+to the row, and the rollout is submitted again. Replicas, stages and trainer see one rollout.
 """
 
 import asyncio
@@ -22,10 +23,12 @@ from typing import Any, TypeVar
 
 from llamarl.dataflow.columns import PROMPT_RECORD
 from llamarl.dataflow.graph import GENERATE, GROUP, SCORE, External, Graph, Stage
+from llamarl.episode import EpisodeState, TurnResult
 from llamarl.errors import all_at_once, cancel_all, mark_seen, unwrap
 from llamarl.loop.batcher import Batcher
 from llamarl.loop.dispatch import Dispatch
-from llamarl.protocols import Processor, Storage
+from llamarl.loop.turns import Turns
+from llamarl.protocols import Environment, Processor, Storage
 from llamarl.types import (
     FinishReason,
     Group,
@@ -48,7 +51,8 @@ Asked = tuple[Group, tuple[int, ...]]
 
 class Rollouts:
     """All open rollouts. `stages` are those that rollouts pass, by the executor that runs each: all
-    between generate and settle of `graph`, or some of them. Belongs to one event loop.
+    between generate and settle of `graph`, or some of them. With an `environment` rollouts take
+    turns; an episode that is lost begins again, `max_restarts` times. Belongs to one event loop.
 
     Example: `await roll_out(group, requests)` returns when every rollout of the group is written
     and has passed the stages; `rollouts`, `scores`, `numbers` and `dropped` of the group say what
@@ -61,8 +65,12 @@ class Rollouts:
         stages: Mapping[Stage, Processor],
         graph: Graph,
         storage: Storage,
+        environment: Environment | None = None,
+        max_restarts: int = 0,
     ) -> None:
         self._dispatch, self._storage = dispatch, storage
+        self._turns = None if environment is None else Turns(environment, self.fail)
+        self._max_restarts = max_restarts
         started = {stage.name for stage in stages} | {GENERATE}
         self._stages = [stage for stage in graph.between if stage in stages]
         self._needs = {stage.name: graph.needs[stage.name] & started for stage in self._stages}
@@ -71,7 +79,8 @@ class Rollouts:
         self.error: BaseException | None = None
         """Why nothing goes on."""
         self._failed: asyncio.Future[None] | None = None
-        self._stopped: dict[int, asyncio.Future[RolloutInfo]] = {}  # of those being written
+        self._writing: set[int] = set()
+        self._stopped: dict[int, asyncio.Future[RolloutInfo]] = {}  # of those at a replica
         self._aborted: set[int] = set()
         self._meetings: dict[tuple[str, int], list[asyncio.Future[None]]] = {}
         self._submitting = Batcher(dispatch.submit, self.fail)
@@ -94,6 +103,8 @@ class Rollouts:
             await asyncio.shield(self._failure())
         finally:
             await self._submitting.close()
+            if self._turns is not None:
+                await self._turns.close()
             for each in self._calls.values():
                 await each.close()
             await cancel_all([collecting])
@@ -128,7 +139,7 @@ class Rollouts:
     def is_written(self, group: Group) -> bool:
         """Whether all of the group's rollouts are open, and none is being written."""
         rows = group.row_ids
-        return self.open.keys() >= {*rows} and self._stopped.keys().isdisjoint(rows)
+        return self.open.keys() >= {*rows} and self._writing.isdisjoint(rows)
 
     async def pass_stages(self, group: Group) -> None:
         """Let the rollouts of a group that is written pass the stages."""
@@ -138,6 +149,8 @@ class Rollouts:
         """Stop writing these, wherever they are; those that were cut stop there."""
         self._aborted.update(row_ids)
         await self._dispatch.abort_requests(list(row_ids))
+        if self._turns is not None:
+            await self._turns.abort(row_ids)
 
     def rows(self, *purposes: Purpose) -> list[int]:
         """Ids of the open rollouts of these purposes, oldest first."""
@@ -168,7 +181,21 @@ class Rollouts:
             await self._pass_stages(group, request.row_id)
 
     async def _write(self, group: Group, request: Request) -> RolloutInfo:
-        """One rollout, from its request to its last token. Cut ones go on, on any replica."""
+        """One rollout, from its request to its last token."""
+        row_id = request.row_id
+        self._writing.add(row_id)
+        try:
+            if self._turns is None or request.purpose is Purpose.CHECK:
+                rollout = await self._generate(request)
+            else:
+                rollout = await self._take_turns(group, replace(request, has_turns=True))
+        finally:
+            self._writing.discard(row_id)
+        group.rollouts[row_id] = rollout
+        return rollout
+
+    async def _generate(self, request: Request) -> RolloutInfo:
+        """Until the rollout, or a turn of it, stops. Cut ones go on, on any replica."""
         while True:
             stopped, sent = self._expect(request), self._submitting.ask(request)
             try:
@@ -178,9 +205,42 @@ class Rollouts:
                 del self._stopped[request.row_id]
             is_cut = rollout.finish_reason is FinishReason.SEGMENT
             if not is_cut or request.row_id in self._aborted:
-                group.rollouts[request.row_id] = rollout
                 return rollout
             request = replace(request, resume=True)
+
+    async def _take_turns(self, group: Group, request: Request) -> RolloutInfo:
+        """Turn by turn, until the model, the environment or a limit ends the episode."""
+        assert self._turns is not None
+        row_id, num_lost = request.row_id, 0
+        self._open(request)
+        turn = await self._turns.ask(row_id, group.prompt)
+        asked = replace(request, prompt_ids=turn.prompt_ids or request.prompt_ids)
+        rollout = _unwritten(request)
+        while True:
+            if row_id in self._aborted:
+                return replace(rollout, finish_reason=FinishReason.ABORTED)
+            if turn.state is EpisodeState.LOST:
+                num_lost += 1
+                await self._storage.retire([row_id], {"outcome": "lost", "environment": 1})
+                if num_lost > self._max_restarts:
+                    turn = replace(turn, state=EpisodeState.DONE, status=StageStatus.RAISED)
+                    break
+                turn = await self._turns.ask(row_id, group.prompt)
+                asked = replace(request, prompt_ids=turn.prompt_ids or request.prompt_ids)
+                rollout = _unwritten(request)
+            elif turn.state is EpisodeState.GOES_ON:
+                rollout = await self._generate(asked)
+                if rollout.finish_reason is FinishReason.ABORTED:
+                    await self._turns.abort([row_id])
+                    return rollout
+                turn, asked = await self._turns.ask(row_id), replace(asked, resume=True)
+            else:
+                break
+        group.episodes[row_id] = {**turn.numbers, "restarts": num_lost}
+        if turn.status is not StageStatus.OK:
+            _fail_episode(group, request, turn)
+        is_done = turn.state is EpisodeState.DONE
+        return replace(rollout, finish_reason=FinishReason.STOP if is_done else FinishReason.LENGTH)
 
     async def _pass_stages(self, group: Group, row_id: int) -> None:
         """Every stage once, as soon as those that it reads from are done with the rollout."""
@@ -237,11 +297,15 @@ class Rollouts:
             self._failed = asyncio.get_running_loop().create_future()
         return self._failed
 
-    def _expect(self, request: Request) -> asyncio.Future[RolloutInfo]:
-        """Done when the rollout stops; raises at once what ended everything."""
+    def _open(self, request: Request) -> None:
+        """Raises at once what ended everything."""
         if self.error is not None:
             raise self.error
         self.open[request.row_id] = request
+
+    def _expect(self, request: Request) -> asyncio.Future[RolloutInfo]:
+        """Done when the rollout stops."""
+        self._open(request)
         stopped = self._stopped[request.row_id] = asyncio.get_running_loop().create_future()
         return stopped
 
@@ -255,3 +319,21 @@ def _learn(stage: Stage, group: Group, result: StageResult) -> None:
     group.numbers.setdefault(row_id, {}).update(result.numbers)
     if result.reason or result.status is not StageStatus.OK:
         group.dropped.setdefault(row_id, result.reason or f"{stage.name}_failed")
+
+
+def _unwritten(request: Request) -> RolloutInfo:
+    """Of a rollout that no replica has begun."""
+    return RolloutInfo(
+        row_id=request.row_id,
+        num_prompt_tokens=len(request.prompt_ids),
+        num_tokens=0,
+        spans=(),
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def _fail_episode(group: Group, request: Request, turn: TurnResult) -> None:
+    """A failed episode is no wrong answer: it is not trained on, and has no score."""
+    row_id = request.row_id
+    group.dropped[row_id] = f"environment_{turn.status}"
+    group.scores[row_id] = StageResult(row_id=row_id, status=turn.status, error=turn.error)

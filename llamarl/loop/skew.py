@@ -75,7 +75,7 @@ class Skew:
         """A rollout has stopped: learn from it if it ended by itself, or at its limit."""
         is_whole = row.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         if is_whole and request.purpose is Purpose.TRAIN:
-            self._ranker.observe(request, row.num_tokens)
+            self._ranker.observe(request, row.num_generated)
 
     def plan(
         self, groups: Sequence[Sequence[Request]], num_replicas: int, *, may_split: bool = True

@@ -68,11 +68,11 @@ class Speeds:
         if not self.is_on:
             return
         before = self._cut.pop(row.row_id, 0) if request.resume else 0
-        if row.finish_reason is FinishReason.SEGMENT:
-            self._cut[row.row_id] = row.num_tokens
+        if row.finish_reason in (FinishReason.SEGMENT, FinishReason.TURN):
+            self._cut[row.row_id] = row.num_generated
         pool, kept = self._pool(index), 1 - 1 / NUM_LATEST
         pool.num_rollouts += 1
-        pool.num_tokens = kept * pool.num_tokens + row.num_tokens - before
+        pool.num_tokens = kept * pool.num_tokens + row.num_generated - before
         pool.slots_s *= kept
 
     def _pool(self, index: int) -> PoolSpeed:

@@ -84,7 +84,7 @@ def step_scalars(
     finished = [*groups, *(group for members in dropped.values() for group in members)]
     rows = [row for group in groups for row in group.rollouts.values()]
     all_rows = [row for group in finished for row in group.rollouts.values()]
-    lengths = [row.num_tokens for row in all_rows]
+    lengths = [row.num_generated for row in all_rows]
     staleness = token_staleness(rows, stats.version - 1, oldest_version)
     scalars: Scalars = {"rollouts/trained": len(rows), "groups/trained": len(groups)}
     scalars["groups/carried_over"] = sum(is_older(group, oldest_version) for group in groups)
@@ -98,7 +98,7 @@ def step_scalars(
     for name, value in seconds.items():
         scalars[name if "/" in name else f"time/{name}_s"] = value
     if seconds.get("step"):
-        scalars["tokens/per_s"] = sum(row.num_tokens for row in rows) / seconds["step"]
+        scalars["tokens/per_s"] = sum(row.num_generated for row in rows) / seconds["step"]
     scalars["dropped/groups"] = len(finished) - len(groups)
     scalars |= {f"dropped/{reason}": len(members) for reason, members in dropped.items()}
     scalars |= {f"dropped_rollouts/{reason}": count for reason, count in dropped_rollouts.items()}
@@ -221,7 +221,7 @@ def _describe(row: RolloutInfo, score: StageResult) -> str:
     parts = ", ".join(f"{name} {part:g}" for name, part in score.parts.items())
     reward = f"reward {score.reward:g}" + (f" ({parts})" if len(score.parts) > 1 else "")
     versions = ", ".join(str(span.version) for span in row.spans)
-    finish = f"{row.finish_reason.value} after {row.num_tokens} tokens"
+    finish = f"{row.finish_reason.value} after {row.num_generated} tokens"
     return f"{reward}, {finish}, version{'s' * (len(row.spans) > 1)} {versions}"
 
 

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ from llamarl.data.tokenizer import (
     split_stops,
 )
 from llamarl.dataflow.graph import INFER, FrozenModel, Graph
-from llamarl.environments.prompts import PromptStream, read_prompts
+from llamarl.environments.definition import Kinds, schemas_of
+from llamarl.environments.prompts import PromptStream, no_tools, read_prompts
 from llamarl.environments.requests import read_lengths
 from llamarl.environments.rewards.functions import check_answers
+from llamarl.environments.turn_format import make_formats
 from llamarl.generation.vllm.limits import check_installed, check_limits, check_temperature
 from llamarl.metrics.trackers import check_trackers
 from llamarl.models.architecture import Architecture, read_architecture
@@ -55,7 +58,8 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # ORGANISATION/
 class Inputs:
     """What a run reads, checked and ready. `checkpoint` and `tokenizer_folder` are absolute.
 
-    `task` holds the functions of task.py that the controller calls, by name; `graph` the stages.
+    `task` holds the functions of task.py that the controller calls, by name; `graph` the stages;
+    `kinds` what rollouts take turns with.
     """
 
     checkpoint: str
@@ -67,6 +71,7 @@ class Inputs:
     task_source: str | None
     task: Mapping[str, Callable[..., Any]]
     graph: Graph
+    kinds: Kinds
     replay_lengths: list[int]
 
 
@@ -86,16 +91,17 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     check_tokenizer(tokenizer, architecture.vocab_size)
     split_stops(tokenizer, config.sampling.stop_strings)  # raises what is wrong with them
     task_source = read_task(config)
-    graph = read_graph(config, task_source)
+    graph, kinds = read_graph(config, task_source)
     task = load_task(config, task_source)
     check_trackers(config.metrics.trackers)  # task.py may have added one
     _check_models(config, graph, architecture)
+    make_formats(tokenizer, kinds, config.environment.calls)  # raises what is wrong with them
     prompts, held_out = [], []
     if needs_prompts:
-        prompts = _read_prompts(config, config.data.prompts, tokenizer, "sampling")
+        prompts = _read_prompts(config, config.data.prompts, tokenizer, "sampling", kinds)
         check_answers(config.reward, prompts, _resolve(config, config.data.prompts))
     if config.data.held_out is not None:
-        held_out = _read_prompts(config, config.data.held_out, tokenizer, "evaluation")
+        held_out = _read_prompts(config, config.data.held_out, tokenizer, "evaluation", kinds)
         check_answers(config.reward, held_out, _resolve(config, config.data.held_out))
         held_out = held_out[: config.evaluation.max_prompts or len(held_out)]
         held_out = [replace(prompt, is_held_out=True) for prompt in held_out]
@@ -116,6 +122,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
         task_source=task_source,
         task=task,
         graph=graph,
+        kinds=kinds,
         replay_lengths=replay_lengths,
     )
 
@@ -188,7 +195,10 @@ def with_measured_prompts(config: Config) -> Config:
     if config.plan.prompt_tokens or not is_there:
         return config
     tokenizer = load_tokenizer(folder)
-    prompts = _read_prompts(config, config.data.prompts, tokenizer, "sampling", NUM_MEASURED)
+    _, kinds = read_graph(config, read_task(config))
+    prompts = _read_prompts(
+        config, config.data.prompts, tokenizer, "sampling", kinds, most=NUM_MEASURED
+    )
     check_lengths(config, prompts, [])
     mean = round(sum(len(prompt.token_ids) for prompt in prompts) / len(prompts))
     return replace(config, plan=replace(config.plan, prompt_tokens=max(1, mean)))
@@ -294,21 +304,28 @@ def _resolve(config: Config, path: str) -> str:
 
 
 def _read_prompts(
-    config: Config, path: str, tokenizer: Tokenizer, section: str, most: int | None = None
+    config: Config,
+    path: str,
+    tokenizer: Tokenizer,
+    section: str,
+    kinds: Kinds,
+    *,
+    most: int | None = None,
 ) -> list[Prompt]:
     """The prompts in `path`, or the first `most`. With data.too_long=drop only those that leave
     room for a completion of `section`, sampling or evaluation."""
     data, options = config.data, {}
-    context, max_tokens = _context(config), _max_tokens(config)[section]
+    tools = partial(schemas_of, kinds=kinds) if kinds else no_tools
+    context, max_tokens = context_of(config), _max_tokens(config)[section]
     room = max(1, context - max_tokens)
     if data.too_long == "drop" and room < data.max_prompt_tokens:
         data = replace(data, max_prompt_tokens=room)
         limit = f"generator.max_model_len={context} less {section}.max_tokens={max_tokens}"
         options = {"limit": limit}
-    return read_prompts(_resolve(config, path), data, tokenizer, most=most, **options)
+    return read_prompts(_resolve(config, path), data, tokenizer, most=most, tools=tools, **options)
 
 
-def _context(config: Config) -> int:
+def context_of(config: Config) -> int:
     """Tokens of prompt and completion that every replica can hold."""
     return min(pool.generator.max_model_len for pool in pools_of(config.generator))
 
@@ -321,7 +338,7 @@ def _max_tokens(config: Config) -> dict[str, int]:
 
 def check_lengths(config: Config, prompts: list[Prompt], held_out: list[Prompt]) -> None:
     """ValueError unless each prompt and its completion fit into the context."""
-    context, max_tokens = _context(config), _max_tokens(config)
+    context, max_tokens = context_of(config), _max_tokens(config)
     for name, some in (("sampling", prompts), ("evaluation", held_out)):
         longest, added = max((len(p.token_ids) for p in some), default=0), max_tokens[name]
         must = f"leave room for the longest prompt ({longest} tokens) in generator.max_model_len"

@@ -11,9 +11,10 @@ from typing import Any
 
 from llamarl.algorithms.losses.task_loss import TaskConfig
 from llamarl.config import Config
-from llamarl.config.check import require
-from llamarl.dataflow.graph import Graph, make_graph
+from llamarl.config.check import require, require_choice
+from llamarl.dataflow.graph import ENVIRONMENT, Graph, make_graph
 from llamarl.dataflow.task_stages import check_task
+from llamarl.environments.definition import TOOLS, Kinds
 from llamarl.metrics.trackers import TRACKERS
 from llamarl.task_file import FILE, STAGES, load
 
@@ -23,6 +24,7 @@ CONTROLLER_TASKS = {"advantages", "drop", "sample"}  # functions that run in thi
 def read_task(config: Config) -> str | None:
     """The text of task.py; None if the recipe names nothing of it."""
     names = named_functions(config) | ({STAGES} if config.experience.stages else set())
+    names |= {TOOLS} if "task" in config.environment.tools else set()
     path = Path(config.recipe_dir) / FILE
     may_add_tracker = not TRACKERS.keys() >= {*config.metrics.trackers} and path.is_file()
     if not names and not may_add_tracker:
@@ -43,15 +45,23 @@ def load_task(config: Config, source: str | None) -> dict[str, Callable[..., Any
     return {} if source is None else load(source, named_functions(config) & CONTROLLER_TASKS)
 
 
-def read_graph(config: Config, source: str | None) -> Graph:
-    """The recipe's graph, with the stages of this text that it names, once a short process has
-    checked the text for all that the recipe names. ValueError, in one line, for what would not
-    work."""
+def read_graph(config: Config, source: str | None) -> tuple[Graph, Kinds]:
+    """The recipe's graph, with the stages of this text that it names, and its environments, once a
+    short process has checked the text for all that the recipe names. ValueError, in one line, for
+    what would not work."""
     names, functions = config.experience.stages, named_functions(config)
     require(len({*names}) == len(names), "experience.stages", "name each stage once", names)
-    if source is None or not (names or functions):
-        return make_graph(config)
-    return make_graph(config, check_task(source, functions, names))
+    for tool in config.environment.tools:
+        require_choice("environment.tools", tool, ["task"])
+    has_tools = config.environment.is_used
+    if source is None or not (names or functions or has_tools):
+        return make_graph(config), {}
+    stages, kinds = check_task(source, functions, names, has_tools=has_tools)
+    gives_reward = all(kind.has_reward for kind in kinds.values())
+    must = "not name environment unless each environment of task.py gives a reward (get_reward)"
+    is_able = gives_reward or ENVIRONMENT not in config.reward.functions
+    require(is_able, "reward.functions", must, config.reward.functions)
+    return make_graph(config, stages), kinds
 
 
 def named_functions(config: Config) -> set[str]:

@@ -19,6 +19,7 @@ from llamarl.config.rank_assignment import Device, far_sites, num_storage_units
 from llamarl.dataflow.graph import EXECUTORS, SCORE, TRAIN, FrozenModel, Stage
 from llamarl.executors.specs import (
     CollectorSpec,
+    EnvironmentSpec,
     ExternalSpec,
     GeneratorSpec,
     ReferenceSpec,
@@ -27,7 +28,7 @@ from llamarl.executors.specs import (
     StorageSpec,
     TrainerSpec,
 )
-from llamarl.recipe.inputs import Inputs
+from llamarl.recipe.inputs import Inputs, context_of
 from llamarl.storage.loader import SOCKETS
 from llamarl.storage.store import Store
 from llamarl.weights.transports.registry import TRANSPORTS
@@ -103,6 +104,20 @@ class Specs:
             rdma=_rdma(config),
         )
 
+    def environment(self) -> EnvironmentSpec:
+        """Of the executor that takes turns with rollouts."""
+        config, inputs = self.config, self.inputs
+        assert inputs.task_source is not None
+        return EnvironmentSpec(
+            config=config.environment,
+            kinds=inputs.kinds,
+            task_source=inputs.task_source,
+            data=config.data,
+            tokenizer=inputs.tokenizer_folder,
+            context=context_of(config),
+            storage=self.storage.signed(f"environment/{_new_id()}"),
+        )
+
     def stage(self, stage: Stage) -> Spec:
         """Of the executor that runs a stage between generate and settle."""
         config, inputs = self.config, self.inputs
@@ -133,6 +148,7 @@ class Specs:
             storage=storage,
             reward=config.reward if stage.name == SCORE else None,
             has_text=config.experience.archive_text,
+            has_episodes=config.environment.is_used,
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from llamarl.config import Config
 from llamarl.dataflow.graph import SCORE, Stage
+from llamarl.episode import EpisodeState, TurnItem, TurnResult
 from llamarl.errors import NoGenerator
 from llamarl.loop.balance import Replica
 from llamarl.protocols import Storage
@@ -47,6 +48,7 @@ MENDING = {
     "scorer": (Mending.ALONE, Mending.ENDS),
     "frozen model": (Mending.ALONE, Mending.ENDS),
     "stage of the recipe's own": (Mending.ALONE, Mending.ENDS),
+    "environment": (Mending.ALONE, Mending.ENDS),
     # These hold rollouts, which would be repeated.
     "stage with consumers outside": (Mending.ENDS, Mending.ENDS),
     "trainer": (Mending.SESSION, Mending.ENDS),
@@ -185,6 +187,42 @@ class MendedStage:
         results: Sequence[StageResult]
         results = await self.ask(self.name, lambda calls: calls.process(items), erase)
         return results
+
+
+@dataclass
+class MendedEnvironment:
+    """protocols.Environment of the executor `name` and those that take its place: what it had not
+    answered when it was lost is answered LOST, for the next one knows no episode."""
+
+    name: str
+    ask: Ask
+    _waiting: dict[int, int] = field(default_factory=dict)  # numbers of turns by row
+
+    async def submit(self, turns: list[TurnItem]) -> None:
+        """See `protocols.Environment`."""
+        self._waiting |= {row_id: number for row_id, number, _ in turns}
+        await self.ask(self.name, lambda calls: calls.submit(turns))
+
+    async def collect(self, received: int) -> tuple[int, list[TurnResult]]:
+        """See `protocols.Environment`."""
+        lost: list[TurnResult] = []
+
+        async def lose() -> None:
+            waiting, self._waiting = self._waiting, {}
+            for row_id, number in waiting.items():
+                lost.append(TurnResult(row_id=row_id, number=number, state=EpisodeState.LOST))
+
+        first, results = await self.ask(self.name, lambda calls: calls.collect(received), lose)
+        for result in results:
+            if self._waiting.get(result.row_id) == result.number:
+                del self._waiting[result.row_id]
+        return first - len(lost), [*lost, *results]
+
+    async def forget(self, row_ids: list[int]) -> None:
+        """See `protocols.Environment`."""
+        for row_id in row_ids:
+            self._waiting.pop(row_id, None)
+        await self.ask(self.name, lambda calls: calls.forget(row_ids))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,15 @@ from pathlib import Path
 from llamarl.cluster import LOSS_GRACE_S, Cluster, Executor, make_cluster
 from llamarl.config import Config
 from llamarl.config.rank_assignment import Device, assign, companions, home_hosts, place_generator
-from llamarl.dataflow.graph import EXECUTORS, GENERATE, SCORE, TRAIN, Graph, Stage
+from llamarl.dataflow.graph import (
+    ENVIRONMENT,
+    EXECUTORS,
+    GENERATE,
+    SCORE,
+    TRAIN,
+    Graph,
+    Stage,
+)
 from llamarl.errors import ExecutorLost, all_at_once
 from llamarl.executors.specs import GeneratorSpec, Spec, StorageSpec
 from llamarl.metrics.console import ReportState
@@ -74,6 +82,11 @@ class Executors:
         """Of a run that trains."""
         return self.by_name.get("trainer")
 
+    @property
+    def environment(self) -> Executor | None:
+        """Of a run whose rollouts take turns."""
+        return self.by_name.get(ENVIRONMENT)
+
     def hosts_of(self, name: str) -> list[int]:
         """The host of each rank of an executor."""
         return [device.host for device in self.places.get(name, ())]
@@ -82,7 +95,8 @@ class Executors:
 def name_executors(graph: Graph) -> set[str]:
     """The executors of a run besides storage, some or all of which `spawn_executors` starts, such
     as generator, trainer and scorer."""
-    return {EXECUTORS[GENERATE], EXECUTORS[TRAIN], *map(name_executor, graph.between)}
+    names = {EXECUTORS[GENERATE], EXECUTORS[TRAIN], *map(name_executor, graph.between)}
+    return names | ({ENVIRONMENT} if graph.has_episodes else set())
 
 
 @asynccontextmanager
@@ -119,6 +133,8 @@ def place_executors(config: Config, graph: Graph) -> dict[str, list[Device]]:
     for number, stage in enumerate(stage for stage in graph.between if stage.name != SCORE):
         on_host = [Device(host=hosts[number % len(hosts)], gpu=None)]
         places[name_executor(stage)] = places["trainer"] if stage.is_model else on_host
+    if graph.has_episodes:
+        places[ENVIRONMENT] = [Device(host=hosts[0], gpu=None)]
     return places
 
 
@@ -295,9 +311,12 @@ async def _spawn(
         if kind == "generator":
             place = starter.places.get(name) or place_generator(config, int(number))
             return specs.generator(int(number), starter.places.setdefault(name, place))
+        if name == ENVIRONMENT:
+            return specs.environment()
         return specs.trainer() if name == "trainer" else specs.stage(found.stage_of[name])
 
-    names = [*generators, *found.stage_of, *(["trainer"] if has_trainer else [])]
+    others = [name for name in ("trainer", ENVIRONMENT) if name in specs.names]
+    names = [*generators, *found.stage_of, *others]
     found.by_name |= await starter.start_all({name: spec_of(name) for name in names}, report, kept)
     num_collectors = config.generator.num_collectors if has_trainer else 0
     names = [f"collector-{number}" for number in range(num_collectors)]

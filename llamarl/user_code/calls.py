@@ -10,7 +10,7 @@ import reprlib
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
 from llamarl import task_file
@@ -58,10 +58,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A call without a result: how it failed, and why, with the user's own stack."""
+    """A call without a result: how it failed, and why, with the user's own stack. `is_lost`: its
+    process ended by itself."""
 
     status: StageStatus
     error: str
+    is_lost: bool = False
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ class Chunk(Generic[T]):
             text = prompt.text
             shown = text if len(text) <= SHOWN_PROMPT_CHARS else text[:SHOWN_PROMPT_CHARS] + "..."
             where = f"on the prompt of line {prompt.prompt_id} ({shown!r}):\n"
-            result = Failure(result.status, where + result.error)
+            result = replace(result, error=where + result.error)
         self.results[place] = result
         if len(self.results) == len(self.calls):
             self.future.set_result([self.results[place] for place in range(len(self.calls))])

@@ -192,7 +192,7 @@ class _Worker(threading.Thread, Generic[T]):
             wait_s = min(left_s, TICK_S) if self._runs_coroutines else left_s
             answer = process.receive(wait_s, waits_for, most)
         except WorkerError as error:
-            self._lose(Failure(StageStatus.RAISED, str(error)))
+            self._lose(Failure(StageStatus.RAISED, str(error), is_lost=True))
             return
         if answer is not None:
             self._silent_since_s = time.monotonic()

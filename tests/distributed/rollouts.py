@@ -46,6 +46,7 @@ def make_rollouts(num_rows=13, seed=0, oldest_version=0):
                 group_id=row_id // 4,
                 num_prompt_tokens=num_prompt,
                 num_tokens=num_tokens,
+                num_generated=num_tokens,
                 advantage=0.0 if row_id == 4 else float(random.normal()),
                 oldest_version=oldest_version,
             )

@@ -29,7 +29,7 @@ def make_config(*overrides: str) -> Config:
 
 
 GPUS = ["generator.device=cuda", "trainer.device=cuda"]
-NEEDS = {"cuda_ipc": GPUS}
+NEEDS = {"cuda_ipc": GPUS, "environment": ["environment.tools=[task]", "data.chat=true"]}
 
 
 @pytest.mark.parametrize(("group", "choice"), GROUPS, ids=[f"{g}={c}" for g, c in GROUPS])

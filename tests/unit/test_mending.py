@@ -39,7 +39,8 @@ def test_the_table_has_a_row_for_every_executor_that_a_run_can_have_and_for_noth
     between = [*make_graph(config).between, *OWN]
     stages = {name_executor(stage): stage for stage in between}
     assert stages.keys() == {"scorer", "judge", "teacher", "outside"}
-    names = ["generator-0", "generator-12", "storage-0", "collector-1", "trainer", *stages]
+    singles = ["generator-0", "generator-12", "storage-0", "collector-1", "environment", "trainer"]
+    names = [*singles, *stages]
     both = config, colocated
     roles = {role_of(name, each, stages.get(name)) for name in names for each in both}
     assert roles == MENDING.keys()

@@ -123,6 +123,7 @@ async def _step(setting: Setting, trainer: TrainerExecutor, version: int) -> flo
             group_id=row // 8,
             num_prompt_tokens=setting.prompt_tokens,
             num_tokens=setting.train_tokens - setting.prompt_tokens,
+            num_generated=setting.train_tokens - setting.prompt_tokens,
             advantage=(-1.0) ** row,
             oldest_version=0,
         )

@@ -28,6 +28,7 @@ Reward = Callable[..., Any]
 """(prompt, completion, finished, config) -> reward, see the package's docstring; that of a task.py
 takes (prompt, completion), and may be a coroutine."""
 TASK = "task"  # the recipe's own task.py
+ENVIRONMENT = "environment"  # what the episode's environment gave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ REWARDS: dict[str, Needs] = {
     "exact": Needs(answer=True, num_groups=1),
     "format": Needs(num_groups=0),
     TASK: Needs(),
+    ENVIRONMENT: Needs(),
 }
 """By their names in `reward.functions`, which are those of their files here."""
 
@@ -53,6 +55,8 @@ def load_functions(config: RewardConfig, task_source: str | None) -> dict[str, R
     function `reward` of two arguments; what its text raises is passed on."""
     functions: dict[str, Reward] = {}
     for name in config.functions:
+        if name == ENVIRONMENT:
+            continue
         if name == TASK:
             assert task_source is not None, "reward.functions=[task] comes with a task.py"
             functions[name] = find(load_module(task_source), "reward")
@@ -64,16 +68,21 @@ def load_functions(config: RewardConfig, task_source: str | None) -> dict[str, R
 
 def make_score(
     functions: dict[str, Reward], config: RewardConfig
-) -> Callable[[Prompt, str, Sequence[float]], Awaitable[tuple[float, ...]]]:
-    """What the stage `score` runs: (prompt, completion, SAMPLING cell) -> the weighted sum, then
-    what each function gave. InvalidReturnError for what is no finite number."""
+) -> Callable[..., Awaitable[tuple[float, ...]]]:
+    """What the stage `score` runs: (prompt, completion, SAMPLING cell, and of an episode the reward
+    of its environment) -> the weighted sum, then what each function gave. InvalidReturnError for
+    what is no finite number."""
 
     async def score(
-        prompt: Prompt, completion: str, sampling: Sequence[float]
+        prompt: Prompt, completion: str, sampling: Sequence[float], *of_episode: float
     ) -> tuple[float, ...]:
         finished = finish_reason(sampling) is FinishReason.STOP
         parts = {}
-        for name, function in functions.items():
+        for name in config.functions:
+            if name == ENVIRONMENT:
+                (parts[name],) = of_episode
+                continue
+            function = functions[name]
             more = () if name == TASK else (finished, config)
             value = function(prompt, completion, *more)
             parts[name] = _number(name, await value if inspect.isawaitable(value) else value)

@@ -75,7 +75,7 @@ class SimulatedReplica(Layouts):
         self._stopped: list[tuple[Request, RolloutInfo]] = []
         self._open = OpenGroups()
         self._has_news = asyncio.Event()
-        self._kept, self._taking = KeptRows(), asyncio.Lock()
+        self._kept, self._taking = KeptRows[RolloutInfo](), asyncio.Lock()
 
     # Generator
 

@@ -159,6 +159,7 @@ def make_inputs(
         # no code of a recipe runs
         task={"advantages": list, "drop": lambda group: None, "sample": admission},
         graph=graph,
+        kinds={},
         replay_lengths=[],
     )
 

@@ -1,0 +1,170 @@
+"""What a task.py defines for episodes: its plain tools and its environments.
+
+    tools = [calculator]          # functions with types and a docstring
+    environment = Wordle          # a class, or {name: class}; a row's field `environment` selects
+
+A class is written as for TRL's GRPOTrainer: `reset(**row)` begins an episode and may return a text
+that is added to the last message; public methods are tools; `get_reward()`, if there is one, gives
+the episode's reward. Or it has `step(messages)` instead of tools: it gets the conversation so far
+and returns the next message, several, or None at the end; and with a reward as a tuple.
+
+Owns: finding both, and describing them as data. Does not own: calling them (`episodes.py`), how
+calls are written (`tool_calls.py`). Invariant: what is wrong is one line, with its place in the
+text.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from llamarl.task_file import FILE, place_of, where
+
+TOOLS, ENVIRONMENT = "tools", "environment"
+RESET, REWARD, STEP = "reset", "get_reward", "step"
+Schema = dict[str, Any]
+"""Of a tool: name, description and parameters, as chat templates take it."""
+Tool = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of environment, as data: the schemas of what a model may call, whether each episode
+    has an instance of a class, whether that has a `step`, and whether it gives a reward."""
+
+    schemas: tuple[Schema, ...]
+    has_instance: bool = False
+    has_step: bool = False
+    has_reward: bool = False
+
+
+Kinds = Mapping[str, Kind]
+"""By name; "" for the only one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defined:
+    """What the text of a task.py holds: plain tools by name, and what makes an environment, by
+    kind."""
+
+    tools: Mapping[str, Tool]
+    makers: Mapping[str, Callable[[], Any]]
+
+
+def kind_of(row: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:
+    """The name of the environment of a prompt's row. ValueError if it names none of them."""
+    if "" in kinds:
+        return ""
+    name = row.get(ENVIRONMENT)
+    if name not in kinds:
+        known = ", ".join(kinds)
+        raise ValueError(f"the row's field {ENVIRONMENT!r} must be one of {known}, got {name!r}")
+    return str(name)
+
+
+def schemas_of(row: Mapping[str, Any], kinds: Kinds) -> tuple[Schema, ...]:
+    """What the model may call in an episode of this prompt's row. ValueError as `kind_of`."""
+    return kinds[kind_of(row, kinds)].schemas
+
+
+def find_defined(module: ModuleType) -> Defined:
+    """The tools and environments of a loaded task.py. ValueError if there are none, or they are not
+    what they must be."""
+    tools, found = getattr(module, TOOLS, ()), getattr(module, ENVIRONMENT, None)
+    if not isinstance(tools, list | tuple) or not all(map(callable, tools)):
+        raise ValueError(f"{FILE}: {TOOLS} must be a list of functions, got {tools!r:.100}")
+    by_name: dict[str, Tool] = {}
+    for tool in tools:
+        name = getattr(tool, "__name__", "")
+        if not name or name in by_name:
+            must = "must have a name of its own"
+            raise ValueError(f"{place_of(tool)}: each of {TOOLS} {must}, got {name!r}")
+        by_name[name] = tool
+    makers: dict[str, Any] = found if isinstance(found, dict) else {"": found}
+    if found is None:
+        makers = {}
+        if not tools:
+            must = f"must define {TOOLS} or {ENVIRONMENT} for environment.tools=[task]"
+            raise ValueError(f"{FILE} {must}, got neither")
+    is_named = all(isinstance(name, str) and callable(maker) for name, maker in makers.items())
+    if not is_named or (isinstance(found, dict) and (not found or "" in found)):
+        must = f"{ENVIRONMENT} must be a class, or a dictionary of names and classes"
+        raise ValueError(f"{FILE}: {must}, got {found!r:.100}")
+    return Defined(by_name, makers)
+
+
+def methods_of(environment: Any) -> dict[str, Tool]:
+    """The tools of an environment by name, which are its public methods."""
+    members = inspect.getmembers(environment, inspect.ismethod)
+    others = (RESET, REWARD)
+    found: dict[str, Tool] = {n: m for n, m in members if n[0] != "_" and n not in others}
+    return {} if is_stepped(environment) else found
+
+
+def is_stepped(environment: Any) -> bool:
+    """Whether it has the form `step(messages)`; any other `step` is a tool."""
+    step = getattr(environment, STEP, None)
+    return step is not None and [*inspect.signature(step).parameters] == ["messages"]
+
+
+def describe(module: ModuleType) -> dict[str, dict[str, Any]]:
+    """The kinds of a loaded task.py, as JSON. ValueError for what a model could not call; an
+    instance of each class is made."""
+    defined = find_defined(module)
+    shared = [_schema(tool) for tool in defined.tools.values()]
+    if not defined.makers:
+        return {"": {"schemas": shared}}
+    return {name: _describe(maker, shared) for name, maker in defined.makers.items()}
+
+
+def as_kinds(data: Mapping[str, dict[str, Any]]) -> Kinds:
+    """The inverse of `describe`."""
+    return {
+        name: Kind(**{**kind, "schemas": tuple(kind["schemas"])}) for name, kind in data.items()
+    }
+
+
+def _describe(maker: Callable[[], Any], shared: Sequence[Schema]) -> dict[str, Any]:
+    name = getattr(maker, "__name__", ENVIRONMENT)
+    place = f"{place_of(maker)}: {ENVIRONMENT} {name}"
+    environment, why = None, ""
+    try:
+        environment = maker()
+    except Exception as error:  # noqa: BLE001 - user code may raise anything
+        why = where(error)
+    if why:
+        raise ValueError(f"{place} must be made without arguments, got {why}")
+    if not callable(getattr(environment, RESET, None)):
+        raise ValueError(f"{place} must have a method {RESET}(**row), got none")
+    methods = methods_of(environment)
+    schemas = [*shared, *map(_schema, methods.values())]
+    names = [_name(schema) for schema in schemas]
+    if twice := {each for each in names if names.count(each) > 1}:
+        raise ValueError(f"{place} must have tools of different names, got {min(twice)} twice")
+    if bool(schemas) == is_stepped(environment):
+        must = f"have tools ({TOOLS}, or public methods) or else {STEP}(messages)"
+        raise ValueError(f"{place} must {must}, got {'both' if schemas else 'neither'}")
+    return {
+        "schemas": schemas,
+        "has_instance": True,
+        "has_step": is_stepped(environment),
+        "has_reward": is_stepped(environment) or callable(getattr(environment, REWARD, None)),
+    }
+
+
+def _name(schema: Schema) -> str:
+    return str(schema["function"]["name"])
+
+
+def _schema(tool: Tool) -> Schema:
+    from transformers.utils import get_json_schema  # here, for it takes seconds
+
+    try:
+        found: Schema = get_json_schema(tool)
+        return found
+    except Exception as error:  # noqa: BLE001 - it raises kinds of its own
+        got = " ".join(str(error).split())
+    must = "must have a type for each argument, and a docstring that describes each under Args:"
+    name = getattr(tool, "__name__", repr(tool))
+    raise ValueError(f"{place_of(tool)}: tool {name} {must}, got: {got:.300}")

@@ -1,0 +1,237 @@
+"""What the processes of an environment serve: the episodes that one of them plays.
+
+Owns: the instances of a recipe's environments, running what a model calls, what of it the model is
+told. Does not own: the processes (`user_code/`), tokens, or limits on turns. Invariant: a slow call
+holds up its own episode only; what a tool raises is told to the model, what an environment itself
+does wrong ends its episode as failed, and is never a reward.
+
+Coroutines run beside each other; functions run in threads, of which one that never ends is left
+behind. A process that has left too many exits, and the episodes that it played begin again.
+"""
+
+import asyncio
+import inspect
+import math
+import numbers
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from llamarl.config.reward import LARGEST
+from llamarl.environments.definition import (
+    RESET,
+    REWARD,
+    STEP,
+    Defined,
+    find_defined,
+    is_stepped,
+    kind_of,
+    methods_of,
+)
+from llamarl.task_file import load_module
+from llamarl.types import Prompt, StageStatus
+from llamarl.user_code.calls import InvalidReturnError, shown, user_traceback
+
+Answer = dict[str, Any]
+Message = dict[str, Any]
+MAX_THREADS = 256  # functions that run at once
+MAX_LEFT = 32  # threads of calls that never ended, until the process exits
+UNKNOWN: Answer = {"unknown": True}  # an episode that this process does not play
+
+
+@dataclass(slots=True)
+class Episode:
+    """One that is played: its instance, what may be called, the conversation so far, and the sum of
+    the rewards of its turns."""
+
+    kind: str
+    instance: Any
+    tools: Mapping[str, Callable[..., Any]]
+    messages: list[Message] = field(default_factory=list)
+    reward: float = 0.0
+
+
+class Episodes:
+    """All episodes of one process. Instances are used again, after their `reset`."""
+
+    def __init__(self, defined: Defined) -> None:
+        self._defined = defined
+        self._plain = Episode("", None, defined.tools)  # all episodes, if there are tools only
+        self._playing: dict[int, Episode] = {}
+        self._free: dict[str, list[Any]] = defaultdict(list)  # instances by kind
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "tool")
+        self._num_left = 0
+
+    async def begin(self, prompt: Prompt, row_id: int, messages: list[Message]) -> Answer:
+        """Reset an environment for this rollout: {"text": what it adds to the prompt, or None}."""
+        self.forget([row_id])
+        kind = kind_of(prompt.fields, self._defined.makers)
+        maker = self._defined.makers[kind]
+        instance = self._free[kind].pop() if self._free[kind] else await self._call(maker)
+        text = await self._call(getattr(instance, RESET), **prompt.fields)
+        if not (text is None or isinstance(text, str)):
+            raise InvalidReturnError(f"be None or a text for {RESET}, got {shown(text)}")
+        tools = {**self._defined.tools, **methods_of(instance)}
+        self._playing[row_id] = Episode(kind, instance, tools, messages)
+        return {"text": text}
+
+    async def take_turn(self, row_id: int, text: str, calls: list[list[Any]]) -> Answer:
+        """Answer a turn: {"messages": [...], "calls": [[tool, seconds, whether it failed], ...]};
+        without messages the episode ends."""
+        episode = self._playing.get(row_id) if self._defined.makers else self._plain
+        if episode is None:
+            return UNKNOWN
+        if is_stepped(episode.instance):
+            return {"messages": await self._step(episode, text), "calls": []}
+        results = await self._run_calls(episode, calls)
+        pairs = [*zip((name for name, *_ in calls), results, strict=True)]
+        said = [{"role": "tool", "name": name, "content": found[0]} for name, found in pairs]
+        told = [[name, *found[1:]] for name, found in pairs]
+        return {"messages": said, "calls": told}
+
+    async def finish(self, row_id: int) -> Answer:
+        """End an episode: {"reward": what it got, or None if its environment gives none}."""
+        episode = self._playing.get(row_id)
+        if episode is None:
+            return UNKNOWN
+        instance = episode.instance
+        reward = episode.reward if is_stepped(instance) else None
+        if (get_reward := getattr(instance, REWARD, None)) is not None:
+            reward = (reward or 0.0) + _number(await self._call(get_reward), REWARD)
+        self._free[episode.kind].append(instance)
+        del self._playing[row_id]
+        return {"reward": reward}
+
+    def forget(self, row_ids: Sequence[int]) -> Answer:
+        """These will not go on. What is under way in them is left alone, so their instances are not
+        used again."""
+        for row_id in row_ids:
+            self._playing.pop(row_id, None)
+        return {}
+
+    async def _step(self, episode: Episode, text: str) -> list[Message]:
+        """What the environment says to a text."""
+        episode.messages.append({"role": "assistant", "content": text})
+        found = await self._call(getattr(episode.instance, STEP), [*episode.messages])
+        if isinstance(found, tuple):
+            if len(found) != 2:
+                raise InvalidReturnError(f"be (messages, reward) for {STEP}, got {shown(found)}")
+            found, reward = found
+            episode.reward += _number(reward, STEP)
+        messages = [] if found is None else [found] if isinstance(found, str | dict) else found
+        if not isinstance(messages, list):
+            raise InvalidReturnError(f"be a text, messages or None for {STEP}, got {shown(found)}")
+        said = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
+        for message in said:
+            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+                must = "be a text or have a role and content"
+                raise InvalidReturnError(f"{must} for each message of {STEP}, got {shown(message)}")
+        said = [{"role": "user", **message} for message in said]
+        episode.messages += said
+        return said
+
+    async def _run_calls(
+        self, episode: Episode, calls: list[list[Any]]
+    ) -> list[tuple[str, float, bool]]:
+        """(content, seconds, whether it failed) of each call, in order: functions one after the
+        other, coroutines beside them."""
+        found: dict[int, tuple[str, float, bool]] = {}
+        beside: list[Coroutine[Any, Any, None]] = []
+
+        async def run(place: int) -> None:
+            found[place] = await self._run_call(episode, *calls[place])
+
+        async def run_functions(places: list[int]) -> None:
+            for place in places:
+                await run(place)
+
+        functions = []
+        for place, (name, _, _) in enumerate(calls):
+            if inspect.iscoroutinefunction(episode.tools.get(name)):
+                beside.append(run(place))
+            else:
+                functions.append(place)
+        async with asyncio.TaskGroup() as tasks:
+            for each in (run_functions(functions), *beside):
+                tasks.create_task(each)
+        return [found[place] for place in range(len(calls))]
+
+    async def _run_call(
+        self, episode: Episode, name: str, arguments: dict[str, Any], error: str
+    ) -> tuple[str, float, bool]:
+        start_s = time.monotonic()
+        content = ""
+        tool = episode.tools.get(name)
+        if error:
+            pass
+        elif tool is None:
+            error = f"Tool {name} not found."
+        else:
+            try:
+                content = str(await self._call(tool, **arguments))
+            except Exception as failure:  # noqa: BLE001 - the model is told
+                error = str(failure) or type(failure).__name__
+        if error:
+            content = str({"error": error})
+        return content, time.monotonic() - start_s, bool(error)
+
+    async def _call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """What it returns; a function runs in a thread. One that is still there when its time is
+        over is left behind."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **named)
+        loop = asyncio.get_running_loop()
+        running = loop.run_in_executor(self._threads, partial(function, *args, **named))
+        try:
+            found = await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self._num_left += 1
+            running.add_done_callback(self._ended_late)
+            raise
+        return await found if inspect.isawaitable(found) else found
+
+    def _ended_late(self, running: asyncio.Future[Any]) -> None:
+        self._num_left -= 1
+        running.cancelled() or running.exception()
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether too many threads were left behind."""
+        return self._num_left >= MAX_LEFT
+
+
+def load(setup: dict[str, Any]) -> Callable[..., Coroutine[Any, Any, Answer]]:
+    """The service of a worker: (prompt, the name of a method of Episodes, its arguments) -> what it
+    returns, or {"status": str, "error": str} if the environment failed."""
+    episodes = Episodes(find_defined(load_module(setup["task_source"])))
+
+    async def serve(prompt: Prompt | None, method: str, arguments: list[Any]) -> Answer:
+        try:
+            if method == "begin":
+                assert prompt is not None
+                return await episodes.begin(prompt, *arguments)
+            if method == "forget":
+                return episodes.forget(*arguments)
+            found: Answer = await getattr(episodes, method)(*arguments)
+            return found
+        except InvalidReturnError as error:
+            return {"status": StageStatus.INVALID, "error": f"what it returns must {error}"}
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything
+            if episodes.is_spent:
+                asyncio.get_running_loop().call_later(0.1, os._exit, 1)
+            return {"status": StageStatus.RAISED, "error": user_traceback(error, __file__)}
+
+    return serve
+
+
+def _number(value: Any, of: str) -> float:
+    number = float(value) if isinstance(value, float | numbers.Real) else math.nan
+    if not abs(number) <= LARGEST:
+        must = f"be a finite number for {of}, at most {LARGEST:g} either way"
+        raise InvalidReturnError(f"{must}, got {shown(value)}")
+    return number

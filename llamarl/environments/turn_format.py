@@ -1,0 +1,154 @@
+"""The token ids between two turns of a model, and what the model wrote in one.
+
+Owns: the ids of observations, by the chat template's own difference; the check of a template. Does
+not own: the forms of calls (`tool_calls.py`), or the ids that a model wrote, which are never
+rendered again. Invariant: an observation's ids depend on the observation alone, and begin right
+after the token that ended the turn before.
+
+    template([user, assistant, tool], open) - template([user, assistant])  =  the observation
+
+The difference is taken with a conversation of no meaning, so whatever a template does to earlier
+turns once they are old, such as dropping their thinking, is not done to what was written.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamarl.data.tokenizer import Message, Tokenizer
+from llamarl.environments.definition import Kind
+from llamarl.environments.tool_calls import (
+    ToolCall,
+    family_of,
+    parse_calls,
+    template_calls,
+)
+
+KEY = "environment.calls"
+USER: Message = {"role": "user", "content": "question"}
+ANSWER: Message = {"role": "assistant", "content": "answer"}
+THOUGHT: Message = {"role": "assistant", "content": "<think>\nthought\n</think>\n\nanswer"}
+CALL_ID = "call00001"  # some templates want nine characters
+
+
+@dataclass(frozen=True, slots=True)
+class TurnText:
+    """What a model wrote in one turn."""
+
+    text: str
+    calls: list[ToolCall]
+
+
+class TurnFormat:
+    """Of one kind of environment, with the tokenizer's chat template.
+
+    ValueError, in one line, if `calls` is auto and the template shows no form of calls, if it
+    cannot hold the answers of tools or of the environment, or if how it renders one depends on the
+    turns before.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, kind: Kind, calls: str = "auto") -> None:
+        self._tokenizer, self._kind = tokenizer, kind
+        self._family = _family(tokenizer, calls) if kind.schemas else ""
+        special = tokenizer.special_ids.items()
+        self._ends = [text for text, i in special if i in tokenizer.eos_token_ids]
+        self._answer = self._find_answer()
+        self._check()
+
+    @property
+    def drops_thinking(self) -> bool:
+        """Whether the template leaves an earlier turn's thinking out."""
+        before = self._render([USER, THOUGHT], is_open=False)
+        return not self._render([USER, THOUGHT, *self._samples("1")]).startswith(before)
+
+    def read(self, ids: np.ndarray) -> TurnText:
+        """What these ids, of one turn, say."""
+        text = self._tokenizer.decode(ids)
+        if self._family == "template":
+            return TurnText(text, template_calls(self._tokenizer.parse_response(ids)))
+        if not self._family:
+            return TurnText(text, [])
+        raw = self._tokenizer.decode_raw(ids)
+        for end in self._ends:
+            raw = raw.removesuffix(end)
+        return TurnText(text, parse_calls(raw, self._family, self._kind.schemas))
+
+    def observation(self, messages: Sequence[Message], last_id: int) -> np.ndarray:
+        """int32 ids of these messages, and of what the template puts before the next turn, after a
+        turn that ended with `last_id`. ValueError if the template refuses them."""
+        end, rest = self._split([USER, self._answer], messages)
+        text = rest if last_id in self._tokenizer.eos_token_ids else end + rest
+        return np.array(self._tokenizer.encode(text, special=False), np.int32)
+
+    def _render(self, messages: Sequence[Message], *, is_open: bool = True) -> str:
+        return self._tokenizer.render_chat(messages, self._kind.schemas, is_open=is_open)
+
+    def _split(self, before: Sequence[Message], added: Sequence[Message]) -> tuple[str, str]:
+        """(the token that ends the turn before, all that follows it)."""
+        old = self._render(before, is_open=False)
+        new = self._render([*before, *added])
+        must = f"the chat template of {self._tokenizer.folder} must"
+        if not new.startswith(old):
+            raise ValueError(f"{must} keep earlier turns when {_role(added)} follows, it does not")
+        at, end = max(((old.rfind(each), each) for each in self._ends), default=(-1, ""))
+        if at < 0:
+            ends = ", ".join(map(repr, self._ends)) or "none"
+            raise ValueError(f"{must} end each turn with a token that ends a completion ({ends})")
+        return end, old[at + len(end) :] + new[len(old) :]
+
+    def _samples(self, content: str) -> list[Message]:
+        """What the environment might say."""
+        if self._kind.has_step:
+            return [{"role": "user", "content": content}]
+        name = self._kind.schemas[0]["function"]["name"]
+        return [{"role": "tool", "name": name, "content": content}]
+
+    def _find_answer(self) -> Message:
+        """A turn that the template lets an observation follow: some want a call before."""
+        if not self._kind.schemas:
+            return ANSWER
+        call = {"name": self._kind.schemas[0]["function"]["name"], "arguments": {}}
+        whole = {"type": "function", "id": CALL_ID, "function": call}
+        calling: Message = {"role": "assistant", "content": "", "tool_calls": [whole]}
+        try:
+            self._split([USER, calling], self._samples("1"))
+            return calling
+        except ValueError:
+            return ANSWER
+
+    def _check(self) -> None:
+        samples, again = self._samples("1"), self._samples("2")
+        first = self._split([USER, self._answer], again)
+        later = self._split([USER, self._answer, *samples, self._answer], again)
+        shown, blank = "".join(first), "".join(self._split([USER, self._answer], self._samples("")))
+        must = f"the chat template of {self._tokenizer.folder} must"
+        if first != later:
+            raise ValueError(f"{must} render {_role(samples)} the same in every turn, it does not")
+        if shown == blank:
+            raise ValueError(f"{must} show {_role(samples)}, it leaves that out")
+
+
+def _role(messages: Sequence[Message]) -> str:
+    return "a tool's result" if messages[0]["role"] == "tool" else "an observation"
+
+
+def _family(tokenizer: Tokenizer, calls: str) -> str:
+    response_template = tokenizer.response_template
+    if calls == "template" and response_template is None:
+        must = f"{KEY} must name a form of calls unless the tokenizer has a response_template"
+        raise ValueError(f"{must}, got template with {tokenizer.folder}")
+    if calls != "auto":
+        return calls
+    found = family_of(tokenizer.chat_template, response_template)
+    if found is None:
+        must = f"{KEY} must be hermes, llama, xml or tagged for a chat template that shows none"
+        raise ValueError(f"{must}, got auto with {tokenizer.folder}")
+    return found
+
+
+def make_formats(
+    tokenizer: Tokenizer, kinds: Mapping[str, Kind], calls: str
+) -> dict[str, TurnFormat]:
+    """The format of each kind."""
+    return {name: TurnFormat(tokenizer, kind, calls) for name, kind in kinds.items()}

@@ -1,0 +1,349 @@
+"""The executor that answers the turns of episodes.
+
+Owns: which process plays which episode, the ids of observations in storage, the limits of an
+episode, and what is counted of it. Does not own: running tools and environments (the processes of
+`environments/episodes.py`), when a turn is asked for (`loop/turns.py`). Invariant: what a model
+wrote stays as it is; an observation is appended with NO_VERSION and without log-probs. An episode
+that this executor does not know, as after its loss, is answered LOST.
+
+    TURN (of the generator) -> SEGMENT with an observation, for the next turn; or STOP, LENGTH
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from llamarl.data.tokenizer import Tokenizer, load_tokenizer
+from llamarl.environments.definition import kind_of
+from llamarl.environments.prompts import make_prompt, messages_of
+from llamarl.environments.turn_format import TurnFormat, TurnText, make_formats
+from llamarl.episode import EpisodeState, TurnItem, TurnResult, last_turn
+from llamarl.errors import unwrap
+from llamarl.executors.engine_output import KeptRows
+from llamarl.executors.specs import EnvironmentSpec
+from llamarl.executors.stage_calls import FailureRate, WorkSpans
+from llamarl.metrics.span import Spans
+from llamarl.storage.store import RecordingStore
+from llamarl.types import (
+    EPISODE_REWARD,
+    FINISH_CODES,
+    GENERATOR_LOGPROBS,
+    NO_VERSION,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    SAMPLING,
+    TOKEN_VERSIONS,
+    FinishReason,
+    Prompt,
+    StageStatus,
+    finish_reason,
+)
+from llamarl.user_code.calls import Call, Failure, UserCode
+from llamarl.user_code.pool import WorkerPool
+from llamarl.wire_form import WireList
+
+HEARTBEAT_S = 2.0  # a `collect` without results says that the executor is alive
+WRITTEN = (RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING)
+Cells = Mapping[str, np.ndarray]
+Answer = dict[str, Any]
+
+
+class EpisodeFailed(Exception):  # noqa: N818 - what became of it
+    """The environment, or its process, has ended the episode."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.error)
+        self.failure = failure
+
+
+@dataclass(slots=True)
+class PlayedEpisode:
+    """One that is played, in the pool of this index; `numbers` are those of its TurnResult."""
+
+    prompt: Prompt
+    kind: str
+    pool: int
+    numbers: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
+
+
+class EnvironmentExecutor:
+    """protocols.Environment, with one pool of one process for each of `config.num_workers`, for an
+    episode stays in its process."""
+
+    def __init__(self, spec: EnvironmentSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
+        self._spec, self._config = spec, spec.config
+        self._storage = RecordingStore(spec.storage, spans)
+        self._work = WorkSpans(spans, "environment")
+        code = UserCode(
+            service="llamarl.environments.episodes",
+            setup={"task_source": spec.task_source},
+            timeout_s=spec.config.timeout_s,
+            label="environment",
+            keys="environment.",
+        )
+        read = lambda call, answer: answer  # noqa: E731
+        self._pools = [WorkerPool[Answer](code, 1, read) for _ in range(spec.config.num_workers)]
+        self._num_played: Counter[int] = Counter(dict.fromkeys(range(len(self._pools)), 0))
+        self._episodes: dict[int, PlayedEpisode] = {}
+        self._failures = FailureRate(spec.config.max_failure_rate, code.label, code.keys)
+        self._error: BaseException | None = None
+        self._kept = KeptRows[TurnResult]()
+        self._has_results = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tokenizer: Tokenizer | None = None
+        self._formats: dict[str, TurnFormat] = {}
+
+    async def start(self) -> None:
+        """Start the processes; ValueError if task.py or the tokenizer does not load, or its chat
+        template cannot hold observations."""
+        self._tokenizer = load_tokenizer(self._spec.tokenizer)
+        self._formats = make_formats(self._tokenizer, self._spec.kinds, self._config.calls)
+        for pool in self._pools:
+            await pool.start()
+        self._work.start()
+
+    async def submit(self, turns: list[TurnItem]) -> None:
+        """See `protocols.Environment`."""
+        task = asyncio.create_task(self._submit(turns))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def collect(self, received: int) -> tuple[int, list[TurnResult]]:
+        """See `protocols.Environment`. UserCodeError if too many turns failed, see
+        `FailureRate`."""
+        self._kept.forget(received)
+        if not self._kept and self._error is None:
+            self._has_results.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._has_results.wait()
+        if self._error is not None:
+            raise self._error
+        first, results = self._kept.report()
+        return first, WireList(results)
+
+    async def forget(self, row_ids: list[int]) -> None:
+        """See `protocols.Environment`."""
+        by_pool: dict[int, list[int]] = {}
+        for row_id in row_ids:
+            if (episode := self._end(row_id)) is not None:
+                by_pool.setdefault(episode.pool, []).append(row_id)
+        for pool, some in by_pool.items():
+            await self._pools[pool].run([Call(None, ("forget", [some]))])
+
+    async def close(self) -> None:
+        """End the processes."""
+        for task in self._tasks:
+            task.cancel()
+        for pool in self._pools:
+            pool.close()
+
+    async def _submit(self, turns: list[TurnItem]) -> None:
+        try:
+            ended = [row_id for row_id, _, prompt in turns if prompt is None]
+            names = [PROMPT_IDS, *WRITTEN]
+            columns = await self._storage.read(ended, names) if ended else {}
+            cells = {i: {name: columns[name][p] for name in names} for p, i in enumerate(ended)}
+            with self._work.working(len(turns)):
+                async with asyncio.TaskGroup() as tasks:
+                    for row_id, number, prompt in turns:
+                        if prompt is None:
+                            found = self._turn(row_id, cells[row_id])
+                        else:
+                            found = self._begin(row_id, prompt)
+                        tasks.create_task(self._keep(row_id, number, found))
+        except Exception as error:  # noqa: BLE001 - raised in `collect`
+            self._fail(error)
+
+    async def _keep(self, row_id: int, number: int, found: Awaitable[TurnResult]) -> None:
+        """Keep the result of one turn, whatever it is."""
+        try:
+            result = replace(await found, number=number)
+        except EpisodeFailed as error:
+            failure, episode = error.failure, self._end(row_id)
+            numbers = dict(episode.numbers) if episode is not None else {}
+            state = EpisodeState.LOST if failure.is_lost else EpisodeState.DONE
+            status = StageStatus.OK if failure.is_lost else failure.status
+            result = TurnResult(
+                row_id=row_id,
+                number=number,
+                state=state,
+                status=status,
+                error=failure.error,
+                numbers=numbers,
+            )
+        try:
+            self._failures.add([result])
+        except Exception as error:  # noqa: BLE001 - raised in `collect`
+            self._fail(error)
+        self._kept.add([result])
+        self._has_results.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or unwrap(error)
+        self._has_results.set()
+
+    def _end(self, row_id: int) -> PlayedEpisode | None:
+        episode = self._episodes.pop(row_id, None)
+        if episode is not None:
+            self._num_played[episode.pool] -= 1
+        return episode
+
+    async def _begin(self, row_id: int, prompt: Prompt) -> TurnResult:
+        self._end(row_id)
+        kind = kind_of(prompt.fields, self._spec.kinds)
+        pool = min(self._num_played, key=self._num_played.__getitem__)
+        episode = self._episodes[row_id] = PlayedEpisode(prompt, kind, pool)
+        self._num_played[pool] += 1
+        prompt_ids = None
+        if self._spec.kinds[kind].has_instance:
+            messages = messages_of(prompt.fields[self._spec.data.prompt_field], self._spec.data)
+            answer = await self._ask(episode, row_id, "begin", messages)
+            if answer["text"] is not None:
+                prompt_ids = self._longer_prompt(episode, messages, answer["text"])
+        return self._result(row_id, episode, EpisodeState.GOES_ON, prompt_ids)
+
+    def _longer_prompt(
+        self, episode: PlayedEpisode, messages: list[dict[str, Any]], text: str
+    ) -> tuple[int, ...]:
+        """The ids of the prompt with this text at the end of its last message."""
+        data, tokenizer = self._spec.data, self._tokenizer
+        assert tokenizer is not None
+        last = {**messages[-1], "content": f"{messages[-1]['content']}{text}"}
+        whole = [*messages[data.system is not None : -1], last]
+        row = {**episode.prompt.fields, data.prompt_field: whole}
+        schemas = self._spec.kinds[episode.kind].schemas
+        number = episode.prompt.prompt_id
+        try:
+            return make_prompt(row, number, data, tokenizer, lambda row: schemas).token_ids
+        except ValueError as error:
+            raise EpisodeFailed(Failure(StageStatus.INVALID, f"reset: {error}")) from None
+
+    async def _turn(self, row_id: int, cells: Cells) -> TurnResult:
+        """Answer a turn, or end the episode."""
+        episode = self._episodes.get(row_id)
+        if episode is None:
+            return TurnResult(row_id=row_id, number=0, state=EpisodeState.LOST)
+        numbers = episode.numbers
+        numbers["turns"] += 1
+        if finish_reason(cells[SAMPLING]) is not FinishReason.TURN:
+            return await self._finish(row_id, episode, cells, EpisodeState.LIMIT)
+        kind = self._spec.kinds[episode.kind]
+        ids = last_turn(cells[RESPONSE_IDS], cells[TOKEN_VERSIONS])
+        written = self._formats[episode.kind].read(ids)
+        is_last = numbers["turns"] >= self._config.max_turns
+        if not (written.calls or kind.has_step):
+            return await self._finish(row_id, episode, cells, EpisodeState.DONE)
+        if is_last and not kind.has_step:
+            return await self._finish(row_id, episode, cells, EpisodeState.LIMIT)
+        messages = await self._say(row_id, episode, written)
+        if not messages or is_last:
+            state = EpisodeState.LIMIT if messages else EpisodeState.DONE
+            return await self._finish(row_id, episode, cells, state)
+        try:
+            observation = self._formats[episode.kind].observation(messages, int(ids[-1]))
+        except ValueError as error:
+            raise EpisodeFailed(Failure(StageStatus.INVALID, str(error))) from None
+        if not self._fits(cells, len(observation)):
+            numbers["overlong"] += 1
+            return await self._finish(row_id, episode, cells, EpisodeState.LIMIT)
+        numbers["observed_tokens"] += len(observation)
+        await self._append(row_id, cells, observation)
+        return self._result(row_id, episode, EpisodeState.GOES_ON)
+
+    async def _say(
+        self, row_id: int, episode: PlayedEpisode, written: TurnText
+    ) -> list[dict[str, Any]]:
+        """What the environment answers; its calls are counted by tool."""
+        calls = [[call.name, call.arguments, call.error] for call in written.calls]
+        answer = await self._ask(episode, row_id, "take_turn", written.text, calls)
+        schemas = self._spec.kinds[episode.kind].schemas
+        known = {schema["function"]["name"] for schema in schemas}
+        for (name, seconds, has_failed), call in zip(answer["calls"], written.calls, strict=True):
+            tool = name if name in known else "unknown"
+            episode.numbers[f"calls/{tool}"] += 1
+            episode.numbers[f"seconds/{tool}"] += seconds
+            episode.numbers[f"errors/{tool}"] += has_failed
+            episode.numbers["malformed"] += bool(call.error)
+        messages: list[dict[str, Any]] = answer["messages"]
+        return messages
+
+    def _fits(self, cells: Cells, num_tokens: int) -> bool:
+        """Whether so many more tokens, and one of the model's, fit into response and context."""
+        num_prompt, num_response = len(cells[PROMPT_IDS]), len(cells[RESPONSE_IDS]) + num_tokens
+        max_tokens = int(cells[SAMPLING][3])
+        return num_response < max_tokens and num_prompt + num_response < self._spec.context
+
+    async def _append(self, row_id: int, cells: Cells, observation: np.ndarray) -> None:
+        added = {
+            RESPONSE_IDS: observation,
+            GENERATOR_LOGPROBS: np.zeros(len(observation), np.float32),
+            TOKEN_VERSIONS: np.full(len(observation), NO_VERSION, np.int32),
+        }
+        columns = {n: [np.concatenate([cells[n], more])] for n, more in added.items()}
+        columns[SAMPLING] = [_finished(cells, FinishReason.SEGMENT)]
+        await self._storage.write([row_id], columns)
+
+    async def _finish(
+        self, row_id: int, episode: PlayedEpisode, cells: Cells, state: EpisodeState
+    ) -> TurnResult:
+        """Give the environment's reward, and mark the row as whole."""
+        columns: dict[str, list[np.ndarray]] = {}
+        if self._spec.kinds[episode.kind].has_instance:
+            answer = await self._ask(episode, row_id, "finish")
+            if answer["reward"] is not None:
+                columns[EPISODE_REWARD] = [np.array([float(answer["reward"])])]
+        if finish_reason(cells[SAMPLING]) is FinishReason.TURN:
+            is_done = state is EpisodeState.DONE
+            reason = FinishReason.STOP if is_done else FinishReason.LENGTH
+            columns[SAMPLING] = [_finished(cells, reason)]
+        if columns:
+            await self._storage.write([row_id], columns)
+        self._end(row_id)
+        return self._result(row_id, episode, state)
+
+    async def _ask(
+        self, episode: PlayedEpisode, row_id: int, method: str, *arguments: Any
+    ) -> Answer:
+        """What this method of the episode's process returns. EpisodeFailed if it does not, or all
+        that the episode has asked takes too long."""
+        start_s = time.monotonic()
+        prompt = episode.prompt if method == "begin" else None
+        call = Call(prompt, (method, [row_id, *arguments]))
+        (answer,) = await self._pools[episode.pool].run([call])
+        episode.numbers["environment_s"] += time.monotonic() - start_s
+        if isinstance(answer, Failure):
+            raise EpisodeFailed(answer)
+        if "unknown" in answer:
+            raise EpisodeFailed(Failure(StageStatus.RAISED, "its process was lost", is_lost=True))
+        if episode.numbers["environment_s"] > self._config.episode_timeout_s:
+            must = f"take at most {self._config.episode_timeout_s:g} s in all"
+            why = f"the calls of an episode must {must} (environment.episode_timeout_s)"
+            raise EpisodeFailed(Failure(StageStatus.HUNG, why))
+        return answer
+
+    def _result(
+        self,
+        row_id: int,
+        episode: PlayedEpisode,
+        state: EpisodeState,
+        prompt_ids: tuple[int, ...] | None = None,
+    ) -> TurnResult:
+        numbers = dict(episode.numbers)
+        return TurnResult(
+            row_id=row_id, number=0, state=state, prompt_ids=prompt_ids, numbers=numbers
+        )
+
+
+def _finished(cells: Cells, reason: FinishReason) -> np.ndarray:
+    """The row's SAMPLING cell with this finish code."""
+    sampling = cells[SAMPLING].copy()
+    sampling[-1] = FINISH_CODES[reason]
+    return sampling
