@@ -43,6 +43,7 @@ class Decoding:
         self._weight_buffer, self._mover = weight_buffer, mover
         self._spans, self._output, self._thread = spans, output, thread
         self._rows: set[int] = set()  # that have not stopped
+        self._turn_ends_ns: dict[int, int] = {}  # of rollouts whose turn ended here
         self._standstill = Standstill(
             time.monotonic_ns, lambda name, start, end: spans.record(name, start, end, "wait")
         )
@@ -79,6 +80,7 @@ class Decoding:
         for item in finished:
             if item.reason is FinishReason.STOP and item.request.has_turns:
                 item.reason = FinishReason.TURN
+                self._turn_ends_ns[item.request.row_id] = time.monotonic_ns()
         if finished:
             self._rows.difference_update(item.request.row_id for item in finished)
             self._output.put(finished)
@@ -92,6 +94,8 @@ class Decoding:
             return
         for request in requests:
             self._rows.add(request.row_id)
+            if (end_ns := self._turn_ends_ns.pop(request.row_id, None)) is not None:
+                self._spans.record("turn", end_ns, time.monotonic_ns(), "mark", rows=1)
             self.engine.submit(request, written.get(request.row_id))
 
     def reset(self) -> None:
@@ -108,6 +112,7 @@ class Decoding:
         self._weight_buffer.reset()
         self._standstill.is_mixed = False
         self._rows.clear()
+        self._turn_ends_ns.clear()
         self._output.reset()
 
     def commit(self, version: int, bucket: int, processed: tuple[Tensor, Any] | None) -> int:

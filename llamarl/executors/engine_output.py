@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from llamarl.generation.protocol import RequestOutput
-from llamarl.generation.scheduler import OpenGroups
+from llamarl.generation.scheduler import OpenGroups, is_going_on
 from llamarl.types import Request
 
 Row = TypeVar("Row")
@@ -71,9 +71,9 @@ class EngineOutput:
         self._loop.call_soon_threadsafe(self._is_ready.set)
 
     async def take(self, limit_s: float) -> tuple[list[RequestOutput], bool]:
-        """The rollouts that stopped, and whether all of some prefix group have, or one was cut;
-        waits for that, and then `GATHER_S` for more, but at most `limit_s`. Raises the engine's
-        error."""
+        """The rollouts that stopped, and whether all of some prefix group have, or one is to go on;
+        waits for that, but at most `limit_s`, and then `GATHER_S` for more, unless one is to go on:
+        what comes while a report is on its way goes with the next. Raises the engine's error."""
         self.check()
         if not self._is_kept:
             return [], True
@@ -81,7 +81,8 @@ class EngineOutput:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._is_ready.wait()
-            await asyncio.sleep(GATHER_S)
+            if not self._is_waited_for():
+                await asyncio.sleep(GATHER_S)
         self.check()
         with self._lock:
             if session != self.session:
@@ -90,6 +91,11 @@ class EngineOutput:
             is_ready = self._is_ready.is_set()
             self._is_ready.clear()
         return finished, is_ready
+
+    def _is_waited_for(self) -> bool:
+        """Whether some rollout that stopped is to go on."""
+        with self._lock:
+            return any(is_going_on(item.reason) for item in self._finished)
 
 
 class KeptRows(Generic[Row]):

@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.batcher import Batcher
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
 from llamarl.environments.definition import kind_of
 from llamarl.environments.prompts import make_prompt, messages_of
 from llamarl.environments.turn_format import TurnFormat, TurnText, make_formats
 from llamarl.episode import EpisodeState, TurnItem, TurnResult, last_turn
-from llamarl.errors import unwrap
+from llamarl.errors import cancel_all, unwrap
 from llamarl.executors.engine_output import KeptRows
 from llamarl.executors.specs import EnvironmentSpec
 from llamarl.executors.stage_calls import FailureRate, WorkSpans
@@ -40,6 +41,7 @@ from llamarl.types import (
     RESPONSE_IDS,
     SAMPLING,
     TOKEN_VERSIONS,
+    Columns,
     FinishReason,
     Prompt,
     StageStatus,
@@ -97,6 +99,7 @@ class EnvironmentExecutor:
         self._kept = KeptRows[TurnResult]()
         self._has_results = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writing: Batcher[tuple[int, Columns]] = Batcher(self._write, self._fail, in_turn=True)
         self._tokenizer: Tokenizer | None = None
         self._formats: dict[str, TurnFormat] = {}
 
@@ -140,8 +143,8 @@ class EnvironmentExecutor:
 
     async def close(self) -> None:
         """End the processes."""
-        for task in self._tasks:
-            task.cancel()
+        await cancel_all(self._tasks)
+        await self._writing.close()
         for pool in self._pools:
             pool.close()
 
@@ -287,15 +290,24 @@ class EnvironmentExecutor:
             GENERATOR_LOGPROBS: np.zeros(len(observation), np.float32),
             TOKEN_VERSIONS: np.full(len(observation), NO_VERSION, np.int32),
         }
-        columns = {n: [np.concatenate([cells[n], more])] for n, more in added.items()}
+        columns: Columns = {n: [np.concatenate([cells[n], more])] for n, more in added.items()}
         columns[SAMPLING] = [_finished(cells, FinishReason.SEGMENT)]
-        await self._storage.write([row_id], columns)
+        await self._writing.ask((row_id, columns))
+
+    async def _write(self, rows: list[tuple[int, Columns]]) -> None:
+        """In one message for all rows that have the same columns."""
+        alike: dict[tuple[str, ...], list[tuple[int, Columns]]] = {}
+        for row in rows:
+            alike.setdefault(tuple(row[1]), []).append(row)
+        for names, some in alike.items():
+            columns = {name: [cells[name][0] for _, cells in some] for name in names}
+            await self._storage.write([row_id for row_id, _ in some], columns)
 
     async def _finish(
         self, row_id: int, episode: PlayedEpisode, cells: Cells, state: EpisodeState
     ) -> TurnResult:
         """Give the environment's reward, and mark the row as whole."""
-        columns: dict[str, list[np.ndarray]] = {}
+        columns: Columns = {}
         if self._spec.kinds[episode.kind].has_instance:
             answer = await self._ask(episode, row_id, "finish")
             if answer["reward"] is not None:
@@ -305,7 +317,7 @@ class EnvironmentExecutor:
             reason = FinishReason.STOP if is_done else FinishReason.LENGTH
             columns[SAMPLING] = [_finished(cells, reason)]
         if columns:
-            await self._storage.write([row_id], columns)
+            await self._writing.ask((row_id, columns))
         self._end(row_id)
         return self._result(row_id, episode, state)
 

@@ -21,11 +21,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from llamarl.batcher import Batcher
 from llamarl.dataflow.columns import PROMPT_RECORD
 from llamarl.dataflow.graph import GENERATE, GROUP, SCORE, External, Graph, Stage
 from llamarl.episode import EpisodeState, TurnResult
 from llamarl.errors import all_at_once, cancel_all, mark_seen, unwrap
-from llamarl.loop.batcher import Batcher
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.turns import Turns
 from llamarl.protocols import Environment, Processor, Storage

@@ -9,9 +9,9 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 
+from llamarl.batcher import Batcher
 from llamarl.episode import EpisodeState, TurnItem, TurnResult
 from llamarl.errors import cancel_all
-from llamarl.loop.batcher import Batcher
 from llamarl.protocols import Environment
 from llamarl.types import Prompt
 

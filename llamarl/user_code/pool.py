@@ -32,7 +32,7 @@ T = TypeVar("T")
 CHUNK_CALLS = 16  # per message: small enough to spread over workers, large enough to be cheap
 MAX_COROUTINES = 256  # in a process at once
 SPLIT = 8  # coroutines of a lost process run again in so many parts, one after another
-TICK_S = 0.02  # between two looks into the queue while coroutines run
+TICK_S = 0.1  # at most between two looks into the queue while coroutines run
 TOKEN_BYTES = 8
 START_S = 120.0  # imports are slow on a busy machine; this limit only ends a start that hangs
 FAILURES = {status.value: status for status in StageStatus if status is not StageStatus.OK}
@@ -89,6 +89,8 @@ class WorkerPool(Generic[T]):
         chunks = [Chunk[T](calls[start : start + size]) for start in range(0, len(calls), size)]
         for chunk in chunks:
             self._chunks.put(chunk)
+        for worker in self._workers:
+            worker.wake()
         each = await asyncio.gather(*(asyncio.wrap_future(chunk.future) for chunk in chunks))
         return [result for results in each for result in results]
 
@@ -139,6 +141,11 @@ class _Worker(threading.Thread, Generic[T]):
             for chunk, _ in part:
                 chunk.give_up(self._code.label)
         self._end_process()
+
+    def wake(self) -> None:
+        """Look into the queue; may be called in any thread."""
+        if (process := self.process) is not None and process.runs_coroutines:
+            process.wake()
 
     def _next(self) -> list[Asked[T]]:
         """What is to be sent now, if anything."""
@@ -200,7 +207,7 @@ class _Worker(threading.Thread, Generic[T]):
             chunk.settle(place, self._result(chunk.calls[place], answer))
             if process.ended:
                 self._lose(None)
-        elif wait_s == left_s:
+        elif time.monotonic() >= self._silent_since_s + limit_s:
             stack = process.stack()
             self._lose(Failure(StageStatus.HUNG, self._code.overdue(stack)))
 

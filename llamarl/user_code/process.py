@@ -69,6 +69,10 @@ class WorkerProcess:
         self._in, self._out, self._err = (pipe.fileno() for pipe in self._pipes)
         os.set_blocking(self._in, False)
         self._unsent = memoryview(b"")
+        self._waking = os.pipe()  # to read from, to write to
+        for end in self._waking:
+            os.set_blocking(end, False)
+        self._is_woken = False
         self._max_answer_bytes = MAX_ANSWER_BYTES
         self._answers: deque[bytes] = deque()
         self._answer_rest = bytearray()
@@ -100,17 +104,19 @@ class WorkerProcess:
     def receive(
         self, limit_s: float, tokens: Collection[str], max_bytes: int = MAX_ANSWER_BYTES
     ) -> dict[str, Any] | None:
-        """The next answer, which must repeat one of `tokens`, or None after `limit_s`.
+        """The next answer, which must repeat one of `tokens`, or None after `limit_s` or a `wake`.
 
         Raises WorkerError if the process ended, or if user code wrote into the answers, such as
         one of more than `max_bytes`.
         """
         end = time.monotonic() + limit_s
-        self._max_answer_bytes = max_bytes
+        self._max_answer_bytes, self._is_woken = max_bytes, False
         while not self._answers:
             left_s = max(0.0, end - time.monotonic())
-            if not self._exchange(left_s) or not (self._answers or left_s):
-                return None
+            if not self._exchange(left_s) or self._is_woken or not (self._answers or left_s):
+                break
+        if not self._answers:
+            return None
         return self._check_answer(self._answers.popleft(), tokens)
 
     def stack(self) -> str:
@@ -127,6 +133,11 @@ class WorkerProcess:
         lines = [line for line in self._stderr if not any(name in line for name in OWN_FRAMES)]
         return "\n".join(lines) or "(it gave no stack)"
 
+    def wake(self) -> None:
+        """End a `receive` that waits, or the next one; may be called in any thread."""
+        with contextlib.suppress(OSError):  # it is full, so it will end; or it is closed
+            os.write(self._waking[1], b"w")
+
     def kill(self) -> None:
         """Make the supervisor end the worker and all it started; may be called in any thread."""
         if self._process.returncode is not None:  # reaped: its pid may be reused by now
@@ -140,6 +151,10 @@ class WorkerProcess:
         self._end()
         for pipe in self._pipes:
             pipe.close()
+        waking, self._waking = self._waking, (-1, -1)
+        for end in waking:
+            if end >= 0:
+                os.close(end)
 
     def _end(self) -> None:
         self.kill()
@@ -171,11 +186,15 @@ class WorkerProcess:
         """Read and write what the pipes allow; False if that is nothing within `limit_s`."""
         poll = select.poll()
         poll.register(self._out, select.POLLIN)
+        poll.register(self._waking[0], select.POLLIN)
         if self._stderr_open:
             poll.register(self._err, select.POLLIN)
         if self._unsent:
             poll.register(self._in, select.POLLOUT)
         ready = dict(poll.poll(limit_s * 1000))
+        if self._waking[0] in ready:
+            os.read(self._waking[0], READ_BYTES)
+            self._is_woken = True
         if self._err in ready:
             self._read_stderr()
         if self._in in ready:

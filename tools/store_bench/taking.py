@@ -10,7 +10,7 @@ import json
 from collections import deque
 from typing import Any
 
-from llamarl.loop.batcher import Batcher
+from llamarl.batcher import Batcher
 
 
 class ReadyRows:
