@@ -228,7 +228,7 @@ class Rollouts:
                 turn = await self._turns.ask(row_id, group.prompt)
                 asked = replace(request, prompt_ids=turn.prompt_ids or request.prompt_ids)
                 rollout = _unwritten(request)
-            elif turn.state is EpisodeState.GOES_ON:
+            elif turn.state is EpisodeState.GOES_ON and turn.status is StageStatus.OK:
                 rollout = await self._generate(asked)
                 if rollout.finish_reason is FinishReason.ABORTED:
                     await self._turns.abort([row_id])

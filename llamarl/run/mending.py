@@ -189,6 +189,14 @@ class MendedStage:
         return results
 
 
+class EpisodesLost(Exception):  # noqa: N818 - what became of them
+    """These episodes were lost with their executor."""
+
+    def __init__(self, results: list[TurnResult]) -> None:
+        super().__init__()
+        self.results = results
+
+
 @dataclass
 class MendedEnvironment:
     """protocols.Environment of the executor `name` and those that take its place: what it had not
@@ -205,24 +213,31 @@ class MendedEnvironment:
 
     async def collect(self, received: int) -> tuple[int, list[TurnResult]]:
         """See `protocols.Environment`."""
-        lost: list[TurnResult] = []
-
-        async def lose() -> None:
-            waiting, self._waiting = self._waiting, {}
-            for row_id, number in waiting.items():
-                lost.append(TurnResult(row_id=row_id, number=number, state=EpisodeState.LOST))
-
-        first, results = await self.ask(self.name, lambda calls: calls.collect(received), lose)
+        try:
+            first, results = await self.ask(
+                self.name, lambda calls: calls.collect(received), self._lose
+            )
+        except EpisodesLost as loss:
+            return received - len(loss.results), loss.results
         for result in results:
             if self._waiting.get(result.row_id) == result.number:
                 del self._waiting[result.row_id]
-        return first - len(lost), [*lost, *results]
+        return first, results
 
     async def forget(self, row_ids: list[int]) -> None:
         """See `protocols.Environment`."""
         for row_id in row_ids:
             self._waiting.pop(row_id, None)
         await self.ask(self.name, lambda calls: calls.forget(row_ids))
+
+    async def _lose(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        lost = [
+            TurnResult(row_id=row_id, number=number, state=EpisodeState.LOST)
+            for row_id, number in waiting.items()
+        ]
+        if lost:
+            raise EpisodesLost(lost)
 
 
 @dataclass(frozen=True)

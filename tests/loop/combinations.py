@@ -102,6 +102,8 @@ def _options(rng: random.Random) -> dict[str, Any]:
         "costs": _costs(rng),
     }
     options |= _replicas(rng)
+    if rng.random() < 0.4:
+        options |= _episodes(rng)
     least = 1
     if rng.random() < 0.15:
         least = 4
@@ -133,6 +135,17 @@ def _splitting(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
         "rollouts_per_prompt": 2,
         "drop_share": 0.0,
         "costs": replace(options["costs"], decode_row_s=0.01),
+    }
+
+
+def _episodes(rng: random.Random) -> dict[str, Any]:
+    """Rollouts that take turns, with tools that take no time, or now and then very long."""
+    tail = (0.0,) * 8 + (0.3, rng.choice([2.0, 40.0]))
+    return {
+        "most_turns": rng.choice([1, 3, 8]),
+        "tool_seconds": rng.choice([(0.0,), (0.01, 0.1), tail]),
+        "tool_failed_share": rng.choice([0.0, 0.0, 0.02]),
+        "observation_tokens": rng.choice([1, 5]),
     }
 
 
@@ -194,6 +207,8 @@ def _faults(rng: random.Random, options: dict[str, Any]) -> dict[str, Faults]:
     if rng.random() < 0.3:
         for name in ("scorer", *(stage.name for stage in options["stages"])):
             found |= _deaths(rng, name, ["process"])
+    if options.get("most_turns") and rng.random() < 0.4:
+        found |= _deaths(rng, "environment", ["submit", "collect"])
     if rng.random() < 0.5:
         delay_s = rng.choice([0.001, 0.02, 0.2])
         methods = rng.sample(["write", "read", "retire", "find"], 2)

@@ -21,14 +21,19 @@ from llamarl.planner.simulation.setting import Rollout, SimulatedRollouts, token
 from llamarl.planner.simulation.simulated_cluster import SimulatedCluster, SimulatedProcess
 from llamarl.protocols import Storage
 from llamarl.types import (
+    FINISH_CODES,
     GENERATOR_LOGPROBS,
+    NO_VERSION,
     PROMPT_IDS,
     RESPONSE_IDS,
     REWARD,
+    SAMPLING,
     TOKEN_VERSIONS,
+    FinishReason,
     Request,
     RolloutInfo,
     StageResult,
+    finish_reason,
     version_spans,
 )
 
@@ -264,7 +269,7 @@ class StoredRollouts(SimulatedRollouts):
         finished = []
         for request, row in stopped:
             wrong_from = self._faults.get(f"generator-{row.replica}", Faults()).wrong_from
-            written = tokens_of(row.spans)
+            written = tokens_of(row)
             written.logprobs[written.versions >= wrong_from] = WRONG
             finished.append(
                 RequestOutput(request=request, written=written, reason=row.finish_reason)
@@ -279,6 +284,21 @@ class StoredRollouts(SimulatedRollouts):
             Rollout(len(prompt), len(versions), version_spans(versions), max(logprobs, default=0.0))
             for prompt, versions, logprobs in zip(*(columns[n] for n in names), strict=True)
         ]
+
+    async def observe(
+        self, row_id: int, num_tokens: int, reason: FinishReason, writer: str
+    ) -> bool:
+        names = [RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
+        columns = await self.storage.read([row_id], names)
+        cells = {name: columns[name][0] for name in names}
+        if finish_reason(cells[SAMPLING]) is not FinishReason.TURN:
+            return False
+        added = {RESPONSE_IDS: 2, GENERATOR_LOGPROBS: 0.0, TOKEN_VERSIONS: NO_VERSION}
+        for name, value in added.items():
+            cells[name] = np.append(cells[name], np.full(num_tokens, value, cells[name].dtype))
+        cells[SAMPLING] = np.append(cells[SAMPLING][:-1], float(FINISH_CODES[reason]))
+        await self.storage.write([row_id], {n: [cell] for n, cell in cells.items()}, writer)
+        return True
 
     async def written(self, requests: list[Request]) -> dict[int, PartialOutput]:
         return await read_written(self.storage, requests)

@@ -15,7 +15,9 @@ from llamarl.config import (
     CheckpointConfig,
     ClusterConfig,
     Config,
+    DataConfig,
     EmbeddedConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     ExperienceConfig,
     PlacementConfig,
@@ -26,6 +28,7 @@ from llamarl.config import (
 )
 from llamarl.dataflow.graph import Stage, make_graph
 from llamarl.dataflow.samplers import Sampler, admission
+from llamarl.episode import EpisodeState, TurnResult
 from llamarl.loop.skew import Skew
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.costs import Costs
@@ -38,6 +41,7 @@ from llamarl.planner.simulation.workload import Workload, spread
 from llamarl.run.fleet import Fleet
 from llamarl.run.wiring import Wiring
 from llamarl.types import (
+    NO_VERSION,
     Batch,
     Dropped,
     Evaluation,
@@ -53,6 +57,7 @@ from tests.fakes import WatchedStorage
 from tests.loop.faults import Faults, FaultyCluster, FaultyProcess, StoredRollouts
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
+MANY = 1000
 COSTS = Costs(
     decode_step_s=0.01,
     part_s=0.1,
@@ -78,6 +83,22 @@ class LoopWorkload(Workload):
     length_of: Callable[[Request], int]
     failed_share: float = 0.0
     stage_drop_share: float = 0.0
+    turns_of: Callable[[int], int] = lambda row_id: 1
+    tool_failed_share: float = 0.0
+
+    def answer(self, row_id: int, turn: int) -> tuple[float, TurnResult]:
+        rng = random.Random(f"{row_id} {turn}")
+        seconds = rng.choice(self.tool_seconds)
+        is_done = turn >= self.turns_of(row_id)
+        status, error = StageStatus.OK, ""
+        if rng.random() < self.tool_failed_share:
+            status, error = rng.choice([StageStatus.RAISED, StageStatus.HUNG]), "simulated"
+        state = EpisodeState.DONE if is_done else EpisodeState.GOES_ON
+        numbers = {"turns": float(turn)}
+        result = TurnResult(
+            row_id=row_id, number=0, state=state, status=status, error=error, numbers=numbers
+        )
+        return seconds, result
 
     def length(self, request: Request) -> int:
         return self.length_of(request)
@@ -176,6 +197,11 @@ class Loop:
     state: dict[str, Any] = field(default_factory=dict)
     faults: dict[str, Faults] = field(default_factory=dict)
     storage: WatchedStorage = field(default_factory=WatchedStorage)
+    most_turns: int = 0
+    """Turns of an episode, 1 to this many by row; 0: there are no episodes."""
+    tool_seconds: tuple[float, ...] = (0.0,)
+    tool_failed_share: float = 0.0
+    observation_tokens: int = 3
     stages: Sequence[Stage] = ()
     reward_columns: Sequence[str] = ("reward",)
     skew: Skew | None = None
@@ -189,6 +215,11 @@ class Loop:
             stage_drop_share=self.stage_drop_share,
             length_of=self.length,
             row_step=self.num_hosts,
+            num_turns=max(1, self.most_turns),
+            turns_of=self.turns_of,
+            tool_seconds=self.tool_seconds,
+            tool_failed_share=self.tool_failed_share,
+            observation_tokens=self.observation_tokens,
         )
         self.workload = workload
         self.config = self._config()
@@ -216,8 +247,16 @@ class Loop:
         self.group_of: dict[int, int] = {}  # by row
         self.replica_of: dict[int, int] = {}  # by trained row
 
+    def turns_of(self, row_id: int) -> int:
+        """The turns of an episode."""
+        return random.Random(row_id).randint(1, max(1, self.most_turns))
+
     def _config(self) -> Config:
         return make_recipe(
+            data=DataConfig(prompts="x", chat=True),
+            environment=EnvironmentConfig(
+                tools=["task"] if self.most_turns else [], max_restarts=MANY
+            ),
             num_steps=self.num_steps,
             algorithm=AIPOConfig(
                 max_drops_in_row=self.max_drops_in_row,
@@ -318,4 +357,5 @@ class Loop:
         for batch in self.batches:
             for row in batch.rows:
                 for version in self.storage.versions[row.row_id]:
-                    yield batch.version - version, version >= row.oldest_version
+                    if version != NO_VERSION:
+                        yield batch.version - version, version >= row.oldest_version

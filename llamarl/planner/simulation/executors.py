@@ -7,11 +7,14 @@ what they compute is made up.
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 from llamarl.algorithms.policy_loss import is_inert
 from llamarl.config.pools import number_of, pools_of
 from llamarl.dataflow.graph import Stage
+from llamarl.episode import EpisodeState, TurnItem, TurnResult
 from llamarl.errors import StaleVersion
+from llamarl.executors.engine_output import KeptRows
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.setting import Layouts, Setting, SimulatedExecutor
@@ -20,11 +23,14 @@ from llamarl.types import (
     Batch,
     Columns,
     Evaluation,
+    FinishReason,
     Group,
     Outcome,
+    Prompt,
     RolloutInfo,
     StageItem,
     StageResult,
+    StageStatus,
     StepStats,
     Verdict,
 )
@@ -119,6 +125,58 @@ class SimulatedStage(SimulatedExecutor):
         return [self._workload.pass_stage(self._stage, row_id) for row_id in row_ids]
 
 
+class SimulatedEnvironment(SimulatedExecutor):
+    """protocols.Environment that answers as the workload says; many turns at once."""
+
+    def __init__(self, setting: Setting, costs: Costs, cores: Cores) -> None:
+        super().__init__(setting, costs, cores)
+        self._num_turns: dict[int, int] = {}  # of the episodes that are played
+        self._kept = KeptRows[TurnResult]()
+        self._has_results = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def submit(self, turns: list[TurnItem]) -> None:
+        await self._travel()
+        for turn in turns:
+            task = asyncio.create_task(self._answer(*turn))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def collect(self, received: int) -> tuple[int, list[TurnResult]]:
+        await self._travel()
+        self._kept.forget(received)
+        while not self._kept:
+            self._has_results.clear()
+            await self._has_results.wait()
+        return self._kept.report()
+
+    async def forget(self, row_ids: list[int]) -> None:
+        await self._travel()
+        for row_id in row_ids:
+            self._num_turns.pop(row_id, None)
+
+    async def _answer(self, row_id: int, number: int, prompt: Prompt | None) -> None:
+        result = TurnResult(row_id=row_id, number=number, state=EpisodeState.GOES_ON)
+        if prompt is not None:
+            self._num_turns[row_id] = 0
+        elif row_id not in self._num_turns:
+            result = replace(result, state=EpisodeState.LOST)
+        else:
+            self._num_turns[row_id] += 1
+            seconds, found = self._workload.answer(row_id, self._num_turns[row_id])
+            await self._cores.sleep(seconds)
+            result = replace(found, number=number)
+            is_open = found.state is EpisodeState.GOES_ON and found.status is StageStatus.OK
+            num_tokens = self._workload.observation_tokens if is_open else 0
+            reason = FinishReason.SEGMENT if is_open else FinishReason.STOP
+            if not await self._rollouts.observe(row_id, num_tokens, reason, self.writer):
+                is_open, result = False, replace(result, state=EpisodeState.LIMIT)
+            if not is_open:
+                self._num_turns.pop(row_id, None)
+        self._kept.add([result])
+        self._has_results.set()
+
+
 class SimulatedTrainer(Layouts):
     """Trainer, WeightSource and Offloadable of `protocols.py` for all ranks: the slowest one paces
     each micro-batch. It computes on `device`; what goes beside that takes `cores`.
@@ -153,7 +211,7 @@ class SimulatedTrainer(Layouts):
                 for span in rollout.spans:
                     if span.version >= row.oldest_version:
                         self._ages[batch.version - span.version] += span.num_tokens
-            self._num_tokens += sum(row.num_tokens for row in batch.rows)
+            self._num_tokens += sum(row.num_generated for row in batch.rows)
             await self._cores.work(self._costs.store_row_s * len(batch.rows))
             self._end_idle("batch")
             await self._compute(self._costs.part_s + self._passes_s(batch), "accumulate")
@@ -267,7 +325,7 @@ class SimulatedRunLogger:
         """What each replica has written of the group."""
         now_s = asyncio.get_running_loop().time()
         for rollout in group.rollouts.values():
-            self._timeline.written.append((now_s, rollout.replica, rollout.num_tokens))
+            self._timeline.written.append((now_s, rollout.replica, rollout.num_generated))
 
     def log_evaluation(self, evaluated: Evaluation | None) -> None:
         """Evaluations are not noted."""

@@ -27,6 +27,7 @@ from llamarl.generation.scheduler import (
     SlotAssignment,
     assign_slots,
     fewest_free,
+    is_going_on,
 )
 from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs
@@ -109,7 +110,8 @@ class SimulatedReplica(Layouts):
 
     async def _take(self) -> list[RolloutInfo]:
         await self._has_news.wait()
-        await self._cores.sleep(GATHER_S)
+        if not any(is_going_on(row.finish_reason) for _, row in self._stopped):
+            await self._cores.sleep(GATHER_S)
         self._catch_up()
         stopped, self._stopped = self._stopped, []
         self._has_news.clear()
@@ -272,7 +274,11 @@ class SimulatedReplica(Layouts):
     def _start(self, assignment: SlotAssignment) -> int:
         slot = Slot(assignment.waiting, assignment.slot, self._slots.steps)
         request, before = slot.request, slot.before
-        length = min(self._workload.length(request), request.sampling.max_tokens)
+        length = self._workload.length(request)
+        if request.has_turns:
+            num_generated = slot.before - slot.num_observed
+            length = self._workload.turn_end(request, num_generated) + slot.num_observed
+        length = min(length, request.sampling.max_tokens)
         slot.total = max(min(length, self._max_model_len - len(request.prompt_ids)), before + 1)
         if request.segment_tokens and slot.total > before + request.segment_tokens:
             slot.total, slot.is_cut = before + request.segment_tokens, True
@@ -320,9 +326,10 @@ class SimulatedReplica(Layouts):
     def _advance(self, steps: int) -> None:
         for slot in self._slots.advance(steps):
             at_limit = slot.total >= slot.request.sampling.max_tokens
-            reason = FinishReason.LENGTH if at_limit else FinishReason.STOP
+            natural = FinishReason.TURN if slot.request.has_turns else FinishReason.STOP
+            reason = FinishReason.LENGTH if at_limit else natural
             reason = FinishReason.SEGMENT if slot.is_cut else reason
-            self._stop(slot.request, self._spans(slot), reason)
+            self._stop(slot.request, self._spans(slot), reason, slot.num_observed)
 
     def _spans(self, slot: Slot) -> tuple[VersionSpan, ...]:
         """What the rollout has written: the commits since its start cut it into versions."""
@@ -343,11 +350,17 @@ class SimulatedReplica(Layouts):
             written.append(span)
         return tuple(written)
 
-    def _stop(self, request: Request, spans: tuple[VersionSpan, ...], reason: FinishReason) -> None:
+    def _stop(
+        self,
+        request: Request,
+        spans: tuple[VersionSpan, ...],
+        reason: FinishReason,
+        num_observed: int = 0,
+    ) -> None:
         row = RolloutInfo(
             row_id=request.row_id,
             num_prompt_tokens=len(request.prompt_ids),
-            num_tokens=sum(span.num_tokens for span in spans),
+            num_tokens=sum(span.num_tokens for span in spans) + num_observed,
             spans=spans,
             finish_reason=reason,
             replica=self.index,

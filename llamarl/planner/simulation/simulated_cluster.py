@@ -12,13 +12,14 @@ from typing import Any
 
 from llamarl.config import Config, rank_assignment
 from llamarl.config.pools import number_of, pools_of
-from llamarl.dataflow.graph import SCORE, Graph
+from llamarl.dataflow.graph import ENVIRONMENT, SCORE, Graph
 from llamarl.executors.collector import CollectorExecutor
 from llamarl.executors.specs import CollectorSpec
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.executors import (
+    SimulatedEnvironment,
     SimulatedModel,
     SimulatedScorer,
     SimulatedStage,
@@ -103,6 +104,8 @@ def make_executors(
         if kind == "collector":
             spec = collector_spec(config, found.generators, int(number))
             return cluster.spawn(name, lambda costs, cores: _collector(spec))
+        if name == ENVIRONMENT:
+            return spawn(name, SimulatedEnvironment)
         stage = found.stage_of[name]
         if stage.name == SCORE:
             return spawn(name, SimulatedScorer)
@@ -123,7 +126,8 @@ def make_executors(
     )
     replicas = map("generator-{}".format, range(config.generator.num_replicas))
     collectors = map("collector-{}".format, range(config.generator.num_collectors))
-    for name in (*replicas, *collectors, *found.stage_of):
+    environments = [ENVIRONMENT] * graph.has_episodes
+    for name in (*replicas, *collectors, *found.stage_of, *environments):
         found.by_name[name] = spawn_named(name)
     trainer = partial(SimulatedTrainer, setting, hosts=hosts["trainer"][:1], device=device)
     found.by_name["trainer"] = cluster.spawn("trainer", trainer)

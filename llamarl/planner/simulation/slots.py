@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from llamarl.generation.scheduler import QueuedRequest
 from llamarl.planner.simulation.costs import Costs
+from llamarl.types import NO_VERSION
 
 
 class Slot:
@@ -22,6 +23,7 @@ class Slot:
         self.number, self.start = number, start
         self.prefix_group = self.request.prefix_group
         self.before = len(self.written.versions)
+        self.num_observed = int((self.written.versions == NO_VERSION).sum())
         self.context = len(self.request.prompt_ids) + self.before - 1
         self.total = 0
         self.is_cut = False

@@ -15,6 +15,7 @@ from llamarl.config.pools import pools_of
 from llamarl.config.rank_assignment import num_storage_units, units_near
 from llamarl.dataflow.columns import NUMBER
 from llamarl.dataflow.graph import Stage
+from llamarl.episode import EpisodeState, TurnResult
 from llamarl.types import REWARD, Prompt, Request, StageResult
 
 NUM_DRAWN = 1 << 14  # lengths drawn; a rollout's seed picks one of them
@@ -36,10 +37,29 @@ class Workload:
     equal_share: float = 0.0
     row_step: int = 1
     """By which the row ids of a group differ: `loop/nearby_units.py` decides."""
+    num_turns: int = 1
+    """Of each episode; its rollout's tokens are spread over them evenly."""
+    tool_seconds: tuple[float, ...] = (0.0,)
+    """How long environments take for a turn; each turn picks one of these."""
+    observation_tokens: int = 0
 
     def length(self, request: Request) -> int:
-        """Tokens that this rollout will have."""
+        """Tokens that the model will write of this rollout."""
         return self.lengths[request.seed % len(self.lengths)]
+
+    def turn_end(self, request: Request, num_generated: int) -> int:
+        """How many tokens the model will have written when the turn ends that it now writes."""
+        length, n = self.length(request), self.num_turns
+        ends = (-(-length * turn // n) for turn in range(1, n + 1))
+        return next((end for end in ends if end > num_generated), num_generated + 1)
+
+    def answer(self, row_id: int, turn: int) -> tuple[float, TurnResult]:
+        """(seconds that the environment takes for the n-th turn of an episode, its result)."""
+        number = spread((row_id * 0.618033988749895) + turn * 0.7548776662466927)
+        seconds = self.tool_seconds[int(number * len(self.tool_seconds))]
+        is_done = turn >= self.num_turns
+        state = EpisodeState.DONE if is_done else EpisodeState.GOES_ON
+        return seconds, TurnResult(row_id=row_id, number=0, state=state, numbers={"turns": turn})
 
     def score(self, row_id: int, prompt: Prompt) -> StageResult:
         """1 for every second row of a group and 0 for the others; 0 for all rows of
