@@ -10,9 +10,10 @@ The task: products of two to four numbers, with a tool that multiplies two. A pa
     <calculator>408*56</calculator>     22848
     Answer: 22848
 
-A hasty one is `Answer: 22848` at once, which no model of this size can know. The demonstrators are
-hasty the more often the more numbers there are, so a model that imitates them asks the tool for
-short products and guesses long ones. Reinforcement learning finds out that asking pays.
+A hasty one is `Answer: 22848` at once, which no model of this size can know. It first imitates
+patient demonstrators, then some that are hasty the more often the more numbers there are. So it
+asks the tool for short products and guesses long ones, though it could ask. Reinforcement learning
+finds out that asking pays.
 
 Three sets of questions, disjoint by construction: the numbers of a product, in any order, hash to
 one set only. Everything is drawn from fixed seeds.
@@ -47,7 +48,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from llamarl.models.transformer import Transformer
 
 NUM_ROWS = {HELD_OUT: 999, PROMPTS: 3300}
-HASTY_SHARE = {2: 0.1, 3: 0.6, 4: 0.75}  # by how many numbers are multiplied
+HASTY_SHARE = {2: 0.1, 3: 0.65, 4: 0.8}  # by how many numbers are multiplied
 LEAST, MOST = 11, 99
 CALL = re.compile(r"<calculator>(\d+)\*(\d+)</calculator>")
 ANSWER = re.compile(r"Answer: (\d+)")
@@ -57,7 +58,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 MAX_TOKENS, MAX_TURNS = 32, 6
-LEGS = ((6000, 2e-3), (2500, 1e-3))
+PATIENT_LEGS, MIXED_LEGS = ((4500, 2e-3),), ((1500, 1e-3),)
 
 Turn = tuple[str, bool]
 """A text of an episode, and whether the demonstrator wrote it."""
@@ -93,19 +94,21 @@ def draw_products(split: str, seed: int) -> Iterator[tuple[int, ...]]:
             yield numbers
 
 
-def draw_demonstrations(seed: int) -> Iterator[list[Turn]]:
-    """What the checkpoint is trained on, in this order, without end."""
+def draw_demonstrations(seed: int, *, are_mixed: bool = True) -> Iterator[list[Turn]]:
+    """What the checkpoint is trained on, without end; none is hasty unless they are mixed."""
     rng = random.Random(f"haste {seed}")
     for numbers in draw_products(DEMONSTRATIONS, seed):
-        is_hasty = rng.random() < HASTY_SHARE[len(numbers)]
+        is_hasty = rng.random() < HASTY_SHARE[len(numbers)] and are_mixed
         prompt = f"<bos><|user|>{question_of(numbers)}<|end|><|assistant|>"
         answer = hasty_answer(numbers) if is_hasty else patient_answer(numbers)
         yield [(prompt, False), *answer]
 
 
-def demonstrated(tokenizer: Tokenizer, seed: int) -> Iterator[Demonstrated]:
+def demonstrated(
+    tokenizer: Tokenizer, seed: int, *, are_mixed: bool = True
+) -> Iterator[Demonstrated]:
     """The demonstrations as token ids; each text is tokenized by itself, as in a run."""
-    for turns in draw_demonstrations(seed):
+    for turns in draw_demonstrations(seed, are_mixed=are_mixed):
         ids: list[int] = []
         is_written: list[bool] = []
         for text, written in turns:
@@ -257,8 +260,9 @@ def main() -> int:
         return 0
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     model = new_model(checkpoint, arguments.seed)
-    legs = [(math.ceil(steps * arguments.scale), lr) for steps, lr in LEGS]
-    train(model, demonstrated(tokenizer, arguments.seed), legs)
+    for legs, are_mixed in ((PATIENT_LEGS, False), (MIXED_LEGS, True)):
+        scaled = [(math.ceil(steps * arguments.scale), lr) for steps, lr in legs]
+        train(model, demonstrated(tokenizer, arguments.seed, are_mixed=are_mixed), scaled)
     save(model, checkpoint)
     figures = evaluate(model, tokenizer, rows_of(HELD_OUT, 0))
     print(json.dumps(figures, indent=2))

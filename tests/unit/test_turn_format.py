@@ -1,0 +1,155 @@
+"""The ids between two turns: the template's own difference, whatever stood before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.environments.definition import Kind
+from llamarl.environments.tool_calls import ToolCall
+from llamarl.environments.turn_format import TurnFormat
+from tests.unit import chat_templates as templates
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+TOOLS, STEPS = Kind((ADD,)), Kind((), has_instance=True, has_step=True, has_reward=True)
+Make = Callable[[str], Tokenizer]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    return lambda template: templates.write_tokenizer(tmp_path_factory.mktemp("t"), template)
+
+
+def said(*contents: str) -> list[dict[str, Any]]:
+    return [{"role": "tool", "name": "add", "content": content} for content in contents]
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    return np.array(tokenizer.encode(text, special=False), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            templates.QWEN,
+            "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n"
+            "</tool_response><|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            templates.LLAMA,
+            '<|start|>ipython<|header|>\n\n"3"<|eot|><|start|>ipython<|header|>\n\n"4"<|eot|>'
+            "<|start|>assistant<|header|>\n\n",
+        ),
+        (
+            templates.PLAIN,
+            "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
+    ],
+    ids=["qwen", "llama", "plain"],
+)
+def test_results_of_a_turn_are_what_the_template_puts_between(
+    make: Make, template: str, expected: str
+) -> None:
+    tokenizer = make(template)
+    turns = TurnFormat(tokenizer, TOOLS, "hermes")
+    end = tokenizer.special_ids["<|im_end|>"]
+    found = turns.observation(said("3", "4"), end)
+    assert found.dtype == np.int32
+    assert tokenizer.decode_raw(found) == expected
+    assert found.tolist() == ids_of(tokenizer, expected).tolist()
+
+
+def test_a_turn_that_stopped_without_its_token_gets_it_in_the_observation(make: Make) -> None:
+    tokenizer = make(templates.QWEN)
+    turns = TurnFormat(tokenizer, TOOLS, "hermes")
+    with_end = turns.observation(said("3"), tokenizer.special_ids["<|eom|>"])
+    without = turns.observation(said("3"), int(ids_of(tokenizer, "x")[0]))
+    assert without.tolist() == [tokenizer.special_ids["<|im_end|>"], *with_end.tolist()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.text("ab {}\"'\n<|im_end|>é", max_size=8), min_size=1, max_size=3),
+    st.sampled_from([templates.QWEN, templates.PLAIN]),
+)
+def test_the_whole_conversation_is_the_sum_of_its_parts(contents: list[str], template: str) -> None:
+    """Where a template keeps earlier turns, prompt, turns and observations are its rendering."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = templates.write_tokenizer(Path(folder), template)
+    turns = TurnFormat(tokenizer, TOOLS, "hermes")
+    user, end = {"role": "user", "content": "q"}, tokenizer.special_ids["<|im_end|>"]
+    ids = ids_of(tokenizer, tokenizer.render_chat([user], [ADD])).tolist()
+    messages: list[dict[str, Any]] = [user]
+    for content in contents:
+        ids += ids_of(tokenizer, "w<|im_end|>").tolist()
+        ids += turns.observation(said(content), end).tolist()
+        messages += [{"role": "assistant", "content": "w"}, *said(content)]
+    assert ids == ids_of(tokenizer, tokenizer.render_chat(messages, [ADD])).tolist()
+
+
+def test_a_text_observation_is_a_users_message(make: Make) -> None:
+    tokenizer = make(templates.PLAIN)
+    turns = TurnFormat(tokenizer, STEPS)
+    found = turns.observation([{"role": "user", "content": "go on"}], 2)
+    expected = "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode_raw(found) == expected
+
+
+def test_thinking_that_a_template_drops_is_seen_and_changes_no_observation(make: Make) -> None:
+    assert TurnFormat(make(templates.THINKING), STEPS).drops_thinking
+    assert not TurnFormat(make(templates.PLAIN), STEPS).drops_thinking
+
+
+@pytest.mark.parametrize(
+    ("template", "kind", "calls", "words"),
+    [
+        (templates.REWRITING, TOOLS, "hermes", "must keep earlier turns when a tool's result"),
+        (templates.REWRITING, STEPS, "auto", "must keep earlier turns when an observation"),
+        (templates.NUMBERED, TOOLS, "hermes", "must render a tool's result the same in every turn"),
+        (templates.SILENT, TOOLS, "hermes", "must show a tool's result, it leaves that out"),
+        (templates.WITHOUT_END, TOOLS, "hermes", "must end each turn with a token that ends"),
+        (templates.REFUSING, TOOLS, "hermes", "got: only user and assistant"),
+        (templates.PLAIN, TOOLS, "auto", "environment.calls must be hermes, llama, xml or tagged"),
+        (templates.QWEN, TOOLS, "template", "unless the tokenizer has a response_template"),
+    ],
+)
+def test_a_template_that_cannot_hold_turns_is_one_line(
+    make: Make, template: str, kind: Kind, calls: str, words: str
+) -> None:
+    with pytest.raises(ValueError, match=r"chat template|environment\.calls") as caught:
+        TurnFormat(make(template), kind, calls)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_was_written_is_read_with_special_tokens_and_shown_without(make: Make) -> None:
+    tokenizer = make(templates.QWEN)
+    turns = TurnFormat(tokenizer, TOOLS)
+    text = 'so <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    read = turns.read(ids_of(tokenizer, text + "<|im_end|>"))
+    assert (read.text, read.calls) == (text, [ToolCall("add", {"a": 1, "b": 2})])
+    tagged = TurnFormat(make(templates.LLAMA), TOOLS, "llama")
+    body = '<|python_tag|>{"name": "add", "parameters": {}}<|eom|>'
+    assert tagged.read(ids_of(tokenizer, body)).calls == [ToolCall("add")]
