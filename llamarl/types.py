@@ -225,7 +225,8 @@ def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
 class RolloutInfo:
     """What the controller learns when a rollout stops: constant size whatever its length.
 
-    `num_tokens` is the length of its response, `spans` are of what the model wrote of it.
+    `num_tokens` is the length of its response, `spans` are of what the model wrote of it. Its last
+    `replica` still had the keys and values of `num_kept` tokens when it was resumed.
     """
 
     row_id: int
@@ -234,6 +235,7 @@ class RolloutInfo:
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     replica: int = 0
+    num_kept: int = 0
 
     @property
     def num_generated(self) -> int:

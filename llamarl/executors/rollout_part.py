@@ -146,6 +146,7 @@ def rollout_info(finished: RequestOutput, replica: int) -> RolloutInfo:
         spans=version_spans(finished.written.versions),
         finish_reason=finished.reason,
         replica=replica,
+        num_kept=finished.written.num_kept,
     )
 
 

@@ -63,6 +63,10 @@ class CudaKVCache:
         self.keys[layer].index_put_(index, keys)
         self.values[layer].index_put_(index, values)
 
+    def read(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [kv_heads, length, head_dim] of the first positions of a slot."""
+        return self.keys[layer, slot, :, :length], self.values[layer, slot, :, :length]
+
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` to slot `target`."""
         for cache in (self.keys, self.values):

@@ -95,17 +95,23 @@ class Decoder:
             for size in (width, architecture.head_dim)
         )
 
-    def prefill(self, sequences: list[tuple[int, np.ndarray]]) -> None:
-        """Compute keys and values of whole sequences: (slot, int tokens [t]) each, no logits.
+    def prefill(self, sequences: list[tuple[int, int, np.ndarray]]) -> None:
+        """Compute keys and values of tokens: (slot, position of the first, int tokens [t]) each, no
+        logits. What lies before that position is in the slot's cache.
 
-        Sequences of equal length share one attention call.
+        Whole sequences of equal length share one attention call.
         """
-        sequences = sorted(sequences, key=lambda item: len(item[1]))
-        lengths = [len(ids) for _, ids in sequences]
-        runs = [(len(list(same)), length) for length, same in itertools.groupby(lengths)]
-        tokens = np.concatenate([ids for _, ids in sequences])
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        slots = np.repeat(np.array([slot for slot, _ in sequences]), lengths)
+        whole = sorted((each for each in sequences if not each[1]), key=lambda each: len(each[2]))
+        later = [each for each in sequences if each[1]]
+        sequences = [*whole, *later]
+        lengths = [len(ids) for *_, ids in sequences]
+        same = itertools.groupby(lengths[: len(whole)])
+        runs = [(len(list(equal)), length) for length, equal in same]
+        tokens = np.concatenate([ids for *_, ids in sequences])
+        positions = np.concatenate(
+            [np.arange(start, start + len(ids)) for _, start, ids in sequences]
+        )
+        slots = np.repeat(np.array([slot for slot, *_ in sequences]), lengths)
         weights, device = self._bound(), self.cache.device
         x = self._embed(weights, torch.from_numpy(tokens).to(device))
         rows = torch.from_numpy(positions).to(device)
@@ -115,7 +121,9 @@ class Decoder:
             queries, keys, values = self._qkv(layer, x, cos, sin)
             self.cache.write(index, write_index, keys, values)
             if index < len(weights.layers) - 1:  # the last layer's output is not used
-                self._finish_layer(layer, x, self._causal(queries, keys, values, runs))
+                attended = self._causal(queries, keys, values, runs)
+                attended += self._continued(index, queries, later)
+                self._finish_layer(layer, x, torch.cat(attended))
 
     def decode(
         self, tokens: Tensor, positions: Tensor, write_index: tuple[Tensor, ...], plan: Any
@@ -187,8 +195,9 @@ class Decoder:
 
     def _causal(
         self, queries: Tensor, keys: Tensor, values: Tensor, runs: list[tuple[int, int]]
-    ) -> Tensor:
-        """Causal attention inside each sequence, `runs` of (sequences, length): [N, width]."""
+    ) -> list[Tensor]:
+        """Causal attention inside each sequence, for each of `runs` of (sequences, length): [n,
+        width]."""
         parts = []
         start = 0
         for count, length in runs:
@@ -199,7 +208,24 @@ class Decoder:
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             parts.append(out.transpose(1, 2).reshape(count * length, -1))
             start += count * length
-        return torch.cat(parts)
+        return parts
+
+    def _continued(
+        self, layer: int, queries: Tensor, later: list[tuple[int, int, np.ndarray]]
+    ) -> list[Tensor]:
+        """Attention of the last rows of `queries`, those of `later` sequences, over all that is in
+        their slots' caches up to themselves: [n, width] each."""
+        parts = []
+        first = len(queries) - sum(len(ids) for *_, ids in later)
+        for slot, start, ids in later:
+            num, end = len(ids), start + len(ids)
+            q = queries[first : first + num].transpose(0, 1).unsqueeze(0)
+            k, v = (each.unsqueeze(0) for each in self.cache.read(layer, slot, end))
+            seen = torch.ones(num, end, dtype=torch.bool, device=q.device).tril(start)
+            out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+            parts.append(out[0].transpose(0, 1).reshape(num, -1))
+            first += num
+        return parts
 
 
 def float32_product(x: Tensor, matrix: Matrix) -> Tensor:

@@ -35,6 +35,7 @@ from llamarl.generation.quantized import make_scratch
 from llamarl.generation.running_batch import RunningBatch
 from llamarl.generation.sampling import SamplingRows, sample
 from llamarl.generation.scheduler import (
+    KeptEpisode,
     PrefixIndex,
     Queue,
     QueuedRequest,
@@ -240,11 +241,12 @@ class EmbeddedEngine:
         starting = self._queue.take(self.version, len(free))
         if not starting:
             return
-        assignments = assign_slots(starting, free, self._prefixes, self.version)
-        for waiting, slot, _ in assignments:
-            self._running.start(slot, waiting)
-        self._prefill([slot for _, slot, source in assignments if source is None])
-        for waiting, slot, source in assignments:
+        is_kept = self.config.kv_after_commit == "keep"
+        assignments = assign_slots(starting, free, self._prefixes, self.version, is_kept=is_kept)
+        for each in assignments:
+            self._running.start(each.slot, each.waiting, each.num_cached)
+        self._prefill({each.slot: each.num_cached for each in assignments if each.source is None})
+        for waiting, slot, source, _ in assignments:
             if source not in (None, slot):
                 self._cache.copy_prefix(source, slot, len(waiting.request.prompt_ids) - 1)
         self._steps_left = 0
@@ -252,6 +254,9 @@ class EmbeddedEngine:
     def _stop(self, slot: int, reason: FinishReason) -> None:
         # The slot stays empty until the next step, so that a waiting rollout may take it first.
         request, written = self._running.release(slot)
+        is_turn = request.has_turns and reason is FinishReason.STOP
+        if is_turn or reason is FinishReason.SEGMENT:
+            self._prefixes.keep(request.row_id, KeptEpisode(slot, written.ids, self.version))
         self._steps_left = 0
         self._may_start = True
         self._done.append(RequestOutput(request=request, written=written, reason=reason))
@@ -264,23 +269,25 @@ class EmbeddedEngine:
         running = self._running
         for slot in np.flatnonzero(running.watches_text).tolist():
             sampling = running.requests[slot].sampling
-            ids = running.sequence[slot, running.prompt_length[slot] : running.cached[slot] + 1]
+            ids = running.sequence[slot, running.turn_start[slot] : running.cached[slot] + 1]
             if completes_stop_string(sampling, ids, self.decode_text):
                 reasons[slot] = FinishReason.STOP
         return sorted(reasons.items())
 
-    def _prefill(self, slots: list[int]) -> None:
-        """Compute the keys and values of everything but the last token of these slots."""
-        pack: list[tuple[int, np.ndarray]] = []
+    def _prefill(self, slots: dict[int, int]) -> None:
+        """Compute the keys and values of everything but the last token of these slots, from the
+        position given for each on."""
+        pack: list[tuple[int, int, np.ndarray]] = []
         num_tokens = 0
-        for slot in slots:
-            length = int(self._running.cached[slot])
-            if not length:
+        for slot, start in slots.items():
+            end = int(self._running.cached[slot])
+            length = end - start
+            if length <= 0:
                 continue
             if pack and num_tokens + length > PREFILL_TOKENS:
                 self._decoder.prefill(pack)
                 pack, num_tokens = [], 0
-            pack.append((slot, self._running.sequence[slot, :length]))
+            pack.append((slot, start, self._running.sequence[slot, start:end]))
             num_tokens += length
             self.num_prefilled_tokens += length
         if pack:
@@ -290,7 +297,7 @@ class EmbeddedEngine:
         """Recompute every running rollout's keys and values under the present version."""
         self._must_recompute = False
         running = sorted(self._running.requests.items())
-        self._prefill([slot for slot, _ in running])
+        self._prefill({slot: 0 for slot, _ in running})
         for slot, request in running:
             self._prefixes.put(slot, request.prompt_ids, self.version)
 

@@ -20,11 +20,12 @@ from llamarl.weights.layout.buckets import Memory
 @dataclass(slots=True, kw_only=True)
 class PartialOutput:
     """What a rollout has written so far: ids int32 [t], log-probs float32 [t], versions int32
-    [t]."""
+    [t]. `num_kept`: tokens whose keys and values were still there when it was resumed last."""
 
     ids: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32))
     logprobs: np.ndarray = field(default_factory=partial(np.empty, 0, np.float32))
     versions: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32))
+    num_kept: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

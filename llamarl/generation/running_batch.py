@@ -10,7 +10,7 @@ import torch
 
 from llamarl.generation.protocol import PartialOutput
 from llamarl.generation.sampling import SamplingRows, uniforms
-from llamarl.generation.scheduler import QueuedRequest
+from llamarl.generation.scheduler import QueuedRequest, turn_start
 from llamarl.types import FinishReason, Request
 
 _NO_ID = -1
@@ -27,11 +27,13 @@ class RunningBatch:
         self._device = device
         wide = (num_slots, num_positions)
         self.requests: dict[int, Request] = {}
+        self.num_kept: dict[int, int] = {}
         self.sequence = np.zeros(wide, np.int32)
         self.logprobs = np.zeros(wide, np.float32)
         self.versions = np.zeros(wide, np.int32)
         self.uniform = np.zeros(wide, np.float32)
         self.prompt_length = np.zeros(num_slots, np.int64)
+        self.turn_start = np.zeros(num_slots, np.int64)  # where the present turn begins
         # A step may compute empty slots too (`PaddedRunner`): their keys and values go to a
         # position beyond every cached prompt, and they have no sampling parameters of their own.
         self._spare = num_positions - 2
@@ -51,13 +53,13 @@ class RunningBatch:
         occupied = np.flatnonzero(self.occupied)
         return occupied[np.argsort(-self.cached[occupied], kind="stable")]
 
-    def start(self, slot: int, waiting: QueuedRequest) -> None:
-        """Put a rollout into `slot`."""
+    def start(self, slot: int, waiting: QueuedRequest, num_kept: int = 0) -> None:
+        """Put a rollout into `slot`, whose cache holds the first `num_kept` of its tokens."""
         request, written = waiting.request, waiting.written
         sampling = request.sampling
         num_prompt, num_written = len(request.prompt_ids), len(written.ids)
         total = num_prompt + num_written
-        self.requests[slot] = request
+        self.requests[slot], self.num_kept[slot] = request, num_kept
         self.sequence[slot, :num_prompt] = request.prompt_ids
         for array, values in (
             (self.sequence, written.ids),
@@ -69,6 +71,7 @@ class RunningBatch:
         limit = min(num_prompt + (request.replay_tokens or sampling.max_tokens), num_positions)
         self.uniform[slot, num_prompt:limit] = uniforms(request.seed, limit - num_prompt)
         self.prompt_length[slot] = num_prompt
+        self.turn_start[slot] = num_prompt + turn_start(written.versions)
         self.cached[slot] = total - 1
         self.limit[slot] = limit
         segment = request.segment_tokens or num_positions
@@ -93,6 +96,7 @@ class RunningBatch:
             ids=self.sequence[slot, part].copy(),
             logprobs=self.logprobs[slot, part].copy(),
             versions=self.versions[slot, part].copy(),
+            num_kept=self.num_kept.pop(slot),
         )
         self.occupied[slot] = self.watches_text[slot] = False
         self.cached[slot] = self._spare

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llamarl.generation.protocol import PartialOutput, RequestOutput
-from llamarl.types import FinishReason, Request, Sampling
+from llamarl.types import NO_VERSION, FinishReason, Request, Sampling
 
 START_SHARE = 16  # rollouts start when 1/16 of the slots is free: short prompts prefill together
 
@@ -60,7 +60,7 @@ def completes_stop_string(
     ids: np.ndarray | list[int],
     decode_text: Callable[[Sequence[int]], str] | None,
 ) -> bool:
-    """True if the last token of a response of these `ids` completed a stop string."""
+    """True if the last token of a response, or a turn, of these `ids` completed a stop string."""
     if not sampling.stop_strings:
         return False
     assert decode_text is not None  # else `check_request` has refused the request
@@ -78,6 +78,12 @@ def completes_stop_string(
 def _has_text(token: int, decode_text: Callable[[Sequence[int]], str]) -> bool:
     """False for special tokens, which decoders leave out."""
     return bool(decode_text([token]))
+
+
+def turn_start(versions: np.ndarray | Sequence[int]) -> int:
+    """Where the present turn begins in a response of these token versions."""
+    observed = np.flatnonzero(np.asarray(versions) == NO_VERSION)
+    return int(observed[-1]) + 1 if len(observed) else 0
 
 
 Place = tuple[tuple[int, int, int], int]
@@ -166,7 +172,8 @@ def is_going_on(reason: FinishReason) -> bool:
 
 
 class PrefixIndex:
-    """Which slots' caches hold the keys and values of which prompt, under which version.
+    """What the caches of slots hold: the keys and values of which prompt, under which version; and
+    of which episode that waits for its environment.
 
     An entry outlives its rollout until the slot is written again.
     """
@@ -174,9 +181,13 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._held: dict[int, tuple[tuple[int, ...], int]] = {}  # by slot
         self._slots: dict[tuple[tuple[int, ...], int], set[int]] = {}
+        self._episodes: dict[int, KeptEpisode] = {}  # by row, the oldest first
+        self._rows: dict[int, int] = {}  # of those, by slot
 
     def put(self, slot: int, prompt: tuple[int, ...], version: int) -> None:
-        """Slot `slot` holds `prompt`, computed under `version`."""
+        """Slot `slot` holds `prompt`, computed under `version`, and nothing else."""
+        if (row_id := self._rows.pop(slot, None)) is not None:
+            del self._episodes[row_id]
         if (old := self._held.get(slot)) is not None:
             self._slots[old].discard(slot)
             if not self._slots[old]:
@@ -184,39 +195,94 @@ class PrefixIndex:
         self._held[slot] = prompt, version
         self._slots.setdefault((prompt, version), set()).add(slot)
 
+    def keep(self, row_id: int, episode: "KeptEpisode") -> None:
+        """An episode has stopped in its slot, and will be resumed."""
+        self.take(row_id)
+        self._episodes[row_id], self._rows[episode.slot] = episode, row_id
+
     def clear(self) -> None:
-        """No slot holds a prompt any more."""
+        """No slot holds anything any more."""
         self._held.clear()
         self._slots.clear()
+        self._episodes.clear()
+        self._rows.clear()
 
     def find(self, prompt: tuple[int, ...], version: int) -> list[int]:
         """Slots that hold `prompt` under exactly `version`, in ascending order."""
         return sorted(self._slots.get((prompt, version), ()))
 
+    def take(self, row_id: int) -> "KeptEpisode | None":
+        """Where this episode was, if it is there still; it counts as kept no more."""
+        if (episode := self._episodes.pop(row_id, None)) is not None:
+            del self._rows[episode.slot]
+        return episode
+
+    def least_needed(self, free: set[int]) -> int:
+        """The first of these slots that keeps no episode, or the one that keeps the oldest."""
+        unused = free - self._rows.keys()
+        if unused:
+            return min(unused)
+        return next(each.slot for each in self._episodes.values() if each.slot in free)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptEpisode:
+    """All but the last token of the prompt and of a response with these `ids` are in the cache of
+    `slot`; `version` was the newest when it stopped."""
+
+    slot: int
+    ids: np.ndarray
+    version: int
+
+    def is_start_of(self, ids: np.ndarray) -> bool:
+        """Whether the response goes on from here. It does not if it has begun again since."""
+        return len(self.ids) > 0 and np.array_equal(self.ids, ids[: len(self.ids)])
+
 
 class SlotAssignment(NamedTuple):
-    """Rollout `waiting` starts in `slot`; its prompt's cache is copied from slot `source`, is in
-    place already (`source == slot`), or must be computed (`source` None)."""
+    """Rollout `waiting` starts in `slot`. Of an episode that was kept there, `num_cached` tokens
+    are in its cache. Else its prompt's are copied from slot `source`, are in place already (`source
+    == slot`), or must be computed (`source` None)."""
 
     waiting: QueuedRequest
     slot: int
     source: int | None
+    num_cached: int = 0
 
 
 def assign_slots(
-    starting: list[QueuedRequest], free: set[int], prefixes: PrefixIndex, version: int
+    starting: list[QueuedRequest],
+    free: set[int],
+    prefixes: PrefixIndex,
+    version: int,
+    *,
+    is_kept: bool = False,
 ) -> list[SlotAssignment]:
     """Give each starting rollout a slot out of `free` (shrinks), sharing prompts where possible.
 
-    A free slot that already holds the prompt under `version` is taken first, before another rollout
-    overwrites it; resumed rollouts are always computed.
+    An episode goes to the slot that keeps it, if `version` was the newest when it stopped or caches
+    of older versions go on (`is_kept`). A free slot that already holds a prompt under `version` is
+    taken next, before another rollout overwrites it; other resumed rollouts are always computed.
     """
+    kept = {}
+    for waiting in starting:
+        row_id, ids = waiting.request.row_id, waiting.written.ids
+        episode = prefixes.take(row_id)
+        if episode is None or episode.slot not in free or not episode.is_start_of(ids):
+            continue
+        if is_kept or episode.version == version:
+            kept[row_id] = episode
+            free.remove(episode.slot)
     assignments = []
     for waiting in starting:
         prompt = waiting.request.prompt_ids
+        if (episode := kept.get(waiting.request.row_id)) is not None:
+            num_cached = len(prompt) + len(episode.ids) - 1
+            assignments.append(SlotAssignment(waiting, episode.slot, None, num_cached))
+            continue
         holders = [] if len(waiting.written.ids) else prefixes.find(prompt, version)
         reusable = [slot for slot in holders if slot in free]
-        slot = reusable[0] if reusable else min(free)
+        slot = reusable[0] if reusable else prefixes.least_needed(free)
         source = slot if reusable else holders[0] if holders else None
         free.remove(slot)
         prefixes.put(slot, prompt, version)

@@ -93,13 +93,15 @@ def check_tokens(
     logprobs: np.ndarray,
     labels: Sequence[int],
     recomputes: bool,
+    chain: Sequence[int],
 ) -> None:
     """The last tokens of a response of these `ids`, as many as there are `labels`, have the ids and
-    log-probs that the models of `labels` give them."""
+    log-probs that the models of `labels` give them. `chain` ends with these: the versions by which
+    the keys and values before the last tokens were computed."""
     if not labels:
         return
     first = len(ids) - len(labels)
-    rows = logits_by(models, [*request.prompt_ids, *ids], labels, recomputes)
+    rows = logits_by(models, [*request.prompt_ids, *ids], chain, recomputes)[-len(labels) :]
     draws = uniforms(request.seed, len(ids))[first:]
     for place, row in enumerate(rows, first):
         logprob, draw = float(logprobs[place]), float(draws[place - first])
@@ -112,13 +114,15 @@ def first_end(
     num_before: int,
     context: int,
     decode_text: Callable[[Sequence[int]], str],
+    turn: int = 0,
 ) -> tuple[int, FinishReason] | None:
     """After how many tokens a response that would go on as `ids` ends, and why, once it is resumed
-    with `num_before` of them; None if it goes on after the last one."""
+    with `num_before` of them; None if it goes on after the last one. Its present turn begins at
+    `turn`."""
     sampling = request.sampling
     most = request.replay_tokens or sampling.max_tokens
     for count in range(num_before + 1, len(ids) + 1):
-        text = decode_text(ids[:count])
+        text = decode_text(ids[turn:count])
         if ids[count - 1] in sampling.stop_token_ids:
             return count, FinishReason.STOP
         if any(stop in text for stop in sampling.stop_strings):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from llamarl.generation import engine as engine_module
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.models.transformer import Transformer
-from llamarl.types import FinishReason, Request, Sampling
+from llamarl.types import NO_VERSION, FinishReason, Request, Sampling
 from tests.random_search import case, searched
 from tests.tiny_checkpoints import make_model
 from tests.unit.engine_models import (
@@ -157,15 +158,18 @@ class Options:
             segment_tokens=rng.choice([0, 0, 0, 0, 1, 2, 5]),
             step=rng.randint(0, 1),
             replay_tokens=replay_tokens,
+            has_turns=rng.random() < 0.4,
         )
 
 
 @dataclass
 class Open:
-    """A rollout that has not ended, and what it had when the engine got it."""
+    """A rollout that has not ended, and what it had when the engine got it. `chain`: the versions
+    that computed the keys and values of the last tokens of that, if they may still be there."""
 
     request: Request
     before: PartialOutput = field(default_factory=PartialOutput)
+    chain: list[int] = field(default_factory=list)
 
 
 class Search:
@@ -185,6 +189,8 @@ class Search:
         self.history: list[int] = []  # the version of each step
         self.away: list[torch.Tensor] | None = None  # the KV cache, while it is offloaded
         self.num_requests, self.num_submitted = rng.randint(1, 24), 0
+        self.chain: list[int] = []  # of the rollout that was checked last
+        self.num_kept = 0
 
     def run(self) -> None:
         """Until every rollout has ended; then nothing is left."""
@@ -325,10 +331,33 @@ class Search:
             is_aborted = item.reason is FinishReason.ABORTED
             assert is_aborted == (row_id in self.aborted)
             self.aborted.pop(row_id, None)
-            if item.reason is FinishReason.SEGMENT or (is_aborted and self.rng.random() < 0.5):
+            is_turn = item.reason is FinishReason.STOP and item.request.has_turns
+            if is_turn and self.rng.random() < 0.8:
+                self.observe(item)
+            elif item.reason is FinishReason.SEGMENT or (is_aborted and self.rng.random() < 0.5):
                 request = replace(item.request, resume=True)
-                self.partial[row_id] = Open(request, item.written)
+                self.partial[row_id] = Open(request, item.written, self.chain)
         assert not self.aborted, "what was aborted comes out of the next step"
+
+    def observe(self, item: RequestOutput) -> None:
+        """An environment answers a turn, unless that would leave no room; or it is lost, and the
+        episode begins again."""
+        rng, request, written = self.rng, item.request, item.written
+        if rng.random() < 0.1:
+            self.partial[request.row_id] = Open(replace(request, resume=False))
+            return
+        num = rng.randint(1, 5)
+        most = request.replay_tokens or request.sampling.max_tokens
+        length = len(written.ids) + num
+        if length < most and len(request.prompt_ids) + length < self.options.context:
+            tokens = range(ARCHITECTURES[self.options.variant].vocab_size)
+            ids = np.array(rng.choices(tokens, k=num), np.int32)
+            more = PartialOutput(
+                ids=np.concatenate([written.ids, ids]),
+                logprobs=np.concatenate([written.logprobs, np.zeros(num, np.float32)]),
+                versions=np.concatenate([written.versions, np.full(num, NO_VERSION, np.int32)]),
+            )
+            self.partial[request.row_id] = Open(replace(request, resume=True), more, self.chain)
 
     def check(self, item: RequestOutput) -> None:
         options, written = self.options, item.written
@@ -341,16 +370,31 @@ class Search:
             assert now[:num_before].tobytes() == then.tobytes()
         ids, labels = written.ids.tolist(), written.versions.tolist()
         assert len(ids) == len(labels) == len(written.logprobs)
-        assert labels == sorted(labels)
+        by_model = [label for label in labels if label != NO_VERSION]
+        assert by_model == sorted(by_model)
         new = labels[num_before:]
         # It was in a slot until the last step, and each step wrote one token of it.
         last = self.aborted.get(item.request.row_id, len(self.history))
         assert new == self.history[last - len(new) : last]
         assert min(new, default=item.request.min_version) >= item.request.min_version
-        end = first_end(item.request, ids, num_before, options.context, options.decode_text)
+        turn = max((i + 1 for i, label in enumerate(labels) if label == NO_VERSION), default=0)
+        end = first_end(item.request, ids, num_before, options.context, options.decode_text, turn)
         is_aborted = item.reason is FinishReason.ABORTED
         assert end == (None if is_aborted else (len(ids), item.reason))
-        check_tokens(self.models, item.request, ids, written.logprobs, new, options.recomputes)
+        # What was kept was computed before; what was added since, under the first new version.
+        self.chain = new or rollout.chain
+        if written.num_kept and new:
+            num_computed = written.num_kept - len(item.request.prompt_ids) + 1
+            assert 0 < num_computed <= num_before
+            assert rollout.chain, "nothing of it was computed here"
+            self.num_kept += 1
+            added = [new[0]] * (num_before - num_computed)
+            self.chain = [*rollout.chain, *added, *new]
+        check_tokens(
+            self.models, item.request, ids, written.logprobs, new, options.recomputes, self.chain
+        )
+        if is_aborted and new:  # it was in a slot, which is free for others
+            self.chain = []
 
 
 def patch(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:

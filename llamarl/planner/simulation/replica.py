@@ -14,12 +14,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+
 from llamarl.config.pools import generator_of
 from llamarl.errors import StaleVersion
 from llamarl.executors.decoding import Standstill
 from llamarl.executors.engine_output import GATHER_S, KeptRows
 from llamarl.generation.protocol import PartialOutput
 from llamarl.generation.scheduler import (
+    KeptEpisode,
     OpenGroups,
     PrefixIndex,
     Queue,
@@ -268,7 +271,8 @@ class SimulatedReplica(Layouts):
         if len(free) < fewest_free(self._max_num_seqs, num_startable):
             return []
         starting = self._queue.take(self.version, len(free))
-        assigned = assign_slots(starting, free, self._prefixes, self.version)
+        is_kept = not self._recomputes
+        assigned = assign_slots(starting, free, self._prefixes, self.version, is_kept=is_kept)
         return [self._start(each) for each in assigned]
 
     def _start(self, assignment: SlotAssignment) -> int:
@@ -283,7 +287,7 @@ class SimulatedReplica(Layouts):
         if request.segment_tokens and slot.total > before + request.segment_tokens:
             slot.total, slot.is_cut = before + request.segment_tokens, True
         self._slots.add(slot)
-        return slot.context if assignment.source is None else 0
+        return slot.context - assignment.num_cached if assignment.source is None else 0
 
     def _decode(self) -> None:
         """Start the decode steps until a rollout ends that others wait for: the last one of its
@@ -329,6 +333,9 @@ class SimulatedReplica(Layouts):
             natural = FinishReason.TURN if slot.request.has_turns else FinishReason.STOP
             reason = FinishReason.LENGTH if at_limit else natural
             reason = FinishReason.SEGMENT if slot.is_cut else reason
+            if reason is FinishReason.TURN:
+                kept = KeptEpisode(slot.number, np.ones(slot.total, np.int32), self.version)
+                self._prefixes.keep(slot.request.row_id, kept)
             self._stop(slot.request, self._spans(slot), reason, slot.num_observed)
 
     def _spans(self, slot: Slot) -> tuple[VersionSpan, ...]:
