@@ -223,11 +223,9 @@ def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutInfo:
-    """What the controller learns when a rollout stops: constant size whatever its length.
-
-    `num_tokens` is the length of its response, `spans` are of what the model wrote of it. Its last
-    `replica` still had the keys and values of `num_kept` tokens when it was resumed.
-    """
+    """What the controller learns when a rollout stops: `num_tokens` is the length of its response,
+    `spans` are of what the model wrote of it. Its last `replica` still had the keys and values of
+    `num_kept` tokens when it was resumed."""
 
     row_id: int
     num_prompt_tokens: int
