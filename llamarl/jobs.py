@@ -25,6 +25,7 @@ from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.dataflow.graph import EXECUTORS, GENERATE, SCORE
 from llamarl.errors import NoGenerator
+from llamarl.groups import Evaluation
 from llamarl.loop.engines import Engines, Unobserved
 from llamarl.metrics.console import Progress
 from llamarl.metrics.recent_spans import RecentSpans
@@ -41,7 +42,6 @@ from llamarl.run.sessions import Sessions, Start
 from llamarl.run.signals import Signals, Stopped
 from llamarl.run.starter import name_executors, running_cluster, spawn_executors
 from llamarl.run.wiring import Wiring
-from llamarl.types import Evaluation
 
 log = logging.getLogger(__name__)
 

@@ -16,19 +16,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from llamarl.episode import TurnItem, TurnResult
-from llamarl.types import (
-    Batch,
-    Columns,
-    Evaluation,
-    Group,
-    Outcome,
-    Request,
-    RolloutInfo,
-    StageItem,
-    StageResult,
-    StepStats,
-    Verdict,
-)
+from llamarl.groups import Batch, Evaluation, Group, StepStats, Verdict
+from llamarl.types import Columns, Outcome, Request, RolloutInfo, StageItem, StageResult
 
 if TYPE_CHECKING:
     from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle

@@ -16,6 +16,7 @@ from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.dataflow.graph import Graph, Stage, make_graph
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
+from llamarl.groups import Group
 from llamarl.loop.rollouts import Rollouts
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation import clock
@@ -25,7 +26,6 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     Columns,
     FinishReason,
-    Group,
     Outcome,
     Prompt,
     Purpose,

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "llamarl"
 FLOORS: list[set[str]] = [
     {"wire_form"},
     {"types", "errors"},
-    {"episode", "batcher"},
+    {"episode", "groups", "batcher"},
     {"protocols"},
     {"json_file", "memory_file", "task_file", "extensions"},
     {"config"},

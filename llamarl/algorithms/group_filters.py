@@ -17,8 +17,9 @@ from llamarl.config import AlgorithmConfig
 from llamarl.config.check import require_choice
 from llamarl.config.reward import LARGEST
 from llamarl.errors import TaskError
+from llamarl.groups import Dropped, Group, Kept, ScoredGroup, Verdict
 from llamarl.task_file import FILE
-from llamarl.types import REWARD, Dropped, Group, Kept, ScoredGroup, Verdict
+from llamarl.types import REWARD
 
 FAILED_REWARD = "failed_reward"
 EQUAL_REWARDS = "equal_rewards"

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from llamarl.data.partition import partition
-from llamarl.types import Batch, BatchRollout, Group
+from llamarl.groups import Batch, BatchRollout, Group
 
 MOST_EVENED = 4096  # rollouts of a round: with more, the even spread takes longer than it saves
 Assignment = tuple[tuple[tuple[int, ...], ...], ...]

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from llamarl.groups import Group
 from llamarl.json_file import parse, read_bytes
-from llamarl.types import Group, Prompt, Request, Sampling
+from llamarl.types import Prompt, Request, Sampling
 
 
 def make_requests(

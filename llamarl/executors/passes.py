@@ -18,6 +18,7 @@ from llamarl.algorithms.loss_metrics import LossMetrics
 from llamarl.algorithms.policy_loss import policy_loss
 from llamarl.data.micro_batch import column, micro_batch
 from llamarl.executors.specs import TrainerSpec
+from llamarl.groups import BatchRollout
 from llamarl.models.policy import Policy
 from llamarl.models.trained_model import TrainedModel
 from llamarl.types import (
@@ -26,7 +27,6 @@ from llamarl.types import (
     REF_LOGPROBS,
     SAMPLING,
     TOKEN_VERSIONS,
-    BatchRollout,
     Columns,
     FinishReason,
     finish_reason,

@@ -30,11 +30,12 @@ from llamarl.executors.memory_mover import MemoryMover
 from llamarl.executors.passes import Passes
 from llamarl.executors.specs import TrainerSpec
 from llamarl.executors.weight_source import SourcePart
+from llamarl.groups import Batch, BatchRollout, StepStats
 from llamarl.metrics.span import Spans
 from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
 from llamarl.models.process_group import compute_device, join, leave, use_device
-from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Batch, BatchRollout, Columns, StepStats
+from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Columns
 from llamarl.weights.layout.shards import shard_boxes
 from llamarl.weights.transports.available import available_bytes
 from llamarl.weights.transports.shared_memory import this_host

@@ -15,6 +15,7 @@ from llamarl.executors.compute import ComputeThread
 from llamarl.executors.offloadable import OffloadPart
 from llamarl.executors.policy_step import PolicyStep
 from llamarl.executors.specs import TrainerSpec
+from llamarl.groups import Batch, BatchRollout, StepStats
 from llamarl.metrics.span import Spans
 from llamarl.storage.store import RecordingStore
 from llamarl.types import (
@@ -25,10 +26,7 @@ from llamarl.types import (
     SAMPLING,
     TOKEN_VERSIONS,
     TRAINER_LOGPROBS,
-    Batch,
-    BatchRollout,
     Columns,
-    StepStats,
 )
 
 

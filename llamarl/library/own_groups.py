@@ -13,8 +13,9 @@ from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.environments.prompts import make_prompt
+from llamarl.groups import Group
 from llamarl.loop.engines import Engines
-from llamarl.types import Group, Prompt, Sampling
+from llamarl.types import Prompt, Sampling
 
 Question = Prompt | Group | str | Mapping[str, Any] | Sequence[Any]
 """What rollouts are asked for: a prompt of the recipe's, a group of the gate's, or a text, the

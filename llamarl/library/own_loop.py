@@ -31,6 +31,7 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.dataflow.columns import COLUMNS
 from llamarl.environments.prompts import PromptStream
 from llamarl.errors import NoGenerator, all_at_once, cancel_all, mark_seen
+from llamarl.groups import Evaluation, Group, StepStats
 from llamarl.library.own_groups import Question, check_trainable, make_group
 from llamarl.library.own_weights import OwnWeights
 from llamarl.loop.colocation import Phase
@@ -40,17 +41,7 @@ from llamarl.recipe.inputs import check_lengths
 from llamarl.recipe.sampling_rules import replace_sampling, train_sampling
 from llamarl.recipe.starting_point import starting_point
 from llamarl.run.wiring import Wiring
-from llamarl.types import (
-    RESPONSE_IDS,
-    REWARD,
-    Columns,
-    Evaluation,
-    Group,
-    Prompt,
-    Request,
-    StageResult,
-    StepStats,
-)
+from llamarl.types import RESPONSE_IDS, REWARD, Columns, Prompt, Request, StageResult
 from llamarl.weights.sync.replicas import PublishStats
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ gate; an exception in any of them ends all.
 import asyncio
 from dataclasses import dataclass, field
 
+from llamarl.groups import Evaluation, Group
 from llamarl.loop.colocation import Colocation, Phase
 from llamarl.loop.engines import Engines
 from llamarl.loop.evaluation import Evaluator
@@ -18,7 +19,6 @@ from llamarl.loop.gate import Gate
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.part_size import PartSize
 from llamarl.loop.saver import Saver
-from llamarl.types import Evaluation, Group
 
 
 @dataclass(kw_only=True)

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from llamarl.groups import Batch, Dropped, Evaluation, Group, StepStats, Verdict
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.gate import Gate
 from llamarl.loop.rollouts import Rollouts
 from llamarl.protocols import RunObserver, Trainer
-from llamarl.types import Batch, Dropped, Evaluation, Group, Purpose, Request, StepStats, Verdict
+from llamarl.types import Purpose, Request
 from llamarl.weights.sync.publisher import Publisher
 from llamarl.weights.sync.replicas import PublishStats
 

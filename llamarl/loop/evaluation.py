@@ -14,18 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llamarl.environments.requests import make_requests
+from llamarl.groups import Evaluation, Group
 from llamarl.loop.engines import Engines
-from llamarl.types import (
-    Evaluation,
-    FinishReason,
-    Group,
-    Prompt,
-    Purpose,
-    Request,
-    Sampling,
-    StageResult,
-    StageStatus,
-)
+from llamarl.types import FinishReason, Prompt, Purpose, Request, Sampling, StageResult, StageStatus
 
 log = logging.getLogger(__name__)
 

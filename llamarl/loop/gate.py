@@ -66,11 +66,12 @@ from llamarl.algorithms.group_filters import SOLVED
 from llamarl.dataflow.samplers import ReadyItem, Sample, Sampler, admission, draw
 from llamarl.environments.prompts import PromptStream
 from llamarl.errors import TaskError
+from llamarl.groups import Group
 from llamarl.loop.nearby_units import RowIds
 from llamarl.metrics.span import Spans
 from llamarl.protocols import Storage
 from llamarl.task_file import FILE
-from llamarl.types import Group, Prompt
+from llamarl.types import Prompt
 
 log = logging.getLogger(__name__)
 

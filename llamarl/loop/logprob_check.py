@@ -20,10 +20,11 @@ from statistics import median
 
 from llamarl.environments.requests import rollout_seed
 from llamarl.errors import mark_seen
+from llamarl.groups import Group
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.rollouts import Rollouts
 from llamarl.protocols import Trainer
-from llamarl.types import Group, Outcome, Prompt, Purpose, Request, RolloutInfo, Sampling
+from llamarl.types import Outcome, Prompt, Purpose, Request, RolloutInfo, Sampling
 
 NUM_TOKENS = 8
 NUM_ASKED = 16  # replicas per version: the trainer reads all their rows on every rank

@@ -31,7 +31,7 @@ from itertools import combinations
 import numpy as np
 
 from llamarl.config.trainer_keys import TrainerConfig
-from llamarl.types import Group
+from llamarl.groups import Group
 
 OVERHEAD_SHARE = 0.1  # of a part's time, at most, that its size does not change
 NUM_KEPT = 24  # newest parts that are compared

@@ -26,12 +26,12 @@ from llamarl.dataflow.columns import PROMPT_RECORD
 from llamarl.dataflow.graph import GENERATE, GROUP, SCORE, External, Graph, Stage
 from llamarl.episode import EpisodeState, TurnResult
 from llamarl.errors import all_at_once, cancel_all, mark_seen, unwrap
+from llamarl.groups import Group
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.turns import Turns
 from llamarl.protocols import Environment, Processor, Storage
 from llamarl.types import (
     FinishReason,
-    Group,
     Outcome,
     Purpose,
     Request,

@@ -26,12 +26,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from llamarl.groups import Evaluation
 from llamarl.metrics import rendering
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.shares import Shares
 from llamarl.metrics.span import executor_of
 from llamarl.metrics.step_metrics import Drops, Scalars, in_words, with_interval
-from llamarl.types import Evaluation
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from llamarl.groups import Dropped, Evaluation, Group, StepStats, Verdict
 from llamarl.metrics.console import Progress
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.span import Spans
 from llamarl.metrics.step_metrics import Drops, Scalars, interval, sample_rows, step_scalars
 from llamarl.metrics.trackers import MetricsLog
-from llamarl.types import Dropped, Evaluation, Group, Prompt, StepStats, Verdict
+from llamarl.types import Prompt
 
 ReadCompletions = Callable[[list[int]], Awaitable[dict[int, str]]]
 

@@ -16,7 +16,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from llamarl.types import FinishReason, Group, RolloutInfo, StageResult, StageStatus, StepStats
+from llamarl.groups import Group, StepStats
+from llamarl.types import FinishReason, RolloutInfo, StageResult, StageStatus
 
 log = logging.getLogger(__name__)
 

@@ -21,13 +21,7 @@ from llamarl.models.hf import load_into
 from llamarl.models.inventory import parameter_shapes
 from llamarl.protocols import WeightSource, WeightTarget
 from llamarl.storage.store import Store
-from llamarl.types import (
-    GENERATOR_LOGPROBS,
-    RESPONSE_IDS,
-    Request,
-    RolloutInfo,
-    Sampling,
-)
+from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, Request, RolloutInfo, Sampling
 from llamarl.weights.integrity.comparison import MODULUS
 from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
 from llamarl.weights.layout.reshard import plan

@@ -3,6 +3,7 @@
 import numpy as np
 
 from llamarl.data.packing import pack
+from llamarl.groups import Batch, BatchRollout
 from llamarl.types import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
@@ -11,8 +12,6 @@ from llamarl.types import (
     RESPONSE_IDS,
     SAMPLING,
     TOKEN_VERSIONS,
-    Batch,
-    BatchRollout,
     FinishReason,
 )
 from tests.tiny_checkpoints import CONFIG

@@ -26,10 +26,7 @@ from llamarl.executors.trainer import TrainerExecutor
 from llamarl.metrics.span import Spans
 from llamarl.models.parallelize import gather
 from llamarl.storage.store import Store
-from llamarl.types import (
-    REF_LOGPROBS,
-    TRAINER_LOGPROBS,
-)
+from llamarl.types import REF_LOGPROBS, TRAINER_LOGPROBS
 from llamarl.weights.layout.boxes import Route
 from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import plan

@@ -29,6 +29,7 @@ from llamarl.config import (
 from llamarl.dataflow.graph import Stage, make_graph
 from llamarl.dataflow.samplers import Sampler, admission
 from llamarl.episode import EpisodeState, TurnResult
+from llamarl.groups import Batch, Dropped, Evaluation, Group, StepStats, Verdict
 from llamarl.loop.skew import Skew
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.costs import Costs
@@ -40,19 +41,7 @@ from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, spread
 from llamarl.run.fleet import Fleet
 from llamarl.run.wiring import Wiring
-from llamarl.types import (
-    NO_VERSION,
-    Batch,
-    Dropped,
-    Evaluation,
-    Group,
-    Prompt,
-    Request,
-    StageResult,
-    StageStatus,
-    StepStats,
-    Verdict,
-)
+from llamarl.types import NO_VERSION, Prompt, Request, StageResult, StageStatus
 from tests.fakes import WatchedStorage
 from tests.loop.faults import Faults, FaultyCluster, FaultyProcess, StoredRollouts
 from tests.unit.planner_recipes import LLAMA, make_recipe

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.config.rank_assignment import assign, num_storage_units, units_near
+from llamarl.groups import Group
 from llamarl.loop.nearby_units import Neighbours, RowIds
 from llamarl.planner.simulation.clock import run
 from llamarl.run.wiring import make_dispatch
-from llamarl.types import Group
 from tests.loop.faults import Faults
 from tests.loop.loop import Loop, slower
 

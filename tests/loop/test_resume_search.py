@@ -17,10 +17,11 @@ from typing import Any
 from llamarl.checkpoints import checkpoint, positions
 from llamarl.environments.prompts import PromptStream
 from llamarl.errors import ExecutorLost
+from llamarl.groups import StepStats
 from llamarl.metrics.trackers import METRICS_FILE, MetricsLog
 from llamarl.planner.simulation.clock import run
 from llamarl.recipe.starting_point import starting_point
-from llamarl.types import Prompt, StepStats
+from llamarl.types import Prompt
 from tests.fakes import WatchedStorage
 from tests.loop.combinations import draw
 from tests.loop.loop import Loop

@@ -18,13 +18,8 @@ from llamarl.algorithms.losses.clip import DAPOConfig, DrGRPOConfig, GRPOConfig,
 from llamarl.algorithms.losses.gspo import GSPOConfig
 from llamarl.algorithms.losses.reinforce import ReinforceConfig, RLOOConfig
 from llamarl.config import AlgorithmConfig
-from llamarl.types import (
-    REWARD,
-    Dropped,
-    Kept,
-    StageResult,
-    StageStatus,
-)
+from llamarl.groups import Dropped, Kept
+from llamarl.types import REWARD, StageResult, StageStatus
 from tests.fakes import group_of, stopped
 
 NONE = ReinforceConfig(advantage="none", filters=["equal_rewards"])

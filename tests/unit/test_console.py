@@ -19,13 +19,14 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from llamarl.groups import Evaluation
 from llamarl.metrics.console import Progress
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.run_logger import RunLogger, question_of
 from llamarl.metrics.span import Spans
 from llamarl.metrics.step_metrics import interval, with_interval
 from llamarl.metrics.trackers import MetricsLog
-from llamarl.types import Evaluation, Prompt
+from llamarl.types import Prompt
 from tests.signals import restore_ctrl_c
 from tests.unit.test_metrics_step import TRAINED
 from tests.unit.test_metrics_time import write_spans

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from llamarl.groups import Evaluation
 from llamarl.loop.engines import Engines, Unobserved
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.nearby_units import RowIds
 from llamarl.loop.rollouts import Rollouts
 from llamarl.types import (
     REWARD,
-    Evaluation,
     FinishReason,
     Prompt,
     Request,

@@ -24,21 +24,14 @@ from llamarl.config import Config, TrainerConfig, WeightsConfig
 from llamarl.dataflow.samplers import ReadyItem, draw, make_sampler
 from llamarl.errors import TaskError
 from llamarl.generation.parameters import BufferLayout
+from llamarl.groups import Dropped, Group, Kept
 from llamarl.metrics import trackers
 from llamarl.models import architecture, families
 from llamarl.models.architecture import read_architecture
 from llamarl.models.parallelize import parameter_placements
 from llamarl.recipe.inputs import Inputs, read_inputs
 from llamarl.task_file import load
-from llamarl.types import (
-    REWARD,
-    Dropped,
-    FinishReason,
-    Group,
-    Kept,
-    Prompt,
-    StageResult,
-)
+from llamarl.types import REWARD, FinishReason, Prompt, StageResult
 from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
 from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import plan

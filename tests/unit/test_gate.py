@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.environments.prompts import PromptStream
+from llamarl.groups import Group
 from llamarl.loop.gate import Gate
 from llamarl.metrics.span import Spans
-from llamarl.types import Group, Prompt
+from llamarl.types import Prompt
 from tests.fakes import stopped
 
 PROMPTS = [Prompt(prompt_id=i, text=str(i), token_ids=(i,)) for i in range(1, 8)]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from llamarl import metrics
+from llamarl.groups import Dropped, Group, Kept, StepStats
 from llamarl.metrics.console import Progress
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import SpanReader, Spans
@@ -29,18 +30,7 @@ from llamarl.metrics.step_metrics import (
 )
 from llamarl.metrics.tensorboard import MOST_BUCKETS, OTHERS, _histogram, chart_tag, description
 from llamarl.metrics.trackers import MetricsLog, open_trackers, read_metrics
-from llamarl.types import (
-    REWARD,
-    Dropped,
-    FinishReason,
-    Group,
-    Kept,
-    Prompt,
-    RolloutInfo,
-    StageResult,
-    StageStatus,
-    StepStats,
-)
+from llamarl.types import REWARD, FinishReason, Prompt, RolloutInfo, StageResult, StageStatus
 from tests.fakes import stopped
 from tests.json_lines import read_lines
 

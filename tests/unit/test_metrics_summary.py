@@ -14,13 +14,14 @@ from rich.console import Console
 
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
+from llamarl.groups import Group
 from llamarl.metrics.console import Progress
 from llamarl.metrics.rendering import render_summary
 from llamarl.metrics.span import Spans
 from llamarl.metrics.step_metrics import MEANINGS, Drops
 from llamarl.metrics.summary import summarize
 from llamarl.metrics.trackers import MetricsLog
-from llamarl.types import FinishReason, Group
+from llamarl.types import FinishReason
 from tests.json_lines import write_lines
 from tests.unit.test_console import drive, show
 from tests.unit.test_metrics_step import make_group, make_row

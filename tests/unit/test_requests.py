@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from llamarl.environments.requests import make_requests, read_lengths
-from llamarl.types import Group, Prompt, Sampling
+from llamarl.groups import Group
+from llamarl.types import Prompt, Sampling
 
 SAMPLING = Sampling(max_tokens=9, stop_token_ids=(2,))
 

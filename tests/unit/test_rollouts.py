@@ -11,14 +11,9 @@ import pytest
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.dataflow.graph import FrozenModel, Graph, Stage, make_graph
+from llamarl.groups import Group
 from llamarl.loop.rollouts import Rollouts
-from llamarl.types import (
-    FinishReason,
-    Group,
-    Purpose,
-    StageResult,
-    StageStatus,
-)
+from llamarl.types import FinishReason, Purpose, StageResult, StageStatus
 from tests.fakes import RolloutSetting, good, group_of, nothing, request, stopped
 from tests.random_search import case, searched
 from tests.unit.planner_recipes import make_recipe

@@ -23,6 +23,7 @@ from gpu_bench.setting import (
 from llamarl.data.packing import pack
 from llamarl.executors.specs import TrainerSpec
 from llamarl.executors.trainer import TrainerExecutor
+from llamarl.groups import Batch, BatchRollout
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.types import (
@@ -31,8 +32,6 @@ from llamarl.types import (
     RESPONSE_IDS,
     SAMPLING,
     TOKEN_VERSIONS,
-    Batch,
-    BatchRollout,
     Columns,
 )
 

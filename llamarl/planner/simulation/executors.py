@@ -15,24 +15,20 @@ from llamarl.dataflow.graph import Stage
 from llamarl.episode import EpisodeState, TurnItem, TurnResult
 from llamarl.errors import StaleVersion
 from llamarl.executors.engine_output import KeptRows
+from llamarl.groups import Batch, Evaluation, Group, StepStats, Verdict
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.setting import Layouts, Setting, SimulatedExecutor
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.types import (
-    Batch,
     Columns,
-    Evaluation,
     FinishReason,
-    Group,
     Outcome,
     Prompt,
     RolloutInfo,
     StageItem,
     StageResult,
     StageStatus,
-    StepStats,
-    Verdict,
 )
 from llamarl.weights.layout.boxes import StagingHandle
 

@@ -20,14 +20,7 @@ from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload
-from llamarl.types import (
-    NO_VERSION,
-    FinishReason,
-    Request,
-    RolloutInfo,
-    StageResult,
-    VersionSpan,
-)
+from llamarl.types import NO_VERSION, FinishReason, Request, RolloutInfo, StageResult, VersionSpan
 from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout, Route
 
 DIFFERENCE = 1e-6  # between a trainer's log-probs and those of a replica
