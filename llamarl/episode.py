@@ -53,6 +53,11 @@ class TurnResult:
     prompt_ids: tuple[int, ...] | None = None
     numbers: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the model is to write another turn."""
+        return self.state is EpisodeState.GOES_ON and self.status is StageStatus.OK
+
 
 def last_turn(ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
     """What the model wrote last of a response `ids` [T]: all but what goes before its last

@@ -89,7 +89,7 @@ PROMPT_IDS = "prompt_ids"  # int32 [P]
 RESPONSE_IDS = "response_ids"  # int32 [T]
 GENERATOR_LOGPROBS = "generator_logprobs"  # float32 [T], log mu; 0 for an observation
 TOKEN_VERSIONS = "token_versions"  # int32 [T], weight version that wrote each response token
-NO_VERSION = -1  # that of an observation; below all others, so older than any that is trained on
+NO_VERSION = -1  # that of an observation, which no model wrote
 SAMPLING = "sampling"  # float64 [6]: temperature, top_k, top_p, max_tokens, seed, finish code
 REWARD = "reward"  # float64 [1]
 EPISODE_REWARD = "episode_reward"  # float64 [1], what the environment gave
@@ -166,7 +166,8 @@ class Request:
     cut; `resume` says that the store holds the tokens written so far under `row_id`. Rollouts of
     one prompt carry equal `prompt_ids`, which replicas prefill once. `step` is its group's;
     `expected_tokens` is its probable length, 0 if not known. Of a step, the highest `precedence`
-    starts first. With a `replica` no other may write it. Only the engine looks at `replay_tokens`,
+    starts first. With a `replica` no other may write it; `near` is one that may have
+    keys and values of its earlier turns. Only the engine looks at `replay_tokens`,
     how long it has to become. `has_turns`: where it stops by itself, a turn of its episode ends.
     """
 
@@ -182,6 +183,7 @@ class Request:
     expected_tokens: int = 0
     precedence: int = 0
     replica: int | None = None
+    near: int | None = None
     replay_tokens: int = 0
     has_turns: bool = False
 

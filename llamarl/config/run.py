@@ -106,8 +106,8 @@ class ExperienceConfig(Section):
     unless `trainer.parts=batch`) | task (`sample` of the recipe's own task.py chooses; only with
     `staleness.late=mask`)."""
     archive_tokens: bool = False
-    """Write the token ids and log-probs of each rollout to the archive too, not only its outcome,
-    reward, length and versions."""
+    """Write the token ids, their versions (-1: an observation) and log-probs of each rollout to the
+    archive too, not only its outcome, reward, length and spans."""
     archive_text: bool = False
     """Write prompt and completion of each scored rollout to the archive too, as text. Those of
     evaluations are always written."""

@@ -32,7 +32,10 @@ from llamarl.types import (
     version_spans,
 )
 
-TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, REF_LOGPROBS, TRAINER_LOGPROBS)
+TOKEN_COLUMNS = (
+    *(PROMPT_IDS, RESPONSE_IDS, TOKEN_VERSIONS, GENERATOR_LOGPROBS),
+    *(REF_LOGPROBS, TRAINER_LOGPROBS),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class Archive:
 
     def wants(self, name: str, lengths: np.ndarray) -> bool:
         """Whether `append` needs the cells of a column, not only their lengths."""
-        if name in TOKEN_COLUMNS:
+        if name in TOKEN_COLUMNS and name != TOKEN_VERSIONS:  # of which every line has the runs
             return self._has_tokens
         return name in COLUMNS or bool((lengths == 1).all())
 

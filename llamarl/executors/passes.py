@@ -136,7 +136,8 @@ class Passes:
         masked."""
         masks = []
         for i in indices:
-            is_trained = columns[TOKEN_VERSIONS][i] >= rows[i].oldest_version
+            versions = columns[TOKEN_VERSIONS][i]
+            is_trained = (versions != NO_VERSION) & (versions >= rows[i].oldest_version)
             if self._algorithm.mask_truncated:
                 is_trained &= finish_reason(columns[SAMPLING][i]) is not FinishReason.LENGTH
             masks.append(is_trained)

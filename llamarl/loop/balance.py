@@ -151,7 +151,7 @@ class Balance:
 
     def _order(self, requests: list[Request]) -> Iterator[list[Request]]:
         """The groups, each step's longest first; before a whole step's, replicas are split."""
-        runs = groupby(requests, key=lambda r: (r.prompt_ids, r.purpose))
+        runs = groupby(requests, key=lambda r: (r.prompt_ids, r.purpose, r.near))
         groups = sorted((list(run) for _, run in runs), key=lambda g: min(r.urgency for r in g))
         for _, run in groupby(groups, key=lambda group: (group[0].purpose, group[0].step)):
             some = list(run)
@@ -188,8 +188,8 @@ class Balance:
         return self._neighbours.unit_of(index) if self._neighbours else None
 
     def _choose(self, queues: Queues, group: list[Request]) -> int:
-        """The replica that suits best; one on the host of the group's storage unit if it suits as
-        well, or has at most this group more to write."""
+        """The replica that suits best; one that has written earlier turns, or is on the host of the
+        group's storage unit, if it suits as well, or has at most this group more to write."""
         is_evaluation = group[0].purpose is Purpose.EVALUATE
         kind = max(request.min_version for request in group), is_evaluation
         best = self._find_best(queues, kind, None)
@@ -203,13 +203,21 @@ class Balance:
             inside = self._find_best(queues, kind, some)
             if inside and inside[0] <= best[0]:
                 best = inside
+        if (index := group[0].near) is not None and index != best[2]:
+            held = self._find_best(queues, kind, frozenset([index]))
+            return index if held and self._is_close(held, best, load) else best[2]
         near = self._neighbours.near(group[0].row_id)
         if near and best[2] not in near:
             there = self._find_best(queues, kind, frozenset(near & some if some else near))
-            if there and there[0] <= best[0]:
-                more = load / self._speeds.of(there[2])
-                return there[2] if there[1] <= best[1] + more else best[2]
+            if there and self._is_close(there, best, load):
+                return there[2]
         return best[2]
+
+    def _is_close(
+        self, other: tuple[bool, float, int], best: tuple[bool, float, int], load: int
+    ) -> bool:
+        """Whether a replica suits as well as the best one, or has at most `load` more to write."""
+        return other[0] <= best[0] and other[1] <= best[1] + load / self._speeds.of(other[2])
 
     def _side(self, group: list[Request]) -> frozenset[int]:
         """The replicas that groups as long as this one are for; none: all."""

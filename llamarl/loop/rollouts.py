@@ -209,38 +209,44 @@ class Rollouts:
             request = replace(request, resume=True)
 
     async def _take_turns(self, group: Group, request: Request) -> RolloutInfo:
-        """Turn by turn, until the model, the environment or a limit ends the episode."""
-        assert self._turns is not None
-        row_id, num_lost = request.row_id, 0
-        self._open(request)
-        turn = await self._turns.ask(row_id, group.prompt)
-        asked = replace(request, prompt_ids=turn.prompt_ids or request.prompt_ids)
-        rollout = _unwritten(request)
+        """An episode, again from its beginning if the process of its environment was lost."""
+        row_id = request.row_id
+        numbers = group.episodes[row_id] = dict.fromkeys(("restarts", "resumed", "kept"), 0.0)
         while True:
-            if row_id in self._aborted:
-                return replace(rollout, finish_reason=FinishReason.ABORTED)
-            if turn.state is EpisodeState.LOST:
-                num_lost += 1
-                await self._storage.retire([row_id], {"outcome": "lost", "environment": 1})
-                if num_lost > self._max_restarts:
-                    turn = replace(turn, state=EpisodeState.DONE, status=StageStatus.RAISED)
-                    break
-                turn = await self._turns.ask(row_id, group.prompt)
-                asked = replace(request, prompt_ids=turn.prompt_ids or request.prompt_ids)
-                rollout = _unwritten(request)
-            elif turn.state is EpisodeState.GOES_ON and turn.status is StageStatus.OK:
-                rollout = await self._generate(asked)
-                if rollout.finish_reason is FinishReason.ABORTED:
-                    await self._turns.abort([row_id])
-                    return rollout
-                turn, asked = await self._turns.ask(row_id), replace(asked, resume=True)
-            else:
+            turn, rollout = await self._play(group, request)
+            if turn.state is not EpisodeState.LOST:
                 break
-        group.episodes[row_id] = {**turn.numbers, "restarts": num_lost}
+            numbers["restarts"] += 1
+            await self._storage.retire([row_id], {"outcome": "lost", "environment": 1})
+            if numbers["restarts"] > self._max_restarts:
+                turn = replace(turn, status=StageStatus.RAISED)
+                break
+        if row_id in self._aborted or rollout.finish_reason is FinishReason.ABORTED:
+            return replace(rollout, finish_reason=FinishReason.ABORTED)
+        numbers |= turn.numbers
         if turn.status is not StageStatus.OK:
             _fail_episode(group, request, turn)
         is_done = turn.state is EpisodeState.DONE
         return replace(rollout, finish_reason=FinishReason.STOP if is_done else FinishReason.LENGTH)
+
+    async def _play(self, group: Group, request: Request) -> tuple[TurnResult, RolloutInfo]:
+        """Turn by turn, until the model, the environment or a limit ends the episode."""
+        assert self._turns is not None
+        row_id, numbers = request.row_id, group.episodes[request.row_id]
+        self._open(request)
+        turn = await self._turns.ask(row_id, group.prompt)
+        request = replace(request, prompt_ids=turn.prompt_ids or request.prompt_ids)
+        rollout = _unwritten(request)
+        while turn.goes_on and row_id not in self._aborted:
+            rollout = await self._generate(request)
+            if rollout.finish_reason is FinishReason.ABORTED:
+                await self._turns.abort([row_id])
+                break
+            numbers["resumed"] += request.resume
+            numbers["kept"] += rollout.num_kept > 0
+            turn = await self._turns.ask(row_id)
+            request = replace(request, resume=True, near=rollout.replica)
+        return turn, rollout
 
     async def _pass_stages(self, group: Group, row_id: int) -> None:
         """Every stage once, as soon as those that it reads from are done with the rollout."""

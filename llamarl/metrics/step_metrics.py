@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamarl.groups import Group, StepStats
+from llamarl.metrics.episode_metrics import episode_scalars
 from llamarl.types import FinishReason, RolloutInfo, StageResult, StageStatus
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,8 @@ def step_scalars(
     scalars |= {f"dropped_rollouts/{reason}": count for reason, count in dropped_rollouts.items()}
     written = [numbers for group in finished for numbers in group.numbers.values()]
     scalars |= _means("columns", written)  # by stages of the recipe's own
+    episodes = [numbers for group in finished for numbers in group.episodes.values()]
+    scalars |= episode_scalars(episodes, all_rows)
     samples = _samples(stats.version, groups, completions, answer_field) if completions else ""
     histograms: Histograms = {
         STALENESS_HISTOGRAM: dict(staleness.items()),

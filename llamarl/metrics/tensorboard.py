@@ -40,6 +40,7 @@ SECTIONS = {  # first words of tags by section; TensorBoard sorts by name, hence
     "2_rollouts": ("reward_failures", "rollouts", "groups", "dropped", "dropped_rollouts")
     + ("columns", "length"),
     "3_training": ("policy", "ratio", "kl", "trainer"),
+    "3_episodes": ("episode", "tool_calls", "tool_s", "tool_errors"),
     "4_pace": ("tokens", "time", "wait", "staleness", "parts", "publish"),
     "5_checks": ("logprob_check",),
 }
@@ -74,7 +75,8 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "dropped/failed_reward": "Dropped groups with a rollout whose reward failed.",
     "dropped/": "Groups dropped for this reason since the last step.",
     "dropped_rollouts/": "Rollouts that a stage of the recipe's own dropped for this reason since "
-    "the last step; `<stage>_failed`: its code failed on them.",
+    "the last step; `<stage>_failed`: its code failed on them; `environment_raised`, `_hung` and "
+    "`_invalid`: their episodes failed.",
     "columns/": "Mean of this column, which a stage of the recipe's own wrote.",
     "length/tokens": "Tokens of the completions finished in the step.",
     "length/truncated_share": "Share of completions cut at sampling.max_tokens.",
@@ -82,6 +84,17 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "length/p50": "Tokens that half of the completions do not exceed.",
     "length/p90": "Tokens that nine of ten completions do not exceed.",
     "length/max": "Tokens of the longest completion.",
+    "episode/turns": "Mean turns of the model in an episode.",
+    "episode/environment_s": "Seconds that an episode waited for its environment, on average.",
+    "episode/observed_share": "Share of response tokens that are observations, without weight.",
+    "episode/kept_share": "Share of turns whose replica still had the keys and values of the turns "
+    "before; for the others they were computed again.",
+    "episode/malformed_calls": "Calls that did not parse, which the model was told.",
+    "episode/overlong_observations": "Episodes that an observation ended that did not fit.",
+    "episode/restarts": "Times that an episode began again, for its environment was lost.",
+    "tool_calls/": "Calls of this tool in the episodes finished in the step.",
+    "tool_s/": "Mean seconds of a call of this tool.",
+    "tool_errors/": "Calls of this tool that raised, or had wrong arguments.",
     "policy/entropy": "Mean entropy of the trainer's next-token distribution, in nats.",
     "policy/grad_norm": "Norm of the gradient before clipping.",
     "ratio/mean": "Mean of pi/mu over trained tokens, trainer over generator: 1 where they agree.",
@@ -94,7 +107,8 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "trainer/": "A number that the trainer reported at the optimizer step.",
     "tokens/per_s": "Response tokens trained per second of the step.",
     "tokens/trained": "Response tokens trained in the step.",
-    "tokens/masked": "Response tokens of weight 0 in the loss: too old, or of a truncated rollout.",
+    "tokens/masked": "Tokens that the model wrote of weight 0 in the loss: too old, or of a "
+    "truncated rollout.",
     "time/step_s": "Seconds from the end of the step before to the end of this one.",
     "time/publish_s": "Seconds of the latest publish, until the generators decoded its version.",
     "time/": "Seconds that this took.",

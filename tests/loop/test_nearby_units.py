@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from llamarl.groups import Group
 from llamarl.loop.nearby_units import Neighbours, RowIds
 from llamarl.planner.simulation.clock import run
 from llamarl.run.wiring import make_dispatch
+from llamarl.types import Request, VersionSpan
 from tests.loop.faults import Faults
 from tests.loop.loop import Loop, slower
 
@@ -61,6 +63,10 @@ class PlacedLoop(Loop):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.groups: list[Group] = []
+        self.written: Counter[int] = Counter()  # tokens by replica
+        self.so_far: dict[int, int] = {}  # tokens of rollouts that were cut
+        for replica in range(self.num_replicas):
+            self.watch(self.process(f"generator-{replica}").executor)
         log_step = self.run_logger.log_step
 
         async def note(stats: Any, groups: Any, *details: Any) -> None:
@@ -81,13 +87,21 @@ class PlacedLoop(Loop):
                 num_all += 1
         return num_home / num_all
 
+    def watch(self, replica: Any) -> None:
+        """Count what it writes, also of rollouts that others go on with."""
+        stop = replica._stop
+
+        def count(request: Request, spans: Sequence[VersionSpan], *details: Any) -> None:
+            total = sum(span.num_tokens for span in spans)
+            self.written[replica.index] += total - self.so_far.get(request.row_id, 0)
+            self.so_far[request.row_id] = total
+            stop(request, spans, *details)
+
+        replica._stop = count
+
     def loads(self) -> list[int]:
-        """Tokens that each replica wrote of what was trained."""
-        tokens: Counter[int] = Counter()
-        for group in self.groups:
-            for rollout in group.rollouts.values():
-                tokens[rollout.replica] += rollout.num_tokens
-        return [tokens[replica] for replica in range(self.num_replicas)]
+        """Tokens that each replica wrote."""
+        return [self.written[replica] for replica in range(self.num_replicas)]
 
 
 def played(folder: Path, **changes: Any) -> tuple[PlacedLoop, float]:

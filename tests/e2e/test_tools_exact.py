@@ -1,0 +1,187 @@
+"""Episodes of real runs, token by token: ids trained are ids generated, observations have no part
+in learning, and generator and trainer agree on what was written, whatever path it took."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamarl.data.tokenizer import load_tokenizer
+from llamarl.types import NO_VERSION
+from tests.e2e.forks import Forks
+from tests.json_lines import read_lines
+from tests.places import TOOLS_RECIPE
+
+SMALL = [
+    "cluster=inline",
+    "num_steps=3",
+    "trainer.groups_per_step=6",
+    "trainer.warmup_steps=0",
+    "trainer.lr=0",
+    "evaluation.max_prompts=6",
+    "evaluation.every_steps=0",
+    "checkpoint.export=false",
+    "experience.archive_tokens=true",
+]
+CALL = re.compile(r"<calculator>(\d+)\*(\d+)</calculator>")
+TOKENIZER = load_tokenizer(TOOLS_RECIPE / "checkpoint")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of a response: of one turn, or an observation."""
+
+    is_observation: bool
+    ids: list[int]
+
+    @property
+    def text(self) -> str:
+        return TOKENIZER.decode_raw(self.ids)
+
+
+def pieces(line: dict[str, Any]) -> list[Piece]:
+    pairs = zip(line["token_versions"], line["response_ids"], strict=True)
+    runs = groupby(pairs, key=lambda pair: pair[0] == NO_VERSION)
+    return [Piece(is_observed, [i for _, i in run]) for is_observed, run in runs]
+
+
+def archive(run_dir: Path) -> Iterator[dict[str, Any]]:
+    for path in (run_dir / "archive").glob("rollouts-*.jsonl"):
+        yield from read_lines(path)
+
+
+def metrics(run_dir: Path) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for line in read_lines(run_dir / "metrics.jsonl"):
+        for name, value in line.items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def check(line: dict[str, Any], rows: dict[int, dict[str, str]]) -> list[Piece]:
+    """What the model wrote and what it was told, by the words of the recipe."""
+    question = rows[line["prompt_id"]]["question"]
+    expected = f"<bos><|user|>{question}<|end|><|assistant|>"
+    assert TOKENIZER.decode_raw(line["prompt_ids"]) == expected
+    found = pieces(line)
+    assert not found[0].is_observation
+    assert not found[-1].is_observation, "nothing is observed that no turn follows"
+    for turn, observation in zip(found[:-1:2], found[1::2], strict=True):
+        assert turn.text.endswith("<|end|>")
+        calls = [int(a) * int(b) for a, b in CALL.findall(turn.text)]
+        said = "".join(f"<|tool|>{product}<|end|>" for product in calls)
+        if "error" not in observation.text:
+            assert observation.text == said + "<|assistant|>"
+    is_observed = np.array(line["token_versions"]) == NO_VERSION
+    logprobs = np.array(line["generator_logprobs"])
+    assert (logprobs[is_observed] == 0).all()
+    assert (logprobs[~is_observed] <= 0).all()
+    assert sum(count for _, count in line["spans"]) == (~is_observed).sum()
+    assert all(version >= 0 for version, _ in line["spans"])
+    assert line["num_tokens"] == len(is_observed)
+    if "trainer_logprobs" in line:
+        difference = np.abs(np.array(line["trainer_logprobs"]) - logprobs)[~is_observed]
+        assert difference.max() < 5e-3, "under equal weights both compute the same"
+    return found
+
+
+def run(forks: Forks, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
+    """A run of the recipe whose weights stay as they are; its archive."""
+    common = f"--config-dir={TOOLS_RECIPE}", f"run_dir={run_dir}", *SMALL
+    done: subprocess.CompletedProcess[str] = forks.run("train", *common, *overrides)
+    assert done.returncode == 0, done.stderr
+    return [*archive(run_dir)]
+
+
+PATHS = {
+    "plain": [],
+    "cut and resumed on two replicas of two slots": [
+        "sampling.segment_tokens=3",
+        "generator.num_replicas=2",
+        "generator.max_num_seqs=2",
+    ],
+    "keys and values computed again after a commit": ["generator.kv_after_commit=recompute"],
+    "carried over, with masked tokens": [
+        "staleness.max_staleness=0",
+        "staleness.late=mask",
+        "staleness.carry_over_groups=6",
+    ],
+    "trained by transformers": ["trainer=transformers"],
+    "one turn at a time": ["generator.max_num_seqs=1", "trainer.groups_per_step=2"],
+    "with a frozen model": ["algorithm.kl_coefficient=0.01"],
+}
+
+
+@pytest.mark.parametrize("overrides", PATHS.values(), ids=PATHS.keys())
+def test_every_token_is_what_it_should_be(
+    forks: Forks, tmp_path: Path, overrides: list[str]
+) -> None:
+    lines = run(forks, tmp_path, *overrides)
+    files = {"evaluated": "held_out", "trained": "prompts"}
+    rows = {
+        outcome: dict(enumerate(read_lines(TOOLS_RECIPE / f"{name}.jsonl"), start=1))
+        for outcome, name in files.items()
+    }
+    outcomes = Counter(line["outcome"] for line in lines)
+    assert outcomes["evaluated"] == 12
+    assert outcomes["trained"] > 0
+    num_turns: list[int] = []
+    for line in lines:
+        if line["outcome"] in rows:
+            found = check(line, rows[line["outcome"]])
+            if line["finish"] == "stop":
+                num_turns.append(len(found) // 2 + 1)
+                answer = rows[line["outcome"]][line["prompt_id"]]["answer"]
+                assert line["reward"] == (found[-1].text == f"Answer: {answer}<|end|>")
+    assert {1, 2} <= {*num_turns}
+    assert max(num_turns) >= 3
+    scalars = metrics(tmp_path)
+    assert max(scalars["episode/turns"]) > 1
+    assert all(0 < share < 1 for share in scalars["episode/observed_share"])
+    assert max(scalars["ratio/max"]) < 1.01
+    ratios = zip(scalars["ratio/mean"], scalars["tokens/trained"], strict=True)
+    assert [ratio for ratio, count in ratios if count] == [pytest.approx(1.0, abs=1e-3)] * sum(
+        count > 0 for count in scalars["tokens/trained"]
+    )
+    assert scalars["kl/generator_trainer"] == pytest.approx([0.0] * 3, abs=1e-4)
+    # Observations are no trained tokens, and no masked ones.
+    assert min(scalars["tokens/masked"]) >= 0
+    seen = [line for line in lines if "trainer_logprobs" in line]
+    written = sum(count for line in seen for _, count in line["spans"])
+    assert sum(scalars["tokens/trained"]) + sum(scalars["tokens/masked"]) == written
+    finished = [line for line in lines if line["outcome"] in ("trained", "dropped")]
+    mean = np.mean([sum(count for _, count in line["spans"]) for line in finished])
+    assert np.mean(scalars["length/mean"]) == pytest.approx(mean, rel=0.05)
+
+
+def test_what_a_recipe_names_wrongly_is_one_line_before_the_start(
+    forks: Forks, tmp_path: Path
+) -> None:
+    for overrides, words in (
+        (["environment.calls=auto"], "environment.calls must be hermes, llama, xml or tagged"),
+        (["environment.tools=[task,browser]"], "environment.tools must be one of task"),
+        (["data.chat=false"], "data.chat must be true with environment.tools"),
+        (["reward.functions=[environment]"], "must not name environment unless each environment"),
+        (["environment.tools=[]", "reward.functions=[environment]"], "without environment.tools"),
+        (["environment.max_turns=0"], "environment.max_turns must be at least 1"),
+    ):
+        common = f"--config-dir={TOOLS_RECIPE}", f"run_dir={tmp_path}", *SMALL
+        done = forks.run("train", *common, *overrides)
+        assert done.returncode == 2
+        (line,) = [each for each in done.stderr.splitlines() if each.strip()]
+        assert words in line
+
+
+def test_a_run_without_the_tool_says_nothing_of_episodes(forks: Forks, tmp_path: Path) -> None:
+    lines = run(forks, tmp_path, "environment.tools=[]")
+    assert all(NO_VERSION not in line["token_versions"] for line in lines if line["num_tokens"])
+    assert not [name for name in metrics(tmp_path) if name.startswith(("episode", "tool"))]
