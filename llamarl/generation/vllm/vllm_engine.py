@@ -211,6 +211,8 @@ class VllmEngine:
                 self._append(running, output)
 
     def _append(self, running: VllmRollout, output: Any) -> None:
+        if output.prefill_stats is not None and running.request.resume:
+            running.num_kept = output.prefill_stats.num_cached_tokens
         if output.new_token_ids:
             running.ids += output.new_token_ids
             running.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
@@ -220,7 +222,9 @@ class VllmEngine:
             raise RuntimeError(f"vLLM ended row {running.request.row_id} with {reason}")
         if reason == "stop":
             self._retire(running, FinishReason.STOP)
-        elif completes_stop_string(running.request.sampling, running.ids, self.decode_text):
+        elif completes_stop_string(
+            running.request.sampling, running.ids[running.turn :], self.decode_text
+        ):
             self._stop(running, FinishReason.STOP)
         elif reason == "length":
             is_full = len(running.ids) >= running.limit

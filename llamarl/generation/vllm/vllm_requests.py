@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.generation.protocol import PartialOutput
-from llamarl.generation.scheduler import QueuedRequest
+from llamarl.generation.scheduler import QueuedRequest, turn_start
 from llamarl.types import Request
 
 LENGTH_BITS = 25  # expected tokens are below 2^25
@@ -20,7 +20,8 @@ PURPOSE_BITS = LENGTH_BITS + 34  # so are steps below 2^34, and priorities below
 
 @dataclass(slots=True)
 class VllmRollout:
-    """A rollout that vLLM decodes, with everything written so far (earlier segments included)."""
+    """A rollout that vLLM decodes, with everything written so far (earlier segments included); its
+    present turn begins at `turn`, and `num_kept` of its tokens were in the prefix cache."""
 
     key: str
     request: Request
@@ -28,6 +29,8 @@ class VllmRollout:
     ids: list[int]
     logprobs: list[float]
     versions: list[int]
+    turn: int = 0
+    num_kept: int = 0
 
     def written(self) -> PartialOutput:
         """The same as arrays."""
@@ -35,6 +38,7 @@ class VllmRollout:
             ids=np.array(self.ids, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
             versions=np.array(self.versions, np.int32),
+            num_kept=self.num_kept,
         )
 
 
@@ -87,7 +91,11 @@ def start(
         data_parallel_rank=None,
     )
     before = (column.tolist() for column in (written.ids, written.logprobs, written.versions))
-    return VllmRollout(key, request, limit, *before), core_request
+    ids, logprobs, versions = before
+    rollout = VllmRollout(
+        key, request, limit, ids, logprobs, versions, turn=turn_start(written.versions)
+    )
+    return rollout, core_request
 
 
 def segment_seed(seed: int, num_written: int) -> int:
