@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart chaos demo-two-hosts vllm-cpu rivals test test-quick test-all test-vllm test-gpu fuzz check docs format clean
+.PHONY: help quickstart quickstart-tools chaos demo-two-hosts vllm-cpu rivals test test-quick test-all test-vllm test-gpu fuzz check docs format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,6 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make quickstart   fine-tune a small checkpoint by asynchronous RL on this CPU"
+	@echo "make quickstart-tools  the same for a tool: the model learns to call a calculator over several turns"
 	@echo "make test         the default test suite (CPU, offline, 7 minutes)"
 	@echo "make test-quick   its unit, contract and loop tests, and one run that learns (2 minutes)"
 	@echo "make test-all     the longer sets too"
@@ -73,6 +74,10 @@ rivals: $(RIVALS_READY)
 # GENERATOR=vllm and PLACEMENT=colocated select these groups of the recipe's config.
 quickstart: $(QUICKSTART_READY)
 	@$(dir $<)bin/llamarl train --config-dir recipes/quickstart $(GENERATOR:%=generator=%) \
+	  $(PLACEMENT:%=placement=%) $(ARGS)
+
+quickstart-tools: $(QUICKSTART_READY)
+	@$(dir $<)bin/llamarl train --config-dir recipes/quickstart_tools $(GENERATOR:%=generator=%) \
 	  $(PLACEMENT:%=placement=%) $(ARGS)
 
 # Any processes of a run but the controller are killed or stopped, at all its moments.

@@ -13,6 +13,7 @@ Glossary
     tool        a function that the model may call in a turn.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -64,3 +65,14 @@ def last_turn(ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
     observation's end."""
     observed = np.flatnonzero(versions == NO_VERSION)
     return ids[observed[-1] + 1 :] if len(observed) else ids
+
+
+def conversation(ids: np.ndarray, versions: np.ndarray, decode: Callable[[np.ndarray], str]) -> str:
+    """A response [T] as people read it: a line for each turn, and observations in brackets."""
+    is_observed = versions == NO_VERSION
+    starts = np.flatnonzero(is_observed[1:] != is_observed[:-1]) + 1
+    lines = []
+    for run, observed in zip(np.split(ids, starts), np.split(is_observed, starts), strict=True):
+        text = decode(run)
+        lines.append(f"[{text.strip()}]" if observed[:1].any() else text)
+    return "\n".join(lines)

@@ -43,13 +43,13 @@ def check_task(
     return [from_data(each) for each in answer["stages"]], as_kinds(answer["kinds"])
 
 
-def load(setup: dict[str, Any]) -> Callable[[None, list[str], list[str], bool], dict[str, Any]]:
+def load(setup: dict[str, Any]) -> Callable[..., dict[str, Any]]:
     """The service of the worker: names of functions and of stages, whether there are tools ->
     {"stages": [data, ...], "kinds": {name: data}} or {"mistake": one line}."""
     module = load_module(setup["task_source"])
 
     def describe(
-        _: None, functions: list[str], stages: list[str], has_tools: bool
+        _: None, functions: list[str], stages: list[str], has_tools: bool = False
     ) -> dict[str, Any]:
         try:
             for name in functions:

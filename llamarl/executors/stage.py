@@ -17,7 +17,7 @@ from llamarl.data.tokenizer import Tokenizer, load_tokenizer
 from llamarl.dataflow.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD, RECORDED, Column
 from llamarl.dataflow.graph import GROUP
 from llamarl.dataflow.task_stages import as_data
-from llamarl.episode import last_turn
+from llamarl.episode import conversation, last_turn
 from llamarl.executors.specs import StageSpec
 from llamarl.executors.stage_calls import FailureRate, WorkSpans
 from llamarl.metrics.span import Spans
@@ -83,17 +83,22 @@ class StageExecutor:
         """Call the function for each item: a rollout, or a group. One result per rollout, in order.
         UserCodeError if too many calls failed, see `FailureRate`."""
         with self._work.working(sum(len(rows) for rows, _ in items)):
-            calls = await self._make_calls(items)
+            columns = await self._read([row_id for rows, _ in items for row_id in rows])
+            calls = self._make_calls(items, columns)
             found = await self._pool.run(calls)
             results: list[list[StageResult]] = []
             cells: dict[int, Cells] = {}
-            for (rows, prompt), call, of_call in zip(items, calls, found, strict=True):
+            place = 0
+            for (rows, prompt), of_call in zip(items, found, strict=True):
                 each = [of_call] * len(rows) if isinstance(of_call, Failure) else of_call
                 results.append([])
                 for row_id, of_row in zip(rows, each, strict=True):
                     result = self._result(row_id, of_row)
                     results[-1].append(result)
-                    cells[row_id] = self._cells(result, of_row, prompt, call)
+                    cells[row_id] = self._cells(result, of_row)
+                    if self._spec.reward is not None and prompt is not None:
+                        cells[row_id] |= self._shown(prompt, columns, place)
+                    place += 1
             await self._write(cells)
         self._failures.add([of_call[0] for of_call in results])
         return WireList(result for of_call in results for result in of_call)
@@ -120,18 +125,25 @@ class StageExecutor:
             correct=reward is not None and parts[reward.functions[0]] >= reward.full_marks,
         )
 
-    def _cells(
-        self, result: StageResult, found: Failure | str | Cells, prompt: Prompt | None, call: Call
-    ) -> Cells:
-        """What storage gets: of the stage `score` also what the archive shows of the rollout."""
+    def _cells(self, result: StageResult, found: Failure | str | Cells) -> Cells:
+        """What storage gets of what was found."""
         cells = {name: np.array([number]) for name, number in result.numbers.items()}
         if isinstance(found, dict):
             cells |= {name: cell for name, cell in found.items() if name not in self._parts}
-        if self._spec.reward is not None and prompt is not None:
-            cells[PROMPT_ID] = np.array([float(prompt.prompt_id)])
-            if self._spec.has_text or prompt.is_held_out:
-                completion = call.arguments[0][self._stage.reads.index(COMPLETION)]
-                cells |= {PROMPT_TEXT: _utf8(prompt.text), COMPLETION_TEXT: _utf8(completion)}
+        return cells
+
+    def _shown(self, prompt: Prompt, columns: Columns, place: int) -> Cells:
+        """What the stage `score` stores for the archive of the rollout at this place of `columns`:
+        its prompt's number, and perhaps its whole text."""
+        cells = {PROMPT_ID: np.array([float(prompt.prompt_id)])}
+        if self._spec.has_text or prompt.is_held_out:
+            assert self._tokenizer is not None
+            ids, decode = columns[RESPONSE_IDS][place], self._tokenizer.decode
+            if self._spec.has_episodes:
+                text = conversation(ids, columns[TOKEN_VERSIONS][place], decode)
+            else:
+                text = decode(ids)
+            cells |= {PROMPT_TEXT: _utf8(prompt.text), COMPLETION_TEXT: _utf8(text)}
         return cells
 
     async def _write(self, cells: dict[int, Cells]) -> None:
@@ -144,14 +156,18 @@ class StageExecutor:
                 columns = {name: [cells[row_id][name] for row_id in row_ids] for name in names}
                 await self._storage.write(row_ids, columns)
 
-    async def _make_calls(self, items: list[StageItem]) -> list[Call]:
-        stage, row_ids = self._stage, [row_id for rows, _ in items for row_id in rows]
+    async def _read(self, row_ids: list[int]) -> Columns:
+        """What the stage reads of these rows."""
+        stage = self._stage
         names = {DERIVED.get(name, name) for name in stage.reads} - {""}
         if self._spec.has_episodes and COMPLETION in stage.reads:
             names.add(TOKEN_VERSIONS)
         if any(column.length != NUMBER for column in stage.writes):
             names.add(RESPONSE_IDS)  # how many entries a column has
-        columns = await self._storage.read(row_ids, sorted(names)) if names else {}
+        return await self._storage.read(row_ids, sorted(names)) if names else {}
+
+    def _make_calls(self, items: list[StageItem], columns: Columns) -> list[Call]:
+        stage, row_ids = self._stage, [row_id for rows, _ in items for row_id in rows]
         lengths = [len(ids) for ids in columns.get(RESPONSE_IDS, [()] * len(row_ids))]
         given = [self._given(name, columns, len(row_ids)) for name in stage.reads]
         calls, end = [], 0

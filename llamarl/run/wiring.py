@@ -19,6 +19,7 @@ from llamarl.data.packing import make_batch
 from llamarl.dataflow.graph import Stage
 from llamarl.dataflow.samplers import make_sampler
 from llamarl.environments.requests import make_requests
+from llamarl.episode import conversation
 from llamarl.generation.vllm.limits import kv_tokens
 from llamarl.lengths.split import Limits
 from llamarl.loop.balance import Balance
@@ -49,7 +50,7 @@ from llamarl.run.elasticity import Elasticity
 from llamarl.run.fleet import Fleet, unless_lost
 from llamarl.run.mending import Ask, MendedEnvironment
 from llamarl.run.starter import Executors
-from llamarl.types import RESPONSE_IDS, Columns
+from llamarl.types import RESPONSE_IDS, TOKEN_VERSIONS, Columns
 from llamarl.weights.layout.kinds import weight_kind
 from llamarl.weights.sync.publisher import Publisher
 
@@ -326,11 +327,12 @@ class Wiring:
         if not row_ids:
             return {}
         # Without its storage unit a step's numbers are written down nevertheless.
-        reading = self.executors.storage.read(row_ids, [RESPONSE_IDS])
+        reading = self.executors.storage.read(row_ids, [RESPONSE_IDS, TOKEN_VERSIONS])
         columns: Columns | None = await unless_lost(reading)
         if columns is None:
             return {}
-        texts = map(self.inputs.tokenizer.decode, columns[RESPONSE_IDS])
+        show = partial(conversation, decode=self.inputs.tokenizer.decode)
+        texts = map(show, columns[RESPONSE_IDS], columns[TOKEN_VERSIONS])
         return dict(zip(row_ids, texts, strict=True))
 
 

@@ -43,7 +43,7 @@ stages = [
 def test_the_named_stages_come_back_as_data_in_the_order_of_the_names() -> None:
     before = descendants(os.getpid())
     sys.modules.pop("task", None)
-    found = check_task(TASK, [], ["teacher", "judge", "brief", "cached", "half"])
+    found, _ = check_task(TASK, [], ["teacher", "judge", "brief", "cached", "half"])
     assert found == [
         Stage(
             "teacher",
