@@ -258,8 +258,8 @@ async def spawn_executors(
     replicas: Collection[int] | None = None,
     before: Executors | None = None,
 ) -> Executors:
-    """Start storage and the executors of these `names` (of `name_executors`), all at once. Without
-    the trainer the generators load the checkpoint's weights as version 0.
+    """Start storage and the executors of these `names` (of `name_executors`), all at once; with
+    generators, the environment that their rollouts take turns with. Without the trainer the generators load the checkpoint's weights as version 0.
 
     `replicas` are those to be there (None: the recipe's). Generators of an earlier session that are
     left of the executors `before`, and were reset, go on. If an executor does not start, or is lost
@@ -267,6 +267,8 @@ async def spawn_executors(
     """
     if replicas is None:
         replicas = range(config.generator.num_replicas if EXECUTORS[GENERATE] in names else 0)
+    if EXECUTORS[GENERATE] in names and inputs.graph.has_episodes:
+        names = {*names, ENVIRONMENT}
     earlier, kept = ({}, {}) if before is None else (before.places, before.generators)
     places = place_executors(config, inputs.graph)
     generators = {f"generator-{index}": index for index in replicas}

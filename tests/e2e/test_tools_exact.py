@@ -185,3 +185,14 @@ def test_a_run_without_the_tool_says_nothing_of_episodes(forks: Forks, tmp_path:
     lines = run(forks, tmp_path, "environment.tools=[]")
     assert all(NO_VERSION not in line["token_versions"] for line in lines if line["num_tokens"])
     assert not [name for name in metrics(tmp_path) if name.startswith(("episode", "tool"))]
+
+
+def test_an_evaluation_takes_turns_too(forks: Forks, tmp_path: Path) -> None:
+    common = f"--config-dir={TOOLS_RECIPE}", f"run_dir={tmp_path}", "cluster=inline"
+    done = forks.run("evaluate", *common, "evaluation.max_prompts=30")
+    assert done.returncode == 0, done.stderr
+    lines = [*archive(tmp_path)]
+    right = [line for line in lines if line["correct"]]
+    assert len(right) >= 5
+    assert all("</calculator>\n[" in line["completion"] for line in right)
+    assert f"accuracy {len(right) / 30:.1%} of 30" in done.stdout
