@@ -20,6 +20,7 @@ import os
 import pickle
 import re
 import signal
+import sys
 from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 monarch_config.prefix_python_logs_with_actor = False  # every log line has the process already
 
+SWITCH_S = 0.001  # for which a thread that computes keeps the event loop waiting
 FANOUT = 4  # ranks that one rank passes a call on to
 
 
@@ -74,6 +76,7 @@ class ExecutorActor(Actor):
         try:
             redirect_output(logs_folder, self._where)
             self._spans = make_spans(self._where)
+            sys.setswitchinterval(SWITCH_S)
             gc.disable()  # imports make next to no garbage: looking for it is a fifth of their time
             maker = resolve(factory)
             gc.enable()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamarl.data.tokenizer import Message, Tokenizer
-from llamarl.environments.definition import Kind
+from llamarl.environments.definition import Kind, Schema
 from llamarl.environments.tool_calls import (
     ToolCall,
     family_of,
@@ -53,8 +53,11 @@ class TurnFormat:
         self._family = _family(tokenizer, calls) if kind.schemas else ""
         special = tokenizer.special_ids.items()
         self._ends = [text for text, i in special if i in tokenizer.eos_token_ids]
+        self._shown: Sequence[Schema] = kind.schemas
         self._answer = self._find_answer()
         self._check()
+        self._leave_out_tools()
+        self._before = self._render([USER, self._answer], is_open=False)
 
     @property
     def drops_thinking(self) -> bool:
@@ -77,16 +80,20 @@ class TurnFormat:
     def observation(self, messages: Sequence[Message], last_id: int) -> np.ndarray:
         """int32 ids of these messages, and of what the template puts before the next turn, after a
         turn that ended with `last_id`. ValueError if the template refuses them."""
-        end, rest = self._split([USER, self._answer], messages)
+        end, rest = self._split([USER, self._answer], messages, self._before)
         text = rest if last_id in self._tokenizer.eos_token_ids else end + rest
         return np.array(self._tokenizer.encode(text, special=False), np.int32)
 
     def _render(self, messages: Sequence[Message], *, is_open: bool = True) -> str:
-        return self._tokenizer.render_chat(messages, self._kind.schemas, is_open=is_open)
+        return self._tokenizer.render_chat(messages, self._shown, is_open=is_open)
 
-    def _split(self, before: Sequence[Message], added: Sequence[Message]) -> tuple[str, str]:
-        """(the token that ends the turn before, all that follows it)."""
-        old = self._render(before, is_open=False)
+    def _split(
+        self, before: Sequence[Message], added: Sequence[Message], old: str | None = None
+    ) -> tuple[str, str]:
+        """(the token that ends the turn before, all that follows it); `old` is the text of the
+        messages `before`, if it is known."""
+        if old is None:
+            old = self._render(before, is_open=False)
         new = self._render([*before, *added])
         must = f"the chat template of {self._tokenizer.folder} must"
         if not new.startswith(old):
@@ -116,6 +123,18 @@ class TurnFormat:
             return calling
         except ValueError:
             return ANSWER
+
+    def _leave_out_tools(self) -> None:
+        """Where their schemas change no observation, they are not rendered each time."""
+        if self._kind.has_step:
+            return
+        with_tools = self._split([USER, self._answer], self._samples("1"))
+        self._shown = ()
+        try:
+            is_same = self._split([USER, self._answer], self._samples("1")) == with_tools
+        except ValueError:
+            is_same = False
+        self._shown = () if is_same else self._kind.schemas
 
     def _check(self) -> None:
         samples, again = self._samples("1"), self._samples("2")

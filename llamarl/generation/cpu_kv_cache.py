@@ -108,11 +108,11 @@ class CpuKVCache:
         self._key_blocks[layer][block, :, column] = keys
         self._value_tables[layer].index_put_((row,), values)
 
-    def read(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [kv_heads, length, head_dim] of the first positions of a slot."""
-        blocks = self.keys[layer, slot, :, : -(-length // BLOCK)]
-        keys = blocks.transpose(2, 3).reshape(self.num_kv_heads, -1, self.head_dim)
-        return keys[:, :length], self.values[layer, slot, :, :length]
+    def read(self, layer: int, slots: list[int], length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, kv_heads, length, head_dim] of the first positions of n slots."""
+        blocks = self.keys[layer, slots, :, : -(-length // BLOCK)]
+        keys = blocks.transpose(3, 4).reshape(len(slots), self.num_kv_heads, -1, self.head_dim)
+        return keys[:, :, :length], self.values[layer, slots, :, :length]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` to slot `target`."""

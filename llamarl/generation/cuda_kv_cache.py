@@ -63,9 +63,9 @@ class CudaKVCache:
         self.keys[layer].index_put_(index, keys)
         self.values[layer].index_put_(index, values)
 
-    def read(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [kv_heads, length, head_dim] of the first positions of a slot."""
-        return self.keys[layer, slot, :, :length], self.values[layer, slot, :, :length]
+    def read(self, layer: int, slots: list[int], length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, kv_heads, length, head_dim] of the first positions of n slots."""
+        return self.keys[layer, slots, :, :length], self.values[layer, slots, :, :length]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` to slot `target`."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from llamarl.generation.cpu_kv_cache import CpuKVCache
@@ -214,18 +214,21 @@ class Decoder:
         self, layer: int, queries: Tensor, later: list[tuple[int, int, np.ndarray]]
     ) -> list[Tensor]:
         """Attention of the last rows of `queries`, those of `later` sequences, over all that is in
-        their slots' caches up to themselves: [n, width] each."""
-        parts = []
-        first = len(queries) - sum(len(ids) for *_, ids in later)
-        for slot, start, ids in later:
-            num, end = len(ids), start + len(ids)
-            q = queries[first : first + num].transpose(0, 1).unsqueeze(0)
-            k, v = (each.unsqueeze(0) for each in self.cache.read(layer, slot, end))
-            seen = torch.ones(num, end, dtype=torch.bool, device=q.device).tril(start)
-            out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-            parts.append(out[0].transpose(0, 1).reshape(num, -1))
-            first += num
-        return parts
+        their slots' caches up to themselves, in one call for all: [n, width], or nothing."""
+        if not later:
+            return []
+        nums = [len(ids) for *_, ids in later]
+        ends = torch.tensor([start + len(ids) for _, start, ids in later])
+        first, most, longest = len(queries) - sum(nums), max(nums), int(ends.max())
+        q = nn.utils.rnn.pad_sequence(list(queries[first:].split(nums)), batch_first=True)
+        k, v = self.cache.read(layer, [slot for slot, *_ in later], longest)
+        place = (ends - torch.tensor(nums))[:, None] + torch.arange(most)  # of each query
+        seen = (torch.arange(longest) <= place[:, :, None]).unsqueeze(1).to(q.device)
+        out = functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, attn_mask=seen, enable_gqa=True
+        )
+        rows = out.transpose(1, 2).flatten(2)
+        return [row[:num] for row, num in zip(rows, nums, strict=True)]
 
 
 def float32_product(x: Tensor, matrix: Matrix) -> Tensor:

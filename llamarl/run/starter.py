@@ -259,7 +259,8 @@ async def spawn_executors(
     before: Executors | None = None,
 ) -> Executors:
     """Start storage and the executors of these `names` (of `name_executors`), all at once; with
-    generators, the environment that their rollouts take turns with. Without the trainer the generators load the checkpoint's weights as version 0.
+    generators, the environment that their rollouts take turns with. Without the trainer the
+    generators load the checkpoint's weights as version 0.
 
     `replicas` are those to be there (None: the recipe's). Generators of an earlier session that are
     left of the executors `before`, and were reset, go on. If an executor does not start, or is lost
