@@ -11,8 +11,9 @@ class EnvironmentConfig(Section):
     """Episodes: what the model may call, how its calls are read, and their limits."""
 
     tools: list[str] = field(default_factory=list)
-    """What rollouts take turns with: task (the list `tools` of the recipe's own task.py, its
-    `environment`, or both). []: nothing, a rollout is one answer."""
+    """What rollouts take turns with, any of: task (the list `tools` of the recipe's own task.py,
+    its `environment`, or both) | python (a tool that runs programs which the model writes,
+    contained). []: nothing, a rollout is one answer."""
     calls: str = choice("auto", "hermes", "llama", "xml", "tagged", "template")
     """How the model writes a call: hermes (JSON in <tool_call>, as Qwen 2.5 and 3 do) | llama (JSON
     alone, as Llama 3 does) | xml (<function=NAME> in <tool_call>, as Qwen 3.5 does) | tagged

@@ -15,9 +15,10 @@ class RewardConfig(Section):
     """What is rewarded, and how long a reward may take."""
 
     functions: list[str] = field(default_factory=lambda: ["math"])
-    """Reward functions: math | exact | format | task (the recipe's own task.py) | environment (what
-    the episode's environment gives). In an episode the others get the model's last turn. Accuracy
-    is the share of completions to which the first one gives full marks."""
+    """Reward functions: math | exact | format | code (the program in the completion passes tests) |
+    task (the recipe's own task.py) | environment (what the episode's environment gives). In an
+    episode the others get the model's last turn. Accuracy is the share of completions to which the
+    first one gives full marks."""
     weights: list[float] = field(
         default_factory=lambda: [1.0], metadata={"least": -1e6, "most": 1e6}
     )
@@ -46,6 +47,22 @@ class RewardConfig(Section):
     max_failure_rate: float = number(0.1, least=0, most=1)
     """The run stops when more than this share of the last 1000 rewards failed (after 50), with
     any `on_failure`; 1 never stops it."""
+
+    contained: bool = True
+    """Programs that a model wrote (reward `code`, tool `python`) run contained by the kernel: no
+    network, no files but a scratch folder. The run refuses to start where that is not possible;
+    false lets them run with the rights of the run, on purpose."""
+    program_s: float = number(5.0, above=0, most=DAY_S)
+    """Longest time of one program; a reward's `timeout_s` is for all its programs."""
+    program_memory_bytes: int = number(256 * 1024**2, least=32 * 1024**2, most=2**50)
+    """Memory of one program and what it starts."""
+    program_disk_bytes: int = number(16 * 1024**2, least=0, most=2**50)
+    """Size of the files that one program may write."""
+    program_output_bytes: int = number(64 * 1024, least=1, most=2**24)
+    """Standard output of one program, and as much of standard error; one that writes more is
+    ended."""
+    program_processes: int = number(8, least=1, most=1024)
+    """Processes of one program at once."""
 
     def check(self) -> None:
         self.require(bool(self.functions), "functions", "name at least one function")

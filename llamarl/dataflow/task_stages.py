@@ -16,7 +16,9 @@ from llamarl.config.check import did_you_mean
 from llamarl.dataflow.columns import Column
 from llamarl.dataflow.graph import External, FrozenModel, Stage
 from llamarl.environments import definition
+from llamarl.environments.contained import ProgramLimits
 from llamarl.environments.definition import Kinds, as_kinds
+from llamarl.environments.ready_tools import READY
 from llamarl.task_file import FILE, STAGES, find, load_module, place_of
 from llamarl.user_code.calls import Call, UserCode, shown
 from llamarl.user_code.pool import run_once
@@ -26,10 +28,15 @@ LIMIT_S = 30.0  # to look at what is loaded
 
 
 def check_task(
-    source: str, functions: Collection[str], stages: Sequence[str], *, has_tools: bool = False
+    source: str | None,
+    functions: Collection[str],
+    stages: Sequence[str],
+    *,
+    tools: Sequence[str] = (),
 ) -> tuple[list[Stage], Kinds]:
     """The stages of these names, in that order; `run` is a FrozenModel, External or the name of a
-    function of task.py. And the environments, if it `has_tools`.
+    function of task.py. And what episodes take turns with by these `tools`, of
+    `environment.tools`.
 
     ValueError, in one line with the place in task.py, for a text that does not load, one of these
     `functions` or stages that it does not define, a function of another form, or a stage whose
@@ -37,25 +44,28 @@ def check_task(
     """
     setup = {"task_source": source}
     code = UserCode(service=__name__, setup=setup, timeout_s=LIMIT_S, label=FILE, keys="a fixed ")
-    answer = run_once(code, Call(None, (sorted(functions), list(stages), has_tools)))
+    answer = run_once(code, Call(None, (sorted(functions), list(stages), list(tools))))
     if "mistake" in answer:
         raise ValueError(answer["mistake"])
     return [from_data(each) for each in answer["stages"]], as_kinds(answer["kinds"])
 
 
 def load(setup: dict[str, Any]) -> Callable[..., dict[str, Any]]:
-    """The service of the worker: names of functions and of stages, whether there are tools ->
-    {"stages": [data, ...], "kinds": {name: data}} or {"mistake": one line}."""
-    module = load_module(setup["task_source"])
+    """The service of the worker: names of functions, of stages and of tools -> {"stages": [data,
+    ...], "kinds": {name: data}} or {"mistake": one line}."""
+    source = setup["task_source"]
+    module = ModuleType("task") if source is None else load_module(source)
 
     def describe(
-        _: None, functions: list[str], stages: list[str], has_tools: bool = False
+        _: None, functions: list[str], stages: list[str], tools: Sequence[str] = ()
     ) -> dict[str, Any]:
         try:
             for name in functions:
                 find(module, name)
             found = _named(module, stages) if stages else ()
-            kinds = definition.describe(module) if has_tools else {}
+            ready = [READY[name](ProgramLimits()) for name in tools if name in READY]
+            own = module if len(ready) < len(tools) else None
+            kinds = definition.describe(own, ready) if tools else {}
             data = [as_data(stage, _run_of(stage, module)) for stage in found]
             return {"stages": data, "kinds": kinds}
         except ValueError as error:

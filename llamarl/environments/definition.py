@@ -68,14 +68,14 @@ def schemas_of(row: Mapping[str, Any], kinds: Kinds) -> tuple[Schema, ...]:
     return kinds[kind_of(row, kinds)].schemas
 
 
-def find_defined(module: ModuleType) -> Defined:
-    """The tools and environments of a loaded task.py. ValueError if there are none, or they are not
-    what they must be."""
+def find_defined(module: ModuleType | None, ready: Sequence[Tool] = ()) -> Defined:
+    """The tools and environments of a loaded task.py, if there is one, and `ready` tools.
+    ValueError if there are none, or they are not what they must be."""
     tools, found = getattr(module, TOOLS, ()), getattr(module, ENVIRONMENT, None)
     if not isinstance(tools, list | tuple) or not all(map(callable, tools)):
         raise ValueError(f"{FILE}: {TOOLS} must be a list of functions, got {tools!r:.100}")
     by_name: dict[str, Tool] = {}
-    for tool in tools:
+    for tool in (*ready, *tools):
         name = getattr(tool, "__name__", "")
         if not name or name in by_name:
             must = "must have a name of its own"
@@ -84,7 +84,7 @@ def find_defined(module: ModuleType) -> Defined:
     makers: dict[str, Any] = found if isinstance(found, dict) else {"": found}
     if found is None:
         makers = {}
-        if not tools:
+        if module is not None and not tools:
             must = f"must define {TOOLS} or {ENVIRONMENT} for environment.tools=[task]"
             raise ValueError(f"{FILE} {must}, got neither")
     is_named = all(isinstance(name, str) and callable(maker) for name, maker in makers.items())
@@ -108,10 +108,10 @@ def is_stepped(environment: Any) -> bool:
     return step is not None and [*inspect.signature(step).parameters] == ["messages"]
 
 
-def describe(module: ModuleType) -> dict[str, dict[str, Any]]:
-    """The kinds of a loaded task.py, as JSON. ValueError for what a model could not call; an
-    instance of each class is made."""
-    defined = find_defined(module)
+def describe(module: ModuleType | None, ready: Sequence[Tool] = ()) -> dict[str, dict[str, Any]]:
+    """The kinds of a loaded task.py and `ready` tools, as JSON. ValueError for what a model could
+    not call; an instance of each class is made."""
+    defined = find_defined(module, ready)
     shared = [_schema(tool) for tool in defined.tools.values()]
     if not defined.makers:
         return {"": {"schemas": shared}}

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from llamarl.config.reward import LARGEST
+from llamarl.environments.contained import ProgramLimits
 from llamarl.environments.definition import (
     RESET,
     REWARD,
@@ -33,6 +34,7 @@ from llamarl.environments.definition import (
     kind_of,
     methods_of,
 )
+from llamarl.environments.ready_tools import READY
 from llamarl.task_file import load_module
 from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.calls import InvalidReturnError, shown, user_traceback
@@ -41,6 +43,7 @@ Answer = dict[str, Any]
 Message = dict[str, Any]
 MAX_THREADS = 256  # functions that run at once
 MAX_LEFT = 32  # threads of calls that never ended, until the process exits
+TASK = "task"  # in `environment.tools`: the recipe's own task.py
 UNKNOWN: Answer = {"unknown": True}  # an episode that this process does not play
 
 
@@ -205,10 +208,18 @@ class Episodes:
         return self._num_left >= MAX_LEFT
 
 
+def load_defined(setup: dict[str, Any]) -> Defined:
+    """What `tools` name, as `environment.tools` does: of the text `task_source`, and ready ones,
+    whose programs may take `limits`."""
+    tools, limits = setup["tools"], ProgramLimits(**setup["limits"])
+    module = load_module(setup["task_source"]) if TASK in tools else None
+    return find_defined(module, [READY[name](limits) for name in tools if name != TASK])
+
+
 def load(setup: dict[str, Any]) -> Callable[..., Coroutine[Any, Any, Answer]]:
     """The service of a worker: (prompt, the name of a method of Episodes, its arguments) -> what it
     returns, or {"status": str, "error": str} if the environment failed."""
-    episodes = Episodes(find_defined(load_module(setup["task_source"])))
+    episodes = Episodes(load_defined(setup))
 
     async def serve(prompt: Prompt | None, method: str, arguments: list[Any]) -> Answer:
         try:

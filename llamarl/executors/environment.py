@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -85,7 +85,11 @@ class EnvironmentExecutor:
         self._work = WorkSpans(spans, "environment")
         code = UserCode(
             service="llamarl.environments.episodes",
-            setup={"task_source": spec.task_source},
+            setup={
+                "task_source": spec.task_source,
+                "tools": spec.config.tools,
+                "limits": asdict(spec.limits),
+            },
             timeout_s=spec.config.timeout_s,
             label="environment",
             keys="environment.",

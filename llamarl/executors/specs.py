@@ -22,6 +22,7 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.dataflow.graph import Stage
+from llamarl.environments.contained import ProgramLimits
 from llamarl.environments.definition import Kinds
 from llamarl.protocols import ColumnStore, GeneratorReplica
 
@@ -132,14 +133,16 @@ class ExternalSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSpec:
-    """Of the executor that plays the environments in `task_source`, of these `kinds`. `data` says
-    how prompts are rendered; prompt and response have at most `context` tokens together."""
+    """Of the executor that plays what `config` names, in `task_source` or ready, of these `kinds`.
+    `data` says how prompts are rendered; prompt and response have at most `context` tokens
+    together; `limits` are those of programs that the model writes."""
 
     executor: ClassVar[str] = "llamarl.executors.environment:EnvironmentExecutor"
 
     config: EnvironmentConfig
     kinds: Kinds
-    task_source: str
+    limits: ProgramLimits
+    task_source: str | None
     data: DataConfig
     tokenizer: str
     context: int

@@ -31,6 +31,7 @@ from llamarl.data.tokenizer import (
     split_stops,
 )
 from llamarl.dataflow.graph import INFER, FrozenModel, Graph
+from llamarl.environments.contained import missing
 from llamarl.environments.definition import Kinds, schemas_of
 from llamarl.environments.prompts import PromptStream, no_tools, read_prompts
 from llamarl.environments.requests import read_lengths
@@ -95,6 +96,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     task = load_task(config, task_source)
     check_trackers(config.metrics.trackers)  # task.py may have added one
     _check_models(config, graph, architecture)
+    check_contained(config)
     make_formats(tokenizer, kinds, config.environment.calls)  # raises what is wrong with them
     prompts, held_out = [], []
     if needs_prompts:
@@ -125,6 +127,14 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
         kinds=kinds,
         replay_lengths=replay_lengths,
     )
+
+
+def check_contained(config: Config) -> None:
+    """ValueError if the recipe runs programs that a model wrote, and they cannot be contained."""
+    runs_programs = "code" in config.reward.functions or "python" in config.environment.tools
+    if runs_programs and config.reward.contained and (what := missing()):
+        must = "reward.contained must be false, on purpose, where programs cannot be contained"
+        raise ValueError(f"{must}, got true without {what}")
 
 
 def identity(config: Config, inputs: Inputs) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from llamarl.config.check import require, require_choice
 from llamarl.dataflow.graph import ENVIRONMENT, Graph, make_graph
 from llamarl.dataflow.task_stages import check_task
 from llamarl.environments.definition import TOOLS, Kinds
+from llamarl.environments.ready_tools import READY
 from llamarl.metrics.trackers import TRACKERS
 from llamarl.task_file import FILE, STAGES, load
 
@@ -51,12 +52,12 @@ def read_graph(config: Config, source: str | None) -> tuple[Graph, Kinds]:
     what would not work."""
     names, functions = config.experience.stages, named_functions(config)
     require(len({*names}) == len(names), "experience.stages", "name each stage once", names)
-    for tool in config.environment.tools:
-        require_choice("environment.tools", tool, ["task"])
-    has_tools = config.environment.is_used
-    if source is None or not (names or functions or has_tools):
+    tools = config.environment.tools
+    for tool in tools:
+        require_choice("environment.tools", tool, ["task", *READY])
+    if not (tools or (source is not None and (names or functions))):
         return make_graph(config), {}
-    stages, kinds = check_task(source, functions, names, has_tools=has_tools)
+    stages, kinds = check_task(source, functions, names, tools=tools)
     gives_reward = all(kind.has_reward for kind in kinds.values())
     must = "not name environment unless each environment of task.py gives a reward (get_reward)"
     is_able = gives_reward or ENVIRONMENT not in config.reward.functions

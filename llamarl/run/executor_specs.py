@@ -17,6 +17,7 @@ from llamarl.config import Config
 from llamarl.config.pools import generator_of
 from llamarl.config.rank_assignment import Device, far_sites, num_storage_units
 from llamarl.dataflow.graph import EXECUTORS, SCORE, TRAIN, FrozenModel, Stage
+from llamarl.environments.contained import limits_of
 from llamarl.executors.specs import (
     CollectorSpec,
     EnvironmentSpec,
@@ -107,10 +108,10 @@ class Specs:
     def environment(self) -> EnvironmentSpec:
         """Of the executor that takes turns with rollouts."""
         config, inputs = self.config, self.inputs
-        assert inputs.task_source is not None
         return EnvironmentSpec(
             config=config.environment,
             kinds=inputs.kinds,
+            limits=limits_of(config.reward),
             task_source=inputs.task_source,
             data=config.data,
             tokenizer=inputs.tokenizer_folder,

@@ -15,6 +15,7 @@ import pytest
 
 from llamarl.config import DataConfig, EnvironmentConfig
 from llamarl.dataflow.task_stages import check_task
+from llamarl.environments.contained import ProgramLimits
 from llamarl.episode import EpisodeState, TurnResult, last_turn
 from llamarl.errors import UserCodeError
 from llamarl.executors import environment as executor_of
@@ -91,11 +92,12 @@ class Setting:
     def __init__(self, folder: Path, **config: Any) -> None:
         self.tokenizer = templates.write_tokenizer(folder, templates.QWEN)
         self.storage = WatchedStorage()
-        _, kinds = check_task(TASK, [], [], has_tools=True)
+        _, kinds = check_task(TASK, [], [], tools=["task"])
         options = {"tools": ["task"], "timeout_s": 5.0, "max_failure_rate": 1.0} | config
         spec = EnvironmentSpec(
             config=EnvironmentConfig(**options),
             kinds=kinds,
+            limits=ProgramLimits(),
             task_source=TASK,
             data=DataConfig(prompts="x", chat=True, max_prompt_tokens=4096),
             tokenizer=str(folder),

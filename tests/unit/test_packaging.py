@@ -24,7 +24,7 @@ DECLARED = {
     requirement.name: requirement.specifier
     for requirement in map(Requirement, PROJECT["dependencies"])
 }
-OPTIONAL = {"vllm", "wandb", "mlflow", "trackio"}
+OPTIONAL = {"vllm", "wandb", "mlflow", "trackio", "sandlock"}
 
 
 def test_what_is_imported_is_declared() -> None:
@@ -42,7 +42,7 @@ def test_what_is_pinned_lies_within_what_is_declared() -> None:
     for name, allowed in DECLARED.items():
         assert allowed.contains(pins[name]), name
     extras = PROJECT["optional-dependencies"]
-    for requirement in map(Requirement, [*extras["dev"], *extras["docs"]]):
+    for requirement in map(Requirement, [*extras["dev"], *extras["docs"], *extras["code"]]):
         assert requirement.specifier.contains(pins[requirement.name]), requirement
     (vllm,) = PROJECT["optional-dependencies"]["vllm"]
     assert f"\n{vllm} " in (ROOT / "requirements-vllm.txt").read_text()

@@ -20,6 +20,7 @@ from llamarl.config import RewardConfig
 from llamarl.config.check import require, require_choice
 from llamarl.config.reward import LARGEST
 from llamarl.environments.rewards.answer import expected_answer
+from llamarl.environments.rewards.code import read_tests
 from llamarl.task_file import find, load_module
 from llamarl.types import FinishReason, Prompt, finish_reason
 from llamarl.user_code.calls import InvalidReturnError, shown
@@ -33,10 +34,12 @@ ENVIRONMENT = "environment"  # what the episode's environment gave
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a reward needs: an expected answer in each prompt's row (`answer.py`); `reward.pattern`
+    """What a reward needs: an expected answer in each prompt's row (`answer.py`), or tests
+    (`code.py`); `reward.pattern`
     with at least `num_groups` groups (None: it has no use for the pattern)."""
 
     answer: bool = False
+    tests: bool = False
     num_groups: int | None = None
 
 
@@ -44,6 +47,7 @@ REWARDS: dict[str, Needs] = {
     "math": Needs(answer=True),
     "exact": Needs(answer=True, num_groups=1),
     "format": Needs(num_groups=0),
+    "code": Needs(tests=True),
     TASK: Needs(),
     ENVIRONMENT: Needs(),
 }
@@ -118,11 +122,14 @@ def check_rewards(config: RewardConfig) -> None:
 
 def check_answers(config: RewardConfig, prompts: Sequence[Prompt], path: str | Path) -> None:
     """Raise ValueError, one line with file and line number, if a prompt of the file `path` lacks
-    the expected answer that one of the rewards needs."""
-    if not any(REWARDS[name].answer for name in config.functions):
-        return
-    for prompt in prompts:
+    the expected answer or the tests that one of the rewards needs."""
+    needs = [REWARDS[name] for name in config.functions]
+    has_answer, has_tests = any(each.answer for each in needs), any(each.tests for each in needs)
+    for prompt in prompts if has_answer or has_tests else ():
         try:
-            expected_answer(prompt, config)
+            if has_answer:
+                expected_answer(prompt, config)
+            if has_tests:
+                read_tests(prompt, config)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}:{error.args[0].removeprefix('line ')}") from error
