@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from llamarl.environments.definition import kind_of
 from llamarl.environments.prompts import make_prompt, messages_of
 from llamarl.environments.turn_format import TurnFormat, TurnText, make_formats
 from llamarl.episode import EpisodeState, TurnItem, TurnResult, last_turn
-from llamarl.errors import cancel_all, unwrap
+from llamarl.errors import NotStored, cancel_all, unwrap
 from llamarl.executors.engine_output import KeptRows
 from llamarl.executors.specs import EnvironmentSpec
 from llamarl.executors.stage_calls import FailureRate, WorkSpans
@@ -67,11 +67,13 @@ class EpisodeFailed(Exception):  # noqa: N818 - what became of it
 
 @dataclass(slots=True)
 class PlayedEpisode:
-    """One that is played, in the pool of this index; `numbers` are those of its TurnResult."""
+    """One that is played, in the pool of this index, begun by the TurnItem of this number;
+    `numbers` are those of its TurnResult."""
 
     prompt: Prompt
     kind: str
     pool: int
+    begun: int
     numbers: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
 
 
@@ -154,20 +156,38 @@ class EnvironmentExecutor:
 
     async def _submit(self, turns: list[TurnItem]) -> None:
         try:
-            ended = [row_id for row_id, _, prompt in turns if prompt is None]
-            names = [PROMPT_IDS, *WRITTEN]
-            columns = await self._storage.read(ended, names) if ended else {}
-            cells = {i: {name: columns[name][p] for name in names} for p, i in enumerate(ended)}
+            cells = await self._read([turn for turn in turns if turn[2] is None])
             with self._work.working(len(turns)):
                 async with asyncio.TaskGroup() as tasks:
                     for row_id, number, prompt in turns:
                         if prompt is None:
-                            found = self._turn(row_id, cells[row_id])
+                            found = self._turn(row_id, cells.get(row_id, {}))
                         else:
-                            found = self._begin(row_id, prompt)
+                            found = self._begin(row_id, number, prompt)
                         tasks.create_task(self._keep(row_id, number, found))
         except Exception as error:  # noqa: BLE001 - raised in `collect`
             self._fail(error)
+
+    async def _read(self, turns: Sequence[TurnItem]) -> dict[int, Cells]:
+        """The columns of those of these rows whose episodes are played. Others may be gone, as may
+        those that have begun again since the turn was asked for: it was asked of the process that
+        was lost."""
+        names = [PROMPT_IDS, *WRITTEN]
+        while wanted := [row_id for row_id, number, _ in turns if self._plays(row_id, number)]:
+            try:
+                columns = await self._storage.read(wanted, names)
+            except NotStored:
+                if all(self._plays(row_id, number) for row_id, number, _ in turns):
+                    raise
+                continue
+            by_row = zip(*(columns[name] for name in names), strict=True)
+            pairs = zip(wanted, by_row, strict=True)
+            return {row_id: dict(zip(names, cells, strict=True)) for row_id, cells in pairs}
+        return {}
+
+    def _plays(self, row_id: int, number: int) -> bool:
+        episode = self._episodes.get(row_id)
+        return episode is not None and episode.begun < number
 
     async def _keep(self, row_id: int, number: int, found: Awaitable[TurnResult]) -> None:
         """Keep the result of one turn, whatever it is."""
@@ -203,11 +223,11 @@ class EnvironmentExecutor:
             self._num_played[episode.pool] -= 1
         return episode
 
-    async def _begin(self, row_id: int, prompt: Prompt) -> TurnResult:
+    async def _begin(self, row_id: int, number: int, prompt: Prompt) -> TurnResult:
         self._end(row_id)
         kind = kind_of(prompt.fields, self._spec.kinds)
         pool = min(self._num_played, key=self._num_played.__getitem__)
-        episode = self._episodes[row_id] = PlayedEpisode(prompt, kind, pool)
+        episode = self._episodes[row_id] = PlayedEpisode(prompt, kind, pool, number)
         self._num_played[pool] += 1
         prompt_ids = None
         if self._spec.kinds[kind].has_instance:
@@ -236,7 +256,7 @@ class EnvironmentExecutor:
     async def _turn(self, row_id: int, cells: Cells) -> TurnResult:
         """Answer a turn, or end the episode."""
         episode = self._episodes.get(row_id)
-        if episode is None:
+        if episode is None or not cells:
             return TurnResult(row_id=row_id, number=0, state=EpisodeState.LOST)
         numbers = episode.numbers
         numbers["turns"] += 1
@@ -299,9 +319,10 @@ class EnvironmentExecutor:
         await self._writing.ask((row_id, columns))
 
     async def _write(self, rows: list[tuple[int, Columns]]) -> None:
-        """In one message for all rows that have the same columns."""
+        """In one message for all rows that have the same columns; nothing of an episode that was
+        forgotten meanwhile, whose row may be gone."""
         alike: dict[tuple[str, ...], list[tuple[int, Columns]]] = {}
-        for row in rows:
+        for row in (each for each in rows if each[0] in self._episodes):
             alike.setdefault(tuple(row[1]), []).append(row)
         for names, some in alike.items():
             columns = {name: [cells[name][0] for _, cells in some] for name in names}

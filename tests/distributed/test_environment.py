@@ -315,6 +315,22 @@ def test_an_episode_that_is_not_known_or_was_forgotten_is_lost(tmp_path: Path) -
         run(work)
 
 
+def test_a_turn_that_was_asked_for_before_its_episode_began_again_is_lost(tmp_path: Path) -> None:
+    async def work(setting: Setting) -> None:
+        await setting.executor.submit([(1, 7, setting.prompt())])
+        await setting.executor.submit([(1, 6, None)])
+        found: list[TurnResult] = []
+        while len(found) < 2:
+            first, results = await setting.executor.collect(setting.received)
+            setting.received = first + len(results)
+            found += results
+        states = {each.number: each.state for each in found}
+        assert states == {7: EpisodeState.GOES_ON, 6: EpisodeState.LOST}
+
+    with running(tmp_path) as run:
+        run(work)
+
+
 def test_what_an_environment_does_wrong_fails_its_episode(tmp_path: Path) -> None:
     async def work(setting: Setting) -> None:
         await setting.begin(1, start=-9)
