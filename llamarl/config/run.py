@@ -195,6 +195,15 @@ class PlanConfig(Section):
     is less."""
     spread: float = number(0.8, least=0, most=1e6)
     """Standard deviation of the logarithm of a rollout's length; 0 makes all equally long."""
+    num_turns: int = number(4, least=1, most=10_000)
+    """Turns of every episode, if there are any; a rollout's tokens are spread over them evenly."""
+    observation_tokens: int = number(100, least=1, most=2**24)
+    """Tokens of an observation."""
+    tool_s: float = number(1.0, least=0, most=DAY_S)
+    """Seconds that half of the turns wait for their environment less than."""
+    tool_spread: float = number(1.0, least=0, most=10)
+    """Standard deviation of the logarithm of those seconds: with 1, one turn in a hundred waits ten
+    times as long as half of them, with 2 a hundred times."""
     num_steps: int = number(12, least=3, most=10_000)
     """Steps simulated; the first ones, until the pipeline is full, are left out of the figures."""
     gpu_prices: list[str] = field(default_factory=list)

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from llamarl.config import (
     Config,
+    DataConfig,
     EmbeddedConfig,
+    EnvironmentConfig,
     PlacementConfig,
     SamplingConfig,
     StalenessConfig,
@@ -40,6 +42,7 @@ from tests.unit.split_budget import Budget
 PROMPT_TOKENS = 10
 LENGTH = 20
 GROUPS, ROLLOUTS = 8, 4
+SHARED = ("prompt_tokens", "median_tokens", "spread", "num_steps")
 TINY = replace(
     LLAMA,
     vocab_size=512,
@@ -88,6 +91,25 @@ def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
     assert step.busy_shares["trainer"] == pytest.approx(TRAIN_S / step.step_s, rel=1e-6)
     assert (step.mean_staleness, step.max_staleness) == (0.0, 0)
     assert step.trained_tokens_per_s == pytest.approx(GROUPS * ROLLOUTS * LENGTH / step.step_s)
+
+
+def test_a_step_of_episodes_waits_for_tools_and_trains_observations_too() -> None:
+    episodes = make_recipe(
+        data=DataConfig(prompts="x", chat=True),
+        environment=EnvironmentConfig(tools=["task"]),
+        plan=PlanConfig(num_turns=4, tool_s=1.5, tool_spread=0.0, observation_tokens=5),
+    )
+    config = make_config(max_staleness=0)
+    plan = replace(episodes.plan, **{n: getattr(config.plan, n) for n in SHARED})
+    config = replace(config, data=episodes.data, environment=episodes.environment, plan=plan)
+    tokens = GROUPS * ROLLOUTS * (PROMPT_TOKENS + LENGTH + 3 * 5 - 1)
+    train_s = tokens * COSTS.token_s + COSTS.optimizer_s
+    step = simulate(config, TINY, COSTS)
+    others_s = LENGTH * COSTS.decode_step_s + COSTS.write_s + COSTS.check_s
+    assert step.step_s == pytest.approx(train_s + others_s + 3 * 1.5, rel=1e-6)
+    assert step.trained_tokens_per_s == pytest.approx(GROUPS * ROLLOUTS * LENGTH / step.step_s)
+    tail = replace(config, plan=replace(plan, tool_spread=1.0))
+    assert simulate(tail, TINY, COSTS).step_s > 2 * step.step_s, "the head of the queue waits"
 
 
 def test_an_asynchronous_step_takes_as_long_as_the_slower_side() -> None:

@@ -169,6 +169,12 @@ def assumptions(config: Config, forecast: Forecast) -> list[str]:
         f"A step trains {config.trainer.groups_per_step} groups of {sampling.rollouts_per_prompt} "
         f"rollouts; {plan.num_steps} steps are simulated with the run's own controller.",
     ]
+    if config.environment.is_used:
+        words.append(
+            f"An episode has {plan.num_turns} turns and observations of {plan.observation_tokens} "
+            f"tokens. Half of the turns wait less than {plan.tool_s:g} s for their environment; "
+            f"waits are log-normal (deviation {plan.tool_spread:g} of the logarithm)."
+        )
     if forecast.measured_step_s is not None:
         words.append("Executors take as long as in the run that was given.")
     else:

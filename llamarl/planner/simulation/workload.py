@@ -7,6 +7,7 @@ depends on its seed alone, so two systems that are compared write the same rollo
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -54,12 +55,14 @@ class Workload:
         return next((end for end in ends if end > num_generated), num_generated + 1)
 
     def answer(self, row_id: int, turn: int) -> tuple[float, TurnResult]:
-        """(seconds that the environment takes for the n-th turn of an episode, its result)."""
+        """(seconds that the environment takes for the n-th turn of an episode, its result); the last
+        one calls nothing."""
         number = spread((row_id * 0.618033988749895) + turn * 0.7548776662466927)
         seconds = self.tool_seconds[int(number * len(self.tool_seconds))]
         is_done = turn >= self.num_turns
         state = EpisodeState.DONE if is_done else EpisodeState.GOES_ON
-        return seconds, TurnResult(row_id=row_id, number=0, state=state, numbers={"turns": turn})
+        result = TurnResult(row_id=row_id, number=0, state=state, numbers={"turns": turn})
+        return 0.0 if is_done else seconds, result
 
     def score(self, row_id: int, prompt: Prompt) -> StageResult:
         """1 for every second row of a group and 0 for the others; 0 for all rows of
@@ -111,9 +114,22 @@ def make_workload(
         draws = rng.normal(math.log(config.plan.median_tokens), config.plan.spread, NUM_DRAWN)
         logarithms = np.minimum(draws, math.log(config.sampling.max_tokens))
         lengths = np.round(np.exp(logarithms)).astype(int).tolist()
-    cut = tuple(min(max(1, int(n)), config.sampling.max_tokens) for n in lengths)
+    plan, longest = config.plan, config.sampling.max_tokens
+    episodes: dict[str, Any] = {}
+    if config.environment.is_used:
+        longest -= (plan.num_turns - 1) * plan.observation_tokens
+        must = "leave room for plan.num_turns and plan.observation_tokens"
+        config.require(longest >= plan.num_turns, "sampling.max_tokens", must)
+        waits = np.random.default_rng(config.seed + 1).normal(0.0, plan.tool_spread, NUM_DRAWN)
+        episodes = {
+            "num_turns": plan.num_turns,
+            "observation_tokens": plan.observation_tokens,
+            "tool_seconds": tuple((plan.tool_s * np.exp(waits)).tolist()),
+        }
+    cut = tuple(min(max(1, int(n)), longest) for n in lengths)
     return Workload(
         lengths=cut,
+        **episodes,
         prompt_tokens=config.plan.prompt_tokens,
         equal_share=equal_share,
         row_step=num_storage_units(config) if units_near(config) else 1,
