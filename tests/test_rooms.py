@@ -16,7 +16,7 @@ SIZES = {
     "data": (6, 575),
     "dataflow": (6, 969),
     "environments": (17, 1712),
-    "executors": (23, 3893),
+    "executors": (23, 3897),
     "generation": (19, 3040),
     "lengths": (5, 423),
     "library": (5, 615),

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -104,7 +104,7 @@ class EnvironmentExecutor:
         self._error: BaseException | None = None
         self._kept = KeptRows[TurnResult]()
         self._has_results = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._writing: Batcher[tuple[int, Columns]] = Batcher(self._write, self._fail, in_turn=True)
         self._tokenizer: Tokenizer | None = None
         self._formats: dict[str, TurnFormat] = {}
@@ -120,9 +120,7 @@ class EnvironmentExecutor:
 
     async def submit(self, turns: list[TurnItem]) -> None:
         """See `protocols.Environment`."""
-        task = asyncio.create_task(self._submit(turns))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._start(self._submit(turns))
 
     async def collect(self, received: int) -> tuple[int, list[TurnResult]]:
         """See `protocols.Environment`. UserCodeError if too many turns failed, see
@@ -145,7 +143,7 @@ class EnvironmentExecutor:
             if (episode := self._end(row_id)) is not None:
                 by_pool.setdefault(episode.pool, []).append(row_id)
         for pool, some in by_pool.items():
-            await self._pools[pool].run([Call(None, ("forget", [some]))])
+            self._start(self._pools[pool].run([Call(None, ("forget", [some]))]))
 
     async def close(self) -> None:
         """End the processes."""
@@ -153,6 +151,11 @@ class EnvironmentExecutor:
         await self._writing.close()
         for pool in self._pools:
             pool.close()
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _submit(self, turns: list[TurnItem]) -> None:
         try:
@@ -194,8 +197,9 @@ class EnvironmentExecutor:
         try:
             result = replace(await found, number=number)
         except EpisodeFailed as error:
-            failure, episode = error.failure, self._end(row_id)
+            failure, episode = error.failure, self._episodes.get(row_id)
             numbers = dict(episode.numbers) if episode is not None else {}
+            await self.forget([row_id])
             state = EpisodeState.LOST if failure.is_lost else EpisodeState.DONE
             status = StageStatus.OK if failure.is_lost else failure.status
             result = TurnResult(

@@ -55,8 +55,8 @@ class Workload:
         return next((end for end in ends if end > num_generated), num_generated + 1)
 
     def answer(self, row_id: int, turn: int) -> tuple[float, TurnResult]:
-        """(seconds that the environment takes for the n-th turn of an episode, its result); the last
-        one calls nothing."""
+        """(seconds that the environment takes for the n-th turn of an episode, its result); the
+        last one calls nothing."""
         number = spread((row_id * 0.618033988749895) + turn * 0.7548776662466927)
         seconds = self.tool_seconds[int(number * len(self.tool_seconds))]
         is_done = turn >= self.num_turns
