@@ -1,7 +1,8 @@
 """What the controller costs at the scale of thousands of GPUs.
 
     python tools/bench_controller.py [--json FILE] [--replicas 256] [--trainer-ranks 2048]
-        [--rollouts 16384] [--collectors 1] [--staleness 1] [--actors 16] [--profile] [--scaling]
+        [--rollouts 16384] [--collectors 1] [--staleness 1] [--turns 0] [--actors 16] [--profile]
+        [--scaling]
 
 First the CPU time of a message is measured on real Monarch actors in processes of their own, which
 a worker daemon serves: a linear model per call and per byte; and what a call on 16 ranks costs, as
@@ -123,6 +124,7 @@ def main() -> None:
     bench.option("--rollouts", type=int, default=16384, help="in a step, 16 of each prompt")
     bench.option("--collectors", type=int, default=1)
     bench.option("--staleness", type=int, default=1)
+    bench.option("--turns", type=int, default=0, help="of each episode; 0: there are none")
     bench.option("--actors", type=int, default=16, help="0: assume what messages cost")
     bench.option("--profile", action="store_true", help="where the CPU time goes")
     bench.option("--scaling", action="store_true", help="from 32 to 1024 ranks instead")
@@ -133,6 +135,7 @@ def main() -> None:
         num_groups=arguments.rollouts // 16,
         num_collectors=arguments.collectors,
         max_staleness=arguments.staleness,
+        num_turns=arguments.turns,
     )
     costs = COSTS_WITHOUT_MEASURING
     if arguments.actors:

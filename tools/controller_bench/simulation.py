@@ -29,6 +29,7 @@ from llamarl.config import (
     ClusterConfig,
     Config,
     DataConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     GeneratorConfig,
     ModelConfig,
@@ -94,6 +95,8 @@ class Shape:
     num_steps: int = 5
     step_s: float = 20.0
     median_tokens: int = MEDIAN_TOKENS
+    num_turns: int = 0
+    """Of each episode; 0: there are none."""
 
     @property
     def num_ranks(self) -> int:
@@ -267,7 +270,8 @@ def make_config(shape: Shape) -> Config:
     return Config(
         num_steps=shape.num_steps,
         model=ModelConfig(checkpoint="none"),
-        data=DataConfig(prompts="none.jsonl"),
+        data=DataConfig(prompts="none.jsonl", chat=True),
+        environment=EnvironmentConfig(tools=["task"] if shape.num_turns else []),
         reward=RewardConfig(num_workers=256),
         algorithm=AIPOConfig(),
         generator=GeneratorConfig(
@@ -294,7 +298,13 @@ def make_config(shape: Shape) -> Config:
         staleness=StalenessConfig(max_staleness=shape.max_staleness),
         evaluation=EvaluationConfig(),
         checkpoint=CheckpointConfig(every_steps=0, export=False),
-        plan=PlanConfig(prompt_tokens=USUAL_PROMPT_TOKENS, median_tokens=shape.median_tokens),
+        plan=PlanConfig(
+            prompt_tokens=USUAL_PROMPT_TOKENS,
+            median_tokens=shape.median_tokens,
+            num_turns=max(1, shape.num_turns),
+            observation_tokens=20,
+            tool_s=0.1,
+        ),
     )
 
 
@@ -385,6 +395,8 @@ def _charged(config: Config, simulated: Executors, costs: MessageCosts, load: Lo
     }
     kinds |= {each.name: (Idle(load), costs) for each in simulated.collectors}
     kinds |= {name: (IdleScorer(load, scored_s), costs) for name in simulated.stage_of}
+    if simulated.environment is not None:
+        kinds[simulated.environment.name] = Idle(load), costs
     kinds["trainer"] = IdleTrainer(load, scored_s), on_ranks
     unit = cast(Any, simulated.storage)._units[0]
     units = [Charged("storage", unit, costs, load, Idle(load)) for _ in range(NUM_STORAGE_UNITS)]
