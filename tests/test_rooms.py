@@ -26,7 +26,7 @@ SIZES = {
     "planner": (31, 5664),
     "recipe": (7, 1390),
     "run": (10, 2055),
-    "storage": (13, 1834),
+    "storage": (13, 1839),
     "top": (16, 1966),
     "user_code": (6, 959),
     "weights": (29, 3533),

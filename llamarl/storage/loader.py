@@ -31,13 +31,14 @@ from llamarl.data.tokenizer import Tokenizer, load_tokenizer
 from llamarl.dataflow.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD
 from llamarl.dataflow.graph import Stage
 from llamarl.dataflow.task_stages import from_data
+from llamarl.episode import last_turn
 from llamarl.errors import NotStored
 from llamarl.protocols import Storage
 from llamarl.storage.connection import Connection
 from llamarl.storage.store import Store
 from llamarl.storage.unit import Unit
 from llamarl.storage.wire import columns_message
-from llamarl.types import RESPONSE_IDS, Columns, Prompt
+from llamarl.types import RESPONSE_IDS, TOKEN_VERSIONS, Columns, Prompt
 
 SOCKETS = ".rendezvous-stages"  # folder in the run's, of a socket per stage
 RETRY_S = 0.2
@@ -49,8 +50,9 @@ class StageBatch(dict[str, list[Any]]):
     """Rollouts of a stage: by column, one entry per rollout.
 
     A column that is one number gives floats, any other arrays; "prompt" gives `types.Prompt`s and
-    "completion" texts. `row_ids` names the rollouts, `groups` how many of them, one after another,
-    belong to each item: 1, or with per="group" those of a group.
+    "completion" texts: what the model wrote, of an episode its last turn. `row_ids` names the
+    rollouts, `groups` how many of them, one after another, belong to each item: 1, or with
+    per="group" those of a group.
     """
 
     def __init__(
@@ -239,10 +241,13 @@ class StageLoader:
         row_ids = [row_id for item in items for row_id in item]
         reads = self.stage.reads
         stored = dict.fromkeys(DERIVED.get(name, name) for name in reads if name != PROMPT_RECORD)
+        if self._tokenizer is not None:
+            stored[TOKEN_VERSIONS] = ""  # they tell the last turn of an episode
         columns: dict[str, list[Any]] = {**await self._store.read(row_ids, list(stored))}
         found = {name: columns[name] for name in reads if name in columns}
         if self._tokenizer is not None:
-            found[COMPLETION] = [self._tokenizer.decode(ids) for ids in columns[RESPONSE_IDS]]
+            written = map(last_turn, columns[RESPONSE_IDS], columns[TOKEN_VERSIONS])
+            found[COMPLETION] = [self._tokenizer.decode(ids) for ids in written]
         if PROMPT_RECORD in reads:
             pairs = zip(items, prompts, strict=True)
             found[PROMPT_RECORD] = [_prompt(prompt) for item, prompt in pairs for _ in item]

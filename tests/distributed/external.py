@@ -28,7 +28,7 @@ NUM_ROWS = 40
 class Run:
     """The executors of a run with one external stage, in this process."""
 
-    def __init__(self, folder: Path, stage: Stage) -> None:
+    def __init__(self, folder: Path, stage: Stage, tokenizer: str = "") -> None:
         self.folder = folder
         socket = str(folder / "units" / "0")
         spec = StorageSpec(
@@ -47,7 +47,7 @@ class Run:
                 stage=stage,
                 socket=str(folder / SOCKETS / stage.name),
                 units=(("storage-0", socket),),
-                tokenizer="",
+                tokenizer=tokenizer,
                 storage=self.store,
             ),
             **place,
@@ -72,14 +72,16 @@ class Run:
         return [cell.tolist() for cell in cells]
 
 
-def make(external: External | None = None, **more: Any) -> Stage:
+def make(external: External | None = None, reads: tuple[str, ...] = READS, **more: Any) -> Stage:
     options = {"writes": ["quality"], "timeout_s": 60.0, "max_failure_rate": 1.0, **more}
-    return Stage("judge", external or External(), READS, **options)
+    return Stage("judge", external or External(), reads, **options)
 
 
-def run(folder: Path, stage: Stage, scenario: Callable[[Run], Awaitable[None]]) -> None:
+def run(
+    folder: Path, stage: Stage, scenario: Callable[[Run], Awaitable[None]], tokenizer: str = ""
+) -> None:
     async def main() -> None:
-        async with Run(folder, stage) as running:
+        async with Run(folder, stage, tokenizer) as running:
             await asyncio.wait_for(scenario(running), 60)
 
     asyncio.run(main())

@@ -12,11 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llamarl.data.tokenizer import load_tokenizer
 from llamarl.dataflow.columns import Column
 from llamarl.errors import UserCodeError
 from llamarl.storage.loader import StageBatch, StageLoader
-from llamarl.types import RESPONSE_IDS, Prompt, StageResult, StageStatus
+from llamarl.types import (
+    NO_VERSION,
+    RESPONSE_IDS,
+    TOKEN_VERSIONS,
+    Prompt,
+    StageResult,
+    StageStatus,
+)
 from tests.distributed.external import NUM_ROWS, PROMPT, Run, alone, consume, lengths_of, make, run
+from tests.places import TOOLS_RECIPE
 
 
 def test_two_consumers_finish_every_rollout_once_and_what_they_write_is_stored(
@@ -268,6 +277,29 @@ def test_groups_come_whole_and_a_column_may_have_an_entry_per_token(tmp_path: Pa
 
     run(tmp_path, make(per="group", writes=writes), scenario)
     assert [len(batch) for batch in batches] == [8, 8, 4]
+
+
+def test_the_completion_of_an_episode_is_its_last_turn(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(TOOLS_RECIPE / "checkpoint")
+    first, observed, last = (tokenizer.encode(text) for text in ("12*3", "36", "it is 36"))
+    episode = np.array([*first, *observed, *last], np.int32)
+    versions = np.array([4] * len(first) + [NO_VERSION] * len(observed) + [5] * len(last), np.int32)
+    completions: list[str] = []
+
+    def work(batch: StageBatch) -> None:
+        completions.extend(batch["completion"])
+        batch.finish(quality=[1.0] * len(batch.row_ids))
+
+    async def scenario(running: Run) -> None:
+        plain = np.array(first, np.int32)
+        cells = {RESPONSE_IDS: [plain, episode], TOKEN_VERSIONS: [np.full_like(plain, 4), versions]}
+        await running.store.write([100, 101], cells)
+        consume(tmp_path, [], work)
+        await running.stage.process(alone(100, 102))
+
+    stage = make(reads=("prompt", "completion"))
+    run(tmp_path, stage, scenario, tokenizer=str(TOOLS_RECIPE / "checkpoint"))
+    assert completions == ["12*3", "it is 36"]
 
 
 def test_wrong_results_are_named_before_anything_is_handed_over(tmp_path: Path) -> None:
