@@ -35,9 +35,10 @@ import pstats
 import sys
 from collections import Counter, defaultdict
 
+from controller_bench.charged import Load
 from controller_bench.clock import CostClock
 from controller_bench.messages import MessageCosts, measure
-from controller_bench.simulation import Load, Shape, run
+from controller_bench.simulation import Shape, run
 from harness import Bench
 
 SIZES = (32, 64, 128, 256, 512, 1024)  # ranks
