@@ -1,0 +1,46 @@
+"""Ten thousand episodes whose tools are now and then very slow, on the virtual clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from llamarl.planner.simulation.clock import run
+from tests.loop.combinations import MANY_RESTARTS
+from tests.loop.faults import dying
+from tests.loop.loop import Loop
+from tests.loop.test_loop_search import check
+
+NUM_STEPS, GROUPS, ROLLOUTS = 50, 50, 4
+TAIL = (0.0,) * 6 + (0.1, 0.5, 2.0, 40.0)  # seconds; a step takes about as long as the last
+
+
+@pytest.mark.full
+def test_ten_thousand_episodes_keep_every_promise_amid_slow_tools_and_lost_processes(
+    tmp_path: Path,
+) -> None:
+    loop = Loop(
+        max_staleness=2,
+        num_steps=NUM_STEPS,
+        groups_per_step=GROUPS,
+        rollouts_per_prompt=ROLLOUTS,
+        num_replicas=4,
+        max_restarts=MANY_RESTARTS,
+        max_stage_restarts=MANY_RESTARTS,
+        segment_tokens=7,
+        most_turns=8,
+        tool_seconds=TAIL,
+        observation_tokens=5,
+        faults=dying("generator-1", 50.0, 400.0) | dying("environment", 90.0, 500.0),
+    )
+    run(loop.run(tmp_path))
+    check(loop)
+    assert len(loop.trained_rows()) == NUM_STEPS * GROUPS * ROLLOUTS
+    ages = Counter(loop.staleness())
+    assert ages[0], "some tokens are as new as their step's weights"
+    assert ages[2], "others are as old as they may be"
+    assert loop.trainer.version == NUM_STEPS
+    for name in ("generator-1", "environment"):
+        assert f"{name} 2" in loop.cluster.spawned, f"{name} must have been lost"
