@@ -28,6 +28,7 @@ from rich.text import Text
 
 from llamarl.groups import Evaluation
 from llamarl.metrics import rendering
+from llamarl.metrics.episode_metrics import tools_in_words
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.shares import Shares
 from llamarl.metrics.span import executor_of
@@ -46,6 +47,7 @@ SHOWN_EXECUTORS = ("generator", "trainer")
 STEP_FIGURES = (  # of a line: label, tag, format
     ("reward", "reward/mean", "{:.3f}"),
     ("accuracy", "accuracy/train", "{:.1%}"),
+    ("turns", "episode/turns", "{:.2f}"),
     ("staleness", "staleness/mean", "{:.2f}"),
     ("tokens/s", "tokens/per_s", "{:,.0f}"),
 )
@@ -260,6 +262,15 @@ class Progress:
         if "staleness/mean" in self._scalars:
             mean, most = self._scalars["staleness/mean"], self._scalars["staleness/max"]
             facts.append(("token staleness", Text(f"mean {mean:.2f}  max {most:.0f}")))
+        if "episode/turns" in self._scalars:
+            turns, waited_s = (
+                self._scalars[f"episode/{key}"] for key in ("turns", "environment_s")
+            )
+            facts.append(
+                ("turns", Text(f"mean {turns:.2f}, {waited_s:,.2f} s with the environment"))
+            )
+        if words := tools_in_words(self._scalars):
+            facts.append(("tools", Text(words)))
         if "tokens/per_s" in self._scalars:
             facts.append(("trained", Text(f"{self._scalars['tokens/per_s']:,.0f} tokens/s")))
         if self._sample:

@@ -1,7 +1,8 @@
 """The metrics of a step's episodes: turns, calls by tool, what was observed and waited for.
 
-Owns: which numbers of episodes make which metrics. Does not own: the numbers themselves, which the
-environment's executor counts. Invariant: a step without episodes has none of these metrics.
+Owns: which numbers of episodes make which metrics, and those of tools in words. Does not own: the
+numbers themselves, which the environment's executor counts. Invariant: a step without episodes has
+none of these metrics.
 """
 
 from collections import Counter
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from llamarl.types import RolloutInfo
 
+MAX_TOOLS = 3  # that are named in words
 CALLS, SECONDS, ERRORS = "calls", "seconds", "errors"  # each by tool: "calls/search"
 
 
@@ -41,3 +43,20 @@ def episode_scalars(
             found[f"tool_s/{tool}"] = sums[f"{SECONDS}/{tool}"] / num_calls
             found[f"tool_errors/{tool}"] = sums[f"{ERRORS}/{tool}"]
     return found
+
+
+def tools_in_words(scalars: Mapping[str, float]) -> str:
+    """The tools that were called most, such as "search 1,204 calls of 1.25 s, 3 errors"; "" without
+    calls."""
+    head = "tool_calls/"
+    calls = {tag.removeprefix(head): n for tag, n in scalars.items() if tag.startswith(head)}
+    most = sorted(calls, key=lambda tool: -calls[tool])
+    words = []
+    for tool in most[:MAX_TOOLS]:
+        seconds, num_errors = scalars[f"tool_s/{tool}"], scalars[f"tool_errors/{tool}"]
+        of_each = f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1000:,.1f} ms"
+        plural = "" if num_errors == 1 else "s"
+        errors = f", {num_errors:,.0f} error{plural}" if num_errors else ""
+        words.append(f"{tool} {calls[tool]:,.0f} calls of {of_each}{errors}")
+    words += [f"{len(most) - MAX_TOOLS} more"] * (len(most) > MAX_TOOLS)
+    return "; ".join(words)

@@ -122,6 +122,36 @@ def test_progress_shows_shaped_rewards_beside_the_accuracy():
         assert words in text
 
 
+def test_progress_shows_turns_and_tools_of_episodes():
+    scalars = {
+        "episode/turns": 2.5,
+        "episode/environment_s": 1.5,
+        "tool_calls/lookup": 7.0,
+        "tool_s/lookup": 0.0125,
+        "tool_errors/lookup": 0.0,
+        "tool_calls/search": 1200.0,
+        "tool_s/search": 1.25,
+        "tool_errors/search": 1.0,
+    }
+    plain = Console(width=80, record=True, file=io.StringIO())
+    Progress(1, live=False, console=plain).show_step(1, scalars)
+    assert "turns 2.50" in plain.export_text()
+    console = Console(width=100, record=True, force_terminal=True, file=io.StringIO())
+    progress = Progress(3, live=True, console=console)
+    progress.show_step(1, scalars)
+    console.print(progress._render())
+    text = console.export_text()
+    for words in (
+        "mean 2.50, 1.50 s with the environment",
+        "search 1,200 calls of 1.25 s, 1 error",
+    ):
+        assert words in text
+    assert "; lookup 7 calls of 12.5 ms" in text
+    progress.show_step(2, {"reward/mean": 0.0})
+    console.print(progress._render())
+    assert "tools" not in console.export_text(), "a step without episodes has none"
+
+
 def test_the_display_shows_which_executors_are_ready_while_they_start():
     console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
     progress = Progress(3, live=True, console=console)
