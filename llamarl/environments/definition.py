@@ -96,10 +96,13 @@ def find_defined(module: ModuleType | None, ready: Sequence[Tool] = ()) -> Defin
 
 def methods_of(environment: Any) -> dict[str, Tool]:
     """The tools of an environment by name, which are its public methods."""
-    members = inspect.getmembers(environment, inspect.ismethod)
-    others = (RESET, REWARD)
-    found: dict[str, Tool] = {n: m for n, m in members if n[0] != "_" and n not in others}
-    return {} if is_stepped(environment) else found
+    if is_stepped(environment):
+        return {}
+    # By the class: to look at a property of the instance would run it.
+    methods = inspect.getmembers(type(environment), inspect.isroutine)
+    names = [name for name, _ in methods if name[0] != "_" and name not in (RESET, REWARD)]
+    found: dict[str, Tool] = {name: getattr(environment, name) for name in names}
+    return {name: tool for name, tool in found.items() if inspect.ismethod(tool)}
 
 
 def is_stepped(environment: Any) -> bool:
