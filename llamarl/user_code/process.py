@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Collection
@@ -72,6 +73,7 @@ class WorkerProcess:
         self._waking = os.pipe()  # to read from, to write to
         for end in self._waking:
             os.set_blocking(end, False)
+        self._may_wake = threading.Lock()  # its closed end may be the number of another file
         self._is_woken = False
         self._max_answer_bytes = MAX_ANSWER_BYTES
         self._answers: deque[bytes] = deque()
@@ -135,7 +137,7 @@ class WorkerProcess:
 
     def wake(self) -> None:
         """End a `receive` that waits, or the next one; may be called in any thread."""
-        with contextlib.suppress(OSError):  # it is full, so it will end; or it is closed
+        with self._may_wake, contextlib.suppress(OSError):  # it is full, so it will end; or closed
             os.write(self._waking[1], b"w")
 
     def kill(self) -> None:
@@ -151,10 +153,11 @@ class WorkerProcess:
         self._end()
         for pipe in self._pipes:
             pipe.close()
-        waking, self._waking = self._waking, (-1, -1)
-        for end in waking:
-            if end >= 0:
-                os.close(end)
+        with self._may_wake:
+            waking, self._waking = self._waking, (-1, -1)
+            for end in waking:
+                if end >= 0:
+                    os.close(end)
 
     def _end(self) -> None:
         self.kill()
