@@ -60,11 +60,16 @@ class TurnResult:
         return self.state is EpisodeState.GOES_ON and self.status is StageStatus.OK
 
 
-def last_turn(ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
-    """What the model wrote last of a response `ids` [T]: all but what goes before its last
-    observation's end."""
+def turn_start(versions: np.ndarray) -> int:
+    """Where the last turn begins in a response of these token versions [T]: after its last
+    observation."""
     observed = np.flatnonzero(versions == NO_VERSION)
-    return ids[observed[-1] + 1 :] if len(observed) else ids
+    return int(observed[-1]) + 1 if len(observed) else 0
+
+
+def last_turn(ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
+    """What the model wrote last of a response `ids` [T]."""
+    return ids[turn_start(versions) :]
 
 
 def conversation(ids: np.ndarray, versions: np.ndarray, decode: Callable[[np.ndarray], str]) -> str:

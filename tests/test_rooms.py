@@ -15,9 +15,9 @@ SIZES = {
     "config": (12, 1503),
     "data": (6, 575),
     "dataflow": (6, 969),
-    "environments": (17, 1712),
+    "environments": (17, 1715),
     "executors": (23, 3897),
-    "generation": (19, 3040),
+    "generation": (19, 3036),
     "lengths": (5, 423),
     "library": (5, 615),
     "loop": (16, 2693),
@@ -27,8 +27,8 @@ SIZES = {
     "recipe": (7, 1393),
     "run": (10, 2055),
     "storage": (13, 1839),
-    "top": (16, 1966),
-    "user_code": (6, 959),
+    "top": (16, 1971),
+    "user_code": (6, 962),
     "weights": (29, 3533),
 }
 

@@ -8,9 +8,10 @@ step runs a constant number of array operations, never a loop over rollouts.
 import numpy as np
 import torch
 
+from llamarl.episode import turn_start
 from llamarl.generation.protocol import PartialOutput
 from llamarl.generation.sampling import SamplingRows, uniforms
-from llamarl.generation.scheduler import QueuedRequest, turn_start
+from llamarl.generation.scheduler import QueuedRequest
 from llamarl.types import FinishReason, Request
 
 _NO_ID = -1

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llamarl.generation.protocol import PartialOutput, RequestOutput
-from llamarl.types import NO_VERSION, FinishReason, Request, Sampling
+from llamarl.types import FinishReason, Request, Sampling
 
 START_SHARE = 16  # rollouts start when 1/16 of the slots is free: short prompts prefill together
 
@@ -78,12 +78,6 @@ def completes_stop_string(
 def _has_text(token: int, decode_text: Callable[[Sequence[int]], str]) -> bool:
     """False for special tokens, which decoders leave out."""
     return bool(decode_text([token]))
-
-
-def turn_start(versions: np.ndarray | Sequence[int]) -> int:
-    """Where the present turn begins in a response of these token versions."""
-    observed = np.flatnonzero(np.asarray(versions) == NO_VERSION)
-    return int(observed[-1]) + 1 if len(observed) else 0
 
 
 Place = tuple[tuple[int, int, int], int]

@@ -35,8 +35,8 @@ ENVIRONMENT = "environment"  # what the episode's environment gave
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
     """What a reward needs: an expected answer in each prompt's row (`answer.py`), or tests
-    (`code.py`); `reward.pattern`
-    with at least `num_groups` groups (None: it has no use for the pattern)."""
+    (`code.py`); `reward.pattern` with at least `num_groups` groups (None: it has no use for the
+    pattern)."""
 
     answer: bool = False
     tests: bool = False

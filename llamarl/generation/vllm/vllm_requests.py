@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.episode import turn_start
 from llamarl.generation.protocol import PartialOutput
-from llamarl.generation.scheduler import QueuedRequest, turn_start
+from llamarl.generation.scheduler import QueuedRequest
 from llamarl.types import Request
 
 LENGTH_BITS = 25  # expected tokens are below 2^25
