@@ -15,7 +15,7 @@ SIZES = {
     "config": (12, 1503),
     "data": (6, 575),
     "dataflow": (6, 969),
-    "environments": (17, 1715),
+    "environments": (17, 1694),
     "executors": (23, 3897),
     "generation": (19, 3036),
     "lengths": (5, 423),
@@ -28,7 +28,7 @@ SIZES = {
     "run": (10, 2055),
     "storage": (13, 1839),
     "top": (16, 1971),
-    "user_code": (6, 962),
+    "user_code": (6, 975),
     "weights": (29, 3533),
 }
 

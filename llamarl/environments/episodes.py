@@ -11,8 +11,6 @@ behind. A process that has left too many exits, and the episodes that it played 
 
 import asyncio
 import inspect
-import math
-import numbers
 import os
 import time
 from collections import defaultdict
@@ -22,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from llamarl.config.reward import LARGEST
 from llamarl.environments.contained import ProgramLimits
 from llamarl.environments.definition import (
     RESET,
@@ -37,7 +34,7 @@ from llamarl.environments.definition import (
 from llamarl.environments.ready_tools import READY
 from llamarl.task_file import load_module
 from llamarl.types import Prompt, StageStatus
-from llamarl.user_code.calls import InvalidReturnError, shown, user_traceback
+from llamarl.user_code.calls import InvalidReturnError, checked_number, shown, user_traceback
 
 Answer = dict[str, Any]
 Message = dict[str, Any]
@@ -105,7 +102,7 @@ class Episodes:
         instance = episode.instance
         reward = episode.reward if is_stepped(instance) else None
         if (get_reward := getattr(instance, REWARD, None)) is not None:
-            reward = (reward or 0.0) + _number(await self._call(get_reward), REWARD)
+            reward = (reward or 0.0) + checked_number(await self._call(get_reward), REWARD)
         self._free[episode.kind].append(instance)
         del self._playing[row_id]
         return {"reward": reward}
@@ -125,7 +122,7 @@ class Episodes:
             if len(found) != 2:
                 raise InvalidReturnError(f"be (messages, reward) for {STEP}, got {shown(found)}")
             found, reward = found
-            episode.reward += _number(reward, STEP)
+            episode.reward += checked_number(reward, STEP)
         messages = [] if found is None else [found] if isinstance(found, str | dict) else found
         if not isinstance(messages, list):
             raise InvalidReturnError(f"be a text, messages or None for {STEP}, got {shown(found)}")
@@ -238,11 +235,3 @@ def load(setup: dict[str, Any]) -> Callable[..., Coroutine[Any, Any, Answer]]:
             return {"status": StageStatus.RAISED, "error": user_traceback(error, __file__)}
 
     return serve
-
-
-def _number(value: Any, of: str) -> float:
-    number = float(value) if isinstance(value, float | numbers.Real) else math.nan
-    if not abs(number) <= LARGEST:
-        must = f"be a finite number for {of}, at most {LARGEST:g} either way"
-        raise InvalidReturnError(f"{must}, got {shown(value)}")
-    return number

@@ -6,6 +6,8 @@ own: processes (`pool.py`) or what an answer means (stages). Invariant: the futu
 one result per call, in their order; a traceback shows none of this package's own frames.
 """
 
+import math
+import numbers
 import reprlib
 import traceback
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
 from llamarl import task_file
+from llamarl.config.reward import LARGEST
 from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.process import MAX_ANSWER_BYTES
 
@@ -126,3 +129,13 @@ def user_traceback(error: BaseException, *own_files: str) -> str:
 def shown(value: Any) -> str:
     """The value on one short line, however large it is."""
     return " ".join(reprlib.repr(value).split())
+
+
+def checked_number(value: Any, of: str) -> float:
+    """What the function `of` returned, as a number. InvalidReturnError if it is none, or not
+    finite."""
+    number = float(value) if isinstance(value, float | numbers.Real) else math.nan
+    if not abs(number) <= LARGEST:
+        must = f"be a finite number for {of}, at most {LARGEST:g} either way"
+        raise InvalidReturnError(f"{must}, got {shown(value)}")
+    return number

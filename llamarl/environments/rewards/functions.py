@@ -8,8 +8,6 @@ of the stage).
 
 import importlib
 import inspect
-import math
-import numbers
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -18,12 +16,11 @@ from typing import Any
 
 from llamarl.config import RewardConfig
 from llamarl.config.check import require, require_choice
-from llamarl.config.reward import LARGEST
 from llamarl.environments.rewards.answer import expected_answer
 from llamarl.environments.rewards.code import read_tests
 from llamarl.task_file import find, load_module
 from llamarl.types import FinishReason, Prompt, finish_reason
-from llamarl.user_code.calls import InvalidReturnError, shown
+from llamarl.user_code.calls import checked_number
 
 Reward = Callable[..., Any]
 """(prompt, completion, finished, config) -> reward, see the package's docstring; that of a task.py
@@ -89,19 +86,12 @@ def make_score(
             function = functions[name]
             more = () if name == TASK else (finished, config)
             value = function(prompt, completion, *more)
-            parts[name] = _number(name, await value if inspect.isawaitable(value) else value)
+            found = await value if inspect.isawaitable(value) else value
+            parts[name] = checked_number(found, name)
         pairs = zip(config.functions, config.weights, strict=True)
         return sum(weight * parts[name] for name, weight in pairs), *parts.values()
 
     return score
-
-
-def _number(name: str, value: Any) -> float:
-    number = float(value) if isinstance(value, float | numbers.Real) else math.nan
-    if not abs(number) <= LARGEST:
-        must = f"be a finite number for {name}, at most {LARGEST:g} either way"
-        raise InvalidReturnError(f"{must}, got {shown(value)}")
-    return number
 
 
 def check_rewards(config: RewardConfig) -> None:
