@@ -271,11 +271,10 @@ class ExternalExecutor:
             )
         row_ids = [row_id for work in lease.works for row_id in work.row_ids]
         columns = read_columns(packet, len(row_ids))
-        named = [(name, columns[name]) for name in self._numbers_written]
         results = [
             StageResult(
                 row_id=row_id,
-                numbers={name: float(cells[place][0]) for name, cells in named},
+                numbers={name: float(columns[name][place][0]) for name in self._numbers_written},
                 reason=dropped.get(row_id, ""),
             )
             for place, row_id in enumerate(row_ids)

@@ -157,7 +157,8 @@ class StageLoader:
             is_right = all(len(each) == 1 for each in shaped) or not is_number
             require(is_right, name, "have one number per rollout", [each.shape for each in shaped])
             arrays[name] = shaped
-        self._wait(self._finish(lease, arrays, drop))
+        # A rank that has no rollouts of a batch has no arrays that would show a dtype.
+        self._wait(self._finish(lease, arrays if row_ids else {}, drop))
 
     def close(self) -> None:
         """Hang up; what was taken and not finished goes to others. Whoever iterates comes to an
