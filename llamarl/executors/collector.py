@@ -22,7 +22,8 @@ class CollectorExecutor:
 
     def __init__(self, spec: CollectorSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._generators = dict(spec.generators)
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._is_asking = False
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # once it is
         self._number = time.time_ns()  # above the numbers of all collectors before
         self._answer: list[tuple[int, Report | Exception]] = []
         self._reports: list[tuple[int, Report | Exception]] = []  # of the next answer
@@ -42,7 +43,8 @@ class CollectorExecutor:
         if received == self._number:
             self._answer = []
             self._has_arrived.set()
-        if not self._tasks:
+        if not self._is_asking:
+            self._is_asking = True
             self._tasks = {i: asyncio.create_task(self._ask(i)) for i in self._generators}
         if not self._answer:
             await self._has_reports.wait()
@@ -57,7 +59,7 @@ class CollectorExecutor:
     async def follow(self, replica: int, generator: GeneratorReplica) -> None:
         """See `protocols.Collector`."""
         self._generators[replica] = generator
-        if self._tasks:
+        if self._is_asking:
             if replica in self._tasks:
                 self._tasks[replica].cancel()
             self._tasks[replica] = asyncio.create_task(self._ask(replica))

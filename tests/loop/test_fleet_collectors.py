@@ -150,3 +150,18 @@ def test_an_answer_is_given_again_until_the_next_question_says_that_it_arrived()
             assert len(replica._kept) == 0
 
     run(main())
+
+
+def test_a_collector_that_began_without_replicas_asks_one_that_comes() -> None:
+    async def main() -> None:
+        spec = CollectorSpec(generators={})
+        collector = CollectorExecutor(spec, rank=0, num_ranks=1, spans=Spans("", None))
+        collecting = asyncio.create_task(collector.collect(0))
+        await asyncio.sleep(0)
+        replica: Any = Written(range(3))
+        await collector.follow(3, replica)
+        _, reports = await asyncio.wait_for(collecting, 60.0)
+        assert [index for index, _ in reports] == [3]
+        await collector.close()
+
+    run(main())
