@@ -1,63 +1,15 @@
-"""Records of episodes: what an environment is asked, and what it answers.
+"""Where the turns of an episode lie in its response.
 
-Owns: these records. Does not own: rollouts (`types.py`), or how ids and text of a turn belong
-together (`environments/`). Invariant: that of `types.py`.
-
-Glossary
-    episode     a rollout that takes turns with an environment. Its response is what the model wrote
-                and the observations between.
-    turn        what the model writes in an episode until it stops, and the environment answers.
-    observation
-                the environment's answer, as tokens of the response. No version wrote them, they
-                have no generator log-prob, and no loss, metric or length counts them.
-    tool        a function that the model may call in a turn.
+Owns: that, and a response as people read it. Does not own: the words and records of episodes
+(`types.py`), or how ids and text of a turn belong together (`environments/`). Invariant: only token
+versions say what the model wrote.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import StrEnum
 
 import numpy as np
 
-from llamarl.types import NO_VERSION, Prompt, StageStatus
-from llamarl.wire_form import light
-
-TurnItem = tuple[int, int, Prompt | None]
-"""What an environment is asked: (row id, a number that its result repeats, the prompt of a rollout
-that is to begin an episode; None for one whose turn has ended)."""
-
-
-class EpisodeState(StrEnum):
-    """How an episode goes on."""
-
-    GOES_ON = "goes_on"  # it has begun, or its turn was answered: the model writes
-    DONE = "done"  # the environment, or the model, has ended it
-    LIMIT = "limit"  # a limit has: of turns, or of the length of the response
-    LOST = "lost"  # with the process of its environment: it begins again
-
-
-@light
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnResult:
-    """What became of a turn; `number` is its TurnItem's. With a `status` that is not OK the episode
-    has failed, as `error` says.
-
-    `prompt_ids` replace the prompt's for this rollout if its environment has added to it.
-    `numbers` are the episode's so far, such as "turns" and "calls/search".
-    """
-
-    row_id: int
-    number: int
-    state: EpisodeState
-    status: StageStatus = StageStatus.OK
-    error: str = ""
-    prompt_ids: tuple[int, ...] | None = None
-    numbers: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the model is to write another turn."""
-        return self.state is EpisodeState.GOES_ON and self.status is StageStatus.OK
+from llamarl.types import NO_VERSION
 
 
 def turn_start(versions: np.ndarray) -> int:

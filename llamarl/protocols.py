@@ -13,11 +13,19 @@ host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from llamarl.episode import TurnItem, TurnResult
 from llamarl.groups import Batch, Evaluation, Group, StepStats, Verdict
-from llamarl.types import Columns, Outcome, Request, RolloutInfo, StageItem, StageResult
+from llamarl.types import (
+    Columns,
+    Outcome,
+    Request,
+    RolloutInfo,
+    StageItem,
+    StageResult,
+    TurnItem,
+    TurnResult,
+)
 
 if TYPE_CHECKING:
     from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
@@ -46,6 +54,9 @@ class GeneratorReplica(Protocol):
     async def abort_requests(self, row_ids: list[int]) -> None:
         """Stop these rollouts; each still comes out of `collect`, marked ABORTED."""
 
+    async def renew_environment(self, name: str, calls: Environment) -> None:
+        """The environment `name` answers these calls from now on, after a loss."""
+
 
 class Resettable(Protocol):
     """A generator that outlives a session of its run."""
@@ -54,8 +65,9 @@ class Resettable(Protocol):
         """Forget every rollout, version and route: nothing starts before the next commit. Returns
         once no call to storage or trainer is under way; raises if that takes too long."""
 
-    async def use(self, storage: ColumnStore) -> None:
-        """Write to `storage` from now on, in the next session."""
+    async def use(self, storage: ColumnStore, environments: Any) -> None:
+        """Write to `storage`, and take turns with these `environments` (None: there are none), from
+        now on, in the next session."""
 
 
 class Collector(Protocol):
@@ -115,18 +127,13 @@ class Processor(Protocol):
 
 
 class Environment(Protocol):
-    """Takes turns with rollouts: tools and environments."""
+    """Takes turns with rollouts: tools and environments. Generators ask it, not the controller."""
 
-    async def submit(self, turns: list[TurnItem]) -> None:
-        """Queue these: episodes to begin, or to answer after a turn of the model, whose columns are
-        in storage. Returns once they are queued. What is answered is in storage before its result
-        is collected."""
+    async def answer(self, turn: TurnItem) -> TurnResult:
+        """Begin an episode, or answer a turn of the model in one; calls overlap. An episode that is
+        not known, in this attempt, is LOST; one that fails has failed for good."""
 
-    async def collect(self, received: int) -> tuple[int, list[TurnResult]]:
-        """Results from number `received` on, as `GeneratorReplica.collect` gives rows; none at
-        times, which only says that it is alive."""
-
-    async def forget(self, row_ids: list[int]) -> None:
+    async def forget(self, row_ids: Sequence[int]) -> None:
         """These episodes do not go on."""
 
 

@@ -63,6 +63,13 @@ Glossary
                 active. An abort before that leaves the active weights as they were.
     log-prob check
                 after a commit: the generator's log-probs of a short rollout against the trainer's.
+    episode     a rollout that takes turns with an environment. Its response is what the model wrote
+                and the observations between.
+    turn        what the model writes in an episode until it stops, and the environment answers.
+    observation
+                the environment's answer, as tokens of the response. No version wrote them, they
+                have no generator log-prob, and no loss, metric or length counts them.
+    tool        a function that the model may call in a turn.
     phase       with `placement=colocated`: the time in which one side, the generators or the
                 trainer, has the device that both share.
 """
@@ -117,7 +124,6 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, the context window, or the most turns
     SEGMENT = "segment"  # cut at segment_tokens: partial, may be resumed
     ABORTED = "aborted"  # the controller gave it up
-    TURN = "turn"  # a turn of an episode ended: partial, the environment answers
 
 
 FINISH_CODES: dict[FinishReason, int] = {reason: code for code, reason in enumerate(FinishReason)}
@@ -166,9 +172,9 @@ class Request:
     cut; `resume` says that the store holds the tokens written so far under `row_id`. Rollouts of
     one prompt carry equal `prompt_ids`, which replicas prefill once. `step` is its group's;
     `expected_tokens` is its probable length, 0 if not known. Of a step, the highest `precedence`
-    starts first. With a `replica` no other may write it; `near` is one that may have
-    keys and values of its earlier turns. Only the engine looks at `replay_tokens`,
-    how long it has to become. `has_turns`: where it stops by itself, a turn of its episode ends.
+    starts first. With a `replica` no other may write it. Only the engine looks at `replay_tokens`,
+    how long it has to become. With a `prompt` the rollout is an episode, which may begin again: the
+    `attempt` counts up. A resumed one goes on with the `environment` that has played it.
     """
 
     row_id: int
@@ -183,9 +189,15 @@ class Request:
     expected_tokens: int = 0
     precedence: int = 0
     replica: int | None = None
-    near: int | None = None
     replay_tokens: int = 0
-    has_turns: bool = False
+    prompt: Prompt | None = None
+    attempt: int = 0
+    environment: int | None = None
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a turn of an episode ends where the rollout stops by itself."""
+        return self.prompt is not None
 
     @property
     def urgency(self) -> tuple[int, int, int]:
@@ -197,7 +209,8 @@ class Request:
     def prefix_group(self) -> tuple[tuple[int, ...], int]:
         """Equal for rollouts of one prompt that may start together: none of them can hold up the
         others by waiting for a version that these must first be trained for."""
-        return self.prompt_ids, self.min_version
+        ids = self.prompt_ids if self.prompt is None else self.prompt.token_ids
+        return ids, self.min_version
 
 
 @light
@@ -222,27 +235,6 @@ def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
     )
 
 
-@light
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutInfo:
-    """What the controller learns when a rollout stops: `num_tokens` is the length of its response,
-    `spans` are of what the model wrote of it. Its last `replica` still had the keys and values of
-    `num_kept` tokens when it was resumed."""
-
-    row_id: int
-    num_prompt_tokens: int
-    num_tokens: int
-    spans: tuple[VersionSpan, ...]
-    finish_reason: FinishReason
-    replica: int = 0
-    num_kept: int = 0
-
-    @property
-    def num_generated(self) -> int:
-        """Response tokens that the model wrote: all but observations."""
-        return sum(span.num_tokens for span in self.spans)
-
-
 class StageStatus(StrEnum):
     """How a stage's call ended for a rollout; a reward that failed is no zero, unless the recipe
     makes it one."""
@@ -251,6 +243,84 @@ class StageStatus(StrEnum):
     RAISED = "raised"
     HUNG = "hung"
     INVALID = "invalid"  # it returned what it must not, such as NaN
+
+
+class EpisodeState(StrEnum):
+    """How an episode goes on."""
+
+    GOES_ON = "goes_on"  # it has begun, or its turn was answered: the model writes
+    DONE = "done"  # the environment, or the model, has ended it
+    LIMIT = "limit"  # a limit has: of turns, or of the length of the response
+    LOST = "lost"  # with the process of its environment, or its replica: it begins again
+
+
+@light
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnItem:
+    """What an environment is asked about a rollout: with a `prompt` to begin its episode, else to
+    answer the turn of these `ids`, which the model ended itself unless it `is_cut` by a limit. An
+    observation may have up to `room` tokens."""
+
+    row_id: int
+    attempt: int
+    prompt: Prompt | None = None
+    ids: tuple[int, ...] = ()
+    is_cut: bool = False
+    room: int = 0
+
+
+@light
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnResult:
+    """What became of a turn. With a `status` that is not OK the episode has failed, as `error`
+    says; if `ends_run`, as too many have.
+
+    `prompt_ids` replace the prompt's for this rollout if its environment has added to it.
+    `observation` are the tokens to go on from, `reward` what the environment gives at the end.
+    `numbers` are the episode's so far, such as "turns" and "calls/search"; `environment` plays it.
+    """
+
+    row_id: int
+    attempt: int
+    state: EpisodeState
+    status: StageStatus = StageStatus.OK
+    error: str = ""
+    ends_run: bool = False
+    prompt_ids: tuple[int, ...] | None = None
+    observation: tuple[int, ...] = ()
+    reward: float | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
+    environment: int | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the episode begins again."""
+        return self.state is EpisodeState.LOST
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the model is to write another turn."""
+        return self.state is EpisodeState.GOES_ON and self.status is StageStatus.OK
+
+
+@light
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutInfo:
+    """What the controller learns when a rollout stops: `num_tokens` is the length of its response,
+    `spans` are of what the model wrote of it. `episode` is that of a rollout with turns."""
+
+    row_id: int
+    num_prompt_tokens: int
+    num_tokens: int
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    replica: int = 0
+    episode: TurnResult | None = None
+
+    @property
+    def num_generated(self) -> int:
+        """Response tokens that the model wrote: all but observations."""
+        return sum(span.num_tokens for span in self.spans)
 
 
 @light

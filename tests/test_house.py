@@ -50,7 +50,6 @@ EXECUTOR_CALLERS = {
     "loop/logprob_check.py",
     "loop/engines.py",
     "loop/rollouts.py",
-    "loop/turns.py",
     "weights/sync/publisher.py",
     "weights/sync/replica_sync.py",
 }

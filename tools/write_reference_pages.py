@@ -13,7 +13,7 @@ import re
 from json import dumps
 from pathlib import Path
 
-from llamarl import episode, types
+from llamarl import types
 from llamarl.metrics.tensorboard import DESCRIPTIONS, chart_tag
 from llamarl.recipe.composition import reference
 from llamarl.recipe.config_reference import ELSEWHERE, Choice, Key
@@ -114,8 +114,7 @@ def metrics_page() -> str:
 
 
 def glossary_page() -> str:
-    both = [(module.__doc__ or "").partition("Glossary\n")[2] for module in (types, episode)]
-    entries = "".join(each.rstrip() + "\n" for each in both)
+    entries = (types.__doc__ or "").partition("Glossary\n")[2]
     rows: list[list[str]] = []
     for line in entries.splitlines():
         if found := TERM.match(line):

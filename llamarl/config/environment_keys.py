@@ -31,8 +31,8 @@ class EnvironmentConfig(Section):
     num_workers: int = number(1, least=1, most=1024)
     """Processes that run environments and tools; each plays many episodes at once."""
     max_restarts: int = number(3, least=0, most=1000)
-    """How often an episode begins again because the process of its environment was lost. Once more,
-    and it has failed."""
+    """How often an episode begins again because its environment's process was lost. Once more, and
+    it has failed. Replicas that are lost do not count."""
     max_failure_rate: float = number(0.1, least=0, most=1)
     """The run stops when more than this share of the last 1000 turns failed (after 50): their
     environment raised, hung or returned what it must not. Such a rollout is not trained on, the

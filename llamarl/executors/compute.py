@@ -10,7 +10,7 @@ import asyncio
 import math
 import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -55,6 +55,11 @@ class ComputeThread:
         future: Future[T] = Future()
         self._commands.put(Command(key, call, future))
         return await asyncio.wrap_future(future)
+
+    def share(self, numbers: Sequence[int] | None) -> Sequence[int]:
+        """What rank 0 gives, on all ranks; to be called in a command that all of them run."""
+        assert numbers is not None, "there is one rank"
+        return numbers
 
     def close(self, last: Callable[[], None] | None = None) -> None:
         """Stop after the commands already queued, and after `last`; returns once it has ended."""

@@ -5,6 +5,7 @@ thread, storage, or the memory that a publish writes. Invariant: the engine step
 memory is on the device and its weights are of one version.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from llamarl.executors.compute import ComputeThread
 from llamarl.executors.engine_output import EngineOutput
+from llamarl.executors.environment_link import Environments
+from llamarl.executors.episode_part import EpisodePart, Rank
 from llamarl.executors.memory_mover import MemoryMover
 from llamarl.generation.protocol import Engine, PartialOutput
 from llamarl.metrics.span import Spans
-from llamarl.types import FinishReason, Request
+from llamarl.types import Request
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 
 T = TypeVar("T")
@@ -37,6 +40,10 @@ class Decoding:
         spans: Spans,
         output: EngineOutput,
         thread: ComputeThread,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        rank: int = 0,
+        environments: Environments | None = None,
     ) -> None:
         self.engine = engine
         self.check, self.fail = output.check, output.fail
@@ -44,6 +51,18 @@ class Decoding:
         self._spans, self._output, self._thread = spans, output, thread
         self._rows: set[int] = set()  # that have not stopped
         self._turn_ends_ns: dict[int, int] = {}  # of rollouts whose turn ended here
+        self.episodes = EpisodePart(
+            Rank(
+                number=rank,
+                run=self.run,
+                share=thread.share,
+                resume=self.resume,
+                put=lambda item: output.put([item]),
+                post=loop.call_soon_threadsafe,
+                fail=output.fail,
+            ),
+            environments,
+        )
         self._standstill = Standstill(
             time.monotonic_ns, lambda name, start, end: spans.record(name, start, end, "wait")
         )
@@ -77,13 +96,13 @@ class Decoding:
         finished = engine.decode()
         if num_tokens:
             self._record("decode", start_ns, num_tokens)
-        for item in finished:
-            if item.reason is FinishReason.STOP and item.request.has_turns:
-                item.reason = FinishReason.TURN
-                self._turn_ends_ns[item.request.row_id] = time.monotonic_ns()
-        if finished:
-            self._rows.difference_update(item.request.row_id for item in finished)
-            self._output.put(finished)
+        self._rows.difference_update(item.request.row_id for item in finished)
+        whole = [item for item in finished if not item.request.has_turns]
+        if whole:
+            self._output.put(whole)
+        for item in (each for each in finished if each.request.has_turns):
+            self._turn_ends_ns[item.request.row_id] = time.monotonic_ns()
+            self.episodes.leave_engine(item)
         return True
 
     def submit(
@@ -93,10 +112,24 @@ class Decoding:
         if session != self._output.session:
             return
         for request in requests:
-            self._rows.add(request.row_id)
-            if (end_ns := self._turn_ends_ns.pop(request.row_id, None)) is not None:
-                self._spans.record("turn", end_ns, time.monotonic_ns(), "mark", rows=1)
-            self.engine.submit(request, written.get(request.row_id))
+            before = written.get(request.row_id, PartialOutput())
+            if request.has_turns:
+                self._turn_ends_ns.pop(request.row_id, None)  # that of an earlier stay
+                self.episodes.open(request, before)
+            else:
+                self.resume(request, before)
+
+    def resume(self, request: Request, written: PartialOutput) -> None:
+        """Let the engine go on with a rollout; ValueError as it says."""
+        self._rows.add(request.row_id)
+        if (end_ns := self._turn_ends_ns.pop(request.row_id, None)) is not None:
+            self._spans.record("turn", end_ns, time.monotonic_ns(), "mark", rows=1)
+        self.engine.submit(request, written)
+
+    def abort(self, row_ids: Sequence[int]) -> None:
+        """Stop these rollouts; they come out, marked ABORTED."""
+        self.episodes.abort(row_ids)
+        self.engine.abort_requests(row_ids)
 
     def reset(self) -> None:
         """Forget all rollouts, prompts and versions, with all memory on the device: nothing decodes
@@ -113,6 +146,7 @@ class Decoding:
         self._standstill.is_mixed = False
         self._rows.clear()
         self._turn_ends_ns.clear()
+        self.episodes.reset()
         self._output.reset()
 
     def commit(self, version: int, bucket: int, processed: tuple[Tensor, Any] | None) -> int:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from llamarl.generation.protocol import RequestOutput
-from llamarl.generation.scheduler import OpenGroups, is_going_on
-from llamarl.types import Request
+from llamarl.generation.scheduler import OpenGroups
+from llamarl.types import FinishReason, Request
 
 Row = TypeVar("Row")
 GATHER_S = 0.05  # several decode steps: rollouts of one moment travel in one message
@@ -95,7 +95,7 @@ class EngineOutput:
     def _is_waited_for(self) -> bool:
         """Whether some rollout that stopped is to go on."""
         with self._lock:
-            return any(is_going_on(item.reason) for item in self._finished)
+            return any(item.reason is FinishReason.SEGMENT for item in self._finished)
 
 
 class KeptRows(Generic[Row]):

@@ -1,60 +1,40 @@
 """The executor that answers the turns of episodes.
 
-Owns: which process plays which episode, the ids of observations in storage, the limits of an
-episode, and what is counted of it. Does not own: running tools and environments (the processes of
-`environments/episodes.py`), when a turn is asked for (`loop/turns.py`). Invariant: what a model
-wrote stays as it is; an observation is appended with NO_VERSION and without log-probs. An episode
-that this executor does not know, as after its loss, is answered LOST.
-
-    TURN (of the generator) -> SEGMENT with an observation, for the next turn; or STOP, LENGTH
+Owns: which process plays which episode, the ids of observations, the limits of an episode, and what
+is counted of it. Does not own: running tools and environments (the processes of
+`environments/episodes.py`), or the rollout that a turn is of (`episode_part.py`, in a generator).
+Invariant: an episode is played once: a turn of an attempt that this executor does not know, as
+after its loss, or of an earlier one, is answered LOST.
 """
 
 import asyncio
-import contextlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llamarl.batcher import Batcher
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
 from llamarl.environments.definition import kind_of
 from llamarl.environments.prompts import make_prompt, messages_of
 from llamarl.environments.turn_format import TurnFormat, TurnText, make_formats
-from llamarl.episode import EpisodeState, TurnItem, TurnResult, last_turn
-from llamarl.errors import NotStored, cancel_all, unwrap
-from llamarl.executors.engine_output import KeptRows
+from llamarl.errors import UserCodeError, cancel_all
+from llamarl.executors.environment_link import lost, read_turn, result_header
 from llamarl.executors.specs import EnvironmentSpec
 from llamarl.executors.stage_calls import FailureRate, WorkSpans
 from llamarl.metrics.span import Spans
-from llamarl.storage.store import RecordingStore
-from llamarl.types import (
-    EPISODE_REWARD,
-    FINISH_CODES,
-    GENERATOR_LOGPROBS,
-    NO_VERSION,
-    PROMPT_IDS,
-    RESPONSE_IDS,
-    SAMPLING,
-    TOKEN_VERSIONS,
-    Columns,
-    FinishReason,
-    Prompt,
-    StageStatus,
-    finish_reason,
-)
+from llamarl.storage.channel import Channel, Packet
+from llamarl.storage.server import Answer, LocalServer
+from llamarl.types import EpisodeState, Prompt, StageStatus, TurnItem, TurnResult
 from llamarl.user_code.calls import Call, Failure, UserCode
 from llamarl.user_code.pool import WorkerPool
-from llamarl.wire_form import WireList
 
-HEARTBEAT_S = 2.0  # a `collect` without results says that the executor is alive
-WRITTEN = (RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING)
-Cells = Mapping[str, np.ndarray]
-Answer = dict[str, Any]
+Found = dict[str, Any]
+"""What a process of environments returns."""
 
 
 class EpisodeFailed(Exception):  # noqa: N818 - what became of it
@@ -67,13 +47,15 @@ class EpisodeFailed(Exception):  # noqa: N818 - what became of it
 
 @dataclass(slots=True)
 class PlayedEpisode:
-    """One that is played, in the pool of this index, begun by the TurnItem of this number;
-    `numbers` are those of its TurnResult."""
+    """The `attempt` of a rollout that is played, in the pool of this index; the replica that has it
+    asked last by `channel`. `numbers` are those of its TurnResult."""
 
+    row_id: int
+    attempt: int
     prompt: Prompt
     kind: str
     pool: int
-    begun: int
+    channel: Channel | None = None
     numbers: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
 
 
@@ -83,7 +65,6 @@ class EnvironmentExecutor:
 
     def __init__(self, spec: EnvironmentSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec, self._config = spec, spec.config
-        self._storage = RecordingStore(spec.storage, spans)
         self._work = WorkSpans(spans, "environment")
         code = UserCode(
             service="llamarl.environments.episodes",
@@ -97,15 +78,12 @@ class EnvironmentExecutor:
             keys="environment.",
         )
         read = lambda call, answer: answer  # noqa: E731
-        self._pools = [WorkerPool[Answer](code, 1, read) for _ in range(spec.config.num_workers)]
+        self._pools = [WorkerPool[Found](code, 1, read) for _ in range(spec.config.num_workers)]
         self._num_played: Counter[int] = Counter(dict.fromkeys(range(len(self._pools)), 0))
-        self._episodes: dict[int, PlayedEpisode] = {}
+        self._episodes: dict[int, PlayedEpisode] = {}  # by row
         self._failures = FailureRate(spec.config.max_failure_rate, code.label, code.keys)
-        self._error: BaseException | None = None
-        self._kept = KeptRows[TurnResult]()
-        self._has_results = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._writing: Batcher[tuple[int, Columns]] = Batcher(self._write, self._fail, in_turn=True)
+        self._server: LocalServer | None = None
+        self._forgetting: set[asyncio.Task[Any]] = set()
         self._tokenizer: Tokenizer | None = None
         self._formats: dict[str, TurnFormat] = {}
 
@@ -116,130 +94,97 @@ class EnvironmentExecutor:
         self._formats = make_formats(self._tokenizer, self._spec.kinds, self._config.calls)
         for pool in self._pools:
             await pool.start()
+        if self._spec.socket is not None:
+            self._server = LocalServer(Path(self._spec.socket), self._answer, self._lose)
         self._work.start()
 
-    async def submit(self, turns: list[TurnItem]) -> None:
+    async def answer(self, turn: TurnItem) -> TurnResult:
         """See `protocols.Environment`."""
-        self._start(self._submit(turns))
+        return await self._play(turn, None)
 
-    async def collect(self, received: int) -> tuple[int, list[TurnResult]]:
-        """See `protocols.Environment`. UserCodeError if too many turns failed, see
-        `FailureRate`."""
-        self._kept.forget(received)
-        if not self._kept and self._error is None:
-            self._has_results.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_S):
-                    await self._has_results.wait()
-        if self._error is not None:
-            raise self._error
-        first, results = self._kept.report()
-        return first, WireList(results)
-
-    async def forget(self, row_ids: list[int]) -> None:
+    async def forget(self, row_ids: Sequence[int]) -> None:
         """See `protocols.Environment`."""
-        by_pool: dict[int, list[int]] = {}
-        for row_id in row_ids:
-            if (episode := self._end(row_id)) is not None:
-                by_pool.setdefault(episode.pool, []).append(row_id)
-        for pool, some in by_pool.items():
-            self._start(self._pools[pool].run([Call(None, ("forget", [some]))]))
+        self._forget([each for row_id in row_ids if (each := self._episodes.get(row_id))])
 
     async def close(self) -> None:
         """End the processes."""
-        await cancel_all(self._tasks)
-        await self._writing.close()
+        if self._server is not None:
+            self._server.close()
+        await cancel_all(self._forgetting)
         for pool in self._pools:
             pool.close()
 
-    def _start(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _answer(self, packet: Packet) -> Answer:
+        if packet.header["ask"] == "forget":
+            await self.forget(packet.header["rows"])
+            return {}, (), ()
+        result = await self._play(read_turn(packet.header), packet.channel)
+        return result_header(result), (), ()
 
-    async def _submit(self, turns: list[TurnItem]) -> None:
-        try:
-            cells = await self._read([turn for turn in turns if turn[2] is None])
-            with self._work.working(len(turns)):
-                async with asyncio.TaskGroup() as tasks:
-                    for row_id, number, prompt in turns:
-                        if prompt is None:
-                            found = self._turn(row_id, cells.get(row_id, {}))
-                        else:
-                            found = self._begin(row_id, number, prompt)
-                        tasks.create_task(self._keep(row_id, number, found))
-        except Exception as error:  # noqa: BLE001 - raised in `collect`
-            self._fail(error)
+    def _lose(self, channel: Channel) -> None:
+        """A replica is gone: its episodes begin again elsewhere."""
+        self._forget([each for each in self._episodes.values() if each.channel is channel])
 
-    async def _read(self, turns: Sequence[TurnItem]) -> dict[int, Cells]:
-        """The columns of those of these rows whose episodes are played. Others may be gone, as may
-        those that have begun again since the turn was asked for: it was asked of the process that
-        was lost."""
-        names = [PROMPT_IDS, *WRITTEN]
-        while wanted := [row_id for row_id, number, _ in turns if self._plays(row_id, number)]:
+    def _forget(self, episodes: Sequence[PlayedEpisode]) -> None:
+        """These are played no more, and their processes need not keep them."""
+        by_pool: dict[int, list[int]] = {}
+        for episode in episodes:
+            self._end(episode)
+            by_pool.setdefault(episode.pool, []).append(episode.row_id)
+        for pool, row_ids in by_pool.items():
+            forgetting = self._pools[pool].run([Call(None, ("forget", [row_ids]))])
+            task = asyncio.create_task(forgetting)
+            self._forgetting.add(task)
+            task.add_done_callback(self._forgetting.discard)
+
+    def _end(self, episode: PlayedEpisode) -> None:
+        if self._episodes.get(episode.row_id) is episode:
+            del self._episodes[episode.row_id]
+            self._num_played[episode.pool] -= 1
+
+    async def _play(self, turn: TurnItem, channel: Channel | None) -> TurnResult:
+        """What becomes of a turn, whatever it is."""
+        known, begins = self._episodes.get(turn.row_id), turn.prompt is not None
+        is_known = known is not None and known.attempt == turn.attempt
+        is_late = known is not None and known.attempt >= turn.attempt
+        if is_late if begins else not is_known:
+            return lost(turn)
+        if begins and known is not None:
+            self._end(known)
+        episode = known if is_known else self._new(turn)
+        assert episode is not None
+        episode.channel = channel
+        with self._work.working(1):
             try:
-                columns = await self._storage.read(wanted, names)
-            except NotStored:
-                if all(self._plays(row_id, number) for row_id, number, _ in turns):
-                    raise
-                continue
-            by_row = zip(*(columns[name] for name in names), strict=True)
-            pairs = zip(wanted, by_row, strict=True)
-            return {row_id: dict(zip(names, cells, strict=True)) for row_id, cells in pairs}
-        return {}
-
-    def _plays(self, row_id: int, number: int) -> bool:
-        episode = self._episodes.get(row_id)
-        return episode is not None and episode.begun < number
-
-    async def _keep(self, row_id: int, number: int, found: Awaitable[TurnResult]) -> None:
-        """Keep the result of one turn, whatever it is."""
-        try:
-            result = replace(await found, number=number)
-        except EpisodeFailed as error:
-            failure, episode = error.failure, self._episodes.get(row_id)
-            numbers = dict(episode.numbers) if episode is not None else {}
-            await self.forget([row_id])
-            state = EpisodeState.LOST if failure.is_lost else EpisodeState.DONE
-            status = StageStatus.OK if failure.is_lost else failure.status
-            result = TurnResult(
-                row_id=row_id,
-                number=number,
-                state=state,
-                status=status,
-                error=failure.error,
-                numbers=numbers,
-            )
+                result = await (self._begin(episode) if begins else self._turn(episode, turn))
+            except EpisodeFailed as error:
+                self._forget([episode])
+                result = _failed(episode, error.failure)
         try:
             self._failures.add([result])
-        except Exception as error:  # noqa: BLE001 - raised in `collect`
-            self._fail(error)
-        self._kept.add([result])
-        self._has_results.set()
+        except UserCodeError as error:
+            return replace(result, error=str(error), ends_run=True)
+        return result
 
-    def _fail(self, error: BaseException) -> None:
-        self._error = self._error or unwrap(error)
-        self._has_results.set()
-
-    def _end(self, row_id: int) -> PlayedEpisode | None:
-        episode = self._episodes.pop(row_id, None)
-        if episode is not None:
-            self._num_played[episode.pool] -= 1
-        return episode
-
-    async def _begin(self, row_id: int, number: int, prompt: Prompt) -> TurnResult:
-        self._end(row_id)
+    def _new(self, turn: TurnItem) -> PlayedEpisode:
+        prompt = turn.prompt
+        assert prompt is not None
         kind = kind_of(prompt.fields, self._spec.kinds)
         pool = min(self._num_played, key=self._num_played.__getitem__)
-        episode = self._episodes[row_id] = PlayedEpisode(prompt, kind, pool, number)
+        episode = PlayedEpisode(turn.row_id, turn.attempt, prompt, kind, pool)
+        self._episodes[turn.row_id] = episode
         self._num_played[pool] += 1
+        return episode
+
+    async def _begin(self, episode: PlayedEpisode) -> TurnResult:
         prompt_ids = None
-        if self._spec.kinds[kind].has_instance:
-            messages = messages_of(prompt.fields[self._spec.data.prompt_field], self._spec.data)
-            answer = await self._ask(episode, row_id, "begin", messages)
-            if answer["text"] is not None:
-                prompt_ids = self._longer_prompt(episode, messages, answer["text"])
-        return self._result(row_id, episode, EpisodeState.GOES_ON, prompt_ids)
+        if self._spec.kinds[episode.kind].has_instance:
+            fields = episode.prompt.fields
+            messages = messages_of(fields[self._spec.data.prompt_field], self._spec.data)
+            found = await self._ask(episode, "begin", messages)
+            if found["text"] is not None:
+                prompt_ids = self._longer_prompt(episode, messages, found["text"])
+        return _result(episode, EpisodeState.GOES_ON, prompt_ids=prompt_ids)
 
     def _longer_prompt(
         self, episode: PlayedEpisode, messages: list[dict[str, Any]], text: str
@@ -257,134 +202,85 @@ class EnvironmentExecutor:
         except ValueError as error:
             raise EpisodeFailed(Failure(StageStatus.INVALID, f"reset: {error}")) from None
 
-    async def _turn(self, row_id: int, cells: Cells) -> TurnResult:
+    async def _turn(self, episode: PlayedEpisode, turn: TurnItem) -> TurnResult:
         """Answer a turn, or end the episode."""
-        episode = self._episodes.get(row_id)
-        if episode is None or not cells:
-            return TurnResult(row_id=row_id, number=0, state=EpisodeState.LOST)
         numbers = episode.numbers
         numbers["turns"] += 1
-        if finish_reason(cells[SAMPLING]) is not FinishReason.TURN:
-            return await self._finish(row_id, episode, cells, EpisodeState.LIMIT)
-        kind = self._spec.kinds[episode.kind]
-        ids = last_turn(cells[RESPONSE_IDS], cells[TOKEN_VERSIONS])
-        written = self._formats[episode.kind].read(ids)
+        if turn.is_cut:
+            return await self._finish(episode, EpisodeState.LIMIT)
+        kind, text_format = self._spec.kinds[episode.kind], self._formats[episode.kind]
+        written = text_format.read(np.array(turn.ids, np.int32))
         is_last = numbers["turns"] >= self._config.max_turns
         if not (written.calls or kind.has_step):
-            return await self._finish(row_id, episode, cells, EpisodeState.DONE)
+            return await self._finish(episode, EpisodeState.DONE)
         if is_last and not kind.has_step:
-            return await self._finish(row_id, episode, cells, EpisodeState.LIMIT)
-        messages = await self._say(row_id, episode, written)
+            return await self._finish(episode, EpisodeState.LIMIT)
+        messages = await self._say(episode, written)
         if not messages or is_last:
             state = EpisodeState.LIMIT if messages else EpisodeState.DONE
-            return await self._finish(row_id, episode, cells, state)
+            return await self._finish(episode, state)
         try:
-            observation = self._formats[episode.kind].observation(messages, int(ids[-1]))
+            observation = text_format.observation(messages, turn.ids[-1])
         except ValueError as error:
             raise EpisodeFailed(Failure(StageStatus.INVALID, str(error))) from None
-        if not self._fits(cells, len(observation)):
+        if len(observation) > turn.room:  # and one of the model's
             numbers["overlong"] += 1
-            return await self._finish(row_id, episode, cells, EpisodeState.LIMIT)
+            return await self._finish(episode, EpisodeState.LIMIT)
         numbers["observed_tokens"] += len(observation)
-        await self._append(row_id, cells, observation)
-        return self._result(row_id, episode, EpisodeState.GOES_ON)
+        ids = tuple(observation.tolist())
+        return _result(episode, EpisodeState.GOES_ON, observation=ids)
 
-    async def _say(
-        self, row_id: int, episode: PlayedEpisode, written: TurnText
-    ) -> list[dict[str, Any]]:
+    async def _say(self, episode: PlayedEpisode, written: TurnText) -> list[dict[str, Any]]:
         """What the environment answers; its calls are counted by tool."""
         calls = [[call.name, call.arguments, call.error] for call in written.calls]
-        answer = await self._ask(episode, row_id, "take_turn", written.text, calls)
+        found = await self._ask(episode, "take_turn", written.text, calls)
         schemas = self._spec.kinds[episode.kind].schemas
         known = {schema["function"]["name"] for schema in schemas}
-        for (name, seconds, has_failed), call in zip(answer["calls"], written.calls, strict=True):
+        for (name, seconds, has_failed), call in zip(found["calls"], written.calls, strict=True):
             tool = name if name in known else "unknown"
             episode.numbers[f"calls/{tool}"] += 1
             episode.numbers[f"seconds/{tool}"] += seconds
             episode.numbers[f"errors/{tool}"] += has_failed
             episode.numbers["malformed"] += bool(call.error)
-        messages: list[dict[str, Any]] = answer["messages"]
+        messages: list[dict[str, Any]] = found["messages"]
         return messages
 
-    def _fits(self, cells: Cells, num_tokens: int) -> bool:
-        """Whether so many more tokens, and one of the model's, fit into response and context."""
-        num_prompt, num_response = len(cells[PROMPT_IDS]), len(cells[RESPONSE_IDS]) + num_tokens
-        max_tokens = int(cells[SAMPLING][3])
-        return num_response < max_tokens and num_prompt + num_response < self._spec.context
-
-    async def _append(self, row_id: int, cells: Cells, observation: np.ndarray) -> None:
-        added = {
-            RESPONSE_IDS: observation,
-            GENERATOR_LOGPROBS: np.zeros(len(observation), np.float32),
-            TOKEN_VERSIONS: np.full(len(observation), NO_VERSION, np.int32),
-        }
-        columns: Columns = {n: [np.concatenate([cells[n], more])] for n, more in added.items()}
-        columns[SAMPLING] = [_finished(cells, FinishReason.SEGMENT)]
-        await self._writing.ask((row_id, columns))
-
-    async def _write(self, rows: list[tuple[int, Columns]]) -> None:
-        """In one message for all rows that have the same columns; nothing of an episode that was
-        forgotten meanwhile, whose row may be gone."""
-        alike: dict[tuple[str, ...], list[tuple[int, Columns]]] = {}
-        for row in (each for each in rows if each[0] in self._episodes):
-            alike.setdefault(tuple(row[1]), []).append(row)
-        for names, some in alike.items():
-            columns = {name: [cells[name][0] for _, cells in some] for name in names}
-            await self._storage.write([row_id for row_id, _ in some], columns)
-
-    async def _finish(
-        self, row_id: int, episode: PlayedEpisode, cells: Cells, state: EpisodeState
-    ) -> TurnResult:
-        """Give the environment's reward, and mark the row as whole."""
-        columns: Columns = {}
+    async def _finish(self, episode: PlayedEpisode, state: EpisodeState) -> TurnResult:
+        """With the environment's reward."""
+        reward = None
         if self._spec.kinds[episode.kind].has_instance:
-            answer = await self._ask(episode, row_id, "finish")
-            if answer["reward"] is not None:
-                columns[EPISODE_REWARD] = [np.array([float(answer["reward"])])]
-        if finish_reason(cells[SAMPLING]) is FinishReason.TURN:
-            is_done = state is EpisodeState.DONE
-            reason = FinishReason.STOP if is_done else FinishReason.LENGTH
-            columns[SAMPLING] = [_finished(cells, reason)]
-        if columns:
-            await self._writing.ask((row_id, columns))
-        self._end(row_id)
-        return self._result(row_id, episode, state)
+            reward = (await self._ask(episode, "finish"))["reward"]
+        self._end(episode)
+        return _result(episode, state, reward=None if reward is None else float(reward))
 
-    async def _ask(
-        self, episode: PlayedEpisode, row_id: int, method: str, *arguments: Any
-    ) -> Answer:
+    async def _ask(self, episode: PlayedEpisode, method: str, *arguments: Any) -> Found:
         """What this method of the episode's process returns. EpisodeFailed if it does not, or all
         that the episode has asked takes too long."""
         start_s = time.monotonic()
         prompt = episode.prompt if method == "begin" else None
-        call = Call(prompt, (method, [row_id, *arguments]))
-        (answer,) = await self._pools[episode.pool].run([call])
+        call = Call(prompt, (method, [episode.row_id, *arguments]))
+        (found,) = await self._pools[episode.pool].run([call])
         episode.numbers["environment_s"] += time.monotonic() - start_s
-        if isinstance(answer, Failure):
-            raise EpisodeFailed(answer)
-        if "unknown" in answer:
+        if isinstance(found, Failure):
+            raise EpisodeFailed(found)
+        if "unknown" in found:
             raise EpisodeFailed(Failure(StageStatus.RAISED, "its process was lost", is_lost=True))
         if episode.numbers["environment_s"] > self._config.episode_timeout_s:
             must = f"take at most {self._config.episode_timeout_s:g} s in all"
             why = f"the calls of an episode must {must} (environment.episode_timeout_s)"
             raise EpisodeFailed(Failure(StageStatus.HUNG, why))
-        return answer
-
-    def _result(
-        self,
-        row_id: int,
-        episode: PlayedEpisode,
-        state: EpisodeState,
-        prompt_ids: tuple[int, ...] | None = None,
-    ) -> TurnResult:
-        numbers = dict(episode.numbers)
-        return TurnResult(
-            row_id=row_id, number=0, state=state, prompt_ids=prompt_ids, numbers=numbers
-        )
+        return found
 
 
-def _finished(cells: Cells, reason: FinishReason) -> np.ndarray:
-    """The row's SAMPLING cell with this finish code."""
-    sampling = cells[SAMPLING].copy()
-    sampling[-1] = FINISH_CODES[reason]
-    return sampling
+def _result(episode: PlayedEpisode, state: EpisodeState, **found: Any) -> TurnResult:
+    numbers = dict(episode.numbers)
+    return TurnResult(
+        row_id=episode.row_id, attempt=episode.attempt, state=state, numbers=numbers, **found
+    )
+
+
+def _failed(episode: PlayedEpisode, failure: Failure) -> TurnResult:
+    """One that is lost begins again, any other one has ended."""
+    if failure.is_lost:
+        return _result(episode, EpisodeState.LOST)
+    return _result(episode, EpisodeState.DONE, status=failure.status, error=failure.error)

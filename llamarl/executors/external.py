@@ -25,7 +25,7 @@ from llamarl.metrics.span import Spans
 from llamarl.storage.channel import Channel, Packet
 from llamarl.storage.server import Answer, LocalServer
 from llamarl.storage.store import RecordingStore
-from llamarl.storage.wire import read_columns
+from llamarl.storage.wire import prompt_header, read_columns
 from llamarl.types import (
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -191,7 +191,7 @@ class ExternalExecutor:
             limit_s = self._stage.timeout_s
             timer = asyncio.get_running_loop().call_later(limit_s, self._end_lease, number)
             self._leases[number] = Lease(works, channel, timer)
-        prompts = [_as_json(work.prompt) for work in works if work.prompt is not None]
+        prompts = [prompt_header(work.prompt) for work in works if work.prompt is not None]
         return {"lease": number, "items": [w.row_ids for w in works], "prompts": prompts}, (), ()
 
     def _end_leases(self, channel: Channel) -> None:
@@ -309,7 +309,3 @@ class ExternalExecutor:
             found = list(itertools.islice(each, len(work.row_ids)))
             if not work.results.done():  # else the run has ended
                 work.results.set_result(found)
-
-
-def _as_json(prompt: Prompt) -> dict[str, Any]:
-    return {name: getattr(prompt, name) for name in Prompt.__slots__}

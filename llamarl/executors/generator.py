@@ -20,6 +20,7 @@ from llamarl.config import EmbeddedConfig, VllmConfig
 from llamarl.executors.compute import ComputeThread
 from llamarl.executors.decoding import Decoding
 from llamarl.executors.engine_output import EngineOutput
+from llamarl.executors.environment_link import Environments
 from llamarl.executors.lockstep import Lockstep
 from llamarl.executors.memory_mover import MemoryMover
 from llamarl.executors.offloadable import OffloadPart
@@ -78,12 +79,14 @@ class GeneratorExecutor:
         await target.reset(limit_s)
         await rollouts.drained(limit_s)
 
-    async def use(self, storage: ColumnStore) -> None:
+    async def use(self, storage: ColumnStore, environments: Environments | None) -> None:
         """See `protocols.Resettable`."""
-        self.components[0].use(storage)
+        self.components[0].use(storage, environments)
 
     async def close(self) -> None:
         """Stop the engine and free all memory. With several ranks all must be closed."""
+        if self._components is not None:
+            await self._components[0].close()
         if self._thread is not None:
             last = functools.partial(contextvars.copy_context().run, self._exit.close)
             await asyncio.to_thread(self._thread.close, last)  # Monarch's RDMA knows the actor so
@@ -112,7 +115,8 @@ class GeneratorExecutor:
         buffer.before_overwrite = source.tensors.invalidate
         mover = MemoryMover.placed(spec.placement, spec.run_dir, self._name)
         self._exit.callback(mover.close)
-        decoding = Decoding(engine, buffer, mover, spans, output, thread)
+        place: dict[str, Any] = {"rank": self._rank, "environments": spec.environments}
+        decoding = Decoding(engine, buffer, mover, spans, output, thread, loop, **place)
         self._exit.callback(decoding.end_idle)
         if spec.load_weights:
             engine.load(buffer.active, spec.checkpoint)

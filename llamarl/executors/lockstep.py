@@ -14,7 +14,7 @@ import hashlib
 import queue
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import TypeVar
@@ -69,6 +69,14 @@ class Lockstep(ComputeThread):
         future.set_running_or_notify_cancel()
         self._commands.put(Command(key, call, future))
         return await asyncio.wrap_future(future)
+
+    def share(self, numbers: Sequence[int] | None) -> Sequence[int]:
+        """As `ComputeThread.share`; on other ranks than 0 `numbers` count for nothing."""
+        mine = torch.tensor([] if numbers is None else numbers, dtype=torch.int64)
+        (num,) = self._broadcast(torch.tensor([len(mine)])).tolist()
+        theirs = mine if self._rank == 0 else torch.zeros(num, dtype=torch.int64)
+        shared: list[int] = self._broadcast(theirs).tolist()
+        return shared
 
     def _next(self, has_work: bool) -> tuple[list[Command], bool]:
         if self._group is None and self._error is None:

@@ -14,12 +14,14 @@ from llamarl.data.tokenizer import load_tokenizer
 from llamarl.executors.compute import Background
 from llamarl.executors.decoding import Decoding
 from llamarl.executors.engine_output import EngineOutput, KeptRows
+from llamarl.executors.environment_link import Environments
 from llamarl.executors.specs import GeneratorSpec
 from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.metrics.span import Spans
-from llamarl.protocols import ColumnStore, Report
+from llamarl.protocols import ColumnStore, Environment, Report
 from llamarl.storage.store import RecordingStore
 from llamarl.types import (
+    EPISODE_REWARD,
     FINISH_CODES,
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
@@ -97,17 +99,28 @@ class RolloutPart:
     async def drained(self, limit_s: float) -> None:
         """Wait until all calls have ended, then forget what they reported; RuntimeError if that
         takes longer than `limit_s`."""
+        await self._decoding.episodes.stop_asking()
         await self.background.drained(limit_s)
         self._kept = KeptRows[RolloutInfo]()
 
-    def use(self, storage: ColumnStore) -> None:
-        """Write there from now on."""
+    def use(self, storage: ColumnStore, environments: Environments | None) -> None:
+        """Write there, and take turns with these, from now on."""
         self._storage = RecordingStore(storage, self._spans)
+        self._decoding.episodes.use(environments)
+
+    async def renew_environment(self, name: str, calls: Environment) -> None:
+        """See `protocols.GeneratorReplica`."""
+        self._decoding.episodes.environments.renew(name, calls)
 
     async def abort_requests(self, row_ids: list[int]) -> None:
         """Stop these rollouts; each comes out of `collect`, marked ABORTED."""
-        abort = partial(self._decoding.engine.abort_requests, row_ids)
+        abort = partial(self._decoding.abort, row_ids)
         await self._decoding.run(abort, ("abort_requests", row_ids))
+        await self._decoding.episodes.forget(row_ids)
+
+    async def close(self) -> None:
+        """Ask nothing more of environments."""
+        await self._decoding.episodes.close()
 
 
 async def read_written(storage: ColumnStore, requests: list[Request]) -> dict[int, PartialOutput]:
@@ -126,7 +139,17 @@ async def read_written(storage: ColumnStore, requests: list[Request]) -> dict[in
 async def write_finished(
     storage: ColumnStore, finished: list[RequestOutput], writer: str = ""
 ) -> None:
-    """Store the columns of these rollouts."""
+    """Store the columns of these rollouts, but for those that begin again."""
+    kept = [item for item in finished if item.episode is None or not item.episode.is_lost]
+    has_reward = lambda item: item.episode is not None and item.episode.reward is not None  # noqa: E731
+    for is_rewarded in (False, True):
+        if some := [item for item in kept if has_reward(item) == is_rewarded]:
+            await _write(storage, some, writer, is_rewarded)
+
+
+async def _write(
+    storage: ColumnStore, finished: list[RequestOutput], writer: str, is_rewarded: bool
+) -> None:
     columns = {
         PROMPT_IDS: [np.array(item.request.prompt_ids, np.int32) for item in finished],
         RESPONSE_IDS: [item.written.ids for item in finished],
@@ -134,6 +157,9 @@ async def write_finished(
         TOKEN_VERSIONS: [item.written.versions for item in finished],
         SAMPLING: [_sampling_row(item.request, item.reason) for item in finished],
     }
+    if is_rewarded:
+        rewards = [item.episode.reward for item in finished if item.episode is not None]
+        columns[EPISODE_REWARD] = [np.array([reward], np.float64) for reward in rewards]
     await storage.write([item.request.row_id for item in finished], columns, writer)
 
 
@@ -146,7 +172,7 @@ def rollout_info(finished: RequestOutput, replica: int) -> RolloutInfo:
         spans=version_spans(finished.written.versions),
         finish_reason=finished.reason,
         replica=replica,
-        num_kept=finished.written.num_kept,
+        episode=finished.episode,
     )
 
 

@@ -24,6 +24,7 @@ from llamarl.config import (
 from llamarl.dataflow.graph import Stage
 from llamarl.environments.contained import ProgramLimits
 from llamarl.environments.definition import Kinds
+from llamarl.executors.environment_link import Environments
 from llamarl.protocols import ColumnStore, GeneratorReplica
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class GeneratorSpec:
     storage: ColumnStore
     run_dir: str
     run_id: str
+    environments: Environments | None = None
+    """What rollouts take turns with."""
     rdma: Rdma | None = None
     """What weights.transport=rdma works with."""
 
@@ -134,8 +137,8 @@ class ExternalSpec:
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSpec:
     """Of the executor that plays what `config` names, in `task_source` or ready, of these `kinds`.
-    `data` says how prompts are rendered; prompt and response have at most `context` tokens
-    together; `limits` are those of programs that the model writes."""
+    `data` says how prompts are rendered; `limits` are those of programs that the model writes.
+    Generators on its host find it at `socket` (None: it answers calls only)."""
 
     executor: ClassVar[str] = "llamarl.executors.environment:EnvironmentExecutor"
 
@@ -145,8 +148,7 @@ class EnvironmentSpec:
     task_source: str | None
     data: DataConfig
     tokenizer: str
-    context: int
-    storage: ColumnStore
+    socket: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

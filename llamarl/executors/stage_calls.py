@@ -12,10 +12,9 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from llamarl.episode import TurnResult
 from llamarl.errors import UserCodeError
 from llamarl.metrics.span import Spans
-from llamarl.types import StageResult, StageStatus
+from llamarl.types import StageResult, StageStatus, TurnResult
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from llamarl.types import FinishReason, Request
+from llamarl.types import FinishReason, Request, TurnResult
 from llamarl.weights.layout.buckets import Memory
 
 
@@ -30,11 +30,13 @@ class PartialOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A rollout that stopped, with everything written so far (earlier segments included)."""
+    """A rollout that stopped, with everything written so far (earlier segments included), and what
+    became of its `episode`."""
 
     request: Request
     written: PartialOutput
     reason: FinishReason
+    episode: TurnResult | None = None
 
 
 class Engine(Protocol):

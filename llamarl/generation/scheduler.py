@@ -157,12 +157,7 @@ class OpenGroups:
         is_last = not self._counts[request.prefix_group]
         if is_last:
             del self._counts[request.prefix_group]
-        return is_last or is_going_on(reason)
-
-
-def is_going_on(reason: FinishReason) -> bool:
-    """Whether a rollout that stopped so is partial: it will be resumed."""
-    return reason in (FinishReason.SEGMENT, FinishReason.TURN)
+        return is_last or reason is FinishReason.SEGMENT
 
 
 class PrefixIndex:

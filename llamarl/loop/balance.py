@@ -151,7 +151,7 @@ class Balance:
 
     def _order(self, requests: list[Request]) -> Iterator[list[Request]]:
         """The groups, each step's longest first; before a whole step's, replicas are split."""
-        runs = groupby(requests, key=lambda r: (r.prompt_ids, r.purpose, r.near))
+        runs = groupby(requests, key=lambda r: (r.prompt_ids, r.purpose))
         groups = sorted((list(run) for _, run in runs), key=lambda g: min(r.urgency for r in g))
         for _, run in groupby(groups, key=lambda group: (group[0].purpose, group[0].step)):
             some = list(run)
@@ -188,8 +188,8 @@ class Balance:
         return self._neighbours.unit_of(index) if self._neighbours else None
 
     def _choose(self, queues: Queues, group: list[Request]) -> int:
-        """The replica that suits best; one that has written earlier turns, or is on the host of the
-        group's storage unit, if it suits as well, or has at most this group more to write."""
+        """The replica that suits best; one on the host of the group's storage unit, if it suits as
+        well, or has at most this group more to write."""
         is_evaluation = group[0].purpose is Purpose.EVALUATE
         kind = max(request.min_version for request in group), is_evaluation
         best = self._find_best(queues, kind, None)
@@ -203,9 +203,6 @@ class Balance:
             inside = self._find_best(queues, kind, some)
             if inside and inside[0] <= best[0]:
                 best = inside
-        if (index := group[0].near) is not None and index != best[2]:
-            held = self._find_best(queues, kind, frozenset([index]))
-            return index if held and self._is_close(held, best, load) else best[2]
         near = self._neighbours.near(group[0].row_id)
         if near and best[2] not in near:
             there = self._find_best(queues, kind, frozenset(near & some if some else near))

@@ -264,17 +264,19 @@ class Dispatch:
     async def _restart(self, index: int, writer: str, row_ids: list[int]) -> None:
         """Start again what a lost replica held, but for what is in storage."""
         await self._storage.fence(writer)
-        await self._find(index, row_ids)
+        await self._find(index, row_ids)  # but what a replica knows of an episode, it alone knows
         lost = [row_id for row_id in row_ids if row_id in self._unplaced]
         # What a replica that goes on has stored must not meet the new arrays.
         await self._storage.retire(lost, {"outcome": "lost", "replica": index})
         requests = [self._unplaced.pop(i) for i in lost if i in self._unplaced]
-        await self.submit([replace(request, resume=False) for request in requests])
+        await self.submit(list(map(_from_start, requests)))
 
     async def _find(self, index: int, row_ids: list[int]) -> None:
         """Pass on those rows that a lost replica has stored, whether it had reported them or not.
         What was cut goes on from there."""
-        rows = await self._storage.find(row_ids)
+        unplaced = ((row_id, self._unplaced.get(row_id)) for row_id in row_ids)
+        whole = [row_id for row_id, request in unplaced if request and not request.has_turns]
+        rows = await self._storage.find(whole)
         found = [row for row in rows if self._unplaced.pop(row.row_id, None)]
         if found:
             log.info("generator %d had stored %d rollouts", index, len(found))
@@ -294,3 +296,9 @@ class Dispatch:
         ]
         if rows:
             self._rows.put_nowait(rows)
+
+
+def _from_start(request: Request) -> Request:
+    """The request of a rollout that begins again: an episode in its next attempt."""
+    again = replace(request, resume=False)
+    return replace(again, attempt=request.attempt + 1) if request.has_turns else again

@@ -11,11 +11,12 @@ first. What comes back of a rollout whose coroutine has ended is ignored.
 
     write: submit -> (cut? submit again) -> stopped;  then the stages of the graph;  then the group
 
-An episode is written turn by turn: once a turn has stopped, the environment appends an observation
-to the row, and the rollout is submitted again. Replicas, stages and trainer see one rollout.
+An episode is a rollout like any other here: its replica takes its turns with the environment, and
+says at the end what became of it. One that is lost begins again.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,12 +25,10 @@ from typing import Any, TypeVar
 from llamarl.batcher import Batcher
 from llamarl.dataflow.columns import PROMPT_RECORD
 from llamarl.dataflow.graph import GENERATE, GROUP, SCORE, External, Graph, Stage
-from llamarl.episode import EpisodeState, TurnResult
-from llamarl.errors import all_at_once, cancel_all, mark_seen, unwrap
+from llamarl.errors import UserCodeError, all_at_once, cancel_all, mark_seen, unwrap
 from llamarl.groups import Group
 from llamarl.loop.dispatch import Dispatch
-from llamarl.loop.turns import Turns
-from llamarl.protocols import Environment, Processor, Storage
+from llamarl.protocols import Processor, Storage
 from llamarl.types import (
     FinishReason,
     Outcome,
@@ -39,6 +38,7 @@ from llamarl.types import (
     StageItem,
     StageResult,
     StageStatus,
+    TurnResult,
 )
 
 PAUSE_S = 0.05  # between two calls of a stage, so that what many replicas send comes together
@@ -51,8 +51,8 @@ Asked = tuple[Group, tuple[int, ...]]
 
 class Rollouts:
     """All open rollouts. `stages` are those that rollouts pass, by the executor that runs each: all
-    between generate and settle of `graph`, or some of them. With an `environment` rollouts take
-    turns; an episode that is lost begins again, `max_restarts` times. Belongs to one event loop.
+    between generate and settle of `graph`, or some of them. An episode whose environment is lost
+    begins again, `max_restarts` times. Belongs to one event loop.
 
     Example: `await roll_out(group, requests)` returns when every rollout of the group is written
     and has passed the stages; `rollouts`, `scores`, `numbers` and `dropped` of the group say what
@@ -65,12 +65,10 @@ class Rollouts:
         stages: Mapping[Stage, Processor],
         graph: Graph,
         storage: Storage,
-        environment: Environment | None = None,
         max_restarts: int = 0,
     ) -> None:
         self._dispatch, self._storage = dispatch, storage
-        self._turns = None if environment is None else Turns(environment, self.fail)
-        self._max_restarts = max_restarts
+        self._has_episodes, self._max_restarts = graph.has_episodes, max_restarts
         started = {stage.name for stage in stages} | {GENERATE}
         self._stages = [stage for stage in graph.between if stage in stages]
         self._needs = {stage.name: graph.needs[stage.name] & started for stage in self._stages}
@@ -103,8 +101,6 @@ class Rollouts:
             await asyncio.shield(self._failure())
         finally:
             await self._submitting.close()
-            if self._turns is not None:
-                await self._turns.close()
             for each in self._calls.values():
                 await each.close()
             await cancel_all([collecting])
@@ -149,8 +145,6 @@ class Rollouts:
         """Stop writing these, wherever they are; those that were cut stop there."""
         self._aborted.update(row_ids)
         await self._dispatch.abort_requests(list(row_ids))
-        if self._turns is not None:
-            await self._turns.abort(row_ids)
 
     def rows(self, *purposes: Purpose) -> list[int]:
         """Ids of the open rollouts of these purposes, oldest first."""
@@ -185,17 +179,18 @@ class Rollouts:
         row_id = request.row_id
         self._writing.add(row_id)
         try:
-            if self._turns is None or request.purpose is Purpose.CHECK:
-                rollout = await self._generate(request)
+            if self._has_episodes and request.purpose is not Purpose.CHECK:
+                rollout = await self._take_turns(group, replace(request, prompt=group.prompt))
             else:
-                rollout = await self._take_turns(group, replace(request, has_turns=True))
+                rollout = await self._generate(request)
         finally:
             self._writing.discard(row_id)
         group.rollouts[row_id] = rollout
         return rollout
 
     async def _generate(self, request: Request) -> RolloutInfo:
-        """Until the rollout, or a turn of it, stops. Cut ones go on, on any replica."""
+        """Until the rollout stops. Cut ones go on, on any replica."""
+        numbers: Counter[str] = Counter()
         while True:
             stopped, sent = self._expect(request), self._submitting.ask(request)
             try:
@@ -203,50 +198,44 @@ class Rollouts:
             finally:
                 sent.cancel()
                 del self._stopped[request.row_id]
+            episode = rollout.episode
+            if episode is not None:
+                numbers.update(episode.numbers)
             is_cut = rollout.finish_reason is FinishReason.SEGMENT
-            if not is_cut or request.row_id in self._aborted:
-                return rollout
-            request = replace(request, resume=True)
+            if is_cut and request.row_id not in self._aborted:
+                request = replace(request, resume=True)
+                if episode is not None:  # in the attempt that the dispatcher may have made of it
+                    place = episode.environment
+                    request = replace(request, attempt=episode.attempt, environment=place)
+                continue
+            if episode is not None:
+                rollout = replace(rollout, episode=replace(episode, numbers=dict(numbers)))
+            return rollout
 
     async def _take_turns(self, group: Group, request: Request) -> RolloutInfo:
-        """An episode, again from its beginning if the process of its environment was lost."""
-        row_id = request.row_id
-        numbers = group.episodes[row_id] = dict.fromkeys(("restarts", "resumed", "kept"), 0.0)
+        """An episode, again from its beginning if its environment was lost."""
+        num_lost = 0
         while True:
-            turn, rollout = await self._play(group, request)
-            if turn.state is not EpisodeState.LOST:
-                break
-            numbers["restarts"] += 1
-            await self._storage.retire([row_id], {"outcome": "lost", "environment": 1})
-            if numbers["restarts"] > self._max_restarts:
-                turn = replace(turn, status=StageStatus.RAISED)
-                break
-        if row_id in self._aborted or rollout.finish_reason is FinishReason.ABORTED:
-            return replace(rollout, finish_reason=FinishReason.ABORTED)
-        numbers |= turn.numbers
-        if turn.status is not StageStatus.OK:
-            _fail_episode(group, request, turn)
-        is_done = turn.state is EpisodeState.DONE
-        return replace(rollout, finish_reason=FinishReason.STOP if is_done else FinishReason.LENGTH)
-
-    async def _play(self, group: Group, request: Request) -> tuple[TurnResult, RolloutInfo]:
-        """Turn by turn, until the model, the environment or a limit ends the episode."""
-        assert self._turns is not None
-        row_id, numbers = request.row_id, group.episodes[request.row_id]
-        self._open(request)
-        turn = await self._turns.ask(row_id, group.prompt)
-        request = replace(request, prompt_ids=turn.prompt_ids or request.prompt_ids)
-        rollout = _unwritten(request)
-        while turn.goes_on and row_id not in self._aborted:
             rollout = await self._generate(request)
-            if rollout.finish_reason is FinishReason.ABORTED:
-                await self._turns.abort([row_id])
+            episode = rollout.episode
+            is_aborted = request.row_id in self._aborted or episode is None
+            if is_aborted or rollout.finish_reason is FinishReason.ABORTED:
+                return replace(rollout, finish_reason=FinishReason.ABORTED)
+            assert episode is not None
+            if episode.ends_run:
+                raise UserCodeError(episode.error)
+            if not episode.is_lost:
                 break
-            numbers["resumed"] += request.resume
-            numbers["kept"] += rollout.num_kept > 0
-            turn = await self._turns.ask(row_id)
-            request = replace(request, resume=True, near=rollout.replica)
-        return turn, rollout
+            num_lost += 1
+            await self._storage.retire([request.row_id], {"outcome": "lost", "environment": 1})
+            if num_lost > self._max_restarts:
+                episode = replace(episode, status=StageStatus.RAISED)
+                break
+            request = replace(request, attempt=episode.attempt + 1)
+        group.episodes[request.row_id] = {"restarts": float(episode.attempt)} | episode.numbers
+        if episode.status is not StageStatus.OK:
+            _fail_episode(group, request, episode)
+        return rollout
 
     async def _pass_stages(self, group: Group, row_id: int) -> None:
         """Every stage once, as soon as those that it reads from are done with the rollout."""
@@ -327,19 +316,8 @@ def _learn(stage: Stage, group: Group, result: StageResult) -> None:
         group.dropped.setdefault(row_id, result.reason or f"{stage.name}_failed")
 
 
-def _unwritten(request: Request) -> RolloutInfo:
-    """Of a rollout that no replica has begun."""
-    return RolloutInfo(
-        row_id=request.row_id,
-        num_prompt_tokens=len(request.prompt_ids),
-        num_tokens=0,
-        spans=(),
-        finish_reason=FinishReason.STOP,
-    )
-
-
-def _fail_episode(group: Group, request: Request, turn: TurnResult) -> None:
+def _fail_episode(group: Group, request: Request, episode: TurnResult) -> None:
     """A failed episode is no wrong answer: it is not trained on, and has no score."""
     row_id = request.row_id
-    group.dropped[row_id] = f"environment_{turn.status}"
-    group.scores[row_id] = StageResult(row_id=row_id, status=turn.status, error=turn.error)
+    group.dropped[row_id] = f"environment_{episode.status}"
+    group.scores[row_id] = StageResult(row_id=row_id, status=episode.status, error=episode.error)

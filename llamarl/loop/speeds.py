@@ -68,7 +68,7 @@ class Speeds:
         if not self.is_on:
             return
         before = self._cut.pop(row.row_id, 0) if request.resume else 0
-        if row.finish_reason in (FinishReason.SEGMENT, FinishReason.TURN):
+        if row.finish_reason is FinishReason.SEGMENT:
             self._cut[row.row_id] = row.num_generated
         pool, kept = self._pool(index), 1 - 1 / NUM_LATEST
         pool.num_rollouts += 1

@@ -91,7 +91,7 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "before; for the others they were computed again.",
     "episode/malformed_calls": "Calls that did not parse, which the model was told.",
     "episode/overlong_observations": "Episodes that an observation ended that did not fit.",
-    "episode/restarts": "Times that an episode began again, for its environment was lost.",
+    "episode/restarts": "Times that an episode began again: its environment or replica was lost.",
     "tool_calls/": "Calls of this tool in the episodes finished in the step.",
     "tool_s/": "Mean seconds of a call of this tool.",
     "tool_errors/": "Calls of this tool that raised, or had wrong arguments.",

@@ -18,6 +18,7 @@ from llamarl.config.pools import generator_of
 from llamarl.config.rank_assignment import Device, far_sites, num_storage_units
 from llamarl.dataflow.graph import EXECUTORS, SCORE, TRAIN, FrozenModel, Stage
 from llamarl.environments.contained import limits_of
+from llamarl.executors.environment_link import EnvironmentLink, Environments
 from llamarl.executors.specs import (
     CollectorSpec,
     EnvironmentSpec,
@@ -40,18 +41,22 @@ if TYPE_CHECKING:
 
 def storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
     """Of all storage units."""
-    has_sockets = config.cluster.backend == "monarch"  # else all is one process
     return [
         StorageSpec(
             unit=unit,
             archive_folder=f"{run_dir}/archive",
             archive_tokens=config.experience.archive_tokens,
-            socket=f"{run_dir}/.rendezvous-storage/{unit}" if has_sockets else None,
+            socket=f"{run_dir}/.rendezvous-storage/{unit}" if has_sockets(config) else None,
             spill_folder=f"{run_dir}/spill",
             max_bytes=config.experience.max_bytes // config.experience.units_per_host,
         )
         for unit in range(num_storage_units(config))
     ]
+
+
+def has_sockets(config: Config) -> bool:
+    """Whether executors of one host find each other at sockets; else all is one process."""
+    return config.cluster.backend == "monarch"
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,9 @@ class Specs:
             rdma=_rdma(config),
         )
 
-    def generator(self, replica: int, places: Sequence[Device]) -> GeneratorSpec:
+    def generator(
+        self, replica: int, places: Sequence[Device], environments: Environments | None
+    ) -> GeneratorSpec:
         """Of one replica, whose ranks are at `places`."""
         config, run_id = self.config, _new_id()
         is_far = places[0].host in far_sites(config)
@@ -102,11 +109,12 @@ class Specs:
             storage=storage.signed(f"generator-{replica}/{run_id}"),
             run_dir=self.run_dir,
             run_id=run_id,
+            environments=environments,
             rdma=_rdma(config),
         )
 
-    def environment(self) -> EnvironmentSpec:
-        """Of the executor that takes turns with rollouts."""
+    def environment(self, index: int) -> EnvironmentSpec:
+        """Of one of the executors that take turns with rollouts."""
         config, inputs = self.config, self.inputs
         return EnvironmentSpec(
             config=config.environment,
@@ -115,9 +123,31 @@ class Specs:
             task_source=inputs.task_source,
             data=config.data,
             tokenizer=inputs.tokenizer_folder,
-            context=context_of(config),
-            storage=self.storage.signed(f"environment/{_new_id()}"),
+            socket=self._environment_socket(index),
         )
+
+    def environments(
+        self, executors: Mapping[int, Executor], hosts: Mapping[int, int], replica: int, host: int
+    ) -> Environments | None:
+        """The executors of environments, which are on these `hosts`, as a replica on `host` reaches
+        them; None without any."""
+        links = tuple(
+            EnvironmentLink(
+                executor.name,
+                executor.call_one,
+                self._environment_socket(index) if hosts[index] == host else None,
+            )
+            for index, executor in sorted(executors.items())
+        )
+        near = [place for place, index in enumerate(sorted(executors)) if hosts[index] == host]
+        if not links:
+            return None
+        own = near[0] if near else replica % len(links)
+        return Environments(links, own, context_of(self.config))
+
+    def _environment_socket(self, index: int) -> str | None:
+        folder = f"{self.run_dir}/.rendezvous-environment"
+        return f"{folder}/{index}" if has_sockets(self.config) else None
 
     def stage(self, stage: Stage) -> Spec:
         """Of the executor that runs a stage between generate and settle."""

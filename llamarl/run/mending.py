@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from llamarl.config import Config
 from llamarl.dataflow.graph import SCORE, Stage
-from llamarl.episode import EpisodeState, TurnItem, TurnResult
 from llamarl.errors import NoGenerator
 from llamarl.loop.balance import Replica
 from llamarl.protocols import Storage
@@ -187,57 +186,6 @@ class MendedStage:
         results: Sequence[StageResult]
         results = await self.ask(self.name, lambda calls: calls.process(items), erase)
         return results
-
-
-class EpisodesLost(Exception):  # noqa: N818 - what became of them
-    """These episodes were lost with their executor."""
-
-    def __init__(self, results: list[TurnResult]) -> None:
-        super().__init__()
-        self.results = results
-
-
-@dataclass
-class MendedEnvironment:
-    """protocols.Environment of the executor `name` and those that take its place: what it had not
-    answered when it was lost is answered LOST, for the next one knows no episode."""
-
-    name: str
-    ask: Ask
-    _waiting: dict[int, int] = field(default_factory=dict)  # numbers of turns by row
-
-    async def submit(self, turns: list[TurnItem]) -> None:
-        """See `protocols.Environment`."""
-        self._waiting |= {row_id: number for row_id, number, _ in turns}
-        await self.ask(self.name, lambda calls: calls.submit(turns))
-
-    async def collect(self, received: int) -> tuple[int, list[TurnResult]]:
-        """See `protocols.Environment`."""
-        try:
-            first, results = await self.ask(
-                self.name, lambda calls: calls.collect(received), self._lose
-            )
-        except EpisodesLost as loss:
-            return received - len(loss.results), loss.results
-        for result in results:
-            if self._waiting.get(result.row_id) == result.number:
-                del self._waiting[result.row_id]
-        return first, results
-
-    async def forget(self, row_ids: list[int]) -> None:
-        """See `protocols.Environment`."""
-        for row_id in row_ids:
-            self._waiting.pop(row_id, None)
-        await self.ask(self.name, lambda calls: calls.forget(row_ids))
-
-    async def _lose(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        lost = [
-            TurnResult(row_id=row_id, number=number, state=EpisodeState.LOST)
-            for row_id, number in waiting.items()
-        ]
-        if lost:
-            raise EpisodesLost(lost)
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,7 @@ class Executors:
     @property
     def generators(self) -> dict[int, Executor]:
         """By replica."""
-        prefix = "generator-"
-        found = self.by_name.items()
-        return {int(n.removeprefix(prefix)): e for n, e in found if n.startswith(prefix)}
+        return self._numbered("generator")
 
     @property
     def stages(self) -> dict[Stage, Executor]:
@@ -83,9 +81,13 @@ class Executors:
         return self.by_name.get("trainer")
 
     @property
-    def environment(self) -> Executor | None:
-        """Of a run whose rollouts take turns."""
-        return self.by_name.get(ENVIRONMENT)
+    def environments(self) -> dict[int, Executor]:
+        """By number, of a run whose rollouts take turns."""
+        return self._numbered(ENVIRONMENT)
+
+    def _numbered(self, kind: str) -> dict[int, Executor]:
+        found = self.by_name.items()
+        return {int(n.partition("-")[2]): e for n, e in found if n.startswith(f"{kind}-")}
 
     def hosts_of(self, name: str) -> list[int]:
         """The host of each rank of an executor."""
@@ -127,14 +129,17 @@ def place_executors(config: Config, graph: Graph) -> dict[str, list[Device]]:
     """Executor name -> the device of each of its ranks.
 
     A frozen model sits on the trainer's devices, the recipe's own code on one host of the trainer's
-    site after another. ValueError, with the numbers, if the hosts have too few GPUs.
+    site after another, environments on each host with a replica. ValueError, with the numbers, if
+    the hosts have too few GPUs.
     """
     places, hosts = assign(config) | companions(config), home_hosts(config)
     for number, stage in enumerate(stage for stage in graph.between if stage.name != SCORE):
         on_host = [Device(host=hosts[number % len(hosts)], gpu=None)]
         places[name_executor(stage)] = places["trainer"] if stage.is_model else on_host
     if graph.has_episodes:
-        places[ENVIRONMENT] = [Device(host=hosts[0], gpu=None)]
+        replicas = (devices for name, devices in places.items() if name.startswith("generator-"))
+        for number, host in enumerate(sorted({devices[0].host for devices in replicas})):
+            places[f"{ENVIRONMENT}-{number}"] = [Device(host=host, gpu=None)]
     return places
 
 
@@ -199,7 +204,7 @@ class Starter:
         executor = kept.get(spec.replica) if isinstance(spec, GeneratorSpec) else None
         if executor is not None and isinstance(spec, GeneratorSpec):
             try:
-                await executor.call_one.use(spec.storage)
+                await executor.call_one.use(spec.storage, spec.environments)
                 _sign(executor, spec)
                 return executor
             except Exception as error:  # noqa: BLE001 - whatever it is, a new one does without
@@ -313,13 +318,19 @@ async def _spawn(
             return collector_spec(config, found.generators, int(number))
         if kind == "generator":
             place = starter.places.get(name) or place_generator(config, int(number))
-            return specs.generator(int(number), starter.places.setdefault(name, place))
-        if name == ENVIRONMENT:
-            return specs.environment()
+            starter.places.setdefault(name, place)
+            played = found.environments
+            hosts = {i: starter.places[f"{ENVIRONMENT}-{i}"][0].host for i in played}
+            own = specs.environments(played, hosts, int(number), place[0].host)
+            return specs.generator(int(number), place, own)
+        if kind == ENVIRONMENT:
+            return specs.environment(int(number))
         return specs.trainer() if name == "trainer" else specs.stage(found.stage_of[name])
 
-    others = [name for name in ("trainer", ENVIRONMENT) if name in specs.names]
-    names = [*generators, *found.stage_of, *others]
+    if ENVIRONMENT in specs.names:  # generators call them
+        names = [name for name in starter.places if name.startswith(f"{ENVIRONMENT}-")]
+        found.by_name |= await starter.start_all({name: spec_of(name) for name in names}, report)
+    names = [*generators, *found.stage_of, *(["trainer"] if has_trainer else [])]
     found.by_name |= await starter.start_all({name: spec_of(name) for name in names}, report, kept)
     num_collectors = config.generator.num_collectors if has_trainer else 0
     names = [f"collector-{number}" for number in range(num_collectors)]

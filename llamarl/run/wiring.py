@@ -43,12 +43,11 @@ from llamarl.metrics.span import Spans
 from llamarl.metrics.trackers import MetricsLog
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import attention_cost
-from llamarl.protocols import Collector, Environment, Processor, RunObserver, WeightSource
+from llamarl.protocols import Collector, Processor, RunObserver, WeightSource
 from llamarl.recipe.inputs import Inputs, make_prompts
 from llamarl.recipe.sampling_rules import evaluation_sampling, train_sampling
 from llamarl.run.elasticity import Elasticity
 from llamarl.run.fleet import Fleet, unless_lost
-from llamarl.run.mending import Ask, MendedEnvironment
 from llamarl.run.starter import Executors
 from llamarl.types import RESPONSE_IDS, TOKEN_VERSIONS, Columns
 from llamarl.weights.layout.kinds import weight_kind
@@ -98,9 +97,7 @@ class Wiring:
         replaces the config's."""
         config, skew = self.config, skew or self.make_skew()
         stages, collectors = fleet.processors(), fleet.collectors()
-        fields = self.engine_fields(
-            run_logger, skew=skew, stages=stages, collectors=collectors, ask=fleet.ask
-        )
+        fields = self.engine_fields(run_logger, skew=skew, stages=stages, collectors=collectors)
         engines = Engines(**fields)
         gate, dispatch = engines.gate, engines.dispatch
         colocation, evaluator = self.make_colocation(), self.make_evaluator(engines)
@@ -137,26 +134,19 @@ class Wiring:
         skew: Skew | None = None,
         stages: Mapping[Stage, Processor] | None = None,
         collectors: Sequence[Collector] | None = None,
-        ask: Ask | None = None,
     ) -> dict[str, Any]:
         """The fields of `Engines` over the executors; no publisher yet. `stages` and `collectors`
-        take the place of the executors', and what `ask` asks that of the environment."""
+        take the place of the executors'."""
         executors = self.executors
         dispatch = make_dispatch(self.config, executors, skew, collectors)
         if stages is None:
             stages = {stage: executor.call_one for stage, executor in executors.stages.items()}
-        environment: Environment | None = None
-        if (executor := executors.environment) is not None:
-            environment = (
-                executor.call_one if ask is None else MendedEnvironment(executor.name, ask)
-            )
         gate = self.make_gate(dispatch)
         rollouts = Rollouts(
             dispatch,
             stages,
             self.inputs.graph,
             executors.storage,
-            environment,
             self.config.environment.max_restarts,
         )
         return {

@@ -92,7 +92,7 @@ class Channel:
         OSError if there is no memory for a large body.
         """
         num_bytes = sum(each.nbytes for each in body)
-        text = json.dumps(header).encode()
+        text = json.dumps(header, default=str).encode()  # dates of a data row become text
         is_long = len(text) > MAX_HEADER_BYTES
         own: list[int] = []  # files that are closed here
         try:

@@ -37,8 +37,8 @@ from llamarl.protocols import Storage
 from llamarl.storage.connection import Connection
 from llamarl.storage.store import Store
 from llamarl.storage.unit import Unit
-from llamarl.storage.wire import columns_message
-from llamarl.types import RESPONSE_IDS, TOKEN_VERSIONS, Columns, Prompt
+from llamarl.storage.wire import columns_message, read_prompt
+from llamarl.types import RESPONSE_IDS, TOKEN_VERSIONS, Columns
 
 SOCKETS = ".rendezvous-stages"  # folder in the run's, of a socket per stage
 RETRY_S = 0.2
@@ -251,7 +251,7 @@ class StageLoader:
             found[COMPLETION] = [self._tokenizer.decode(ids) for ids in written]
         if PROMPT_RECORD in reads:
             pairs = zip(items, prompts, strict=True)
-            found[PROMPT_RECORD] = [_prompt(prompt) for item, prompt in pairs for _ in item]
+            found[PROMPT_RECORD] = [read_prompt(prompt) for item, prompt in pairs for _ in item]
         return StageBatch(self, lease, items, found)
 
     async def _finish(self, lease: int, columns: Columns, drop: Mapping[int, str]) -> None:
@@ -260,10 +260,6 @@ class StageLoader:
         header = {"ask": "finish", "lease": lease, "drop": pairs, "columns": names}
         with suppress(ConnectionError):  # the run has ended
             (await self._connection.ask((header, arrays))).close()
-
-
-def _prompt(fields: dict[str, Any]) -> Prompt:
-    return Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])})
 
 
 class _NoCalls:

@@ -20,7 +20,7 @@ from llamarl.storage.cells import Cells, widths
 from llamarl.storage.slabs import Slab, Slabs
 from llamarl.types import FINISH_CODES, TRAINER_LOGPROBS, FinishReason
 
-CUT, TURN = FINISH_CODES[FinishReason.SEGMENT], FINISH_CODES[FinishReason.TURN]  # partial rows
+CUT = FINISH_CODES[FinishReason.SEGMENT]  # of a partial row
 NOWHERE = -1  # the slab of a cell that was not written
 
 
@@ -73,7 +73,7 @@ class Table:
         self._starts[columns, slots] = cells.starts
         self._lengths[columns, slots] = cells.lengths
         if codes is not None:
-            self._is_partial[slots] = (codes == CUT) | (codes == TURN)
+            self._is_partial[slots] = codes == CUT
         self._release(replaced, replaced_sizes)
 
     def locate(self, row_ids: list[int], names: Sequence[str]) -> Cells:

@@ -22,7 +22,7 @@ from llamarl.memory_file import Buffer, map_file
 from llamarl.storage.cells import Cells, entries, joined, pack
 from llamarl.storage.channel import MAX_FILES, Packet
 from llamarl.storage.slabs import Slab, Slabs
-from llamarl.types import SAMPLING, Columns
+from llamarl.types import SAMPLING, Columns, Prompt
 
 MAPPED_BYTES = 32 * 1024  # to map a slab costs as much as to copy so many bytes
 FOUND_BYTES = 64 * 1024 * 1024  # cells copied for one answer; further rows are asked for again
@@ -62,6 +62,16 @@ def read_columns(packet: Packet, num_rows: int) -> Columns:
     start = INT.itemsize * len(dtypes) * num_rows
     lengths = np.frombuffer(body[:start], INT).reshape(len(dtypes), num_rows)
     return joined(dtypes, lengths, start).views([body])
+
+
+def prompt_header(prompt: Prompt) -> dict[str, Any]:
+    """A prompt as a header holds it."""
+    return {name: getattr(prompt, name) for name in Prompt.__slots__}
+
+
+def read_prompt(header: dict[str, Any]) -> Prompt:
+    """The inverse; what is not JSON's own in its data row has become text."""
+    return Prompt(**{**header, "token_ids": tuple(header["token_ids"])})
 
 
 class Written:

@@ -45,7 +45,7 @@ def victims(command: Command, role: str) -> list[int]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("role", ["generator-0", "environment", "a process of the environment"])
+@pytest.mark.parametrize("role", ["generator-0", "environment-0", "a process of the environment"])
 def test_what_is_killed_amid_slow_tools_costs_its_episodes_and_no_token_is_wrong(
     tmp_path: Path, role: str
 ) -> None:
@@ -63,7 +63,8 @@ def test_what_is_killed_amid_slow_tools_costs_its_episodes_and_no_token_is_wrong
     wait_for_step(command, run_dir, 2)
     (victim,) = victims(command, role)
     os.kill(victim, signal.SIGKILL)
-    if role in ("generator-0", "environment"):
+    is_executor = role in ("generator-0", "environment-0")
+    if is_executor:
         wait_for_restart(command, run_dir, role)
     step = len(read_lines(run_dir / "metrics.jsonl"))
     wait_for_step(command, run_dir, step + 3)
@@ -79,4 +80,5 @@ def test_what_is_killed_amid_slow_tools_costs_its_episodes_and_no_token_is_wrong
     restarts = sum(
         line.get("episode/restarts", 0) for line in read_lines(run_dir / "metrics.jsonl")
     )
-    assert (restarts > 0) == (role == "environment"), "a plain tool has no state to lose"
+    # A plain tool has no state: its call is repeated, unless it was alone, and may be the cause.
+    assert restarts > 0 if is_executor else restarts <= 1

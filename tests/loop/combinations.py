@@ -208,7 +208,7 @@ def _faults(rng: random.Random, options: dict[str, Any]) -> dict[str, Faults]:
         for name in ("scorer", *(stage.name for stage in options["stages"])):
             found |= _deaths(rng, name, ["process"])
     if options.get("most_turns") and rng.random() < 0.4:
-        found |= _deaths(rng, "environment", ["submit", "collect"])
+        found |= _deaths(rng, "environment-0", ["answer"])
     if rng.random() < 0.5:
         delay_s = rng.choice([0.001, 0.02, 0.2])
         methods = rng.sample(["write", "read", "retire", "find"], 2)

@@ -21,19 +21,14 @@ from llamarl.planner.simulation.setting import Rollout, SimulatedRollouts, token
 from llamarl.planner.simulation.simulated_cluster import SimulatedCluster, SimulatedProcess
 from llamarl.protocols import Storage
 from llamarl.types import (
-    FINISH_CODES,
     GENERATOR_LOGPROBS,
-    NO_VERSION,
     PROMPT_IDS,
     RESPONSE_IDS,
     REWARD,
-    SAMPLING,
     TOKEN_VERSIONS,
-    FinishReason,
     Request,
     RolloutInfo,
     StageResult,
-    finish_reason,
     version_spans,
 )
 
@@ -272,7 +267,12 @@ class StoredRollouts(SimulatedRollouts):
             written = tokens_of(row)
             written.logprobs[written.versions >= wrong_from] = WRONG
             finished.append(
-                RequestOutput(request=request, written=written, reason=row.finish_reason)
+                RequestOutput(
+                    request=request,
+                    written=written,
+                    reason=row.finish_reason,
+                    episode=row.episode,
+                )
             )
         if finished:
             await write_finished(self.storage, finished, writer)
@@ -284,21 +284,6 @@ class StoredRollouts(SimulatedRollouts):
             Rollout(len(prompt), len(versions), version_spans(versions), max(logprobs, default=0.0))
             for prompt, versions, logprobs in zip(*(columns[n] for n in names), strict=True)
         ]
-
-    async def observe(
-        self, row_id: int, num_tokens: int, reason: FinishReason, writer: str
-    ) -> bool:
-        names = [RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
-        columns = await self.storage.read([row_id], names)
-        cells = {name: columns[name][0] for name in names}
-        if finish_reason(cells[SAMPLING]) is not FinishReason.TURN:
-            return False
-        added = {RESPONSE_IDS: 2, GENERATOR_LOGPROBS: 0.0, TOKEN_VERSIONS: NO_VERSION}
-        for name, value in added.items():
-            cells[name] = np.append(cells[name], np.full(num_tokens, value, cells[name].dtype))
-        cells[SAMPLING] = np.append(cells[SAMPLING][:-1], float(FINISH_CODES[reason]))
-        await self.storage.write([row_id], {n: [cell] for n, cell in cells.items()}, writer)
-        return True
 
     async def written(self, requests: list[Request]) -> dict[int, PartialOutput]:
         return await read_written(self.storage, requests)

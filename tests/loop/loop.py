@@ -28,7 +28,6 @@ from llamarl.config import (
 )
 from llamarl.dataflow.graph import Stage, make_graph
 from llamarl.dataflow.samplers import Sampler, admission
-from llamarl.episode import EpisodeState, TurnResult
 from llamarl.groups import Batch, Dropped, Evaluation, Group, StepStats, Verdict
 from llamarl.loop.skew import Skew
 from llamarl.metrics.span import Spans
@@ -41,7 +40,15 @@ from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, spread
 from llamarl.run.fleet import Fleet
 from llamarl.run.wiring import Wiring
-from llamarl.types import NO_VERSION, Prompt, Request, StageResult, StageStatus
+from llamarl.types import (
+    NO_VERSION,
+    EpisodeState,
+    Prompt,
+    Request,
+    StageResult,
+    StageStatus,
+    TurnResult,
+)
 from tests.fakes import WatchedStorage
 from tests.loop.faults import Faults, FaultyCluster, FaultyProcess, StoredRollouts
 from tests.unit.planner_recipes import LLAMA, make_recipe
@@ -85,7 +92,7 @@ class LoopWorkload(Workload):
         state = EpisodeState.DONE if is_done else EpisodeState.GOES_ON
         numbers = {"turns": float(turn)}
         result = TurnResult(
-            row_id=row_id, number=0, state=state, status=status, error=error, numbers=numbers
+            row_id=row_id, attempt=0, state=state, status=status, error=error, numbers=numbers
         )
         return seconds, result
 

@@ -33,7 +33,7 @@ def test_ten_thousand_episodes_keep_every_promise_amid_slow_tools_and_lost_proce
         most_turns=8,
         tool_seconds=TAIL,
         observation_tokens=5,
-        faults=dying("generator-1", 50.0, 400.0) | dying("environment", 90.0, 500.0),
+        faults=dying("generator-1", 50.0, 400.0) | dying("environment-0", 90.0, 500.0),
     )
     run(loop.run(tmp_path))
     check(loop)
@@ -42,5 +42,5 @@ def test_ten_thousand_episodes_keep_every_promise_amid_slow_tools_and_lost_proce
     assert ages[0], "some tokens are as new as their step's weights"
     assert ages[2], "others are as old as they may be"
     assert loop.trainer.version == NUM_STEPS
-    for name in ("generator-1", "environment"):
+    for name in ("generator-1", "environment-0"):
         assert f"{name} 2" in loop.cluster.spawned, f"{name} must have been lost"

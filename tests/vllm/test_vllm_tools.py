@@ -14,7 +14,11 @@ from tests.places import TOOLS_RECIPE
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize("overrides", [[], ["sampling.segment_tokens=5"]], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["sampling.segment_tokens=5"], ["generator.num_ranks=2"]],
+    ids=["whole", "cut", "two ranks"],
+)
 def test_every_token_of_an_episode_is_what_it_should_be(
     overrides: list[str], tmp_path: Path
 ) -> None:

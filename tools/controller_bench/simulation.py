@@ -225,8 +225,6 @@ def _charged(config: Config, simulated: Executors, costs: MessageCosts, load: Lo
     }
     kinds |= {each.name: (Idle(load), costs) for each in simulated.collectors}
     kinds |= {name: (IdleScorer(load, scored_s), costs) for name in simulated.stage_of}
-    if simulated.environment is not None:
-        kinds[simulated.environment.name] = Idle(load), costs
     kinds["trainer"] = IdleTrainer(load, scored_s), on_ranks
     unit = cast(Any, simulated.storage)._units[0]
     units = [Charged("storage", unit, costs, load, Idle(load)) for _ in range(NUM_STORAGE_UNITS)]

@@ -12,9 +12,8 @@ from dataclasses import replace
 from llamarl.algorithms.policy_loss import is_inert
 from llamarl.config.pools import number_of, pools_of
 from llamarl.dataflow.graph import Stage
-from llamarl.episode import EpisodeState, TurnItem, TurnResult
 from llamarl.errors import StaleVersion
-from llamarl.executors.engine_output import KeptRows
+from llamarl.executors.environment_link import lost
 from llamarl.groups import Batch, Evaluation, Group, StepStats, Verdict
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
@@ -22,13 +21,13 @@ from llamarl.planner.simulation.setting import Layouts, Setting, SimulatedExecut
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.types import (
     Columns,
-    FinishReason,
+    EpisodeState,
     Outcome,
-    Prompt,
     RolloutInfo,
     StageItem,
     StageResult,
-    StageStatus,
+    TurnItem,
+    TurnResult,
 )
 from llamarl.weights.layout.boxes import StagingHandle
 
@@ -126,51 +125,31 @@ class SimulatedEnvironment(SimulatedExecutor):
 
     def __init__(self, setting: Setting, costs: Costs, cores: Cores) -> None:
         super().__init__(setting, costs, cores)
-        self._num_turns: dict[int, int] = {}  # of the episodes that are played
-        self._kept = KeptRows[TurnResult]()
-        self._has_results = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._played: dict[int, tuple[int, int]] = {}  # by row: its attempt, turns so far
 
-    async def submit(self, turns: list[TurnItem]) -> None:
+    async def answer(self, turn: TurnItem) -> TurnResult:
         await self._travel()
-        for turn in turns:
-            task = asyncio.create_task(self._answer(*turn))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def collect(self, received: int) -> tuple[int, list[TurnResult]]:
-        await self._travel()
-        self._kept.forget(received)
-        while not self._kept:
-            self._has_results.clear()
-            await self._has_results.wait()
-        return self._kept.report()
+        attempt, num_turns = self._played.get(turn.row_id, (-1, 0))
+        if attempt >= turn.attempt if turn.prompt is not None else attempt != turn.attempt:
+            return lost(turn)
+        if turn.prompt is not None:
+            self._played[turn.row_id] = turn.attempt, 0
+            return replace(lost(turn), state=EpisodeState.GOES_ON)
+        self._played[turn.row_id] = turn.attempt, num_turns + 1
+        seconds, found = self._workload.answer(turn.row_id, num_turns + 1)
+        await self._cores.sleep(seconds)
+        result = replace(found, attempt=turn.attempt)
+        if turn.is_cut or (found.goes_on and self._workload.observation_tokens > turn.room):
+            result = replace(result, state=EpisodeState.LIMIT)
+        if not result.goes_on:
+            self._played.pop(turn.row_id, None)
+            return result
+        return replace(result, observation=(1,) * self._workload.observation_tokens)
 
     async def forget(self, row_ids: list[int]) -> None:
         await self._travel()
         for row_id in row_ids:
-            self._num_turns.pop(row_id, None)
-
-    async def _answer(self, row_id: int, number: int, prompt: Prompt | None) -> None:
-        result = TurnResult(row_id=row_id, number=number, state=EpisodeState.GOES_ON)
-        if prompt is not None:
-            self._num_turns[row_id] = 0
-        elif row_id not in self._num_turns:
-            result = replace(result, state=EpisodeState.LOST)
-        else:
-            self._num_turns[row_id] += 1
-            seconds, found = self._workload.answer(row_id, self._num_turns[row_id])
-            await self._cores.sleep(seconds)
-            result = replace(found, number=number)
-            is_open = found.state is EpisodeState.GOES_ON and found.status is StageStatus.OK
-            num_tokens = self._workload.observation_tokens if is_open else 0
-            reason = FinishReason.SEGMENT if is_open else FinishReason.STOP
-            if not await self._rollouts.observe(row_id, num_tokens, reason, self.writer):
-                is_open, result = False, replace(result, state=EpisodeState.LIMIT)
-            if not is_open:
-                self._num_turns.pop(row_id, None)
-        self._kept.add([result])
-        self._has_results.set()
+            self._played.pop(row_id, None)
 
 
 class SimulatedTrainer(Layouts):

@@ -20,7 +20,10 @@ from llamarl.config.pools import generator_of
 from llamarl.errors import StaleVersion
 from llamarl.executors.decoding import Standstill
 from llamarl.executors.engine_output import GATHER_S, KeptRows
-from llamarl.generation.protocol import PartialOutput
+from llamarl.executors.environment_link import Environments
+from llamarl.executors.episode_part import EpisodePart, Rank
+from llamarl.executors.rollout_part import rollout_info
+from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.generation.scheduler import (
     KeptEpisode,
     OpenGroups,
@@ -30,14 +33,13 @@ from llamarl.generation.scheduler import (
     SlotAssignment,
     assign_slots,
     fewest_free,
-    is_going_on,
 )
 from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.setting import Layouts, Setting
+from llamarl.planner.simulation.setting import Layouts, Setting, joined
 from llamarl.planner.simulation.slots import Piece, Slot, Slots
-from llamarl.protocols import Report
-from llamarl.types import FinishReason, Request, RolloutInfo, VersionSpan, version_spans
+from llamarl.protocols import Environment, Report
+from llamarl.types import FinishReason, Request, RolloutInfo, VersionSpan
 from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
 
 T = TypeVar("T")
@@ -55,9 +57,27 @@ class SimulatedReplica(Layouts):
     """
 
     def __init__(
-        self, setting: Setting, costs: Costs, cores: Cores, *, index: int, hosts: tuple[str, ...]
+        self,
+        setting: Setting,
+        costs: Costs,
+        cores: Cores,
+        *,
+        index: int,
+        hosts: tuple[str, ...],
+        environments: Environments | None = None,
     ) -> None:
         super().__init__(setting, costs, cores, hosts=hosts)
+        rank = Rank(
+            number=0,
+            run=lambda call, key: self._between_steps(0.0, call, "turn"),
+            share=lambda numbers: numbers or (),
+            resume=self._resume,
+            put=self._put,
+            post=lambda call, *args: asyncio.get_running_loop().call_soon(call, *args),
+            fail=self._fail,
+        )
+        self._episodes = EpisodePart(rank, environments)
+        self._error: BaseException | None = None
         self.index, self.name, self.version = index, f"generator-{index}", -1
         generator = generator_of(self._config.generator, index)
         self._weight = generator.num_ranks
@@ -99,8 +119,13 @@ class SimulatedReplica(Layouts):
         written = await self._rollouts.written(resumed) if resumed else {}
         for request in requests:
             before = written.get(request.row_id, NOTHING)
-            self._queue.add(QueuedRequest(request=request, written=before))
-        self._interrupt()
+            if request.has_turns:
+                self._episodes.open(request, before)
+            else:
+                self._resume(request, before)
+
+    async def renew_environment(self, name: str, calls: Environment) -> None:
+        self._episodes.environments.renew(name, calls)
 
     async def collect(self, received: int) -> Report:
         """As the real one, but it does not answer without rows: heartbeats take no time."""
@@ -113,7 +138,9 @@ class SimulatedReplica(Layouts):
 
     async def _take(self) -> list[RolloutInfo]:
         await self._has_news.wait()
-        if not any(is_going_on(row.finish_reason) for _, row in self._stopped):
+        if self._error is not None:
+            raise self._error
+        if not any(row.finish_reason is FinishReason.SEGMENT for _, row in self._stopped):
             await self._cores.sleep(GATHER_S)
         self._catch_up()
         stopped, self._stopped = self._stopped, []
@@ -126,12 +153,13 @@ class SimulatedReplica(Layouts):
 
     async def abort_requests(self, row_ids: list[int]) -> None:
         wanted = set(row_ids)
+        self._episodes.abort(row_ids)
         for waiting in self._queue.abort(wanted):
-            spans = version_spans(waiting.written.versions)
-            self._stop(waiting.request, spans, FinishReason.ABORTED)
+            self._stop(waiting.request, waiting.written, FinishReason.ABORTED)
         self._interrupt()
         for slot in self._slots.remove(wanted):
-            self._stop(slot.request, self._spans(slot), FinishReason.ABORTED)
+            self._stop(slot.request, self._written(slot), FinishReason.ABORTED)
+        await self._episodes.forget(row_ids)
 
     # WeightTarget
 
@@ -302,7 +330,8 @@ class SimulatedReplica(Layouts):
         def is_last(slot: Slot, num_left: int) -> bool:
             num_ended[slot.prefix_group] += 1
             is_whole = num_ended[slot.prefix_group] == self._open[slot.prefix_group]
-            return is_whole or slot.is_cut or num_left <= most_left
+            is_awaited = slot.is_cut or slot.request.has_turns
+            return is_whole or is_awaited or num_left <= most_left
 
         pieces = self._slots.plan(is_last)
         self._began_s = self._cores.time()
@@ -330,17 +359,16 @@ class SimulatedReplica(Layouts):
     def _advance(self, steps: int) -> None:
         for slot in self._slots.advance(steps):
             at_limit = slot.total >= slot.request.sampling.max_tokens
-            natural = FinishReason.TURN if slot.request.has_turns else FinishReason.STOP
-            reason = FinishReason.LENGTH if at_limit else natural
+            reason = FinishReason.LENGTH if at_limit else FinishReason.STOP
             reason = FinishReason.SEGMENT if slot.is_cut else reason
-            if reason is FinishReason.TURN:
+            is_turn = slot.request.has_turns and reason is FinishReason.STOP
+            if is_turn or slot.is_cut:
                 kept = KeptEpisode(slot.number, np.ones(slot.total, np.int32), self.version)
                 self._prefixes.keep(slot.request.row_id, kept)
-            self._stop(slot.request, self._spans(slot), reason, slot.num_observed)
+            self._stop(slot.request, self._written(slot), reason)
 
-    def _spans(self, slot: Slot) -> tuple[VersionSpan, ...]:
+    def _written(self, slot: Slot) -> PartialOutput:
         """What the rollout has written: the commits since its start cut it into versions."""
-        written = list(version_spans(slot.written.versions))
         end = self._slots.steps
         newest: list[VersionSpan] = []
         for step, version in reversed(self._commits):
@@ -350,32 +378,28 @@ class SimulatedReplica(Layouts):
                 end = first
             if step <= slot.start:
                 break
-        for span in reversed(newest):
-            if written and written[-1].version == span.version:
-                joint = written.pop().num_tokens + span.num_tokens
-                span = VersionSpan(version=span.version, num_tokens=joint)
-            written.append(span)
-        return tuple(written)
+        return joined(slot.written, newest[::-1])
 
-    def _stop(
-        self,
-        request: Request,
-        spans: tuple[VersionSpan, ...],
-        reason: FinishReason,
-        num_observed: int = 0,
-    ) -> None:
-        row = RolloutInfo(
-            row_id=request.row_id,
-            num_prompt_tokens=len(request.prompt_ids),
-            num_tokens=sum(span.num_tokens for span in spans) + num_observed,
-            spans=spans,
-            finish_reason=reason,
-            replica=self.index,
-        )
-        self._held.discard(request.row_id)
-        self._stopped.append((request, row))
-        if self._open.stop(request, reason):
+    def _stop(self, request: Request, written: PartialOutput, reason: FinishReason) -> None:
+        item = RequestOutput(request=request, written=written, reason=reason)
+        if request.has_turns:
+            self._episodes.leave_engine(item)
+        else:
+            self._put(item)
+
+    def _resume(self, request: Request, written: PartialOutput) -> None:
+        self._queue.add(QueuedRequest(request=request, written=written))
+        self._interrupt()
+
+    def _put(self, item: RequestOutput) -> None:
+        self._held.discard(item.request.row_id)
+        self._stopped.append((item.request, rollout_info(item, self.index)))
+        if self._open.stop(item.request, item.reason):
             self._has_news.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._has_news.set()
 
     def _busy(self, seconds: float, then: Callable[[], None], name: str) -> None:
         """Occupy the compute thread for so many seconds, then call `then`."""

@@ -9,7 +9,7 @@ an executor on one host count as one.
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload
-from llamarl.types import NO_VERSION, FinishReason, Request, RolloutInfo, StageResult, VersionSpan
+from llamarl.types import NO_VERSION, Request, RolloutInfo, StageResult, VersionSpan
 from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout, Route
 
 DIFFERENCE = 1e-6  # between a trainer's log-probs and those of a replica
@@ -44,7 +44,8 @@ class SimulatedRollouts:
 
     async def put(self, stopped: Sequence[tuple[Request, RolloutInfo]], writer: str) -> None:
         """Keep what these have written."""
-        self._rows.update((row.row_id, row) for _, row in stopped)
+        kept = (row for _, row in stopped if row.episode is None or not row.episode.is_lost)
+        self._rows.update((row.row_id, row) for row in kept)
 
     async def get(self, row_ids: list[int]) -> list[Rollout]:
         """SimulatedRollouts in this order; KeyError if one is not there."""
@@ -59,18 +60,6 @@ class SimulatedRollouts:
         """What these resumed rollouts have written so far."""
         return {each.row_id: tokens_of(self._rows[each.row_id]) for each in requests}
 
-    async def observe(
-        self, row_id: int, num_tokens: int, reason: FinishReason, writer: str
-    ) -> bool:
-        """After a turn, append an observation and give the reason why the rollout stopped. False,
-        and nothing is done, if it stopped for another reason than the end of a turn."""
-        row = self._rows[row_id]
-        if row.finish_reason is not FinishReason.TURN:
-            return False
-        num_tokens += row.num_tokens
-        self._rows[row_id] = replace(row, num_tokens=num_tokens, finish_reason=reason)
-        return True
-
     async def add_rewards(self, scores: list[StageResult], writer: str) -> None:
         """Rewards of scored rollouts, which are not kept here."""
 
@@ -81,11 +70,16 @@ class SimulatedRollouts:
 
 
 def tokens_of(row: RolloutInfo) -> PartialOutput:
-    """Tokens of these versions, then of observations; ids 1, log-probs DIFFERENCE."""
-    num_observed = row.num_tokens - row.num_generated
-    sizes = np.array([*(span.num_tokens for span in row.spans), num_observed], np.int64)
-    written = [*(span.version for span in row.spans), NO_VERSION]
-    versions = np.repeat(np.array(written, np.int32), sizes)
+    """Tokens of these versions, then of observations."""
+    observed = VersionSpan(version=NO_VERSION, num_tokens=row.num_tokens - row.num_generated)
+    return joined(PartialOutput(), [*row.spans, observed])
+
+
+def joined(written: PartialOutput, spans: Sequence[VersionSpan]) -> PartialOutput:
+    """With tokens of these spans at its end; ids 1, log-probs DIFFERENCE."""
+    sizes = np.array([span.num_tokens for span in spans], np.int64)
+    added = np.repeat(np.array([span.version for span in spans], np.int32), sizes)
+    versions = np.concatenate([written.versions, added])
     num_tokens = len(versions)
     return PartialOutput(
         ids=np.ones(num_tokens, np.int32),

@@ -14,6 +14,7 @@ from llamarl.config import Config, rank_assignment
 from llamarl.config.pools import number_of, pools_of
 from llamarl.dataflow.graph import ENVIRONMENT, SCORE, Graph
 from llamarl.executors.collector import CollectorExecutor
+from llamarl.executors.environment_link import EnvironmentLink, Environments
 from llamarl.executors.specs import CollectorSpec
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.cores import Cores
@@ -28,6 +29,7 @@ from llamarl.planner.simulation.executors import (
 )
 from llamarl.planner.simulation.replica import SimulatedReplica
 from llamarl.planner.simulation.setting import Setting
+from llamarl.recipe.inputs import context_of
 from llamarl.run.executor_specs import collector_spec
 from llamarl.run.starter import Executors, name_executor
 from llamarl.storage.store import Store
@@ -92,6 +94,8 @@ def make_executors(
     replaces the simulated storage unit."""
     config, device, hosts = setting.config, cluster.trainer_device, cluster.hosts
 
+    played = [f"{ENVIRONMENT}-0"] * graph.has_episodes
+
     def spawn(name: str, kind: Callable[..., Any], **options: Any) -> SimulatedProcess:
         return cluster.spawn(name, partial(kind, setting, **options))
 
@@ -99,12 +103,19 @@ def make_executors(
         kind, _, number = name.partition("-")
         if kind == "generator":
             index = int(number)
-            make = partial(SimulatedReplica, setting, index=index, hosts=cluster.hosts_of(index))
+            links = [EnvironmentLink(name, found.by_name[name].call_one, None) for name in played]
+            make = partial(
+                SimulatedReplica,
+                setting,
+                index=index,
+                hosts=cluster.hosts_of(index),
+                environments=Environments((*links,), 0, context_of(config)) if links else None,
+            )
             return cluster.spawn(name, make, cluster.costs_of(index))
         if kind == "collector":
             spec = collector_spec(config, found.generators, int(number))
             return cluster.spawn(name, lambda costs, cores: _collector(spec))
-        if name == ENVIRONMENT:
+        if kind == ENVIRONMENT:
             return spawn(name, SimulatedEnvironment)
         stage = found.stage_of[name]
         if stage.name == SCORE:
@@ -126,8 +137,7 @@ def make_executors(
     )
     replicas = map("generator-{}".format, range(config.generator.num_replicas))
     collectors = map("collector-{}".format, range(config.generator.num_collectors))
-    environments = [ENVIRONMENT] * graph.has_episodes
-    for name in (*replicas, *collectors, *found.stage_of, *environments):
+    for name in (*played, *replicas, *collectors, *found.stage_of):
         found.by_name[name] = spawn_named(name)
     trainer = partial(SimulatedTrainer, setting, hosts=hosts["trainer"][:1], device=device)
     found.by_name["trainer"] = cluster.spawn("trainer", trainer)

@@ -16,8 +16,7 @@ from llamarl.config.pools import pools_of
 from llamarl.config.rank_assignment import num_storage_units, units_near
 from llamarl.dataflow.columns import NUMBER
 from llamarl.dataflow.graph import Stage
-from llamarl.episode import EpisodeState, TurnResult
-from llamarl.types import REWARD, Prompt, Request, StageResult
+from llamarl.types import REWARD, EpisodeState, Prompt, Request, StageResult, TurnResult
 
 NUM_DRAWN = 1 << 14  # lengths drawn; a rollout's seed picks one of them
 NUM_PROMPTS = 1 << 11
@@ -61,7 +60,7 @@ class Workload:
         seconds = self.tool_seconds[int(number * len(self.tool_seconds))]
         is_done = turn >= self.num_turns
         state = EpisodeState.DONE if is_done else EpisodeState.GOES_ON
-        result = TurnResult(row_id=row_id, number=0, state=state, numbers={"turns": turn})
+        result = TurnResult(row_id=row_id, attempt=0, state=state, numbers={"turns": turn})
         return 0.0 if is_done else seconds, result
 
     def score(self, row_id: int, prompt: Prompt) -> StageResult:

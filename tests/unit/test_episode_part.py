@@ -1,0 +1,255 @@
+"""Episodes on the ranks of one replica, under random answers, aborts and orders of events."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from llamarl.executors.environment_link import Environments
+from llamarl.executors.episode_part import EpisodePart, Rank
+from llamarl.generation.protocol import PartialOutput, RequestOutput
+from llamarl.types import (
+    NO_VERSION,
+    EpisodeState,
+    FinishReason,
+    Prompt,
+    Request,
+    Sampling,
+    StageStatus,
+    TurnItem,
+    TurnResult,
+)
+from tests.random_search import case, searched
+
+PROMPT = Prompt(prompt_id=1, text="q", token_ids=(5, 6), fields={})
+MAX_TOKENS, CONTEXT = 30, 28
+ROUNDS = 60
+
+
+class Environment:
+    """protocols.Environment whose answers come when `rng` says; it keeps what it was asked."""
+
+    name = "environment-0"
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.asked: list[TurnItem] = []
+        self.open: dict[asyncio.Future[None], TurnItem] = {}
+        self.forgotten: list[int] = []
+
+    async def answer(self, turn: TurnItem) -> TurnResult:
+        self.asked.append(turn)
+        answered = asyncio.get_running_loop().create_future()
+        self.open[answered] = turn
+        await answered
+        kind = self.rng.choice(["more", "more", "more", "done", "limit", "lost", "failed"])
+        result = TurnResult(
+            row_id=turn.row_id,
+            attempt=turn.attempt,
+            state={
+                "done": EpisodeState.DONE,
+                "limit": EpisodeState.LIMIT,
+                "lost": EpisodeState.LOST,
+            }.get(kind, EpisodeState.GOES_ON),
+            status=StageStatus.HUNG if kind == "failed" else StageStatus.OK,
+            numbers={"turns": 1.0},
+        )
+        if kind == "more" and turn.prompt is not None:
+            return replace(result, prompt_ids=self.rng.choice([None, (5, 6, 7)]))
+        return replace(result, observation=(9,) * self.rng.randint(1, 3) * (kind == "more"))
+
+    async def forget(self, row_ids: Sequence[int]) -> None:
+        self.forgotten += row_ids
+
+    def close(self) -> None: ...
+
+
+class TwoRanks:
+    """Two ranks in lockstep, each with an engine that is a dictionary. As in `lockstep.py`, rank
+    1's command waits until rank 0 has come to the one with its key, and a rank's event loop may be
+    behind the other's."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.environment = rng, Environment(rng)
+        links: Any = (self.environment,)
+        reached = Environments(links, 0, CONTEXT), Environments((), 0, CONTEXT)  # by rank 0 only
+        self.engines: list[dict[int, tuple[Request, PartialOutput]]] = [{}, {}]
+        self.out: list[list[RequestOutput]] = [[], []]
+        self.posted: list[deque[tuple[Callable[..., Any], tuple[Any, ...]]]] = [deque(), deque()]
+        self.commands: list[dict[object, Callable[[], None]]] = [{}, {}]
+        self.shared: Sequence[int] = ()
+        self.errors: list[BaseException] = []
+        self.parts = [EpisodePart(self._rank(n), reached[n]) for n in range(2)]
+
+    def _rank(self, number: int) -> Rank:
+        async def run(call: Callable[[], None], key: object) -> None:
+            assert key not in self.commands[number], "two commands of one key"
+            self.commands[number][key] = call
+
+        def share(numbers: Sequence[int] | None) -> Sequence[int]:
+            if number == 0:
+                assert numbers is not None
+                self.shared = numbers
+            return self.shared
+
+        def resume(request: Request, written: PartialOutput) -> None:
+            assert request.row_id not in self.engines[number]
+            self.engines[number][request.row_id] = request, written
+
+        return Rank(
+            number=number,
+            run=run,
+            share=share,
+            resume=resume,
+            put=self.out[number].append,
+            post=lambda call, *args: self.posted[number].append((call, args)),
+            fail=self.errors.append,
+        )
+
+    def command(self, call: Callable[[int], object]) -> None:
+        """Between the same two steps of both ranks."""
+        for number in range(2):
+            call(number)
+
+    async def events(self) -> None:
+        """Some of what waits happens: in event loops, in the environment, between steps."""
+        for _ in range(self.rng.randint(0, 6)):
+            kind = self.rng.choice(["post", "answer", "command"])
+            number = self.rng.randrange(2)
+            if kind == "post" and self.posted[number]:
+                call, args = self.posted[number].popleft()
+                call(*args)
+            elif kind == "answer" and self.environment.open:
+                answered = self.rng.choice([*self.environment.open])
+                del self.environment.open[answered]
+                answered.set_result(None)
+            elif kind == "command":
+                for key in [k for k in self.commands[0] if k in self.commands[1]][:1]:
+                    self.command(lambda n, key=key: self.commands[n].pop(key)())
+            for _ in range(6):
+                await asyncio.sleep(0)
+
+    def write(self, row_id: int, reason: FinishReason, num_tokens: int, num_kept: int) -> None:
+        """The engine of each rank writes a turn, or a segment, and stops."""
+
+        def stop(number: int) -> None:
+            request, before = self.engines[number].pop(row_id)
+            added = np.full(num_tokens, 3, np.int32)
+            written = PartialOutput(
+                ids=np.concatenate([before.ids, added]),
+                logprobs=np.concatenate([before.logprobs, np.full(num_tokens, -0.5, np.float32)]),
+                versions=np.concatenate([before.versions, added]),
+                num_kept=num_kept,
+            )
+            item = RequestOutput(request=request, written=written, reason=reason)
+            self.parts[number].leave_engine(item)
+
+        self.command(stop)
+
+
+def request(row_id: int, attempt: int) -> Request:
+    sampling = Sampling(max_tokens=MAX_TOKENS)
+    ids = PROMPT.token_ids
+    return Request(
+        row_id=row_id, prompt_ids=ids, sampling=sampling, seed=1, prompt=PROMPT, attempt=attempt
+    )
+
+
+async def play(rng: random.Random) -> None:
+    ranks, attempts, opened = TwoRanks(rng), Counter[int](), Counter[int]()
+    resumable: dict[int, RequestOutput] = {}
+    for _ in range(ROUNDS):
+        rows, engine = range(4), ranks.engines[0]
+        kind, row_id = rng.choice(["open", "stop", "stop", "abort", "cut"]), rng.choice(rows)
+        is_open = opened[row_id] > sum(o.request.row_id == row_id for o in ranks.out[0])
+        if kind == "open" and not is_open:
+            item = resumable.pop(row_id, None)
+            asked = request(row_id, attempts[row_id])
+            written = PartialOutput()
+            if item is not None:
+                asked = replace(item.request, resume=True, environment=0)
+                written = item.written
+            else:
+                attempts[row_id] += 1
+            opened[row_id] += 1
+            ranks.command(lambda n, a=asked, w=written: ranks.parts[n].open(a, w))
+        elif kind == "stop" and row_id in engine:
+            reason = rng.choice([FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH])
+            ranks.write(row_id, reason, rng.randint(1, 3), rng.choice([0, 4]))
+        elif kind == "cut" and row_id in engine:
+            ranks.write(row_id, FinishReason.SEGMENT, 1, 0)
+            resumable[row_id] = ranks.out[0][-1]
+        elif kind == "abort":
+            is_waiting = is_open and row_id not in engine
+            ranks.command(lambda n, r=row_id: ranks.parts[n].abort([r]))
+            assert not is_waiting or ranks.out[0][-1].reason is FinishReason.ABORTED
+            if row_id in engine:
+                ranks.write(row_id, FinishReason.ABORTED, 0, 0)
+        await ranks.events()
+        check(ranks)
+    assert not ranks.errors, ranks.errors
+    for part in ranks.parts:
+        await part.close()
+
+
+def check(ranks: TwoRanks) -> None:
+    """Both ranks are at the same point with the same tokens, and what came out is right."""
+    first, second = ({r: both(*e) for r, e in each.items()} for each in ranks.engines)
+    assert first == second, "the ranks went on from different tokens"
+    assert [o.request.row_id for o in ranks.out[0]] == [o.request.row_id for o in ranks.out[1]]
+    for item in ranks.out[0]:
+        written, episode = item.written, item.episode
+        observed = written.versions == NO_VERSION
+        assert {*written.ids[observed].tolist()} <= {9}
+        assert {*written.ids[~observed].tolist()} <= {3}
+        assert not written.logprobs[observed].any()
+        assert (written.logprobs[~observed] == -0.5).all()
+        assert episode is not None
+        assert episode.attempt == item.request.attempt
+        assert episode.numbers["kept"] <= episode.numbers["resumed"] + 1
+    for turn in ranks.environment.asked:
+        assert set(turn.ids) <= {3}, "only what the model wrote"
+        assert (turn.prompt is None) == bool(turn.ids)
+        assert turn.room < MAX_TOKENS
+
+
+def both(asked: Request, written: PartialOutput) -> tuple[tuple[int, ...], list[int], list[int]]:
+    return asked.prompt_ids, written.ids.tolist(), written.versions.tolist()
+
+
+@searched(few=60, many=3000)
+def test_ranks_go_on_from_the_same_tokens_and_every_episode_comes_out_once(
+    seeds: list[int],
+) -> None:
+    for seed in seeds:
+        with case(seed):
+            asyncio.run(play(random.Random(seed)))
+
+
+def test_an_observation_may_fill_what_is_left_but_for_one_token_of_the_model() -> None:
+    async def main() -> list[int]:
+        ranks = TwoRanks(random.Random(0))
+        rooms = []
+        for row_id, (prompt_ids, num_tokens) in enumerate([((5,) * 2, 4), ((5,) * 20, 4)]):
+            asked = replace(request(row_id, 0), prompt_ids=prompt_ids, resume=True, environment=0)
+            ranks.command(lambda n, a=asked: ranks.parts[n].open(a, PartialOutput()))
+            ranks.write(row_id, FinishReason.STOP, num_tokens, 0)
+            call, args = ranks.posted[0].popleft()
+            call(*args)
+            await asyncio.sleep(0)
+            rooms.append(ranks.environment.asked[-1].room)
+        ranks.posted[1].clear()
+        for part in ranks.parts:
+            await part.close()
+        return rooms
+
+    assert asyncio.run(main()) == [
+        min(MAX_TOKENS - 4, CONTEXT - 2 - 4) - 1,
+        min(MAX_TOKENS - 4, CONTEXT - 20 - 4) - 1,
+    ]
