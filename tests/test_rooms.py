@@ -15,7 +15,7 @@ SIZES = {
     "config": (12, 1503),
     "data": (6, 575),
     "dataflow": (6, 969),
-    "environments": (17, 1694),
+    "environments": (17, 1693),
     "executors": (25, 4228),
     "generation": (19, 3033),
     "lengths": (5, 423),

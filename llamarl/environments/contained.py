@@ -10,6 +10,7 @@ The program runs below a process of ours in the same container, which cuts its o
 program ends that, the run has no result.
 """
 
+import asyncio
 import functools
 import json
 import os
@@ -27,6 +28,8 @@ from llamarl.environments import program_parent
 PARENT, PROGRAM, INPUT = "parent.py", "program.py", "input.txt"
 FOLDERS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib")
 SHORT = 2.0  # seconds by which the container ends later than the program should have
+AT_ONCE = asyncio.Semaphore(os.cpu_count() or 1)
+"""Programs of one process of rewards or tools."""
 INTERPRETER = ("-I", "-S", "-B")  # no environment, no site-packages, no files written
 
 
@@ -90,6 +93,12 @@ def run_program(source: str, stdin: str, limits: ProgramLimits) -> Ran:
         return Ran(**json.loads(found))
     except (ValueError, TypeError):  # whatever a program wrote in our place
         return Ran(exit_code=None, ended_for="its own doing")
+
+
+async def run_in_turn(source: str, stdin: str, limits: ProgramLimits) -> Ran:
+    """As `run_program`, beside the event loop: as many at once as there are processors."""
+    async with AT_ONCE:
+        return await asyncio.to_thread(run_program, source, stdin, limits)
 
 
 @functools.cache

@@ -4,19 +4,16 @@ Owns: these tools. Does not own: how a program is contained (`contained.py`). In
 function with types and a docstring, as a recipe's own are.
 """
 
-import asyncio
-import os
 from collections.abc import Callable
 from typing import Any
 
-from llamarl.environments.contained import ProgramLimits, run_program
+from llamarl.environments.contained import ProgramLimits, run_in_turn
 
 SHOWN_CHARS = 4000  # of what a program wrote; the middle of more is left out
 
 
 def make_python(limits: ProgramLimits) -> Callable[..., Any]:
     """The tool `python`."""
-    at_once = asyncio.Semaphore(os.cpu_count() or 1)
 
     async def python(code: str) -> str:
         """Runs a Python program and returns what it prints.
@@ -24,8 +21,7 @@ def make_python(limits: ProgramLimits) -> Callable[..., Any]:
         Args:
             code: the program; it has no network and no files but a scratch folder
         """
-        async with at_once:
-            ran = await asyncio.to_thread(run_program, code, "", limits)
+        ran = await run_in_turn(code, "", limits)
         parts = [ran.stdout, ran.stderr]
         if ran.ended_for:
             parts.append(f"(ended: too much {ran.ended_for})")

@@ -11,22 +11,18 @@ the container, so cases cannot be cheated; asserts run in the program's own proc
 that wants to can.
 """
 
-import asyncio
 import json
-import os
 import re
 import secrets
 from typing import Any
 
 from llamarl.config import RewardConfig
-from llamarl.environments.contained import ProgramLimits, limits_of, run_program
+from llamarl.environments.contained import ProgramLimits, limits_of, run_in_turn
 from llamarl.types import Prompt
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 Case = tuple[str, str]
 """(standard input, standard output expected)."""
-AT_ONCE = asyncio.Semaphore(os.cpu_count() or 1)
-"""Programs of one process of the pool."""
 
 
 async def reward(prompt: Prompt, completion: str, finished: bool, config: RewardConfig) -> float:
@@ -37,8 +33,7 @@ async def reward(prompt: Prompt, completion: str, finished: bool, config: Reward
     if isinstance(tests, str):
         return float(await _passes_asserts(source, tests, limits))
     for stdin, expected in tests:
-        async with AT_ONCE:
-            ran = await asyncio.to_thread(run_program, source, stdin, limits)
+        ran = await run_in_turn(source, stdin, limits)
         if not (ran.is_good and _lines(ran.stdout) == _lines(expected)):
             return 0.0
     return 1.0
@@ -80,8 +75,7 @@ async def _passes_asserts(source: str, tests: str, limits: ProgramLimits) -> boo
     """A program that exits early does not print what follows its asserts."""
     mark = secrets.token_hex(8)
     whole = f"{source}\n\n{tests}\nprint('\\n{mark}')\n"
-    async with AT_ONCE:
-        ran = await asyncio.to_thread(run_program, whole, "", limits)
+    ran = await run_in_turn(whole, "", limits)
     return ran.is_good and ran.stdout.endswith(f"\n{mark}\n")
 
 
