@@ -296,17 +296,12 @@ class Fleet:
                 await failed.stop()
 
     async def _join(self, member: Member, executor: Executor) -> None:
-        environments = self.executors.environments.values()
+        for renewing in self.executors.renewals(executor):
+            await unless_lost(renewing)
         if member.replica is not None:
-            for each in environments:  # one may have been lost while the replica was started
-                await executor.call_one.renew_environment(each.name, each.call_one)
             dispatch, publisher = self._connected
             dispatch.expect(member.replica, executor, self._served)
             return await publisher.connect_replica(member.replica, executor.call_all)
-        if executor in environments:
-            for replica in self.executors.generators.values():
-                renewing = replica.call_one.renew_environment(executor.name, executor.call_one)
-                await unless_lost(renewing)
         self._watch(member, executor)
         member.restarts.succeeded()
         member.serves.set()

@@ -9,11 +9,19 @@ but for settle, which the controller runs.
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import compress
+from itertools import compress, product
 from pathlib import Path
 
 from llamarl.cluster import LOSS_GRACE_S, Cluster, Executor, make_cluster
@@ -84,6 +92,12 @@ class Executors:
     def environments(self) -> dict[int, Executor]:
         """By number, of a run whose rollouts take turns."""
         return self._numbered(ENVIRONMENT)
+
+    def renewals(self, new: Executor) -> Iterator[Awaitable[None]]:
+        """The calls by which a new replica reaches all environments, or all replicas a new one."""
+        for replica, each in product(self.generators.values(), self.environments.values()):
+            if new in (replica, each):
+                yield replica.call_one.renew_environment(each.name, each.call_one)
 
     def _numbered(self, kind: str) -> dict[int, Executor]:
         found = self.by_name.items()

@@ -68,7 +68,7 @@ def test_after_a_reset_a_generator_is_like_a_new_one_with_another_storage(
         else:
             await generator.prepare(7, 0)
         await generator.reset()
-        await generator.use(kept)
+        await generator.use(kept, None)
         generator.received = 0
         before = list(storage.writes)
         await train_on(generator, kept)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.config.rank_assignment import assign, num_storage_units, units_near
+from llamarl.generation.protocol import RequestOutput
 from llamarl.groups import Group
 from llamarl.loop.nearby_units import Neighbours, RowIds
 from llamarl.planner.simulation.clock import run
 from llamarl.run.wiring import make_dispatch
-from llamarl.types import Request, VersionSpan
 from tests.loop.faults import Faults
 from tests.loop.loop import Loop, slower
 
@@ -89,15 +88,15 @@ class PlacedLoop(Loop):
 
     def watch(self, replica: Any) -> None:
         """Count what it writes, also of rollouts that others go on with."""
-        stop = replica._stop
+        put = replica._put
 
-        def count(request: Request, spans: Sequence[VersionSpan], *details: Any) -> None:
-            total = sum(span.num_tokens for span in spans)
-            self.written[replica.index] += total - self.so_far.get(request.row_id, 0)
-            self.so_far[request.row_id] = total
-            stop(request, spans, *details)
+        def count(item: RequestOutput) -> None:
+            row_id, total = item.request.row_id, len(item.written.ids)
+            self.written[replica.index] += total - self.so_far.get(row_id, 0)
+            self.so_far[row_id] = total
+            put(item)
 
-        replica._stop = count
+        replica._put = count
 
     def loads(self) -> list[int]:
         """Tokens that each replica wrote."""

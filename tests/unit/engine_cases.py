@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from llamarl.config import EmbeddedConfig
 from llamarl.generation.engine import EmbeddedEngine
-from llamarl.types import Request, Sampling
+from llamarl.types import Prompt, Request, Sampling
 from tests.unit.engine_models import VARIANTS, record_steps
 
+EPISODE = Prompt(prompt_id=0, text="", token_ids=(1,))
 VOCABULARIES = (96, 97, 61, 7)  # whole blocks of the draw, one more, one less, hardly any tokens
 ARCHITECTURES = {
     name: replace(architecture, vocab_size=size)
@@ -117,5 +118,5 @@ class Options:
             segment_tokens=rng.choice([0, 0, 0, 0, 1, 2, 5]),
             step=rng.randint(0, 1),
             replay_tokens=replay_tokens,
-            has_turns=rng.random() < 0.4,
+            prompt=EPISODE if rng.random() < 0.4 else None,
         )

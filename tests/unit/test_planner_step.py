@@ -105,7 +105,7 @@ def test_a_step_of_episodes_waits_for_tools_and_trains_observations_too() -> Non
     tokens = GROUPS * ROLLOUTS * (PROMPT_TOKENS + LENGTH + 3 * 5 - 1)
     train_s = tokens * COSTS.token_s + COSTS.optimizer_s
     step = simulate(config, TINY, COSTS)
-    others_s = LENGTH * COSTS.decode_step_s + COSTS.write_s + COSTS.check_s
+    others_s = LENGTH * COSTS.decode_step_s + GATHER_S + COSTS.write_s + COSTS.check_s
     assert step.step_s == pytest.approx(train_s + others_s + 3 * 1.5, rel=1e-6)
     assert step.trained_tokens_per_s == pytest.approx(GROUPS * ROLLOUTS * LENGTH / step.step_s)
     tail = replace(config, plan=replace(plan, tool_spread=1.0))

@@ -17,7 +17,6 @@ from typing import TypeVar
 import numpy as np
 
 from llamarl.config.pools import generator_of
-from llamarl.errors import StaleVersion
 from llamarl.executors.decoding import Standstill
 from llamarl.executors.engine_output import GATHER_S, KeptRows
 from llamarl.executors.environment_link import Environments
@@ -36,11 +35,11 @@ from llamarl.generation.scheduler import (
 )
 from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.setting import Layouts, Setting, joined
+from llamarl.planner.simulation.setting import Setting, joined
 from llamarl.planner.simulation.slots import Piece, Slot, Slots
+from llamarl.planner.simulation.target import SimulatedTarget
 from llamarl.protocols import Environment, Report
 from llamarl.types import FinishReason, Request, RolloutInfo, VersionSpan
-from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
 
 T = TypeVar("T")
 Command = tuple[float, Callable[[], None], str]
@@ -49,7 +48,7 @@ Command = tuple[float, Callable[[], None], str]
 NOTHING = PartialOutput()
 
 
-class SimulatedReplica(Layouts):
+class SimulatedReplica(SimulatedTarget):
     """GeneratorReplica, WeightTarget, WeightSource and Offloadable of `protocols.py`, for replica
     `index` on `hosts`.
 
@@ -66,7 +65,7 @@ class SimulatedReplica(Layouts):
         hosts: tuple[str, ...],
         environments: Environments | None = None,
     ) -> None:
-        super().__init__(setting, costs, cores, hosts=hosts)
+        super().__init__(setting, costs, cores, index=index, hosts=hosts)
         rank = Rank(
             number=0,
             run=lambda call, key: self._between_steps(0.0, call, "turn"),
@@ -78,9 +77,7 @@ class SimulatedReplica(Layouts):
         )
         self._episodes = EpisodePart(rank, environments)
         self._error: BaseException | None = None
-        self.index, self.name, self.version = index, f"generator-{index}", -1
         generator = generator_of(self._config.generator, index)
-        self._weight = generator.num_ranks
         self._max_num_seqs, self._max_model_len = generator.max_num_seqs, generator.max_model_len
         self._recomputes = generator.kv_after_commit == "recompute"
         self._commands: deque[Command] = deque()
@@ -163,28 +160,6 @@ class SimulatedReplica(Layouts):
 
     # WeightTarget
 
-    async def target_layout(self) -> list[RankLayout]:
-        return self._layouts(tuple((bucket,) for bucket in self._buckets))
-
-    async def connect_source(self, route: Route) -> list[None]:
-        return [None for _ in self._hosts]
-
-    async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:
-        await self._travel()
-        assert version > self.version, (version, self.version)
-        self._timeline.offered_s.setdefault(version, asyncio.get_running_loop().time())
-        handle = partial(StagingHandle, version=version, bucket=bucket, replica=self.index)
-        return [
-            handle(rank=rank, host=host, address=None, num_bytes=4)
-            for rank, host in enumerate(self._hosts)
-        ]
-
-    async def verify(self, version: int, bucket: int) -> list[dict[str, int]]:
-        await self._travel()
-        if self._buckets[bucket] == "rest":
-            await self._cores.work(self._costs.check_s, self._weight)
-        return [{self._buckets[bucket]: version} for _ in self._hosts]
-
     async def commit(self, version: int, bucket: int) -> list[int]:
         await self._travel()
         is_last = bucket + 1 == len(self._buckets)
@@ -200,19 +175,6 @@ class SimulatedReplica(Layouts):
 
         seconds = self._costs.commit_s if is_last else 0.0
         return [await self._between_steps(seconds, commit, "commit")]
-
-    async def abort(self, version: int) -> list[None]:
-        return [None for _ in self._hosts]
-
-    # WeightSource
-
-    async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
-        if version != self.version:
-            raise StaleVersion(f"{version} is not {self.version}")
-        bucket = self._buckets[handles[0].bucket]
-        if bucket == "rest":
-            await self._cores.work(self._costs.relay_s)
-        return [{bucket: version * len(handles)}]
 
     # Offloadable
 

@@ -1,0 +1,61 @@
+"""A replica's side of publishes, without weights.
+
+Owns: staging memory that is made up, and the time that writing and checking take. Does not own: the
+commit, which happens between two decode steps (`replica.py`). Invariant: fingerprints are equal if
+the version is.
+"""
+
+import asyncio
+from functools import partial
+
+from llamarl.config.pools import generator_of
+from llamarl.errors import StaleVersion
+from llamarl.planner.simulation.cores import Cores
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.setting import Layouts, Setting
+from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
+
+
+class SimulatedTarget(Layouts):
+    """WeightTarget of `protocols.py` but for the commit, and WeightSource, of replica `index` on
+    `hosts`."""
+
+    def __init__(
+        self, setting: Setting, costs: Costs, cores: Cores, *, index: int, hosts: tuple[str, ...]
+    ) -> None:
+        super().__init__(setting, costs, cores, hosts=hosts)
+        self.index, self.name, self.version = index, f"generator-{index}", -1
+        self._weight = generator_of(self._config.generator, index).num_ranks
+
+    async def target_layout(self) -> list[RankLayout]:
+        return self._layouts(tuple((bucket,) for bucket in self._buckets))
+
+    async def connect_source(self, route: Route) -> list[None]:
+        return [None for _ in self._hosts]
+
+    async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:
+        await self._travel()
+        assert version > self.version, (version, self.version)
+        self._timeline.offered_s.setdefault(version, asyncio.get_running_loop().time())
+        handle = partial(StagingHandle, version=version, bucket=bucket, replica=self.index)
+        return [
+            handle(rank=rank, host=host, address=None, num_bytes=4)
+            for rank, host in enumerate(self._hosts)
+        ]
+
+    async def verify(self, version: int, bucket: int) -> list[dict[str, int]]:
+        await self._travel()
+        if self._buckets[bucket] == "rest":
+            await self._cores.work(self._costs.check_s, self._weight)
+        return [{self._buckets[bucket]: version} for _ in self._hosts]
+
+    async def abort(self, version: int) -> list[None]:
+        return [None for _ in self._hosts]
+
+    async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
+        if version != self.version:
+            raise StaleVersion(f"{version} is not {self.version}")
+        bucket = self._buckets[handles[0].bucket]
+        if bucket == "rest":
+            await self._cores.work(self._costs.relay_s)
+        return [{bucket: version * len(handles)}]
