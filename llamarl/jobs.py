@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from llamarl.checkpoints import checkpoint, positions
+from llamarl.checkpoints.tokenizer_files import keep_tokenizer
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.dataflow.graph import EXECUTORS, GENERATE, SCORE
@@ -61,6 +62,7 @@ async def train(
             return show_finished_run(config, run_dir, state, console)
         _check_disk(config, inputs, run_dir)
         write_provenance()
+        keep_tokenizer(inputs.tokenizer_folder, run_dir)
         positions.cut(run_dir, state.get("positions", {}))
         Path(run_dir, SUMMARY_FILE).unlink(missing_ok=True)  # of an end that this run goes on from
         if folder is not None:
@@ -95,6 +97,7 @@ async def evaluate(
     inputs = read_inputs(config, needs_prompts=False)
     with claim(run_dir, is_new=True):
         write_provenance()
+        keep_tokenizer(inputs.tokenizer_folder, run_dir)
         # Off a terminal, standard output is the result alone.
         shown = console if console.is_terminal else Console(quiet=True)
         with Progress(0, live=config.metrics.live, console=shown) as progress:

@@ -96,7 +96,10 @@ EPISODE_REWARD = "episode_reward"  # float64 [1], what the environment gave
 REF_LOGPROBS = "ref_logprobs"  # float32 [T]
 TRAINER_LOGPROBS = "trainer_logprobs"  # float32 [T], log pi when the row was trained
 PROMPT_ID = "prompt_id"  # float64 [1]
-PROMPT_TEXT, COMPLETION_TEXT = "prompt_text", "completion_text"  # uint8, UTF-8
+LOSS_WEIGHTS = "loss_weights"  # uint8 [T], 1 for a trained token, of rollouts that are kept
+CLIPPED = "clipped"  # uint8 [T], 1 for a trained token that the loss clipped, likewise
+TURNS = "turns"  # uint8, JSON: what `episode.turns_of` returns, of rollouts that are recorded
+RECORD = "record"  # uint8, JSON: what the controller knows of a rollout (data/kept_rollouts.py)
 
 
 class Purpose(StrEnum):
@@ -134,7 +137,8 @@ class Prompt:
     """One tokenized question.
 
     `prompt_id` is its line in the data file and `epoch` how often the file was walked before;
-    `fields` is the whole data row, which reward functions read. `is_held_out`: of data.held_out.
+    `fields` is the whole data row, which reward functions read. `is_held_out`: of data.held_out;
+    `is_kept`: its rollouts are kept whole in the archive (experience.keep_rollouts).
     """
 
     prompt_id: int
@@ -143,6 +147,12 @@ class Prompt:
     fields: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
     is_held_out: bool = False
+    is_kept: bool = False
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its rollouts can be read after the run: kept ones, and all of evaluations."""
+        return self.is_kept or self.is_held_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
