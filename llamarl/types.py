@@ -154,6 +154,14 @@ class Prompt:
         """Whether its rollouts can be read after the run: kept ones, and all of evaluations."""
         return self.is_kept or self.is_held_out
 
+    def question(self, field: str) -> str:
+        """The question as this field of the row has it, of a chat the last message; else the whole
+        prompt, which begins with the same words of the template in every row."""
+        question = self.fields.get(field)
+        if isinstance(question, list) and question:
+            question = question[-1].get("content")
+        return question if isinstance(question, str) else self.text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:

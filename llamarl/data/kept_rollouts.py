@@ -32,12 +32,14 @@ def make_record(
     prompts: str = "",
     held_out: str = "",
     functions: Sequence[str] = (),
+    prompt_field: str = "",
 ) -> dict[str, Any]:
     """What the archive says of a rollout beside its arrays: its prompt, from the files `prompts` or
-    `held_out`, and what became of it. `rewards` has each of the reward `functions`, None without a
-    result.
+    `held_out`, with its question in `prompt_field`, and what became of it. `rewards` has each of
+    the reward `functions`, None without a result.
 
-    `step` is the one that trained it, or should have; of an evaluation, the version."""
+    `step` is the one that trained it, or should have; of an evaluation, the version.
+    """
     prompt, score = group.prompt, group.scores.get(row_id)
     parts = {} if score is None else score.parts
     version = int(outcome["version"]) if "version" in outcome else group.step
@@ -51,6 +53,7 @@ def make_record(
         "prompt_id": prompt.prompt_id,
         "epoch": prompt.epoch,
         "prompt": prompt.text,
+        "question": prompt.question(prompt_field),
         "fields": json.dumps(prompt.fields, ensure_ascii=False, default=str),
         "rewards": {name: parts.get(name) for name in (*functions, *parts)},
         "correct": None if score is None or score.status is not StageStatus.OK else score.correct,

@@ -220,6 +220,7 @@ class Wiring:
                 prompts=config.data.prompts,
                 held_out=config.data.held_out or "",
                 functions=config.reward.functions,
+                prompt_field=config.data.prompt_field,
             ),
         )
 

@@ -55,6 +55,7 @@ def test_a_record_says_what_became_of_a_rollout() -> None:
     right = make_record(group, 3, {"outcome": "trained", "version": 6}, **names)
     assert (right["step"], right["group_id"], right["advantage"]) == (7, 8, 0.75)
     assert (right["prompt_file"], right["prompt_id"], right["prompt"]) == ("train.jsonl", 5, "2+2=")
+    assert right["question"] == "2+2="
     assert json.loads(right["fields"]) == {"answer": "4", "day": "2026-01-02"}
     assert json.loads(right["numbers"]) == {"quality": 2.0, "turns": 3.0}
     assert (right["rewards"], right["correct"]) == ({"exact": 1.0, "brief": 0.5}, True)
