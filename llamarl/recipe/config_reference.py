@@ -90,7 +90,7 @@ ELSEWHERE = {
     "checkpoint.resume": "resume_from_checkpoint resume_mode",
     "metrics.trackers": "report_to logger",
     "experience.keep_rollouts": "log_completions rollout_data_dir validation_data_dir",
-    "metrics.sample_rollouts": "log_completions num_completions_to_print",
+    "metrics.sample_rollouts": "num_completions_to_print",
 }
 """Keys and groups, and the names of the same in TRL, verl and others."""
 NOT_HERE = {
