@@ -5,12 +5,16 @@ Owns: the data that is written into the page, and its rounding. Does not own: wh
 numbers; of a text, nothing is interpreted.
 """
 
+import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from llamarl.metrics.trackers import METRICS_FILE, read_metrics
+
+log = logging.getLogger(__name__)
 
 CURVES = {
     "reward": "reward/mean",
@@ -36,24 +40,20 @@ def page_data(
     run_dir: Path, lines: Iterable[dict[str, Any]], num_found: int, pieces: Pieces | None
 ) -> dict[str, Any]:
     """Everything that the page shows; without `pieces` tokens have no texts, and only whole texts
-    are shown."""
+    are shown. Damaged lines are left out, with a warning."""
     prompts: dict[tuple[str, int], int] = {}
     texts: list[dict[str, Any]] = []
     rollouts = []
     for line in lines:
-        rollout = {name: line[name] for name in SAME}
-        key = line["prompt_file"], line["prompt_id"]
-        if key not in prompts:
-            prompts[key] = len(texts)
-            names = ("prompt_file", "prompt_id", "prompt", "question", "fields")
-            texts.append({name: line[name] for name in names})
-        rollout["prompt"] = prompts[key]
-        if line["response_ids"] is not None and pieces is not None:
-            rollout["tokens"] = {"texts": pieces(line["response_ids"])} | {
-                name: line[name] for name in WHOLE
-            }
-            rollout["tokens"] |= {name: _rounded(line[name]) for name in NUMBERS}
-        rollouts.append(rollout)
+        try:
+            rollout, prompt = _rollout(line, pieces), _prompt(line)
+            place = prompts.setdefault((line["prompt_file"], line["prompt_id"]), len(texts))
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            log.warning("rollout %s is not shown: %r", line.get("row_id"), error)
+            continue
+        if place == len(texts):
+            texts.append(prompt)
+        rollouts.append(rollout | {"prompt": place})
     return {
         "run": run_dir.resolve().name,
         "num_found": num_found,
@@ -61,6 +61,37 @@ def page_data(
         "prompts": texts,
         "rollouts": rollouts,
     }
+
+
+def _prompt(line: dict[str, Any]) -> dict[str, Any]:
+    names = ("prompt_file", "prompt", "question")
+    texts = {name: _text(line[name]) for name in names}
+    return texts | {"prompt_id": int(line["prompt_id"]), "fields": dict(json.loads(line["fields"]))}
+
+
+def _rollout(line: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
+    rollout = {name: line[name] for name in SAME}
+    rollout |= {name: int(line[name]) for name in ("row_id", "step", "num_tokens")}
+    rollout |= {name: _text(line[name]) for name in ("outcome", "error")}
+    rollout |= {"rewards": dict(line["rewards"]), "numbers": dict(json.loads(line["numbers"]))}
+    if line["turns"] is not None:
+        turns = [(_text(turn["role"]), _text(turn["content"])) for turn in line["turns"]]
+        rollout["turns"] = [{"role": role, "content": content} for role, content in turns]
+    if line["response_ids"] is not None and pieces is not None:
+        texts = {"texts": pieces(line["response_ids"])}
+        numbers = {name: _rounded(line[name]) for name in NUMBERS}
+        columns = texts | {name: line[name] for name in WHOLE} | numbers
+        lengths = {len(column) for column in columns.values() if column is not None}
+        if lengths != {len(texts["texts"])} or columns["token_versions"] is None:
+            raise ValueError(f"columns of {sorted(lengths)} tokens")
+        rollout["tokens"] = columns
+    return rollout
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
 
 
 def _rounded(values: Sequence[float | None] | None) -> list[float | None] | None:

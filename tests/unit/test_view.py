@@ -135,6 +135,25 @@ def test_a_line_that_a_kill_left_unfinished_is_not_shown(tmp_path: Path) -> None
     assert not [each for each in rollouts if "tokens" in each], "without a tokenizer: whole texts"
 
 
+def test_damaged_lines_are_left_out_and_the_others_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    path = folder / "archive" / "kept-0.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    values = [None, -1, 1.5, "x", [], {}, [None], ["a"], {"a": 1}]
+    for seed in range(40):
+        rng = random.Random(seed)
+        damaged = [dict(line) for line in lines]
+        for line in rng.sample(damaged, rng.randint(1, 5)):
+            name = rng.choice([*line])
+            line.pop(name) if rng.random() < 0.5 else line.update({name: rng.choice(values)})
+        path.write_text("".join(json.dumps(line) + "\n" for line in damaged))
+        words = view([str(folder)])
+        shown = {each["row_id"] for each in data_of(folder / "view.html")["rollouts"]}
+        assert shown <= {*range(-1, 15)}
+        whole = {line["row_id"] for line in damaged if line in lines}
+        assert all(row in shown for row in whole), (seed, words)
+
+
 def test_what_is_chosen_fits_is_whole_and_spread_evenly() -> None:
     for seed in range(200):
         rng = random.Random(seed)

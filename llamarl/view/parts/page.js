@@ -116,7 +116,7 @@ function showFacts(article, rollout, prompt) {
   }
   if (rollout.outcome === "trained") say("trained at version", rollout.version);
   say("staleness", rollout.staleness);
-  for (const [name, value] of Object.entries(JSON.parse(rollout.numbers))) say(name, number(value));
+  for (const [name, value] of Object.entries(rollout.numbers)) say(name, number(value));
   say("error", rollout.error, "bad");
   article.append(list);
 }
@@ -175,8 +175,7 @@ function showRollout(wanted) {
     const words = rollout.turns ? "The tokens of this rollout are not in the page." : "This rollout was never scored, so its text is not there.";
     article.append(Object.assign(make("p", { class: "speaker" }), { textContent: words }));
   }
-  const fields = JSON.parse(prompt.fields);
-  if (Object.keys(fields).length) section(article, "row of the prompt file", JSON.stringify(fields, null, 1));
+  if (Object.keys(prompt.fields).length) section(article, "row of the prompt file", JSON.stringify(prompt.fields, null, 1));
 }
 
 function svg(tag, attributes) {
