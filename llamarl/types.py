@@ -13,6 +13,10 @@ Glossary
                 as Columns; the controller has its RolloutInfo (lengths, spans), a Batch its
                 BatchRollout (with the advantage), a trainer rank its part of a MicroBatch.
     outcome     what became of a rollout: trained, dropped, evaluated, lost, ...
+    recorded, kept
+                of a rollout that can be read after the run: recorded are all of evaluations, with
+                their texts; kept are those of `experience.keep_rollouts` of the prompts, with every
+                token.
     row         a rollout's place in storage and its number, `row_id`.
     span        tokens in a row that one version wrote: a rollout's versions are a list of spans. In
                 metrics: what a process did from one moment to another (metrics/span.py).

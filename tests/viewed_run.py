@@ -43,6 +43,8 @@ from tests.unit.tokenizer_files import write_tokenizer
 
 ATTACK = "</script><img src=x onerror=\"window.hacked=1\"><b id='b'>&amp;{{7*7}}${7*7}"
 """What must stay text."""
+ADDED = " (added)"
+"""What the environment adds to each prompt."""
 EPISODE = [("ask: 6*7", 3), ("42", NO_VERSION), (" 42 \u20ac", 4)]
 """(text, version) of each run of tokens of the first rollout."""
 
@@ -83,6 +85,8 @@ class ViewedRun:
                 row_id=row_id, parts={"exact": reward}, correct=reward >= 1
             )
             cells = self.cells(runs, reward)
+            prompt_ids = self.tokenizer.encode(f"{prompt.text}{ADDED}", special=False)
+            cells[PROMPT_IDS] = np.array(prompt_ids, np.int32)
             record = make_record(
                 group, row_id, outcome, prompts="train.jsonl", held_out="test.jsonl"
             )
@@ -102,7 +106,6 @@ class ViewedRun:
         pi = np.where(is_written, mu + np.where(np.arange(len(ids)) % 3 == 1, 0.7, -0.2), 0)
         finish = FINISH_CODES[FinishReason.STOP]
         return {
-            PROMPT_IDS: np.arange(3, dtype=np.int32),
             RESPONSE_IDS: ids,
             TOKEN_VERSIONS: versions,
             GENERATOR_LOGPROBS: mu,

@@ -85,6 +85,8 @@ def _rollout(line: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
         if lengths != {len(texts["texts"])} or columns["token_versions"] is None:
             raise ValueError(f"columns of {sorted(lengths)} tokens")
         rollout["tokens"] = columns
+        # As the model saw it: an environment may have added to the prompt.
+        rollout["prompt_text"] = "".join(pieces(line["prompt_ids"]))
     return rollout
 
 

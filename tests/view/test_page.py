@@ -10,7 +10,7 @@ import pytest
 
 from llamarl.view.page import view
 from tests.view.browser import Browser, browser
-from tests.viewed_run import ATTACK, write_run
+from tests.viewed_run import ADDED, ATTACK, write_run
 
 pytestmark = pytest.mark.browser
 EPISODE = "#row=0"  # of two turns; its tokens are of versions 3 and 4
@@ -171,7 +171,7 @@ def test_what_is_written_into_a_filter_is_in_the_address(page: Browser, address:
 
 def test_texts_of_models_and_prompts_stay_text(page: Browser, address: str) -> None:
     page.show(address + "#row=10")
-    assert page.texts(".text")[:2] == [ATTACK, ATTACK]
+    assert page.texts(".text")[:2] == [ATTACK + ADDED, ATTACK]
     page.click("[data-colour='ratio']")
     assert "had no pass" in page.text("#legend")
     assert ATTACK in page.text("#list li[data-row='10']")

@@ -168,7 +168,7 @@ function showRollout(wanted) {
     article.append(bar);
   }
   showFacts(article, rollout, prompt);
-  section(article, "prompt", prompt.prompt);
+  section(article, "prompt", rollout.prompt_text || prompt.prompt);
   if (rollout.tokens) showTokens(article, rollout, wanted.colour || "version");
   else {
     for (const turn of rollout.turns || []) section(article, turn.role, turn.content, turn.role === "observation" ? "observation" : "");
