@@ -30,10 +30,16 @@ from llamarl.groups import Evaluation
 from llamarl.loop.engines import Engines, Unobserved
 from llamarl.metrics.console import Progress
 from llamarl.metrics.recent_spans import RecentSpans
-from llamarl.metrics.rendering import is_finished, shorten, show_end, show_finished_run
+from llamarl.metrics.rendering import (
+    find_program,
+    is_finished,
+    shorten,
+    show_end,
+    show_finished_run,
+)
 from llamarl.metrics.span import Spans
 from llamarl.metrics.step_metrics import with_interval
-from llamarl.metrics.summary import ARCHIVE_FOLDER, SUMMARY_FILE, WriteProvenance
+from llamarl.metrics.summary import SUMMARY_FILE, WriteProvenance
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
@@ -116,7 +122,8 @@ async def evaluate(
         highlight=False,
         soft_wrap=True,
     )
-    words = f"each prompt with its completion and reward: {shorten(f'{run_dir}/{ARCHIVE_FOLDER}')}"
+    command = f"{find_program('llamarl')} view {shorten(run_dir)}"
+    words = f"each prompt with its completion and reward: {command}"
     console.print(words, markup=False, highlight=False, soft_wrap=True)
     return result
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.models.safetensors_file import read_header
+from llamarl.view.page import view
 from tests.e2e.commands import read_rollouts
 from tests.e2e.forks import Forks
 from tests.json_lines import read_lines
@@ -79,7 +80,8 @@ def test_evaluate_scores_a_checkpoint(llamarl: Command, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert re.match(r"accuracy \d+\.\d% of 32 \(\d+\.\d% to \d+\.\d%\)  reward ", done.stdout)
-    assert done.stdout.endswith(f": {tmp_path}/archive\n")
+    assert done.stdout.endswith(f"llamarl view {tmp_path}\n")
+    assert view([str(tmp_path)]) == f"32 rollouts: {tmp_path}/view.html\n"
     asked = read_lines(RECIPE / "held_out.jsonl")
     lines = read_rollouts(tmp_path)
     assert sorted(line["prompt_id"] for line in lines) == [*range(1, 33)]
