@@ -141,7 +141,7 @@ def prompts_trained(run_dir: Path, first_row: int) -> list[list[int]]:
     """Prompt ids of the groups trained from row `first_row` on, in the order of admission."""
     lines = [
         line
-        for line in read_archive(run_dir)
+        for line in read_rollouts(run_dir)
         if line["outcome"] == "trained" and line["row_id"] >= first_row
     ]
     lines.sort(key=lambda line: line["row_id"])
