@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-tools chaos demo-two-hosts vllm-cpu rivals test test-quick test-all test-vllm test-gpu fuzz check docs format clean
+.PHONY: help quickstart quickstart-tools chaos demo-two-hosts vllm-cpu rivals test test-quick test-all test-vllm test-gpu test-view fuzz check docs format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,6 +29,7 @@ help:
 	@echo "make demo-two-hosts  the quickstart over two worker daemons, as on two hosts"
 	@echo "make chaos        the quickstart while its processes are killed, stopped, and woken again"
 	@echo "make test-gpu     the tests that need a CUDA device, with the python and torch that are there"
+	@echo "make test-view    the tests that look at the page of llamarl view in chromium"
 	@echo "make fuzz         damaged files and keys by the thousand: each must be named, or do no harm"
 	@echo "make check        ruff, mypy, codespell"
 	@echo "make docs         the pages of docs/, with warnings as errors, into docs/_build"
@@ -107,6 +108,10 @@ test-vllm: $(VLLM_READY)
 # A machine with a GPU has a torch that fits it, so these tests use its Python, not .venv.
 test-gpu:
 	@$${PYTHON:-python3} -m pytest -m gpu tests/gpu $(ARGS)
+
+# On Debian: apt-get install chromium. Nothing else is needed, and no network.
+test-view: $(READY)
+	@$(BIN)/python -m pytest -m browser tests/view $(ARGS)
 
 # To repeat one case with its whole output: make fuzz ARGS='--seed 0 --case 417'
 fuzz: $(READY)

@@ -5,11 +5,14 @@ Owns: that, and a response as people read it. Does not own: the words and record
 versions say what the model wrote.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from llamarl.types import NO_VERSION
+
+ASSISTANT, OBSERVATION = "assistant", "observation"
+"""Who speaks in a turn: the model, or its environment."""
 
 
 def turn_start(versions: np.ndarray) -> int:
@@ -24,12 +27,21 @@ def last_turn(ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
     return ids[turn_start(versions) :]
 
 
-def conversation(ids: np.ndarray, versions: np.ndarray, decode: Callable[[np.ndarray], str]) -> str:
-    """A response [T] as people read it: a line for each turn, and observations in brackets."""
+def turns_of(
+    ids: np.ndarray, versions: np.ndarray, decode: Callable[[np.ndarray], str]
+) -> list[dict[str, str]]:
+    """A response [T] as messages, {"role": "assistant" or "observation", "content": its text}: of a
+    rollout that takes no turns, one."""
     is_observed = versions == NO_VERSION
     starts = np.flatnonzero(is_observed[1:] != is_observed[:-1]) + 1
-    lines = []
-    for run, observed in zip(np.split(ids, starts), np.split(is_observed, starts), strict=True):
-        text = decode(run)
-        lines.append(f"[{text.strip()}]" if observed[:1].any() else text)
-    return "\n".join(lines)
+    runs = zip(np.split(ids, starts), np.split(is_observed, starts), strict=True)
+    return [
+        {"role": OBSERVATION if observed[:1].any() else ASSISTANT, "content": decode(run)}
+        for run, observed in runs
+    ]
+
+
+def conversation(turns: Sequence[Mapping[str, str]]) -> str:
+    """Turns as people read them: a line for each, and observations in brackets."""
+    texts = [(turn["content"], turn["role"] == OBSERVATION) for turn in turns]
+    return "\n".join(f"[{text.strip()}]" if is_observed else text for text, is_observed in texts)

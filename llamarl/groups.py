@@ -73,7 +73,7 @@ class BatchRollout:
     """One rollout as the trainer needs it: tokens older than `oldest_version` get zero weight.
 
     `advantage` is the group-relative advantage, equal for all tokens of the rollout;
-    `num_generated` counts the response tokens that the model wrote.
+    `num_generated` counts the response tokens that the model wrote. `is_kept` is its prompt's.
     """
 
     row_id: int
@@ -83,6 +83,7 @@ class BatchRollout:
     num_generated: int
     advantage: float
     oldest_version: int
+    is_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from llamarl.checkpoints import checkpoint, positions
+from llamarl.checkpoints.tokenizer_files import keep_tokenizer
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.dataflow.graph import EXECUTORS, GENERATE, SCORE
@@ -29,10 +30,16 @@ from llamarl.groups import Evaluation
 from llamarl.loop.engines import Engines, Unobserved
 from llamarl.metrics.console import Progress
 from llamarl.metrics.recent_spans import RecentSpans
-from llamarl.metrics.rendering import is_finished, shorten, show_end, show_finished_run
+from llamarl.metrics.rendering import (
+    find_program,
+    is_finished,
+    shorten,
+    show_end,
+    show_finished_run,
+)
 from llamarl.metrics.span import Spans
 from llamarl.metrics.step_metrics import with_interval
-from llamarl.metrics.summary import ARCHIVE_FOLDER, SUMMARY_FILE, WriteProvenance
+from llamarl.metrics.summary import SUMMARY_FILE, WriteProvenance
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
@@ -61,6 +68,7 @@ async def train(
             return show_finished_run(config, run_dir, state, console)
         _check_disk(config, inputs, run_dir)
         write_provenance()
+        keep_tokenizer(inputs.tokenizer_folder, run_dir)
         positions.cut(run_dir, state.get("positions", {}))
         Path(run_dir, SUMMARY_FILE).unlink(missing_ok=True)  # of an end that this run goes on from
         if folder is not None:
@@ -95,6 +103,7 @@ async def evaluate(
     inputs = read_inputs(config, needs_prompts=False)
     with claim(run_dir, is_new=True):
         write_provenance()
+        keep_tokenizer(inputs.tokenizer_folder, run_dir)
         # Off a terminal, standard output is the result alone.
         shown = console if console.is_terminal else Console(quiet=True)
         with Progress(0, live=config.metrics.live, console=shown) as progress:
@@ -113,7 +122,8 @@ async def evaluate(
         highlight=False,
         soft_wrap=True,
     )
-    words = f"each prompt with its completion and reward: {shorten(f'{run_dir}/{ARCHIVE_FOLDER}')}"
+    command = f"{find_program('llamarl')} view {shorten(run_dir)}"
+    words = f"each prompt with its completion and reward: {command}"
     console.print(words, markup=False, highlight=False, soft_wrap=True)
     return result
 

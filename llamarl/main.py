@@ -47,6 +47,7 @@ from llamarl.recipe.composition import (
     to_yaml,
 )
 from llamarl.run import control
+from llamarl.view import page
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,13 @@ COMMANDS = {
     "config": "list the keys of a recipe with their meanings; with KEY or a section, describe it",
     "status": "say what a run at work does: versions, load, faults (status --help)",
     "scale": "add generator replicas to a run at work, or remove some (scale --help)",
+    "view": "write the rollouts that a run has kept as one page for a browser (view --help)",
     "worker": "serve one host of a run that is started elsewhere (worker --help)",
+}
+RUN_COMMANDS: dict[str, tuple[Callable[[list[str]], str], str]] = {  # and what their help says
+    "status": (control.status, control.USAGE["status"]),
+    "scale": (control.scale, control.USAGE["scale"]),
+    "view": (page.view, page.USAGE),
 }
 
 OPTIONS = {  # of the commands that compose a recipe: name and value, what it does
@@ -121,10 +128,10 @@ def _main(command: str, *arguments: str) -> None:
         from llamarl.cluster import daemon
 
         return daemon.main(list(arguments))
-    if command in control.USAGE:
+    if command in RUN_COMMANDS:
+        words, usage = RUN_COMMANDS[command]
         asks_help = {"--help", "-h"} & set(arguments)
-        words = {"status": control.status, "scale": control.scale}[command]
-        return _show(control.USAGE[command] if asks_help else words(list(arguments)))
+        return _show(usage if asks_help else words(list(arguments)))
     if {"--help", "-h"} & set(arguments):
         return _show(_help(command))
     if command == "config":

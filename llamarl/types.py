@@ -13,6 +13,10 @@ Glossary
                 as Columns; the controller has its RolloutInfo (lengths, spans), a Batch its
                 BatchRollout (with the advantage), a trainer rank its part of a MicroBatch.
     outcome     what became of a rollout: trained, dropped, evaluated, lost, ...
+    recorded, kept
+                of a rollout that can be read after the run: recorded are all of evaluations, with
+                their texts; kept are those of `experience.keep_rollouts` of the prompts, with every
+                token.
     row         a rollout's place in storage and its number, `row_id`.
     span        tokens in a row that one version wrote: a rollout's versions are a list of spans. In
                 metrics: what a process did from one moment to another (metrics/span.py).
@@ -103,7 +107,10 @@ EPISODE_REWARD = "episode_reward"  # float64 [1], what the environment gave
 REF_LOGPROBS = "ref_logprobs"  # float32 [T]
 TRAINER_LOGPROBS = "trainer_logprobs"  # float32 [T], log pi when the row was trained
 PROMPT_ID = "prompt_id"  # float64 [1]
-PROMPT_TEXT, COMPLETION_TEXT = "prompt_text", "completion_text"  # uint8, UTF-8
+LOSS_WEIGHTS = "loss_weights"  # uint8 [T], 1 for a trained token, of rollouts that are kept
+CLIPPED = "clipped"  # uint8 [T], 1 for a trained token that the loss clipped, likewise
+TURNS = "turns"  # uint8, JSON: what `episode.turns_of` returns, of rollouts that are recorded
+RECORD = "record"  # uint8, JSON: what the controller knows of a rollout (data/kept_rollouts.py)
 
 
 class Purpose(StrEnum):
@@ -140,7 +147,8 @@ class Prompt:
     """One tokenized question.
 
     `prompt_id` is its line in the data file and `epoch` how often the file was walked before;
-    `fields` is the whole data row, which reward functions read. `is_held_out`: of data.held_out.
+    `fields` is the whole data row, which reward functions read. `is_held_out`: of data.held_out;
+    `is_kept`: its rollouts are kept whole in the archive (experience.keep_rollouts).
     """
 
     prompt_id: int
@@ -149,6 +157,20 @@ class Prompt:
     fields: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
     is_held_out: bool = False
+    is_kept: bool = False
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its rollouts can be read after the run: kept ones, and all of evaluations."""
+        return self.is_kept or self.is_held_out
+
+    def question(self, field: str) -> str:
+        """The question as this field of the row has it, of a chat the last message; else the whole
+        prompt, which begins with the same words of the template in every row."""
+        question = self.fields.get(field)
+        if isinstance(question, list) and question:
+            question = question[-1].get("content")
+        return question if isinstance(question, str) else self.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ class WatchedStorage(StorageExecutor):
         self, run_dir: Path | None = None, *, cells: Rows | None = None, retire_s: float = 0.0
     ) -> None:
         folder = str(run_dir / "archive") if run_dir is not None else None
-        spec = StorageSpec(unit=0, archive_folder=folder, archive_tokens=False)
+        spec = StorageSpec(unit=0, archive_folder=folder)
         super().__init__(spec, rank=0, num_ranks=1, spans=Spans("storage", None))
         self.writes: list[tuple[list[int], list[str]]] = []
         self.num_writes: Counter[int] = Counter()

@@ -34,7 +34,7 @@ FLOORS: list[set[str]] = [
     {"loop"},
     {"recipe"},
     {"run"},
-    {"planner"},
+    {"planner", "view"},
     {"jobs", "reports"},
     {"library"},
     {"main"},

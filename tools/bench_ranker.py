@@ -6,7 +6,7 @@ Recall: of the prompts whose rollouts are the longest 20 % of a step, the share 
 20 % that were expected to be. A ranker knows what has ended when a step is submitted: everything up
 to two steps before it. The truth is the mean length of every second rollout of a prompt.
 
-    quickstart  the recipe's own run (RUN, made with experience.archive_tokens=true, or a new one):
+    quickstart  the recipe's own run (RUN, made with experience.keep_rollouts=1, or a new one):
                 30 steps in which the policy learns to write more, where it wrote least most of all
     made        64 prompts of 8 rollouts a step; a length is exp(N(0, 0.8)) by what is in the prompt
                 times exp(N(0, 0.5)) by chance; words are drawn by a law of Zipf, each adds its part
@@ -211,7 +211,7 @@ def dispatch(steps: list[Step], max_staleness: int) -> Values:
 def quickstart(run: Path) -> list[Step]:
     """What a run has trained on, step by step."""
     groups: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
-    for path in sorted((run / "archive").glob("*.jsonl")):
+    for path in sorted((run / "archive").glob("kept-*.jsonl")):
         for line in map(json.loads, path.read_text().splitlines()):
             if line["outcome"] == "trained":
                 groups[line["version"], tuple(line["prompt_ids"])].append(line["num_tokens"])
@@ -270,7 +270,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = options.run or Path(folder, "run")
         if options.run is None:
-            train(RECIPE, run, "experience.archive_tokens=true", "metrics.live=false")
+            train(RECIPE, run, "experience.keep_rollouts=1", "metrics.live=false")
         learnt = quickstart(run)
     for task, (steps, windows) in tasks_of(learnt).items():
         for ranker, shares in measure(steps, windows).items():

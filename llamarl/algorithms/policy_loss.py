@@ -30,12 +30,14 @@ class LossOutputs:
 
     `sums` are to be summed over micro-batches and ranks: tokens (of weight 1), ratio, clipped
     (tokens whose ratio the algorithm clipped), kl (mu to pi, estimator k3), entropy, ref_kl.
-    `ratio_max` is a maximum, 0 without trained tokens.
+    `ratio_max` is a maximum, 0 without trained tokens; `clipped` says which tokens those are, bool
+    [N].
     """
 
     loss: Tensor
     sums: dict[str, Tensor]
     ratio_max: Tensor
+    clipped: Tensor
 
 
 def policy_loss(
@@ -84,7 +86,8 @@ def policy_loss(
         sums = {name: torch.where(trained, value, 0.0).sum() for name, value in values.items()}
         ratio_max = torch.cat([ratio[trained], ratio.new_zeros(1)]).max()
     total = torch.where(trained, loss, 0.0).sum()
-    return LossOutputs(loss=total, sums=sums, ratio_max=ratio_max)
+    clipped = trained & (clipped.detach() > 0)
+    return LossOutputs(loss=total, sums=sums, ratio_max=ratio_max, clipped=clipped)
 
 
 def kl_penalty(log_ref_ratio: Tensor, estimator: str) -> Tensor:

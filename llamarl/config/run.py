@@ -105,12 +105,11 @@ class ExperienceConfig(Section):
     group_complete (those of the next step in the order in which they settle; it makes a difference
     unless `trainer.parts=batch`) | task (`sample` of the recipe's own task.py chooses; only with
     `staleness.late=mask`)."""
-    archive_tokens: bool = False
-    """Write the token ids, their versions (-1: an observation) and log-probs of each rollout to the
-    archive too, not only its outcome, reward, length and spans."""
-    archive_text: bool = False
-    """Write prompt and completion of each scored rollout to the archive too, as text. Those of
-    evaluations are always written."""
+    keep_rollouts: float = number(0.01, least=0, most=1)
+    """Share of the prompts whose rollouts are kept whole in the archive, to be read after the run
+    (`llamarl view`): texts, rewards, and of each token the version that wrote it and its log-probs.
+    Seed, epoch and line decide which prompts these are. Of evaluations the texts and rewards are
+    always kept. 1 keeps all, which takes about 40 bytes per token."""
 
 
 @dataclass(kw_only=True)

@@ -44,6 +44,7 @@ def make_batch(
             num_generated=group.rollouts[row_id].num_generated,
             advantage=advantage,
             oldest_version=oldest_version,
+            is_kept=group.prompt.is_kept,
         )
         for group in groups
         for row_id, advantage in zip(group.row_ids, group.advantages, strict=True)

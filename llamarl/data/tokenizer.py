@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MAX_REASON_CHARS = 300
+MOST_BYTES = 4  # of a character in UTF-8: more tokens than that do not make one
 IMPORTING = threading.Lock()
 """transformers finds its names on first use, which two threads must not do at once."""
 
@@ -100,6 +101,28 @@ class Tokenizer:
         text = self._backend.decode(ids, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+    def pieces(self, token_ids: Sequence[int] | np.ndarray) -> list[str]:
+        """The text of each token as it stands among these; all together they are `decode_raw`'s. A
+        character of several tokens stands with its last one, and the others are empty."""
+        ids = np.asarray(token_ids, dtype=np.int64).tolist()
+        texts, known = [""] * len(ids), dict[tuple[int, ...], str]()
+        decode = self._backend.backend_tokenizer.decode  # `decode_raw`, without what takes longer
+
+        def text_of(begin: int, end: int) -> str:
+            key = tuple(ids[begin:end])
+            if key not in known:
+                known[key] = decode(list(key), skip_special_tokens=False)
+            return known[key]
+
+        begin = read = 0  # a token is read after the ones before it: some lose a blank at the start
+        for end in range(1, len(ids) + 1):
+            before, now = text_of(begin, read), text_of(begin, end)
+            is_whole = not now.endswith("\ufffd") or end - read > MOST_BYTES
+            if is_whole or end == len(ids):
+                texts[end - 1] = now[len(before) :]
+                begin, read = read, end
+        return texts
 
     def parse_response(self, token_ids: Sequence[int] | np.ndarray) -> Mapping[str, Any]:
         """The message that these ids are, by the tokenizer's response template; empty for what

@@ -10,18 +10,20 @@ from dataclasses import dataclass
 
 from llamarl.config.check import require
 from llamarl.types import (
-    COMPLETION_TEXT,
+    CLIPPED,
     EPISODE_REWARD,
     GENERATOR_LOGPROBS,
+    LOSS_WEIGHTS,
     PROMPT_ID,
     PROMPT_IDS,
-    PROMPT_TEXT,
+    RECORD,
     REF_LOGPROBS,
     RESPONSE_IDS,
     REWARD,
     SAMPLING,
     TOKEN_VERSIONS,
     TRAINER_LOGPROBS,
+    TURNS,
 )
 
 NUMBER, RESPONSE, PROMPT, FIXED, TEXT = "number", "response", "prompt", "fixed", "text"
@@ -77,10 +79,12 @@ COLUMNS = {
         Column(REWARD),
         Column(EPISODE_REWARD),
         Column(PROMPT_ID),
-        Column(PROMPT_TEXT, "uint8", TEXT),
-        Column(COMPLETION_TEXT, "uint8", TEXT),
+        Column(TURNS, "uint8", TEXT),
+        Column(RECORD, "uint8", TEXT),
         Column(REF_LOGPROBS, "float32", RESPONSE),
         Column(TRAINER_LOGPROBS, "float32", RESPONSE),
+        Column(LOSS_WEIGHTS, "uint8", RESPONSE),
+        Column(CLIPPED, "uint8", RESPONSE),
     )
 }
 """Those that the package's own stages write, by name."""
@@ -90,5 +94,5 @@ PROMPT_RECORD = "prompt"  # the rollout's `types.Prompt`, which has the whole ro
 COMPLETION = "completion"  # the response as text, decoded from RESPONSE_IDS
 DERIVED = {PROMPT_RECORD: "", COMPLETION: RESPONSE_IDS}
 """Name -> the column it is made from, "" for none."""
-RECORDED = (PROMPT_ID, PROMPT_TEXT, COMPLETION_TEXT)
-"""What a stage writes of the rollout as it is, for the archive; no function computes it."""
+RECORDED = (PROMPT_ID, TURNS, LOSS_WEIGHTS, CLIPPED)
+"""What a stage writes for the archive only; no function of a recipe computes it."""

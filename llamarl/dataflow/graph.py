@@ -27,18 +27,19 @@ from llamarl.config import Config
 from llamarl.config.check import require, require_choice
 from llamarl.dataflow.columns import COLUMNS, DERIVED, NUMBER, RESPONSE, TEXT, Column, check_name
 from llamarl.types import (
-    COMPLETION_TEXT,
+    CLIPPED,
     EPISODE_REWARD,
     GENERATOR_LOGPROBS,
+    LOSS_WEIGHTS,
     PROMPT_ID,
     PROMPT_IDS,
-    PROMPT_TEXT,
     REF_LOGPROBS,
     RESPONSE_IDS,
     REWARD,
     SAMPLING,
     TOKEN_VERSIONS,
     TRAINER_LOGPROBS,
+    TURNS,
 )
 
 GENERATE, SCORE, INFER, SETTLE, TRAIN = "generate", "score", "infer", "settle", "train"
@@ -234,7 +235,7 @@ def _shipped(config: Config) -> Iterator[Stage]:
         SCORE,
         EXECUTORS[SCORE],
         reads=(*DERIVED, SAMPLING, *of_episode),
-        writes=[REWARD, PROMPT_ID, PROMPT_TEXT, COMPLETION_TEXT],
+        writes=[REWARD, PROMPT_ID, TURNS],
         workers=reward.num_workers,
         timeout_s=reward.timeout_s,
         max_failure_rate=reward.max_failure_rate,
@@ -244,7 +245,7 @@ def _shipped(config: Config) -> Iterator[Stage]:
         yield Stage(INFER, FrozenModel(config.model.checkpoint), writes=[REF_LOGPROBS])
         trained.append(REF_LOGPROBS)
     yield Stage(SETTLE, EXECUTORS[SETTLE], algorithm.reward_columns, [ADVANTAGE], per=GROUP)
-    yield Stage(TRAIN, EXECUTORS[TRAIN], trained, [TRAINER_LOGPROBS])
+    yield Stage(TRAIN, EXECUTORS[TRAIN], trained, [TRAINER_LOGPROBS, LOSS_WEIGHTS, CLIPPED])
 
 
 def _writers(stages: Mapping[str, Stage]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.config import DataConfig
+from llamarl.data.kept_rollouts import is_kept
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.json_file import parse
 from llamarl.types import Prompt
@@ -109,9 +110,10 @@ class PromptStream(Iterator[Prompt]):
     """Hands out prompts without end, each one once per epoch, with `Prompt.epoch` set.
 
     `position` counts the prompts drawn; a new stream given that position continues exactly. With
-    `shuffle`, each epoch's order is drawn from (seed, epoch) alone; else it is file order. `first`
-    lists (epoch, prompt_id) of prompts to hand out before. `identity` is saved with the state: what
-    must be equal in a run that resumes from it. ValueError if `first` names an unknown prompt.
+    `shuffle`, each epoch's order is drawn from (seed, epoch) alone; else it is file order. Of the
+    share `keep` of them all, `Prompt.is_kept` is set. `first` lists (epoch, prompt_id) of prompts
+    to hand out before. `identity` is saved with the state: what must be equal in a run that resumes
+    from it. ValueError if `first` names an unknown prompt.
     """
 
     def __init__(
@@ -120,20 +122,21 @@ class PromptStream(Iterator[Prompt]):
         *,
         seed: int,
         shuffle: bool,
+        keep: float = 0.0,
         position: int = 0,
         first: Sequence[tuple[int, int]] = (),
         identity: Mapping[str, object] | None = None,
     ) -> None:
         self.position = position
         self.num_prompts = len(prompts)
-        self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
+        self._prompts, self._seed, self._shuffle, self._keep = prompts, seed, shuffle, keep
         self._identity = dict(identity or {})
         self._order: tuple[int, Sequence[int]] = (-1, ())  # epoch, places of its prompts
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         for _, prompt_id in first:
             if prompt_id not in by_id:
                 raise ValueError(f"open prompts must be among data.prompts, got line {prompt_id}")
-        self._first = deque(replace(by_id[prompt_id], epoch=epoch) for epoch, prompt_id in first)
+        self._first = deque(self._drawn(by_id[prompt_id], epoch) for epoch, prompt_id in first)
 
     def __next__(self) -> Prompt:
         if self._first:
@@ -142,7 +145,7 @@ class PromptStream(Iterator[Prompt]):
         if epoch != self._order[0]:
             self._order = epoch, self._draw_order(epoch)
         self.position += 1
-        return replace(self._prompts[self._order[1][place]], epoch=epoch)
+        return self._drawn(self._prompts[self._order[1][place]], epoch)
 
     def state(self) -> dict[str, object]:
         """What a checkpoint saves. With the gate's open groups it names every prompt that was drawn
@@ -152,6 +155,10 @@ class PromptStream(Iterator[Prompt]):
             "backlog": [[prompt.epoch, prompt.prompt_id] for prompt in self._first],
             "identity": self._identity,
         }
+
+    def _drawn(self, prompt: Prompt, epoch: int) -> Prompt:
+        prompt = replace(prompt, epoch=epoch)
+        return replace(prompt, is_kept=is_kept(prompt, self._keep, self._seed))
 
     def _draw_order(self, epoch: int) -> Sequence[int]:
         if not self._shuffle:

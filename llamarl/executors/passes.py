@@ -22,11 +22,14 @@ from llamarl.groups import BatchRollout
 from llamarl.models.policy import Policy
 from llamarl.models.trained_model import TrainedModel
 from llamarl.types import (
+    CLIPPED,
     GENERATOR_LOGPROBS,
+    LOSS_WEIGHTS,
     NO_VERSION,
     REF_LOGPROBS,
     SAMPLING,
     TOKEN_VERSIONS,
+    TRAINER_LOGPROBS,
     Columns,
     FinishReason,
     finish_reason,
@@ -64,15 +67,18 @@ class Passes:
 
     def accumulate(
         self, step: int, rows: Sequence[BatchRollout], columns: Columns, sizes: Sequence[int]
-    ) -> list[np.ndarray]:
+    ) -> Columns:
         """Forward and backward of this rank's micro-batches: `rows` cut into runs of `sizes`.
 
-        Returns log pi of every row, float32. RuntimeError, naming `step`, if a loss is not finite.
+        Returns what was found of every row: TRAINER_LOGPROBS, LOSS_WEIGHTS and CLIPPED.
+        RuntimeError, naming `step`, if a loss is not finite.
         """
-        logprobs: list[np.ndarray] = []
+        found: Columns = {TRAINER_LOGPROBS: [], LOSS_WEIGHTS: [], CLIPPED: []}
         for start, end in pairwise(accumulate(sizes, initial=0)):
-            logprobs += self._forward_backward(step, rows, columns, range(start, end))
-        return logprobs
+            more = self._forward_backward(step, rows, columns, range(start, end))
+            for name, cells in more.items():
+                found[name] += cells
+        return found
 
     def differences(self, columns: Columns, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
         """float64 [rows of `columns`]: the largest |log pi - log mu| over what the model wrote of
@@ -88,8 +94,8 @@ class Passes:
 
     def _forward_backward(
         self, step: int, rows: Sequence[BatchRollout], columns: Columns, indices: range
-    ) -> list[np.ndarray]:
-        """Add one micro-batch to the gradients; returns log pi of its rollouts."""
+    ) -> Columns:
+        """Add one micro-batch to the gradients; returns the columns of its rollouts."""
         packed = micro_batch(columns, indices, self._device)
         stats = self._policy.model(
             packed.token_ids, packed.lengths, packed.targets, self._temperature
@@ -97,7 +103,7 @@ class Passes:
         trainer_logprobs = stats.logprobs[packed.response]
         if not indices:
             trainer_logprobs.sum().backward()  # zero, but the other ranks need our part
-            return []
+            return {}
         lengths = torch.tensor(packed.response_lengths, device=self._device)
         index = torch.repeat_interleave(lengths)
         written = [int((columns[TOKEN_VERSIONS][i] != NO_VERSION).sum()) for i in indices]
@@ -126,8 +132,14 @@ class Passes:
             )
         outputs.loss.backward()
         self.loss_metrics.add(outputs, sum(written))
-        values = trainer_logprobs.detach().cpu()
-        return [part.numpy() for part in values.split(list(packed.response_lengths))]
+        found = {
+            TRAINER_LOGPROBS: trainer_logprobs.detach(),
+            LOSS_WEIGHTS: inputs.weights.to(torch.uint8),
+            CLIPPED: outputs.clipped.to(torch.uint8),
+        }
+        sizes = list(packed.response_lengths)
+        parts = {name: values.cpu().split(sizes) for name, values in found.items()}
+        return {name: [part.numpy() for part in each] for name, each in parts.items()}
 
     def _token_weights(
         self, rows: Sequence[BatchRollout], columns: Columns, indices: range

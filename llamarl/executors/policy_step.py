@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -105,12 +104,13 @@ class PolicyStep:
 
     def accumulate(
         self, batch: Batch, rows: Sequence[BatchRollout], columns: Columns, sizes: Sequence[int]
-    ) -> list[np.ndarray]:
+    ) -> Columns:
         """Add the gradients of this rank's `rows` of `batch`, in micro-batches of `sizes`, to the
-        step; returns log pi of each row. RuntimeError if a loss is not finite."""
-        logprobs = self.passes.accumulate(self.version, rows, columns, sizes)
+        step; returns the columns that `Passes.accumulate` found of each row. RuntimeError if a loss
+        is not finite."""
+        found = self.passes.accumulate(self.version, rows, columns, sizes)
         self._rows += batch.rows
-        return logprobs
+        return found
 
     def step(self) -> StepStats:
         """Divide the summed gradients, clip, update; a write of this version goes on reading a

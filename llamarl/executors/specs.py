@@ -105,8 +105,7 @@ class StageSpec:
     """Of a stage that runs functions: `stage.run` is the name of one of `task_source`, the text of
     the recipe's task.py if it has one, or `reward` says which the stage `score` runs. `numbers`
     names the columns it reads that are one number per rollout; `tokenizer` is a folder with
-    tokenizer files. With `has_text` `score` writes the texts of all rollouts, not only of held-out
-    ones; `has_episodes`: rollouts take turns."""
+    tokenizer files; `has_episodes`: rollouts take turns."""
 
     executor: ClassVar[str] = "llamarl.executors.stage:StageExecutor"
 
@@ -116,7 +115,6 @@ class StageSpec:
     task_source: str | None
     storage: ColumnStore
     reward: RewardConfig | None = None
-    has_text: bool = False
     has_episodes: bool = False
 
 
@@ -153,16 +151,15 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StorageSpec:
-    """Retired rows of storage unit `unit` go to `archive_folder/rollouts-<unit>.jsonl` (None:
-    nowhere), with their tokens and log-probs if `archive_tokens`. Clients on the unit's host find
-    it at `socket` (None: it answers calls only). Above `max_bytes` in memory (0: no limit) rows go
+    """Retired rows of storage unit `unit` go to `archive_folder` (None: nowhere), see
+    `executors/archive.py`. Clients on the unit's host find it at `socket` (None: it answers calls
+    only). Above `max_bytes` in memory (0: no limit) rows go
     to files in `spill_folder` (None: they stay)."""
 
     executor: ClassVar[str] = "llamarl.executors.storage:StorageExecutor"
 
     unit: int
     archive_folder: str | None
-    archive_tokens: bool
     socket: str | None = None
     spill_folder: str | None = None
     max_bytes: int = 0

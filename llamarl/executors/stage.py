@@ -13,22 +13,22 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.data.kept_rollouts import as_cell
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
 from llamarl.dataflow.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD, RECORDED, Column
 from llamarl.dataflow.graph import GROUP
 from llamarl.dataflow.task_stages import as_data
-from llamarl.episode import conversation, last_turn
+from llamarl.episode import last_turn, turns_of
 from llamarl.executors.specs import StageSpec
 from llamarl.executors.stage_calls import FailureRate, WorkSpans
 from llamarl.metrics.span import Spans
 from llamarl.storage.store import RecordingStore
 from llamarl.types import (
-    COMPLETION_TEXT,
     PROMPT_ID,
-    PROMPT_TEXT,
     RESPONSE_IDS,
     REWARD,
     TOKEN_VERSIONS,
+    TURNS,
     Columns,
     Prompt,
     StageItem,
@@ -134,16 +134,14 @@ class StageExecutor:
 
     def _shown(self, prompt: Prompt, columns: Columns, place: int) -> Cells:
         """What the stage `score` stores for the archive of the rollout at this place of `columns`:
-        its prompt's number, and perhaps its whole text."""
+        its prompt's number, and its text if it is recorded."""
         cells = {PROMPT_ID: np.array([float(prompt.prompt_id)])}
-        if self._spec.has_text or prompt.is_held_out:
+        if prompt.is_recorded:
             assert self._tokenizer is not None
-            ids, decode = columns[RESPONSE_IDS][place], self._tokenizer.decode
-            if self._spec.has_episodes:
-                text = conversation(ids, columns[TOKEN_VERSIONS][place], decode)
-            else:
-                text = decode(ids)
-            cells |= {PROMPT_TEXT: _utf8(prompt.text), COMPLETION_TEXT: _utf8(text)}
+            ids = columns[RESPONSE_IDS][place]
+            one_turn = np.zeros_like(ids)
+            versions = columns[TOKEN_VERSIONS][place] if self._spec.has_episodes else one_turn
+            cells[TURNS] = as_cell(turns_of(ids, versions, self._tokenizer.decode))
         return cells
 
     async def _write(self, cells: dict[int, Cells]) -> None:
@@ -209,8 +207,3 @@ class StageExecutor:
                 cells[column.name] = cell
             found.append(cells)
         return found
-
-
-def _utf8(text: str) -> np.ndarray:
-    """uint8 [bytes]; half of a surrogate pair, which a prompt file may hold, as a question mark."""
-    return np.frombuffer(text.encode(errors="replace"), np.uint8)

@@ -57,8 +57,7 @@ class StorageExecutor:
         self._fenced: set[str] = set()  # writers; one per loss of an executor, so they are few
         self._archive: Archive | None = None
         if spec.archive_folder is not None:
-            path = Path(spec.archive_folder, f"rollouts-{spec.unit}.jsonl")
-            self._archive = Archive(path, spec.archive_tokens)
+            self._archive = Archive(Path(spec.archive_folder), spec.unit)
         self._server: LocalServer | None = None
 
     async def start(self) -> None:
@@ -203,7 +202,7 @@ class StorageExecutor:
             all_cells = self._table.locate(rows, names)
             lengths = all_cells.lengths.T.tolist()
             by_name = zip(names, all_cells.lengths, strict=True)
-            wanted = [name for name, each in by_name if archive.wants(name, each)]
+            wanted = [name for name, each in by_name if archive.wants(name, each, names)]
             cells, memory = self._slabs.copy(self._table.locate(rows, wanted))
             columns = cells.views([memory])
             for place, row_id in enumerate(rows):

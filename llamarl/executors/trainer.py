@@ -19,7 +19,9 @@ from llamarl.groups import Batch, BatchRollout, StepStats
 from llamarl.metrics.span import Spans
 from llamarl.storage.store import RecordingStore
 from llamarl.types import (
+    CLIPPED,
     GENERATOR_LOGPROBS,
+    LOSS_WEIGHTS,
     PROMPT_IDS,
     REF_LOGPROBS,
     RESPONSE_IDS,
@@ -77,7 +79,8 @@ class TrainerExecutor:
         self._thread.close()
 
     async def accumulate(self, batch: Batch) -> None:
-        """Fetch this rank's rows, add their gradients to the step, store `trainer_logprobs`.
+        """Fetch this rank's rows, add their gradients to the step, store `trainer_logprobs`; and of
+        rollouts that are kept which tokens had weight and were clipped.
 
         RuntimeError if the batch is meant for another version or its loss is not finite.
         """
@@ -95,11 +98,11 @@ class TrainerExecutor:
             num_tokens = sum(row.num_tokens for row in rows)
             sizes = [len(positions) for positions in micro_batches]
             with self._spans.span("accumulate", version=policy_step.version, tokens=num_tokens):
-                logprobs = await self._thread.run(
+                found = await self._thread.run(
                     lambda: policy_step.accumulate(batch, rows, columns, sizes)
                 )
-            if row_ids and self._rank % self._spec.config.tensor_parallel == 0:
-                await self._storage.write(row_ids, {TRAINER_LOGPROBS: logprobs})
+            if self._rank % self._spec.config.tensor_parallel == 0:
+                await self._store(rows, found)
 
     async def step(self) -> StepStats:
         """See `PolicyStep.step`."""
@@ -141,6 +144,13 @@ class TrainerExecutor:
         async with self._aside("infer") as policy_step:
             columns = await self._storage.read(row_ids, names)
             return await self._thread.run(partial(policy_step.infer, columns))
+
+    async def _store(self, rows: Sequence[BatchRollout], found: Columns) -> None:
+        all_rows, kept = [*range(len(rows))], [i for i, row in enumerate(rows) if row.is_kept]
+        for names, places in (([TRAINER_LOGPROBS], all_rows), ([LOSS_WEIGHTS, CLIPPED], kept)):
+            if places:
+                columns = {name: [found[name][i] for i in places] for name in names}
+                await self._storage.write([rows[i].row_id for i in places], columns)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[PolicyStep]:

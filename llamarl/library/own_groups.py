@@ -11,6 +11,7 @@ from typing import Any
 
 from llamarl.config import Config
 from llamarl.config.check import require
+from llamarl.data.kept_rollouts import is_kept
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.environments.prompts import make_prompt
 from llamarl.groups import Group
@@ -37,6 +38,8 @@ def make_group(
     if not isinstance(question, Prompt):
         number = -1 - group_id  # no line of the recipe's file, and another one each time
         question = make_prompt(question, number, config.data, tokenizer)
+        share = config.experience.keep_rollouts
+        question = replace(question, is_kept=is_kept(question, share, config.seed))
     if num_rollouts is not None:
         sampling = replace(sampling, rollouts_per_prompt=num_rollouts)
     return Group(

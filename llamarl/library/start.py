@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
+from llamarl.checkpoints.tokenizer_files import keep_tokenizer
 from llamarl.config.check import require
 from llamarl.dataflow.graph import EXECUTORS, GENERATE, TRAIN
 from llamarl.jobs import claim
@@ -68,6 +69,7 @@ async def start_engines(
     os.makedirs(folder, exist_ok=True)
     with claim(folder, is_new=True):
         write_provenance(folder, sys.argv, to_yaml(composed))
+        keep_tokenizer(inputs.tokenizer_folder, folder)
         async with running_cluster(config, folder) as cluster:
             started = await spawn_executors(
                 config, inputs, cluster, folder, names=chosen, report=lambda name, state: None

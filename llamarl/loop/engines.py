@@ -10,13 +10,15 @@ logged, and never while it may be trained on again.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+from llamarl.data.kept_rollouts import make_record
 from llamarl.groups import Batch, Dropped, Evaluation, Group, StepStats, Verdict
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.gate import Gate
 from llamarl.loop.rollouts import Rollouts
 from llamarl.protocols import RunObserver, Trainer
-from llamarl.types import Purpose, Request
+from llamarl.types import Outcome, Purpose, Request
 from llamarl.weights.sync.publisher import Publisher
 from llamarl.weights.sync.replicas import PublishStats
 
@@ -26,12 +28,14 @@ class Rules:
     """Pure functions of metadata, with the recipe's config bound to them.
 
     `make_requests` takes a group, and `sampling` in place of the recipe's. `make_batch` takes
-    groups, the trainer's version and the oldest version it may learn from.
+    groups, the trainer's version and the oldest version it may learn from; `make_record` a group,
+    one of its row ids and its outcome.
     """
 
     make_requests: Callable[..., list[Request]]
     filter_group: Callable[[Group], Verdict]
     make_batch: Callable[[Sequence[Group], int, int], Batch]
+    make_record: Callable[[Group, int, Outcome], dict[str, Any]] = make_record
 
 
 class Unobserved:
@@ -98,6 +102,8 @@ class Engines:
         self.observer.log_group(group, verdict)
         if isinstance(verdict, Dropped):
             return verdict.reason
+        for row_id, reason in group.dropped.items():
+            await self._record([group], {"outcome": "dropped", "reason": reason}, {row_id})
         await self.rollouts.leave_out(group)
         group.advantages = verdict.advantages
         return None
@@ -139,7 +145,21 @@ class Engines:
     ) -> None:
         """Free the groups' arrays; the archive says what became of them."""
         row_ids = [row_id for group in groups for row_id in group.row_ids]
+        await self._record(groups, {"outcome": outcome, **details}, {*row_ids})
         await self.rollouts.retire(row_ids, {"outcome": outcome, **details})
+
+    async def _record(self, groups: Sequence[Group], outcome: Outcome, row_ids: set[int]) -> None:
+        """Let the archive know what is known here of those of these rollouts that can be read after
+        the run."""
+        recorded = [group for group in groups if group.prompt.is_recorded]
+        records = {
+            row_id: self.rules.make_record(group, row_id, outcome)
+            for group in recorded
+            for row_id in row_ids.intersection(group.row_ids)
+            if row_id in group.rollouts and group.rollouts[row_id].num_tokens
+        }
+        if records:
+            await self.rollouts.record(records)
 
     async def retire_rest(self) -> None:
         """Free all that was never retired, as unused."""

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from llamarl.batcher import Batcher
+from llamarl.data.kept_rollouts import as_cell
 from llamarl.dataflow.columns import PROMPT_RECORD
 from llamarl.dataflow.graph import GENERATE, GROUP, SCORE, External, Graph, Stage
 from llamarl.errors import UserCodeError, all_at_once, cancel_all, mark_seen, unwrap
@@ -30,6 +31,7 @@ from llamarl.groups import Group
 from llamarl.loop.dispatch import Dispatch
 from llamarl.protocols import Processor, Storage
 from llamarl.types import (
+    RECORD,
     FinishReason,
     Outcome,
     Purpose,
@@ -156,6 +158,12 @@ class Rollouts:
         self._aborted.difference_update(closed)
         if closed:
             await self._storage.retire(closed, outcome)
+
+    async def record(self, records: Mapping[int, object]) -> None:
+        """Store these records of those rollouts that are open, before they are retired."""
+        found = {row_id: record for row_id, record in records.items() if row_id in self.open}
+        if found:
+            await self._storage.write([*found], {RECORD: [*map(as_cell, found.values())]})
 
     async def leave_out(self, group: Group) -> None:
         """Retire the rollouts that stages dropped from a group that is trained on."""

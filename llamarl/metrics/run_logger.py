@@ -15,18 +15,8 @@ from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.span import Spans
 from llamarl.metrics.step_metrics import Drops, Scalars, interval, sample_rows, step_scalars
 from llamarl.metrics.trackers import MetricsLog
-from llamarl.types import Prompt
 
 ReadCompletions = Callable[[list[int]], Awaitable[dict[int, str]]]
-
-
-def question_of(prompt: Prompt, prompt_field: str) -> str:
-    """The question as the row has it, of a chat the last message; else the whole prompt, which
-    begins with the same words of the template in every row."""
-    question = prompt.fields.get(prompt_field)
-    if isinstance(question, list) and question:
-        question = question[-1].get("content")
-    return question if isinstance(question, str) else prompt.text
 
 
 @dataclass(kw_only=True)
@@ -120,5 +110,5 @@ class RunLogger:
         for group in groups:
             for row_id in completions.keys() & group.scores.keys():
                 reward = group.scores[row_id].reward
-                asked = question_of(group.prompt, self.prompt_field)
+                asked = group.prompt.question(self.prompt_field)
                 return self.progress.show_sample(asked, completions[row_id], reward)

@@ -23,23 +23,15 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from llamarl.checkpoints import manifest
+from llamarl.checkpoints.tokenizer_files import END_FILE, TOKENIZER_FILES, copy_files
 from llamarl.json_file import read_object
 from llamarl.models.inventory import locate, parameter_shapes
 from llamarl.models.other_architecture import AnyArchitecture, read_any_architecture
 from llamarl.models.safetensors_file import INDEX_FILE, FileBox, read_boxes
 
 MAX_SHARD_BYTES = 2 * 10**9  # of host memory too: a file is written once it has all its tensors
-MODEL_FILES = ("generation_config.json", "LICENSE*", "NOTICE*")
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "additional_chat_templates",
-)
-"""What an export copies, beside config.json: from the checkpoint, and from the tokenizer."""
+MODEL_FILES = (END_FILE, "LICENSE*", "NOTICE*")
+"""What an export copies of the checkpoint, beside config.json and the tokenizer."""
 
 
 @torch.no_grad()
@@ -118,8 +110,8 @@ def save(
     with _replacing(Path(folder)) as unfinished:
         num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
         check_space(unfinished.parent, num_bytes, "the weights need")
-        _copy_files(source, MODEL_FILES, unfinished)
-        _copy_files(Path(tokenizer_folder or source), TOKENIZER_FILES, unfinished)
+        copy_files(source, MODEL_FILES, unfinished)
+        copy_files(Path(tokenizer_folder or source), TOKENIZER_FILES, unfinished)
         _write_config(source, unfinished, dtype)
         _write_weights(unfinished, tensors, shapes, dtype, max_shard_bytes)
         manifest.write(unfinished)
@@ -166,15 +158,6 @@ def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     shutil.copymode(path.with_name("config.json"), path)  # else its owner alone could read it
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _copy_files(source: Path, patterns: Iterable[str], folder: Path) -> None:
-    for pattern in patterns:
-        for path in source.glob(pattern):
-            if path.is_dir():
-                shutil.copytree(path, folder / path.name)
-            else:
-                shutil.copyfile(path, folder / path.name)
 
 
 def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:

@@ -89,8 +89,8 @@ ELSEWHERE = {
     "checkpoint.keep": "save_total_limit max_actor_ckpt_to_keep",
     "checkpoint.resume": "resume_from_checkpoint resume_mode",
     "metrics.trackers": "report_to logger",
-    "experience.archive_text": "rollout_data_dir validation_data_dir",
-    "metrics.sample_rollouts": "log_completions num_completions_to_print",
+    "experience.keep_rollouts": "log_completions rollout_data_dir validation_data_dir",
+    "metrics.sample_rollouts": "num_completions_to_print",
 }
 """Keys and groups, and the names of the same in TRL, verl and others."""
 NOT_HERE = {

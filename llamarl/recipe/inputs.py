@@ -23,6 +23,7 @@ from llamarl.checkpoints import manifest
 from llamarl.config import Config, TransformersConfig, VllmConfig
 from llamarl.config.check import require
 from llamarl.config.pools import alone, named, pools_of
+from llamarl.data.kept_rollouts import is_kept
 from llamarl.data.tokenizer import (
     TextDecoder,
     Tokenizer,
@@ -107,6 +108,8 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
         check_answers(config.reward, held_out, _resolve(config, config.data.held_out))
         held_out = held_out[: config.evaluation.max_prompts or len(held_out)]
         held_out = [replace(prompt, is_held_out=True) for prompt in held_out]
+        share, seed = config.experience.keep_rollouts, config.seed
+        held_out = [replace(each, is_kept=is_kept(each, share, seed)) for each in held_out]
     check_lengths(config, prompts, held_out)
     replay_lengths = []
     if config.sampling.replay_lengths is not None:
@@ -361,6 +364,7 @@ def make_prompts(config: Config, inputs: Inputs, state: dict[str, Any]) -> Promp
         inputs.prompts,
         seed=config.seed,
         shuffle=config.data.shuffle,
+        keep=config.experience.keep_rollouts,
         position=state.get("position", 0),
         first=[tuple(pair) for pair in (*state.get("pending", []), *state.get("backlog", []))],
         identity=identity(config, inputs),

@@ -45,7 +45,6 @@ def storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
         StorageSpec(
             unit=unit,
             archive_folder=f"{run_dir}/archive",
-            archive_tokens=config.experience.archive_tokens,
             socket=f"{run_dir}/.rendezvous-storage/{unit}" if has_sockets(config) else None,
             spill_folder=f"{run_dir}/spill",
             max_bytes=config.experience.max_bytes // config.experience.units_per_host,
@@ -178,7 +177,6 @@ class Specs:
             task_source=inputs.task_source,
             storage=storage,
             reward=config.reward if stage.name == SCORE else None,
-            has_text=config.experience.archive_text,
             has_episodes=config.environment.is_used,
         )
 

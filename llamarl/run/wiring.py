@@ -15,11 +15,12 @@ from llamarl.algorithms.group_filters import filter_group
 from llamarl.config import Config, VllmConfig
 from llamarl.config.pools import pool_at, pools_of
 from llamarl.config.rank_assignment import far_sites, num_storage_units, units_near
+from llamarl.data.kept_rollouts import make_record
 from llamarl.data.packing import make_batch
 from llamarl.dataflow.graph import Stage
 from llamarl.dataflow.samplers import make_sampler
 from llamarl.environments.requests import make_requests
-from llamarl.episode import conversation
+from llamarl.episode import conversation, turns_of
 from llamarl.generation.vllm.limits import kv_tokens
 from llamarl.lengths.split import Limits
 from llamarl.loop.balance import Balance
@@ -204,6 +205,13 @@ class Wiring:
                 tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
                 attention_cost=attention_cost(inputs.architecture),
             ),
+            make_record=partial(
+                make_record,
+                prompts=config.data.prompts,
+                held_out=config.data.held_out or "",
+                functions=config.reward.functions,
+                prompt_field=config.data.prompt_field,
+            ),
         )
 
     def make_skew(self) -> Skew:
@@ -321,9 +329,9 @@ class Wiring:
         columns: Columns | None = await unless_lost(reading)
         if columns is None:
             return {}
-        show = partial(conversation, decode=self.inputs.tokenizer.decode)
-        texts = map(show, columns[RESPONSE_IDS], columns[TOKEN_VERSIONS])
-        return dict(zip(row_ids, texts, strict=True))
+        turns = partial(turns_of, decode=self.inputs.tokenizer.decode)
+        found = map(turns, columns[RESPONSE_IDS], columns[TOKEN_VERSIONS])
+        return dict(zip(row_ids, map(conversation, found), strict=True))
 
 
 def make_dispatch(

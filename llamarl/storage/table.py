@@ -1,7 +1,7 @@
 """Which rows a storage unit holds, and where each of their cells is.
 
 Owns: the rule that a cell is written once, except that a partial rollout may be written again, and
-the trainer's log-probs with every step that uses a rollout. Does not own: bytes (`slabs.py`), what
+what a trainer finds with every step that uses a rollout. Does not own: bytes (`slabs.py`), what
 becomes of retired rows (`executors/storage.py`). Invariant: all columns of a write become visible
 at once; a slab whose rows are mostly retired is joined again, so rows take at most twice the memory
 that they need.
@@ -18,9 +18,10 @@ from llamarl.dataflow.columns import COLUMNS
 from llamarl.errors import NotStored
 from llamarl.storage.cells import Cells, widths
 from llamarl.storage.slabs import Slab, Slabs
-from llamarl.types import FINISH_CODES, TRAINER_LOGPROBS, FinishReason
+from llamarl.types import CLIPPED, FINISH_CODES, LOSS_WEIGHTS, TRAINER_LOGPROBS, FinishReason
 
 CUT = FINISH_CODES[FinishReason.SEGMENT]  # of a partial row
+OF_A_STEP = {TRAINER_LOGPROBS, LOSS_WEIGHTS, CLIPPED}  # of the last one that used the rollout
 NOWHERE = -1  # the slab of a cell that was not written
 
 
@@ -52,7 +53,7 @@ class Table:
         slots = np.array([self._slots[row_id] for row_id in known], np.int64)
         names = sorted(self._index.keys() & dtypes.keys(), key=self._index.__getitem__)
         written = self._which[self._places(names), slots] != NOWHERE
-        written[[name == TRAINER_LOGPROBS for name in names]] = False
+        written[[name in OF_A_STEP for name in names]] = False
         for column, row in np.argwhere((written & ~self._is_partial[slots]).T)[:1, ::-1]:
             name = names[column]
             raise RuntimeError(f"row {known[row]} already has column {name} and is not partial")

@@ -11,10 +11,8 @@ import pytest
 from llamarl.metrics.span import Spans
 from llamarl.storage.store import RecordingStore
 from llamarl.types import (
-    COMPLETION_TEXT,
     FINISH_CODES,
     PROMPT_ID,
-    PROMPT_TEXT,
     RESPONSE_IDS,
     REWARD,
     SAMPLING,
@@ -93,9 +91,7 @@ def test_retired_rows_leave_a_line_each(drive_storage, tmp_path: Path) -> None:
         sampling = np.array([1.0, 0, 1.0, 512, 2**52 + 1, FINISH_CODES[FinishReason.STOP]])
         mixed = rows([1], 4) | {TOKEN_VERSIONS: [np.array([2, 2, 4, 4, 4], np.int32)]}
         mixed[SAMPLING] = [sampling]
-        text = {PROMPT_TEXT: "2+2?", COMPLETION_TEXT: "4 €"}
         await store.write([1], mixed | numbers(REWARD, 1.5) | numbers(PROMPT_ID, 7))
-        await store.write([1], {k: [np.frombuffer(v.encode(), "u1")] for k, v in text.items()})
         await store.write([3], rows([3], 2, FinishReason.LENGTH) | numbers(REWARD, float("nan")))
         await store.write([5], numbers(REWARD, 0))
         await store.retire([1, 3], outcome)
@@ -115,8 +111,6 @@ def test_retired_rows_leave_a_line_each(drive_storage, tmp_path: Path) -> None:
         "finish": "stop",
         "reward": 1.5,
         "sampling": sampling,
-        "prompt": "2+2?",
-        "completion": "4 €",
     }
     assert (second["finish"], second["reward"], second["num_tokens"]) == ("length", None, 2)
     assert (third["outcome"], third["reason"], third["num_tokens"]) == ("dropped", "failed", 0)
@@ -126,7 +120,8 @@ def test_retired_rows_leave_a_line_each(drive_storage, tmp_path: Path) -> None:
 
 def test_a_full_disk_is_one_clear_error(drive_storage, tmp_path: Path) -> None:
     async def scenario(store, units) -> None:
-        units[0]._archive._file = Path("/dev/full").open("a")  # noqa: SIM115 - the unit closes it
+        full = Path("/dev/full").open("a")  # noqa: SIM115 - the unit closes it
+        units[0]._archive._files[0] = full
         await store.write([1], rows([1], 2))
         match = "cannot write the archive of rollouts: No space left"
         with pytest.raises(OSError, match=match) as raised:

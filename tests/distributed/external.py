@@ -34,7 +34,6 @@ class Run:
         spec = StorageSpec(
             unit=0,
             archive_folder=None,
-            archive_tokens=False,
             socket=socket,
             spill_folder=str(folder / "spill"),
             max_bytes=0,

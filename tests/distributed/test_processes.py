@@ -200,7 +200,6 @@ class ImportingStorage(StorageExecutor):
             StorageSpec(
                 unit=0,
                 archive_folder=None,
-                archive_tokens=False,
             ),
             rank=rank,
             num_ranks=num_ranks,

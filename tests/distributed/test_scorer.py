@@ -1,6 +1,7 @@
 """The stage `score` with real reward processes, over a storage unit in this one."""
 
 import asyncio
+import json
 import logging
 import math
 import time
@@ -20,13 +21,12 @@ from llamarl.executors.stage import StageExecutor
 from llamarl.metrics.span import Spans
 from llamarl.storage.store import Store
 from llamarl.types import (
-    COMPLETION_TEXT,
     FINISH_CODES,
     PROMPT_ID,
-    PROMPT_TEXT,
     RESPONSE_IDS,
     REWARD,
     SAMPLING,
+    TURNS,
     FinishReason,
     Prompt,
     StageStatus,
@@ -64,9 +64,7 @@ def put(storage, folder, row_id, text, finish=FinishReason.STOP):
     storage.put({row_id: cells})
 
 
-def run_scorer(
-    folder, storage, config, calls, *, task_source=None, spans=None, has_text=False, prompt=PROMPT
-):
+def run_scorer(folder, storage, config, calls, *, task_source=None, spans=None, prompt=PROMPT):
     """Start, make the calls (lists of row ids) one after another, close."""
 
     async def run():
@@ -78,7 +76,6 @@ def run_scorer(
                 tokenizer=folder,
                 task_source=task_source,
                 storage=Store([storage]),
-                has_text=has_text,
             ),
             rank=0,
             num_ranks=1,
@@ -230,32 +227,30 @@ def test_full_marks_are_on_the_scale_that_the_recipe_says(folder, full_marks, co
 
 
 @pytest.mark.parametrize(
-    ("has_text", "is_held_out", "is_written"),
+    ("is_kept", "is_held_out", "is_written"),
     [(False, False, False), (True, False, True), (False, True, True)],
 )
-def test_the_texts_of_held_out_rollouts_or_of_all_are_written_beside_the_prompt_id(
-    folder, has_text, is_held_out, is_written
+def test_the_texts_of_rollouts_that_are_recorded_are_written_beside_the_prompt_id(
+    folder, is_kept, is_held_out, is_written
 ):
     storage = WatchedStorage()
     for row_id, text in enumerate(["gr\u00fcn", "bad"]):
         put(storage, folder, row_id, text)
-    prompt = replace(PROMPT, text="q\ud800", is_held_out=is_held_out)  # half of a pair
+    prompt = replace(PROMPT, is_held_out=is_held_out, is_kept=is_kept)
     run_scorer(
         folder,
         storage,
         RewardConfig(functions=["task"]),
         [range(2)],
         task_source=TASK,
-        has_text=has_text,
         prompt=prompt,
     )
     for row_id, text in enumerate(["gr\u00fcn", "bad"]):
         row = storage.rows[row_id]
         assert row[PROMPT_ID].tolist() == [1.0]
-        assert ({PROMPT_TEXT, COMPLETION_TEXT} <= row.keys()) == is_written
+        assert (TURNS in row) == is_written
         if is_written:
-            assert bytes(row[PROMPT_TEXT]) == b"q?"
-            assert bytes(row[COMPLETION_TEXT]).decode() == text
+            assert json.loads(bytes(row[TURNS])) == [{"role": "assistant", "content": text}]
 
 
 def test_a_reward_may_be_a_coroutine_beside_functions(folder):

@@ -52,7 +52,6 @@ def test_ten_times_the_limit_pass_through_and_memory_stays_near_it(
         spec = StorageSpec(
             unit=0,
             archive_folder=str(tmp_path),
-            archive_tokens=False,
             socket=str(tmp_path / "sockets" / "0"),
             spill_folder=str(tmp_path / "spill"),
             max_bytes=LIMIT_BYTES,

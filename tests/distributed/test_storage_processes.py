@@ -69,7 +69,6 @@ async def processes(
         StorageSpec(
             unit=number,
             archive_folder=None,
-            archive_tokens=False,
             socket=str(folder / "sockets" / str(number)),
         )
         for number in range(num_units)

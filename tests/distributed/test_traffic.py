@@ -120,7 +120,7 @@ async def bytes_per_rollout(folder: Path, num_tokens: int) -> tuple[float, float
                 cluster.spawn(
                     f"storage-{unit}",
                     StorageExecutor,
-                    StorageSpec(unit=unit, archive_folder=str(folder), archive_tokens=False),
+                    StorageSpec(unit=unit, archive_folder=str(folder)),
                 )
                 for unit in range(2)
             )

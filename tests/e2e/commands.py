@@ -115,7 +115,7 @@ def wait_for_other(command: Command, role: str, pids: list[int]) -> list[int]:
     raise AssertionError(f"{role} is not started again")
 
 
-KEEPING = ["checkpoint.every_steps=2", "experience.archive_tokens=true"]
+KEEPING = ["checkpoint.every_steps=2", "experience.keep_rollouts=1"]
 
 
 def read_archive(run_dir: Path) -> list[dict[str, Any]]:
@@ -123,11 +123,25 @@ def read_archive(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
+def read_rollouts(run_dir: Path) -> list[dict[str, Any]]:
+    """The archive, and in the lines of rollouts that were kept whole what else is known of them."""
+    kept = {}
+    for path in (run_dir / "archive").glob("kept-*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            assert (line["row_id"], line["outcome"]) not in kept, "a rollout is there twice"
+            known = {name: value for name, value in line.items() if value is not None}
+            kept[line["row_id"], line["outcome"]] = known
+    lines = read_archive(run_dir)
+    found = [line | kept.pop((line["row_id"], line["outcome"]), {}) for line in lines]
+    assert not kept, "every rollout that is kept is in the archive"
+    return found
+
+
 def prompts_trained(run_dir: Path, first_row: int) -> list[list[int]]:
     """Prompt ids of the groups trained from row `first_row` on, in the order of admission."""
     lines = [
         line
-        for line in read_archive(run_dir)
+        for line in read_rollouts(run_dir)
         if line["outcome"] == "trained" and line["row_id"] >= first_row
     ]
     lines.sort(key=lambda line: line["row_id"])

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from llamarl.models.safetensors_file import read_header
+from llamarl.view.page import view
+from tests.e2e.commands import read_rollouts
 from tests.e2e.forks import Forks
 from tests.json_lines import read_lines
 from tests.places import RECIPE
@@ -78,9 +80,10 @@ def test_evaluate_scores_a_checkpoint(llamarl: Command, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert re.match(r"accuracy \d+\.\d% of 32 \(\d+\.\d% to \d+\.\d%\)  reward ", done.stdout)
-    assert done.stdout.endswith(f": {tmp_path}/archive\n")
+    assert done.stdout.endswith(f"llamarl view {tmp_path}\n")
+    assert view([str(tmp_path)]) == f"32 rollouts: {tmp_path}/view.html\n"
     asked = read_lines(RECIPE / "held_out.jsonl")
-    lines = archive(tmp_path)
+    lines = read_rollouts(tmp_path)
     assert sorted(line["prompt_id"] for line in lines) == [*range(1, 33)]
     for line in lines:
         assert line["prompt"] == asked[line["prompt_id"] - 1]["question"]
@@ -89,16 +92,22 @@ def test_evaluate_scores_a_checkpoint(llamarl: Command, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("archive_text", ["true", "false"])
-def test_the_archive_has_the_texts_of_evaluations_and_of_all_where_asked(
-    llamarl: Command, tmp_path: Path, archive_text: str
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_archive_has_the_texts_of_evaluations_and_whole_rollouts_where_asked(
+    llamarl: Command, tmp_path: Path, share: float
 ) -> None:
-    text = f"experience.archive_text={archive_text}"
-    done = llamarl("train", RECIPE, *SMALL, text, f"run_dir={tmp_path}", "num_steps=1")
+    keep = f"experience.keep_rollouts={share}"
+    done = llamarl("train", RECIPE, *SMALL, keep, f"run_dir={tmp_path}", "num_steps=1")
     assert done.returncode == 0, done.stderr
-    for line in archive(tmp_path):
-        is_wanted = line["outcome"] == "evaluated" or archive_text == "true"
-        assert ("completion" in line) == (is_wanted and line["reward"] is not None)
+    for line in read_rollouts(tmp_path):
+        is_evaluated, is_trained = (line["outcome"] == o for o in ("evaluated", "trained"))
+        assert ("completion" in line) == (is_evaluated or (share == 1 and is_trained))
+        assert ("generator_logprobs" in line) == (share == 1 and (is_evaluated or is_trained))
+        if "loss_weights" in line:
+            log_pi, log_mu = line["trainer_logprobs"], line["generator_logprobs"]
+            assert line["advantage"] != 0
+            assert line["staleness"] == line["version"] - line["version_min"]
+            assert len(log_pi) == len(log_mu) == len(line["clipped"]) == line["num_tokens"]
 
 
 def test_an_export_in_bfloat16_is_half_the_size_and_scores(

@@ -125,7 +125,7 @@ REFUSED: dict[Pair, str] = {
 }
 COMMON = [
     *(f"num_steps={STEPS}", f"trainer.groups_per_step={GROUPS}", "trainer.warmup_steps=0"),
-    *("trainer.lr=1e-3", "experience.archive_tokens=true", "checkpoint.export=false"),
+    *("trainer.lr=1e-3", "experience.keep_rollouts=1", "checkpoint.export=false"),
     *("evaluation.max_prompts=4", "evaluation.every_steps=1", "metrics.trackers=[]"),
 ]
 TASK = """

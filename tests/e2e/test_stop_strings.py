@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from tests.e2e.commands import RECIPE, read_archive
+from tests.e2e.commands import RECIPE, read_rollouts
 from tests.e2e.forks import Forks
 
 OPTIONS = ["num_steps=2", "trainer.groups_per_step=8", "trainer.warmup_steps=0"]
@@ -22,7 +22,7 @@ def test_rollouts_end_at_stop_strings_also_at_one_that_is_a_special_token(
         f"--config-dir={RECIPE}",
         f"run_dir={tmp_path}",
         *OPTIONS,
-        "experience.archive_tokens=true",
+        "experience.keep_rollouts=1",
         "sampling.temperature=100",  # any token is as likely as another
         "sampling.stop_strings=['=','<pad>']",
     )
@@ -30,7 +30,7 @@ def test_rollouts_end_at_stop_strings_also_at_one_that_is_a_special_token(
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
     tokenizer = AutoTokenizer.from_pretrained(RECIPE / "checkpoint")
     (pad,) = tokenizer.encode("<pad>", add_special_tokens=False)
-    rows = [row for row in read_archive(tmp_path) if row["finish"] in ("stop", "length")]
+    rows = [row for row in read_rollouts(tmp_path) if "response_ids" in row]
     by_text = [row for row in rows if "=" in tokenizer.decode(row["response_ids"])]
     by_token = [row for row in rows if pad in row["response_ids"]]
     assert by_text

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 
 from llamarl.data.tokenizer import load_tokenizer
 from llamarl.types import NO_VERSION
+from tests.e2e.commands import read_rollouts
 from tests.e2e.forks import Forks
 from tests.json_lines import read_lines
 from tests.places import TOOLS_RECIPE
@@ -30,7 +30,7 @@ SMALL = [
     "evaluation.max_prompts=6",
     "evaluation.every_steps=0",
     "checkpoint.export=false",
-    "experience.archive_tokens=true",
+    "experience.keep_rollouts=1",
 ]
 CALL = re.compile(r"<calculator>(\d+)\*(\d+)</calculator>")
 TOKENIZER = load_tokenizer(TOOLS_RECIPE / "checkpoint")
@@ -52,11 +52,6 @@ def pieces(line: dict[str, Any]) -> list[Piece]:
     pairs = zip(line["token_versions"], line["response_ids"], strict=True)
     runs = groupby(pairs, key=lambda pair: pair[0] == NO_VERSION)
     return [Piece(is_observed, [i for _, i in run]) for is_observed, run in runs]
-
-
-def archive(run_dir: Path) -> Iterator[dict[str, Any]]:
-    for path in (run_dir / "archive").glob("rollouts-*.jsonl"):
-        yield from read_lines(path)
 
 
 def metrics(run_dir: Path) -> dict[str, list[float]]:
@@ -99,7 +94,7 @@ def run(forks: Forks, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
     common = f"--config-dir={TOOLS_RECIPE}", f"run_dir={run_dir}", *SMALL
     done: subprocess.CompletedProcess[str] = forks.run("train", *common, *overrides)
     assert done.returncode == 0, done.stderr
-    return [*archive(run_dir)]
+    return read_rollouts(run_dir)
 
 
 PATHS = {
@@ -183,7 +178,9 @@ def test_what_a_recipe_names_wrongly_is_one_line_before_the_start(
 
 def test_a_run_without_the_tool_says_nothing_of_episodes(forks: Forks, tmp_path: Path) -> None:
     lines = run(forks, tmp_path, "environment.tools=[]")
-    assert all(NO_VERSION not in line["token_versions"] for line in lines if line["num_tokens"])
+    whole = [line for line in lines if "token_versions" in line]
+    assert whole
+    assert all(NO_VERSION not in line["token_versions"] for line in whole)
     assert not [name for name in metrics(tmp_path) if name.startswith(("episode", "tool"))]
 
 
@@ -191,7 +188,7 @@ def test_an_evaluation_takes_turns_too(forks: Forks, tmp_path: Path) -> None:
     common = f"--config-dir={TOOLS_RECIPE}", f"run_dir={tmp_path}", "cluster=inline"
     done = forks.run("evaluate", *common, "evaluation.max_prompts=30")
     assert done.returncode == 0, done.stderr
-    lines = [*archive(tmp_path)]
+    lines = read_rollouts(tmp_path)
     right = [line for line in lines if line["correct"]]
     assert len(right) >= 5
     assert all("</calculator>\n[" in line["completion"] for line in right)

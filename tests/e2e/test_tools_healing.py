@@ -14,7 +14,7 @@ from tests.e2e.commands import (
     Command,
     executors,
     finish,
-    read_archive,
+    read_rollouts,
     reward_workers,
     start,
     told_of,
@@ -74,7 +74,7 @@ def test_what_is_killed_amid_slow_tools_costs_its_episodes_and_no_token_is_wrong
     assert code == 75, err
     assert command.wait_until_gone(5.0) == []
     rows = dict(enumerate(read_lines(TOOLS_RECIPE / "prompts.jsonl"), start=1))
-    trained = [line for line in read_archive(run_dir) if line["outcome"] == "trained"]
+    trained = [line for line in read_rollouts(run_dir) if line["outcome"] == "trained"]
     assert len({line["row_id"] for line in trained}) == len(trained)
     assert max(len(check(line, rows)) // 2 + 1 for line in trained) >= 3
     restarts = sum(

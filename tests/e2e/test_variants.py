@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.e2e.commands import read_rollouts
 from tests.e2e.forks import Forks
 from tests.json_lines import read_lines
 from tests.loss_formulas import Sampled, advantages, step
@@ -23,7 +24,7 @@ from tests.unit.test_transformers_model import write_family
 
 GROUPS, SIZE, MAX_TOKENS = 4, 8, 96
 SMALL = [
-    *("cluster=inline", "experience.archive_tokens=true", "checkpoint.export=false"),
+    *("cluster=inline", "experience.keep_rollouts=1", "checkpoint.export=false"),
     *(f"trainer.groups_per_step={GROUPS}", "trainer.warmup_steps=0"),
     *("evaluation.max_prompts=4", "evaluation.every_steps=0"),
 ]
@@ -40,7 +41,7 @@ class Ended:
         self.steps = [
             line for line in read_lines(run_dir / "metrics.jsonl") if "trainer/loss" in line
         ]
-        self.rows = [row for path in (run_dir / "archive").iterdir() for row in read_lines(path)]
+        self.rows = read_rollouts(run_dir)
         self.trained = [row for row in self.rows if row["outcome"] == "trained"]
 
     def spans(self, process: str, name: str) -> list[Line]:
@@ -89,9 +90,20 @@ def assert_losses(run: Ended, algorithm: str, tolerance: float, **fields: Any) -
                 log_ref = row.get("ref_logprobs", log_pi)
                 blank = [0.0] * len(log_mu)
                 rollouts.append(Sampled(log_pi, log_mu, log_ref, blank, weights, advantage))
+                assert row.get("loss_weights", weights) == weights
         assert len(rollouts) == GROUPS * SIZE
+        assert_clipped(run, version, record)
         want, _, _ = step(algorithm, rollouts, max_tokens=MAX_TOKENS, **fields)
         assert record["trainer/loss"] == pytest.approx(want, rel=tolerance, abs=tolerance), version
+
+
+def assert_clipped(run: Ended, version: int, record: Line) -> None:
+    """The tokens that are marked in the archive are those that the step's metrics count."""
+    rows = [row for row in run.trained if row["version"] == version and "clipped" in row]
+    num_tokens = sum(sum(row["loss_weights"]) for row in rows)
+    assert num_tokens == record["tokens/trained"]
+    share = sum(sum(row["clipped"]) for row in rows) / max(1, num_tokens)
+    assert share == pytest.approx(record["ratio/clipped_share"], abs=1e-6)
 
 
 def test_grpo_with_a_reference_and_recomputed_keys(forks: Forks, tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ class Loop:
     exports: bool = False
     save_s: float = 600.0
     num_held_out: int = 0
+    keep_rollouts: float = 0.0
     num_hosts: int = 1
     num_replicas: int = 1
     pools: Sequence[str] = ()
@@ -233,7 +234,8 @@ class Loop:
         self.trainer = self.executors.trainer.executor
         self.trainer.version = self.state.get("version", 0)
         held_out = [
-            Prompt(prompt_id=i, text="", token_ids=(2, i)) for i in range(self.num_held_out)
+            Prompt(prompt_id=i, text="", token_ids=(2, i), is_held_out=True)
+            for i in range(self.num_held_out)
         ]
         self.inputs = make_inputs(self.prompts or workload.prompts(), graph, LLAMA, held_out)
         self.inputs = replace(self.inputs, task={**self.inputs.task, "sample": self.sample})
@@ -291,7 +293,7 @@ class Loop:
                 late=self.late,
                 carry_over_groups=self.carry_over_groups,
             ),
-            experience=ExperienceConfig(sampler=self.sampler),
+            experience=ExperienceConfig(sampler=self.sampler, keep_rollouts=self.keep_rollouts),
             evaluation=EvaluationConfig(every_steps=self.evaluate_every),
             checkpoint=CheckpointConfig(
                 every_steps=self.save_every, save_s=self.save_s, export=self.exports

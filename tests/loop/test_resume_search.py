@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.checkpoints import checkpoint, positions
+from llamarl.data.kept_rollouts import is_kept
 from llamarl.environments.prompts import PromptStream
 from llamarl.errors import ExecutorLost
 from llamarl.groups import StepStats
@@ -28,7 +29,7 @@ from tests.loop.loop import Loop
 from tests.loop.test_loop_search import LIMIT_S, check, perform
 from tests.random_search import case, searched
 
-ARCHIVE = "archive/rollouts-0.jsonl"
+ARCHIVE, KEPT = "archive/rollouts-0.jsonl", "archive/kept-0.jsonl"
 MOST_SESSIONS = 3
 UNFINISHED = b'{"row_id": 7, "outco'
 ENDINGS = ("kill", "kill", "cancel", "terminate", "lose the trainer")
@@ -99,11 +100,13 @@ class History:
     prompt_of: dict[int, tuple[int, int]] = field(default_factory=dict)  # by row
     group_of: dict[int, int] = field(default_factory=dict)  # by row
     loop_of: dict[int, Loop] = field(default_factory=dict)  # by version that was trained
+    share_of: dict[int, float] = field(default_factory=dict)  # that was to be kept, by row
 
     def add(self, loop: Loop) -> None:
         """A session, which began with what is known so far, is over."""
         self.prompt_of |= loop.prompt_of
         self.group_of |= loop.group_of
+        self.share_of |= dict.fromkeys(loop.prompt_of, loop.keep_rollouts)
         self.loop_of |= dict.fromkeys(range(loop.state.get("version", 0), loop.num_steps), loop)
 
     def cut(self, state: dict[str, Any]) -> None:
@@ -124,6 +127,7 @@ class History:
         steps = [each["step"] for each in read_lines(folder, METRICS_FILE, ends)]
         assert steps == [*range(1, version + 1)]
         lines = self.check_lines(read_lines(folder, ARCHIVE, ends))
+        self.check_kept(lines, read_lines(folder, KEPT, ends))
         assert max((line["row_id"] for line in lines), default=-1) < state.get("next_row_id", 0)
         self.check_steps(lines, version)
         evaluated = {line["version"] for line in lines if line["outcome"] == "evaluated"}
@@ -139,6 +143,28 @@ class History:
         sizes = Counter(line["version"] for line in lines if line["outcome"] == "evaluated")
         assert {*sizes.values()} <= {self.num_held_out}
         return lines
+
+    def check_kept(self, lines: list[dict[str, Any]], kept: list[dict[str, Any]]) -> None:
+        """Whole groups of the prompts that are to be kept, each rollout once, and evaluations."""
+        wanted: dict[int, dict[str, Any]] = {}
+        for line in lines:
+            row, is_chosen = line["row_id"], line["outcome"] == "evaluated"
+            if line["outcome"] in ("trained", "dropped"):
+                epoch, prompt_id = self.prompt_of[row]
+                prompt = Prompt(prompt_id=prompt_id, epoch=epoch, text="", token_ids=())
+                is_chosen = is_kept(prompt, self.share_of[row], 0)
+            if is_chosen:
+                wanted[row] = line
+        finished = [line for line in kept if line["outcome"] != "unused"]  # is all else
+        assert [line["row_id"] for line in finished] == [*wanted], "each once, in the same order"
+        for line in finished:
+            row, before = line["row_id"], wanted[line["row_id"]]
+            assert line["group_id"] == (None if line["is_held_out"] else self.group_of[row])
+            same = ("outcome", "reward", "spans", "finish", "num_tokens")
+            assert [line[name] for name in same] == [before[name] for name in same]
+            assert line["reason"] == before.get("reason")
+            is_used = line["outcome"] in ("trained", "evaluated")
+            assert not is_used or line["step"] == line["version"] + (not line["is_held_out"])
 
     def check_steps(self, lines: list[dict[str, Any]], num_steps: int) -> None:
         """Each step is there with whole groups, but for what stages dropped, within its bound."""
@@ -209,8 +235,9 @@ def play(rng: random.Random, root: Path) -> None:
         options = fixed | {
             "groups_per_step": rng.choice([1, 2]),
             "groups_per_part": rng.choice([0, 1]),
-            "rollouts_per_prompt": 2,
+            "rollouts_per_prompt": rng.choice([2, 3]),
             "drop_share": rng.choice([0.0, 0.3, 0.5]),
+            "keep_rollouts": rng.choice([0.0, 0.4, 1.0]),
         }
         loop = draw(rng, **options, state=state, storage=WatchedStorage(folder))
         step = rng.randint(0, fixed["num_steps"] - loop.trainer.version)
@@ -231,7 +258,7 @@ def play(rng: random.Random, root: Path) -> None:
             break
         if session.ending == "kill":
             folder = root / str(number)
-            for name in rng.sample([ARCHIVE, METRICS_FILE], rng.randint(0, 2)):
+            for name in rng.sample([ARCHIVE, KEPT, METRICS_FILE], rng.randint(0, 3)):
                 if (folder / name).exists():
                     with (folder / name).open("ab") as file:
                         file.write(UNFINISHED)
@@ -245,6 +272,7 @@ def play(rng: random.Random, root: Path) -> None:
     history.check_all(folder)
     last = loop.trainer.version
     lines = history.check_lines(read_lines(folder, ARCHIVE))
+    history.check_kept(lines, read_lines(folder, KEPT))
     history.check_steps(lines, last)
     evaluated = {line["version"] for line in lines if line["outcome"] == "evaluated"}
     assert not history.num_held_out or max(evaluated) == last

@@ -74,7 +74,7 @@ def assert_same(found: Columns, wanted: Columns) -> None:
 
 
 def new_unit(folder: Path, number: int = 0, **spec: Any) -> StorageExecutor:
-    spec = {"archive_folder": None, "archive_tokens": False} | spec
+    spec = {"archive_folder": None} | spec
     full = StorageSpec(unit=number, socket=str(folder / "s" / str(number)), **spec)
     return StorageExecutor(full, rank=0, num_ranks=1, spans=Spans(f"storage-{number}", None))
 

@@ -3,30 +3,110 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import pyarrow.json
 import pytest
 
-from llamarl.types import GENERATOR_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
+from llamarl.data.kept_rollouts import as_cell
+from llamarl.executors.archive import TOKEN_COLUMNS
+from llamarl.types import (
+    CLIPPED,
+    GENERATOR_LOGPROBS,
+    LOSS_WEIGHTS,
+    NO_VERSION,
+    PROMPT_IDS,
+    RECORD,
+    REF_LOGPROBS,
+    RESPONSE_IDS,
+    TOKEN_VERSIONS,
+    TRAINER_LOGPROBS,
+    TURNS,
+    Columns,
+    Outcome,
+)
 from tests.json_lines import read_lines
 from tests.unit.stored_rows import new_unit, opened, rows
 
 PATH = "rollouts-0.jsonl"
 
 
-def test_the_archive_keeps_tokens_where_asked(tmp_path: Path) -> None:
+KEPT = "kept-0.jsonl"
+RECORDED = {"step": 4, "is_kept": True, "prompt": "q\ud800", "prompt_id": 9, "reason": None}
+SAID = [
+    {"role": "assistant", "content": "a call"},
+    {"role": "observation", "content": " its answer\n"},
+    {"role": "assistant", "content": "\u0000 </script> \u2028 \U0001f600"},
+]
+
+
+def recorded(rng: np.random.Generator, num_tokens: int, is_kept: bool) -> Columns:
+    """A row with everything, of two versions and an observation."""
+    wide = rng.integers(0, 2**32, (3, num_tokens), np.uint32).view(np.float32)
+    versions = np.sort(rng.integers(2, 5, num_tokens)).astype(np.int32)
+    versions[num_tokens // 2] = NO_VERSION
+    return {
+        PROMPT_IDS: [np.arange(3, dtype=np.int32)],
+        RESPONSE_IDS: [rng.integers(0, 2**31 - 1, num_tokens).astype(np.int32)],
+        TOKEN_VERSIONS: [versions],
+        GENERATOR_LOGPROBS: [wide[0]],
+        REF_LOGPROBS: [wide[1]],
+        TRAINER_LOGPROBS: [wide[2]],
+        LOSS_WEIGHTS: [(versions != NO_VERSION).astype(np.uint8)],
+        CLIPPED: [rng.integers(0, 2, num_tokens).astype(np.uint8)],
+        TURNS: [as_cell(SAID)],
+        RECORD: [as_cell(RECORDED | {"is_kept": is_kept})],
+    }
+
+
+def archive_rows(folder: Path, columns: Sequence[Columns], outcome: Outcome) -> None:
     async def scenario() -> None:
-        archive = {"archive_folder": str(tmp_path), "archive_tokens": True}
-        async with opened("inline", tmp_path, **archive) as (_, store):
-            await store.write([4], rows([4], 1))
-            await store.retire([4], {"outcome": "unused"})
+        async with opened("inline", folder, archive_folder=str(folder)) as (_, store):
+            for row_id, each in enumerate(columns):
+                await store.write([row_id], each)
+            await store.retire([*range(len(columns))], outcome)
 
     asyncio.run(scenario())
-    (line,) = read_lines(tmp_path / PATH)
-    assert line[PROMPT_IDS] == [0, 1, 2, 3]
-    assert line[RESPONSE_IDS] == [4, 4]
-    assert line[GENERATOR_LOGPROBS] == [-4.0, -4.0]
-    assert REF_LOGPROBS not in line
+
+
+def test_the_line_of_a_kept_rollout_has_every_number_as_it_was(tmp_path: Path) -> None:
+    cells = recorded(np.random.default_rng(3), 4000, True)
+    archive_rows(tmp_path, [cells], {"outcome": "trained", "version": 6, "oldest_version": 3})
+    (line,) = read_lines(tmp_path / KEPT)
+    for name in TOKEN_COLUMNS:
+        (cell,) = cells[name]
+        found = np.array([math.nan if each is None else each for each in line[name]], cell.dtype)
+        is_number = np.isfinite(cell)
+        assert found[is_number].tobytes() == cell[is_number].tobytes(), name
+        assert not np.isfinite(found[~is_number]).any(), name
+    assert not np.isfinite(cells[GENERATOR_LOGPROBS][0]).all(), "some are no numbers"
+    assert line["turns"] == SAID
+    assert line["completion"] == f"a call\n[its answer]\n{SAID[2]['content']}"
+    assert (line["prompt"], line["prompt_id"], line["step"]) == ("q?", 9, 4)
+    assert (line["version_min"], line["version_max"]) == (2, 4)
+    assert line["staleness"] == 3, "of the oldest version that had weight"
+
+
+def test_every_kept_line_has_the_same_keys_and_types(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    whole, text_alone = recorded(rng, 9, True), recorded(rng, 5, False)
+    never_scored = {RECORD: whole[RECORD], **rows([1], 3)}
+    outcome: Outcome = {"outcome": "evaluated", "version": 6, "correct": 1}
+    archive_rows(tmp_path, [whole, text_alone, never_scored, rows([7], 2)], outcome)
+    kept = read_lines(tmp_path / KEPT)
+    assert [line["row_id"] for line in kept] == [0, 1, 2], "those with a record"
+    assert len({tuple(line) for line in kept}) == 1
+    assert kept[1]["completion"] == kept[0]["completion"]
+    assert {kept[1][name] for name in TOKEN_COLUMNS} == {None}
+    assert (kept[2]["completion"], kept[2]["turns"], kept[2]["clipped"]) == (None, None, None)
+    assert len(kept[2][RESPONSE_IDS]) == 4
+    assert len(read_lines(tmp_path / PATH)) == 4
+    table = pyarrow.json.read_json(tmp_path / KEPT)
+    assert table.num_rows == 3
+    assert table["turns"].to_pylist() == [SAID, SAID, None]
 
 
 def test_no_row_is_archived_twice_and_a_row_id_may_start_again(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from rich.console import Console
 from llamarl.groups import Evaluation
 from llamarl.metrics.console import Progress
 from llamarl.metrics.recent_spans import RecentSpans
-from llamarl.metrics.run_logger import RunLogger, question_of
+from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.metrics.step_metrics import interval, with_interval
 from llamarl.metrics.trackers import MetricsLog
@@ -262,11 +262,11 @@ def test_a_sample_begins_with_the_question_not_with_the_template() -> None:
         return Prompt(prompt_id=1, text="<|im_start|>", token_ids=(1,), fields={"q": question})
 
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+2?"}]
-    assert question_of(prompt(chat), "q") == "1+2?"
-    assert question_of(prompt("1+3?"), "q") == "1+3?"
-    assert question_of(prompt("1+3?"), "question") == "<|im_start|>"
+    assert prompt(chat).question("q") == "1+2?"
+    assert prompt("1+3?").question("q") == "1+3?"
+    assert prompt("1+3?").question("question") == "<|im_start|>"
     parts = [{"role": "user", "content": [{"type": "text", "text": "1"}]}]
-    assert question_of(prompt(parts), "q") == "<|im_start|>"
+    assert prompt(parts).question("q") == "<|im_start|>"
 
 
 ON_A_TERMINAL = """

@@ -184,7 +184,6 @@ def test_the_archive_of_a_storage_executor_is_understood(tmp_path):
         StorageSpec(
             unit=0,
             archive_folder=str(tmp_path / "archive"),
-            archive_tokens=False,
         ),
         rank=0,
         num_ranks=1,

@@ -194,7 +194,6 @@ async def run(seed: int, folder: str) -> None:
     spills, way = rng.random() < 0.5, rng.choice(WAYS)
     spec = {
         "archive_folder": folder if rng.random() < 0.5 else None,
-        "archive_tokens": rng.random() < 0.5,
         "spill_folder": f"{folder}/spill" if spills else None,
         "max_bytes": rng.choice([1, 500, 5000]) if spills else rng.choice([0, 100_000]),
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import finish, start
+from tests.e2e.commands import finish, read_rollouts, start
 from tests.e2e.test_tools_exact import SMALL, check, metrics
 from tests.json_lines import read_lines
 from tests.places import TOOLS_RECIPE
@@ -34,12 +34,7 @@ def test_every_token_of_an_episode_is_what_it_should_be(
     code, out, err = finish(command, 300)
     assert code == 0, err + out
     rows = dict(enumerate(read_lines(TOOLS_RECIPE / "prompts.jsonl"), start=1))
-    lines = [
-        line
-        for path in (tmp_path / "archive").glob("rollouts-*.jsonl")
-        for line in read_lines(path)
-        if line["outcome"] == "trained"
-    ]
+    lines = [line for line in read_rollouts(tmp_path) if line["outcome"] == "trained"]
     num_turns = [len(check(line, rows)) // 2 + 1 for line in lines]
     assert max(num_turns) >= 3
     scalars = metrics(tmp_path)

@@ -131,7 +131,6 @@ class OwnStore:
             StorageSpec(
                 unit=unit,
                 archive_folder=None,
-                archive_tokens=False,
                 socket=f"{self._folder}/sockets/{unit}",
             )
             for unit in range(max(nums_units))

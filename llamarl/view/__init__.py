@@ -1,0 +1,1 @@
+"""A run's kept rollouts as one page that a browser shows offline: `llamarl view RUN`."""
