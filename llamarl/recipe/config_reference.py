@@ -113,6 +113,7 @@ WANTED = {
     "list[str]": "a list of texts",
     "list[float]": "a list of numbers",
     "list[int]": "a list of whole numbers",
+    "section": "keys with their values",
 }
 """What a value of each type is called in an error."""
 WIDTH = 100
@@ -352,6 +353,8 @@ def _as_yaml(value: Any) -> str:
 def _type_words(hint: Any) -> str:
     if typing.get_origin(hint) is UnionType:
         return "|".join(map(_type_words, typing.get_args(hint)))
+    if typing.get_origin(hint) is dict:
+        return "section"
     if typing.get_origin(hint) is list:
         return f"list[{_type_words(typing.get_args(hint)[0])}]"
     return TYPES[hint]
