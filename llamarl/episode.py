@@ -13,9 +13,10 @@ Glossary
     tool        a function that the model may call in a turn.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,16 @@ from llamarl.wire_form import light
 TurnItem = tuple[int, int, Prompt | None]
 """What an environment is asked: (row id, a number that its result repeats, the prompt of a rollout
 that is to begin an episode; None for one whose turn has ended)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What the model sees first in an episode, in place of the prompt of its row: these messages,
+    and tools of these schemas. The environment answers calls by its `step`, where the last message
+    then has `tool_calls`, as chat templates take them."""
+
+    messages: list[dict[str, Any]]
+    schemas: Sequence[dict[str, Any]] = ()
 
 
 class EpisodeState(StrEnum):

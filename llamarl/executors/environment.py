@@ -24,7 +24,7 @@ from llamarl.batcher import Batcher
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
 from llamarl.environments.definition import kind_of
 from llamarl.environments.prompts import make_prompt, messages_of
-from llamarl.environments.turn_format import TurnFormat, TurnText, make_formats
+from llamarl.environments.turn_format import TurnFormat, TurnFormats, TurnText
 from llamarl.episode import EpisodeState, TurnItem, TurnResult, last_turn
 from llamarl.errors import NotStored, cancel_all, unwrap
 from llamarl.executors.engine_output import KeptRows
@@ -68,12 +68,15 @@ class EpisodeFailed(Exception):  # noqa: N818 - what became of it
 @dataclass(slots=True)
 class PlayedEpisode:
     """One that is played, in the pool of this index, begun by the TurnItem of this number;
+    `schemas` and `format` are those of its kind, unless its environment has opened it with its own.
     `numbers` are those of its TurnResult."""
 
     prompt: Prompt
     kind: str
     pool: int
     begun: int
+    schemas: Sequence[Mapping[str, Any]]
+    format: TurnFormat
     numbers: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
 
 
@@ -107,13 +110,13 @@ class EnvironmentExecutor:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._writing: Batcher[tuple[int, Columns]] = Batcher(self._write, self._fail, in_turn=True)
         self._tokenizer: Tokenizer | None = None
-        self._formats: dict[str, TurnFormat] = {}
+        self._formats: TurnFormats | None = None
 
     async def start(self) -> None:
         """Start the processes; ValueError if task.py or the tokenizer does not load, or its chat
         template cannot hold observations."""
         self._tokenizer = load_tokenizer(self._spec.tokenizer)
-        self._formats = make_formats(self._tokenizer, self._spec.kinds, self._config.calls)
+        self._formats = TurnFormats(self._tokenizer, self._spec.kinds, self._config.calls)
         for pool in self._pools:
             await pool.start()
         self._work.start()
@@ -229,31 +232,38 @@ class EnvironmentExecutor:
 
     async def _begin(self, row_id: int, number: int, prompt: Prompt) -> TurnResult:
         self._end(row_id)
+        assert self._formats is not None
         kind = kind_of(prompt.fields, self._spec.kinds)
         pool = min(self._num_played, key=self._num_played.__getitem__)
-        episode = self._episodes[row_id] = PlayedEpisode(prompt, kind, pool, number)
+        schemas, form = self._spec.kinds[kind].schemas, self._formats.of(kind)
+        episode = PlayedEpisode(prompt, kind, pool, number, schemas, form)
+        self._episodes[row_id] = episode
         self._num_played[pool] += 1
         prompt_ids = None
         if self._spec.kinds[kind].has_instance:
             messages = messages_of(prompt.fields[self._spec.data.prompt_field], self._spec.data)
             answer = await self._ask(episode, row_id, "begin", messages)
-            if answer["text"] is not None:
-                prompt_ids = self._longer_prompt(episode, messages, answer["text"])
+            if answer["messages"] is not None:
+                prompt_ids = self._opened(episode, answer["messages"], answer["schemas"])
         return self._result(row_id, episode, EpisodeState.GOES_ON, prompt_ids)
 
-    def _longer_prompt(
-        self, episode: PlayedEpisode, messages: list[dict[str, Any]], text: str
+    def _opened(
+        self,
+        episode: PlayedEpisode,
+        messages: list[dict[str, Any]],
+        schemas: list[dict[str, Any]] | None,
     ) -> tuple[int, ...]:
-        """The ids of the prompt with this text at the end of its last message."""
-        data, tokenizer = self._spec.data, self._tokenizer
-        assert tokenizer is not None
-        last = {**messages[-1], "content": f"{messages[-1]['content']}{text}"}
-        whole = [*messages[data.system is not None : -1], last]
-        row = {**episode.prompt.fields, data.prompt_field: whole}
-        schemas = self._spec.kinds[episode.kind].schemas
+        """The ids of the prompt that an environment has made of its row's, and perhaps tools."""
+        assert self._tokenizer is not None
+        assert self._formats is not None
+        data = replace(self._spec.data, system=None)  # it is the first message
+        row = {**episode.prompt.fields, data.prompt_field: messages}
         number = episode.prompt.prompt_id
         try:
-            return make_prompt(row, number, data, tokenizer, lambda row: schemas).token_ids
+            if schemas:
+                episode.schemas, episode.format = schemas, self._formats.of("", schemas)
+            shown = lambda row: episode.schemas  # noqa: E731
+            return make_prompt(row, number, data, self._tokenizer, shown).token_ids
         except ValueError as error:
             raise EpisodeFailed(Failure(StageStatus.INVALID, f"reset: {error}")) from None
 
@@ -268,7 +278,7 @@ class EnvironmentExecutor:
             return await self._finish(row_id, episode, cells, EpisodeState.LIMIT)
         kind = self._spec.kinds[episode.kind]
         ids = last_turn(cells[RESPONSE_IDS], cells[TOKEN_VERSIONS])
-        written = self._formats[episode.kind].read(ids)
+        written = episode.format.read(ids)
         is_last = numbers["turns"] >= self._config.max_turns
         if not (written.calls or kind.has_step):
             return await self._finish(row_id, episode, cells, EpisodeState.DONE)
@@ -279,7 +289,7 @@ class EnvironmentExecutor:
             state = EpisodeState.LIMIT if messages else EpisodeState.DONE
             return await self._finish(row_id, episode, cells, state)
         try:
-            observation = self._formats[episode.kind].observation(messages, int(ids[-1]))
+            observation = episode.format.observation(messages, int(ids[-1]))
         except ValueError as error:
             raise EpisodeFailed(Failure(StageStatus.INVALID, str(error))) from None
         if not self._fits(cells, len(observation)):
@@ -295,8 +305,7 @@ class EnvironmentExecutor:
         """What the environment answers; its calls are counted by tool."""
         calls = [[call.name, call.arguments, call.error] for call in written.calls]
         answer = await self._ask(episode, row_id, "take_turn", written.text, calls)
-        schemas = self._spec.kinds[episode.kind].schemas
-        known = {schema["function"]["name"] for schema in schemas}
+        known = {schema["function"]["name"] for schema in episode.schemas}
         for (name, seconds, has_failed), call in zip(answer["calls"], written.calls, strict=True):
             tool = name if name in known else "unknown"
             episode.numbers[f"calls/{tool}"] += 1

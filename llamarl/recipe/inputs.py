@@ -43,7 +43,7 @@ from llamarl.environments.prompts import (
 from llamarl.environments.requests import read_lengths
 from llamarl.environments.rewards.functions import check_answers
 from llamarl.environments.task_prompts import make_rows
-from llamarl.environments.turn_format import make_formats
+from llamarl.environments.turn_format import TurnFormats
 from llamarl.generation.vllm.limits import check_installed, check_limits, check_temperature
 from llamarl.metrics.trackers import check_trackers
 from llamarl.models.architecture import Architecture, read_architecture
@@ -106,7 +106,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     check_trackers(config.metrics.trackers)  # task.py may have added one
     _check_models(config, graph, architecture)
     check_contained(config)
-    make_formats(tokenizer, kinds, config.environment.calls)  # raises what is wrong with them
+    TurnFormats(tokenizer, kinds, config.environment.calls)  # raises what is wrong with them
     prompts, held_out = [], []
     if needs_prompts:
         prompts = _read_prompts(config, tokenizer, kinds, task_source)
