@@ -38,7 +38,7 @@ ELSEWHERE = {
     "data.too_long": "filter_overlong_prompts truncation",
     "reward": "reward_funcs reward_fn custom_reward_function reward_function",
     "reward.weights": "reward_weights",
-    "environment.tools": "environment_factory tool_config_path",
+    "environment.tools": "environment_factory tool_config_path rollout_func",
     "environment.calls": "tool_parser tool_call_parser",
     "environment.max_turns": "max_tool_calling_iterations max_assistant_turns",
     "algorithm": "loss_type adv_estimator policy_loss loss_mode importance_sampling_level",
