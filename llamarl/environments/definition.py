@@ -6,7 +6,8 @@
 A class is written as for TRL's GRPOTrainer: `reset(**row)` begins an episode and may return a text
 that is added to the last message; public methods are tools; `get_reward()`, if there is one, gives
 the episode's reward. Or it has `step(messages)` instead of tools: it gets the conversation so far
-and returns the next message, several, or None at the end; and with a reward as a tuple.
+and returns the next message, several, or None at the end; and with a reward as a tuple. Such a
+class may return an Opening by its `reset`.
 
 Owns: finding both, and describing them as data. Does not own: calling them (`episodes.py`), how
 calls are written (`tool_calls.py`). Invariant: what is wrong is one line, with its place in the
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from llamarl.environments.agent import AgentEnvironment
 from llamarl.task_file import FILE, place_of, where
 
 TOOLS, ENVIRONMENT = "tools", "environment"
@@ -31,12 +33,14 @@ Tool = Callable[..., Any]
 @dataclass(frozen=True, slots=True)
 class Kind:
     """One kind of environment, as data: the schemas of what a model may call, whether each episode
-    has an instance of a class, whether that has a `step`, and whether it gives a reward."""
+    has an instance of a class, whether that has a `step`, whether it gives a reward, and whether a
+    program of its own plays it (`agent.py`)."""
 
     schemas: tuple[Schema, ...]
     has_instance: bool = False
     has_step: bool = False
     has_reward: bool = False
+    is_agent: bool = False
 
 
 Kinds = Mapping[str, Kind]
@@ -153,6 +157,7 @@ def _describe(maker: Callable[[], Any], shared: Sequence[Schema]) -> dict[str, A
         "has_instance": True,
         "has_step": is_stepped(environment),
         "has_reward": is_stepped(environment) or callable(getattr(environment, REWARD, None)),
+        "is_agent": isinstance(environment, AgentEnvironment),
     }
 
 

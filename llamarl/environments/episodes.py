@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from llamarl.environments.agent import AgentEnvironment
 from llamarl.environments.contained import ProgramLimits
 from llamarl.environments.definition import (
     RESET,
@@ -32,6 +33,7 @@ from llamarl.environments.definition import (
     methods_of,
 )
 from llamarl.environments.ready_tools import READY
+from llamarl.episode import Opening
 from llamarl.task_file import load_module
 from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.calls import InvalidReturnError, checked_number, shown, user_traceback
@@ -68,17 +70,26 @@ class Episodes:
         self._num_left = 0
 
     async def begin(self, prompt: Prompt, row_id: int, messages: list[Message]) -> Answer:
-        """Reset an environment for this rollout: {"text": what it adds to the prompt, or None}."""
+        """Reset an environment for this rollout: {"messages": what the model sees in place of the
+        prompt's, or None, "schemas": what it may then call, or None for what its kind may}."""
         self.forget([row_id])
         kind = kind_of(prompt.fields, self._defined.makers)
         maker = self._defined.makers[kind]
         instance = self._free[kind].pop() if self._free[kind] else await self._call(maker)
-        text = await self._call(getattr(instance, RESET), **prompt.fields)
-        if not (text is None or isinstance(text, str)):
-            raise InvalidReturnError(f"be None or a text for {RESET}, got {shown(text)}")
+        found = await self._call(getattr(instance, RESET), **prompt.fields)
+        is_opening = isinstance(found, Opening) and is_stepped(instance)
+        if not (found is None or isinstance(found, str) or is_opening):
+            raise InvalidReturnError(f"be None or a text for {RESET}, got {shown(found)}")
+        if isinstance(found, str):
+            last = {**messages[-1], "content": f"{messages[-1]['content']}{found}"}
+            found = Opening([*messages[:-1], last])
         tools = {**self._defined.tools, **methods_of(instance)}
-        self._playing[row_id] = Episode(kind, instance, tools, messages)
-        return {"text": text}
+        shown_first = messages if found is None else found.messages
+        self._playing[row_id] = Episode(kind, instance, tools, [*shown_first])
+        return {
+            "messages": None if found is None else found.messages,
+            "schemas": [*found.schemas] if is_opening else None,
+        }
 
     async def take_turn(self, row_id: int, text: str, calls: list[list[Any]]) -> Answer:
         """Answer a turn: {"messages": [...], "calls": [[tool, seconds, whether it failed], ...]};
@@ -87,7 +98,9 @@ class Episodes:
         if episode is None:
             return UNKNOWN
         if is_stepped(episode.instance):
-            return {"messages": await self._step(episode, text), "calls": []}
+            good = [(name, arguments) for name, arguments, error in calls if not error]
+            said = await self._step(episode, text, good)
+            return {"messages": said, "calls": [[name, 0.0, bool(e)] for name, _, e in calls]}
         results = await self._run_calls(episode, calls)
         pairs = [*zip((name for name, *_ in calls), results, strict=True)]
         said = [{"role": "tool", "name": name, "content": found[0]} for name, found in pairs]
@@ -111,12 +124,20 @@ class Episodes:
         """These will not go on. What is under way in them is left alone, so their instances are not
         used again."""
         for row_id in row_ids:
-            self._playing.pop(row_id, None)
+            episode = self._playing.pop(row_id, None)
+            if episode is not None and isinstance(episode.instance, AgentEnvironment):
+                episode.instance.abandon()
         return {}
 
-    async def _step(self, episode: Episode, text: str) -> list[Message]:
-        """What the environment says to a text."""
-        episode.messages.append({"role": "assistant", "content": text})
+    async def _step(
+        self, episode: Episode, text: str, calls: Sequence[tuple[str, dict[str, Any]]]
+    ) -> list[Message]:
+        """What the environment says to a text, and to these calls of the model."""
+        functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
+        written: Message = {"role": "assistant", "content": text}
+        if functions:
+            written["tool_calls"] = [{"type": "function", "function": each} for each in functions]
+        episode.messages.append(written)
         found = await self._call(getattr(episode.instance, STEP), [*episode.messages])
         if isinstance(found, tuple):
             if len(found) != 2:

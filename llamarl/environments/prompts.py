@@ -1,8 +1,9 @@
-"""Prompts: read from a file, handed out in an order that can be resumed.
+"""Prompts: made of data rows, handed out in an order that can be resumed.
 
 Owns: the file formats (JSON lines, Parquet), their errors, and the order over epochs and after a
-resume. Does not own: how often a prompt is used or when (the gate). Invariant: the prompt at a
-position is a pure function of the file, the seed and the position.
+resume. Does not own: rows that a task.py makes (`task_prompts.py`), or how often a prompt is used
+and when (the gate). Invariant: the prompt at a position is a pure function of the rows, the seed
+and the position.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import json
 import logging
 from codecs import BOM_UTF8
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 SLACK = 10  # tokenizers drop blanks, and give one token to a word that they do not know
 NumberedRow = tuple[int, dict[str, Any]]
-"""A data row and its number: the line of a .jsonl or the row of a .parquet file, from 1."""
+"""A data row and its number, from 1: the line of a .jsonl file, or the place of any other row."""
 
 
 Tools = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
@@ -54,20 +55,36 @@ def read_prompts(
     tools: Tools = no_tools,
 ) -> list[Prompt]:
     """Read and tokenize every prompt of a .jsonl or .parquet file, or the first `most`, in order.
+    Blank lines are skipped. ValueError if the file is missing or malformed, else as
+    `tokenize_rows`, which has the rest.
+    """
+    rows = read_rows(Path(path))
+    return tokenize_rows(rows, path, config, tokenizer, most=most, limit=limit, tools=tools)
+
+
+def tokenize_rows(
+    rows: Iterable[NumberedRow],
+    place: str | Path,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    most: int | None = None,
+    limit: str = "data.max_prompt_tokens",
+    tools: Tools = no_tools,
+) -> list[Prompt]:
+    """The prompts of these rows, or of the first `most`, in order; `prompt_id` is the row's number.
     `limit` names where their largest length comes from; `tools` are shown at the head of each chat.
 
-    `prompt_id` is the line (or Parquet row), counted from 1. Blank lines are skipped. Raises a
-    one-line ValueError that names file and line if the file is missing, empty or malformed, if
+    Raises a one-line ValueError that names `place` and number if there are no rows, if
     `config.prompt_field` is missing or has a wrong type, or if a prompt is too long; with
     `config.too_long` drop those are left out, and it is an error if no other is there.
     """
-    path = Path(path)
     if config.chat and not tokenizer.has_chat_template:
         must = "data.chat must be false for a tokenizer without a chat template"
         raise ValueError(f"{must}, got true with {tokenizer.folder}")
     prompts: list[Prompt] = []
     num_dropped = 0
-    for number, row in read_rows(path):
+    for number, row in rows:
         if len(prompts) == most:
             break
         try:
@@ -76,14 +93,14 @@ def read_prompts(
             if isinstance(error, PromptTooLong) and config.too_long == "drop":
                 num_dropped += 1
             else:
-                raise ValueError(f"{path}:{number}: {error}") from error
+                raise ValueError(f"{place}:{number}: {error}") from error
     tokens = f"{config.max_prompt_tokens} tokens ({limit})"
     if not prompts:
-        of, got = (f" of at most {tokens}", "none") if num_dropped else ("", "an empty file")
-        raise ValueError(f"{path} must hold at least one prompt{of}, got {got}")
+        of = f" of at most {tokens}" if num_dropped else ""
+        raise ValueError(f"{place} must hold at least one prompt{of}, got none")
     if num_dropped and most is None:
         words = "%d of %d prompts in %s have more than %s and are left out (data.too_long=drop)"
-        log.warning(words, num_dropped, num_dropped + len(prompts), path, tokens)
+        log.warning(words, num_dropped, num_dropped + len(prompts), place, tokens)
     return prompts
 
 

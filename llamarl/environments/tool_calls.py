@@ -19,6 +19,7 @@ from typing import Any
 from llamarl.environments.definition import Schema
 
 MAX_CALLS = 64  # of one turn; a model that repeats itself would write thousands
+TOOL_CALL_MARK = "<tool_call>"
 TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)(?:</function>|\Z)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?(?:</parameter>|\Z)", re.DOTALL)
@@ -57,6 +58,15 @@ def parse_calls(text: str, family: str, schemas: Sequence[Schema]) -> list[ToolC
     else:
         calls = _tagged_calls(text, tools)
     return calls[:MAX_CALLS]
+
+
+def text_before(text: str, family: str, schemas: Sequence[Schema]) -> str:
+    """What a turn with calls says before the first of them."""
+    if family == "llama":
+        return ""
+    marks = [f"<{schema['function']['name']}>" for schema in schemas]
+    places = [text.find(mark) for mark in (marks if family == "tagged" else [TOOL_CALL_MARK])]
+    return text[: min((place for place in places if place >= 0), default=None)].rstrip()
 
 
 def template_calls(message: Mapping[str, Any]) -> list[ToolCall]:

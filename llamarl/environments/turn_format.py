@@ -11,6 +11,7 @@ The difference is taken with a conversation of no meaning, so whatever a templat
 turns once they are old, such as dropping their thinking, is not done to what was written.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from llamarl.environments.tool_calls import (
     family_of,
     parse_calls,
     template_calls,
+    text_before,
 )
 
 KEY = "environment.calls"
@@ -34,7 +36,8 @@ CALL_ID = "call00001"  # some templates want nine characters
 
 @dataclass(frozen=True, slots=True)
 class TurnText:
-    """What a model wrote in one turn."""
+    """What a model wrote in one turn: its calls, and the text before them, or all of it unless each
+    call can be run."""
 
     text: str
     calls: list[ToolCall]
@@ -69,13 +72,15 @@ class TurnFormat:
         """What these ids, of one turn, say."""
         text = self._tokenizer.decode(ids)
         if self._family == "template":
-            return TurnText(text, template_calls(self._tokenizer.parse_response(ids)))
+            message = self._tokenizer.parse_response(ids)
+            return _turn_text(text, template_calls(message), str(message.get("content") or ""))
         if not self._family:
             return TurnText(text, [])
         raw = self._tokenizer.decode_raw(ids)
         for end in self._ends:
             raw = raw.removesuffix(end)
-        return TurnText(text, parse_calls(raw, self._family, self._kind.schemas))
+        calls = parse_calls(raw, self._family, self._kind.schemas)
+        return _turn_text(text, calls, text_before(text, self._family, self._kind.schemas))
 
     def observation(self, messages: Sequence[Message], last_id: int) -> np.ndarray:
         """int32 ids of these messages, and of what the template puts before the next turn, after a
@@ -148,6 +153,11 @@ class TurnFormat:
             raise ValueError(f"{must} show {_role(samples)}, it leaves that out")
 
 
+def _turn_text(text: str, calls: list[ToolCall], before: str) -> TurnText:
+    is_good = calls and not any(call.error for call in calls)
+    return TurnText(before if is_good else text, calls)
+
+
 def _role(messages: Sequence[Message]) -> str:
     return "a tool's result" if messages[0]["role"] == "tool" else "an observation"
 
@@ -166,8 +176,20 @@ def _family(tokenizer: Tokenizer, calls: str) -> str:
     return found
 
 
-def make_formats(
-    tokenizer: Tokenizer, kinds: Mapping[str, Kind], calls: str
-) -> dict[str, TurnFormat]:
-    """The format of each kind."""
-    return {name: TurnFormat(tokenizer, kind, calls) for name, kind in kinds.items()}
+class TurnFormats:
+    """The format of each kind. ValueError as for a TurnFormat."""
+
+    def __init__(self, tokenizer: Tokenizer, kinds: Mapping[str, Kind], calls: str) -> None:
+        self._tokenizer, self._calls = tokenizer, calls
+        self._kinds = {name: TurnFormat(tokenizer, kind, calls) for name, kind in kinds.items()}
+        self._opened: dict[str, TurnFormat] = {}  # by the schemas, as JSON
+
+    def of(self, kind: str, opened: Sequence[Schema] = ()) -> TurnFormat:
+        """The format of an episode of this kind, or of one that its environment has `opened` with
+        tools of these schemas."""
+        if not opened:
+            return self._kinds[kind]
+        key = json.dumps(opened, sort_keys=True)
+        if key not in self._opened:
+            self._opened[key] = TurnFormat(self._tokenizer, Kind(tuple(opened)), self._calls)
+        return self._opened[key]

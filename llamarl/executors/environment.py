@@ -10,7 +10,7 @@ after its loss, or of an earlier one, is answered LOST.
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
 from llamarl.environments.definition import kind_of
 from llamarl.environments.prompts import make_prompt, messages_of
-from llamarl.environments.turn_format import TurnFormat, TurnText, make_formats
+from llamarl.environments.turn_format import TurnFormat, TurnFormats, TurnText
 from llamarl.errors import UserCodeError, cancel_all
 from llamarl.executors.environment_link import lost, read_turn, result_header
 from llamarl.executors.specs import EnvironmentSpec
@@ -48,13 +48,16 @@ class EpisodeFailed(Exception):  # noqa: N818 - what became of it
 @dataclass(slots=True)
 class PlayedEpisode:
     """The `attempt` of a rollout that is played, in the pool of this index; the replica that has it
-    asked last by `channel`. `numbers` are those of its TurnResult."""
+    asked last by `channel`. `schemas` and `format` are those of its kind, unless its environment
+    has opened it with its own. `numbers` are those of its TurnResult."""
 
     row_id: int
     attempt: int
     prompt: Prompt
     kind: str
     pool: int
+    schemas: Sequence[Mapping[str, Any]]
+    format: TurnFormat
     channel: Channel | None = None
     numbers: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
 
@@ -85,13 +88,13 @@ class EnvironmentExecutor:
         self._server: LocalServer | None = None
         self._forgetting: set[asyncio.Task[Any]] = set()
         self._tokenizer: Tokenizer | None = None
-        self._formats: dict[str, TurnFormat] = {}
+        self._formats: TurnFormats | None = None
 
     async def start(self) -> None:
         """Start the processes; ValueError if task.py or the tokenizer does not load, or its chat
         template cannot hold observations."""
         self._tokenizer = load_tokenizer(self._spec.tokenizer)
-        self._formats = make_formats(self._tokenizer, self._spec.kinds, self._config.calls)
+        self._formats = TurnFormats(self._tokenizer, self._spec.kinds, self._config.calls)
         for pool in self._pools:
             await pool.start()
         if self._spec.socket is not None:
@@ -169,9 +172,11 @@ class EnvironmentExecutor:
     def _new(self, turn: TurnItem) -> PlayedEpisode:
         prompt = turn.prompt
         assert prompt is not None
+        assert self._formats is not None
         kind = kind_of(prompt.fields, self._spec.kinds)
+        schemas, form = self._spec.kinds[kind].schemas, self._formats.of(kind)
         pool = min(self._num_played, key=self._num_played.__getitem__)
-        episode = PlayedEpisode(turn.row_id, turn.attempt, prompt, kind, pool)
+        episode = PlayedEpisode(turn.row_id, turn.attempt, prompt, kind, pool, schemas, form)
         self._episodes[turn.row_id] = episode
         self._num_played[pool] += 1
         return episode
@@ -182,23 +187,27 @@ class EnvironmentExecutor:
             fields = episode.prompt.fields
             messages = messages_of(fields[self._spec.data.prompt_field], self._spec.data)
             found = await self._ask(episode, "begin", messages)
-            if found["text"] is not None:
-                prompt_ids = self._longer_prompt(episode, messages, found["text"])
+            if found["messages"] is not None:
+                prompt_ids = self._opened(episode, found["messages"], found["schemas"])
         return _result(episode, EpisodeState.GOES_ON, prompt_ids=prompt_ids)
 
-    def _longer_prompt(
-        self, episode: PlayedEpisode, messages: list[dict[str, Any]], text: str
+    def _opened(
+        self,
+        episode: PlayedEpisode,
+        messages: list[dict[str, Any]],
+        schemas: list[dict[str, Any]] | None,
     ) -> tuple[int, ...]:
-        """The ids of the prompt with this text at the end of its last message."""
-        data, tokenizer = self._spec.data, self._tokenizer
-        assert tokenizer is not None
-        last = {**messages[-1], "content": f"{messages[-1]['content']}{text}"}
-        whole = [*messages[data.system is not None : -1], last]
-        row = {**episode.prompt.fields, data.prompt_field: whole}
-        schemas = self._spec.kinds[episode.kind].schemas
+        """The ids of the prompt that an environment has made of its row's, and perhaps tools."""
+        assert self._tokenizer is not None
+        assert self._formats is not None
+        data = replace(self._spec.data, system=None)  # it is the first message
+        row = {**episode.prompt.fields, data.prompt_field: messages}
         number = episode.prompt.prompt_id
         try:
-            return make_prompt(row, number, data, tokenizer, lambda row: schemas).token_ids
+            if schemas:
+                episode.schemas, episode.format = schemas, self._formats.of("", schemas)
+            shown = lambda row: episode.schemas  # noqa: E731
+            return make_prompt(row, number, data, self._tokenizer, shown).token_ids
         except ValueError as error:
             raise EpisodeFailed(Failure(StageStatus.INVALID, f"reset: {error}")) from None
 
@@ -208,8 +217,8 @@ class EnvironmentExecutor:
         numbers["turns"] += 1
         if turn.is_cut:
             return await self._finish(episode, EpisodeState.LIMIT)
-        kind, text_format = self._spec.kinds[episode.kind], self._formats[episode.kind]
-        written = text_format.read(np.array(turn.ids, np.int32))
+        kind = self._spec.kinds[episode.kind]
+        written = episode.format.read(np.array(turn.ids, np.int32))
         is_last = numbers["turns"] >= self._config.max_turns
         if not (written.calls or kind.has_step):
             return await self._finish(episode, EpisodeState.DONE)
@@ -220,7 +229,7 @@ class EnvironmentExecutor:
             state = EpisodeState.LIMIT if messages else EpisodeState.DONE
             return await self._finish(episode, state)
         try:
-            observation = text_format.observation(messages, turn.ids[-1])
+            observation = episode.format.observation(messages, turn.ids[-1])
         except ValueError as error:
             raise EpisodeFailed(Failure(StageStatus.INVALID, str(error))) from None
         if len(observation) > turn.room:  # and one of the model's
@@ -234,8 +243,7 @@ class EnvironmentExecutor:
         """What the environment answers; its calls are counted by tool."""
         calls = [[call.name, call.arguments, call.error] for call in written.calls]
         found = await self._ask(episode, "take_turn", written.text, calls)
-        schemas = self._spec.kinds[episode.kind].schemas
-        known = {schema["function"]["name"] for schema in schemas}
+        known = {schema["function"]["name"] for schema in episode.schemas}
         for (name, seconds, has_failed), call in zip(found["calls"], written.calls, strict=True):
             tool = name if name in known else "unknown"
             episode.numbers[f"calls/{tool}"] += 1

@@ -87,6 +87,10 @@ def store_choices() -> None:
     for group, choices in CHOICES.items():
         for name, choice in choices.items():
             node = OmegaConf.merge(OmegaConf.structured(choice.section), dict(choice.values))
+            assert isinstance(node, DictConfig)
+            for value in node.values():
+                if isinstance(value, DictConfig):  # its keys are the recipe's own
+                    OmegaConf.set_struct(value, False)
             store(name=name, group=group, node=node, provider="llamarl")
 
 

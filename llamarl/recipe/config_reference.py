@@ -38,7 +38,7 @@ ELSEWHERE = {
     "data.too_long": "filter_overlong_prompts truncation",
     "reward": "reward_funcs reward_fn custom_reward_function reward_function",
     "reward.weights": "reward_weights",
-    "environment.tools": "environment_factory tool_config_path",
+    "environment.tools": "environment_factory tool_config_path rollout_func",
     "environment.calls": "tool_parser tool_call_parser",
     "environment.max_turns": "max_tool_calling_iterations max_assistant_turns",
     "algorithm": "loss_type adv_estimator policy_loss loss_mode importance_sampling_level",
@@ -113,6 +113,7 @@ WANTED = {
     "list[str]": "a list of texts",
     "list[float]": "a list of numbers",
     "list[int]": "a list of whole numbers",
+    "section": "keys with their values",
 }
 """What a value of each type is called in an error."""
 WIDTH = 100
@@ -352,6 +353,8 @@ def _as_yaml(value: Any) -> str:
 def _type_words(hint: Any) -> str:
     if typing.get_origin(hint) is UnionType:
         return "|".join(map(_type_words, typing.get_args(hint)))
+    if typing.get_origin(hint) is dict:
+        return "section"
     if typing.get_origin(hint) is list:
         return f"list[{_type_words(typing.get_args(hint)[0])}]"
     return TYPES[hint]

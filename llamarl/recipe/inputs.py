@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -34,22 +34,31 @@ from llamarl.data.tokenizer import (
 from llamarl.dataflow.graph import INFER, FrozenModel, Graph
 from llamarl.environments.contained import missing
 from llamarl.environments.definition import Kinds, schemas_of
-from llamarl.environments.prompts import PromptStream, no_tools, read_prompts
+from llamarl.environments.prompts import (
+    NumberedRow,
+    PromptStream,
+    no_tools,
+    read_rows,
+    tokenize_rows,
+)
 from llamarl.environments.requests import read_lengths
 from llamarl.environments.rewards.functions import check_answers
-from llamarl.environments.turn_format import make_formats
+from llamarl.environments.task_prompts import make_rows
+from llamarl.environments.turn_format import TurnFormats
 from llamarl.generation.vllm.limits import check_installed, check_limits, check_temperature
 from llamarl.metrics.trackers import check_trackers
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.inventory import check_checkpoint, check_parallel
 from llamarl.models.other_architecture import AnyArchitecture
 from llamarl.recipe.task_source import load_task, read_graph, read_task
+from llamarl.task_file import FILE
 from llamarl.types import Prompt
 from llamarl.weights.transports.registry import TRANSPORTS
 
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
 SHAPES = "shapes"  # of an architecture: a checkpoint's tensors show them
 PROMPTS = "data.prompts"
+TASK = "task"  # in place of a file of prompts
 NUM_MEASURED = 256  # prompts; a plan needs only their mean length
 GPU_DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"
 ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # old and new name
@@ -98,14 +107,12 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     check_trackers(config.metrics.trackers)  # task.py may have added one
     _check_models(config, graph, architecture)
     check_contained(config)
-    make_formats(tokenizer, kinds, config.environment.calls)  # raises what is wrong with them
+    TurnFormats(tokenizer, kinds, config.environment.calls)  # raises what is wrong with them
     prompts, held_out = [], []
     if needs_prompts:
-        prompts = _read_prompts(config, config.data.prompts, tokenizer, "sampling", kinds)
-        check_answers(config.reward, prompts, _resolve(config, config.data.prompts))
+        prompts = _read_prompts(config, tokenizer, kinds, task_source)
     if config.data.held_out is not None:
-        held_out = _read_prompts(config, config.data.held_out, tokenizer, "evaluation", kinds)
-        check_answers(config.reward, held_out, _resolve(config, config.data.held_out))
+        held_out = _read_prompts(config, tokenizer, kinds, task_source, held_out=True)
         held_out = held_out[: config.evaluation.max_prompts or len(held_out)]
         held_out = [replace(prompt, is_held_out=True) for prompt in held_out]
         share, seed = config.experience.keep_rollouts, config.seed
@@ -203,15 +210,14 @@ def with_measured_prompts(config: Config) -> Config:
     """The recipe with the mean length of its prompts in `plan`, if the plan leaves it open and both
     the prompts and the tokenizer are there. ValueError as for a run."""
     folder = _resolve(config, config.model.tokenizer or config.model.checkpoint)
-    path = _resolve(config, config.data.prompts)
+    path = _place(config, config.data.prompts)
     is_there = os.path.isfile(path) and os.path.isfile(Path(folder, "tokenizer.json"))
     if config.plan.prompt_tokens or not is_there:
         return config
     tokenizer = load_tokenizer(folder)
-    _, kinds = read_graph(config, read_task(config))
-    prompts = _read_prompts(
-        config, config.data.prompts, tokenizer, "sampling", kinds, most=NUM_MEASURED
-    )
+    task_source = read_task(config)
+    _, kinds = read_graph(config, task_source)
+    prompts = _read_prompts(config, tokenizer, kinds, task_source, most=NUM_MEASURED)
     check_lengths(config, prompts, [])
     mean = round(sum(len(prompt.token_ids) for prompt in prompts) / len(prompts))
     return replace(config, plan=replace(config.plan, prompt_tokens=max(1, mean)))
@@ -318,16 +324,20 @@ def _resolve(config: Config, path: str) -> str:
 
 def _read_prompts(
     config: Config,
-    path: str,
     tokenizer: Tokenizer,
-    section: str,
     kinds: Kinds,
+    task_source: str | None,
     *,
+    held_out: bool = False,
     most: int | None = None,
 ) -> list[Prompt]:
-    """The prompts in `path`, or the first `most`. With data.too_long=drop only those that leave
-    room for a completion of `section`, sampling or evaluation."""
+    """The prompts to train on or those `held_out`, or the first `most`, checked for what rewards
+    need. With data.too_long=drop only those that leave room for a completion."""
     data, options = config.data, {}
+    section = "evaluation" if held_out else "sampling"
+    source = data.held_out if held_out else data.prompts
+    assert source is not None, "a run without held-out prompts does not ask for them"
+    place = _place(config, source)
     tools = partial(schemas_of, kinds=kinds) if kinds else no_tools
     context, max_tokens = context_of(config), _max_tokens(config)[section]
     room = max(1, context - max_tokens)
@@ -335,7 +345,21 @@ def _read_prompts(
         data = replace(data, max_prompt_tokens=room)
         limit = f"generator.max_model_len={context} less {section}.max_tokens={max_tokens}"
         options = {"limit": limit}
-    return read_prompts(_resolve(config, path), data, tokenizer, most=most, tools=tools, **options)
+    if source == TASK:
+        assert task_source is not None, "data.prompts=task comes with a task.py"
+        made = make_rows(task_source, data.options, held_out=held_out)
+        rows: Iterable[NumberedRow] = enumerate(made, start=1)
+        place = f"{place}: prompts"
+    else:
+        rows = read_rows(Path(place))
+    prompts = tokenize_rows(rows, place, data, tokenizer, most=most, tools=tools, **options)
+    check_answers(config.reward, prompts, place)
+    return prompts
+
+
+def _place(config: Config, source: str) -> str:
+    """The file of data.prompts or data.held_out."""
+    return _resolve(config, FILE if source == TASK else source)
 
 
 def context_of(config: Config) -> int:

@@ -60,6 +60,9 @@ def read_graph(config: Config, source: str | None) -> tuple[Graph, Kinds]:
     stages, kinds = check_task(source, functions, names, tools=tools)
     gives_reward = all(kind.has_reward for kind in kinds.values())
     must = "not name environment unless each environment of task.py gives a reward (get_reward)"
+    is_opened = any(kind.is_agent for kind in kinds.values())
+    alone = "be null with an AgentEnvironment, whose program says all that the model sees"
+    config.data.require(not is_opened or config.data.system is None, "system", alone)
     is_able = gives_reward or ENVIRONMENT not in config.reward.functions
     require(is_able, "reward.functions", must, config.reward.functions)
     return make_graph(config, stages), kinds
@@ -69,6 +72,7 @@ def named_functions(config: Config) -> set[str]:
     """The functions of task.py that the recipe names."""
     algorithm = config.algorithm
     is_named = {
+        "prompts": "task" in (config.data.prompts, config.data.held_out),
         "reward": "task" in config.reward.functions,
         "loss": isinstance(algorithm, TaskConfig),
         "advantages": algorithm.advantage == "task",

@@ -58,7 +58,8 @@ class WorkerProcess:
         search_path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "llamarl.user_code.worker", str(os.getpid()), label],
-            env={**os.environ, "PYTHONPATH": search_path},
+            # Sets are in one order in all of them, so what user code makes can be made again.
+            env={**os.environ, "PYTHONPATH": search_path, "PYTHONHASHSEED": "0"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -318,3 +318,27 @@ def test_a_finished_run_ends_whatever_task_py_has_started(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     assert "llamarl: done" in done.stdout
+
+
+def test_a_run_resumes_with_the_prompts_that_its_task_makes_and_with_no_others(
+    llamarl: Command, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe"
+    shutil.copytree(RECIPE, recipe, ignore=shutil.ignore_patterns("*.jsonl"))
+    (recipe / "task.py").write_text(
+        "def prompts(held_out, first):\n"
+        "    words = {str(n) for n in range(first, first + 40)}\n"
+        "    return [{'question': f'What is {n}+8?', 'answer': str(int(n) + 8)} for n in words]\n"
+    )
+    own = ["data.prompts=task", "data.held_out=task", f"run_dir={tmp_path / 'run'}", RESUME]
+    for num_steps, first, code in ((1, 10, 0), (2, 20, 2), (2, 10, 0)):
+        steps = [f"num_steps={num_steps}", f"data.options.first={first}"]
+        done = llamarl("train", recipe, *SMALL, *own, *steps)
+        assert done.returncode == code, done.stderr
+        if code:
+            assert "must give the same prompts as when the checkpoint was saved" in done.stderr
+    lines = archive(tmp_path / "run")
+    assert {line["prompt"] for line in lines if line["outcome"] == "evaluated"} <= {
+        f"What is {n}+8?" for n in range(10, 50)
+    }
+    assert max(line["version"] for line in lines if line["outcome"] == "trained") == 1

@@ -21,8 +21,8 @@ from llamarl.recipe.composition import CHOICES, CONF_FOLDER, store_choices, to_c
 store_choices()
 
 
-def compose_recipe(folder: Path, overrides: Sequence[str]) -> Config:
-    return compose_file(folder, "run", [f"hydra.searchpath=[file://{CONF_FOLDER}]", *overrides])
+def compose_recipe(folder: Path, overrides: Sequence[str], file: str = "run") -> Config:
+    return compose_file(folder, file, [f"hydra.searchpath=[file://{CONF_FOLDER}]", *overrides])
 
 
 def compose_file(folder: Path, file: str, overrides: Sequence[str]) -> Config:

@@ -54,7 +54,17 @@ OF_A_RECIPE = {"task.py", "run.yaml", "config.json", "tokenizer_config.json", "t
 TAGS = {*DESCRIPTIONS, "pi/mu"}
 SECTIONS_ELSEWHERE = {"actor_rollout_ref", "custom_reward_function"}  # of verl
 FOREIGN_PROGRAMS = {"pip", "hf", "tensorboard", "git", "sbatch"}
-FLAGS = {"--cfg", "--multirun", "--sweep", "--json", "--html", "--trace", "--mermaid", "--run"}
+FLAGS = {
+    "--cfg",
+    "--config-name",
+    "--multirun",
+    "--sweep",
+    "--json",
+    "--html",
+    "--trace",
+    "--mermaid",
+    "--run",
+}
 MOST_README_LINES = 150
 MOST_BENCHMARKS_LINES = 200
 MOST_WORDS = 35  # of a sentence
@@ -134,10 +144,11 @@ def test_llamarl_commands_compose(workplace: Path) -> None:
     for _, flag, recipe, *words in composed:
         assert flag == "--config-dir"
         assert {word for word in words if word.startswith("--")} <= FLAGS
+        file = words[words.index("--config-name") + 1] if "--config-name" in words else "run"
         # Of a sweep the first value; other commas are inside a list.
         values = r",.*" if "--multirun" in words else "$^"
         overrides = [re.sub(values, "", word) for word in words if "=" in word]
-        compose_recipe(workplace / recipe, overrides)
+        compose_recipe(workplace / recipe, overrides, file)
 
 
 class Parsed(Exception):  # noqa: N818 - what happened, and no error

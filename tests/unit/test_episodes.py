@@ -202,7 +202,7 @@ def test_an_episode_has_its_own_state_and_its_reward_at_the_end() -> None:
     async def main() -> None:
         episodes = play("environment = IncrementEnv")
         for row in (1, 2):
-            assert await episodes.begin(prompt(), row, []) == {"text": None}
+            assert await episodes.begin(prompt(), row, []) == {"messages": None, "schemas": None}
         calls = [["increment", {"step": 5}, ""], ["read", {}, ""], ["increment", {"step": 1}, ""]]
         answer = await episodes.take_turn(1, "", calls)
         assert [m["role"] for m in answer["messages"]] == ["tool"] * 3
@@ -219,14 +219,17 @@ def test_an_episode_has_its_own_state_and_its_reward_at_the_end() -> None:
 def test_an_instance_is_used_again_after_its_reset() -> None:
     async def main() -> None:
         episodes = play("environment = EchoEnv")
-        assert await episodes.begin(prompt(word="hi"), 1, []) == {"text": " Say hi."}
+        asked = [{"role": "user", "content": "Please."}]
+        longer = [{"role": "user", "content": "Please. Say hi."}]
+        found = await episodes.begin(prompt(word="hi"), 1, asked)
+        assert found == {"messages": longer, "schemas": None}
         await episodes.take_turn(1, "", [["echo", {"text": "hi"}, ""]])
         first = episodes._playing[1].instance
         assert await episodes.finish(1) == {"reward": None}
-        await episodes.begin(prompt(word="ho"), 2, [])
+        await episodes.begin(prompt(word="ho"), 2, asked)
         assert (episodes._playing[2].instance, first.log) == (first, [])
         episodes.forget([2])
-        await episodes.begin(prompt(word="ho"), 3, [])
+        await episodes.begin(prompt(word="ho"), 3, asked)
         assert episodes._playing[3].instance is not first, "a call in it may be under way"
 
     asyncio.run(main())

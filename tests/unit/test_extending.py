@@ -52,7 +52,7 @@ from tests.tiny_checkpoints import (
 from tests.tiny_checkpoints import load as load_model
 from tests.unit.composing import compose_recipe
 
-PAGES = ("loss", "advantage", "group_filter", "reward", "sampler")
+PAGES = ("loss", "advantage", "group_filter", "reward", "sampler", "prompts")
 
 
 def block(page: str, language: str) -> str:

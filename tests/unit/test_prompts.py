@@ -139,7 +139,7 @@ def damaged_page():
         ("none.jsonl", None, "must exist"),
         ("folder.jsonl", ..., "the prompt file must exist"),
         ("none.csv", None, r"must end in \.jsonl or \.parquet"),
-        ("empty.jsonl", b"\n", "at least one prompt, got an empty file"),
+        ("empty.jsonl", b"\n", "at least one prompt, got none"),
         ("bad.parquet", b"\n", "must be a readable Parquet file"),
         ("page.parquet", damaged_page(), r"page\.parquet must be a readable Parquet file"),
     ],

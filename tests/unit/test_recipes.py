@@ -25,6 +25,7 @@ MOST_GPUS = {
     "qwen25_7b_math": 16,
     "qwen25_72b_math": 64,
     "llama31_8b_math": 16,
+    "llama31_8b_math_python": 16,
     "llama31_70b_math": 256,
     "llama31_405b_math": 1024,
 }
@@ -33,6 +34,7 @@ NUM_PARAMETERS = {  # as the models' cards round them
     "qwen25_7b_math": 7.62e9,
     "qwen25_72b_math": 72.7e9,
     "llama31_8b_math": 8.03e9,
+    "llama31_8b_math_python": 8.03e9,
     "llama31_70b_math": 70.6e9,
     "llama31_405b_math": 405.9e9,
 }

@@ -149,7 +149,7 @@ def test_what_was_written_is_read_with_special_tokens_and_shown_without(make: Ma
     turns = TurnFormat(tokenizer, TOOLS)
     text = 'so <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     read = turns.read(ids_of(tokenizer, text + "<|im_end|>"))
-    assert (read.text, read.calls) == (text, [ToolCall("add", {"a": 1, "b": 2})])
+    assert (read.text, read.calls) == ("so", [ToolCall("add", {"a": 1, "b": 2})])
     tagged = TurnFormat(make(templates.LLAMA), TOOLS, "llama")
     body = '<|python_tag|>{"name": "add", "parameters": {}}<|eom|>'
     assert tagged.read(ids_of(tokenizer, body)).calls == [ToolCall("add")]

@@ -1,0 +1,241 @@
+"""Episodes that a program of the recipe's own plays, as a client of an OpenAI-compatible server.
+
+    class Agent(AgentEnvironment):
+        async def play(self, url, question, answer, **row):
+            client = AsyncOpenAI(base_url=url, api_key="none")
+            ...                                   # any number of requests, one after the other
+            return reward
+
+    environment = Agent
+
+Owns: the program of an episode, and which of its requests a turn may answer. Does not own: HTTP
+(`chat_server.py`), tokens, or when an episode ends early. Invariant: each request is one turn, and
+holds the whole conversation before it; what the model wrote is never taken from a request, so ids
+stay those that were generated.
+
+    play --request--> reset: the prompt       step --reply--> play --request--> step: observations
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from llamarl.environments.chat_server import Body, ChatServer, Refused, Reply
+from llamarl.episode import Opening
+
+Message = dict[str, Any]
+MAX_THREADS = 1024  # programs that are no coroutines, and run at once
+END_OF_THOUGHT = "</think>"
+UNSUPPORTED = {  # what the policy cannot do, by key: the values that ask for nothing
+    "n": (1,),
+    "logprobs": (False,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+    "functions": ([],),
+}
+_servers: WeakKeyDictionary[asyncio.AbstractEventLoop, ChatServer] = WeakKeyDictionary()
+_threads = ThreadPoolExecutor(MAX_THREADS, "agent")
+
+
+class AgentEnvironment:
+    """An environment whose program asks for the model's turns. A subclass has `play`."""
+
+    def __init__(self) -> None:
+        self._conversation: list[Message] = []  # as the program knows it
+        self._schemas: list[Body] = []
+        self._arrived: asyncio.Future[list[Message]] | None = None  # messages that are new
+        self._reply: asyncio.Future[Reply] | None = None  # of the request that waits
+        self._playing: asyncio.Future[Any] | None = None
+        self._secret = ""
+        self._is_over = False
+
+    def play(self, url: str, **row: Any) -> Any:
+        """Play an episode of this prompt's row with the model that the server at `url` has, and
+        return its reward. May be a coroutine; a function runs in a thread."""
+        raise NotImplementedError("an AgentEnvironment must have play(url, **row)")
+
+    async def reset(self, **row: Any) -> Opening:
+        """Start the program; what it asks first is the prompt."""
+        loop = asyncio.get_running_loop()
+        server = _servers.setdefault(loop, ChatServer())
+        self._conversation, self._schemas, self._reply = [], [], None
+        self._arrived, self._is_over = loop.create_future(), False
+        self._secret, url = await server.open(self._answer)
+        if inspect.iscoroutinefunction(self.play):
+            self._playing = loop.create_task(self.play(url, **row))
+        else:
+            self._playing = loop.run_in_executor(_threads, partial(self.play, url, **row))
+        messages = await self._next()
+        if messages is None:
+            raise RuntimeError("play must ask for at least one message, it has asked for none")
+        return Opening(messages, self._schemas)
+
+    async def step(self, messages: list[Message]) -> list[Message] | None:
+        """Give the program what the model wrote, and wait for what it says to that; None at its
+        end."""
+        written = messages[-1]
+        calls = [each["function"] for each in written.get("tool_calls", ())]
+        reply = Reply(
+            written["content"], tuple((call["name"], call["arguments"]) for call in calls)
+        )
+        assert self._reply is not None, "a turn follows a request"
+        self._arrived = asyncio.get_running_loop().create_future()
+        self._conversation.append(_normal(reply.message()))
+        self._reply.set_result(reply)
+        return await self._next()
+
+    async def get_reward(self) -> float:
+        """What the program returns. If the episode has ended for a limit, the program is told so
+        first; what it raises then is a reward of 0, for the model has used up its tokens."""
+        assert self._playing is not None, "an episode is reset first"
+        was_cut = not self._playing.done()
+        self._is_over = True
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(_over())
+        try:
+            return await self._playing
+        except Exception as error:  # noqa: BLE001 - the program may raise anything
+            failure = error
+        finally:
+            self._close()
+        if was_cut:
+            return 0.0
+        raise failure
+
+    def abandon(self) -> None:
+        """The episode does not go on: end the program, or what it asks for."""
+        self._is_over = True
+        if self._playing is not None:
+            self._playing.cancel()
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(_over())
+            self._reply.exception()  # it may be that nothing waits for it
+        self._close()
+
+    def _close(self) -> None:
+        with suppress(RuntimeError):  # the loop is gone, and the server with it
+            if (server := _servers.get(asyncio.get_running_loop())) is not None:
+                server.close(self._secret)
+
+    async def _next(self) -> list[Message] | None:
+        """What the program says next; None once it has ended. Raises what it raised."""
+        assert self._playing is not None
+        assert self._arrived is not None
+        await asyncio.wait({self._arrived, self._playing}, return_when=asyncio.FIRST_COMPLETED)
+        if self._arrived.done():
+            return self._arrived.result()
+        self._playing.result()
+        return None
+
+    async def _answer(self, body: Body, is_repeated: bool) -> Reply:
+        """The turn that answers this request. Refused if it cannot be one."""
+        for key, allowed in UNSUPPORTED.items():
+            if (value := body.get(key)) is not None and value not in allowed:
+                raise _wrong(f"{key} must be left out, got {value!r:.80}")
+        messages = _normal_all(body.get("messages"))
+        schemas = body.get("tools") or []
+        if self._is_over:
+            raise _over()
+        assert self._arrived is not None
+        is_asked = self._reply is not None and not self._reply.done()
+        asked = self._conversation[: -1 if self._reply is not None and not is_asked else None]
+        if self._reply is None or not (is_repeated and messages == asked):
+            if is_asked or self._arrived.done():
+                raise Refused(409, "busy", "one message of an episode is asked for at a time")
+            self._check(messages, schemas)
+            new = messages[len(self._conversation) :]
+            self._conversation, self._schemas = messages, schemas
+            self._reply = asyncio.get_running_loop().create_future()
+            self._arrived.set_result([_named(each, messages) for each in new])
+        return await asyncio.shield(self._reply)
+
+    def _check(self, messages: Sequence[Message], schemas: list[Body]) -> None:
+        """Refused unless these messages go on with the conversation."""
+        known = self._conversation
+        if not messages or messages[-1]["role"] == "assistant":
+            raise _wrong("messages must end with one that is not the assistant's")
+        if not known:
+            return
+        if schemas != self._schemas:
+            raise _wrong("tools must stay those of the episode's first request")
+        for place, (before, now) in enumerate(zip(known, messages, strict=False)):
+            if not _is_same(before, now):
+                raise _changed(f"message {place} of the conversation has changed")
+        new = messages[len(known) :]
+        if not new or any(each["role"] == "assistant" for each in new):
+            raise _changed("messages must add observations to the conversation so far")
+
+
+def _normal_all(messages: object) -> list[Message]:
+    if not isinstance(messages, list):
+        raise _wrong(f"messages must be a list, got {messages!r:.80}")
+    return [_normal(each) for each in messages]
+
+
+def _normal(message: object) -> Message:
+    """A message as chat templates take it: its text as one, arguments of calls as an object.
+    Refused if it holds anything but text."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise _wrong(f"a message must have a role, got {message!r:.80}")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        whole = [text for text in texts if isinstance(text, str)]
+        content = "".join(whole) if len(whole) == len(texts) else content
+    if not isinstance(content, str | None):
+        raise _wrong(f"the content of a message must be text, got {content!r:.80}")
+    found: Message = {"role": message["role"], "content": content or ""}
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_normal_call(call) for call in calls]
+    return found | {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
+
+
+def _normal_call(call: object) -> Body:
+    try:
+        function = call["function"]  # type: ignore[index]  # a TypeError says that it is none
+        arguments = function["arguments"]
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        whole = {"name": str(function["name"]), "arguments": parsed}
+        return {"id": str(call["id"]), "type": "function", "function": whole}  # type: ignore[index]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _wrong(f"a tool call must be a function with arguments, got {call!r:.80}") from error
+
+
+def _named(message: Message, messages: Sequence[Message]) -> Message:
+    """A tool's message with the name of the tool, which some chat templates show."""
+    if message["role"] != "tool" or "name" in message:
+        return message
+    calls = [call for each in messages for call in each.get("tool_calls", ())]
+    names = [c["function"]["name"] for c in calls if c["id"] == message.get("tool_call_id")]
+    return {**message, "name": names[-1]} if names else message
+
+
+def _is_same(before: Message, now: Message) -> bool:
+    """Whether both are one message. Of the assistant's, white space around it and its thinking may
+    be gone: its ids stay those that were generated."""
+    if before["role"] != "assistant":
+        return before == now
+    texts = before["content"].strip(), before["content"].rpartition(END_OF_THOUGHT)[2].strip()
+    same = [(each["role"], each.get("tool_calls")) for each in (before, now)]
+    return same[0] == same[1] and now["content"].strip() in texts
+
+
+def _wrong(message: str) -> Refused:
+    return Refused(400, "invalid_request", message)
+
+
+def _changed(message: str) -> Refused:
+    must = "a request must go on with the episode's conversation, as it was"
+    return Refused(400, "conversation_changed", f"{must}: {message}")
+
+
+def _over() -> Refused:
+    """In the words by which clients know that a context is full."""
+    why = "the rollout has reached its maximum context length: its tokens or turns are used up"
+    return Refused(400, "context_length_exceeded", why)
