@@ -13,8 +13,8 @@ llamarl runs the recipe as it stands: nine processes of one thread, staleness 1.
 environment of `make rivals`, synchronous and on policy, with transformers' generation, as its
 documentation has it for tools (`tools=`): one process with a thread per core, or two that share the
 rollouts (torchrun). Its settings are those that were fastest here: micro-batches of 128 rollouts,
-one generation for the whole step, no activation checkpointing, sdpa, no malloc settings;
-transformers' continuous batching takes ten times as long on a CPU. vLLM is not used on either side.
+one generation for the whole step, no activation checkpointing, sdpa, threads that do not spin while
+they wait; transformers' continuous batching takes ten times as long on a CPU. vLLM is not used on either side.
 Its chat template is the recipe's, which must also render calls there, and its response template
 reads calls as the recipe's `environment.calls` does (peers_bench/trl_program.py).
 
@@ -25,10 +25,12 @@ second way for slow tools, `rollout_func`, which TRL calls experimental: a loop 
 TRL's generation that runs the calls of all rollouts of a turn together.
 
 `step_s` is the mean from the start of the first step, so filling llamarl's pipeline counts.
-`tokens_per_s` counts what the model wrote in the rollouts that were trained. `peak_bytes` is the
-memory of all processes together that is no file's. `accuracy` is that of the checkpoints that both
-export, by `llamarl evaluate` on all held-out prompts. Ratios compare runs of one round, and their
-median counts; `vs_trl_tools` and `vs_trl_slow_tools` are those of TRL's fastest way.
+`processor_s` is what all processes together compute in a step, without the first one; other
+programs on the machine change it less. `tokens_per_s` counts what the model wrote in the rollouts
+that were trained. `peak_bytes` is the memory of all processes together that is no file's.
+`accuracy` is that of the checkpoints that both export, by `llamarl evaluate` on all held-out
+prompts. Ratios compare runs of one round, and their median counts; `vs_trl_tools` and
+`vs_trl_slow_tools` are those of TRL's fastest way.
 --quick: one short round of our side only.
 """
 
@@ -148,7 +150,7 @@ def main() -> None:
     bench.option("--quick", action="store_true", help="one short round, without TRL")
     arguments = bench.parse()
     if arguments.quick:
-        arguments.rounds = arguments.steps = arguments.slow_steps = 1
+        arguments.rounds, arguments.steps, arguments.slow_steps = 1, 3, 3
     reason = "--quick measures our side only" if arguments.quick else rivals.why_not("trl")
     if reason:
         print(f"without TRL: {reason}")

@@ -30,10 +30,15 @@ class LiveRun:
 
     run_dir: Path
 
+    @property
+    def metrics(self) -> Path:
+        """The file with a line per step."""
+        return self.run_dir / "metrics.jsonl"
+
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
         """What metrics.jsonl says of each training step."""
-        lines = map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines())
+        lines = map(json.loads, self.metrics.read_text().splitlines())
         return [line for line in lines if "time/step_s" in line]
 
     @cached_property

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +21,8 @@ from typing import Any
 
 import rivals
 from harness import Values
-from live_run import train
+from live_run import LiveRun, command, environment
+from streams_bench.processors import run_steps
 from weights_bench.memory import shared_out_bytes
 
 from llamarl.config import Config
@@ -30,6 +30,7 @@ from llamarl.recipe.composition import compose, to_config
 from llamarl.user_code.supervisor import descendants
 
 LOOK_EVERY_S = 0.5
+NUM_SKIPPED = 1  # first steps, of processor seconds: llamarl fills its pipeline in them
 MICRO_BATCH = 128  # rollouts; 64 takes TRL as long, 32 and 512 a tenth more
 TIMED = ("metrics.live=false", "data.held_out=null")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -68,35 +69,25 @@ Side = Callable[[Run], Trained]
 
 def run_llamarl(run: Run) -> Trained:
     """The recipe as it stands, in the order of the prompt file."""
-    with watched() as peaks:
-        found = train(
-            run.recipe, run.folder, *TIMED, "data.shuffle=false", *run.overrides(), begin=run.pin
-        )
-    tokens = [step["trainer/num_tokens"] for step in found.steps]
-    return Trained(_values(found.steps_s, tokens, peaks), run.folder / "export")
+    words = command(run.recipe, run.folder, *TIMED, "data.shuffle=false", *run.overrides())
+    return Trained(_timed(run, words, environment()), run.folder / "export")
 
 
 def run_trl(run: Run, *, num_processes: int = 1, are_calls_gathered: bool = False) -> Trained:
     """GRPOTrainer with a thread per core, or with `num_processes` of one thread each."""
     run.folder.mkdir()
     config = to_config(compose(run.recipe, run.overrides()))
-    job = _job(config, run, num_processes, are_calls_gathered)
     path = run.folder / "job.json"
-    path.write_text(json.dumps(job))
+    path.write_text(json.dumps(_job(config, run, num_processes, are_calls_gathered)))
     launcher = [*TORCHRUN, f"--nproc-per-node={num_processes}"] if num_processes > 1 else []
     words = [str(rivals.PYTHON), *launcher, "-m", "peers_bench.trl_program", str(path)]
-    environment = rivals.environment(run.num_cores // num_processes)
-    with watched() as peaks:
-        done = subprocess.run(
-            words, env=environment, capture_output=True, text=True, preexec_fn=run.pin
-        )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)}\n{done.stdout}{done.stderr}")
-    found = json.loads((run.folder / "result.json").read_text())
+    # Threads that spin while they wait take several times as long beside any other process.
+    variables = rivals.environment(run.num_cores // num_processes) | {"OMP_WAIT_POLICY": "passive"}
+    values = _timed(run, words, variables)
     checkpoint = run.folder / "checkpoint"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(run.recipe / "checkpoint" / name, checkpoint)
-    return Trained(_values(found["steps_s"], found["tokens"], peaks), checkpoint)
+    return Trained(values, checkpoint)
 
 
 def trl_ways(num_cores: int, are_slow: bool) -> dict[str, Side]:
@@ -136,11 +127,16 @@ def watched() -> Iterator[list[int]]:
         thread.join()
 
 
-def _values(steps_s: Sequence[float], tokens: Sequence[int], peaks: Sequence[int]) -> Values:
+def _timed(run: Run, words: list[str], variables: dict[str, str]) -> Values:
+    found = LiveRun(run.folder)
+    with watched() as seen:
+        busy_s = run_steps(words, variables, found.metrics, NUM_SKIPPED, begin=run.pin)
+    tokens = sum(step["trainer/num_tokens"] for step in found.steps)
     return {
-        "step_s": statistics.mean(steps_s),
-        "tokens_per_s": sum(tokens) / sum(steps_s),
-        "peak_bytes": max(peaks),
+        "step_s": statistics.mean(found.steps_s),
+        "processor_s": sum(busy_s.values()),
+        "tokens_per_s": tokens / sum(found.steps_s),
+        "peak_bytes": max(seen),
     }
 
 

@@ -6,10 +6,10 @@ Owns: TRL's settings, and what it needs beside them to train on the recipe's tas
 the task, which is the recipe's own files, or the numbers of the job, which are the recipe's too.
 Invariant: nothing of llamarl is imported.
 
-JOB.json has the fields of `Job`. The trained weights go into `out`/checkpoint. What each step took,
-how many tokens the model wrote in it and its mean reward are in `out`/result.json, with a few
-rollouts of the first step as TRL trained them. With several processes (torchrun) each has its share
-of the rollouts, and the first one writes.
+JOB.json has the fields of `Job`. In the folder `out`, weights go into checkpoint/. A line
+per step goes into metrics.jsonl, with llamarl's names, and a few rollouts of the first step, as TRL
+trained them, into samples.json. With several processes (torchrun) each has its share of the
+rollouts, and the first one writes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import os
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +61,38 @@ class Job:
     are_calls_gathered: bool
 
 
-class Clock(TrainerCallback):
-    """When training began, and when each step ended.
+class Steps(TrainerCallback):
+    """Writes a line per step, as llamarl does, and counts from when training began.
 
     It also advances the schedule by one: TRL's first step would have learning rate 0.
     """
 
-    def __init__(self) -> None:
-        self.times_s: list[float] = []
+    def __init__(self, job: Job) -> None:
+        self._path = Path(job.out) / "metrics.jsonl"
+        self._num_rollouts = job.num_prompts * job.num_generations
+        self._began_s = self._ended_s = 0.0
 
     def on_train_begin(self, *_: Any, lr_scheduler: Any, **__: Any) -> None:
         lr_scheduler.step()
-        self.times_s.append(time.perf_counter())
+        self._began_s = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.times_s.append(time.perf_counter())
+        self._ended_s = time.perf_counter()
+
+    def on_log(
+        self, _: Any, state: Any, __: Any, logs: dict[str, float] | None = None, **___: Any
+    ) -> None:
+        if not logs or "reward" not in logs or not state.is_world_process_zero:
+            return
+        line = {
+            "step": state.global_step,
+            "time/step_s": self._ended_s - self._began_s,
+            "trainer/num_tokens": round(logs["completions/mean_length"] * self._num_rollouts),
+            "reward/mean": logs["reward"],
+        }
+        self._began_s = self._ended_s
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 class Reward:
@@ -243,12 +258,12 @@ def make_settings(job: Job) -> GRPOConfig:
     return GRPOConfig(**settings)
 
 
-def train(job: Job) -> dict[str, Any]:
-    """Train and save; the result."""
+def train(job: Job) -> None:
+    """Train and save."""
     recipe = Path(job.recipe)
     tokenizer = load_tokenizer(recipe / "checkpoint")
     tools = load_tools(recipe)
-    reward, clock = Reward(tokenizer, job.pattern), Clock()
+    reward = Reward(tokenizer, job.pattern)
     gathered = {"rollout_func": GatheredCalls(tools, job)}
     trainer = GRPOTrainer(
         model=str(recipe / "checkpoint"),
@@ -256,32 +271,17 @@ def train(job: Job) -> dict[str, Any]:
         reward_funcs=reward,
         train_dataset=load_rows(recipe / "prompts.jsonl"),
         processing_class=tokenizer,
-        callbacks=[clock],
+        callbacks=[Steps(job)],
         **(gathered if job.are_calls_gathered else {"tools": tools}),
     )
     trainer.train()
     if trainer.is_world_process_zero():
-        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(
-            Path(job.out) / "checkpoint"
-        )
-    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
-    num_rollouts = job.num_prompts * job.num_generations
-    return {
-        "steps_s": [end_s - start_s for start_s, end_s in pairwise(clock.times_s)],
-        "tokens": [round(entry["completions/mean_length"] * num_rollouts) for entry in logs],
-        "rewards": [entry["reward"] for entry in logs],
-        "samples": reward.samples,
-    }
-
-
-def main() -> None:
-    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
-    result = train(job)
-    if int(os.environ.get("RANK", "0")) == 0:
-        (Path(job.out) / "result.json").write_text(json.dumps(result))
+        out = Path(job.out)
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(out / "checkpoint")
+        (out / "samples.json").write_text(json.dumps(reward.samples))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    train(Job(**json.loads(Path(sys.argv[1]).read_text())))
