@@ -90,17 +90,14 @@ def run_trl(run: Run, *, num_processes: int = 1, are_calls_gathered: bool = Fals
     return Trained(values, checkpoint)
 
 
-def trl_ways(num_cores: int, are_slow: bool) -> dict[str, Side]:
-    """TRL's ways to use these cores; with slow tools also those that gather calls."""
-    ways: dict[str, Side] = {"TRL": run_trl}
+def trl_ways(num_cores: int, *, are_calls_gathered: bool) -> dict[str, Side]:
+    """TRL's ways to use these cores, with its own loop for tools or with the one that gathers."""
+    name = "TRL, calls gathered" if are_calls_gathered else "TRL"
+    ways: dict[str, Side] = {name: partial(run_trl, are_calls_gathered=are_calls_gathered)}
     if num_cores > 1:
-        name = f"TRL, {num_cores} processes"
-        ways[name] = partial(run_trl, num_processes=num_cores)
-    if are_slow:
-        ways |= {
-            f"{name}, rollout_func": partial(way, are_calls_gathered=True)
-            for name, way in ways.items()
-        }
+        ways[f"{name}, {num_cores} processes"] = partial(
+            run_trl, num_processes=num_cores, are_calls_gathered=are_calls_gathered
+        )
     return ways
 
 
