@@ -28,7 +28,7 @@ help:
 	@echo "make test-vllm    the tests of vLLM in it"
 	@echo "make environments  one with public collections of environments: reasoning-gym, verifiers"
 	@echo "make test-environments  the tests of those in it"
-	@echo "make rivals       a third one, with TransferQueue, which tools/bench_store.py compares with"
+	@echo "make rivals       another one, with TransferQueue and TRL, which benchmarks compare with"
 	@echo "make demo-two-hosts  the quickstart over two worker daemons, as on two hosts"
 	@echo "make chaos        the quickstart while its processes are killed, stopped, and woken again"
 	@echo "make test-gpu     the tests that need a CUDA device, with the python and torch that are there"

@@ -47,8 +47,9 @@ from pathlib import Path
 import harness
 import numpy as np
 from harness import Values, medians
+from rivals import why_not
 from store_bench.own import CONTROLLER, LOADER, OwnStore
-from store_bench.rival import TransferQueueRival, why_not
+from store_bench.rival import TransferQueueRival
 from store_bench.rows import Work, make_rows, num_bytes
 
 from llamarl.cluster import exiting_process
@@ -235,7 +236,7 @@ def make_memcpy(size: int) -> Run:
 
 async def measure(frame: harness.Bench, arguments: argparse.Namespace) -> list[Result]:
     """Run everything."""
-    reason = "--quick measures our side only" if arguments.quick else why_not()
+    reason = "--quick measures our side only" if arguments.quick else why_not("transfer_queue")
     if reason:
         print(f"without the rival: {reason}")
     with tempfile.TemporaryDirectory(prefix="llamarl-") as folder:

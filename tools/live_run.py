@@ -1,6 +1,6 @@
-"""One real training run in processes of its own, and what it leaves in its folder.
+"""One real run, a training or an evaluation, in processes of its own, and what it leaves behind.
 
-Owns: the command, and reading metrics and summary. Does not own: which options a benchmark sets.
+Owns: the commands, and reading metrics and summary. Does not own: which options a benchmark sets.
 Invariant: a run that fails ends the benchmark with all that the run wrote.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -29,10 +30,15 @@ class LiveRun:
 
     run_dir: Path
 
+    @property
+    def metrics(self) -> Path:
+        """The file with a line per step."""
+        return self.run_dir / "metrics.jsonl"
+
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
         """What metrics.jsonl says of each training step."""
-        lines = map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines())
+        lines = map(json.loads, self.metrics.read_text().splitlines())
         return [line for line in lines if "time/step_s" in line]
 
     @cached_property
@@ -55,6 +61,15 @@ def command(
     return [sys.executable, *program, *train, *options]
 
 
+def evaluate(recipe: Path, checkpoint: Path, run_dir: Path) -> float:
+    """Greedy accuracy of a checkpoint on all of the recipe's held-out prompts. SystemExit with what
+    the run wrote if it fails."""
+    options = (f"--config-dir={recipe}", f"model.checkpoint={checkpoint}", f"run_dir={run_dir}")
+    _finish([sys.executable, *PROGRAM, "evaluate", *options, "metrics.live=false"])
+    lines = [line for path in run_dir.glob("archive/*.jsonl") for line in path.open()]
+    return statistics.mean(json.loads(line)["correct"] for line in lines)
+
+
 def environment() -> dict[str, str]:
     """One thread per process; modules of the repository and of its tools."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
@@ -69,10 +84,13 @@ def train(
     begin: Callable[[], None] | None = None,
 ) -> LiveRun:
     """Train once; `begin` is called in the new process. SystemExit with its output if it fails."""
-    words = command(recipe, run_dir, *options, program=program)
+    _finish(command(recipe, run_dir, *options, program=program), begin)
+    return LiveRun(run_dir)
+
+
+def _finish(words: list[str], begin: Callable[[], None] | None = None) -> None:
     done = subprocess.run(
         words, env=environment(), capture_output=True, text=True, preexec_fn=begin
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}\n{done.stdout}{done.stderr}")
-    return LiveRun(run_dir)

@@ -23,9 +23,9 @@ FOLDER = ROOT / "docs" / "benchmarks"
 SUMMARY = ROOT / "BENCHMARKS.md"
 MARKS = "<!-- figures, written by tools/write_benchmark_pages.py -->", "<!-- end of figures -->"
 ORDER = (  # of the table; what is not here comes last
-    *("quickstart", "generate", "weights", "staging", "async", "streams", "store", "links"),
-    *("sites", "controller", "packing", "ranker", "checkpoints", "offload", "planner", "pools"),
-    *("chaos", "searches", "fuzz"),
+    *("quickstart", "generate", "weights", "staging", "async", "streams", "peers", "store"),
+    *("links", "sites", "controller", "packing", "ranker", "checkpoints", "offload", "planner"),
+    *("pools", "chaos", "searches", "fuzz"),
 )
 Document = dict[str, Any]
 

@@ -124,6 +124,13 @@ def check_staging(found: Found) -> None:
         assert interrupted[name] > 10 * beside, name
 
 
+def check_peers(found: Found) -> None:
+    for cores in ("1 core", "2 cores"):
+        assert set(found[cores].values()) == {None}, "ratios, which need TRL"
+        assert found[f"slow tools, {cores}: llamarl"]["step_s"] > 0
+        assert 0 < found[f"instant tools, {cores}: llamarl"]["accuracy"] < 1
+
+
 def check_positive(found: Found) -> None:
     values = [each for values in found.values() for each in values.values()]
     numbers = [value for value in values if isinstance(value, float)]
@@ -143,6 +150,7 @@ SMALL: dict[str, tuple[list[str], Callable[[Found], None]]] = {
         ],
         check_store,
     ),
+    "bench_peers": (["--quick"], check_peers),
     "bench_pools": (["--quick", "--models=72B", "--groups=64"], check_pools),
     "bench_gpu": (["--device=cpu", "--tiny"], check_gpu),
     "bench_streams": (["--quick"], check_streams),

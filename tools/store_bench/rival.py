@@ -7,34 +7,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
-from pathlib import Path
+
+from rivals import PYTHON, environment
 
 from store_bench.rows import Work
 
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = ROOT / ".venv-rivals" / "bin" / "python"
 END_S = 60.0
-
-
-def why_not() -> str | None:
-    """Why the rival cannot be measured here, if so."""
-    return None if PYTHON.exists() else "TransferQueue is not installed: make rivals"
 
 
 class TransferQueueRival:
     """TransferQueue with `num_units` storage units and as many consumers as any work has."""
 
     def __init__(self, num_units: int, num_consumers: int) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "tools"), "OMP_NUM_THREADS": "1"}
         module = "store_bench.transferqueue"
         self._child = subprocess.Popen(
             [str(PYTHON), "-m", module, str(num_units), str(num_consumers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=environment(),
         )
         self._read()
 

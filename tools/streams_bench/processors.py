@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -20,18 +21,27 @@ Seconds = dict[int, float]
 
 
 def run_steps(
-    command: list[str], environment: dict[str, str], metrics: Path, num_skipped: int
+    command: list[str],
+    environment: dict[str, str],
+    metrics: Path,
+    num_skipped: int,
+    *,
+    begin: Callable[[], None] | None = None,
 ) -> Seconds:
     """Run a command that trains; processor seconds of a step, by process, without the first ones.
 
-    `metrics` is the file to which the run adds a line per step. SystemExit, with what the command
-    wrote, if it fails.
+    `metrics` is the file to which the run adds a line per step; `begin` is called in the new
+    process. SystemExit, with what the command wrote, if it fails.
     """
     mark = f"LLAMARL_BENCH_{uuid.uuid4().hex}"
     samples: dict[int, Seconds] = {}  # by number of steps that have ended
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            command, env={**environment, mark: "1"}, stdout=output, stderr=subprocess.STDOUT
+            command,
+            env={**environment, mark: "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=begin,
         )
         while process.poll() is None:
             num_steps = _num_steps(metrics)

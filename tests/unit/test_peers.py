@@ -1,0 +1,90 @@
+"""tools/bench_peers.py: TRL renders and reads what llamarl does; slow tools are the recipe's."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from bench_peers import RECIPE, write_slow_recipe
+from peers_bench.chat import load_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.data.tokenizer import load_tokenizer as load_own
+from llamarl.environments.definition import Kind, describe, find_defined
+from llamarl.environments.turn_format import TurnFormat
+from llamarl.task_file import load_module
+
+CHECKPOINT = RECIPE / "checkpoint"
+QUESTION = [{"role": "user", "content": "What is 12*34*56?"}]
+TASK = load_module((RECIPE / "task.py").read_text())
+PIECES = ["<calculator>", "</calculator>", "<", ">", "12*34", "408", "Answer: ", "calc", "<|end|>"]
+
+
+@pytest.fixture(scope="module")
+def own() -> Tokenizer:
+    return load_own(CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> PreTrainedTokenizerBase:
+    return load_tokenizer(CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def turns(own: Tokenizer) -> TurnFormat:
+    (schemas,) = [each["schemas"] for each in describe(TASK).values()]
+    return TurnFormat(own, Kind(tuple(schemas)), "tagged")
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    return [(each["name"], each["arguments"]) for each in functions]
+
+
+def test_both_sides_begin_with_the_same_ids(own: Tokenizer, theirs: Any) -> None:
+    ids = theirs.apply_chat_template(
+        QUESTION, tools=TASK.tools, add_generation_prompt=True, return_dict=False
+    )
+    assert ids == own.encode(own.render_chat(QUESTION), special=False)
+
+
+def test_both_sides_read_the_same_calls(turns: TurnFormat, theirs: Any) -> None:
+    """Whatever a model writes, up to the token that ends its turn."""
+    prefix = theirs.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
+    num_calls = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        text = "".join(rng.choices(PIECES[:-1], k=rng.randint(1, 6)))
+        ids = theirs(text + rng.choice(["<|end|>", ""]))["input_ids"]
+        found = calls_of(theirs.parse_response(ids, prefix=prefix, tools=TASK.tools))
+        expected = [(call.name, dict(call.arguments)) for call in turns.read(ids).calls]
+        assert found == expected, (seed, text)
+        num_calls += len(found)
+    assert num_calls > 100
+
+
+def test_both_sides_put_the_same_ids_after_a_call(turns: TurnFormat, theirs: Any) -> None:
+    said = [{"role": "tool", "name": "calculator", "content": "408"}]
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {}}}
+    before = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    head = theirs.apply_chat_template(before, return_dict=False)
+    whole = theirs.apply_chat_template(
+        [*before, *said], add_generation_prompt=True, return_dict=False
+    )
+    assert whole[: len(head)] == head
+    assert whole[len(head) :] == turns.observation(said, theirs.eos_token_id).tolist()
+
+
+def test_slow_tools_are_those_of_the_recipe_and_wait(tmp_path: Path) -> None:
+    folder = write_slow_recipe(tmp_path / "slow")
+    slow = load_module((folder / "task.py").read_text())
+    assert describe(slow) == describe(TASK)
+    assert all(inspect.iscoroutinefunction(tool) for tool in find_defined(slow).tools.values())
