@@ -29,7 +29,7 @@ def copy_files(source: str | Path, patterns: Iterable[str], folder: Path) -> Non
         for path in Path(source).glob(pattern):
             if path.is_dir():
                 shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
-            else:
+            elif path.is_file():  # a tokenizer loads without what cannot be read
                 shutil.copyfile(path, folder / path.name)
 
 
