@@ -21,8 +21,9 @@ def make_requests(
     seed: int,
     segment_tokens: int,
     replay_lengths: Sequence[int] = (),
+    has_turns: bool = False,
 ) -> list[Request]:
-    """One request per row of `group`, alike but for row id and seed.
+    """One request per row of `group`, alike but for row id and seed; with `has_turns`, of episodes.
 
     With `replay_lengths`, rollout i of group g writes exactly as many tokens as entry g * n + i,
     modulo their number, says: stop ids and stop strings are off. `max_tokens` stays,
@@ -42,6 +43,7 @@ def make_requests(
             segment_tokens=segment_tokens,
             step=group.step,
             replay_tokens=lengths[(first + index) % len(lengths)],
+            prompt=group.prompt if has_turns else None,
         )
         for index, row_id in enumerate(group.row_ids)
     ]

@@ -36,6 +36,7 @@ class Evaluator:
     prompts: list[Prompt]
     sampling: Sampling
     seed: int
+    has_turns: bool = False
     engines: Engines
     every_steps: int = 0
     version: int = -1
@@ -84,7 +85,13 @@ class Evaluator:
         return result
 
     def _requests(self, group: Group) -> list[Request]:
-        asked = make_requests(group, sampling=self.sampling, seed=self.seed, segment_tokens=0)
+        asked = make_requests(
+            group,
+            sampling=self.sampling,
+            seed=self.seed,
+            segment_tokens=0,
+            has_turns=self.has_turns,
+        )
         return [replace(request, purpose=Purpose.EVALUATE) for request in asked]
 
     async def _retire(self, version: int, groups: Sequence[Group]) -> None:

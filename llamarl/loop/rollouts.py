@@ -70,7 +70,7 @@ class Rollouts:
         max_restarts: int = 0,
     ) -> None:
         self._dispatch, self._storage = dispatch, storage
-        self._has_episodes, self._max_restarts = graph.has_episodes, max_restarts
+        self._max_restarts = max_restarts
         started = {stage.name for stage in stages} | {GENERATE}
         self._stages = [stage for stage in graph.between if stage in stages]
         self._needs = {stage.name: graph.needs[stage.name] & started for stage in self._stages}
@@ -187,8 +187,8 @@ class Rollouts:
         row_id = request.row_id
         self._writing.add(row_id)
         try:
-            if self._has_episodes and request.purpose is not Purpose.CHECK:
-                rollout = await self._take_turns(group, replace(request, prompt=group.prompt))
+            if request.has_turns:
+                rollout = await self._take_turns(group, request)
             else:
                 rollout = await self._generate(request)
         finally:
@@ -198,7 +198,7 @@ class Rollouts:
 
     async def _generate(self, request: Request) -> RolloutInfo:
         """Until the rollout stops. Cut ones go on, on any replica."""
-        numbers: Counter[str] = Counter()
+        cut: list[TurnResult] = []
         while True:
             stopped, sent = self._expect(request), self._submitting.ask(request)
             try:
@@ -206,19 +206,15 @@ class Rollouts:
             finally:
                 sent.cancel()
                 del self._stopped[request.row_id]
-            episode = rollout.episode
-            if episode is not None:
-                numbers.update(episode.numbers)
             is_cut = rollout.finish_reason is FinishReason.SEGMENT
-            if is_cut and request.row_id not in self._aborted:
-                request = replace(request, resume=True)
-                if episode is not None:  # in the attempt that the dispatcher may have made of it
-                    place = episode.environment
-                    request = replace(request, attempt=episode.attempt, environment=place)
-                continue
-            if episode is not None:
-                rollout = replace(rollout, episode=replace(episode, numbers=dict(numbers)))
-            return rollout
+            if not is_cut or request.row_id in self._aborted:
+                return _summed(cut, rollout) if cut else rollout
+            request = replace(request, resume=True)
+            if (episode := rollout.episode) is not None:
+                cut.append(episode)
+                # In the attempt that the dispatcher may have made of it.
+                place = episode.environment
+                request = replace(request, attempt=episode.attempt, environment=place)
 
     async def _take_turns(self, group: Group, request: Request) -> RolloutInfo:
         """An episode, again from its beginning if its environment was lost."""
@@ -322,6 +318,16 @@ def _learn(stage: Stage, group: Group, result: StageResult) -> None:
     group.numbers.setdefault(row_id, {}).update(result.numbers)
     if result.reason or result.status is not StageStatus.OK:
         group.dropped.setdefault(row_id, result.reason or f"{stage.name}_failed")
+
+
+def _summed(cut: Sequence[TurnResult], rollout: RolloutInfo) -> RolloutInfo:
+    """With the numbers of its episode's earlier stays at replicas."""
+    if (last := rollout.episode) is None:
+        return rollout
+    numbers: Counter[str] = Counter()
+    for episode in (*cut, last):
+        numbers.update(episode.numbers)
+    return replace(rollout, episode=replace(last, numbers=dict(numbers)))
 
 
 def _fail_episode(group: Group, request: Request, episode: TurnResult) -> None:

@@ -192,6 +192,7 @@ class Wiring:
                 seed=config.seed,
                 segment_tokens=config.sampling.segment_tokens,
                 replay_lengths=inputs.replay_lengths,
+                has_turns=inputs.graph.has_episodes,
             ),
             filter_group=partial(
                 filter_group,
@@ -290,6 +291,7 @@ class Wiring:
             prompts=self.inputs.held_out,
             sampling=evaluation_sampling(config, self.inputs),
             seed=config.seed,
+            has_turns=self.inputs.graph.has_episodes,
             engines=engines,
             every_steps=config.evaluation.every_steps,
             version=self.state.get("evaluated", -1),

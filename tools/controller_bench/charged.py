@@ -101,14 +101,14 @@ class Charged:
     async def _serve(self, method: str, args: tuple[Any, ...]) -> Any:
         result = await getattr(self._executor, method)(*args)
         self._idle.leave(method, result)
-        return _sized(method, result, args)
+        return _sized(f"{self._name}.{method}", result, args)
 
 
-def _sized(method: str, result: Any, args: tuple[Any, ...]) -> Any:
+def _sized(call: str, result: Any, args: tuple[Any, ...]) -> Any:
     """The answer as large as real executors give it; fingerprints of the same version are equal."""
-    if method == "prepare":
+    if call == "generator.prepare":
         return [replace(result[0], rank=rank, address="/dev/shm/x" * 4) for rank in range(8)]
-    if method in ("write", "verify"):
+    if call in ("trainer.write", "generator.write", "generator.verify"):
         return [Fingerprints.fromkeys(NAMES, args[0])]
     return result
 
