@@ -19,6 +19,7 @@ from functools import partial
 
 import numpy as np
 
+from llamarl.batcher import Batcher
 from llamarl.episode import last_turn
 from llamarl.errors import cancel_all
 from llamarl.executors.environment_link import Environments
@@ -31,6 +32,8 @@ from llamarl.types import (
     TurnItem,
     TurnResult,
 )
+
+PAUSE_S = 0.02  # answers within it go on together: few rollouts in a decode step waste it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +68,13 @@ class OpenEpisode:
 class EpisodePart:
     """Belongs to the compute thread, but for `start`, `forget`, `stop_asking` and `close`."""
 
-    def __init__(self, rank: Rank, environments: Environments | None) -> None:
+    def __init__(
+        self, rank: Rank, environments: Environments | None, pause_s: float = PAUSE_S
+    ) -> None:
         self._rank, self._environments = rank, environments
         self._open: dict[int, OpenEpisode] = {}
         self._asking: set[asyncio.Task[None]] = set()  # of the event loop
+        self._together = Batcher[None](_go_on, rank.fail, pause_s=pause_s)
 
     @property
     def environments(self) -> Environments:
@@ -136,6 +142,7 @@ class EpisodePart:
     async def close(self) -> None:
         """Ask nothing more."""
         await cancel_all(self._asking)
+        await self._together.close()
         if self._environments is not None:
             self._environments.close()
 
@@ -155,6 +162,7 @@ class EpisodePart:
             result = None
             if self._rank.number == 0:
                 result = await self.environments.answer(episode.environment, turn)
+                await self._together.ask(None)
             await self._rank.run(partial(self._answered, episode, turn, result), key)
         except Exception as error:  # noqa: BLE001 - raised where rollouts are collected
             self._rank.fail(error)
@@ -198,6 +206,10 @@ class EpisodePart:
         self._rank.put(
             RequestOutput(request=request, written=episode.written, reason=reason, episode=result)
         )
+
+
+async def _go_on(answered: Sequence[None]) -> None:
+    """What these waited for has come."""
 
 
 def _with_observation(written: PartialOutput, tokens: Sequence[int]) -> PartialOutput:

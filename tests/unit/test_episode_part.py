@@ -85,7 +85,7 @@ class TwoRanks:
         self.commands: list[dict[object, Callable[[], None]]] = [{}, {}]
         self.shared: Sequence[int] = ()
         self.errors: list[BaseException] = []
-        self.parts = [EpisodePart(self._rank(n), reached[n]) for n in range(2)]
+        self.parts = [EpisodePart(self._rank(n), reached[n], pause_s=0.0) for n in range(2)]
 
     def _rank(self, number: int) -> Rank:
         async def run(call: Callable[[], None], key: object) -> None:
