@@ -31,7 +31,7 @@ from llamarl.user_code.supervisor import descendants
 
 LOOK_EVERY_S = 0.5
 NUM_SKIPPED = 1  # first steps, of processor seconds: llamarl fills its pipeline in them
-MICRO_BATCH = 128  # rollouts; 64 takes TRL as long, 32 and 512 a tenth more
+MICRO_BATCH = 128  # rollouts; 64 takes TRL as long, 32 and 512 longer
 TIMED = ("metrics.live=false", "data.held_out=null")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
