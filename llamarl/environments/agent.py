@@ -91,7 +91,7 @@ class AgentEnvironment:
         return await self._next()
 
     async def get_reward(self) -> float:
-        """What the program returns. If the episode has ended for a limit, the program is told so
+        """What the program returns. If the episode has ended for a limit, its request gets an error
         first; what it raises then is a reward of 0, for the model has used up its tokens."""
         assert self._playing is not None, "an episode is reset first"
         was_cut = not self._playing.done()

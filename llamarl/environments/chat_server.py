@@ -82,7 +82,7 @@ class ChatServer:
         return secret, f"http://{HOST}:{port}/{secret}/v1"
 
     def close(self, secret: str) -> None:
-        """End a conversation: whoever asks for more gets an error."""
+        """End a conversation: further requests get an error."""
         self._answers.pop(secret, None)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

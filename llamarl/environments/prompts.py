@@ -45,23 +45,6 @@ class PromptTooLong(ValueError):  # noqa: N818 - what was found
     """A prompt has more tokens than it may have."""
 
 
-def read_prompts(
-    path: str | Path,
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    most: int | None = None,
-    limit: str = "data.max_prompt_tokens",
-    tools: Tools = no_tools,
-) -> list[Prompt]:
-    """Read and tokenize every prompt of a .jsonl or .parquet file, or the first `most`, in order.
-    Blank lines are skipped. ValueError if the file is missing or malformed, else as
-    `tokenize_rows`, which has the rest.
-    """
-    rows = read_rows(Path(path))
-    return tokenize_rows(rows, path, config, tokenizer, most=most, limit=limit, tools=tools)
-
-
 def tokenize_rows(
     rows: Iterable[NumberedRow],
     place: str | Path,

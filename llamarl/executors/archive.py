@@ -182,7 +182,7 @@ def _number(cell: np.ndarray) -> float | None:
 
 
 def _numbers(cell: np.ndarray) -> list[int | float | None]:
-    """The entries with as few digits as tell them from their neighbours in the cell's dtype."""
+    """The entries with as few digits as make each one that of the cell's dtype."""
     if cell.dtype.kind in "iu":
         return cell.tolist()
     return [float(str(entry)) if math.isfinite(entry) else None for entry in cell]

@@ -46,7 +46,7 @@ class EnvironmentLink:
     async def answer(self, turn: TurnItem) -> TurnResult:
         """See `protocols.Environment`. An episode waits to begin for an executor that is started
         again."""
-        begins = turn.prompt is not None
+        begins, connection = turn.prompt is not None, None
         while True:
             renewed = self._renewed
             try:
@@ -57,7 +57,8 @@ class EnvironmentLink:
                 packet.close()
                 return read_result(packet.header["result"])
             except ConnectionError:
-                self._connection = None
+                if self._connection is connection:  # else another turn has found it, too
+                    self._connection = None
             except ExecutorLost:
                 if begins:
                     await renewed.wait()

@@ -66,7 +66,7 @@ class OpenEpisode:
 
 
 class EpisodePart:
-    """Belongs to the compute thread, but for `start`, `forget`, `stop_asking` and `close`."""
+    """Belongs to the compute thread, but for `use` and what is a coroutine."""
 
     def __init__(
         self, rank: Rank, environments: Environments | None, pause_s: float = PAUSE_S
@@ -85,6 +85,8 @@ class EpisodePart:
 
     def use(self, environments: Environments | None) -> None:
         """Ask these from now on, while no episode is open."""
+        if self._environments is not None:
+            self._environments.close()
         self._environments = environments
 
     def open(self, request: Request, written: PartialOutput) -> None:
@@ -169,11 +171,11 @@ class EpisodePart:
 
     def _answered(self, episode: OpenEpisode, turn: TurnItem, result: TurnResult | None) -> None:
         """Go on from the answer, which only rank 0 has, or come out."""
-        begins, told = turn.prompt is not None, None
+        begins, found = turn.prompt is not None, None
         if result is not None:
             ids = (result.prompt_ids or ()) if begins else result.observation
-            told = [int(result.goes_on), *ids]
-        goes_on, *tokens = self._rank.share(told)
+            found = [int(result.goes_on), *ids]
+        goes_on, *tokens = self._rank.share(found)
         if self._open.get(turn.row_id) is not episode or not episode.waits:
             return  # it was aborted meanwhile, and may have begun again
         if not goes_on:

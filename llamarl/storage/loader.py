@@ -243,7 +243,7 @@ class StageLoader:
         reads = self.stage.reads
         stored = dict.fromkeys(DERIVED.get(name, name) for name in reads if name != PROMPT_RECORD)
         if self._tokenizer is not None:
-            stored[TOKEN_VERSIONS] = ""  # they tell the last turn of an episode
+            stored[TOKEN_VERSIONS] = ""  # by which the last turn of an episode is found
         columns: dict[str, list[Any]] = {**await self._store.read(row_ids, list(stored))}
         found = {name: columns[name] for name in reads if name in columns}
         if self._tokenizer is not None:

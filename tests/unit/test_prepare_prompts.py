@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from llamarl.config import DataConfig
 from llamarl.data.tokenizer import load_tokenizer
-from llamarl.environments.prompts import read_prompts
+from tests.prompt_files import read_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 

@@ -10,9 +10,10 @@ from pyarrow import parquet
 
 from llamarl.config import DataConfig
 from llamarl.data.tokenizer import load_tokenizer
-from llamarl.environments.prompts import PromptStream, read_prompts
+from llamarl.environments.prompts import PromptStream
 from llamarl.types import Prompt
 from tests.json_lines import write_lines
+from tests.prompt_files import read_prompts
 from tests.unit.tokenizer_files import write_tokenizer
 
 ORDER_OF_SEED_17 = [7, 6, 1, 3, 5, 4, 8, 2]

@@ -14,11 +14,11 @@ import yaml
 
 from llamarl.config import DataConfig, RewardConfig
 from llamarl.data.tokenizer import check_tokenizer, load_tokenizer
-from llamarl.environments.prompts import read_prompts
 from llamarl.environments.rewards import exact
 from llamarl.models.inventory import check_checkpoint
 from tests.json_lines import read_lines
 from tests.places import CHECKPOINT, RECIPE
+from tests.prompt_files import read_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 

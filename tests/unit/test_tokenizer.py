@@ -10,7 +10,7 @@ import pytest
 from llamarl.config import DataConfig
 from llamarl.data import bounds
 from llamarl.data.tokenizer import check_tokenizer, load_tokenizer, split_stops
-from llamarl.environments.prompts import read_prompts
+from tests.prompt_files import read_prompts
 from tests.unit.tokenizer_files import write_tokenizer
 
 TEXT = "What is 12 + 3 ? It's  n't , caf\u00e9 \U0001f600 ."

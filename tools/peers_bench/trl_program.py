@@ -222,7 +222,7 @@ def load_rows(path: Path) -> Dataset:
 
 
 def make_settings(job: Job) -> GRPOConfig:
-    """What TRL is told: the job, AIPO's loss on policy, and nothing that costs time for memory."""
+    """What TRL gets: the job, AIPO's loss on policy, and nothing that costs time for memory."""
     own = job.num_prompts * job.num_generations // job.num_processes
     micro_batch = min(own, job.micro_batch)
     settings = {
