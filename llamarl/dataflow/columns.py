@@ -6,6 +6,7 @@ Invariant: a column has the same dtype and kind of length in every row.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llamarl.config.check import require
@@ -92,7 +93,12 @@ COLUMNS = {
 # What a stage's function may read although no column holds it.
 PROMPT_RECORD = "prompt"  # the rollout's `types.Prompt`, which has the whole row of the data file
 COMPLETION = "completion"  # the response as text, decoded from RESPONSE_IDS
-DERIVED = {PROMPT_RECORD: "", COMPLETION: RESPONSE_IDS}
-"""Name -> the column it is made from, "" for none."""
+DERIVED = {PROMPT_RECORD: (), COMPLETION: (RESPONSE_IDS, TOKEN_VERSIONS)}
+"""Name -> the columns it is made from; versions show where the last turn of an episode begins."""
 RECORDED = (PROMPT_ID, TURNS, LOSS_WEIGHTS, CLIPPED)
 """What a stage writes for the archive only; no function of a recipe computes it."""
+
+
+def stored_columns(names: Iterable[str]) -> list[str]:
+    """The columns that hold what a stage reads by these names, each once."""
+    return [*dict.fromkeys(each for name in names for each in DERIVED.get(name, (name,)))]

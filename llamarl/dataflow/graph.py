@@ -25,7 +25,16 @@ from typing import Any
 
 from llamarl.config import Config
 from llamarl.config.check import require, require_choice
-from llamarl.dataflow.columns import COLUMNS, DERIVED, NUMBER, RESPONSE, TEXT, Column, check_name
+from llamarl.dataflow.columns import (
+    COLUMNS,
+    DERIVED,
+    NUMBER,
+    RESPONSE,
+    TEXT,
+    Column,
+    check_name,
+    stored_columns,
+)
 from llamarl.types import (
     CLIPPED,
     EPISODE_REWARD,
@@ -195,8 +204,8 @@ class Graph:
         for reader in self.stages.values():
             columns: dict[str, list[str]] = {}
             for name in reader.reads:
-                if stored := DERIVED.get(name, name):
-                    columns.setdefault(writers[stored], []).append(name)
+                for writer in dict.fromkeys(writers[each] for each in stored_columns([name])):
+                    columns.setdefault(writer, []).append(name)
             for writer, names in columns.items():
                 yield writer, reader.name, tuple(names)
 
@@ -325,8 +334,8 @@ def _check_kinds(stages: Mapping[str, Stage]) -> None:
 def _needs(stages: Mapping[str, Stage], writers: Mapping[str, str]) -> dict[str, frozenset[str]]:
     needs = {}
     for name, stage in stages.items():
-        stored = {DERIVED.get(column, column) for column in stage.reads} - {""}
-        needs[name] = frozenset({writers[column] for column in stored} | {GENERATE} - {name})
+        stored = {writers[column] for column in stored_columns(stage.reads)}
+        needs[name] = frozenset(stored | {GENERATE} - {name})
     needs[SETTLE] |= stages.keys() - {SETTLE, TRAIN}
     return needs
 

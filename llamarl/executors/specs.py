@@ -105,7 +105,7 @@ class StageSpec:
     """Of a stage that runs functions: `stage.run` is the name of one of `task_source`, the text of
     the recipe's task.py if it has one, or `reward` says which the stage `score` runs. `numbers`
     names the columns it reads that are one number per rollout; `tokenizer` is a folder with
-    tokenizer files; `has_episodes`: rollouts take turns."""
+    tokenizer files."""
 
     executor: ClassVar[str] = "llamarl.executors.stage:StageExecutor"
 
@@ -115,7 +115,6 @@ class StageSpec:
     task_source: str | None
     storage: ColumnStore
     reward: RewardConfig | None = None
-    has_episodes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

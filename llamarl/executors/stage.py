@@ -15,7 +15,14 @@ import numpy as np
 
 from llamarl.data.kept_rollouts import as_cell
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
-from llamarl.dataflow.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD, RECORDED, Column
+from llamarl.dataflow.columns import (
+    COMPLETION,
+    NUMBER,
+    PROMPT_RECORD,
+    RECORDED,
+    Column,
+    stored_columns,
+)
 from llamarl.dataflow.graph import GROUP
 from llamarl.dataflow.task_stages import as_data
 from llamarl.episode import last_turn, turns_of
@@ -139,8 +146,7 @@ class StageExecutor:
         if prompt.is_recorded:
             assert self._tokenizer is not None
             ids = columns[RESPONSE_IDS][place]
-            one_turn = np.zeros_like(ids)
-            versions = columns[TOKEN_VERSIONS][place] if self._spec.has_episodes else one_turn
+            versions = columns[TOKEN_VERSIONS][place]
             cells[TURNS] = as_cell(turns_of(ids, versions, self._tokenizer.decode))
         return cells
 
@@ -157,9 +163,7 @@ class StageExecutor:
     async def _read(self, row_ids: list[int]) -> Columns:
         """What the stage reads of these rows."""
         stage = self._stage
-        names = {DERIVED.get(name, name) for name in stage.reads} - {""}
-        if self._spec.has_episodes and COMPLETION in stage.reads:
-            names.add(TOKEN_VERSIONS)
+        names = {*stored_columns(stage.reads)}
         if any(column.length != NUMBER for column in stage.writes):
             names.add(RESPONSE_IDS)  # how many entries a column has
         return await self._storage.read(row_ids, sorted(names)) if names else {}
@@ -185,10 +189,8 @@ class StageExecutor:
         if name == COMPLETION:
             if self._tokenizer is None:
                 raise RuntimeError("a stage must be started before it processes rollouts")
-            responses = columns[RESPONSE_IDS]
-            if self._spec.has_episodes:
-                responses = [*map(last_turn, responses, columns[TOKEN_VERSIONS])]
-            return [self._tokenizer.decode(ids) for ids in responses]
+            written = map(last_turn, columns[RESPONSE_IDS], columns[TOKEN_VERSIONS])
+            return [self._tokenizer.decode(ids) for ids in written]
         cells = [cell.tolist() for cell in columns[name]]
         return [cell[0] for cell in cells] if name in self._spec.numbers else cells
 

@@ -177,7 +177,6 @@ class Specs:
             task_source=inputs.task_source,
             storage=storage,
             reward=config.reward if stage.name == SCORE else None,
-            has_episodes=config.environment.is_used,
         )
 
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from llamarl.config.check import require
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
-from llamarl.dataflow.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD
+from llamarl.dataflow.columns import COMPLETION, NUMBER, PROMPT_RECORD, stored_columns
 from llamarl.dataflow.graph import Stage
 from llamarl.dataflow.task_stages import from_data
 from llamarl.episode import last_turn
@@ -241,10 +241,8 @@ class StageLoader:
         lease, items, prompts = (answer.header[key] for key in ("lease", "items", "prompts"))
         row_ids = [row_id for item in items for row_id in item]
         reads = self.stage.reads
-        stored = dict.fromkeys(DERIVED.get(name, name) for name in reads if name != PROMPT_RECORD)
-        if self._tokenizer is not None:
-            stored[TOKEN_VERSIONS] = ""  # by which the last turn of an episode is found
-        columns: dict[str, list[Any]] = {**await self._store.read(row_ids, list(stored))}
+        stored = await self._store.read(row_ids, stored_columns(reads))
+        columns: dict[str, list[Any]] = {**stored}
         found = {name: columns[name] for name in reads if name in columns}
         if self._tokenizer is not None:
             written = map(last_turn, columns[RESPONSE_IDS], columns[TOKEN_VERSIONS])

@@ -26,6 +26,7 @@ from llamarl.types import (
     RESPONSE_IDS,
     REWARD,
     SAMPLING,
+    TOKEN_VERSIONS,
     TURNS,
     FinishReason,
     Prompt,
@@ -59,6 +60,7 @@ def put(storage, folder, row_id, text, finish=FinishReason.STOP):
     ends = [EOS] if finish is FinishReason.STOP else []
     cells = {
         RESPONSE_IDS: np.array([*ids, *ends], np.int32),
+        TOKEN_VERSIONS: np.zeros(len(ids) + len(ends), np.int32),
         SAMPLING: np.array([1.0, 0, 1.0, 64, 7, FINISH_CODES[finish]]),
     }
     storage.put({row_id: cells})

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from llamarl.config.check import require
 from llamarl.config.rank_assignment import Device
-from llamarl.dataflow.columns import DERIVED
+from llamarl.dataflow.columns import stored_columns
 from llamarl.dataflow.graph import GENERATE, SCORE, SETTLE, FrozenModel, Graph, Stage
 from llamarl.metrics.shares import by_executor, read_timeline
 from llamarl.metrics.span import Span, executor_of
@@ -52,7 +52,7 @@ class Flows:
     def bytes_per_s(self, executor: str, columns: tuple[str, ...]) -> float:
         """Bytes of these columns, or of those they are made from, that the executor got."""
         found = self._of(executor).num_bytes["get"]
-        return sum(found[DERIVED.get(name, name)] for name in columns) / self.seconds
+        return sum(found[name] for name in stored_columns(columns)) / self.seconds
 
     def _of(self, executor: str) -> Exchange:
         return self.exchanged.get(executor, Exchange())
