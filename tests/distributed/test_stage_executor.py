@@ -16,7 +16,14 @@ from llamarl.executors.specs import StageSpec
 from llamarl.executors.stage import StageExecutor
 from llamarl.metrics.span import Spans
 from llamarl.storage.store import Store
-from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, REWARD, Prompt, StageStatus
+from llamarl.types import (
+    GENERATOR_LOGPROBS,
+    RESPONSE_IDS,
+    REWARD,
+    TOKEN_VERSIONS,
+    Prompt,
+    StageStatus,
+)
 from tests.fakes import WatchedStorage
 from tests.json_lines import read_lines
 from tests.unit.tokenizer_files import write_tokenizer
@@ -81,10 +88,10 @@ def heavy(reward):
 def stored(folder, texts, rewards=()):
     """Storage with rollouts of these completions, and rewards of the first of them."""
     tokenizer = load_tokenizer(folder)
-    cells = {
-        row_id: {RESPONSE_IDS: np.array(tokenizer.encode(text, special=False), np.int32)}
-        for row_id, text in enumerate(texts)
-    }
+    cells = {}
+    for row_id, text in enumerate(texts):
+        ids = np.array(tokenizer.encode(text, special=False), np.int32)
+        cells[row_id] = {RESPONSE_IDS: ids, TOKEN_VERSIONS: np.zeros_like(ids)}
     for row_id, reward in enumerate(rewards):
         cells[row_id][REWARD] = np.array([reward], np.float64)
     return WatchedStorage(cells=cells)
@@ -220,7 +227,7 @@ def test_code_that_changes_what_its_process_answers_loses_that_process(folder):
     storage, results = judged(folder, ["a cat", "patch", "a cat", "a cat"])
     assert [result.status for result in results] == [OK, OK, RAISED, OK]
     assert "must leave the answers of its process alone" in results[2].error
-    assert [*storage.rows[2]] == [RESPONSE_IDS]
+    assert [*storage.rows[2]] == [RESPONSE_IDS, TOKEN_VERSIONS]
 
 
 def test_a_filter_drops_with_a_reason_and_writes_nothing(folder):
