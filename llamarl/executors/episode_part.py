@@ -19,10 +19,10 @@ from functools import partial
 
 import numpy as np
 
-from llamarl.batcher import Batcher
 from llamarl.episode import last_turn
 from llamarl.errors import cancel_all
 from llamarl.executors.environment_link import Environments
+from llamarl.executors.gathering import Gathering
 from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.types import (
     NO_VERSION,
@@ -32,8 +32,6 @@ from llamarl.types import (
     TurnItem,
     TurnResult,
 )
-
-PAUSE_S = 0.02  # answers within it go on together: few rollouts in a decode step waste it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +67,12 @@ class EpisodePart:
     """Belongs to the compute thread, but for `use` and what is a coroutine."""
 
     def __init__(
-        self, rank: Rank, environments: Environments | None, pause_s: float = PAUSE_S
+        self, rank: Rank, environments: Environments | None, gathering: Gathering | None = None
     ) -> None:
         self._rank, self._environments = rank, environments
         self._open: dict[int, OpenEpisode] = {}
         self._asking: set[asyncio.Task[None]] = set()  # of the event loop
-        self._together = Batcher[None](_go_on, rank.fail, pause_s=pause_s)
+        self._gathering = gathering or Gathering()
 
     @property
     def environments(self) -> Environments:
@@ -144,7 +142,6 @@ class EpisodePart:
     async def close(self) -> None:
         """Ask nothing more."""
         await cancel_all(self._asking)
-        await self._together.close()
         if self._environments is not None:
             self._environments.close()
 
@@ -163,8 +160,8 @@ class EpisodePart:
         try:
             result = None
             if self._rank.number == 0:
-                result = await self.environments.answer(episode.environment, turn)
-                await self._together.ask(None)
+                asked = self.environments.answer(episode.environment, turn)
+                result = await self._gathering.join(asked)
             await self._rank.run(partial(self._answered, episode, turn, result), key)
         except Exception as error:  # noqa: BLE001 - raised where rollouts are collected
             self._rank.fail(error)
@@ -208,10 +205,6 @@ class EpisodePart:
         self._rank.put(
             RequestOutput(request=request, written=episode.written, reason=reason, episode=result)
         )
-
-
-async def _go_on(answered: Sequence[None]) -> None:
-    """What these waited for has come."""
 
 
 def _with_observation(written: PartialOutput, tokens: Sequence[int]) -> PartialOutput:

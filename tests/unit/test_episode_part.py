@@ -13,6 +13,7 @@ import numpy as np
 
 from llamarl.executors.environment_link import Environments
 from llamarl.executors.episode_part import EpisodePart, Rank
+from llamarl.executors.gathering import Gathering
 from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.types import (
     NO_VERSION,
@@ -85,7 +86,8 @@ class TwoRanks:
         self.commands: list[dict[object, Callable[[], None]]] = [{}, {}]
         self.shared: Sequence[int] = ()
         self.errors: list[BaseException] = []
-        self.parts = [EpisodePart(self._rank(n), reached[n], pause_s=0.0) for n in range(2)]
+        waits = [Gathering(limit_s=rng.choice([0.0, 0.0, 0.001])) for _ in range(2)]
+        self.parts = [EpisodePart(self._rank(n), reached[n], waits[n]) for n in range(2)]
 
     def _rank(self, number: int) -> Rank:
         async def run(call: Callable[[], None], key: object) -> None:
