@@ -14,6 +14,7 @@ turns once they are old, such as dropping their thinking, is not done to what wa
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -32,6 +33,9 @@ USER: Message = {"role": "user", "content": "question"}
 ANSWER: Message = {"role": "assistant", "content": "answer"}
 THOUGHT: Message = {"role": "assistant", "content": "<think>\nthought\n</think>\n\nanswer"}
 CALL_ID = "call00001"  # some templates want nine characters
+NUM_KNOWN = 1024  # turns, and observations, that are not worked out again
+SHORT_TOKENS = 256  # of a turn that is known: rollouts of a group do not write longer ones alike
+SHORT_CHARS = 1024  # of an observation
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class TurnFormat:
         self._check()
         self._leave_out_tools()
         self._before = self._render([USER, self._answer], is_open=False)
+        self._known_turn = lru_cache(NUM_KNOWN)(self._read)
+        self._known_observation = lru_cache(NUM_KNOWN)(self._encode)
 
     @property
     def drops_thinking(self) -> bool:
@@ -68,8 +74,19 @@ class TurnFormat:
         before = self._render([USER, THOUGHT], is_open=False)
         return not self._render([USER, THOUGHT, *self._samples("1")]).startswith(before)
 
-    def read(self, ids: np.ndarray) -> TurnText:
+    def read(self, ids: Sequence[int] | np.ndarray) -> TurnText:
         """What these ids, of one turn, say."""
+        return (self._known_turn if len(ids) <= SHORT_TOKENS else self._read)(tuple(ids))
+
+    def observation(self, messages: Sequence[Message], last_id: int) -> np.ndarray:
+        """int32 ids of these messages, and of what the template puts before the next turn, after a
+        turn that ended with `last_id`. ValueError if the template refuses them."""
+        is_ended = last_id in self._tokenizer.eos_token_ids
+        text = json.dumps(messages)
+        encode = self._known_observation if len(text) <= SHORT_CHARS else self._encode
+        return np.array(encode(text, is_ended), np.int32)
+
+    def _read(self, ids: tuple[int, ...]) -> TurnText:
         text = self._tokenizer.decode(ids)
         if self._family == "template":
             message = self._tokenizer.parse_response(ids)
@@ -82,12 +99,10 @@ class TurnFormat:
         calls = parse_calls(raw, self._family, self._kind.schemas)
         return _turn_text(text, calls, text_before(text, self._family, self._kind.schemas))
 
-    def observation(self, messages: Sequence[Message], last_id: int) -> np.ndarray:
-        """int32 ids of these messages, and of what the template puts before the next turn, after a
-        turn that ended with `last_id`. ValueError if the template refuses them."""
-        end, rest = self._split([USER, self._answer], messages, self._before)
-        text = rest if last_id in self._tokenizer.eos_token_ids else end + rest
-        return np.array(self._tokenizer.encode(text, special=False), np.int32)
+    def _encode(self, messages: str, is_ended: bool) -> list[int]:
+        """The ids of these messages, which are JSON, after a turn that has ended, or not."""
+        end, rest = self._split([USER, self._answer], json.loads(messages), self._before)
+        return self._tokenizer.encode(rest if is_ended else end + rest, special=False)
 
     def _render(self, messages: Sequence[Message], *, is_open: bool = True) -> str:
         return self._tokenizer.render_chat(messages, self._shown, is_open=is_open)

@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
 from llamarl.environments.definition import kind_of
 from llamarl.environments.prompts import make_prompt, messages_of
@@ -218,7 +216,7 @@ class EnvironmentExecutor:
         if turn.is_cut:
             return await self._finish(episode, EpisodeState.LIMIT)
         kind = self._spec.kinds[episode.kind]
-        written = episode.format.read(np.array(turn.ids, np.int32))
+        written = episode.format.read(turn.ids)
         is_last = numbers["turns"] >= self._config.max_turns
         if not (written.calls or kind.has_step):
             return await self._finish(episode, EpisodeState.DONE)
