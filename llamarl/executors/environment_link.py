@@ -98,7 +98,11 @@ class Environments:
     context: int
 
     async def answer(self, environment: int, turn: TurnItem) -> TurnResult:
-        """What the environment of this index answers."""
+        """What the environment of this index answers. Those of other hosts, which do not see that a
+        replica is gone, forget an episode that begins again."""
+        if turn.prompt is not None and turn.attempt:
+            others = [link for link in self.links if link is not self.links[environment]]
+            await asyncio.gather(*(link.forget([turn.row_id]) for link in others))
         return await self.links[environment].answer(turn)
 
     def renew(self, name: str, calls: Environment) -> None:
