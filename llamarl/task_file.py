@@ -6,10 +6,11 @@ the functions mean (`algorithms/`, `environments/`, `dataflow/`). Invariant: wha
 the text is one line, with the user's own line.
 
 The text travels by content to every process that runs one of its functions: `reward` and those of
-the list `stages` to processes of their own, `prompts` to one that ends when it has made them,
-`advantages`, `drop`, `sample` and trackers to the controller, `loss` to the trainer's. It may
-import what is installed there, but not its neighbours in the recipe's folder. It is the user's own
-code: in each of these processes it may do whatever that process may.
+the list `stages` to processes of their own, `episode_reward` to those of environments, `prompts`
+to one that ends when it has made them, `advantages`, `drop`, `sample` and trackers to the
+controller, `loss` to the trainer's. It may import what is installed there, but not its neighbours
+in the recipe's folder. It is the user's own code: in each of these processes it may do whatever
+that process may.
 """
 
 import inspect
@@ -31,8 +32,8 @@ STAGES = "stages"  # its list of the dataflow's stages
 @dataclass(frozen=True, slots=True)
 class Form:
     """What a function must look like: the types that its parameters, by name, and its result may be
-    annotated with, the usual one first. It need not be annotated, and may have more parameters if
-    `has_options`."""
+    annotated with, the usual one first; with Any among them, by whatever it likes. It need not be
+    annotated, and may have more parameters if `has_options`."""
 
     parameters: Mapping[str, tuple[str, ...]]
     returns: tuple[str, ...]
@@ -54,6 +55,15 @@ ROWS = tuple(
 )
 FORMS = {
     "reward": Form({"prompt": ("Prompt",), "completion": ("str",)}, ("float", "int", "bool"), True),
+    "episode_reward": Form(
+        {
+            "prompt": ("Prompt",),
+            "messages": ("list[dict[str, Any]]", "Any"),
+            "environment": ("Any",),
+        },
+        ("float", "int", "bool"),
+        True,
+    ),
     "loss": Form(
         {"inputs": ("LossInputs",)},
         ("Tensor", "tuple[Tensor, Tensor]", "Tensor | tuple[Tensor, Tensor]", "LossTerms"),
@@ -159,7 +169,7 @@ def _has_words(function: Callable[..., Any], signature: inspect.Signature, name:
 
 def _fits(annotation: Any, types: tuple[str, ...]) -> bool:
     """True without an annotation, or with one of `types`, whatever module it is named by."""
-    if annotation is inspect.Signature.empty:
+    if annotation is inspect.Signature.empty or "Any" in types:
         return True
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     return re.sub(r"[\w.]*\.(?=\w)", "", text).strip("'\"") in ("Any", *types)

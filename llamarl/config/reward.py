@@ -16,9 +16,9 @@ class RewardConfig(Section):
 
     functions: list[str] = field(default_factory=lambda: ["math"])
     """Reward functions: math | exact | format | code (the program in the completion passes tests) |
-    task (the recipe's own task.py) | environment (what the episode's environment gives). In an
-    episode the others get the model's last turn. Accuracy is the share of completions to which the
-    first one gives full marks."""
+    task (the recipe's own task.py) | environment (what the episode's environment gives, and
+    `episode_reward` of task.py). In an episode the others get the model's last turn. Accuracy is
+    the share of completions to which the first one gives full marks."""
     weights: list[float] = field(
         default_factory=lambda: [1.0], metadata={"least": -1e6, "most": 1e6}
     )

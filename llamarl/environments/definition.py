@@ -3,13 +3,16 @@
     tools = [calculator]          # functions with types and a docstring
     environment = Wordle          # a class, or {name: class}; a row's field `environment` selects
 
+    def episode_reward(prompt, messages, environment):   # beside either: its number is added
+        return 0.1 * environment.num_solved
+
 A class is written as for TRL's GRPOTrainer: `reset(**row)` begins an episode and may return a text
 that is added to the last message; public methods are tools; `get_reward()`, if there is one, gives
 the episode's reward. Or it has `step(messages)` instead of tools: it gets the conversation so far
 and returns the next message, several, or None at the end; and with a reward as a tuple. Such a
 class may return an Opening by its `reset`.
 
-Owns: finding both, and describing them as data. Does not own: calling them (`episodes.py`), how
+Owns: finding these, and describing them as data. Does not own: calling them (`episodes.py`), how
 calls are written (`tool_calls.py`). Invariant: what is wrong is one line, with its place in the
 text.
 """
@@ -21,10 +24,11 @@ from types import ModuleType
 from typing import Any
 
 from llamarl.environments.agent import AgentEnvironment
-from llamarl.task_file import FILE, place_of, where
+from llamarl.task_file import FILE, find, place_of, where
 
 TOOLS, ENVIRONMENT = "tools", "environment"
 RESET, REWARD, STEP = "reset", "get_reward", "step"
+EPISODE = "episode_reward"
 Schema = dict[str, Any]
 """Of a tool: name, description and parameters, as chat templates take it."""
 Tool = Callable[..., Any]
@@ -33,14 +37,20 @@ Tool = Callable[..., Any]
 @dataclass(frozen=True, slots=True)
 class Kind:
     """One kind of environment, as data: the schemas of what a model may call, whether each episode
-    has an instance of a class, whether that has a `step`, whether it gives a reward, and whether a
-    program of its own plays it (`agent.py`)."""
+    has an instance of a class, whether that has a `step`, whether it gives a reward, whether a
+    program of its own plays it (`agent.py`), and whether `episode_reward` reads it at its end."""
 
     schemas: tuple[Schema, ...]
     has_instance: bool = False
     has_step: bool = False
     has_reward: bool = False
     is_agent: bool = False
+    has_episode_reward: bool = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a process keeps something of an episode, from its `begin` to its `finish`."""
+        return self.has_instance or self.has_episode_reward
 
 
 Kinds = Mapping[str, Kind]
@@ -49,11 +59,12 @@ Kinds = Mapping[str, Kind]
 
 @dataclass(frozen=True, slots=True)
 class Defined:
-    """What the text of a task.py holds: plain tools by name, and what makes an environment, by
-    kind."""
+    """What the text of a task.py holds: plain tools by name, what makes an environment, by kind,
+    and the function `episode_reward`, if there is one."""
 
     tools: Mapping[str, Tool]
     makers: Mapping[str, Callable[[], Any]]
+    episode_reward: Callable[..., Any] | None = None
 
 
 def kind_of(row: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:
@@ -86,16 +97,18 @@ def find_defined(module: ModuleType | None, ready: Sequence[Tool] = ()) -> Defin
             raise ValueError(f"{place_of(tool)}: each of {TOOLS} {must}, got {name!r}")
         by_name[name] = tool
     makers: dict[str, Any] = found if isinstance(found, dict) else {"": found}
+    has_reward = getattr(module, EPISODE, None) is not None
     if found is None:
         makers = {}
-        if module is not None and not tools:
+        if module is not None and not (tools or (ready and has_reward)):
             must = f"must define {TOOLS} or {ENVIRONMENT} for environment.tools=[task]"
             raise ValueError(f"{FILE} {must}, got neither")
     is_named = all(isinstance(name, str) and callable(maker) for name, maker in makers.items())
     if not is_named or (isinstance(found, dict) and (not found or "" in found)):
         must = f"{ENVIRONMENT} must be a class, or a dictionary of names and classes"
         raise ValueError(f"{FILE}: {must}, got {found!r:.100}")
-    return Defined(by_name, makers)
+    read = find(module, EPISODE) if module is not None and has_reward else None
+    return Defined(by_name, makers, read)
 
 
 def methods_of(environment: Any) -> dict[str, Tool]:
@@ -120,9 +133,11 @@ def describe(module: ModuleType | None, ready: Sequence[Tool] = ()) -> dict[str,
     not call; an instance of each class is made."""
     defined = find_defined(module, ready)
     shared = [_schema(tool) for tool in defined.tools.values()]
+    is_read = {"has_reward": True, "has_episode_reward": True}
+    own = {} if defined.episode_reward is None else is_read
     if not defined.makers:
-        return {"": {"schemas": shared}}
-    return {name: _describe(maker, shared) for name, maker in defined.makers.items()}
+        return {"": {"schemas": shared, **own}}
+    return {name: _describe(maker, shared) | own for name, maker in defined.makers.items()}
 
 
 def as_kinds(data: Mapping[str, dict[str, Any]]) -> Kinds:

@@ -1,9 +1,9 @@
 """What the processes of an environment serve: the episodes that one of them plays.
 
 Owns: the instances of a recipe's environments, running what a model calls, what of it the model is
-told. Does not own: the processes (`user_code/`), tokens, or limits on turns. Invariant: a slow call
-holds up its own episode only; what a tool raises is told to the model, what an environment itself
-does wrong ends its episode as failed, and is never a reward.
+told, and the conversation where it is read. Does not own: the processes (`user_code/`), tokens, or
+limits on turns. Invariant: a slow call holds up its own episode only; what a tool raises is told to
+the model, what an environment itself does wrong ends its episode as failed, and is never a reward.
 
 Coroutines run beside each other; functions run in threads, of which one that never ends is left
 behind. A process that has left too many exits, and the episodes that it played begin again.
@@ -23,6 +23,7 @@ from typing import Any
 from llamarl.environments.agent import AgentEnvironment
 from llamarl.environments.contained import ProgramLimits
 from llamarl.environments.definition import (
+    EPISODE,
     RESET,
     REWARD,
     STEP,
@@ -48,12 +49,13 @@ UNKNOWN: Answer = {"unknown": True}  # an episode that this process does not pla
 
 @dataclass(slots=True)
 class Episode:
-    """One that is played: its instance, what may be called, the conversation so far, and the sum of
-    the rewards of its turns."""
+    """One that is played: its instance, what may be called, its prompt, the conversation so far if
+    it is read, and the sum of the rewards of its turns."""
 
     kind: str
     instance: Any
     tools: Mapping[str, Callable[..., Any]]
+    prompt: Prompt | None = None
     messages: list[Message] = field(default_factory=list)
     reward: float = 0.0
 
@@ -63,7 +65,8 @@ class Episodes:
 
     def __init__(self, defined: Defined) -> None:
         self._defined = defined
-        self._plain = Episode("", None, defined.tools)  # all episodes, if there are tools only
+        self._is_read = defined.episode_reward is not None
+        self._plain = Episode("", None, defined.tools)  # all episodes, if nothing of them is kept
         self._playing: dict[int, Episode] = {}
         self._free: dict[str, list[Any]] = defaultdict(list)  # instances by kind
         self._threads = ThreadPoolExecutor(MAX_THREADS, "tool")
@@ -73,6 +76,10 @@ class Episodes:
         """Reset an environment for this rollout: {"messages": what the model sees in place of the
         prompt's, or None, "schemas": what it may then call, or None for what its kind may}."""
         self.forget([row_id])
+        if not self._defined.makers:
+            tools = self._defined.tools
+            self._playing[row_id] = Episode("", None, tools, prompt, [*messages])
+            return {"messages": None, "schemas": None}
         kind = kind_of(prompt.fields, self._defined.makers)
         maker = self._defined.makers[kind]
         instance = self._free[kind].pop() if self._free[kind] else await self._call(maker)
@@ -85,7 +92,7 @@ class Episodes:
             found = Opening([*messages[:-1], last])
         tools = {**self._defined.tools, **methods_of(instance)}
         shown_first = messages if found is None else found.messages
-        self._playing[row_id] = Episode(kind, instance, tools, [*shown_first])
+        self._playing[row_id] = Episode(kind, instance, tools, prompt, [*shown_first])
         return {
             "messages": None if found is None else found.messages,
             "schemas": [*found.schemas] if is_opening else None,
@@ -94,29 +101,40 @@ class Episodes:
     async def take_turn(self, row_id: int, text: str, calls: list[list[Any]]) -> Answer:
         """Answer a turn: {"messages": [...], "calls": [[tool, seconds, whether it failed], ...]};
         without messages the episode ends."""
-        episode = self._playing.get(row_id) if self._defined.makers else self._plain
+        is_kept = self._defined.makers or self._is_read
+        episode = self._playing.get(row_id) if is_kept else self._plain
         if episode is None:
             return UNKNOWN
         if is_stepped(episode.instance):
-            good = [(name, arguments) for name, arguments, error in calls if not error]
-            said = await self._step(episode, text, good)
+            said = await self._step(episode, text, calls)
             return {"messages": said, "calls": [[name, 0.0, bool(e)] for name, _, e in calls]}
         results = await self._run_calls(episode, calls)
         pairs = [*zip((name for name, *_ in calls), results, strict=True)]
         said = [{"role": "tool", "name": name, "content": found[0]} for name, found in pairs]
         told = [[name, *found[1:]] for name, found in pairs]
+        if self._is_read:
+            episode.messages += [_written(text, calls), *said]
         return {"messages": said, "calls": told}
 
-    async def finish(self, row_id: int) -> Answer:
-        """End an episode: {"reward": what it got, or None if its environment gives none}."""
+    async def finish(
+        self, row_id: int, text: str | None = None, calls: Sequence[list[Any]] = ()
+    ) -> Answer:
+        """End an episode, with its last turn if that has had no answer: {"reward": what it got, or
+        None if its environment gives none}."""
         episode = self._playing.get(row_id)
         if episode is None:
             return UNKNOWN
-        instance = episode.instance
+        instance, read = episode.instance, self._defined.episode_reward
         reward = episode.reward if is_stepped(instance) else None
         if (get_reward := getattr(instance, REWARD, None)) is not None:
             reward = (reward or 0.0) + checked_number(await self._call(get_reward), REWARD)
-        self._free[episode.kind].append(instance)
+        if read is not None:
+            if text is not None:
+                episode.messages.append(_written(text, calls))
+            found = await self._call(read, episode.prompt, episode.messages, instance)
+            reward = (reward or 0.0) + checked_number(found, EPISODE)
+        if instance is not None:
+            self._free[episode.kind].append(instance)
         del self._playing[row_id]
         return {"reward": reward}
 
@@ -129,15 +147,9 @@ class Episodes:
                 episode.instance.abandon()
         return {}
 
-    async def _step(
-        self, episode: Episode, text: str, calls: Sequence[tuple[str, dict[str, Any]]]
-    ) -> list[Message]:
+    async def _step(self, episode: Episode, text: str, calls: list[list[Any]]) -> list[Message]:
         """What the environment says to a text, and to these calls of the model."""
-        functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-        written: Message = {"role": "assistant", "content": text}
-        if functions:
-            written["tool_calls"] = [{"type": "function", "function": each} for each in functions]
-        episode.messages.append(written)
+        episode.messages.append(_written(text, calls))
         found = await self._call(getattr(episode.instance, STEP), [*episode.messages])
         if isinstance(found, tuple):
             if len(found) != 2:
@@ -224,6 +236,15 @@ class Episodes:
     def is_spent(self) -> bool:
         """Whether too many threads were left behind."""
         return self._num_left >= MAX_LEFT
+
+
+def _written(text: str, calls: Sequence[list[Any]]) -> Message:
+    """A turn of the model as a message of a chat, with those of its calls that can be run."""
+    good = [{"name": name, "arguments": arguments} for name, arguments, error in calls if not error]
+    written: Message = {"role": "assistant", "content": text}
+    if good:
+        written["tool_calls"] = [{"type": "function", "function": each} for each in good]
+    return written
 
 
 def load_defined(setup: dict[str, Any]) -> Defined:

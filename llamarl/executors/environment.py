@@ -181,7 +181,7 @@ class EnvironmentExecutor:
 
     async def _begin(self, episode: PlayedEpisode) -> TurnResult:
         prompt_ids = None
-        if self._spec.kinds[episode.kind].has_instance:
+        if self._spec.kinds[episode.kind].is_kept:
             fields = episode.prompt.fields
             messages = messages_of(fields[self._spec.data.prompt_field], self._spec.data)
             found = await self._ask(episode, "begin", messages)
@@ -213,15 +213,15 @@ class EnvironmentExecutor:
         """Answer a turn, or end the episode."""
         numbers = episode.numbers
         numbers["turns"] += 1
-        if turn.is_cut:
-            return await self._finish(episode, EpisodeState.LIMIT)
         kind = self._spec.kinds[episode.kind]
         written = episode.format.read(turn.ids)
+        if turn.is_cut:
+            return await self._finish(episode, EpisodeState.LIMIT, written)
         is_last = numbers["turns"] >= self._config.max_turns
         if not (written.calls or kind.has_step):
-            return await self._finish(episode, EpisodeState.DONE)
+            return await self._finish(episode, EpisodeState.DONE, written)
         if is_last and not kind.has_step:
-            return await self._finish(episode, EpisodeState.LIMIT)
+            return await self._finish(episode, EpisodeState.LIMIT, written)
         messages = await self._say(episode, written)
         if not messages or is_last:
             state = EpisodeState.LIMIT if messages else EpisodeState.DONE
@@ -239,8 +239,7 @@ class EnvironmentExecutor:
 
     async def _say(self, episode: PlayedEpisode, written: TurnText) -> list[dict[str, Any]]:
         """What the environment answers; its calls are counted by tool."""
-        calls = [[call.name, call.arguments, call.error] for call in written.calls]
-        found = await self._ask(episode, "take_turn", written.text, calls)
+        found = await self._ask(episode, "take_turn", *_sent(written))
         known = {schema["function"]["name"] for schema in episode.schemas}
         for (name, seconds, has_failed), call in zip(found["calls"], written.calls, strict=True):
             tool = name if name in known else "unknown"
@@ -251,11 +250,14 @@ class EnvironmentExecutor:
         messages: list[dict[str, Any]] = found["messages"]
         return messages
 
-    async def _finish(self, episode: PlayedEpisode, state: EpisodeState) -> TurnResult:
-        """With the environment's reward."""
-        reward = None
-        if self._spec.kinds[episode.kind].has_instance:
-            reward = (await self._ask(episode, "finish"))["reward"]
+    async def _finish(
+        self, episode: PlayedEpisode, state: EpisodeState, last: TurnText | None = None
+    ) -> TurnResult:
+        """With the environment's reward; `last` is a turn that its process has not got."""
+        reward, kind = None, self._spec.kinds[episode.kind]
+        if kind.is_kept:
+            sent = _sent(last) if last is not None and kind.has_episode_reward else ()
+            reward = (await self._ask(episode, "finish", *sent))["reward"]
         self._end(episode)
         return _result(episode, state, reward=None if reward is None else float(reward))
 
@@ -276,6 +278,11 @@ class EnvironmentExecutor:
             why = f"the calls of an episode must {must} (environment.episode_timeout_s)"
             raise EpisodeFailed(Failure(StageStatus.HUNG, why))
         return found
+
+
+def _sent(written: TurnText) -> tuple[str, list[list[Any]]]:
+    """A turn as the process of its episode gets it: its text, and its calls."""
+    return written.text, [[call.name, call.arguments, call.error] for call in written.calls]
 
 
 def _result(episode: PlayedEpisode, state: EpisodeState, **found: Any) -> TurnResult:

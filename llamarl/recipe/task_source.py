@@ -59,7 +59,8 @@ def read_graph(config: Config, source: str | None) -> tuple[Graph, Kinds]:
         return make_graph(config), {}
     stages, kinds = check_task(source, functions, names, tools=tools)
     gives_reward = all(kind.has_reward for kind in kinds.values())
-    must = "not name environment unless each environment of task.py gives a reward (get_reward)"
+    gives = "each environment of task.py gives a reward (get_reward or episode_reward)"
+    must = f"not name environment unless {gives}"
     is_opened = any(kind.is_agent for kind in kinds.values())
     alone = "be null with an AgentEnvironment, whose program says all that the model sees"
     config.data.require(not is_opened or config.data.system is None, "system", alone)

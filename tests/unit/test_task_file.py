@@ -49,6 +49,15 @@ from llamarl.task_file import FORMS, load
         ("def loss(*, inputs): return 1", "loss", "got loss(*, inputs)"),
         ("def loss(inputs, *, rho): return 1", "loss", "got loss(inputs, *, rho)"),
         ("async def drop(group): return", "drop", "got async drop(group)"),
+        (
+            "def episode_reward(messages, environment): return 1",
+            "episode_reward",
+            "task.py:1: episode_reward must be episode_reward(prompt: Prompt, "
+            "messages: list[dict[str, Any]], environment: Any) -> float, "
+            "got episode_reward(messages, environment): too many positional arguments",
+        ),
+        ("def episode_reward(prompt, messages, env): ...", "episode_reward", "messages, env)"),
+        ("episode_reward = 3", "episode_reward", "must define episode_reward(prompt: Prompt, "),
         ("def drop(group) -> bool: return", "drop", "got drop(group) -> bool"),
         (
             "def advantages(rewards: list[int]): return rewards",
@@ -73,6 +82,11 @@ def test_a_function_of_another_form_is_refused_in_one_line(
         ("def reward(prompt, completion): return 1", "reward"),
         ("async def reward(prompt, completion): return 1", "reward"),
         ("def reward(_prompt, completion, scale=2): return 1", "reward"),
+        (
+            "class Game: ...\n"
+            "async def episode_reward(prompt, messages: list, environment: Game | None): return 1",
+            "episode_reward",
+        ),
         ("import torch\ndef loss(inputs) -> torch.Tensor: return 1", "loss"),
         (
             "from __future__ import annotations\n"
