@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,14 @@ ATTACK = "</script><img src=x onerror=\"window.hacked=1\"><b id='b'>&amp;{{7*7}}
 """What must stay text."""
 ADDED = " (added)"
 """What the environment adds to each prompt."""
+DAMAGED_JSON = [
+    *("null", "true", "false", "0", "-1", "1.5", "-0.0", "1e400", "-1e400", "NaN", "-Infinity"),
+    *(str(2**31), str(2**53), str(-(2**63)), f"1{'0' * 400}", "9" * 5000, "1e308"),
+    *('""', '"x"', '"[]"', '"{}"', '"NaN"', r'"\ud800"', r'"\u0000\u2028"', f'"{"a" * 50_000}"'),
+    *("[]", "[[]]", "[null]", '[1, "1"]', "{}", '{"": 1}', '{"__proto__": {"a": null}}'),
+    *("[" * 900 + "]" * 900, '{"a":' * 5000 + "1" + "}" * 5000),
+]
+"""What stands where another value should, as JSON texts: not all are what Python would write."""
 EPISODE = [("ask: 6*7", 3), ("42", NO_VERSION), (" 42 \u20ac", 4)]
 """(text, version) of each run of tokens of the first rollout."""
 
@@ -162,3 +171,20 @@ def write_run(folder: Path) -> Path:
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
+
+
+def change_value(line: dict[str, Any], text: str, rng: random.Random) -> bytes:
+    """The line of JSON in which one value, deep or shallow, or its key, is another."""
+    mark = "changed here"
+    inner: Any = line
+    key: Any = rng.choice([*line])
+    while isinstance(inner[key], dict | list) and inner[key] and rng.random() < 0.6:
+        inner = inner[key]
+        key = rng.choice([*inner] if isinstance(inner, dict) else range(len(inner)))
+    if rng.random() < 0.1:
+        inner.pop(key)
+    elif inner is line and key in ("fields", "numbers") and rng.random() < 0.7:
+        inner[key] = f'{{"a": {text}}}'  # JSON in a text
+    else:
+        inner[key] = mark
+    return json.dumps(line).replace(json.dumps(mark), text).encode()

@@ -5,10 +5,10 @@
 
 Every file (recipe, prompts, checkpoint, tokenizer, safetensors, task.py; of a resumed run also the
 sharded checkpoint, its state and manifest, the run files) and every config key is given damage that
-`llamarl train` must name in one line, pass over with a warning, or survive: a bare traceback, a
-minute without an end, gigabytes of memory and damaged weights that train in silence are findings,
-and end this with exit code 1. Most cases go as far as the weights are loaded, some of them through
-a whole inline run of three steps.
+`llamarl train` (for some, `llamarl view`) must name in one line, pass over with a warning, or
+survive: a bare traceback, a minute without an end, gigabytes of memory and damaged weights that
+train in silence are findings, and end this with exit code 1. Most cases go as far as the weights
+are loaded, some of them through a whole inline run of three steps.
 """
 
 from __future__ import annotations

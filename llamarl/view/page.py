@@ -51,17 +51,22 @@ def view(arguments: list[str]) -> str:
         number = getattr(options, name)
         require(number >= 1, f"--{name}", "be at least 1", number)
     run_dir = Path(options.run)
-    places = find_places(run_dir)
-    chosen = choose(places, options.max_rollouts, options.max_tokens)
-    if not chosen.places:
-        must = "leave room for the rollouts of one group"
-        raise ValueError(f"--max_rollouts and --max_tokens must {must}, got too little for any")
-    data = page_data(run_dir, read_lines(chosen.places), chosen.num_found, read_pieces(run_dir))
+    try:
+        places, num_damaged = find_places(run_dir)
+        chosen = choose(places, options.max_rollouts, options.max_tokens)
+        must = "leave room for the rollouts of one group, got too little for any"
+        if not chosen.places:
+            raise ValueError(f"--max_rollouts and --max_tokens must {must}")
+        lines = read_lines(chosen.places)
+        data = page_data(run_dir, lines, chosen.num_found, read_pieces(run_dir))
+    except OSError as error:
+        raise ValueError(f"RUN must have files that can be read, got {error}") from error
     output = Path(options.output or run_dir / PAGE_FILE)
     _replace(output, render(data))
     num_shown, num_found = len(data["rollouts"]), chosen.num_found
     cut = f" of {num_found:,} (--max_rollouts, --max_tokens)" if num_shown < num_found else ""
-    return f"{num_shown:,} rollouts{cut}: {output}\n"
+    lost = f", without {num_damaged:,} damaged lines" if num_damaged else ""
+    return f"{num_shown:,} rollouts{cut}{lost}: {output}\n"
 
 
 def read_pieces(run_dir: Path) -> Pieces | None:

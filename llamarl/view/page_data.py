@@ -1,20 +1,16 @@
 """What the page knows of a run.
 
 Owns: the data that is written into the page, and its rounding. Does not own: which rollouts
-(`selection.py`), or how they are shown (`page.js`). Invariant: a token's text stands beside its
-numbers; of a text, nothing is interpreted.
+(`selection.py`), what a line must say (`kept_line.py`), or how they are shown (`page.js`).
+Invariant: a token's text stands beside its numbers; of a text, nothing is interpreted.
 """
 
-import json
-import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from llamarl.metrics.trackers import METRICS_FILE, read_metrics
-
-log = logging.getLogger(__name__)
+from llamarl.view.kept_line import LOGPROBS, WHOLE, is_number, is_whole
 
 CURVES = {
     "reward": "reward/mean",
@@ -23,13 +19,12 @@ CURVES = {
 }
 """The curves of the overview, and their tags in metrics.jsonl."""
 SAME = (
-    *("row_id", "step", "group_id", "outcome", "reason", "is_held_out", "version", "epoch"),
+    *("row_id", "step", "group_id", "outcome", "reason", "is_held_out", "version"),
     *("reward", "rewards", "correct", "error", "advantage", "numbers", "finish", "turns"),
-    *("num_prompt_tokens", "num_tokens", "version_min", "version_max", "staleness", "sampling"),
+    *("num_prompt_tokens", "num_tokens", "version_min", "version_max", "staleness"),
 )
 """What a rollout of the page has of its line."""
-NUMBERS = ("generator_logprobs", "trainer_logprobs", "ref_logprobs")
-WHOLE = ("response_ids", "token_versions", "loss_weights", "clipped")
+PROMPT = ("prompt_file", "prompt_id", "prompt", "question", "fields")
 DIGITS = 6  # of a log-prob
 
 Pieces = Callable[[Sequence[int]], list[str]]
@@ -40,20 +35,15 @@ def page_data(
     run_dir: Path, lines: Iterable[dict[str, Any]], num_found: int, pieces: Pieces | None
 ) -> dict[str, Any]:
     """Everything that the page shows; without `pieces` tokens have no texts, and only whole texts
-    are shown. Damaged lines are left out, with a warning."""
+    are shown."""
     prompts: dict[tuple[str, int], int] = {}
     texts: list[dict[str, Any]] = []
     rollouts = []
     for line in lines:
-        try:
-            rollout, prompt = _rollout(line, pieces), _prompt(line)
-            place = prompts.setdefault((line["prompt_file"], line["prompt_id"]), len(texts))
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            log.warning("rollout %s is not shown: %r", line.get("row_id"), error)
-            continue
+        place = prompts.setdefault((line["prompt_file"], line["prompt_id"]), len(texts))
         if place == len(texts):
-            texts.append(prompt)
-        rollouts.append(rollout | {"prompt": place})
+            texts.append({name: line[name] for name in PROMPT})
+        rollouts.append(_rollout(line, pieces) | {"prompt": place})
     return {
         "run": run_dir.resolve().name,
         "num_found": num_found,
@@ -63,37 +53,15 @@ def page_data(
     }
 
 
-def _prompt(line: dict[str, Any]) -> dict[str, Any]:
-    names = ("prompt_file", "prompt", "question")
-    texts = {name: _text(line[name]) for name in names}
-    return texts | {"prompt_id": int(line["prompt_id"]), "fields": dict(json.loads(line["fields"]))}
-
-
 def _rollout(line: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
     rollout = {name: line[name] for name in SAME}
-    rollout |= {name: int(line[name]) for name in ("row_id", "step", "num_tokens")}
-    rollout |= {name: _text(line[name]) for name in ("outcome", "error")}
-    rollout |= {"rewards": dict(line["rewards"]), "numbers": dict(json.loads(line["numbers"]))}
-    if line["turns"] is not None:
-        turns = [(_text(turn["role"]), _text(turn["content"])) for turn in line["turns"]]
-        rollout["turns"] = [{"role": role, "content": content} for role, content in turns]
     if line["response_ids"] is not None and pieces is not None:
         texts = {"texts": pieces(line["response_ids"])}
-        numbers = {name: _rounded(line[name]) for name in NUMBERS}
-        columns = texts | {name: line[name] for name in WHOLE} | numbers
-        lengths = {len(column) for column in columns.values() if column is not None}
-        if lengths != {len(texts["texts"])} or columns["token_versions"] is None:
-            raise ValueError(f"columns of {sorted(lengths)} tokens")
-        rollout["tokens"] = columns
+        logprobs = {name: _rounded(line[name]) for name in LOGPROBS}
+        rollout["tokens"] = texts | {name: line[name] for name in WHOLE} | logprobs
         # As the model saw it: an environment may have added to the prompt.
         rollout["prompt_text"] = "".join(pieces(line["prompt_ids"]))
     return rollout
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
-    return value
 
 
 def _rounded(values: Sequence[float | None] | None) -> list[float | None] | None:
@@ -104,11 +72,11 @@ def _rounded(values: Sequence[float | None] | None) -> list[float | None] | None
 
 def _curves(path: Path) -> dict[str, list[tuple[int, float]]]:
     """(step, value) of each curve."""
-    steps = read_metrics(path, CURVES.values()) if path.exists() else {}
+    steps = read_metrics(path, CURVES.values()) if path.is_file() else {}
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in CURVES}
     for step, line in steps.items():
         for name, tag in CURVES.items():
-            value = line.get(tag)
-            if isinstance(value, int | float) and math.isfinite(value):
+            value: Any = line.get(tag)
+            if is_whole(step) and is_number(value):
                 found[name].append((step, value))
     return found

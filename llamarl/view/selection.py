@@ -1,21 +1,23 @@
 """Which kept rollouts of a run are shown, if they are too many for one page.
 
-Owns: finding them in the archive, and the choice. Does not own: what a line says
-(`executors/archive.py`), or the page. Invariant: what is shown together is chosen together: the
+Owns: finding them in the archive, and the choice. Does not own: what a line must say
+(`kept_line.py`), or the page. Invariant: what is shown together is chosen together: the
 rollouts of a group, and those of a held-out prompt under all versions that were evaluated.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llamarl.json_file import parse
+from llamarl.view.kept_line import read_kept
 
 log = logging.getLogger(__name__)
 
 KEPT_FILES = "archive/kept-*.jsonl"
+MOST_NAMED = 10  # damaged lines; more are only counted
 SHRINK = 0.98  # from one try to the next
 
 
@@ -25,7 +27,7 @@ class KeptPlace:
 
     path: Path
     byte: int
-    together: tuple[bool, int, str]
+    together: tuple[bool, int, int]
     """(held out, step or prompt, group): equal for what is shown together, in order."""
     num_tokens: int
 
@@ -38,40 +40,46 @@ class Selection:
     num_found: int
 
 
-def find_places(run_dir: Path) -> list[KeptPlace]:
-    """All kept rollouts of a run; a line that a killed process left unfinished is skipped, damaged
-    ones too, with a warning. ValueError if there is none."""
+def find_places(run_dir: Path) -> tuple[list[KeptPlace], int]:
+    """All kept rollouts of a run, and how many lines are damaged: these are skipped, the first ones
+    with a warning. So is a line that a killed process left unfinished, without one. ValueError if
+    no rollout is found."""
     if not run_dir.is_dir():
         raise ValueError(f"RUN must be the folder of a run, got {run_dir}")
     places: list[KeptPlace] = []
-    for path in sorted(run_dir.glob(KEPT_FILES)):
+    num_damaged = 0
+    for path in sorted(filter(Path.is_file, run_dir.glob(KEPT_FILES))):
         byte = 0
         with path.open("rb") as file:
             for number, text in enumerate(file, start=1):
                 try:
-                    places.append(_kept_place(path, byte, parse(text)))
-                except (ValueError, LookupError, TypeError, AttributeError) as error:
+                    places.append(_kept_place(path, byte, len(text), read_kept(text)))
+                except ValueError as error:
                     if text.endswith(b"\n"):
-                        log.warning("%s:%d is not shown: %r", path, number, error)
+                        num_damaged += 1
+                        if num_damaged <= MOST_NAMED:
+                            log.warning("%s:%d is not shown: %s", path, number, error)
                 byte += len(text)
     if not places:
         must = "be the folder of a run that kept rollouts (experience.keep_rollouts above 0, or an "
-        raise ValueError(f"RUN must {must}evaluation), got none in {run_dir}/{KEPT_FILES}")
-    return places
+        got = f"{num_damaged} damaged lines" if num_damaged else "none"
+        raise ValueError(f"RUN must {must}evaluation), got {got} in {run_dir}/{KEPT_FILES}")
+    return places, num_damaged
 
 
-def _kept_place(path: Path, byte: int, line: dict[str, Any]) -> KeptPlace:
+def _kept_place(path: Path, byte: int, num_bytes: int, line: dict[str, Any]) -> KeptPlace:
     if line["is_held_out"]:
-        together = (True, int(line["prompt_id"]), "")
+        together = (True, line["prompt_id"], 0)
     else:
-        together = (False, int(line["step"]), f"{int(line['group_id']):020}")
-    return KeptPlace(path, byte, together, int(line["num_tokens"]))
+        together = (False, line["step"], line["group_id"])
+    # A count that is damaged must not take the room of others.
+    return KeptPlace(path, byte, together, min(line["num_tokens"], num_bytes))
 
 
 def choose(places: Sequence[KeptPlace], max_rollouts: int, max_tokens: int) -> Selection:
     """As many of them as both limits allow, spread evenly over steps and over held-out prompts.
     None if no group fits."""
-    sets: dict[tuple[bool, int, str], list[KeptPlace]] = {}
+    sets: dict[tuple[bool, int, int], list[KeptPlace]] = {}
     for place in sorted(places, key=lambda place: place.together):
         sets.setdefault(place.together, []).append(place)
 
@@ -97,14 +105,15 @@ def _spread(sets: Sequence[list[KeptPlace]], share: float) -> Iterator[list[Kept
 
 
 def read_lines(places: Sequence[KeptPlace]) -> Iterator[dict[str, Any]]:
-    """The lines there, in order."""
+    """The lines there, in order; a run that goes on from a checkpoint may have cut off some."""
     files: dict[Path, Any] = {}
     try:
         for place in places:
             if place.path not in files:
                 files[place.path] = place.path.open("rb")
             files[place.path].seek(place.byte)
-            yield parse(files[place.path].readline())
+            with suppress(ValueError):
+                yield read_kept(files[place.path].readline())
     finally:
         for file in files.values():
             file.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from bench_peers import RECIPE, write_slow_recipe
 from peers_bench.chat import load_tokenizer
+from streams_bench.processors import run_steps
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.data.tokenizer import Tokenizer
@@ -88,3 +90,17 @@ def test_slow_tools_are_those_of_the_recipe_and_wait(tmp_path: Path) -> None:
     slow = load_module((folder / "task.py").read_text())
     assert describe(slow) == describe(TASK)
     assert all(inspect.iscoroutinefunction(tool) for tool in find_defined(slow).tools.values())
+
+
+def test_a_run_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    program = (
+        "import subprocess, time; print('at work', flush=True);"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True);"
+        f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid)); time.sleep(600)"
+    )
+    with pytest.raises(SystemExit) as raised:
+        run_steps([sys.executable, "-c", program], {}, tmp_path / "metrics.jsonl", 1, limit_s=1)
+    assert str(raised.value).endswith("at work\n\nThis command had not ended after 1 s.")
+    child = Path("/proc", (tmp_path / "child").read_text())
+    while child.exists() and ") Z" not in (child / "stat").read_text():
+        time.sleep(0.01)

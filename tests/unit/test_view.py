@@ -6,22 +6,32 @@ import base64
 import gzip
 import hashlib
 import json
+import math
 import random
 import re
+import sys
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from fuzzing.mutations import JSON_LINES
+
 from llamarl.data.tokenizer import load_tokenizer
+from llamarl.view.kept_line import read_kept
 from llamarl.view.page import PARTS, render, view
 from llamarl.view.selection import KeptPlace, choose, find_places
 from tests.e2e.forks import Forks
 from tests.places import ROOT, TOOLS_RECIPE
+from tests.random_search import case, searched
 from tests.unit.tokenizer_files import write_tokenizer
-from tests.viewed_run import ATTACK, EPISODE, write_run
+from tests.viewed_run import ATTACK, DAMAGED_JSON, EPISODE, change_value, write_run
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +41,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def data_of(page: Path) -> dict[str, Any]:
     (packed,) = re.findall(r'id="data">([A-Za-z0-9+/=]+)</script>', page.read_text())
-    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed)))
+    text = gzip.decompress(base64.b64decode(packed))
+    data: dict[str, Any] = json.loads(text, parse_constant=_refuse)
     return data
+
+
+def _refuse(word: str) -> None:
+    raise AssertionError(f"no browser reads {word} as JSON")
 
 
 def test_the_page_has_each_rollout_with_its_tokens_and_their_numbers(folder: Path) -> None:
@@ -112,6 +127,13 @@ def test_a_run_that_kept_nothing_is_one_clear_line(tmp_path: Path) -> None:
         assert "\n" not in str(raised.value)
 
 
+def test_a_file_that_cannot_be_read_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "archive" / "kept-0.jsonl").symlink_to("/proc/self/mem")  # root may read all others
+    with pytest.raises(ValueError, match="RUN must have files that can be read"):
+        view([str(tmp_path)])
+
+
 def test_limits_that_no_group_fits_into_and_a_wrong_output_are_refused(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -127,7 +149,7 @@ def test_a_line_that_a_kill_left_unfinished_is_not_shown(tmp_path: Path) -> None
     path = folder / "archive" / "kept-0.jsonl"
     with path.open("a") as file:
         file.write('{"row_id": 99, "outc')
-    assert len(find_places(folder)) == 15
+    assert len(find_places(folder)[0]) == 15
     (folder / "tokenizer" / "tokenizer.json").unlink()
     (folder / "tokenizer").rename(tmp_path / "gone")
     assert view([str(folder)]).startswith("15 rollouts")
@@ -135,23 +157,129 @@ def test_a_line_that_a_kill_left_unfinished_is_not_shown(tmp_path: Path) -> None
     assert not [each for each in rollouts if "tokens" in each], "without a tokenizer: whole texts"
 
 
-def test_damaged_lines_are_left_out_and_the_others_shown(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    path = folder / "archive" / "kept-0.jsonl"
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
-    values = [None, -1, 1.5, "x", [], {}, [None], ["a"], {"a": 1}]
-    for seed in range(40):
-        rng = random.Random(seed)
-        damaged = [dict(line) for line in lines]
-        for line in rng.sample(damaged, rng.randint(1, 5)):
-            name = rng.choice([*line])
-            line.pop(name) if rng.random() < 0.5 else line.update({name: rng.choice(values)})
-        path.write_text("".join(json.dumps(line) + "\n" for line in damaged))
-        words = view([str(folder)])
-        shown = {each["row_id"] for each in data_of(folder / "view.html")["rollouts"]}
-        assert shown <= {*range(-1, 15)}
-        whole = {line["row_id"] for line in damaged if line in lines}
-        assert all(row in shown for row in whole), (seed, words)
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> DamagedRun:
+    return DamagedRun(write_run(tmp_path_factory.mktemp("sound")))
+
+
+@dataclass
+class DamagedRun:
+    """A run whose kept rollouts are damaged, case by case; `shown` is what the page has of each of
+    its sound lines."""
+
+    folder: Path
+    lines: list[bytes] = field(init=False)
+    shown: dict[bytes, dict[str, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.path = self.folder / "archive" / "kept-0.jsonl"
+        self.lines = self.path.read_bytes().splitlines()
+        self.metrics = self.folder / "metrics.jsonl"
+        self.steps = self.metrics.read_bytes().splitlines()
+        _, rollouts = self.view(b"\n".join([*self.lines, b""]))
+        of_row = {each["row_id"]: each for each in rollouts}
+        self.shown = {line: of_row[json.loads(line)["row_id"]] for line in self.lines}
+
+    def view(self, data: bytes) -> tuple[str, list[dict[str, Any]]]:
+        """What the command says, and the rollouts of the page."""
+        self.path.write_bytes(data)
+        page = self.folder / "view.html"
+        page.unlink(missing_ok=True)
+        try:
+            said = view([str(self.folder)])
+        except ValueError as error:
+            return str(error), []
+        found = data_of(page)
+        return said, [
+            each | {"prompt": found["prompts"][each["prompt"]]["prompt_id"]}
+            for each in found["rollouts"]
+        ]
+
+
+def damaged(lines: list[bytes], rng: random.Random) -> bytes:
+    """One to five lines with a damaged value, or the file with damaged bytes."""
+    if rng.random() < 0.4:
+        return rng.choice(JSON_LINES)(b"\n".join([*lines, b""]), rng)
+    found = list(lines)
+    for place in rng.sample(range(len(lines)), rng.randint(1, 5)):
+        found[place] = change_value(json.loads(lines[place]), rng.choice(DAMAGED_JSON), rng)
+    return b"\n".join([*found, b""])
+
+
+REFUSED = [  # the changed value of the first line, and what is said of it
+    ({"num_tokens": -1}, "num_tokens must be a count, got -1"),
+    ({"num_tokens": 7}, "num_tokens must be the length of each list of tokens, got {"),
+    ({"clipped": []}, "num_tokens must be the length of each list of tokens, got {"),
+    ({"step": 5.0}, "step must be a whole number, got 5.0"),
+    ({"row_id": 2**53}, "row_id must be a whole number, got 9007199254740992"),
+    ({"group_id": None}, "group_id must be there in training, got None"),
+    ({"is_held_out": None}, "is_held_out must be true or false, got None"),
+    ({"correct": 1}, "correct must be true or false, got 1"),
+    ({"reward": 10**400}, "reward must be a number, got 1000"),
+    ({"reward": True}, "reward must be a number, got True"),
+    ({"advantage": math.inf}, "advantage must be a number, got inf"),
+    ({"rewards": {"exact": math.nan}}, "rewards must be an object of numbers, got {'exact': nan}"),
+    ({"rewards": [1]}, "rewards must be an object of numbers, got [1]"),
+    ({"numbers": "[]"}, "numbers must be an object of numbers, as text, got []"),
+    ({"numbers": '{"turns": "2"}'}, "numbers must be an object of numbers, as text, got {"),
+    ({"numbers": "{"}, "a mistake at column 2"),
+    ({"fields": {}}, "fields must be a text, got {}"),
+    ({"prompt": "\ud800"}, "half of a character"),
+    ({"error": "x" * 500, "turns": "x" * 500}, "turns must be messages, got 'xxxxxxxxxxxx...xx"),
+    ({"turns": [{"role": "a", "content": None}]}, "turns must be messages, got [{"),
+    ({"turns": [{"role": "a"}]}, "turns must be messages, got [{"),
+    ({"prompt_ids": None}, "prompt_ids must be there with response_ids, got None"),
+    ({"token_versions": None}, "token_versions must be there with response_ids, got None"),
+    ({"response_ids": [-1]}, "response_ids must be a list of token ids, got [-1]"),
+    ({"response_ids": [2**31]}, "response_ids must be a list of token ids, got [2147483648]"),
+    ({"token_versions": [-2]}, "token_versions must be a list of versions, got [-2]"),
+    ({"ref_logprobs": [math.nan]}, "ref_logprobs must be a list of numbers, got [nan]"),
+    ({"ref_logprobs": [False]}, "ref_logprobs must be a list of numbers, got [False]"),
+]
+
+
+def test_what_is_said_of_a_damaged_line_is_short(sound: DamagedRun) -> None:
+    line = json.loads(sound.lines[0])
+    for changes, words in REFUSED:
+        with pytest.raises(ValueError, match=re.escape(words)) as raised:
+            read_kept(json.dumps(line | changes).encode())
+        assert len(str(raised.value)) < 200
+    for text in (b"[]", b"{}", b"\xff", b"[" * 10**5):
+        with pytest.raises(ValueError, match=r"the line must be|not UTF-8|too deep"):
+            read_kept(text)
+
+
+def test_of_many_damaged_lines_the_first_are_named_and_all_counted(
+    sound: DamagedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    said, rollouts = sound.view(b"\n".join([*sound.lines, *[b"{}"] * 40, b""]))
+    assert len(rollouts) == 15
+    assert said == f"15 rollouts, without 40 damaged lines: {sound.folder}/view.html\n"
+    named = [f"kept-0.jsonl:{number} is not shown: the line must be" for number in range(16, 26)]
+    assert len(caplog.messages) == len(named)
+    assert all(words in text for words, text in zip(named, caplog.messages, strict=True))
+    said, _ = sound.view(b"{}\n" * 40)
+    assert said.endswith(f", got 40 damaged lines in {sound.folder}/archive/kept-*.jsonl")
+
+
+@searched(few=60, many=3000)
+def test_damage_costs_its_line_and_no_other(sound: DamagedRun, seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        with case(seed):
+            rng = random.Random(seed)
+            data = damaged(sound.lines, rng)
+            sound.metrics.write_bytes(damaged(sound.steps, rng))
+            said, rollouts = sound.view(data)
+            assert said.count("\n") <= 1
+            *whole, unfinished = data.split(b"\n")
+            for line in whole:
+                if line in sound.shown:
+                    assert sound.shown[line] in rollouts, said
+            if not rollouts:
+                assert "must be the folder of a run that kept rollouts" in said
+                continue
+            (words,) = re.findall(r"without (\d+) damaged", said) or ["0"]
+            assert len(rollouts) + int(words) in (len(whole), len(whole) + bool(unfinished))
 
 
 def test_what_is_chosen_fits_is_whole_and_spread_evenly() -> None:
@@ -160,13 +288,13 @@ def test_what_is_chosen_fits_is_whole_and_spread_evenly() -> None:
         places = []
         for step in range(rng.randint(1, 40)):
             for group in range(rng.randint(1, 3)):
-                key = (False, step, str(group))
+                key = (False, step, group)
                 places += [
                     KeptPlace(Path("a"), 0, key, rng.randint(0, 50))
                     for _ in range(rng.randint(1, 8))
                 ]
         places += [
-            KeptPlace(Path("b"), 0, (True, i % 20, ""), 5) for i in range(rng.choice([0, 60]))
+            KeptPlace(Path("b"), 0, (True, i % 20, 0), 5) for i in range(rng.choice([0, 60]))
         ]
         rng.shuffle(places)
         most_rollouts, most_tokens = rng.randint(1, 400), rng.randint(1, 9000)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from llamarl.view.page import view
+from tests.random_search import searched
 from tests.view.browser import Browser, browser
-from tests.viewed_run import ADDED, ATTACK, write_run
+from tests.viewed_run import ADDED, ATTACK, DAMAGED_JSON, change_value, write_run
 
 pytestmark = pytest.mark.browser
 EPISODE = "#row=0"  # of two turns; its tokens are of versions 3 and 4
@@ -236,3 +238,40 @@ def test_a_page_that_is_cut_says_so(opened: Browser, address: str, tmp_path: Pat
     opened.show(f"file://{output}")
     assert "of the 15 kept rollouts, spread evenly" in opened.text("#shown")
     assert "--max_rollouts" in opened.text("#shown")
+
+
+EACH = """
+(() => {
+  for (const { row_id } of data.rollouts)
+    for (const colour of COLOURS) {
+      at("rollout").replaceChildren();
+      showRollout({ row: String(row_id), colour });
+      if (!at("rollout").childElementCount) throw new Error(`rollout ${row_id} is not shown`);
+      for (const token of document.querySelectorAll("[data-token]")) showTip(token);
+    }
+  for (const kind of ["", "wrong", "learnt", "lost"]) showEvaluations({ kind });
+  for (const sort of ["step", "reward", "num_tokens", "staleness"]) showList({ sort, prompt: "a" });
+  return data.rollouts.length;
+})()
+"""
+
+
+@searched(few=100, many=1000)
+def test_lines_that_were_damaged_and_are_shown_do_no_harm(
+    opened: Browser, tmp_path: Path, seeds: Iterable[int]
+) -> None:
+    """All in one page; each is of a sound line, with one value that is another."""
+    folder = write_run(tmp_path / "run")
+    path = folder / "archive" / "kept-0.jsonl"
+    lines = path.read_text().splitlines()
+    with path.open("ab") as file:
+        for seed in seeds:
+            rng = random.Random(seed)
+            line = json.loads(rng.choice(lines)) | {"row_id": 100 + seed}
+            file.write(change_value(line, rng.choice(DAMAGED_JSON), rng) + b"\n")
+    view([str(folder), "--max_rollouts=100000", "--max_tokens=10000000"])
+    opened.leave()
+    opened.errors.clear()
+    opened.show(f"file://{folder}/view.html")
+    assert opened.value(EACH) > len(lines)
+    assert opened.errors == []

@@ -43,8 +43,15 @@ FILES: dict[str, tuple[Mutation, ...]] = {
     f"{NEWEST}/__0_0.distcp": mutations.BYTES,
     "run/metrics.jsonl": mutations.JSON_LINES,
     "run/archive/rollouts-0.jsonl": mutations.JSON_LINES,
+    "run/archive/kept-0.jsonl": mutations.JSON_LINES,
+    "run/tokenizer/tokenizer.json": mutations.JSON,
     "run/spans/trainer-0.jsonl": mutations.JSON_LINES,
     "run/summary.json": mutations.JSON,
+}
+VIEWED = {  # share of the cases in which `llamarl view` reads it; train only writes the last one
+    "run/metrics.jsonl": 0.5,
+    "run/archive/kept-0.jsonl": 0.5,
+    "run/tokenizer/tokenizer.json": 1.0,
 }
 LISTED = ("export/", f"{NEWEST}/")  # what a manifest vouches for
 KINDS = ("text", "text", "text", "text", "text", "gone", "folder", "fifo", "loop", "empty")
@@ -71,7 +78,7 @@ SETTINGS = [
     *("trainer.warmup_steps=0", "evaluation.every_steps=0", "evaluation.max_prompts=4"),
     *("sampling.rollouts_per_prompt=2", "sampling.max_tokens=16", "checkpoint.export=false"),
     *("metrics.live=false", "metrics.trackers=[]", "checkpoint.every_steps=1"),
-    "checkpoint.keep=0",
+    *("checkpoint.keep=0", "experience.keep_rollouts=1"),
 ]
 
 
@@ -80,7 +87,8 @@ class Case:
     """One damaged input and how it is tried: `overrides` follow SETTINGS, `is_run`: to the end.
 
     `composes`: the damage is in the recipe or in a key, else the sound recipe's composed config
-    will do. `must_fail`: it is in what a manifest vouches for, so no run may use it.
+    will do. `must_fail`: it is in what a manifest vouches for, so no run may use it. `is_viewed`:
+    `llamarl view` reads it, in place of `llamarl train`.
     """
 
     number: int
@@ -89,6 +97,7 @@ class Case:
     is_run: bool
     composes: bool = False
     must_fail: bool = False
+    is_viewed: bool = False
 
 
 def make_case(seed: int, number: int, folder: Path, config: Any, run_share: float) -> Case:
@@ -110,7 +119,8 @@ def make_case(seed: int, number: int, folder: Path, config: Any, run_share: floa
         (path.parent / manifest.MANIFEST_FILE).unlink()
         manifest.write(path.parent)
     vouched = target.startswith(LISTED) and not is_signed and path.name != manifest.MANIFEST_FILE
-    what = f"{target} ({kind}{', signed' if is_signed else ''})"
+    is_viewed = target in VIEWED and draw.random() < VIEWED[target]
+    what = f"{target} ({kind}{', signed' * is_signed}{', viewed' * is_viewed})"
     return Case(
         number,
         what,
@@ -118,6 +128,7 @@ def make_case(seed: int, number: int, folder: Path, config: Any, run_share: floa
         is_run,
         composes=target == "recipe/run.yaml",
         must_fail=vouched and is_changed,
+        is_viewed=is_viewed,
     )
 
 

@@ -173,7 +173,8 @@ def _command(case: Case, folder: Path, composed: DictConfig | None) -> int:
         settings = ()
         main.for_each_config = partial(_as_composed, composed, folder)
     recipe = f"--config-dir={folder}/recipe"
-    sys.argv = ["llamarl", "train", recipe, *settings, *case.overrides]
+    train = ["llamarl", "train", recipe, *settings, *case.overrides]
+    sys.argv = ["llamarl", "view", f"{folder}/run"] if case.is_viewed else train
     try:
         main.main()
     except SystemExit as end:

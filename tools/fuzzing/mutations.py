@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 VALUES: list[Any] = [
-    *(None, True, False, 0, 1, -1, -7, 2**31, 2**53 + 1, 2**63, 10**30, -(10**30)),
+    *(None, True, False, 0, 1, -1, -7, 2**31, 2**53 + 1, 2**63, 10**400, -(10**30)),
     *(0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf")),
     *("", " ", "x", "null", "\x00", "\ud800", "\u2028é😀", "a" * 100_000, "../x", "/nowhere", "."),
     *([], [[]], [None], {}, {"": 1}, [1, "1"], ["x"] * 3, {"a": {"b": None}}),

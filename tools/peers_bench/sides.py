@@ -30,6 +30,8 @@ from llamarl.recipe.composition import compose, to_config
 from llamarl.user_code.supervisor import descendants
 
 LOOK_EVERY_S = 0.5
+START_LIMIT_S = 300.0  # of a run: imports, and its end
+STEP_LIMIT_S = 300.0  # ten times what the slowest side takes
 NUM_SKIPPED = 1  # first steps, of processor seconds: llamarl fills its pipeline in them
 MICRO_BATCH = 128  # rollouts; 64 takes TRL as long, 32 and 512 longer
 TIMED = ("metrics.live=false", "data.held_out=null")
@@ -126,8 +128,11 @@ def watched() -> Iterator[list[int]]:
 
 def _timed(run: Run, words: list[str], variables: dict[str, str]) -> Values:
     found = LiveRun(run.folder)
+    limit_s = START_LIMIT_S + STEP_LIMIT_S * run.num_steps
     with watched() as seen:
-        busy_s = run_steps(words, variables, found.metrics, NUM_SKIPPED, begin=run.pin)
+        busy_s = run_steps(
+            words, variables, found.metrics, NUM_SKIPPED, begin=run.pin, limit_s=limit_s
+        )
     tokens = sum(step["trainer/num_tokens"] for step in found.steps)
     return {
         "step_s": statistics.mean(found.steps_s),

@@ -17,13 +17,15 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from datasets import Dataset
@@ -34,6 +36,7 @@ from trl.chat_template_utils import parse_response
 from peers_bench.chat import load_tokenizer
 
 NUM_SAMPLES = 8
+END_LIMIT = timedelta(minutes=2)  # from the last step until the first process has written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,9 +282,21 @@ def train(job: Job) -> None:
         out = Path(job.out)
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(out / "checkpoint")
         (out / "samples.json").write_text(json.dumps(reward.samples))
+
+
+def leave() -> NoReturn:
+    """End this process, when the first one has written and all have no more to say to each other.
+
+    An orderly end would close the process group and join threads, each of which may wait for
+    another process that is at its own end.
+    """
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        torch.distributed.monitored_barrier(timeout=END_LIMIT)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
     train(Job(**json.loads(Path(sys.argv[1]).read_text())))
+    leave()

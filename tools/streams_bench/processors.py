@@ -6,12 +6,15 @@ Invariant: only whole steps count, those between the ends of two.
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import subprocess
 import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -27,12 +30,15 @@ def run_steps(
     num_skipped: int,
     *,
     begin: Callable[[], None] | None = None,
+    limit_s: float = math.inf,
 ) -> Seconds:
     """Run a command that trains; processor seconds of a step, by process, without the first ones.
 
     `metrics` is the file to which the run adds a line per step; `begin` is called in the new
-    process. SystemExit, with what the command wrote, if it fails.
+    process. SystemExit, with what the command wrote, if it fails or has not ended after `limit_s`;
+    its processes are gone then.
     """
+    end_s = time.monotonic() + limit_s
     mark = f"LLAMARL_BENCH_{uuid.uuid4().hex}"
     samples: dict[int, Seconds] = {}  # by number of steps that have ended
     with tempfile.TemporaryFile("w+") as output:
@@ -43,20 +49,32 @@ def run_steps(
             stderr=subprocess.STDOUT,
             preexec_fn=begin,
         )
-        while process.poll() is None:
+        while process.poll() is None and time.monotonic() < end_s:
             num_steps = _num_steps(metrics)
             if num_steps >= num_skipped and num_steps not in samples:
                 samples[num_steps] = _seconds(mark)
             time.sleep(POLL_S)
-        if process.returncode:
+        if process.returncode != 0:
+            is_late = process.returncode is None
+            how = f"had not ended after {limit_s:g} s" if is_late else "failed"
+            _kill(process, mark)
             output.seek(0)
-            raise SystemExit(f"{' '.join(command)}\n{output.read()}")
+            raise SystemExit(f"{' '.join(command)}\n{output.read()}\nThis command {how}.")
     del samples[max(samples)]  # with the end of the run
     first, last = min(samples), max(samples)
     return {
         pid: (seconds - samples[first].get(pid, 0.0)) / (last - first)
         for pid, seconds in samples[last].items()
     }
+
+
+def _kill(process: subprocess.Popen[bytes], mark: str) -> None:
+    """End a command, if it has not ended, and all that it has started, in other sessions too."""
+    process.kill()
+    process.wait()
+    for pid in _seconds(mark):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def least_step_s(seconds: Seconds) -> float:

@@ -95,6 +95,15 @@ function section(parent, label, text, kind = "") {
   return block;
 }
 
+// JSON over several lines; as it stands where a browser cannot read it: Python writes NaN.
+function spread(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 1);
+  } catch {
+    return text;
+  }
+}
+
 function showFacts(article, rollout, prompt) {
   const list = make("dl");
   const say = (name, value, kind = "") => {
@@ -175,7 +184,7 @@ function showRollout(wanted) {
     const words = rollout.turns ? "The tokens of this rollout are not in the page." : "This rollout was never scored, so its text is not there.";
     article.append(Object.assign(make("p", { class: "speaker" }), { textContent: words }));
   }
-  if (Object.keys(prompt.fields).length) section(article, "row of the prompt file", JSON.stringify(prompt.fields, null, 1));
+  if (prompt.fields !== "{}") section(article, "row of the prompt file", spread(prompt.fields));
 }
 
 function svg(tag, attributes) {
