@@ -20,11 +20,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Something to run on the thread; `key` says which call it is (see `lockstep.py`)."""
+    """Something to run on the thread; `key` says which call it is (see `lockstep.py`). Without a
+    future nothing waits for it."""
 
     key: object
     call: Callable[[], Any]
-    future: Future[Any]
+    future: Future[Any] | None = None
 
 
 class ComputeThread:
@@ -56,6 +57,11 @@ class ComputeThread:
         self._commands.put(Command(key, call, future))
         return await asyncio.wrap_future(future)
 
+    def post(self, call: Callable[[], None], key: object = "") -> None:
+        """Run `call` as `run` does, without waiting for it; what it raises stops the work. Any
+        thread may ask for it."""
+        self._commands.put(Command(key, call))
+
     def share(self, numbers: Sequence[int] | None) -> Sequence[int]:
         """What rank 0 gives, on all ranks; to be called in a command that all of them run."""
         assert numbers is not None, "there is one rank"
@@ -72,7 +78,7 @@ class ComputeThread:
         while True:
             commands, goes_on = self._next(has_work)
             for command in commands:
-                _run(command)
+                self._run(command)
             if not goes_on:
                 break
             has_work = self._step()
@@ -108,18 +114,23 @@ class ComputeThread:
             self._stop_work(error)
             return False
 
+    def _run(self, command: Command) -> None:
+        future = command.future
+        if future and not future.running() and not future.set_running_or_notify_cancel():
+            return
+        try:
+            found = command.call()
+            if future is not None:
+                future.set_result(found)
+        except BaseException as error:  # noqa: BLE001 - the caller gets it, or `on_error` does
+            if future is not None:
+                future.set_exception(error)
+            else:
+                self._stop_work(error)
+
     def _stop_work(self, error: BaseException) -> None:
         self._work = None
         self._on_error(error)
-
-
-def _run(command: Command) -> None:
-    if not command.future.running() and not command.future.set_running_or_notify_cancel():
-        return
-    try:
-        command.future.set_result(command.call())
-    except BaseException as error:  # noqa: BLE001 - the caller gets it, whatever it is
-        command.future.set_exception(error)
 
 
 class Background:

@@ -54,11 +54,11 @@ class Decoding:
         self.episodes = EpisodePart(
             Rank(
                 number=rank,
-                run=self.run,
+                post=thread.post,
                 share=thread.share,
                 resume=self.resume,
                 put=lambda item: output.put([item]),
-                post=loop.call_soon_threadsafe,
+                call_soon=loop.call_soon_threadsafe,
                 fail=output.fail,
             ),
             environments,

@@ -13,7 +13,8 @@ has the answer, and the ranks share its tokens in it.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -36,16 +37,16 @@ from llamarl.types import (
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What episodes need of their rank: `run` a command on its compute thread, with a key that is
+    """What episodes need of their rank: `post` a command to its compute thread, with a key that is
     the same on all ranks; there `share` rank 0's tokens, `resume` a rollout in the engine, and
-    `put` out one that has stopped; `post` a call to the event loop; `fail` with an error."""
+    `put` out one that has stopped; `call_soon` in the event loop; `fail` with an error."""
 
     number: int
-    run: Callable[[Callable[[], None], object], Awaitable[None]]
+    post: Callable[[Callable[[], None], object], None]
     share: Callable[[Sequence[int] | None], Sequence[int]]
     resume: Callable[[Request, PartialOutput], None]
     put: Callable[[RequestOutput], None]
-    post: Callable[..., object]
+    call_soon: Callable[[Callable[[], None]], object]
     fail: Callable[[BaseException], None]
 
 
@@ -71,6 +72,8 @@ class EpisodePart:
     ) -> None:
         self._rank, self._environments = rank, environments
         self._open: dict[int, OpenEpisode] = {}
+        self._unasked: deque[tuple[OpenEpisode, TurnItem, object]] = deque()
+        self._is_called = False  # the event loop will look there
         self._asking: set[asyncio.Task[None]] = set()  # of the event loop
         self._gathering = gathering or Gathering()
 
@@ -135,9 +138,8 @@ class EpisodePart:
             await self._environments.forget(row_ids)
 
     async def stop_asking(self) -> None:
-        """Give up what is asked. Other ranks keep their commands, for rank 0's may have begun."""
-        if self._rank.number == 0:
-            await cancel_all(self._asking)
+        """Give up what is asked."""
+        await cancel_all(self._asking)
 
     async def close(self) -> None:
         """Ask nothing more."""
@@ -149,20 +151,25 @@ class EpisodePart:
         episode.waits = True
         episode.num_asked += 1
         key = "turn", turn.row_id, turn.attempt, episode.num_asked
-        self._rank.post(self._start, episode, turn, key)
+        if self._rank.number > 0:
+            return self._rank.post(partial(self._answered, episode, turn, None), key)
+        self._unasked.append((episode, turn, key))
+        if not self._is_called:  # once for all that end in one step
+            self._is_called = True
+            self._rank.call_soon(self._start)
 
-    def _start(self, episode: OpenEpisode, turn: TurnItem, key: object) -> None:
-        task = asyncio.create_task(self._ask(episode, turn, key))
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
+    def _start(self) -> None:
+        self._is_called = False
+        while self._unasked:
+            task = asyncio.create_task(self._ask(*self._unasked.popleft()))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
 
     async def _ask(self, episode: OpenEpisode, turn: TurnItem, key: object) -> None:
         try:
-            result = None
-            if self._rank.number == 0:
-                asked = self.environments.answer(episode.environment, turn)
-                result = await self._gathering.join(asked)
-            await self._rank.run(partial(self._answered, episode, turn, result), key)
+            asked = self.environments.answer(episode.environment, turn)
+            result = await self._gathering.join(asked)
+            self._rank.post(partial(self._answered, episode, turn, result), key)
         except Exception as error:  # noqa: BLE001 - raised where rollouts are collected
             self._rank.fail(error)
 

@@ -154,13 +154,14 @@ class Lockstep(ComputeThread):
         self._error = error
         for line in (self._taken, *self._early.values()):
             for command in line:
-                if not command.future.done():
+                if command.future is not None and not command.future.done():
                     command.future.set_exception(error)
         while not self._is_closing:
             last = self._commands.get()
             if last is None:
                 return
-            last.future.set_exception(error)
+            if last.future is not None:
+                last.future.set_exception(error)
 
 
 def _digest(key: object) -> int:

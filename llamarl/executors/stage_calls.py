@@ -78,10 +78,11 @@ class FailureRate:
                 where = f"{self._label} of row {failure.row_id}"
                 log.warning("%s: %s: %s", where, failure.status, failure.error)
                 self._logged_cause = cause
+        if not failures or len(self._statuses) < MINIMUM:
+            return
         counts = Counter(self._statuses)
         num_failed = len(self._statuses) - counts[StageStatus.OK]
-        is_judged = failures and len(self._statuses) >= MINIMUM
-        if is_judged and num_failed / len(self._statuses) > self._limit:
+        if num_failed / len(self._statuses) > self._limit:
             bad = [status for status in StageStatus if status is not StageStatus.OK]
             kinds = ", ".join(f"{counts[status]} {status}" for status in bad)
             raise UserCodeError(

@@ -82,7 +82,7 @@ class TwoRanks:
         reached = Environments(links, 0, CONTEXT), Environments((), 0, CONTEXT)  # by rank 0 only
         self.engines: list[dict[int, tuple[Request, PartialOutput]]] = [{}, {}]
         self.out: list[list[RequestOutput]] = [[], []]
-        self.posted: list[deque[tuple[Callable[..., Any], tuple[Any, ...]]]] = [deque(), deque()]
+        self.called: list[deque[Callable[[], None]]] = [deque(), deque()]
         self.commands: list[dict[object, Callable[[], None]]] = [{}, {}]
         self.shared: Sequence[int] = ()
         self.errors: list[BaseException] = []
@@ -90,7 +90,7 @@ class TwoRanks:
         self.parts = [EpisodePart(self._rank(n), reached[n], waits[n]) for n in range(2)]
 
     def _rank(self, number: int) -> Rank:
-        async def run(call: Callable[[], None], key: object) -> None:
+        def post(call: Callable[[], None], key: object) -> None:
             assert key not in self.commands[number], "two commands of one key"
             self.commands[number][key] = call
 
@@ -106,11 +106,11 @@ class TwoRanks:
 
         return Rank(
             number=number,
-            run=run,
+            post=post,
             share=share,
             resume=resume,
             put=self.out[number].append,
-            post=lambda call, *args: self.posted[number].append((call, args)),
+            call_soon=self.called[number].append,
             fail=self.errors.append,
         )
 
@@ -122,11 +122,10 @@ class TwoRanks:
     async def events(self) -> None:
         """Some of what waits happens: in event loops, in the environment, between steps."""
         for _ in range(self.rng.randint(0, 6)):
-            kind = self.rng.choice(["post", "answer", "command"])
+            kind = self.rng.choice(["call", "answer", "command"])
             number = self.rng.randrange(2)
-            if kind == "post" and self.posted[number]:
-                call, args = self.posted[number].popleft()
-                call(*args)
+            if kind == "call" and self.called[number]:
+                self.called[number].popleft()()
             elif kind == "answer" and self.environment.open:
                 answered = self.rng.choice([*self.environment.open])
                 del self.environment.open[answered]
@@ -242,11 +241,9 @@ def test_an_observation_may_fill_what_is_left_but_for_one_token_of_the_model() -
             asked = replace(request(row_id, 0), prompt_ids=prompt_ids, resume=True, environment=0)
             ranks.command(lambda n, a=asked: ranks.parts[n].open(a, PartialOutput()))
             ranks.write(row_id, FinishReason.STOP, num_tokens, 0)
-            call, args = ranks.posted[0].popleft()
-            call(*args)
+            ranks.called[0].popleft()()
             await asyncio.sleep(0)
             rooms.append(ranks.environment.asked[-1].room)
-        ranks.posted[1].clear()
         for part in ranks.parts:
             await part.close()
         return rooms

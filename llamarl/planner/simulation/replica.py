@@ -68,11 +68,11 @@ class SimulatedReplica(SimulatedTarget):
         super().__init__(setting, costs, cores, index=index, hosts=hosts)
         rank = Rank(
             number=0,
-            run=lambda call, key: self._between_steps(0.0, call, "turn"),
+            post=lambda call, key: self._add_command(0.0, call, "turn"),
             share=lambda numbers: numbers or (),
             resume=self._resume,
             put=self._put,
-            post=lambda call, *args: asyncio.get_running_loop().call_soon(call, *args),
+            call_soon=lambda call: asyncio.get_running_loop().call_soon(call),
             fail=self._fail,
         )
         self._episodes = EpisodePart(rank, environments)
@@ -207,11 +207,17 @@ class SimulatedReplica(SimulatedTarget):
         def end() -> None:
             if not done.done():
                 done.set_result(call())
+
+        self._add_command(seconds, end, name)
+        return await done
+
+    def _add_command(self, seconds: float, call: Callable[[], None], name: str) -> None:
+        def end() -> None:
+            call()
             self._go_on()
 
         self._commands.append((seconds, end, name))
         self._interrupt()
-        return await done
 
     def _interrupt(self) -> None:
         """Stop decoding after the step at work, because a command or a request waits."""
