@@ -23,7 +23,17 @@ FOLDER = ROOT / "docs" / "benchmarks"
 SUMMARY = ROOT / "BENCHMARKS.md"
 MARKS = "<!-- figures, written by tools/write_benchmark_pages.py -->", "<!-- end of figures -->"
 ORDER = (  # of the table; what is not here comes last
-    *("quickstart", "generate", "weights", "staging", "async", "streams", "peers", "store"),
+    *(
+        "quickstart",
+        "generate",
+        "weights",
+        "staging",
+        "async",
+        "streams",
+        "peers",
+        "turns",
+        "store",
+    ),
     *("links", "sites", "controller", "packing", "ranker", "checkpoints", "offload", "planner"),
     *("pools", "chaos", "searches", "fuzz"),
 )

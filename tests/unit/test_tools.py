@@ -131,6 +131,13 @@ def check_peers(found: Found) -> None:
         assert 0 < found[f"instant tools, {cores}: llamarl"]["accuracy"] < 1
 
 
+def check_turns(found: Found) -> None:
+    assert len(found) == 4
+    for figures in found.values():
+        assert figures["num_turns"] > 0
+        assert 0 < figures["turn_ms"] <= figures["turn_p90_ms"]
+
+
 def check_positive(found: Found) -> None:
     values = [each for values in found.values() for each in values.values()]
     numbers = [value for value in values if isinstance(value, float)]
@@ -151,6 +158,7 @@ SMALL: dict[str, tuple[list[str], Callable[[Found], None]]] = {
         check_store,
     ),
     "bench_peers": (["--quick"], check_peers),
+    "bench_turns": (["--quick"], check_turns),
     "bench_pools": (["--quick", "--models=72B", "--groups=64"], check_pools),
     "bench_gpu": (["--device=cpu", "--tiny"], check_gpu),
     "bench_streams": (["--quick"], check_streams),
