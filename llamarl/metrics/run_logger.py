@@ -77,11 +77,7 @@ class RunLogger:
     async def log_step(
         self, stats: StepStats, groups: Sequence[Group], oldest_version: int, found: Scalars
     ) -> None:
-        """The step that made `stats.version` from `groups` has ended.
-
-        Tokens older than `oldest_version` had no weight in it. `found`: what the controller found
-        out about the step: by the log-prob check, and its parts.
-        """
+        """As protocols.RunObserver says. The step has ended now, whenever its metrics are made."""
         now_ns = time.monotonic_ns()
         self.spans.record("step", self._step_ended_ns, now_ns, "mark", version=stats.version)
         seconds = {"step": (now_ns - self._step_ended_ns) / 1e9, **self._seconds}
