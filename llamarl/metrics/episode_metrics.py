@@ -5,7 +5,7 @@ numbers themselves, which the environment's executor counts. Invariant: a step w
 none of these metrics.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 MAX_TOOLS = 3  # that are named in words
@@ -19,9 +19,10 @@ def episode_scalars(
     tokens together, `num_observed` of them of observations."""
     if not episodes:
         return {}
-    sums: Counter[str] = Counter()
+    sums: dict[str, float] = defaultdict(int)
     for numbers in episodes:
-        sums.update(numbers)
+        for name, value in numbers.items():
+            sums[name] += value
     num_episodes, num_turns = len(episodes), sums["turns"]
     found = {
         "episode/turns": num_turns / num_episodes,
