@@ -342,7 +342,7 @@ class RolloutInfo:
     @property
     def num_generated(self) -> int:
         """Response tokens that the model wrote: all but observations."""
-        return sum(span.num_tokens for span in self.spans)
+        return sum([span.num_tokens for span in self.spans])  # as a generator, twice as slow
 
 
 @light

@@ -31,6 +31,7 @@ from __future__ import annotations
 import asyncio
 import cProfile
 import dataclasses
+import gc
 import pstats
 import sys
 from collections import Counter, defaultdict
@@ -48,9 +49,13 @@ COSTS_WITHOUT_MEASURING = MessageCosts(
 
 
 def simulate(shape: Shape, costs: MessageCosts) -> Load:
-    """One run on a clock of its own."""
-    with asyncio.Runner(loop_factory=CostClock) as runner:
-        return runner.run(run(shape, costs))
+    """One run on a clock of its own, which alone looks for cycles."""
+    gc.disable()
+    try:
+        with asyncio.Runner(loop_factory=CostClock) as runner:
+            return runner.run(run(shape, costs))
+    finally:
+        gc.enable()
 
 
 def results(shape: Shape, costs: MessageCosts, load: Load) -> dict[str, object]:

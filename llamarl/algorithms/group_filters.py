@@ -29,7 +29,6 @@ REASON = re.compile("[a-z0-9_]{1,40}")  # it is part of a metric's name
 LEAST_ROLLOUTS = {"none": 1, TASK: 1}  # by advantage; a rollout is no baseline of its own
 EMPTY: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
-
 GroupFilter = Callable[[ScoredGroup], str | None]
 """A scored group -> the reason to drop it, or None."""
 
@@ -81,7 +80,7 @@ def filter_group(
     rollouts = tuple(group.rollouts[row_id] for row_id in row_ids)
     scores = tuple(group.scores[row_id] for row_id in row_ids)
     num_tokens = [rollout.num_generated for rollout in rollouts]
-    summed = [_summed_reward(group, row_id, config) for row_id in row_ids]
+    summed = _summed_rewards(group, row_ids, config)
     rewards = shaped_rewards(summed, num_tokens, max_tokens, config)
     if not all(abs(reward) <= LARGEST for reward in rewards):  # NaN: none was given
         return Dropped(FAILED_REWARD)
@@ -99,11 +98,12 @@ def filter_group(
     return Kept(scored.advantages)
 
 
-def _summed_reward(group: Group, row_id: int, config: AlgorithmConfig) -> float:
-    """The weighted sum of the rollout's reward columns; NaN if its reward failed."""
-    reward, numbers = group.scores[row_id].reward, group.numbers.get(row_id, {})
+def _summed_rewards(group: Group, row_ids: Sequence[int], config: AlgorithmConfig) -> list[float]:
+    """The weighted sum of each rollout's reward columns; NaN if its reward failed."""
     pairs = zip(config.reward_columns, config.reward_column_weights, strict=True)
-    return sum(w * (reward if name == REWARD else numbers[name]) for name, w in pairs if w)
+    used = [(name, weight) for name, weight in pairs if weight]
+    found = (group.numbers.get(i, {}) | {REWARD: group.scores[i].reward} for i in row_ids)
+    return [sum([weight * numbers[name] for name, weight in used]) for numbers in found]
 
 
 def _advantages(

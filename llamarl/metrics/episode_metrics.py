@@ -5,27 +5,25 @@ numbers themselves, which the environment's executor counts. Invariant: a step w
 none of these metrics.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-
-from llamarl.types import RolloutInfo
 
 MAX_TOOLS = 3  # that are named in words
 CALLS, SECONDS, ERRORS = "calls", "seconds", "errors"  # each by tool: "calls/search"
 
 
 def episode_scalars(
-    episodes: Sequence[Mapping[str, float]], rows: Sequence[RolloutInfo]
+    episodes: Sequence[Mapping[str, float]], num_tokens: int, num_observed: int
 ) -> dict[str, float]:
-    """Of the episodes finished in a step, trained and dropped ones, whose rollouts are `rows`."""
+    """Of the episodes finished in a step, trained and dropped ones, whose rollouts have this many
+    tokens together, `num_observed` of them of observations."""
     if not episodes:
         return {}
-    sums: Counter[str] = Counter()
+    sums: dict[str, float] = defaultdict(int)
     for numbers in episodes:
-        sums.update(numbers)
+        for name, value in numbers.items():
+            sums[name] += value
     num_episodes, num_turns = len(episodes), sums["turns"]
-    num_tokens = sum(row.num_tokens for row in rows)
-    num_observed = num_tokens - sum(row.num_generated for row in rows)
     found = {
         "episode/turns": num_turns / num_episodes,
         "episode/environment_s": sums["environment_s"] / num_episodes,

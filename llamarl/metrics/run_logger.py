@@ -1,7 +1,8 @@
 """The controller's view of the metrics: what happened in the loop becomes metrics and step marks.
 
 Owns: what is remembered between two steps. Does not own: tags (`step_metrics.py`), where numbers go
-(`trackers.py`) or the display (`console.py`). Invariant: it never changes what the run does.
+(`trackers.py`) or the display (`console.py`). Invariant: it never changes what the run does; a
+batch that is ready as a step ends goes to the trainer before the metrics are made.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from llamarl.metrics.span import Spans
 from llamarl.metrics.step_metrics import Drops, Scalars, interval, sample_rows, step_scalars
 from llamarl.metrics.trackers import MetricsLog
 
+TURNS = 8  # of the event loop, in which it sends the next batch, unless that must wait anyway
 ReadCompletions = Callable[[list[int]], Awaitable[dict[int, str]]]
 
 
@@ -75,16 +77,14 @@ class RunLogger:
     async def log_step(
         self, stats: StepStats, groups: Sequence[Group], oldest_version: int, found: Scalars
     ) -> None:
-        """The step that made `stats.version` from `groups` has ended.
-
-        Tokens older than `oldest_version` had no weight in it. `found`: what the controller found
-        out about the step: by the log-prob check, and its parts.
-        """
+        """As protocols.RunObserver says. The step has ended now, whenever its metrics are made."""
         now_ns = time.monotonic_ns()
         self.spans.record("step", self._step_ended_ns, now_ns, "mark", version=stats.version)
         seconds = {"step": (now_ns - self._step_ended_ns) / 1e9, **self._seconds}
         dropped = self._drops.take(len(groups))
         self._step_ended_ns, self._seconds = now_ns, {}
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
         if self.recent_spans is not None:  # reads many lines, so not on the loop's thread
             seconds |= await asyncio.to_thread(self.recent_spans.take_seconds)
         completions: dict[int, str] = {}

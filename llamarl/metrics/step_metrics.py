@@ -100,14 +100,15 @@ def step_scalars(
     for name, value in seconds.items():
         scalars[name if "/" in name else f"time/{name}_s"] = value
     if seconds.get("step"):
-        scalars["tokens/per_s"] = sum(row.num_generated for row in rows) / seconds["step"]
+        scalars["tokens/per_s"] = sum(lengths[: len(rows)]) / seconds["step"]
     scalars["dropped/groups"] = len(finished) - len(groups)
     scalars |= {f"dropped/{reason}": len(members) for reason, members in dropped.items()}
     scalars |= {f"dropped_rollouts/{reason}": count for reason, count in dropped_rollouts.items()}
     written = [numbers for group in finished for numbers in group.numbers.values()]
     scalars |= _means("columns", written)  # by stages of the recipe's own
     episodes = [numbers for group in finished for numbers in group.episodes.values()]
-    scalars |= episode_scalars(episodes, all_rows)
+    num_tokens = sum(row.num_tokens for row in all_rows)
+    scalars |= episode_scalars(episodes, num_tokens, num_tokens - sum(lengths))
     samples = _samples(stats.version, groups, completions, answer_field) if completions else ""
     histograms: Histograms = {
         STALENESS_HISTOGRAM: dict(staleness.items()),

@@ -8,8 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from llamarl.dataflow.graph import Stage
+from llamarl.groups import Batch
+from llamarl.metrics.console import Progress
+from llamarl.metrics.run_logger import RunLogger
+from llamarl.metrics.span import Spans
+from llamarl.metrics.trackers import MetricsLog
 from llamarl.planner.simulation.clock import run
 from llamarl.types import Request
 from tests.fakes import nothing
@@ -219,3 +225,30 @@ def test_colocated_executors_alternate_and_train_the_same_groups(
 def groups_of(loop: Loop) -> list[int]:
     """Group ids in the order of training."""
     return [row.group_id for batch in loop.batches for row in batch.rows]
+
+
+def test_a_batch_that_is_ready_is_sent_before_the_metrics_of_the_step_before_are_made(
+    tmp_path: Path,
+) -> None:
+    """Those of thousands of rollouts take a while, in which the trainer would wait."""
+    done: list[tuple[str, int]] = []
+    loop = Loop(num_steps=6, parts="batch", length=one_token, costs=replace(COSTS, part_s=9.0))
+    accumulate = loop.trainer.accumulate
+
+    async def note_batch(batch: Batch) -> None:
+        done.append(("batch", batch.version))
+        await accumulate(batch)
+
+    class NotedLog(MetricsLog):
+        def log(self, step: int, *values: object) -> None:
+            done.append(("metrics", step))
+
+    loop.trainer.accumulate = note_batch
+    with (tmp_path / "console").open("w") as file:
+        progress = Progress(6, live=False, console=Console(file=file))
+        spans = Spans("controller", None)
+        logger = RunLogger(log=NotedLog(tmp_path), progress=progress, spans=spans)
+        loop.run_logger = logger  # type: ignore[assignment]
+        run(loop.run(tmp_path))
+    both = [(what, version) for version in range(1, 6) for what in ("batch", "metrics")]
+    assert done == [("batch", 0), *both, ("metrics", 6)]

@@ -139,6 +139,8 @@ class IdleTrainer(Idle):
         super().__init__(load)
         self._scored_s = scored_s
         self._num_calls, self._since_s = 0, 0.0
+        self.made_s = 0.0
+        """When it last answered that it had made a version."""
 
     def arrive(self, method: str, args: tuple[Any, ...]) -> None:
         if method in ("accumulate", "step", "infer"):
@@ -154,23 +156,25 @@ class IdleTrainer(Idle):
         if method in ("accumulate", "step", "infer"):
             self._num_calls -= 1
             self._since_s = asyncio.get_running_loop().time()
+        if method == "step":
+            self.made_s = self._since_s
 
 
 class IdleReplica(Idle):
-    """Waits with a free slot and an empty queue from the moment the controller learnt that there
-    is work which the replica's version allows, at the earliest from its commit, until it comes."""
+    """Waits with a free slot and an empty queue from the trainer's answer, which made room for work
+    that the replica's version allows, at the earliest from its commit, until that comes."""
 
-    def __init__(self, load: Load, replica: Any, max_num_seqs: int) -> None:
+    def __init__(self, load: Load, replica: Any, max_num_seqs: int, trainer: IdleTrainer) -> None:
         super().__init__(load)
         self._replica, self._max_running = replica, max_num_seqs
+        self._trainer = trainer
         self._committed_s = 0.0
 
     def arrive(self, method: str, args: tuple[Any, ...]) -> None:
-        clock = cast(CostClock, asyncio.get_running_loop())
         if method != "submit" or self._replica.num_running >= self._max_running:
             return
         if any(request.min_version <= self._replica.version for request in args[0]):
-            self._waited(max(clock.busy_since_s, self._committed_s), "replica")
+            self._waited(max(self._trainer.made_s, self._committed_s), "replica")
 
     def leave(self, method: str, result: Any) -> None:
         if method == "commit":

@@ -9,7 +9,6 @@ wired by `run/wiring.py`.
 from __future__ import annotations
 
 import asyncio
-import gc
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -54,7 +53,6 @@ from llamarl.planner.simulation.simulated_cluster import (
 )
 from llamarl.planner.simulation.simulated_run import drive, make_inputs
 from llamarl.planner.simulation.workload import USUAL_PROMPT_TOKENS, make_workload
-from llamarl.run.sessions import GC_THRESHOLDS
 from llamarl.run.starter import Executors
 from llamarl.storage.store import Store
 
@@ -174,7 +172,6 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
             spans=spans,
         )
         run_logger.watch(load, shape.max_staleness + 1)
-        gc.set_threshold(*GC_THRESHOLDS)
         inputs = make_inputs(workload.prompts(), graph, read_architecture(ARCHITECTURE))
         await drive(config, inputs, executors, shape.num_steps - 1, run_logger, spans)
     load.calls, load.num_bytes, load.waits = run_logger.counted
@@ -185,7 +182,7 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
 
 
 class Measured(RunLogger):
-    """The real run logger, which starts and ends the count at step ends."""
+    """The real run logger, which starts and ends the count when versions are made."""
 
     def watch(self, load: Load, num_skipped: int) -> None:
         """Count from the end of step `num_skipped` on."""
@@ -194,7 +191,6 @@ class Measured(RunLogger):
 
     async def log_step(self, stats: Any, *details: Any) -> None:
         clock = cast(CostClock, asyncio.get_running_loop())
-        await super().log_step(stats, *details)
         load, now = self._load, (clock.time(), clock.cpu_s, clock.charged_s)
         if stats.version == self._num_skipped:
             self._start = now
@@ -207,12 +203,13 @@ class Measured(RunLogger):
                 b - a for a, b in zip(self._start, now, strict=True)
             )
             self.counted = (Counter(load.calls), Counter(load.num_bytes), list(load.waits))
+        await super().log_step(stats, *details)  # its time is the next step's
 
 
 def _charged(config: Config, simulated: Executors, costs: MessageCosts, load: Load) -> Executors:
     """The same executors behind messages."""
     scored_s: dict[int, float] = {}
-    on_ranks = replace(costs, call_s=costs.ranks_s)
+    on_ranks, trainer = replace(costs, call_s=costs.ranks_s), IdleTrainer(load, scored_s)
     max_num_seqs = config.generator.max_num_seqs
 
     def charged(name: str, group: Any, idle: Idle, costs: MessageCosts) -> SimulatedProcess:
@@ -220,12 +217,15 @@ def _charged(config: Config, simulated: Executors, costs: MessageCosts, load: Lo
         return SimulatedProcess(name, Charged(kind, group.call_one, costs, load, idle))
 
     kinds: dict[str, tuple[Idle, MessageCosts]] = {
-        f"generator-{index}": (IdleReplica(load, group.call_one, max_num_seqs), on_ranks)
+        f"generator-{index}": (
+            IdleReplica(load, group.call_one, max_num_seqs, trainer),
+            on_ranks,
+        )
         for index, group in simulated.generators.items()
     }
     kinds |= {each.name: (Idle(load), costs) for each in simulated.collectors}
     kinds |= {name: (IdleScorer(load, scored_s), costs) for name in simulated.stage_of}
-    kinds["trainer"] = IdleTrainer(load, scored_s), on_ranks
+    kinds["trainer"] = trainer, on_ranks
     unit = cast(Any, simulated.storage)._units[0]
     units = [Charged("storage", unit, costs, load, Idle(load)) for _ in range(NUM_STORAGE_UNITS)]
     return replace(
