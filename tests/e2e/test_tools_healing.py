@@ -44,7 +44,7 @@ def victims(command: Command, role: str) -> list[int]:
     return executors(command, role)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["generator-0", "environment-0", "a process of the environment"])
 def test_what_is_killed_amid_slow_tools_costs_its_episodes_and_no_token_is_wrong(
     tmp_path: Path, role: str
