@@ -4,7 +4,9 @@ by token. Other moments, and several losses at once: test_chaos.py, test_lost_ex
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Ten thousand episodes whose tools are now and then very slow, on the virtual clock."""
+"""Thousands of episodes whose tools are now and then very slow, on the virtual clock."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from tests.loop.faults import dying
 from tests.loop.loop import Loop
 from tests.loop.test_loop_search import check
 
-NUM_STEPS, GROUPS, ROLLOUTS = 50, 50, 4
+GROUPS, ROLLOUTS = 50, 4
 TAIL = (0.0,) * 6 + (0.1, 0.5, 2.0, 40.0)  # seconds; a step takes about as long as the last
 
 
 @pytest.mark.full
-def test_ten_thousand_episodes_keep_every_promise_amid_slow_tools_and_lost_processes(
-    tmp_path: Path,
+@pytest.mark.parametrize("num_steps", [12, pytest.param(50, marks=pytest.mark.long)])
+def test_thousands_of_episodes_keep_every_promise_amid_slow_tools_and_lost_processes(
+    num_steps: int, tmp_path: Path
 ) -> None:
     loop = Loop(
         max_staleness=2,
-        num_steps=NUM_STEPS,
+        num_steps=num_steps,
         groups_per_step=GROUPS,
         rollouts_per_prompt=ROLLOUTS,
         num_replicas=4,
@@ -37,10 +38,10 @@ def test_ten_thousand_episodes_keep_every_promise_amid_slow_tools_and_lost_proce
     )
     run(loop.run(tmp_path))
     check(loop)
-    assert len(loop.trained_rows()) == NUM_STEPS * GROUPS * ROLLOUTS
+    assert len(loop.trained_rows()) == num_steps * GROUPS * ROLLOUTS
     ages = Counter(loop.staleness())
     assert ages[0], "some tokens are as new as their step's weights"
     assert ages[2], "others are as old as they may be"
-    assert loop.trainer.version == NUM_STEPS
+    assert loop.trainer.version == num_steps
     for name in ("generator-1", "environment-0"):
         assert f"{name} 2" in loop.cluster.spawned, f"{name} must have been lost"
