@@ -19,6 +19,7 @@ from tests.e2e.commands import (
     finish,
     read_archive,
     read_rollouts,
+    saved_words,
     start,
     train,
     wait_for_other,
@@ -26,7 +27,7 @@ from tests.e2e.commands import (
     wait_for_step,
 )
 from tests.e2e.test_tools_exact import SMALL, check
-from tests.e2e.test_tools_healing import slow_recipe, victims
+from tests.e2e.test_tools_healing import kill_amid_a_call, slow_recipe, victims
 from tests.json_lines import read_lines
 from tests.places import TOOLS_RECIPE
 
@@ -48,7 +49,7 @@ def test_what_is_killed_amid_slow_tools_is_started_again_and_no_rollout_is_lost_
     command = start("train", recipe, f"run_dir={run_dir}", *OPTIONS)
     wait_for_step(command, run_dir, 2)
     (worker,) = victims(command, "a process of the environment")
-    os.kill(worker, signal.SIGKILL)
+    kill_amid_a_call(worker, tmp_path)
     go_on(command, run_dir)
     # A plain tool has no state: its call is repeated, unless it was alone, and may be the cause.
     assert episode_restarts(run_dir) <= 1
@@ -56,7 +57,7 @@ def test_what_is_killed_amid_slow_tools_is_started_again_and_no_rollout_is_lost_
     for name in ALONE:
         before = episode_restarts(run_dir)
         (victim,) = executors(command, name)
-        os.kill(victim, signal.SIGKILL)
+        kill_amid_a_call(victim, tmp_path)
         wait_for_restart(command, run_dir, name)
         assert victim not in executors(command, name)
         go_on(command, run_dir)
@@ -70,9 +71,11 @@ def test_what_is_killed_amid_slow_tools_is_started_again_and_no_rollout_is_lost_
         wait_for_other(command, name, victims_before)
         go_on(command, run_dir)
     assert executors(command, "generator-0") == generators
-    command.process.send_signal(signal.SIGTERM)
+    command.process.send_signal(signal.SIGINT)
     code, out, err = finish(command)
-    assert code == 75, err
+    assert code == 130, err
+    assert err.splitlines()[-3:-1] == saved_words("interrupted", run_dir)
+    assert "Traceback" not in err
     assert " ".join(out.split()).count("the run goes on from step-") == len(SESSION)
     assert command.wait_until_gone(5.0) == []
     assert not (run_dir / SOCKET).parent.exists()
@@ -80,7 +83,7 @@ def test_what_is_killed_amid_slow_tools_is_started_again_and_no_rollout_is_lost_
 
 
 def go_on(command: Command, run_dir: Path) -> None:
-    """Wait for three steps more."""
+    """Wait for three steps more: with the last of them every episode under way now is trained."""
     wait_for_step(command, run_dir, len(read_lines(run_dir / "metrics.jsonl")) + 3)
 
 
