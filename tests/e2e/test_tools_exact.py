@@ -64,6 +64,15 @@ def metrics(run_dir: Path) -> dict[str, list[float]]:
     return found
 
 
+def questions() -> dict[str, dict[int, dict[str, str]]]:
+    """By the outcome of a rollout, rows of the recipe by the number of their line."""
+    files = {"evaluated": "held_out", "trained": "prompts"}
+    return {
+        outcome: dict(enumerate(read_lines(TOOLS_RECIPE / f"{name}.jsonl"), start=1))
+        for outcome, name in files.items()
+    }
+
+
 def check(line: dict[str, Any], rows: dict[int, dict[str, str]]) -> list[Piece]:
     """What the model wrote and what it was told, by the words of the recipe."""
     question = rows[line["prompt_id"]]["question"]
@@ -147,11 +156,7 @@ def test_every_token_is_what_it_should_be(
     forks: Forks, tmp_path: Path, overrides: list[str]
 ) -> None:
     lines = run(forks, tmp_path, *overrides)
-    files = {"evaluated": "held_out", "trained": "prompts"}
-    rows = {
-        outcome: dict(enumerate(read_lines(TOOLS_RECIPE / f"{name}.jsonl"), start=1))
-        for outcome, name in files.items()
-    }
+    rows = questions()
     outcomes = Counter(line["outcome"] for line in lines)
     assert outcomes["evaluated"] == 12
     assert outcomes["trained"] > 0
