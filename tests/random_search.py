@@ -1,7 +1,7 @@
 """Which cases a random search runs.
 
-The default suite runs a few, other ones every day, and `make test-quick` a tenth of them; the slow
-set runs many, always the same. A case that fails says its seed: LLAMARL_SEARCH_SEED=SEED runs that
+Other ones every day: a few by `make test-long`, a tenth of them by the default suite; the slow set
+runs many, always the same. A case that fails says its seed: LLAMARL_SEARCH_SEED=SEED runs that
 case alone.
 """
 
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import pytest
 
 GIVEN = os.environ.get("LLAMARL_SEARCH_SEED")
-FULL = pytest.mark.full  # not in `make test-quick`
 TODAY = datetime.datetime.now(datetime.UTC).date().toordinal() * 100_000
 
 
@@ -27,7 +26,9 @@ def searched(few: int, many: int) -> Callable[[Callable[..., None]], Callable[..
     first = TODAY + max(1, few // 10)
     quick = pytest.param(range(TODAY, first), id=f"{first - TODAY} cases of today")
     last = TODAY + few
-    more = pytest.param(range(first, last), id=f"{last - first} more of today", marks=FULL)
+    more = pytest.param(
+        range(first, last), id=f"{last - first} more of today", marks=pytest.mark.long
+    )
     return pytest.mark.parametrize("seeds", [quick, *[more] * (first < last), slow])
 
 

@@ -18,6 +18,7 @@ text.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -181,10 +182,12 @@ def _name(schema: Schema) -> str:
 
 
 def _schema(tool: Tool) -> Schema:
-    from transformers.utils import get_json_schema  # here, for it takes seconds
+    from transformers.utils import chat_template_utils  # here, for it takes half a second
 
+    # It would import torch, which takes seconds, to know a tensor among the types of arguments.
+    vars(chat_template_utils)["is_torch_available"] = lambda: "torch" in sys.modules
     try:
-        found: Schema = get_json_schema(tool)
+        found: Schema = chat_template_utils.get_json_schema(tool)
         return found
     except Exception as error:  # noqa: BLE001 - it raises kinds of its own
         got = " ".join(str(error).split())

@@ -58,7 +58,8 @@ class Gathering:
         if len(self._waiting) >= self._num_asked or loop.time() >= due_s:
             waiting, self._waiting = self._waiting, {}
             for each in waiting:
-                each.set_result(None)
+                if not each.done():  # one that was given up has not run since
+                    each.set_result(None)
         elif self._timer is None:
             self._timer = loop.call_at(due_s, self._look_again)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from llamarl.config import DataConfig, EnvironmentConfig
 from llamarl.dataflow.task_stages import check_task
 from llamarl.environments.contained import ProgramLimits
+from llamarl.environments.definition import Kinds
 from llamarl.executors.environment import EnvironmentExecutor
 from llamarl.executors.environment_link import EnvironmentLink
 from llamarl.executors.specs import EnvironmentSpec
@@ -64,12 +66,18 @@ environment = Env
 '''
 
 
+@functools.cache
+def kinds_of(task: str) -> Kinds:
+    """What episodes take turns with; a process of its own looks, and imports torch for it."""
+    return check_task(task, [], [], tools=["task"])[1]
+
+
 class Setting:
     """An executor, and what it answers at its socket."""
 
     def __init__(self, folder: Path, task: str = TASK, **config: Any) -> None:
         self.tokenizer = templates.write_tokenizer(folder, templates.QWEN)
-        _, kinds = check_task(task, [], [], tools=["task"])
+        kinds = kinds_of(task)
         options = {"tools": ["task"], "timeout_s": 5.0, "max_failure_rate": 1.0} | config
         self.path = str(folder / "sockets" / "0")
         spec = EnvironmentSpec(

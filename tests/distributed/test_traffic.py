@@ -57,7 +57,7 @@ class Writer:
             SAMPLING: [np.array([1.0, 0, 1.0, num_tokens, 0, code])] * num_rows,
         }
         await self.storage.write([request.row_id for request in requests], columns)
-        self.rows += [
+        self.rows = [
             stopped(
                 request.row_id,
                 (0, num_tokens),
@@ -110,9 +110,9 @@ STAGES = (
 """Five of the recipe's own behind the scorer; one of them writes an entry per token."""
 
 
-async def bytes_per_rollout(folder: Path, num_tokens: int) -> tuple[float, float, float]:
-    """Per rollout, bytes of the controller's messages without STAGES, of all its messages, and of
-    one read of the arrays."""
+async def bytes_per_rollout(folder: Path, *lengths: int) -> list[list[float]]:
+    """For rollouts of each length, per rollout: bytes of the controller's messages without STAGES,
+    of all its messages, and of one read of the arrays."""
     cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=str(folder))
     try:
         units = await asyncio.gather(
@@ -126,41 +126,52 @@ async def bytes_per_rollout(folder: Path, num_tokens: int) -> tuple[float, float
             )
         )
         store = Store([unit.call_one for unit in units])
-        writer, reader, *stages = await asyncio.gather(
+        stages = await asyncio.gather(
             cluster.spawn("generator-0", Writer, store),
             cluster.spawn("scorer", Reader, store),
             *(cluster.spawn(stage.name, StageExecutor, spec_of(stage, store)) for stage in STAGES),
         )
-        await asyncio.gather(*(group.call_one.start() for group in (*units, *stages)))
-        executors = [Weighed(group.call_one) for group in (writer, reader, *stages)]
-        weighed_units = [Weighed(unit.call_one) for unit in units]
-        sampling = Sampling(max_tokens=num_tokens)
-        row_ids = list(range(NUM_ROLLOUTS))
-        requests = [
-            Request(row_id=row_id, prompt_ids=(1, 2, 3), sampling=sampling, seed=row_id)
-            for row_id in row_ids
+        await asyncio.gather(*(group.call_one.start() for group in (*units, *stages[2:])))
+        return [
+            await weigh(
+                [Weighed(group.call_one) for group in stages],
+                [Weighed(unit.call_one) for unit in units],
+                Weighed(store),
+                range(place * NUM_ROLLOUTS, (place + 1) * NUM_ROLLOUTS),
+                num_tokens,
+            )
+            for place, num_tokens in enumerate(lengths)
         ]
-        await executors[0].submit(requests)
-        _, rows = await executors[0].collect(0)
-        assert [row.row_id for row in rows] == row_ids
-        alone = [((row_id,), None) for row_id in row_ids]
-        groups = [(tuple(row_ids[i : i + 8]), None) for i in range(0, NUM_ROLLOUTS, 8)]
-        scores = await executors[1].process(alone)
-        assert {score.reward for score in scores} == {float(num_tokens)}
-        for stage, executor in zip(STAGES, executors[2:], strict=True):
-            results = await executor.process(groups if stage.per == "group" else alone)
-            assert [result.row_id for result in results] == row_ids
-            assert {result.status for result in results} == {StageStatus.OK}
-        assert results[0].numbers == {"blended": float(num_tokens)}
-        weighed_reader = Weighed(store)
-        await weighed_reader.read(row_ids, [RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS])
-        await Store(list(weighed_units)).retire(row_ids, {"outcome": "trained", "version": 0})
-        alone_bytes = sum(each.num_bytes for each in executors[:2] + weighed_units)
-        graph_bytes = alone_bytes + sum(each.num_bytes for each in executors[2:])
-        found = alone_bytes, graph_bytes, weighed_reader.num_bytes
-        return tuple(num_bytes / NUM_ROLLOUTS for num_bytes in found)
     finally:
         await cluster.stop()
+
+
+async def weigh(
+    executors: list[Weighed], units: list[Weighed], reader: Weighed, rows: range, num_tokens: int
+) -> list[float]:
+    row_ids, sampling = list(rows), Sampling(max_tokens=num_tokens)
+    requests = [
+        Request(row_id=row_id, prompt_ids=(1, 2, 3), sampling=sampling, seed=row_id)
+        for row_id in row_ids
+    ]
+    await executors[0].submit(requests)
+    _, reported = await executors[0].collect(0)
+    assert [row.row_id for row in reported] == row_ids
+    alone = [((row_id,), None) for row_id in row_ids]
+    groups = [(tuple(row_ids[i : i + 8]), None) for i in range(0, NUM_ROLLOUTS, 8)]
+    scores = await executors[1].process(alone)
+    assert {score.reward for score in scores} == {float(num_tokens)}
+    for stage, executor in zip(STAGES, executors[2:], strict=True):
+        results = await executor.process(groups if stage.per == "group" else alone)
+        assert [result.row_id for result in results] == row_ids
+        assert {result.status for result in results} == {StageStatus.OK}
+    assert results[0].numbers == {"blended": float(num_tokens)}
+    await reader.read(row_ids, [RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS])
+    await Store(list(units)).retire(row_ids, {"outcome": "trained", "version": 0})
+    alone_bytes = sum(each.num_bytes for each in executors[:2] + units)
+    graph_bytes = alone_bytes + sum(each.num_bytes for each in executors[2:])
+    found = alone_bytes, graph_bytes, reader.num_bytes
+    return [num_bytes / NUM_ROLLOUTS for num_bytes in found]
 
 
 def spec_of(stage: Stage, store: Store) -> StageSpec:
@@ -171,12 +182,12 @@ def spec_of(stage: Stage, store: Store) -> StageSpec:
 def test_the_controllers_bytes_per_rollout_do_not_grow_with_its_length_through_six_stages(
     tmp_path: Path, record_property
 ) -> None:
-    short, short_graph, short_arrays = asyncio.run(bytes_per_rollout(tmp_path / "short", 64))
-    long, long_graph, long_arrays = asyncio.run(bytes_per_rollout(tmp_path / "long", 4096))
+    found = asyncio.run(bytes_per_rollout(tmp_path / "run", 64, 4096))
+    (short, short_graph, short_arrays), (long, long_graph, long_arrays) = found
     record_property("controller_bytes_per_rollout", {64: short_graph, 4096: long_graph})
     assert abs(long - short) <= 4  # a larger integer takes a byte more
     assert abs(long_graph - short_graph) <= 4
     assert long < 120
     assert long_graph < 300  # about 34 for each of STAGES
     assert long_arrays > 40 * short_arrays  # what a read by the controller would have cost
-    assert len((tmp_path / "long" / "rollouts-1.jsonl").read_text().splitlines()) == 32
+    assert len((tmp_path / "run" / "rollouts-1.jsonl").read_text().splitlines()) == 2 * 32

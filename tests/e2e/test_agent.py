@@ -9,7 +9,7 @@ from typing import Any
 from llamarl.types import NO_VERSION
 from tests.e2e.commands import read_rollouts
 from tests.e2e.forks import Forks
-from tests.e2e.test_tools_exact import SMALL
+from tests.e2e.test_tools_exact import SMALL, check, questions
 from tests.places import TOOLS_RECIPE
 
 TASK = Path(__file__).with_name("agent_task.py")
@@ -17,17 +17,19 @@ ONE_STEP = ["num_steps=1", "trainer.groups_per_step=8", "evaluation.max_prompts=
 
 
 def tokens(forks: Forks, recipe: Path, run_dir: Path, *overrides: str) -> dict[Any, Any]:
-    """What was written, shown and rewarded, by rollout; log-probs differ in their last bits."""
+    """What was written, shown and rewarded, by rollout, when each token is what it should be;
+    log-probs differ in their last bits."""
     done = forks.run(
         "train", f"--config-dir={recipe}", f"run_dir={run_dir}", *SMALL, *ONE_STEP, *overrides
     )
     assert done.returncode == 0, done.stderr
-    names = "prompt_ids", "response_ids", "token_versions", "reward", "finish"
-    return {
-        (line["outcome"], line["row_id"]): [line[name] for name in names]
-        for line in read_rollouts(run_dir)
-        if line["outcome"] in ("trained", "evaluated")
-    }
+    rows, found = questions(), {}
+    for line in read_rollouts(run_dir):
+        if line["outcome"] in rows:
+            check(line, rows[line["outcome"]])
+            names = "prompt_ids", "response_ids", "token_versions", "reward", "finish"
+            found[line["outcome"], line["row_id"]] = [line[name] for name in names]
+    return found
 
 
 def test_a_program_of_ones_own_plays_the_very_episodes_of_the_tools_recipe(

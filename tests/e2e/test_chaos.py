@@ -1,14 +1,18 @@
-"""The short form of `make chaos`: one leg, other victims and moments every day."""
+"""The short form of `make chaos`: one leg, other victims and moments every day. The default set has
+test_healing.py."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.chaos import SMALL_RUN, Chaos
 from tests.random_search import case, searched
 
 
+@pytest.mark.long
 @searched(few=1, many=12)
 def test_a_run_of_which_processes_are_killed_and_stopped_ends_as_if_they_were_not(
     seeds: list[int], tmp_path: Path

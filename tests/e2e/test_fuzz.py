@@ -1,4 +1,5 @@
-"""A few damaged inputs of every kind; `make fuzz` tries over a thousand."""
+"""A few damaged inputs of every kind; `make fuzz` tries over a thousand. What each door refuses is
+in the default set: tests/unit/test_inputs.py, test_mistakes.py, and test_damage.py here."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 from tests.e2e.forks import Forks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_cases", [48, pytest.param(60, marks=pytest.mark.slow)])
 def test_damaged_files_and_keys_are_named_or_survived_and_never_believed(
     num_cases: int, forks: Forks

@@ -216,6 +216,7 @@ def test_a_failure_shows_its_own_traceback_once(llamarl: Command, tmp_path: Path
     assert "llamarl/" not in done.stderr, "frames of ours say nothing about the recipe's code"
 
 
+@pytest.mark.long  # tests/loop/test_endings.py has it on a virtual clock
 def test_a_run_without_signal_stops_and_says_why(llamarl: Command, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe"
     shutil.copytree(RECIPE, recipe)
@@ -228,6 +229,7 @@ def test_a_run_without_signal_stops_and_says_why(llamarl: Command, tmp_path: Pat
     assert done.stderr.endswith(f"no version is saved in {tmp_path / 'run'}\n")
 
 
+@pytest.mark.long  # tests/loop/test_endings.py has it on a virtual clock
 def test_a_task_that_is_solved_ends_well_and_early(llamarl: Command, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe"
     shutil.copytree(RECIPE, recipe)

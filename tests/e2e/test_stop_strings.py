@@ -1,10 +1,11 @@
-"""Stop strings in a run with processes: a text, and a special token."""
+"""Stop strings in a run: a text, and a special token."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
 from transformers import AutoTokenizer
 
 from tests.e2e.commands import RECIPE, read_rollouts
@@ -14,14 +15,16 @@ OPTIONS = ["num_steps=2", "trainer.groups_per_step=8", "trainer.warmup_steps=0"]
 OPTIONS += ["data.held_out=null", "checkpoint.export=false", "metrics.trackers=[]"]
 
 
+@pytest.mark.parametrize("cluster", ["inline", pytest.param("monarch", marks=pytest.mark.long)])
 def test_rollouts_end_at_stop_strings_also_at_one_that_is_a_special_token(
-    forks: Forks, tmp_path: Path
+    forks: Forks, tmp_path: Path, cluster: str
 ) -> None:
     done = forks.run(
         "train",
         f"--config-dir={RECIPE}",
         f"run_dir={tmp_path}",
         *OPTIONS,
+        f"cluster={cluster}",
         "experience.keep_rollouts=1",
         "sampling.temperature=100",  # any token is as likely as another
         "sampling.stop_strings=['=','<pad>']",

@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 
 from llamarl.data.tokenizer import load_tokenizer
+from llamarl.recipe.inputs import read_inputs
 from llamarl.types import NO_VERSION
 from tests.e2e.commands import read_rollouts
 from tests.e2e.forks import Forks
 from tests.json_lines import read_lines
 from tests.places import TOOLS_RECIPE
+from tests.unit.test_mistakes import compose
 
 SMALL = [
     "cluster=inline",
@@ -62,6 +64,15 @@ def metrics(run_dir: Path) -> dict[str, list[float]]:
     return found
 
 
+def questions() -> dict[str, dict[int, dict[str, str]]]:
+    """By the outcome of a rollout, rows of the recipe by the number of their line."""
+    files = {"evaluated": "held_out", "trained": "prompts"}
+    return {
+        outcome: dict(enumerate(read_lines(TOOLS_RECIPE / f"{name}.jsonl"), start=1))
+        for outcome, name in files.items()
+    }
+
+
 def check(line: dict[str, Any], rows: dict[int, dict[str, str]]) -> list[Piece]:
     """What the model wrote and what it was told, by the words of the recipe."""
     question = rows[line["prompt_id"]]["question"]
@@ -98,6 +109,22 @@ def run(forks: Forks, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
 
 
 PATHS = {
+    "cut and resumed on two replicas of two slots, with a frozen model": [
+        "sampling.segment_tokens=3",
+        "generator.num_replicas=2",
+        "generator.max_num_seqs=2",
+        "algorithm.kl_coefficient=0.01",
+    ],
+    "carried over, with masked tokens, keys and values computed again after a commit": [
+        "staleness.max_staleness=0",
+        "staleness.late=mask",
+        "staleness.carry_over_groups=6",
+        "generator.max_num_seqs=4",
+        "generator.kv_after_commit=recompute",
+    ],
+    "trained by transformers": ["trainer=transformers"],
+}
+EACH_ALONE = {
     "plain": [],
     "cut and resumed on two replicas of two slots": [
         "sampling.segment_tokens=3",
@@ -110,25 +137,31 @@ PATHS = {
         "staleness.late=mask",
         "staleness.carry_over_groups=6",
     ],
-    "trained by transformers": ["trainer=transformers"],
     "one turn at a time": ["generator.max_num_seqs=1", "trainer.groups_per_step=2"],
     "with a frozen model": ["algorithm.kl_coefficient=0.01"],
 }
 
 
-@pytest.mark.parametrize("overrides", PATHS.values(), ids=PATHS.keys())
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *(pytest.param(options, id=name) for name, options in PATHS.items()),
+        *(
+            pytest.param(options, id=name, marks=pytest.mark.long)
+            for name, options in EACH_ALONE.items()
+        ),
+    ],
+)
 def test_every_token_is_what_it_should_be(
     forks: Forks, tmp_path: Path, overrides: list[str]
 ) -> None:
     lines = run(forks, tmp_path, *overrides)
-    files = {"evaluated": "held_out", "trained": "prompts"}
-    rows = {
-        outcome: dict(enumerate(read_lines(TOOLS_RECIPE / f"{name}.jsonl"), start=1))
-        for outcome, name in files.items()
-    }
+    rows = questions()
     outcomes = Counter(line["outcome"] for line in lines)
     assert outcomes["evaluated"] == 12
     assert outcomes["trained"] > 0
+    if any("max_num_seqs" in each for each in overrides):  # few slots are at work at every commit
+        assert any(len(line["spans"]) > 1 for line in lines), "no commit came amid an episode"
     num_turns: list[int] = []
     for line in lines:
         if line["outcome"] in rows:
@@ -158,26 +191,27 @@ def test_every_token_is_what_it_should_be(
     assert np.mean(scalars["length/mean"]) == pytest.approx(mean, rel=0.05)
 
 
-def test_what_a_recipe_names_wrongly_is_one_line_before_the_start(
-    forks: Forks, tmp_path: Path
-) -> None:
-    for overrides, words in (
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
         (["environment.calls=auto"], "environment.calls must be hermes, llama, xml or tagged"),
         (["environment.tools=[task,browser]"], "environment.tools must be one of task"),
         (["data.chat=false"], "data.chat must be true with environment.tools"),
         (["reward.functions=[environment]"], "must not name environment unless each environment"),
         (["environment.tools=[]", "reward.functions=[environment]"], "without environment.tools"),
         (["environment.max_turns=0"], "environment.max_turns must be at least 1"),
-    ):
-        common = f"--config-dir={TOOLS_RECIPE}", f"run_dir={tmp_path}", *SMALL
-        done = forks.run("train", *common, *overrides)
-        assert done.returncode == 2
-        (line,) = [each for each in done.stderr.splitlines() if each.strip()]
-        assert words in line
+    ],
+)
+def test_what_a_recipe_names_wrongly_is_one_line_before_the_start(
+    overrides: list[str], words: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as raised:
+        read_inputs(compose(TOOLS_RECIPE, *SMALL, *overrides))
+    assert "\n" not in str(raised.value)
 
 
 def test_a_run_without_the_tool_says_nothing_of_episodes(forks: Forks, tmp_path: Path) -> None:
-    lines = run(forks, tmp_path, "environment.tools=[]")
+    lines = run(forks, tmp_path, "environment.tools=[]", "num_steps=1")
     whole = [line for line in lines if "token_versions" in line]
     assert whole
     assert all(NO_VERSION not in line["token_versions"] for line in whole)

@@ -25,16 +25,31 @@ from tests.e2e.test_tools_exact import SMALL, check
 from tests.json_lines import read_lines
 from tests.places import TOOLS_RECIPE
 
-SLOW = "    import time\n    time.sleep(0.2)\n    left, right ="
+SLOW = """
+    import time
+    open({calls!r}, "a").write("x")
+    time.sleep(0.2)
+    left, right ="""
 
 
 def slow_recipe(folder: Path) -> Path:
-    """The recipe with a tool that takes a fifth of a second."""
+    """The recipe with a tool that takes a fifth of a second, and notes each call in a file."""
     recipe = folder / "recipe"
     shutil.copytree(TOOLS_RECIPE, recipe)
     task = recipe / "task.py"
-    task.write_text(task.read_text().replace("    left, right =", SLOW))
+    slow = SLOW.format(calls=str(folder / "calls"))
+    task.write_text(task.read_text().replace("    left, right =", slow))
     return recipe
+
+
+def kill_amid_a_call(pid: int, folder: Path) -> None:
+    """At once after an episode has called the tool of this folder's recipe."""
+    calls = folder / "calls"
+    num_calls, end_s = calls.stat().st_size, time.monotonic() + 60.0
+    while calls.stat().st_size == num_calls:
+        assert time.monotonic() < end_s, "no tool is called"
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
 
 
 def victims(command: Command, role: str) -> list[int]:
@@ -44,7 +59,7 @@ def victims(command: Command, role: str) -> list[int]:
     return executors(command, role)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["generator-0", "environment-0", "a process of the environment"])
 def test_what_is_killed_amid_slow_tools_costs_its_episodes_and_no_token_is_wrong(
     tmp_path: Path, role: str
@@ -62,7 +77,7 @@ def test_what_is_killed_amid_slow_tools_costs_its_episodes_and_no_token_is_wrong
     run_dir = tmp_path / "run"
     wait_for_step(command, run_dir, 2)
     (victim,) = victims(command, role)
-    os.kill(victim, signal.SIGKILL)
+    kill_amid_a_call(victim, tmp_path)
     is_executor = role in ("generator-0", "environment-0")
     if is_executor:
         wait_for_restart(command, run_dir, role)

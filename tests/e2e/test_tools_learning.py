@@ -46,8 +46,14 @@ def test_a_short_run_learns_to_call_the_tool(forks: Forks, tmp_path: Path) -> No
     assert calls[-1] > 1.5 * calls[0]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("control", ["no learning rate", "shuffled answers", "without the tool"])
+@pytest.mark.parametrize(
+    "control",
+    [
+        "without the tool",
+        pytest.param("no learning rate", marks=pytest.mark.long),
+        pytest.param("shuffled answers", marks=pytest.mark.long),
+    ],
+)
 def test_the_same_run_must_not_learn(forks: Forks, tmp_path: Path, control: str) -> None:
     recipe = triples(tmp_path)
     overrides = {"no learning rate": ["trainer.lr=0"], "without the tool": ["environment.tools=[]"]}

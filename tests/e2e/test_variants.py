@@ -190,6 +190,7 @@ def test_a_teacher_may_be_of_a_family_that_only_transformers_knows(
     assert record["trainer/loss"] == pytest.approx(float(torch.cat(logprobs).mean()), rel=1e-4)
 
 
+@pytest.mark.long
 def test_segments_in_bucketed_publishes_and_cispo_in_bfloat16(forks: Forks, tmp_path: Path) -> None:
     run = train(
         forks,
@@ -217,6 +218,7 @@ def test_segments_in_bucketed_publishes_and_cispo_in_bfloat16(forks: Forks, tmp_
     assert 1e-3 < max(apart for _, apart in differences(first)) < 0.5
 
 
+@pytest.mark.long
 def test_on_policy_gspo_from_a_bfloat16_generator(forks: Forks, tmp_path: Path) -> None:
     run = train(
         forks,
@@ -239,6 +241,7 @@ def test_on_policy_gspo_from_a_bfloat16_generator(forks: Forks, tmp_path: Path) 
     assert "the first step clipped" in run.said
 
 
+@pytest.mark.long
 def test_dapo_from_two_int8_replicas(forks: Forks, tmp_path: Path) -> None:
     run = train(
         forks,

@@ -31,8 +31,8 @@ def train(tmp_path: Path, carry_over_groups: int, **options: object) -> Loop:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("drop_share", [0.0, 0.3])
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("drop_share", [0.3, pytest.param(0.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_the_bound_holds_per_trained_token_and_nothing_is_lost_or_trained_twice(
     max_staleness: int, drop_share: float, tmp_path: Path
 ) -> None:

@@ -154,8 +154,8 @@ class Play:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_collectors", [0, 1])
-@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("num_collectors", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ends", [True, pytest.param(False, marks=pytest.mark.long)])
 @settings(max_examples=100, deadline=None)
 @given(script=scripts)
 def test_every_rollout_stops_exactly_once_whatever_happens_to_the_replicas(

@@ -71,7 +71,7 @@ def scaled(loop: Loop, tmp_path: Path) -> list[int]:
     return numbers
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_lengths_that_double_get_more_replicas_and_shrinking_ones_fewer(tmp_path: Path) -> None:
     """In the proportions of the published test: lengths go from 10k to 20k, in tokens of 0.01 s."""
     num_rows = 60 * 4 * 2

@@ -52,9 +52,11 @@ def random_faults(seed: int, num_collectors: int) -> dict[str, Faults]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("segment_tokens", [0, 7])
-@pytest.mark.parametrize("num_collectors", [1, 2])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("segment_tokens", [7, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_collectors", [2, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
+)
 def test_collectors_lost_at_random_moments_cost_no_rollout_and_none_is_written_twice(
     tmp_path: Path, seed: int, num_collectors: int, segment_tokens: int
 ) -> None:

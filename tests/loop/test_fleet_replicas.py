@@ -142,7 +142,7 @@ def test_replicas_are_added_and_removed_while_the_loop_runs(tmp_path: Path, drai
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, 5))]
+    "seed", [0, *(pytest.param(i, marks=pytest.mark.long) for i in range(1, 5))]
 )
 def test_thirty_random_faults_lose_nothing_and_break_no_bound(tmp_path: Path, seed: int) -> None:
     """Of three replicas one or the other dies, falls silent, pauses or is slow."""

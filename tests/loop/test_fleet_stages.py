@@ -122,7 +122,7 @@ def test_what_a_stage_writes_after_it_was_given_up_is_not_taken(
     assert "rows of scorer, which was lost" in caplog.text
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.full) for i in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.long) for i in (1, 2))])
 def test_random_faults_leave_each_rollout_with_the_one_score_it_was_trained_by(
     tmp_path: Path, seed: int
 ) -> None:

@@ -36,7 +36,7 @@ def four_tokens(request: Request) -> int:
 @pytest.mark.parametrize("late", ["wait", "mask"])
 @pytest.mark.parametrize("num_steps", [60, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "max_staleness", [0, *(pytest.param(bound, marks=pytest.mark.full) for bound in (1, 4)), 2]
+    "max_staleness", [0, *(pytest.param(bound, marks=pytest.mark.long) for bound in (1, 4)), 2]
 )
 def test_the_bound_is_never_exceeded_and_is_reached(
     num_steps: int, max_staleness: int, late: str, tmp_path: Path
@@ -89,7 +89,7 @@ STAGES = (
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("late", ["wait", "mask"])
+@pytest.mark.parametrize("late", ["mask", pytest.param("wait", marks=pytest.mark.long)])
 def test_a_graph_of_six_stages_that_drop_and_fail_keeps_the_bound_and_loses_no_rollout(
     late: str, tmp_path: Path
 ) -> None:

@@ -35,7 +35,7 @@ def play(folder: Path, role: str, dies_at_s: float | None, is_colocated: bool) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("is_colocated", [False, True])
+@pytest.mark.parametrize("is_colocated", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("role", ["generator-0", "scorer", "storage-0"])
 def test_an_executor_lost_after_the_last_step_costs_nothing_that_was_learnt(
     role: str, is_colocated: bool, tmp_path: Path

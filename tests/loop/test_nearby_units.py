@@ -123,8 +123,8 @@ def host_of(loop: Loop, replica: int) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("segment_tokens", [0, 16])
-@pytest.mark.parametrize("drop_share", [0.0, 0.3])
+@pytest.mark.parametrize("segment_tokens", [16, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("drop_share", [0.3, pytest.param(0.0, marks=pytest.mark.long)])
 def test_rollouts_are_stored_where_they_are_written_and_no_replica_has_more_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, segment_tokens: int, drop_share: float
 ) -> None:

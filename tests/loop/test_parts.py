@@ -43,8 +43,8 @@ def steps_of(loop: Loop) -> list[list[tuple[int, ...]]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("drop_share", [0.0, 0.3])
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("drop_share", [0.3, pytest.param(0.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("max_staleness", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_parts_change_when_groups_are_trained_and_neither_which_nor_how_stale(
     max_staleness: int, drop_share: float, tmp_path: Path
 ) -> None:
@@ -62,8 +62,10 @@ def test_parts_change_when_groups_are_trained_and_neither_which_nor_how_stale(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("max_staleness", [0, 1])
-@pytest.mark.parametrize("sampler", ["admission", "group_complete"])
+@pytest.mark.parametrize("max_staleness", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "sampler", ["admission", pytest.param("group_complete", marks=pytest.mark.long)]
+)
 def test_on_a_heavy_tail_dynamic_parts_take_no_longer_than_fixed_ones_and_these_than_batches(
     max_staleness: int, sampler: str, tmp_path: Path
 ) -> None:

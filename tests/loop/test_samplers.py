@@ -32,7 +32,10 @@ def make_loop(**options: object) -> Loop:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize(
+    "max_staleness",
+    [1, pytest.param(0, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)],
+)
 def test_parts_of_whole_groups_as_they_settle_keep_the_bound_and_take_less_time(
     max_staleness: int, tmp_path: Path
 ) -> None:
@@ -49,7 +52,7 @@ def test_parts_of_whole_groups_as_they_settle_keep_the_bound_and_take_less_time(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("is_colocated", [False, True])
+@pytest.mark.parametrize("is_colocated", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_sampler_of_the_recipe_s_own_chooses_and_the_mask_keeps_the_bound(
     is_colocated: bool, tmp_path: Path
 ) -> None:
@@ -70,7 +73,14 @@ def test_a_sampler_of_the_recipe_s_own_chooses_and_the_mask_keeps_the_bound(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("parts", ["batch", "fixed", "dynamic"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        "dynamic",
+        pytest.param("batch", marks=pytest.mark.long),
+        pytest.param("fixed", marks=pytest.mark.long),
+    ],
+)
 def test_groups_are_trained_on_twice_if_they_are_consumed_only_the_second_time(
     parts: str, tmp_path: Path
 ) -> None:

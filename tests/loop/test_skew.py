@@ -56,7 +56,7 @@ def step_s(loop: Loop) -> float:
 
 
 @pytest.mark.parametrize("ranker", [Unranked, History, Learnt, lambda: Oracle(skewed)])
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_staleness", [2, pytest.param(0, marks=pytest.mark.long)])
 def test_the_bound_stands_with_each_ranker(
     ranker: type[Ranker], max_staleness: int, tmp_path: Path
 ) -> None:
@@ -80,7 +80,7 @@ def test_the_bound_stands_with_each_ranker(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_a_tail_is_shorter_when_it_is_foreseen(max_staleness: int, tmp_path: Path) -> None:
     def seconds(name: str, ranker: Ranker) -> float:
         return step_s(play(tmp_path / name, ranker, max_staleness=max_staleness))

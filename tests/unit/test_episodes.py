@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from types import ModuleType
@@ -14,6 +16,7 @@ from llamarl.environments import episodes as playing
 from llamarl.environments.definition import as_kinds, describe, find_defined, kind_of, schemas_of
 from llamarl.environments.episodes import UNKNOWN, Episodes, load
 from llamarl.types import Prompt, StageStatus
+from tests.places import ROOT
 
 # Forms that TRL's own documentation shows for `tools` and `environment_factory`.
 TRL = '''
@@ -128,6 +131,17 @@ def test_plain_functions_are_tools_with_the_schema_of_their_signature_and_docstr
         "description": "The first integer.",
     }
     assert not as_kinds(kinds)[""].has_instance
+
+
+def test_describing_tools_does_not_import_torch() -> None:
+    """Each start of a run does it in a process of its own, and torch takes seconds there."""
+    code = (
+        "import sys\n"
+        "from tests.unit.test_episodes import describe, task\n"
+        "assert describe(task('tools = [multiply]'))['']['schemas']\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_public_methods_are_tools_beside_the_plain_ones() -> None:

@@ -143,3 +143,24 @@ def test_one_that_is_given_up_while_it_waits_holds_up_none() -> None:
         return asyncio.get_running_loop().time()
 
     assert run(main()) == 0.11
+
+
+def test_those_given_up_at_once_some_asked_and_some_waiting_spoil_no_other() -> None:
+    """As when what they ask is lost."""
+
+    async def main() -> float:
+        gathering = Gathering()
+        ends_s = 9.0, 9.0, 9.0, 0.1, 0.1
+        *asked, waiting, other = (
+            asyncio.create_task(gathering.join(asyncio.sleep(end_s))) for end_s in ends_s
+        )
+        await asyncio.sleep(0.105)
+        given_up = asked[0], waiting
+        for each in given_up:
+            each.cancel()
+        ends = await asyncio.gather(*given_up, return_exceptions=True)
+        assert [type(end) for end in ends] == [asyncio.CancelledError] * 2
+        await other
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) == 0.105

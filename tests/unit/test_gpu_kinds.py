@@ -115,8 +115,17 @@ def test_a_run_on_an_unknown_card_starts_if_its_memory_is_enough(
         check_fit(config, architecture)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", [kind for kind in GPUS if kind != CPU])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("H100-80GB", "T4-16GB"),
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in GPUS
+            if kind not in (CPU, "H100-80GB", "T4-16GB")
+        ),
+    ],
+)
 def test_every_kind_has_a_forecast_of_the_1b_recipe_or_too_little_memory(kind: str) -> None:
     dtypes = () if "bfloat16" in GPUS[kind].flops else ("float32",)
     own = (

@@ -232,7 +232,7 @@ def test_no_two_kinds_of_a_recipes_memory_share_a_colour(name: str) -> None:
     assert len(colours) == len({colour for _, colour in colours}) == len(kinds)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_teacher_counts_in_memory_and_other_stages_are_said_to_be_left_out(
     tmp_path: Path,
 ) -> None:
@@ -265,7 +265,7 @@ def test_a_teacher_counts_in_memory_and_other_stages_are_said_to_be_left_out(
     assert words in done.stdout
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_readmes_own_recipe_plans_with_lengths_that_it_has_room_for(tmp_path: Path) -> None:
     """Its prompts are there, so their mean is measured; half of its max_tokens is the median."""
     text = blocks((ROOT / "README.md").read_text(), "yaml")[0]

@@ -59,7 +59,7 @@ def step_s(config: Config, k: int, num_steps: int) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_fraction_of_a_cluster_takes_as_long_as_the_whole(max_staleness: int) -> None:
     config = make_cluster(max_staleness, num_replicas=128)  # whose half has half of FEWEST_ROLLOUTS
     assert fraction.divisor(config, COSTS, fewest_rollouts=2048) == 2

@@ -102,7 +102,7 @@ def test_pools_of_one_kind_forecast_as_no_pools(num_first: int, gpu: str) -> Non
     assert written == pytest.approx(found.trained_tokens_per_s, rel=0.2), "all is trained, later"
 
 
-@pytest.mark.full
+@pytest.mark.long
 @settings(max_examples=5, deadline=None)
 @given(
     st.sampled_from([("A100-80GB", "H100-80GB"), ("H100-80GB", "H200-141GB")]),
