@@ -164,3 +164,39 @@ def test_those_given_up_at_once_some_asked_and_some_waiting_spoil_no_other() -> 
         return asyncio.get_running_loop().time()
 
     assert run(main()) == 0.105
+
+
+@searched(few=100, many=3000)
+def test_whatever_is_given_up_at_one_moment_the_others_go_on_in_time(seeds: list[int]) -> None:
+    for seed in seeds:
+        with case(seed):
+            rng = random.Random(seed)
+            times = [(rng.randint(0, 40), rng.randint(1, 200)) for _ in range(rng.randint(2, 12))]
+            leaves = [rng.random() < 0.5 for _ in times]
+            given_up_ms = rng.randint(1, 240)
+
+            async def main(
+                times: list[tuple[int, int]] = times,
+                leaves: list[bool] = leaves,
+                given_up_ms: int = given_up_ms,
+            ) -> None:
+                gathering, clock = Gathering(0.02, 0.1), asyncio.get_running_loop().time
+
+                async def ask_one(begin_ms: int, takes_ms: int) -> float:
+                    await asyncio.sleep(begin_ms / 1000)
+                    await gathering.join(asyncio.sleep(takes_ms / 1000))
+                    return clock() - (begin_ms + takes_ms) / 1000
+
+                tasks = [asyncio.create_task(ask_one(*each)) for each in times]
+                await asyncio.sleep(given_up_ms / 1000)
+                for task, is_given_up in zip(tasks, leaves, strict=True):
+                    if is_given_up:
+                        task.cancel()
+                for waited in await asyncio.gather(*tasks, return_exceptions=True):
+                    if not isinstance(waited, asyncio.CancelledError):
+                        assert isinstance(waited, float), waited
+                        assert waited <= 0.1 + EPS
+                assert not gathering._waiting
+                assert gathering._num_asked == 0
+
+            run(main())
