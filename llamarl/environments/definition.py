@@ -18,7 +18,6 @@ text.
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -182,15 +181,13 @@ def _name(schema: Schema) -> str:
 
 
 def _schema(tool: Tool) -> Schema:
-    from transformers.utils import chat_template_utils  # here, for it takes half a second
+    # Here, for it takes half a second; with torch, to know a tensor, which no call has, seconds.
+    from transformers.utils import chat_template_utils as templates
 
-    # It would import torch, which takes seconds, to know a tensor among the types of arguments.
-    vars(chat_template_utils)["is_torch_available"] = lambda: "torch" in sys.modules
+    vars(templates)["is_torch_available"] = lambda: False
     try:
-        found: Schema = chat_template_utils.get_json_schema(tool)
-        return found
+        return dict(templates.get_json_schema(tool))
     except Exception as error:  # noqa: BLE001 - it raises kinds of its own
-        got = " ".join(str(error).split())
+        name, got = getattr(tool, "__name__", repr(tool)), " ".join(str(error).split())
     must = "must have a type for each argument, and a docstring that describes each under Args:"
-    name = getattr(tool, "__name__", repr(tool))
     raise ValueError(f"{place_of(tool)}: tool {name} {must}, got: {got:.300}")

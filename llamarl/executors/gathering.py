@@ -57,9 +57,8 @@ class Gathering:
         due_s = min(self._last_s + self._quiet_s, self._first_s + self._limit_s)
         if len(self._waiting) >= self._num_asked or loop.time() >= due_s:
             waiting, self._waiting = self._waiting, {}
-            for each in waiting:
-                if not each.done():  # one that was given up has not run since
-                    each.set_result(None)
+            for each in (each for each in waiting if not each.done()):  # others were given up
+                each.set_result(None)
         elif self._timer is None:
             self._timer = loop.call_at(due_s, self._look_again)
 

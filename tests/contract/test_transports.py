@@ -227,7 +227,10 @@ def test_a_version_that_goes_away_is_aborted_and_the_next_one_comes_on_the_same_
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("call", ["prepare", "write", "verify", "commit"])
+@pytest.mark.parametrize(
+    "call",
+    ["write", "commit", *(pytest.param(c, marks=pytest.mark.long) for c in ("prepare", "verify"))],
+)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_replica_killed_between_any_two_calls_is_lost_and_the_others_go_on(
     world, transport, call
@@ -305,7 +308,10 @@ def test_the_siblings_of_a_lost_head_get_a_new_source_only_once_it_cannot_write_
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("call", ["prepare", "write", "verify", "commit"])
+@pytest.mark.parametrize(
+    "call",
+    ["write", "commit", *(pytest.param(c, marks=pytest.mark.long) for c in ("prepare", "verify"))],
+)
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
 def test_a_trainer_rank_killed_between_any_two_calls_ends_the_publish_and_mixes_no_versions(
     world, transport, call

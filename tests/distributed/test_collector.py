@@ -8,6 +8,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from llamarl.cluster import ExecutorLost, make_cluster
 from llamarl.config import ClusterConfig
 from llamarl.executors.collector import CollectorExecutor
@@ -39,6 +41,7 @@ class Writing:
             self._kept.add([stopped(row_id, (0, 1))])
 
 
+@pytest.mark.long
 def test_a_collector_reports_all_rows_in_order_and_which_replica_failed_or_died(
     tmp_path: Path,
 ) -> None:

@@ -19,7 +19,9 @@ BOTH = ["kv", "weights"]
 PROMPT = tuple(range(1, 30))
 
 
-@pytest.mark.parametrize("staging", ["double_buffer", "bucket"])
+@pytest.mark.parametrize(
+    "staging", ["double_buffer", pytest.param("bucket", marks=pytest.mark.long)]
+)
 def test_an_offloaded_generator_frees_its_memory_and_onloads_it_unchanged(ranks, tmp_path, staging):
     folder = tmp_path / "checkpoint"
     write_checkpoint(

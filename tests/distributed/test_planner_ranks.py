@@ -81,6 +81,7 @@ async def hold(
         leave()
 
 
+@pytest.mark.long
 def test_ranks_hold_what_the_planner_says(ranks: Any, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "model", vocab_size=60, num_key_value_heads=4)
     architecture = read_architecture(checkpoint)

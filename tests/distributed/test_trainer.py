@@ -369,6 +369,7 @@ def test_the_reference_agrees_with_the_trainer_before_its_first_step(ranks, chec
         assert np.abs(logprobs - alone[row_id]).max() < 0.2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_offloaded_trainer_learns_the_same_and_frees_its_memory(ranks, tmp_path, num_ranks):
     large = write_checkpoint(tmp_path / "large", hidden_size=384, intermediate_size=2048)

@@ -55,7 +55,13 @@ def check_same(found, wanted):
         np.testing.assert_allclose(logprobs, wanted[1][row_id], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        *(pytest.param(each, marks=pytest.mark.long) for each in FAMILIES if each != "llama"),
+    ],
+)
 def test_gradients_and_log_probs_are_the_native_trainer_s(ranks, checkpoints, family):
     wanted = backward(ranks, checkpoints[family], SGD, 1, 40)
     for changes, num_ranks, budget in (

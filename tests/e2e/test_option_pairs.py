@@ -23,7 +23,6 @@ from tests.places import RECIPE
 from tests.unit.test_mistakes import compose
 
 SEED = int(os.environ.get("LLAMARL_PAIRS_SEED", "0"))
-MOST_CASES = 60  # that any seed needs: making them takes half a second of each pytest process
 STEPS, MAX_TOKENS, STOP = 2, 96, ". An"
 ALGORITHMS = [
     "aipo",
@@ -176,7 +175,6 @@ def test_every_pair_of_values_is_run_or_refused() -> None:
     assert covered | REFUSED.keys() == all_pairs(values)
     assert not covered & REFUSED.keys()
     assert not impossible
-    assert len(made) <= MOST_CASES
 
 
 @pytest.fixture(scope="module")
@@ -196,12 +194,10 @@ def test_what_is_left_out_is_refused(refused: Pair, recipe: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(MOST_CASES))
+@pytest.mark.parametrize("number", range(len(cases()[0])))
 def test_each_case_trains_two_steps_on_whole_rollouts(
     number: int, forks: Forks, recipe: Path, tmp_path: Path
 ) -> None:
-    if number >= len(cases()[0]):
-        pytest.skip(f"seed {SEED} needs {len(cases()[0])} cases")
     case = cases()[0][number]
     arguments = [*COMMON, *overrides(case), f"run_dir={tmp_path / 'run'}"]
     done = forks.run("train", f"--config-dir={recipe}", *arguments)

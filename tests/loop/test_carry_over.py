@@ -47,7 +47,7 @@ def test_the_bound_holds_per_trained_token_and_nothing_is_lost_or_trained_twice(
     assert outcomes.keys() <= {"trained", "dropped", "unused"}, "every rollout has one outcome"
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_at_staleness_0_steps_no_longer_wait_for_the_tail_and_few_tokens_are_masked(
     tmp_path: Path,
 ) -> None:

@@ -61,7 +61,7 @@ def saved(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_colocated", [False, True])
-@pytest.mark.parametrize("evaluate_every", [0, 1])
+@pytest.mark.parametrize("evaluate_every", [1, pytest.param(0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_run_whose_prompts_are_solved_is_finished(
     max_staleness: int, evaluate_every: int, is_colocated: bool, tmp_path: Path
@@ -98,12 +98,15 @@ def test_a_run_without_signal_fails_but_what_it_learnt_before_is_saved(tmp_path:
     assert saved(tmp_path)["version"] == loop.trainer.version
 
 
-MANY = pytest.mark.slow
+OTHERS = [
+    *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4)),
+    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60)),
+]
 
 
 @pytest.mark.parametrize("is_colocated", [False, True])
 @pytest.mark.parametrize("late", ["wait", "mask"])
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(i, marks=MANY) for i in range(4, 60))])
+@pytest.mark.parametrize("seed", [0, *OTHERS])
 def test_whenever_a_run_is_cancelled_nothing_learnt_is_lost_and_nothing_is_done_twice(
     seed: int, late: str, is_colocated: bool, tmp_path: Path
 ) -> None:
@@ -245,7 +248,9 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     assert saved(tmp_path)["version"] == 4
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(i, marks=pytest.mark.long) for i in range(2, 8))]
+)
 def test_what_is_dropped_as_a_run_ends_is_archived_before_it_has_ended(
     seed: int, tmp_path: Path
 ) -> None:

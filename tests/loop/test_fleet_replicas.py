@@ -34,7 +34,7 @@ def check_trained(loop: Loop, max_staleness: int = 1) -> None:
 
 
 @pytest.mark.parametrize("num_collectors", [0, 1])
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [1, pytest.param(0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_a_replica_that_dies_again_and_again_is_started_again_and_takes_work(
     tmp_path: Path, num_replicas: int, max_staleness: int, num_collectors: int

@@ -133,7 +133,7 @@ def test_masking_overtakes_late_groups(tmp_path: Path) -> None:
     assert loop.masked(), "nothing was ever masked: the test would pass without masking"
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("num_steps", [25, pytest.param(200, marks=pytest.mark.slow)])
 def test_on_policy_training_survives_ninety_percent_drops(num_steps: int, tmp_path: Path) -> None:
     loop = Loop(max_staleness=0, num_steps=num_steps, drop_share=0.9)

@@ -93,7 +93,10 @@ def watch_submit(replica: SimulatedReplica, index: int, evaluates: dict[int, set
     replica.submit = watched  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_replicas",
+    [2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("every", [1, 7])
 def test_every_version_that_is_due_is_evaluated_whole(
     every: int, num_replicas: int, tmp_path: Path

@@ -45,7 +45,7 @@ def run_loop(folder: Path, **fields: Any) -> tuple[float, Counter[int]]:
     return seconds, rows
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_run_that_knows_how_fast_its_pools_are_takes_less_time(tmp_path: Path) -> None:
     equal_s, equal = run_loop(tmp_path, num_replicas=2)
     known_s, known = run_loop(tmp_path, pools=["num_replicas=1", "num_replicas=1"])

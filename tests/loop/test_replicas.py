@@ -164,7 +164,7 @@ def test_an_error_of_an_engine_ends_the_run_through_a_collector_too(tmp_path: Pa
     assert "the engine broke" in str(first_error(caught.value))
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_replica_that_commits_slowly_holds_no_other_and_takes_the_newest_version_next(
     tmp_path: Path,
 ) -> None:

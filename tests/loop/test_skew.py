@@ -79,7 +79,7 @@ def test_the_bound_stands_with_each_ranker(
     assert trained == sorted(trained), "the order across steps is that of admission"
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("max_staleness", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_a_tail_is_shorter_when_it_is_foreseen(max_staleness: int, tmp_path: Path) -> None:
     def seconds(name: str, ranker: Ranker) -> float:

@@ -131,7 +131,10 @@ class Loop:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+@pytest.mark.parametrize(
+    "max_staleness",
+    [1, pytest.param(0, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)],
+)
 def test_only_one_side_is_complete_on_the_device_whatever_takes_how_long(max_staleness):
     for seed in range(40):
         loop = Loop(max_staleness, seed)

@@ -201,7 +201,7 @@ def test_a_run_learns_by_the_five_functions_of_the_pages(tmp_path: Path, forks: 
     assert (tmp_path / "run" / "export").is_dir()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_run_passes_the_four_stages_of_the_page(tmp_path: Path, forks: Forks) -> None:
     task = block("stage", "python")
     functions = re.findall(r"^def \w+\(.*?(?=\n\n\n|\Z)", task, re.MULTILINE | re.DOTALL)

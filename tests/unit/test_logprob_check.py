@@ -38,7 +38,7 @@ def test_of_many_replicas_a_few_are_asked_at_each_version_and_all_in_turn():
     asyncio.run(main())
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_thousand_healthy_checks_raise_nothing_and_leave_nothing():
     async def main():
         setting, noise = CheckSetting(), random.Random(0)

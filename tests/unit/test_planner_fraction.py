@@ -58,7 +58,7 @@ def step_s(config: Config, k: int, num_steps: int) -> float:
     return forecast(timeline, settling_steps(config, num_steps)).step_s
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_fraction_of_a_cluster_takes_as_long_as_the_whole(max_staleness: int) -> None:
     config = make_cluster(max_staleness, num_replicas=128)  # whose half has half of FEWEST_ROLLOUTS

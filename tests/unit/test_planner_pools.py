@@ -83,7 +83,7 @@ def test_one_pool_forecasts_as_none() -> None:
     assert replace(found, pools={}) == step_of(plain)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @settings(max_examples=3, deadline=None)
 @given(st.integers(1, 3), st.sampled_from(["", " gpu=H800-80GB"]))
 def test_pools_of_one_kind_forecast_as_no_pools(num_first: int, gpu: str) -> None:

@@ -45,7 +45,7 @@ def sums(name: str) -> list[tuple[int, ...]]:
     return [tuple(sorted(map(int, re.findall(r"\d+", row["question"])))) for row in rows(name)]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_held_out_questions_are_many_and_disjoint_from_prompts_and_demonstrations(tool):
     held_out, prompts = sums("held_out"), sums("prompts")
     assert len(held_out) == len(set(held_out)) >= 500

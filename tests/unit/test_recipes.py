@@ -119,7 +119,7 @@ def test_the_405b_generator_is_fp8_and_no_replica_leaves_its_host() -> None:
         assert all(len({device.host for device in devices}) == 1 for devices in replicas), name
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("page", "name"),
     [

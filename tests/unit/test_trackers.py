@@ -174,7 +174,7 @@ REWARD = "def reward(prompt, completion):\n    return len(completion)\n"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("reward", ["math", "task"])
+@pytest.mark.parametrize("reward", ["task", pytest.param("math", marks=pytest.mark.long)])
 def test_a_run_logs_to_the_tracker_that_its_task_py_adds(
     reward: str, tmp_path: Path, forks: Forks
 ) -> None:
