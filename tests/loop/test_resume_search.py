@@ -19,6 +19,7 @@ from llamarl.data.kept_rollouts import is_kept
 from llamarl.environments.prompts import PromptStream
 from llamarl.errors import ExecutorLost
 from llamarl.groups import StepStats
+from llamarl.metrics.run_logger import TURNS
 from llamarl.metrics.trackers import METRICS_FILE, MetricsLog
 from llamarl.planner.simulation.clock import run
 from llamarl.recipe.starting_point import starting_point
@@ -58,6 +59,8 @@ class Session:
         async def log_in_file(stats: StepStats, *details: object) -> None:
             if stats.version == self.step:
                 clock.call_later(self.after_s, self._end, task)
+            for _ in range(TURNS):  # as the real one
+                await asyncio.sleep(0)
             metrics.log(stats.version, {})
             await log_step(stats, *details)
 

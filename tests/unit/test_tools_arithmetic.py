@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from llamarl.metrics.span import Span
+from llamarl.planner.simulation.clock import run
 from llamarl.weights.layout.boxes import RankLayout
 from llamarl.weights.layout.reshard import num_bytes, plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from bench_controller import results, simulate
+from controller_bench import clock
+from controller_bench.charged import IdleReplica, IdleTrainer, Load
+from controller_bench.clock import CostClock
 from controller_bench.messages import MessageCosts
 from controller_bench.simulation import Shape
 from staging_bench.exposure import measure
@@ -214,3 +221,63 @@ def test_the_controllers_bytes_per_rollout_do_not_grow_with_the_trainers_ranks()
         for shape in (SHAPE, Shape(num_replicas=4, num_trainer_ranks=256, num_groups=16))
     )
     assert many < 1.2 * few
+
+
+@pytest.mark.parametrize("is_controllers", [True, False])
+def test_looking_for_cycles_is_charged_to_who_left_the_objects(
+    is_controllers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[list[object]] = []
+    num_times = 0
+
+    def look(generation: int) -> None:
+        nonlocal num_times
+        num_times += 1
+        end_s = time.thread_time() + 0.1
+        while time.thread_time() < end_s:
+            pass
+
+    async def leave() -> None:
+        kept.extend([] for _ in range(3000))
+
+    async def both() -> float:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, CostClock)
+        await asyncio.sleep(1.0)
+        before_s = loop.cpu_s
+        await (loop.create_task(leave()) if is_controllers else loop.model(leave()))
+        monkeypatch.setattr(clock, "GC_THRESHOLDS", (2000, 20, 20))
+        await asyncio.sleep(1.0)
+        monkeypatch.undo()
+        return loop.cpu_s - before_s
+
+    gc.collect()
+    gc.disable()
+    monkeypatch.setattr(clock.gc, "collect", look)
+    try:
+        with asyncio.Runner(loop_factory=CostClock) as runner:
+            cpu_s = runner.run(both())
+    finally:
+        gc.enable()
+    assert num_times
+    assert (cpu_s > 0.05) is is_controllers
+
+
+def test_a_replica_waits_from_the_trainers_answer_or_from_its_commit_if_that_is_later() -> None:
+    load = Load()
+    trainer = IdleTrainer(load, {})
+    replica = IdleReplica(load, SimpleNamespace(num_running=3, version=1), 4, trainer)
+
+    async def wait_twice() -> None:
+        trainer.arrive("step", ())
+        await asyncio.sleep(1.0)
+        trainer.leave("step", None)
+        await asyncio.sleep(0.5)
+        replica.arrive("submit", ([SimpleNamespace(min_version=2)],))  # its version must come first
+        replica.arrive("submit", ([SimpleNamespace(min_version=1)],))
+        replica.leave("commit", None)
+        await asyncio.sleep(0.25)
+        replica.arrive("submit", ([SimpleNamespace(min_version=0)],))
+
+    run(wait_twice())
+    assert load.waits == [(1.0, 1.5, "replica"), (1.5, 1.75, "replica")]

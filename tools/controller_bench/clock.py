@@ -5,10 +5,10 @@ Owns: whose callbacks cost time, and when cycles are looked for. Does not own: w
 takes its CPU time, less what reading the clock takes, and what was charged in it, during which
 nothing else happens.
 
-Simulated executors allocate objects in this process, far more than the controller does. Python
-would look for cycles among all of them, mostly on their account, and in whatever callback comes
-next. So the clock, on a process where that is switched off, does it when the controller's objects
-alone would have been enough, and charges the controller's share of them.
+Simulated executors allocate objects in this process, far more than the controller does, and Python
+would look for cycles among all of them in whatever callback comes next. So the clock does it, where
+that is switched off, as often as Python would, and charges the share of those that callbacks of the
+controller have left: on a process of its own it would do so more rarely, and look at as many.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ class CostClock(VirtualClockLoop):
     def __init__(self) -> None:
         super().__init__()
         self.cpu_s = self.charged_s = self._pending_s = 0.0
-        self.num_collections = 0
-        """How often the controller's objects were looked through for cycles."""
-        self._num_objects = 0  # that its callbacks have left since
+        self._num_objects = 0  # that the controller has left since cycles were looked for
+        self._owed_ns = 0  # for looking
         self._sent: list[Callable[[], None]] = []
         self._free_ns, self._read_ns = 0, _read_ns()
         self.set_exception_handler(_fail)
@@ -78,6 +77,8 @@ class CostClock(VirtualClockLoop):
             self._free_ns += time.thread_time_ns() - start_ns
 
     def _timed(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
+        if gc.get_count()[0] > GC_THRESHOLDS[0]:
+            self._collect()
         if IS_MODELLED.get():
             callback(*args)
             return
@@ -85,10 +86,9 @@ class CostClock(VirtualClockLoop):
         num_before, start_ns = gc.get_count()[0], time.thread_time_ns()
         callback(*args)
         self._num_objects += gc.get_count()[0] - num_before
-        if self._num_objects > GC_THRESHOLDS[0]:
-            self._collect()
         own_ns = time.thread_time_ns() - start_ns - self._free_ns - self._read_ns
-        own_s = max(0, own_ns) / 1e9
+        own_s = (max(0, own_ns) + self._owed_ns) / 1e9
+        self._owed_ns = 0
         self.cpu_s += own_s
         self.charged_s += self._pending_s
         self._now_s += own_s + self._pending_s
@@ -97,12 +97,12 @@ class CostClock(VirtualClockLoop):
             arrive()
 
     def _collect(self) -> None:
-        """Look for cycles among the young objects; of older ones that is too rare to matter."""
-        own_share = min(1.0, self._num_objects / gc.get_count()[0])
+        """Look for cycles among the young objects; among all of them that is too rare to matter."""
+        own_share = min(1.0, max(0, self._num_objects) / gc.get_count()[0])
         start_ns = time.thread_time_ns()
         gc.collect(0)
-        self._free_ns += round((1 - own_share) * (time.thread_time_ns() - start_ns))
-        self._num_objects, self.num_collections = 0, self.num_collections + 1
+        self._owed_ns += round(own_share * (time.thread_time_ns() - start_ns))
+        self._num_objects = 0
 
 
 def _read_ns() -> int:
