@@ -16,7 +16,7 @@ SIZES = {
     "data": (7, 669),
     "dataflow": (6, 989),
     "environments": (20, 2321),
-    "executors": (26, 4406),
+    "executors": (26, 4412),
     "generation": (19, 3033),
     "lengths": (5, 423),
     "library": (5, 620),

@@ -22,6 +22,7 @@ class Gathering:
         self._waiting: dict[asyncio.Future[None], None] = {}  # in the order in which they came
         self._first_s = self._last_s = 0.0  # when the first and the last of these came
         self._timer: asyncio.TimerHandle | None = None
+        self._is_due = False
 
     async def join(self, asked: Awaitable[T]) -> T:
         """What is `asked`, once others have come too; its exceptions are raised at once."""
@@ -51,16 +52,21 @@ class Gathering:
 
     def _look(self) -> None:
         """Let those that wait go on if it is time, else look again when it will be."""
-        if not self._waiting:
+        if not self._waiting or self._is_due:
             return
         loop = asyncio.get_running_loop()
         due_s = min(self._last_s + self._quiet_s, self._first_s + self._limit_s)
         if len(self._waiting) >= self._num_asked or loop.time() >= due_s:
-            waiting, self._waiting = self._waiting, {}
-            for each in (each for each in waiting if not each.done()):  # others were given up
-                each.set_result(None)
+            self._is_due = True
+            loop.call_soon(self._go_on)  # with all that come in this turn of the loop
         elif self._timer is None:
             self._timer = loop.call_at(due_s, self._look_again)
+
+    def _go_on(self) -> None:
+        self._is_due = False
+        waiting, self._waiting = self._waiting, {}
+        for each in (each for each in waiting if not each.done()):  # others were given up
+            each.set_result(None)
 
     def _look_again(self) -> None:
         self._timer = None
