@@ -321,7 +321,10 @@ def listening_addresses(pids: list[int]) -> Iterator[tuple[int, str, int]]:
     """(pid, address, port) of every TCP socket on which one of these processes listens."""
     inodes: dict[str, int] = {}
     for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        descriptors: list[Path] = []
+        with suppress(FileNotFoundError):  # a helper of a process that has ended since
+            descriptors += Path(f"/proc/{pid}/fd").iterdir()
+        for descriptor in descriptors:
             with suppress(OSError):
                 inodes[os.readlink(descriptor).removeprefix("socket:[").removesuffix("]")] = pid
     for table in ("tcp", "tcp6"):
