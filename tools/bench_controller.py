@@ -17,7 +17,7 @@ to wait.
 
 `controller_core_share` is the share of one core that the controller needs; `controller_wait_share`
 the share of the time in which the trainer stood without a call though all it needs for it was
-known, or a replica had a free slot and no request though the controller was about to send one.
+known, or a replica had a free slot and no request since the trainer's answer that allowed it one.
 
 `--scaling` simulates 32 to 1024 ranks instead, half of them the trainer's, with as many rollouts
 per rank at every size. `scaling_efficiency` is the throughput per rank over that of 32 ranks;

@@ -7,8 +7,8 @@ nothing else happens.
 
 Simulated executors allocate objects in this process, far more than the controller does, and Python
 would look for cycles among all of them in whatever callback comes next. So the clock does it, where
-that is switched off, as often as Python would, and charges the share of those that callbacks of the
-controller have left: on a process of its own it would do so more rarely, and look at as many.
+that is switched off, as often as Python would. Of what that takes the controller owes the share of
+the objects that its callbacks left, and pays once these alone would have made Python look.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class CostClock(VirtualClockLoop):
     def __init__(self) -> None:
         super().__init__()
         self.cpu_s = self.charged_s = self._pending_s = 0.0
-        self._num_objects = 0  # that the controller has left since cycles were looked for
-        self._owed_ns = 0  # for looking
+        self._num_objects = self._num_seen = 0  # that the controller left, and were looked at
+        self._owed_ns = 0  # for that
         self._sent: list[Callable[[], None]] = []
         self._free_ns, self._read_ns = 0, _read_ns()
         self.set_exception_handler(_fail)
@@ -85,10 +85,13 @@ class CostClock(VirtualClockLoop):
         self._free_ns, self._pending_s = 0, 0.0
         num_before, start_ns = gc.get_count()[0], time.thread_time_ns()
         callback(*args)
-        self._num_objects += gc.get_count()[0] - num_before
         own_ns = time.thread_time_ns() - start_ns - self._free_ns - self._read_ns
-        own_s = (max(0, own_ns) + self._owed_ns) / 1e9
-        self._owed_ns = 0
+        self._num_objects = max(0, self._num_objects + gc.get_count()[0] - num_before)
+        if self._num_objects > GC_THRESHOLDS[0]:
+            self._collect()
+            own_ns += self._owed_ns
+            self._num_objects = self._num_seen = self._owed_ns = 0
+        own_s = max(0, own_ns) / 1e9
         self.cpu_s += own_s
         self.charged_s += self._pending_s
         self._now_s += own_s + self._pending_s
@@ -98,21 +101,17 @@ class CostClock(VirtualClockLoop):
 
     def _collect(self) -> None:
         """Look for cycles among the young objects; among all of them that is too rare to matter."""
-        own_share = min(1.0, max(0, self._num_objects) / gc.get_count()[0])
+        num_new = max(0, self._num_objects - self._num_seen)
+        own_share = min(1.0, num_new / max(1, gc.get_count()[0]))
         start_ns = time.thread_time_ns()
         gc.collect(0)
         self._owed_ns += round(own_share * (time.thread_time_ns() - start_ns))
-        self._num_objects = 0
+        self._num_seen = self._num_objects
 
 
 def _read_ns() -> int:
     """What a callback that does nothing would seem to take, the median of a thousand."""
-    found = []
-    for _ in range(1000):
-        start_ns = time.thread_time_ns()
-        gc.get_count()
-        found.append(time.thread_time_ns() - start_ns)
-    return int(median(found))
+    return int(median(-(time.thread_time_ns() - time.thread_time_ns()) for _ in range(1000)))
 
 
 def _fail(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
