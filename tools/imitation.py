@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from llamarl.models.architecture import read_architecture
+from llamarl.models.attention import make_packing
 from llamarl.models.transformer import Transformer
 
 PAD, BOS, EOS = 0, 1, 2
@@ -109,7 +110,7 @@ def imitation_loss(model: Transformer, demonstrations: Iterator[Demonstrated]) -
         trained += [*demonstration.is_written[1:], False]
         lengths.append(len(demonstration.ids))
     ids = torch.tensor(token_ids)
-    logprobs = model(ids, lengths, ids.roll(-1), 1.0).logprobs
+    logprobs = model(ids, make_packing(lengths), ids.roll(-1), 1.0).logprobs
     return -logprobs[torch.tensor(trained)].mean()
 
 
@@ -126,7 +127,7 @@ def answer_greedily(
         lengths = [len(ids) for ids in running.values()]
         packed = torch.tensor([token for ids in running.values() for token in ids])
         last = torch.tensor(lengths).cumsum(0) - 1
-        hidden = model.hidden_states(packed, lengths)[last]
+        hidden = model.hidden_states(packed, make_packing(lengths))[last]
         chosen = (hidden @ model.head_weight.T).argmax(-1).tolist()
         for i, token in zip(list(running), chosen, strict=True):
             if token == EOS:

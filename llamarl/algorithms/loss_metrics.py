@@ -5,6 +5,9 @@ Invariant: ranks exchange only sums and one maximum, so the result does not depe
 packed.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from llamarl.algorithms.policy_loss import LossOutputs
@@ -19,13 +22,23 @@ class LossMetrics:
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []
         self._maxima: list[torch.Tensor] = []
+        self._row_ids: list[Sequence[int]] = []
 
-    def add(self, outputs: LossOutputs, num_tokens: int) -> None:
-        """Count one micro-batch of `num_tokens` tokens that the model wrote, of any weight."""
+    def add(self, outputs: LossOutputs, num_tokens: int, row_ids: Sequence[int] = ()) -> None:
+        """Count one micro-batch, of these rows, of `num_tokens` tokens that the model wrote, of any
+        weight."""
         seen = torch.full_like(outputs.ratio_max, num_tokens)
         sums = [outputs.loss.detach(), *(outputs.sums[name] for name in _SUMS), seen]
         self._parts.append(torch.stack(sums).double())
         self._maxima.append(outputs.ratio_max)
+        self._row_ids.append(row_ids)
+
+    def broken(self) -> tuple[float, Sequence[int]] | None:
+        """The first loss of a micro-batch that is not finite, and the rows of that; None if all
+        are. Waits for the device."""
+        losses = torch.stack(self._parts)[:, 0].tolist() if self._parts else []
+        pairs = zip(losses, self._row_ids, strict=True)
+        return next((pair for pair in pairs if not math.isfinite(pair[0])), None)
 
     def vector(self) -> torch.Tensor:
         """float64 [9] on the CPU: summed loss, the sums, response tokens, largest ratio."""

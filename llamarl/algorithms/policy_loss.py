@@ -84,7 +84,8 @@ def policy_loss(
             "ref_kl": ref_kl,
         }
         sums = {name: torch.where(trained, value, 0.0).sum() for name, value in values.items()}
-        ratio_max = torch.cat([ratio[trained], ratio.new_zeros(1)]).max()
+        largest = torch.where(trained, ratio, 0.0)
+        ratio_max = torch.cat([largest, ratio.new_zeros(1)]).max()
     total = torch.where(trained, loss, 0.0).sum()
     clipped = trained & (clipped.detach() > 0)
     return LossOutputs(loss=total, sums=sums, ratio_max=ratio_max, clipped=clipped)

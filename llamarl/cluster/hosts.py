@@ -47,6 +47,7 @@ from llamarl.cluster.os_process import import_path, kill_marked, quiet_stderr, w
 from llamarl.cluster.peer_check import refuse_other_users
 from llamarl.cluster.socket_folder import private_sockets
 from llamarl.config import ClusterConfig
+from llamarl.device.names import INTERFACE_VARIABLES
 
 log = logging.getLogger(__name__)
 
@@ -254,8 +255,8 @@ def data_interface(config: ClusterConfig) -> str:
 
 
 def interface_variables(interface: str) -> dict[str, str]:
-    """Without these, Gloo and NCCL take the interface that the host name resolves to."""
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    """What a process reads the network interface of its groups from."""
+    return dict.fromkeys(INTERFACE_VARIABLES, interface)
 
 
 @cache

@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llamarl.device.names import PROCESS_VARIABLES
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -43,9 +45,7 @@ def environment(mark: str, num_threads: int) -> dict[str, str]:
         "MALLOC_MMAP_THRESHOLD_": "1000000000",
         "MALLOC_TRIM_THRESHOLD_": "4000000000",
         "TOKENIZERS_PARALLELISM": "false",
-        # Else the first error of any NCCL group, such as one with a replica that died, ends the
-        # process after eight minutes, as torch's monitor takes it for a hang of all groups.
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        **PROCESS_VARIABLES,
     }
 
 

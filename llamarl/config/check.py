@@ -131,8 +131,3 @@ def wrong_choice(key: str, got: object, choices: Iterable[str]) -> str:
 def did_you_mean(names: list[str]) -> str:
     """`` (did you mean a or b?)``, or nothing."""
     return f" (did you mean {' or '.join(names)}?)" if names else ""
-
-
-def dtype_for(device: str, dtype: str) -> str:
-    """`dtype`; instead of "auto" what `device` (cpu | cuda) computes best in."""
-    return {"cpu": "float32", "cuda": "bfloat16"}[device] if dtype == "auto" else dtype

@@ -4,8 +4,8 @@
 from dataclasses import dataclass, field
 
 from llamarl.config.check import DAY_S, Section, choice, number
+from llamarl.device.card import AUTO
 
-AUTO = "auto"
 PLANNED_GPU = "H100-80GB"
 """What AUTO stands for in forecasts, where no GPU can be asked."""
 

@@ -8,7 +8,8 @@ which rollouts are trained, or in which order.
 
 from dataclasses import dataclass, field
 
-from llamarl.config.check import DAY_S, Section, choice, dtype_for, number
+from llamarl.config.check import DAY_S, Section, choice, number
+from llamarl.device.names import CPU, GPU, dtype_for, is_gpu
 
 
 @dataclass(kw_only=True)
@@ -50,7 +51,7 @@ class GeneratorConfig(Section):
     be given."""
     num_ranks: int = number(1, least=1, most=1024)
     """Tensor-parallel processes of one replica."""
-    device: str = choice("cpu", "cuda")
+    device: str = choice(CPU, GPU)
     """Where the engine computes: cpu | cuda."""
     max_num_seqs: int = number(64, least=1, most=2**20)
     """Rollouts decoded together per replica."""
@@ -62,6 +63,10 @@ class GeneratorConfig(Section):
     quantization: str = "none"
     """Weights of the linear layers, quantised in the generator after each publish; `none` or what
     the engine offers. AIPO takes mu from this quantised sampler."""
+    enforce_eager: bool | None = None
+    """Launch every operation of a step by itself, without captured graphs (which the embedded
+    engine has with one rank) and compilation (vLLM); must be true on cpu, which has no graphs.
+    null: true on cpu, false on cuda."""
     kv_after_commit: str = choice("keep", "recompute")
     """What happens to the KV cache of running rollouts when new weights become active: keep |
     recompute (with the new weights)."""
@@ -90,6 +95,10 @@ class GeneratorConfig(Section):
 
     def check(self) -> None:
         self.dtype = dtype_for(self.device, self.dtype)
+        if self.enforce_eager is None:
+            self.enforce_eager = not is_gpu(self.device)
+        must = "be true with generator.device=cpu"
+        self.require(self.enforce_eager or is_gpu(self.device), "enforce_eager", must)
         if not self.elastic:
             return
         self.require(not self.pools, "elastic", "be [] with generator.pools (of which pool?)")
@@ -100,9 +109,11 @@ class GeneratorConfig(Section):
         must = f"be from {fewest} to {most} with generator.elastic={self.elastic}"
         self.require(fewest <= self.num_replicas <= most, "num_replicas", must)
 
-    def require_quantization(self, engine: str, **by_device: tuple[str, ...]) -> None:
+    def require_quantization(
+        self, engine: str, *, on_cpu: tuple[str, ...], on_gpu: tuple[str, ...]
+    ) -> None:
         """ValueError unless `engine` has the quantization, which depends on the device."""
-        allowed = by_device[self.device]
+        allowed = on_gpu if is_gpu(self.device) else on_cpu
         must = f"be one of {', '.join(allowed)} on {self.device} ({engine})"
         self.require(self.quantization in allowed, "quantization", must)
 
@@ -111,12 +122,10 @@ class GeneratorConfig(Section):
 class EmbeddedConfig(GeneratorConfig):
     """The embedded engine. `quantization`: none | int8 (weight-only, CPU) | fp8 (CUDA)."""
 
-    cuda_graphs: bool = True
-    """On CUDA with one rank, replay each decode step as a captured graph; else without effect."""
-
     def check(self) -> None:
         GeneratorConfig.check(self)
-        self.require_quantization("embedded engine", cpu=("none", "int8"), cuda=("none", "fp8"))
+        kinds = {"on_cpu": ("none", "int8"), "on_gpu": ("none", "fp8")}
+        self.require_quantization("embedded engine", **kinds)
 
 
 @dataclass(kw_only=True)
@@ -128,20 +137,14 @@ class VllmConfig(GeneratorConfig):
     """Memory of the KV cache, per rank."""
     block_size: int = number(32, least=1, most=2**16)
     """Tokens per KV block; whole blocks of a prompt are shared among its rollouts."""
-    enforce_eager: bool | None = None
-    """Run without CUDA graphs and compilation; must be true on cpu, which has no graphs. null: true
-    on cpu, false on cuda."""
 
     def check(self) -> None:
         GeneratorConfig.check(self)
-        self.require_quantization("vLLM", cpu=("none", "fp8_per_channel"), cuda=("none", "fp8"))
-        if self.enforce_eager is None:
-            self.enforce_eager = self.device == "cpu"
-        must = "be true with generator.device=cpu (vLLM)"
-        self.require(self.enforce_eager or self.device == "cuda", "enforce_eager", must)
+        kinds = {"on_cpu": ("none", "fp8_per_channel"), "on_gpu": ("none", "fp8")}
+        self.require_quantization("vLLM", **kinds)
         must = f"be bfloat16 with generator.quantization={self.quantization} (vLLM)"
         self.require(self.quantization == "none" or self.dtype == "bfloat16", "dtype", must)
-        unit = 32 if self.device == "cpu" else 16
+        unit = 16 if is_gpu(self.device) else 32
         must = f"be a multiple of {unit} on {self.device} (vLLM)"
         self.require(self.block_size % unit == 0, "block_size", must)
 

@@ -100,7 +100,7 @@ def _read(key: str, text: str, base: GeneratorConfig, begin: int) -> Pool:
     fields = {f.name for f in dataclasses.fields(kind)} - {*OF_ALL}
     values: dict[str, Any] = {name: getattr(base, name) for name in fields if hasattr(base, name)}
     if words.get("device", base.device) != base.device:  # what followed from the other one
-        values |= {"dtype": "auto"} | ({"enforce_eager": None} if kind is VllmConfig else {})
+        values |= {"dtype": "auto", "enforce_eager": None}
     values |= {"num_replicas": 1, "heartbeat_s": base.heartbeat_s}
     for name, value in words.items():
         if name not in fields:

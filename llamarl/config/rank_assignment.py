@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.config.pools import Pool, pool_at, pools_of
+from llamarl.device.names import is_gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,15 +119,16 @@ def far_sites(config: Config) -> dict[int, str]:
     return {host: site for host, site in enumerate(sites) if site != sites[0]}
 
 
-def devices_of(config: Config) -> set[str]:
-    """Where trainer and generators compute: cpu, cuda or both."""
-    return {config.trainer.device, *(each.generator.device for each in pools_of(config.generator))}
+def needs_gpu(config: Config) -> bool:
+    """Whether trainer or generators compute on GPUs."""
+    generators = (pool.generator.device for pool in pools_of(config.generator))
+    return any(map(is_gpu, (config.trainer.device, *generators)))
 
 
 def devices_per_host(config: Config) -> int:
     """Ranks that one host takes."""
     pools = pools_of(config.generator)
-    if "cuda" in devices_of(config):
+    if needs_gpu(config):
         return config.cluster.num_gpus_per_host
     num_ranks: Counter[str] = Counter()  # by site
     for pool in pools:
@@ -202,4 +204,4 @@ def _device(
     """That of this number on these hosts, or on all; the last takes the rest of too many."""
     place, gpu = divmod(number, per_host)
     host = hosts[min(place, len(hosts) - 1)] if hosts else place
-    return Device(host=host, gpu=gpu if device == "cuda" else None, gpu_kind=gpu_kind)
+    return Device(host=host, gpu=gpu if is_gpu(device) else None, gpu_kind=gpu_kind)

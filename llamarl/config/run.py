@@ -21,6 +21,7 @@ from llamarl.config.input_keys import DataConfig, ModelConfig
 from llamarl.config.pools import alone, pools_of
 from llamarl.config.reward import RewardConfig
 from llamarl.config.trainer_keys import TrainerConfig
+from llamarl.device.names import GPU, is_gpu
 
 MAX_OPEN_ROLLOUTS = 2**20  # about a gigabyte of the controller's memory
 
@@ -367,8 +368,8 @@ class Config(Section):
         """Devices, offload and staging buffers that do not go together."""
         generator, staging = self.generator, self.weights.staging
         devices = generator.device, self.trainer.device
-        is_able = self.placement.offload != "pinned" or devices == ("cuda", "cuda")
-        must = "be cuda with placement.offload=pinned"
+        is_able = self.placement.offload != "pinned" or all(map(is_gpu, devices))
+        must = f"be {GPU} with placement.offload=pinned"
         require(is_able, "generator.device and trainer.device", must, " and ".join(devices))
         graphs = isinstance(generator, VllmConfig) and not generator.enforce_eager
         is_moved = self.placement.colocated and self.placement.offload != "none"

@@ -1,7 +1,8 @@
 """Packed rollouts as tensors: the input of one forward of the trainer or the reference.
 
-Owns: the step from stored columns to tensors. Does not own: which rollouts share a micro-batch
-(`packing.py`). Invariant: token ids are copied from storage, never produced again from text.
+Owns: the step from stored columns to tensors of the host. Does not own: which rollouts share a
+micro-batch (`packing.py`). Invariant: token ids are copied from storage, never produced again from
+text.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from llamarl.models.attention import Packing, make_packing
 from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Columns
 
 
@@ -23,21 +25,26 @@ class MicroBatch:
 
     token_ids: torch.Tensor  # int64 [N], fed tokens
     targets: torch.Tensor  # int64 [N], the token that follows each fed token
-    lengths: tuple[int, ...]  # R fed lengths; their sum is N
+    packing: Packing  # of R fed lengths; their sum is N
     response: torch.Tensor  # int64 [T], which of the N positions predict response tokens, in order
     response_lengths: tuple[int, ...]  # R response lengths; their sum is T
 
 
-def micro_batch(columns: Columns, indices: Sequence[int], device: torch.device) -> MicroBatch:
-    """Pack the rollouts at `indices` of `columns` (each P >= 1 prompt, L >= 1 response tokens).
+def micro_batch(columns: Columns, indices: Sequence[int], multiple: int = 1) -> MicroBatch:
+    """Pack the rollouts at `indices` of `columns` (each P >= 1 prompt, L >= 1 response tokens), in
+    host memory; `multiple` as in `make_packing`.
 
     Without rollouts it is one fed token and no response: a rank without work still takes part in
     the collectives of a forward.
     """
     if not indices:
-        blank = torch.zeros(1, dtype=torch.int64, device=device)
+        blank = torch.zeros(1, dtype=torch.int64)
         return MicroBatch(
-            token_ids=blank, targets=blank, lengths=(1,), response=blank[:0], response_lengths=()
+            token_ids=blank,
+            targets=blank,
+            packing=make_packing((1,), multiple),
+            response=blank[:0],
+            response_lengths=(),
         )
     prompts = [columns[PROMPT_IDS][i] for i in indices]
     responses = [columns[RESPONSE_IDS][i] for i in indices]
@@ -46,22 +53,23 @@ def micro_batch(columns: Columns, indices: Sequence[int], device: torch.device) 
     ends = zip(accumulate(lengths), responses, strict=True)
     response = [np.arange(end - len(ids), end) for end, ids in ends]
     return MicroBatch(
-        token_ids=_tensor([ids[:-1] for ids in whole], device),
-        targets=_tensor([ids[1:] for ids in whole], device),
-        lengths=lengths,
-        response=_tensor(response, device),
+        token_ids=_tensor([ids[:-1] for ids in whole]),
+        targets=_tensor([ids[1:] for ids in whole]),
+        packing=make_packing(lengths, multiple),
+        response=_tensor(response),
         response_lengths=tuple(len(ids) for ids in responses),
     )
 
 
-def column(
-    columns: Columns, name: str, indices: Sequence[int], device: torch.device
-) -> torch.Tensor:
+def column(columns: Columns, name: str, indices: Sequence[int]) -> torch.Tensor:
     """One per-token float column of the rollouts at `indices`, packed: float32 [T]."""
-    parts = [columns[name][i] for i in indices]
-    packed = np.concatenate(parts) if parts else np.zeros(0)
-    return torch.from_numpy(packed.astype(np.float32)).to(device)
+    return concatenated([columns[name][i] for i in indices])
 
 
-def _tensor(parts: list[np.ndarray], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+def concatenated(parts: Sequence[np.ndarray]) -> torch.Tensor:
+    """Numbers per token of several rollouts, one after another: float32 [T], in host memory."""
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *parts], dtype=np.float32))
+
+
+def _tensor(parts: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts, dtype=np.int64))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from llamarl.config import EmbeddedConfig, VllmConfig
+from llamarl.device.devices import compute_device, use_device
 from llamarl.executors.compute import ComputeThread
 from llamarl.executors.decoding import Decoding
 from llamarl.executors.engine_output import EngineOutput
@@ -32,7 +33,6 @@ from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.protocol import Engine
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import read_architecture
-from llamarl.models.process_group import compute_device, use_device
 from llamarl.protocols import ColumnStore
 from llamarl.weights.layout.boxes import BUFFER
 from llamarl.weights.sync.weight_buffer import WeightBuffer

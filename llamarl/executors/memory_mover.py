@@ -2,8 +2,8 @@
 
 Owns: where the bytes of offloaded tensors lie meanwhile, and how their pages go back to the kernel.
 Does not own: which tensors (the executors) or when (`loop/colocation.py`). Invariant: references
-to offloaded tensors stay good: CPU memory keeps its address, CUDA memory its storage object, and
-bytes that were kept come back as they were. An `offload` that fails has moved nothing.
+to offloaded tensors stay good: CPU memory keeps its address, a GPU's its storage object, and bytes
+that were kept come back as they were. An `offload` that fails has moved nothing.
 
 CPU memory: the bytes go to a file by `pwrite`, then its whole pages are dropped by `madvise`:
 private memory by MADV_DONTNEED, shared anonymous files (memfd) by MADV_REMOVE, which frees them for
@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from llamarl.config import PlacementConfig
+from llamarl.device.devices import platform_of
+from llamarl.device.platform import Platform
 
 CHUNK_BYTES = 1 << 26  # of one read or write: as fast as larger ones, and the bounce buffer's size
 READ_AHEAD_BYTES = 1 << 17  # what Linux reads ahead on devices that ask for nothing else
@@ -49,9 +51,9 @@ class _Offloaded:
 class MemoryMover:
     """Moves named sets of tensors of one executor rank out of memory and back.
 
-    `mode`: "file" (CPU or CUDA tensors, to files in `folder`), "pinned" (CUDA tensors, to pinned
-    host memory) or "none" (nothing ever moves). `label` is unique in the folder, such as
-    `trainer-0`. ValueError if `folder` is missing or lies in memory. Not thread-safe.
+    `mode`: "file" (to files in `folder`), "pinned" (tensors of a GPU, to pinned host memory) or
+    "none" (nothing ever moves). `label` is unique in the folder, such as `trainer-0`.
+    ValueError if `folder` is missing or lies in memory. Not thread-safe.
     """
 
     def __init__(self, mode: str, folder: str, label: str) -> None:
@@ -94,7 +96,7 @@ class MemoryMover:
         for storage, _ in storages:
             storage.resize_(0)
         if storages:
-            torch.cuda.empty_cache()  # else the allocator keeps it from the other process
+            _platform(storages).free_cached()  # else the allocator keeps it from the other process
         trim()
         self._away[name] = away
         return num_bytes
@@ -146,12 +148,8 @@ class MemoryMover:
 
     def _save(self, name: str, away: _Offloaded) -> None:
         if self._mode == "pinned":
-            for flat in _flat(away.storages):
-                host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
-                host.copy_(flat, non_blocking=True)
-                away.pinned.append(host)
-            # Not the whole device: that would break a capture that another thread is making.
-            torch.cuda.current_stream().synchronize()
+            arrivals = [_platform(away.storages).fetch(flat) for flat in _flat(away.storages)]
+            away.pinned = [arrival.wait() for arrival in arrivals]
             return
         fd = self._file(name, away.num_bytes)
         place = 0
@@ -166,7 +164,7 @@ class MemoryMover:
         if self._mode == "pinned":
             for flat, host in zip(_flat(away.storages), away.pinned, strict=True):
                 flat.copy_(host, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
+            _synchronize(away.storages)
             return
         fd = self._files[name]
         place = 0
@@ -247,6 +245,16 @@ def _storages(tensors: Sequence[Tensor]) -> list[tuple[torch.UntypedStorage, int
     return list(found.values())
 
 
+def _platform(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> Platform:
+    return platform_of(storages[0][0].device)
+
+
+def _synchronize(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
+    """Return when all that was begun on the devices of the memory is done."""
+    for device in {storage.device for storage, _ in storages}:
+        platform_of(device).synchronize(device)
+
+
 def _flat(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> Iterator[Tensor]:
     for storage, _ in storages:
         yield torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -258,7 +266,7 @@ def _bounced(
     """Pieces of device memory, each with as much of one pinned host buffer."""
     if not storages:
         return
-    bounce = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+    bounce = _platform(storages).empty_host([CHUNK_BYTES], torch.uint8)
     for flat in _flat(storages):
         for part in flat.split(CHUNK_BYTES):
             yield part, bounce[: part.numel()]

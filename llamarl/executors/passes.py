@@ -6,8 +6,8 @@ which rollouts (the executors), the loss (`algorithms/`) or what becomes of the 
 need this one.
 """
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -16,7 +16,9 @@ import torch
 from llamarl.algorithms.loss_inputs import LossInputs, TokenLoss
 from llamarl.algorithms.loss_metrics import LossMetrics
 from llamarl.algorithms.policy_loss import policy_loss
-from llamarl.data.micro_batch import column, micro_batch
+from llamarl.data.micro_batch import column, concatenated, micro_batch
+from llamarl.device.devices import platform_of, send
+from llamarl.device.platform import Arrival
 from llamarl.executors.specs import TrainerSpec
 from llamarl.groups import BatchRollout
 from llamarl.models.policy import Policy
@@ -45,18 +47,35 @@ def infer(
     device: torch.device,
 ) -> dict[int, np.ndarray]:
     """log pi of each response, float32, by its place in `columns`."""
-    found: dict[int, np.ndarray] = {}
+    found: list[tuple[Sequence[int], tuple[int, ...], Arrival]] = []
     for indices in micro_batches:
-        packed = micro_batch(columns, indices, device)
-        stats = model(packed.token_ids, packed.lengths, packed.targets, temperature)
-        values = stats.logprobs[packed.response].float().cpu()
-        parts = values.split(list(packed.response_lengths))
-        found |= {i: part.numpy() for i, part in zip(indices, parts, strict=True)}
-    return found
+        packed = send(micro_batch(columns, indices, model.num_tensor_ranks), device)
+        stats = model(packed.token_ids, packed.packing, packed.targets, temperature)
+        values = stats.logprobs.index_select(0, packed.response).float()
+        found.append((indices, packed.response_lengths, platform_of(device).fetch(values)))
+    cells = ((indices, arrival.wait().split(lengths)) for indices, lengths, arrival in found)
+    return {
+        i: part.numpy() for indices, parts in cells for i, part in zip(indices, parts, strict=True)
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossColumns:
+    """What a loss needs of R rollouts with T response tokens, in host memory or on the device."""
+
+    advantages: torch.Tensor  # float32 [T]
+    weights: torch.Tensor  # float32 [T]
+    rollout_index: torch.Tensor  # int64 [T]
+    rollout_lengths: torch.Tensor  # int64 [R], tokens that the model wrote
+    columns: dict[str, torch.Tensor]  # float32 [T] each, by their names in storage
 
 
 class Passes:
-    """Runs `policy` at the sampling temperature; `loss_metrics` sums the statistics of a step."""
+    """Runs `policy` at the sampling temperature; `loss_metrics` sums the statistics of a step.
+
+    Between the first operation of a micro-batch and the end of `accumulate` the host waits for
+    nothing of the device.
+    """
 
     def __init__(
         self, policy: Policy, device: torch.device, spec: TrainerSpec, token_loss: TokenLoss
@@ -66,18 +85,21 @@ class Passes:
         self._algorithm, self._temperature = spec.algorithm, spec.sampling.temperature
 
     def accumulate(
-        self, step: int, rows: Sequence[BatchRollout], columns: Columns, sizes: Sequence[int]
+        self, rows: Sequence[BatchRollout], columns: Columns, sizes: Sequence[int]
     ) -> Columns:
         """Forward and backward of this rank's micro-batches: `rows` cut into runs of `sizes`.
 
         Returns what was found of every row: TRAINER_LOGPROBS, LOSS_WEIGHTS and CLIPPED.
-        RuntimeError, naming `step`, if a loss is not finite.
         """
+        parts = [
+            self._forward_backward(rows, columns, range(start, end))
+            for start, end in pairwise(accumulate(sizes, initial=0))
+        ]
         found: Columns = {TRAINER_LOGPROBS: [], LOSS_WEIGHTS: [], CLIPPED: []}
-        for start, end in pairwise(accumulate(sizes, initial=0)):
-            more = self._forward_backward(step, rows, columns, range(start, end))
-            for name, cells in more.items():
-                found[name] += cells
+        for lengths, arrival in filter(None, parts):
+            for name, values in zip(found, arrival.wait(), strict=True):
+                values = values if name == TRAINER_LOGPROBS else values.to(torch.uint8)
+                found[name] += [part.numpy() for part in values.split(lengths)]
         return found
 
     def differences(self, columns: Columns, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -93,64 +115,61 @@ class Passes:
         return found
 
     def _forward_backward(
-        self, step: int, rows: Sequence[BatchRollout], columns: Columns, indices: range
-    ) -> Columns:
-        """Add one micro-batch to the gradients; returns the columns of its rollouts."""
-        packed = micro_batch(columns, indices, self._device)
-        stats = self._policy.model(
-            packed.token_ids, packed.lengths, packed.targets, self._temperature
-        )
-        trainer_logprobs = stats.logprobs[packed.response]
+        self, rows: Sequence[BatchRollout], columns: Columns, indices: range
+    ) -> tuple[tuple[int, ...], Arrival] | None:
+        """Add one micro-batch to the gradients; returns the lengths of its responses, and of their
+        tokens float32 [3, T]: log-probs, weights, and which the loss clipped."""
+        model = self._policy.model
+        host = micro_batch(columns, indices, model.num_tensor_ranks)
+        packed, given = send((host, self._loss_columns(rows, columns, indices)), self._device)
+        stats = model(packed.token_ids, packed.packing, packed.targets, self._temperature)
+        trainer_logprobs = stats.logprobs.index_select(0, packed.response)
         if not indices:
             trainer_logprobs.sum().backward()  # zero, but the other ranks need our part
-            return {}
-        lengths = torch.tensor(packed.response_lengths, device=self._device)
-        index = torch.repeat_interleave(lengths)
-        written = [int((columns[TOKEN_VERSIONS][i] != NO_VERSION).sum()) for i in indices]
-        advantages = torch.tensor([rows[i].advantage for i in indices], device=self._device)
-
-        def packed_column(name: str) -> torch.Tensor:
-            return column(columns, name, indices, self._device)
-
+            return None
         inputs = LossInputs(
             trainer_logprobs=trainer_logprobs,
-            generator_logprobs=packed_column(GENERATOR_LOGPROBS),
-            advantages=advantages[index],
-            weights=self._token_weights(rows, columns, indices),
-            entropy=stats.entropy[packed.response],
-            rollout_index=index,
-            rollout_lengths=torch.tensor(written, device=self._device),
-            ref_logprobs=packed_column(REF_LOGPROBS) if REF_LOGPROBS in columns else None,
-            columns={name: packed_column(name) for name in self._algorithm.loss_columns},
+            generator_logprobs=given.columns[GENERATOR_LOGPROBS],
+            advantages=given.advantages,
+            weights=given.weights,
+            entropy=stats.entropy.index_select(0, packed.response),
+            rollout_index=given.rollout_index,
+            rollout_lengths=given.rollout_lengths,
+            ref_logprobs=given.columns.get(REF_LOGPROBS),
+            columns={name: given.columns[name] for name in self._algorithm.loss_columns},
         )
         outputs = policy_loss(inputs, self._algorithm, self._token_loss)
-        if not math.isfinite(outputs.loss.item()):
-            named = [rows[i].row_id for i in indices]
-            raise RuntimeError(
-                f"the loss of step {step} is {outputs.loss.item()} in rows {named}: check "
-                "trainer.lr, rewards and the generator's log-probs"
-            )
         outputs.loss.backward()
-        self.loss_metrics.add(outputs, sum(written))
-        found = {
-            TRAINER_LOGPROBS: trainer_logprobs.detach(),
-            LOSS_WEIGHTS: inputs.weights.to(torch.uint8),
-            CLIPPED: outputs.clipped.to(torch.uint8),
-        }
-        sizes = list(packed.response_lengths)
-        parts = {name: values.cpu().split(sizes) for name, values in found.items()}
-        return {name: [part.numpy() for part in each] for name, each in parts.items()}
+        num_written = int(self._num_written(columns, indices).sum())
+        self.loss_metrics.add(outputs, num_written, [rows[i].row_id for i in indices])
+        found = torch.stack([trainer_logprobs.detach(), given.weights, outputs.clipped.float()])
+        return packed.response_lengths, platform_of(self._device).fetch(found)
 
-    def _token_weights(
+    def _loss_columns(
         self, rows: Sequence[BatchRollout], columns: Columns, indices: range
-    ) -> torch.Tensor:
-        """float32 [T]: 0 for observations, and tokens that are too stale, or truncated and to be
-        masked."""
-        masks = []
-        for i in indices:
-            versions = columns[TOKEN_VERSIONS][i]
-            is_trained = (versions != NO_VERSION) & (versions >= rows[i].oldest_version)
-            if self._algorithm.mask_truncated:
-                is_trained &= finish_reason(columns[SAMPLING][i]) is not FinishReason.LENGTH
-            masks.append(is_trained)
-        return torch.from_numpy(np.concatenate(masks).astype(np.float32)).to(self._device)
+    ) -> LossColumns:
+        """In host memory. Weights are 0 for observations, and tokens that are too stale, or
+        truncated and to be masked."""
+        names = [GENERATOR_LOGPROBS, *self._algorithm.loss_columns]
+        names += [REF_LOGPROBS] * (REF_LOGPROBS in columns)
+        lengths = [len(columns[TOKEN_VERSIONS][i]) for i in indices]
+        advantages = np.array([rows[i].advantage for i in indices], np.float32)
+        return LossColumns(
+            advantages=torch.from_numpy(np.repeat(advantages, lengths)),
+            weights=concatenated([self._weights(rows[i], columns, i) for i in indices]),
+            rollout_index=torch.from_numpy(np.repeat(np.arange(len(indices)), lengths)),
+            rollout_lengths=torch.from_numpy(self._num_written(columns, indices)),
+            columns={name: column(columns, name, indices) for name in names},
+        )
+
+    def _num_written(self, columns: Columns, indices: range) -> np.ndarray:
+        """Tokens of each rollout that the model wrote, int64 [R]."""
+        written = ((columns[TOKEN_VERSIONS][i] != NO_VERSION).sum() for i in indices)
+        return np.fromiter(written, np.int64, len(indices))
+
+    def _weights(self, row: BatchRollout, columns: Columns, i: int) -> np.ndarray:
+        versions = columns[TOKEN_VERSIONS][i]
+        is_trained = (versions != NO_VERSION) & (versions >= row.oldest_version)
+        if self._algorithm.mask_truncated:
+            is_trained &= finish_reason(columns[SAMPLING][i]) is not FinishReason.LENGTH
+        return is_trained

@@ -25,6 +25,7 @@ from llamarl.algorithms.losses import find_loss
 from llamarl.algorithms.policy_loss import denominator, is_inert
 from llamarl.algorithms.schedule import learning_rate
 from llamarl.data.packing import pack
+from llamarl.device.devices import compute_device, use_device
 from llamarl.executors.memory_mover import MemoryMover
 from llamarl.executors.passes import Passes
 from llamarl.executors.specs import TrainerSpec
@@ -33,7 +34,7 @@ from llamarl.groups import Batch, BatchRollout, StepStats
 from llamarl.metrics.span import Spans
 from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
-from llamarl.models.process_group import compute_device, join, leave, use_device
+from llamarl.models.process_group import join, leave
 from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Columns
 from llamarl.weights.layout.shards import shard_boxes
 from llamarl.weights.transports.available import available_bytes
@@ -67,7 +68,7 @@ class PolicyStep:
         join(spec.rendezvous, rank, num_ranks, device)
         resources.callback(leave)
         mesh = make_mesh(device.type, spec.config)
-        self.policy = Policy(spec.checkpoint, mesh, spec.config, spec.seed, spec.tokenizer)
+        self.policy = Policy.load(spec.checkpoint, mesh, spec.config, spec.seed, spec.tokenizer)
         self.passes = Passes(self.policy, device, spec, token_loss)
         self.source = SourcePart(
             rank,
@@ -106,17 +107,16 @@ class PolicyStep:
         self, batch: Batch, rows: Sequence[BatchRollout], columns: Columns, sizes: Sequence[int]
     ) -> Columns:
         """Add the gradients of this rank's `rows` of `batch`, in micro-batches of `sizes`, to the
-        step; returns the columns that `Passes.accumulate` found of each row. RuntimeError if a loss
-        is not finite."""
-        found = self.passes.accumulate(self.version, rows, columns, sizes)
+        step; returns the columns that `Passes.accumulate` found of each row."""
+        found = self.passes.accumulate(rows, columns, sizes)
         self._rows += batch.rows
         return found
 
     def step(self) -> StepStats:
         """Divide the summed gradients, clip, update; a write of this version goes on reading a
         snapshot. Where no token was trained, the next version has the same weights and moments:
-        weight decay and momentum would change them. RuntimeError without a batch or if the gradient
-        is not finite."""
+        weight decay and momentum would change them. RuntimeError without a batch, or if a loss or
+        the gradient is not finite."""
         rows, spec = self._rows, self._spec
         if not rows:
             raise RuntimeError("step must follow accumulate, got no batch")
@@ -127,8 +127,8 @@ class PolicyStep:
             self.source.tensors.begin_step()
         with self._spans.span("optimizer_step", version=self.version):
             norm = self.policy.scale_gradients(divisor, spec.config.max_grad_norm)
-            self._require_finite(norm)
             scalars = statistics(self._gather(self.passes.loss_metrics.vector()), divisor)
+            self._require_finite(norm, scalars["loss"])
             self._is_whole = False
             if scalars["trained_tokens"]:
                 self.policy.update(lr)
@@ -205,8 +205,15 @@ class PolicyStep:
         if warning and not was_empty and self._rank == 0:
             log.warning(warning)
 
-    def _require_finite(self, norm: float) -> None:
-        if not math.isfinite(norm):
+    def _require_finite(self, norm: float, loss: float) -> None:
+        """Asked once for the whole step, with numbers of all ranks: each question waits for the
+        device, and a rank that left alone would let the others wait."""
+        if broken := None if math.isfinite(loss) else self.passes.loss_metrics.broken():
+            raise RuntimeError(
+                f"the loss of step {self.version} is {broken[0]} in rows {[*broken[1]]}: check "
+                "trainer.lr, rewards and the generator's log-probs"
+            )
+        if not (math.isfinite(norm) and math.isfinite(loss)):
             shown = [row.row_id for row in self._rows[:SHOWN_ROWS]]
             raise RuntimeError(
                 f"the gradient of step {self.version} has norm {norm}; its rows are "

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 from llamarl.data.packing import pack
+from llamarl.device.devices import compute_device, use_device
 from llamarl.executors.compute import ComputeThread
 from llamarl.executors.passes import infer
 from llamarl.executors.specs import ReferenceSpec
 from llamarl.metrics.span import Spans
 from llamarl.models.loading import load_model
 from llamarl.models.parallelize import make_mesh, reshard
-from llamarl.models.process_group import compute_device, join, leave, use_device
+from llamarl.models.process_group import join, leave
 from llamarl.storage.store import RecordingStore
 from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Columns, StageItem, StageResult
 

@@ -82,7 +82,7 @@ class TrainerExecutor:
         """Fetch this rank's rows, add their gradients to the step, store `trainer_logprobs`; and of
         rollouts that are kept which tokens had weight and were clipped.
 
-        RuntimeError if the batch is meant for another version or its loss is not finite.
+        RuntimeError if the batch is meant for another version.
         """
         async with self._turn() as policy_step:
             if batch.version != policy_step.version:

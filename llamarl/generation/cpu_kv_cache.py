@@ -1,8 +1,8 @@
 """Keys and values of all running rollouts, and how a decode step reads them on a CPU.
 
 Owns: the two cache tensors, copies between slots, and the reading plan. Does not own: which
-rollout sits in which slot (`engine.py`); `cuda_kv_cache.py` is its counterpart for GPUs. Invariant:
-allocated once; position p of a slot is written before it is read, or read under a mask.
+rollout sits in which slot (`engine.py`); `padded_kv_cache.py` is its counterpart for GPUs.
+Invariant: allocated once; position p of a slot is written before it is read, or read under a mask.
 
 A decode step reads with `embedding_bag`, whose kernel is a weighted sum of table rows picked by
 index: it reads rows in any order, so slots need not be neighbours, and every rollout costs its own
@@ -11,6 +11,7 @@ is the sum of the rows of one head weighted by its probabilities. Keys lie trans
 BLOCK positions: a block's scores are the sum of its head_dim rows weighted by the query.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,22 +95,23 @@ class CpuKVCache:
         self._value_tables = [layer.view(-1, self.head_dim) for layer in self.values]
 
     def write_index(self, slots: np.ndarray, positions: np.ndarray) -> tuple[Tensor, ...]:
-        """Where the tokens at `positions` int64 [n] of `slots` int64 [n] go: key block [n,
-        kv_heads], column in it [n, 1], value row [n, kv_heads]."""
+        """Where the tokens at `positions` int64 [n] of `slots` int64 [n] go, in host memory: key
+        block [n, kv_heads], column in it [n, 1], value row [n, kv_heads]."""
         first = slots[:, None] * self.num_kv_heads + np.arange(self.num_kv_heads)
         block = first * self.num_blocks + positions[:, None] // BLOCK
         row = first * self.num_positions + positions[:, None]
         index = (block, positions[:, None] % BLOCK, row)
-        return tuple(torch.from_numpy(each).to(self.device) for each in index)
+        return tuple(torch.from_numpy(each) for each in index)
 
-    def write(self, layer: int, index: tuple[Tensor, ...], keys: Tensor, values: Tensor) -> None:
+    def write(self, layer: int, index: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
         """Store keys and values [n, kv_heads, head_dim] of one layer."""
         block, column, row = index
         self._key_blocks[layer][block, :, column] = keys
         self._value_tables[layer].index_put_((row,), values)
 
-    def read(self, layer: int, slots: list[int], length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, kv_heads, length, head_dim] of the first positions of n slots."""
+    def read(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, kv_heads, length, head_dim] of the first positions of `slots` int64
+        [n]."""
         blocks = self.keys[layer, slots, :, : -(-length // BLOCK)]
         keys = blocks.transpose(3, 4).reshape(len(slots), self.num_kv_heads, -1, self.head_dim)
         return keys[:, :, :length], self.values[layer, slots, :, :length]

@@ -14,6 +14,7 @@ gather logits.
 """
 
 import itertools
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,15 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llamarl.device.devices import platform_of
 from llamarl.generation.cpu_kv_cache import CpuKVCache
-from llamarl.generation.cuda_kv_cache import CudaKVCache
+from llamarl.generation.padded_kv_cache import PaddedKVCache
 from llamarl.generation.parameters import LayerWeights, Matrix, Weights
 from llamarl.generation.quantized import QuantizedMatrix, widened_mm
 from llamarl.models.architecture import Architecture
 from llamarl.models.process_group import JOIN, form_group, meet
 from llamarl.models.transformer import rope_tables
 
-Cache = CpuKVCache | CudaKVCache
+Cache = CpuKVCache | PaddedKVCache
 LIMIT = timedelta(minutes=10)  # between two ranks within a step
 
 
@@ -39,12 +41,12 @@ class TensorParallelGroup:
     group uses. What `sum` and `gather` return is equal on all of them, bit for bit, so all sample
     the same tokens.
 
-    gloo on CPUs, NCCL on GPUs. Waits for all; call it, and its methods, from the compute thread.
+    Waits for all; call it, and its methods, from the compute thread.
     """
 
     def __init__(self, rendezvous: str, rank: int, num_ranks: int, device: torch.device) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self._is_cuda = device.type == "cuda"
+        self._platform = platform_of(device)
         store = meet(rendezvous, rank, num_ranks, JOIN)
         self._group = form_group(device, store, rank, num_ranks, LIMIT)
 
@@ -62,7 +64,7 @@ class TensorParallelGroup:
 
     def close(self) -> None:
         """Leave the group; a rank that is still computing fails."""
-        if self._is_cuda and self._group is not None:
+        if self._platform.runs_ahead and self._group is not None:
             self._group.abort()
         self._group = None
 
@@ -112,21 +114,24 @@ class Decoder:
             [np.arange(start, start + len(ids)) for _, start, ids in sequences]
         )
         slots = np.repeat(np.array([slot for slot, *_ in sequences]), lengths)
-        weights, device = self._bound(), self.cache.device
-        x = self._embed(weights, torch.from_numpy(tokens).to(device))
-        rows = torch.from_numpy(positions).to(device)
-        cos, sin = self._cos[rows].unsqueeze(1), self._sin[rows].unsqueeze(1)
-        write_index = self.cache.write_index(slots, positions)
+        weights = self._bound()
+        fed = [torch.from_numpy(tokens), torch.from_numpy(positions), *_continued_rows(later)]
+        host = [*fed, *self.cache.write_index(slots, positions)]
+        sent = platform_of(self.cache.device).send(host, self.cache.device)
+        ids, rows, *continued = sent[: len(fed)]
+        places = sent[len(fed) :]
+        x = self._embed(weights, ids)
+        cos, sin = (table.index_select(0, rows).unsqueeze(1) for table in (self._cos, self._sin))
         for index, layer in enumerate(weights.layers):
             queries, keys, values = self._qkv(layer, x, cos, sin)
-            self.cache.write(index, write_index, keys, values)
+            self.cache.write(index, places, keys, values)
             if index < len(weights.layers) - 1:  # the last layer's output is not used
                 attended = self._causal(queries, keys, values, runs)
-                attended += self._continued(index, queries, later)
+                attended += self._continued(index, queries, later, *continued)
                 self._finish_layer(layer, x, torch.cat(attended))
 
     def decode(
-        self, tokens: Tensor, positions: Tensor, write_index: tuple[Tensor, ...], plan: Any
+        self, tokens: Tensor, positions: Tensor, write_index: Sequence[Tensor], plan: Any
     ) -> Tensor:
         """Logits float32 [n, vocab] after one more token in each of n slots.
 
@@ -211,24 +216,41 @@ class Decoder:
         return parts
 
     def _continued(
-        self, layer: int, queries: Tensor, later: list[tuple[int, int, np.ndarray]]
+        self,
+        layer: int,
+        queries: Tensor,
+        later: list[tuple[int, int, np.ndarray]],
+        *rows: Tensor,
     ) -> list[Tensor]:
         """Attention of the last rows of `queries`, those of `later` sequences, over all that is in
-        their slots' caches up to themselves, in one call for all: [n, width], or nothing."""
+        their slots' caches up to themselves, in one call for all: [n, width], or nothing. `rows`
+        are `_continued_rows` of these."""
         if not later:
             return []
+        slots, seen = rows
         nums = [len(ids) for *_, ids in later]
-        ends = torch.tensor([start + len(ids) for _, start, ids in later])
-        first, most, longest = len(queries) - sum(nums), max(nums), int(ends.max())
-        q = nn.utils.rnn.pad_sequence(list(queries[first:].split(nums)), batch_first=True)
-        k, v = self.cache.read(layer, [slot for slot, *_ in later], longest)
-        place = (ends - torch.tensor(nums))[:, None] + torch.arange(most)  # of each query
-        seen = (torch.arange(longest) <= place[:, :, None]).unsqueeze(1).to(q.device)
+        q = nn.utils.rnn.pad_sequence(
+            list(queries[len(queries) - sum(nums) :].split(nums)), batch_first=True
+        )
+        k, v = self.cache.read(layer, slots, seen.shape[-1])
         out = functional.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, attn_mask=seen, enable_gqa=True
         )
-        rows = out.transpose(1, 2).flatten(2)
-        return [row[:num] for row, num in zip(rows, nums, strict=True)]
+        attended = out.transpose(1, 2).flatten(2)
+        return [row[:num] for row, num in zip(attended, nums, strict=True)]
+
+
+def _continued_rows(later: list[tuple[int, int, np.ndarray]]) -> list[Tensor]:
+    """Slots int64 [n] of sequences of which the cache has the beginning, and which of the cache's
+    positions each of their tokens sees, bool [n, 1, longest of the tokens, longest]; [] without
+    any."""
+    if not later:
+        return []
+    slots, starts = (torch.tensor([each[field] for each in later]) for field in (0, 1))
+    nums = torch.tensor([len(ids) for *_, ids in later])
+    place = starts[:, None] + torch.arange(int(nums.max()))  # of each query
+    seen = torch.arange(int((starts + nums).max())) <= place[:, :, None]
+    return [slots, seen.unsqueeze(1)]
 
 
 def float32_product(x: Tensor, matrix: Matrix) -> Tensor:

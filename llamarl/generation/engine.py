@@ -6,9 +6,12 @@ change only between two steps, and every token is labelled with the version whos
 it.
 
 A rollout in a slot has all tokens but its last in the KV cache; a decode step feeds the last one.
-So starting, resuming and recomputing are one operation: prefill everything but the last token.
+So starting, resuming and recomputing are one operation: prefill everything but the last token. On a
+GPU a step is launched before the host reads what the one before wrote: a rollout that has stopped
+is then computed once more, and that token is dropped.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,10 +19,11 @@ import torch
 from torch import Tensor
 
 from llamarl.config import EmbeddedConfig
+from llamarl.device.devices import compute_device, platform_of
 from llamarl.generation.cpu_kv_cache import PLAN_STEPS, CpuKVCache
-from llamarl.generation.cuda_kv_cache import CudaKVCache
 from llamarl.generation.decoder import Cache, Decoder, TensorParallelGroup
-from llamarl.generation.model_runner import CudaGraphs, EagerRunner, ModelRunner, PaddedRunner
+from llamarl.generation.model_runner import EagerRunner, ModelRunner, PaddedRunner
+from llamarl.generation.padded_kv_cache import PaddedKVCache
 from llamarl.generation.parameters import (
     DTYPES,
     BufferLayout,
@@ -32,8 +36,7 @@ from llamarl.generation.parameters import (
 )
 from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.generation.quantized import make_scratch
-from llamarl.generation.running_batch import RunningBatch
-from llamarl.generation.sampling import SamplingRows, sample
+from llamarl.generation.running_batch import DecodeStep, RunningBatch
 from llamarl.generation.scheduler import (
     KeptEpisode,
     PrefixIndex,
@@ -45,7 +48,6 @@ from llamarl.generation.scheduler import (
     fewest_free,
 )
 from llamarl.models.architecture import Architecture
-from llamarl.models.process_group import compute_device
 from llamarl.types import FinishReason, Request
 from llamarl.weights.layout.buckets import Memory
 
@@ -92,32 +94,32 @@ class EmbeddedEngine:
             if num_ranks > 1
             else None
         )
-        is_cuda = self._device.type == "cuda"
-        self._make_runner(is_cuda if is_padded is None else is_padded)
+        runs_ahead = platform_of(self._device).runs_ahead
+        self._make_runner(runs_ahead if is_padded is None else is_padded)
         self._running = RunningBatch(config.max_num_seqs, config.max_model_len, self._device)
         self._queue = Queue()
         self._prefixes = PrefixIndex()
         self._done: list[RequestOutput] = []
         self._must_recompute = False
         self._may_start = False  # something changed since the queue was last checked
-        self._arrange()
+        self._steps_left = 0  # that the runner's arrangement serves
+        self._launched: deque[DecodeStep] = deque()
 
     def _make_runner(self, is_padded: bool) -> None:
         config, device, group = self.config, self._device, self._group
         num_ranks = group.num_ranks if group is not None else 1
         sizes = (num_ranks, config.max_num_seqs, config.max_model_len)
-        kind: type[Cache] = CudaKVCache if is_padded else CpuKVCache
+        kind: type[Cache] = PaddedKVCache if is_padded else CpuKVCache
         self._cache = cache = kind(self.architecture, *sizes, self.memory.dtype, device)
         self._decoder = Decoder(self.architecture, cache, group)
         self._runner: ModelRunner
         if isinstance(cache, CpuKVCache):
             self._runner = EagerRunner(self._decoder, cache)
         else:
-            # With several ranks NCCL's kernels would be captured too, which is untested.
-            captures = config.cuda_graphs and device.type == "cuda" and group is None
-            self._runner = PaddedRunner(
-                self._decoder, cache, CudaGraphs(device) if captures else None
-            )
+            # With several ranks the collectives' kernels would be captured too, which is untested.
+            captures = not config.enforce_eager and group is None
+            graphs = platform_of(device).graphs(device) if captures else None
+            self._runner = PaddedRunner(self._decoder, cache, graphs)
 
     @property
     def num_running(self) -> int:
@@ -144,6 +146,7 @@ class EmbeddedEngine:
     def commit(self, processed: Weights | Tensor, version: int) -> int:
         """See `Engine`; a flat tensor is processed here. Keys and values are recomputed, if at all,
         before the next token."""
+        self._finish_steps()
         weights = self.process_weights(processed) if isinstance(processed, Tensor) else processed
         held = self._decoder.weights
         if held is not None and self._runner.keeps_addresses and self._share_memory(held, weights):
@@ -171,6 +174,7 @@ class EmbeddedEngine:
         self._may_start = True
 
     def abort_requests(self, row_ids: Sequence[int]) -> None:
+        self._finish_steps()
         wanted = set(row_ids)
         self._done += self._queue.abort(wanted)
         for slot, request in sorted(self._running.requests.items()):
@@ -179,6 +183,7 @@ class EmbeddedEngine:
 
     def movable(self, tag: str) -> list[Tensor]:
         """The KV cache, or quantised weights. Graphs are captured again afterwards."""
+        self._finish_steps()
         self._runner.forget()
         if tag == "kv":
             return [self._cache.keys, self._cache.values]
@@ -211,25 +216,25 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def decode(self) -> list[RequestOutput]:
         if self._steps_left == 0:
-            self._arrange()
-        running, slots = self._running, self._slots
-        if len(slots):
-            positions = running.cached[slots]
-            # Before the step, because a copy to a GPU waits for the work queued on it.
-            uniform = torch.from_numpy(running.uniform[slots, positions + 1]).to(self._device)
-            logits = self._runner.compute(running.sequence[slots, positions], positions)
-            ids, logprobs = sample(logits, self._sampling, uniform.unsqueeze(1))
+            self._runner.arrange(self._running)
+            self._steps_left = PLAN_STEPS
+        if self.num_running:
+            self._launched.append(self._runner.launch(self._running, self.version))
             self._steps_left -= 1
-            live = self._live
-            ended = running.append(
-                slots[live], ids.cpu().numpy()[live], logprobs.cpu().numpy()[live], self.version
-            )
+        self._finish_steps(self._runner.num_ahead if self.num_running else 0)
+        done, self._done = self._done, []
+        return done
+
+    def _finish_steps(self, num_ahead: int = 0) -> None:
+        """Take over what the steps wrote that were launched, but for the newest `num_ahead`."""
+        running = self._running
+        while len(self._launched) > num_ahead:
+            step = self._launched.popleft()
+            ended = running.append(step, *step.read())
             if running.watches_text.any():
                 ended = self._stop_at_text(ended)
             for slot, reason in ended:
                 self._stop(slot, reason)
-        done, self._done = self._done, []
-        return done
 
     def _start_waiting(self) -> None:
         """Fill the free slots from the queue, once they are enough to be worth a prefill."""
@@ -264,7 +269,7 @@ class EmbeddedEngine:
     def _stop_at_text(
         self, ended: list[tuple[int, FinishReason]]
     ) -> list[tuple[int, FinishReason]]:
-        """Add the rollouts whose newest token completed a stop string."""
+        """Add the rollouts whose newest token completed a stop string, if they have one."""
         reasons = dict(ended)
         running = self._running
         for slot in np.flatnonzero(running.watches_text).tolist():
@@ -300,10 +305,3 @@ class EmbeddedEngine:
         self._prefill({slot: 0 for slot, _ in running})
         for slot, request in running:
             self._prefixes.put(slot, request.prompt_ids, self.version)
-
-    def _arrange(self) -> None:
-        """Prepare rows and sampling parameters for the next PLAN_STEPS decode steps."""
-        self._live: np.ndarray | slice
-        self._slots, self._live = self._runner.arrange(self._running)
-        self._sampling: SamplingRows = self._running.sampling_rows(self._slots)
-        self._steps_left = PLAN_STEPS

@@ -17,8 +17,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-# A widened tile fits a cache: 1 to 2 MiB for a CPU core's second level, 32 MiB for a GPU's.
-TILE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
+from llamarl.device.devices import platform_of
+
 WIDENED_ELEMENTS = 1 << 21  # 8 MiB in float32: smaller tiles are slower, much larger ones too
 FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}  # dtype, largest
 
@@ -83,7 +83,7 @@ def widened_mm(x: Tensor, matrix: Tensor) -> Tensor:
     """
     if x.dtype == torch.float32:
         return torch.mm(x, matrix)
-    if x.device.type != "cpu":
+    if platform_of(x.device).has_wide_mm:
         return torch.mm(x, matrix, out_dtype=torch.float32)
     wide, out = x.float(), x.new_empty(len(x), matrix.shape[1], dtype=torch.float32)
     step = max(WIDENED_ELEMENTS // len(matrix), 1)
@@ -94,6 +94,6 @@ def widened_mm(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def make_scratch(num_inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A scratch for matrices of at most `num_inputs` inputs."""
-    num_elements = max(TILE_ELEMENTS[device.type], num_inputs)
+    """A scratch for matrices of at most `num_inputs` inputs: a widened tile fits a cache."""
+    num_elements = max(platform_of(device).num_tiled, num_inputs)
     return torch.empty(num_elements, dtype=dtype, device=device)

@@ -5,9 +5,13 @@ keys and values (`cpu_kv_cache.py`) or the choice of a slot (`scheduler.py`). In
 step runs a constant number of array operations, never a loop over rollouts.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
+from llamarl.device.devices import platform_of
 from llamarl.episode import turn_start
 from llamarl.generation.protocol import PartialOutput
 from llamarl.generation.sampling import SamplingRows, uniforms
@@ -15,13 +19,30 @@ from llamarl.generation.scheduler import QueuedRequest
 from llamarl.types import FinishReason, Request
 
 _NO_ID = -1
+UNUSED = {"temperature": 1.0, "greedy": False, "top_k": 0, "top_p": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """A step on its way: one token for each of `slots`, by the weights of `version`.
+
+    `num_released` is `RunningBatch.num_released` of these slots at the launch. `read` waits for ids
+    int [n] and log-probs float32 [n].
+    """
+
+    slots: np.ndarray
+    num_released: np.ndarray
+    version: int
+    read: Callable[[], tuple[np.ndarray, np.ndarray]]
 
 
 class RunningBatch:
     """Rollouts by slot; `occupied` bool [slots] marks the slots that hold one.
 
     `sequence` int32 [slots, context] is prompt and response; `cached` int64 [slots] counts the
-    tokens whose keys and values are stored: all but the last one.
+    tokens whose keys and values are stored: all but the last one. `in_flight` counts the tokens
+    that a launched step computes, and `num_released` the rollouts that have left a slot: what a
+    step wrote for one that is gone is dropped.
     """
 
     def __init__(self, num_slots: int, num_positions: int, device: torch.device) -> None:
@@ -39,6 +60,8 @@ class RunningBatch:
         # position beyond every cached prompt, and they have no sampling parameters of their own.
         self._spare = num_positions - 2
         self.cached = np.full(num_slots, self._spare, np.int64)
+        self.in_flight = np.zeros(num_slots, np.int64)
+        self.num_released = np.zeros(num_slots, np.int64)
         self.limit = np.zeros(num_slots, np.int64)  # total tokens at which it must stop
         self.segment_end = np.zeros(num_slots, np.int64)  # total tokens at which it is cut
         self.stop_ids = np.full((num_slots, 1), _NO_ID, np.int64)
@@ -100,35 +123,43 @@ class RunningBatch:
             num_kept=self.num_kept.pop(slot),
         )
         self.occupied[slot] = self.watches_text[slot] = False
-        self.cached[slot] = self._spare
+        self.cached[slot], self.in_flight[slot] = self._spare, 0
+        self.num_released[slot] += 1
         self.temperature[slot], self.top_k[slot], self.top_p[slot] = 1.0, 0, 1.0
         self.greedy[slot] = False
         return self.requests.pop(slot), written
 
     def sampling_rows(self, slots: np.ndarray) -> SamplingRows:
         """Sampling parameters of `slots`; None for those that no rollout uses."""
-        temperature, greedy = self.temperature[slots], self.greedy[slots]
-        top_k, top_p = self.top_k[slots], self.top_p[slots]
-
-        def column(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).unsqueeze(1).to(self._device)
-
-        return SamplingRows(
-            temperature=column(temperature) if (temperature != 1).any() else None,
-            greedy=column(greedy) if greedy.any() else None,
-            top_k=column(top_k) if (top_k > 0).any() else None,
-            top_p=column(top_p) if (top_p < 1).any() else None,
-        )
+        arrays = {
+            "temperature": self.temperature[slots],
+            "greedy": self.greedy[slots],
+            "top_k": self.top_k[slots],
+            "top_p": self.top_p[slots],
+        }
+        used = {
+            name: torch.from_numpy(array).unsqueeze(1)
+            for name, array in arrays.items()
+            if (array != UNUSED[name]).any()
+        }
+        sent = platform_of(self._device).send([*used.values()], self._device)
+        return SamplingRows(**(dict.fromkeys(arrays) | dict(zip(used, sent, strict=True))))
 
     def append(
-        self, slots: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, version: int
+        self, step: DecodeStep, ids: np.ndarray, logprobs: np.ndarray
     ) -> list[tuple[int, FinishReason]]:
-        """Add one token to each of `slots`; returns the slots that stopped, and why."""
+        """Add one token to each rollout that is still in its slot; returns the slots that stopped,
+        and why."""
+        slots = step.slots
+        is_there = self.num_released[slots] == step.num_released
+        if not is_there.all():
+            slots, ids, logprobs = slots[is_there], ids[is_there], logprobs[is_there]
+        self.in_flight[slots] -= 1
         place = self.cached[slots] + 1
         self.cached[slots] = place
         self.sequence[slots, place] = ids
         self.logprobs[slots, place] = logprobs
-        self.versions[slots, place] = version
+        self.versions[slots, place] = step.version
         stopped = (self.stop_ids[slots] == ids[:, None]).any(axis=1)
         full = place + 1 >= self.limit[slots]
         cut = place + 1 >= self.segment_end[slots]

@@ -39,9 +39,14 @@ class Packing:
     blocks: tuple[AttentionBlock, ...]
 
 
-def make_packing(lengths: Sequence[int], device: torch.device) -> Packing:
-    """Positions and attention blocks of rollouts of these lengths (at least 1, in packed order)."""
-    sizes = np.asarray(lengths, dtype=np.int64)
+def make_packing(lengths: Sequence[int], multiple: int = 1) -> Packing:
+    """Positions and attention blocks of rollouts of these lengths (at least 1, in packed order), in
+    host memory; and of one more that makes the tokens a `multiple`, if they are not. ValueError for
+    other lengths."""
+    if min(lengths, default=0) < 1:
+        raise ValueError(f"lengths must be above 0, and at least one, got {tuple(lengths)}")
+    num_added = -sum(lengths) % multiple
+    sizes = np.asarray([*lengths, *[num_added] * (num_added > 0)], dtype=np.int64)
     starts = np.cumsum(sizes) - sizes
     positions = np.arange(sizes.sum()) - np.repeat(starts, sizes)
     longest = int(sizes.max())
@@ -53,20 +58,18 @@ def make_packing(lengths: Sequence[int], device: torch.device) -> Packing:
         for i in range(1, len(order) + 1):
             if i == len(order) or sizes[order[i]] * SPLIT_RATIO < sizes[order[first]]:
                 chosen = order[first:i]
-                blocks.append(_block(sizes[chosen], starts[chosen], device))
+                blocks.append(_block(sizes[chosen], starts[chosen]))
                 first = i
-    return Packing(torch.from_numpy(positions).to(device), longest, tuple(blocks))
+    return Packing(torch.from_numpy(positions), longest, tuple(blocks))
 
 
-def _block(sizes: np.ndarray, starts: np.ndarray, device: torch.device) -> AttentionBlock:
+def _block(sizes: np.ndarray, starts: np.ndarray) -> AttentionBlock:
     width = int(sizes[0])
     before = np.cumsum(sizes) - sizes
     offset = np.arange(sizes.sum()) - np.repeat(before, sizes)
     tokens = np.repeat(starts, sizes) + offset
     cells = np.repeat(np.arange(len(sizes)) * width, sizes) + offset
-    return AttentionBlock(
-        len(sizes), width, torch.from_numpy(tokens).to(device), torch.from_numpy(cells).to(device)
-    )
+    return AttentionBlock(len(sizes), width, torch.from_numpy(tokens), torch.from_numpy(cells))
 
 
 def packed_attention(

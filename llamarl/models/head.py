@@ -3,7 +3,7 @@
 Owns: the only place of the trainer where logits exist, a chunk of tokens at a time, in forward and
 in backward. Does not own: which tokens count (the loss). Invariant: logits and softmax are float32
 with any compute dtype (bfloat16 logits would move log-probs by hundredths), and at most
-CHUNK_ELEMENTS logits are in memory.
+`Platform.num_logits` logits are in memory.
 """
 
 from typing import Any, NamedTuple
@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
-"""Logits computed at once: 64 MiB in float32; on a GPU 512 MiB, because each chunk reads the whole
-head: with a vocabulary of 128,256 that is 1,024 tokens instead of 128. The planner adds an entry
-for the meta device."""
+from llamarl.device.devices import platform_of
+
 TILE_TOKENS = 128  # a chunk is a multiple of the tile that GPU kernels of matrix products work on
 
 
@@ -108,7 +106,7 @@ class _TokenStats(torch.autograd.Function):
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS[hidden.device.type] // len(weight))
+    size = max(1, platform_of(hidden.device).num_logits // len(weight))
     size -= size % TILE_TOKENS if size > TILE_TOKENS else 0
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
@@ -134,7 +132,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> t
     """float32 [n, V]."""
     if hidden.dtype == torch.float32:
         logits = hidden @ weight.t()
-    elif hidden.device.type != "cpu":  # CUDA, and meta in the planner
+    elif platform_of(hidden.device).has_wide_mm:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:  # CPUs have no such kernel, but a float32 product is no slower there
         logits = hidden.float() @ weight.float().t()

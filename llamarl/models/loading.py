@@ -26,13 +26,25 @@ def load_model(
 
     ValueError if the checkpoint is missing or does not fit.
     """
+    model = empty_model(checkpoint, config, device, mesh, dtype)
+    hf.load_into(dict(model.named_parameters()), checkpoint)
+    model.prepare()
+    reshard(model)
+    return model
+
+
+def empty_model(
+    checkpoint: str,
+    config: TrainerConfig,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    dtype: torch.dtype,
+) -> TrainedModel:
+    """The same before its weights are read: of the checkpoint only config.json is."""
     model = _build(checkpoint, config, dtype)
     if mesh is not None:
         parallelize(model, mesh, config)
     model.to_empty(device=device)
-    hf.load_into(dict(model.named_parameters()), checkpoint)
-    model.prepare()
-    reshard(model)
     return model
 
 

@@ -8,6 +8,7 @@ model.
 
 import math
 from collections.abc import Callable
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -17,41 +18,57 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from llamarl.config import TrainerConfig
+from llamarl.device.devices import send
 from llamarl.models import hf
 from llamarl.models.dcp_index import SavedShards
 from llamarl.models.loading import load_model
 from llamarl.models.parallelize import gather, reshard
 from llamarl.models.snapshot import Snapshot
+from llamarl.models.trained_model import TrainedModel
 
 
 class Policy:
-    """A checkpoint under training, sharded over `mesh`; every method is called on all ranks.
+    """A sharded model under training, whose ranks are those of the default process group; every
+    method is called on all of them.
 
-    All methods must run on one thread; `snapshot` may write its copy on another. ValueError if the
-    checkpoint is missing or does not fit.
+    `checkpoint` and `tokenizer` are the folders that an export copies from. All methods must run on
+    one thread; `snapshot` may write its copy on another.
     """
 
     def __init__(
         self,
-        checkpoint: str,
-        mesh: DeviceMesh,
+        model: TrainedModel,
         config: TrainerConfig,
-        seed: int,
+        checkpoint: str,
         tokenizer: str | None = None,
     ) -> None:
-        torch.manual_seed(seed)
         self._checkpoint = checkpoint
         self._tokenizer = tokenizer
-        self._num_ranks = mesh.size()
+        self._num_ranks = dist.get_world_size()
         self._gathers_once = config.reshard_after == "step"
-        device = torch.device(mesh.device_type)
-        self.model = load_model(checkpoint, config, device, mesh, torch.float32)
+        self.model = model
         self.parameters: dict[str, DTensor] = {}
         for name, parameter in self.model.named_parameters():
             assert isinstance(parameter, DTensor), name
             self.parameters[name] = parameter
         self._optimizer = _make_optimizer(list(self.parameters.values()), config)
-        self.snapshot = Snapshot()
+        self.snapshot = Snapshot(next(iter(self.parameters.values())).device)
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: str,
+        mesh: DeviceMesh,
+        config: TrainerConfig,
+        seed: int,
+        tokenizer: str | None = None,
+    ) -> Self:
+        """The weights of a checkpoint, sharded over `mesh`. ValueError if it is missing or does not
+        fit."""
+        torch.manual_seed(seed)
+        device = torch.device(mesh.device_type)
+        model = load_model(checkpoint, config, device, mesh, torch.float32)
+        return cls(model, config, checkpoint, tokenizer)
 
     def movable(self, tag: str) -> list[torch.Tensor]:
         """This rank's memory of one tag, "weights" or "state" (gradients and moments), which may
@@ -78,9 +95,9 @@ class Policy:
         if not sharded:
             return 0.0
         grads = [grad.to_local() for grad in sharded]
-        copies = torch.tensor([_num_copies(grad) for grad in sharded], dtype=torch.float64)
         squares = torch.stack(torch._foreach_norm(grads)).double().square()
-        square = (squares / copies.to(squares.device)).sum()
+        copies = torch.tensor([_num_copies(grad) for grad in sharded], dtype=torch.float64)
+        square = (squares / send(copies, squares.device)).sum()
         if self._num_ranks > 1:
             dist.all_reduce(square)
         norm = square.sqrt().item() / denominator

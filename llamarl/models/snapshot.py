@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from llamarl.checkpoints import manifest
+from llamarl.device.devices import platform_of
 from llamarl.models import hf
 
 WRITE_LIMIT = timedelta(days=1)  # the fastest rank waits so long for the slowest one
@@ -31,7 +32,8 @@ class Snapshot:
     The copy's memory is allocated by the first `take` and kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._platform = device, platform_of(device)
         self._group = dist.new_group(backend="gloo", timeout=WRITE_LIMIT)
         self._copies: dict[str, torch.Tensor] = {}
 
@@ -44,13 +46,12 @@ class Snapshot:
             if not self._is_room(state, host, available_bytes()):
                 return False
             self._copies = {
-                name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                name: torch.empty_like(tensor, device="cpu", pin_memory=self._platform.runs_ahead)
                 for name, tensor in state.items()
             }
         for name, copy in self._copies.items():
             _local(copy).copy_(_local(state[name]), non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        self._platform.synchronize(self._device)
         return True
 
     def write_copy(self, folder: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from llamarl.models.attention import Packing
 from llamarl.models.head import TokenStats
 
 
@@ -18,6 +19,9 @@ class TrainedModel(nn.Module, ABC):
 
     Its `named_parameters` have the names and shapes of the checkpoint's tensors.
     """
+
+    num_tensor_ranks = 1
+    """Ranks that split the model by tensor parallel: it computes a multiple of as many tokens."""
 
     @property
     @abstractmethod
@@ -37,12 +41,13 @@ class TrainedModel(nn.Module, ABC):
     def forward(
         self,
         token_ids: torch.Tensor,
-        lengths: Sequence[int],
+        packing: Packing,
         targets: torch.Tensor,
         temperature: float,
     ) -> TokenStats:
         """Log-probs of `targets` and entropies at `temperature` for packed rollouts.
 
-        `token_ids`, `targets` int64 [N]; `lengths` the rollouts' sizes in order, their sum is N.
-        Returns float32 [N] each. No rollout sees another one.
+        `token_ids`, `targets` int64 [N]; `packing` of the rollouts' N tokens, made a multiple of
+        `num_tensor_ranks`, on the same device. Returns float32 [N] each. No rollout sees another
+        one.
         """

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from llamarl.device.devices import send
 from llamarl.models.architecture import Architecture
 from llamarl.models.attention import Packing, make_packing, packed_attention
 from llamarl.models.head import TokenStats, token_stats
@@ -48,7 +49,6 @@ class Transformer(TrainedModel):
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         self.architecture = architecture
-        self.num_tensor_ranks = 1
         self.model = DecoderStack(architecture)
         self.lm_head = (
             None
@@ -59,12 +59,12 @@ class Transformer(TrainedModel):
     def forward(
         self,
         token_ids: torch.Tensor,
-        lengths: Sequence[int],
+        packing: Packing,
         targets: torch.Tensor,
         temperature: float,
     ) -> TokenStats:
-        """See TrainedModel. ValueError if the lengths do not add up to N, at least 1."""
-        hidden = self.hidden_states(token_ids, lengths)
+        """See TrainedModel. ValueError if the packing is of another number of tokens."""
+        hidden = self.hidden_states(token_ids, packing)
         weight = self.head_weight
         if self.num_tensor_ranks == 1:
             return token_stats(hidden, weight, targets, temperature)
@@ -74,28 +74,31 @@ class Transformer(TrainedModel):
         group = weight.device_mesh.get_group()
         return token_stats(hidden, weight.to_local(), targets, temperature, group)
 
-    def hidden_states(self, token_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def hidden_states(self, token_ids: torch.Tensor, packing: Packing) -> torch.Tensor:
         """Final normalised states [N, hidden_size] of packed rollouts."""
-        if sum(lengths) != len(token_ids) or min(lengths, default=0) < 1:
-            raise ValueError(
-                f"lengths must be above 0 and add up to {len(token_ids)} tokens, got {lengths}"
-            )
-        if self.num_tensor_ranks == 1:
-            return self.model(token_ids, make_packing(lengths, token_ids.device))
-        from torch.distributed.tensor import DTensor, Partial
-
         num_tokens = len(token_ids)
         num_added = -num_tokens % self.num_tensor_ranks
+        if len(packing.positions) != num_tokens + num_added:
+            raise ValueError(
+                f"packing must be of {num_tokens + num_added} tokens for {num_tokens} token ids, "
+                f"got {len(packing.positions)}"
+            )
+        if self.num_tensor_ranks == 1:
+            return self.model(token_ids, packing)
+        from torch.distributed.tensor import DTensor, Partial
+
         if num_added:  # as a rollout of its own, whose states are dropped
-            token_ids, lengths = F.pad(token_ids, (0, num_added)), (*lengths, num_added)
-        hidden = self.model(token_ids, make_packing(lengths, token_ids.device))
+            token_ids = F.pad(token_ids, (0, num_added))
+        hidden = self.model(token_ids, packing)
         assert isinstance(hidden, DTensor)
         # In the head each rank's gradient is that of its part of the vocabulary: they are summed.
         return hidden.full_tensor(grad_placements=[Partial()])[:num_tokens]
 
     def logits(self, token_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """All logits [N, vocab_size] at once: for tests and small models."""
-        return F.linear(self.hidden_states(token_ids, lengths), self.head_weight)
+        """All logits [N, vocab_size] at once of rollouts of these lengths: for tests and small
+        models."""
+        packing = send(make_packing(lengths, self.num_tensor_ranks), token_ids.device)
+        return F.linear(self.hidden_states(token_ids, packing), self.head_weight)
 
     @property
     def layers(self) -> Sequence[nn.Module]:

@@ -22,8 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
+from llamarl.device.devices import platform_of, send
 from llamarl.models.attention import AttentionBlock, Packing, make_packing, packed_attention
-from llamarl.models.head import CHUNK_ELEMENTS, TokenStats, token_stats
+from llamarl.models.head import TokenStats, token_stats
 from llamarl.models.trained_model import TrainedModel
 from llamarl.models.transformer import recomputed
 
@@ -121,11 +122,10 @@ class TransformersModel(TrainedModel):
     def forward(
         self,
         token_ids: torch.Tensor,
-        lengths: Sequence[int],
+        packing: Packing,
         targets: torch.Tensor,
         temperature: float,
     ) -> TokenStats:
-        packing = make_packing(lengths, token_ids.device)
         if self._is_packed:
             given: dict[str, Any] = {"position_ids": packing.positions[None], "packing": packing}
             return self._stats(token_ids[None], targets, temperature, **given)
@@ -180,8 +180,8 @@ class TransformersModel(TrainedModel):
             return False  # chunks are in the mask, which ours does not read
         try:
             self.causal.set_attn_implementation(ATTENTION)
-            with torch.no_grad(), torch.device("meta") as meta:
-                packing = make_packing(TRIAL_LENGTHS, meta)
+            with torch.no_grad(), torch.device("meta"):
+                packing = send(make_packing(TRIAL_LENGTHS), torch.device("meta"))
                 ids = torch.zeros(1, sum(TRIAL_LENGTHS), dtype=torch.int64)
                 given: dict[str, Any] = {"position_ids": packing.positions[None]}
                 self.causal(input_ids=ids, use_cache=False, packing=packing, **given)
@@ -203,7 +203,8 @@ class TransformersModel(TrainedModel):
         def stats(neighbour: torch.Tensor) -> torch.Tensor:
             tokens = torch.cat((neighbour, mine))
             lengths = [len(part) for part in (neighbour, mine) if len(part)]
-            return torch.stack(self(tokens, lengths, tokens, 1.0))[:, -second:]
+            packing = send(make_packing(lengths), device)
+            return torch.stack(self(tokens, packing, tokens, 1.0))[:, -second:]
 
         is_packed, self._is_packed, self._is_head_plain = self._is_packed, False, False
         self.causal.set_attn_implementation(self._own_attention)
@@ -263,7 +264,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
 def _logit_stats(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> TokenStats:
     """Of logits [N, V] that the library has changed after the product: their softmax is computed
     again in the backward pass, a chunk of tokens at a time."""
-    size = max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
+    size = max(1, platform_of(logits.device).num_logits // logits.shape[1])
     parts = [
         recompute(_softmax_stats, part, target, temperature, use_reentrant=False)
         for part, target in zip(logits.split(size), targets.split(size), strict=True)

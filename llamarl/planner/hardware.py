@@ -14,7 +14,8 @@ from llamarl.config.check import require
 from llamarl.config.pools import pools_of
 from llamarl.config.rank_assignment import assign
 from llamarl.config.run import read_prices
-from llamarl.models.gpu_kind import size_bytes
+from llamarl.device.card import size_bytes
+from llamarl.device.names import CPU, GPU, is_gpu
 
 HOUR_S = 3600
 EFFICIENCY = 0.7
@@ -48,7 +49,6 @@ class Gpu:
     price: float | None = None
 
 
-CPU = "cpu"
 """The entry for ranks without a GPU."""
 
 # Memory is what nvidia-smi (NVML) shows as total. Peaks are dense: data sheets that print them
@@ -208,11 +208,11 @@ GPUS: dict[str, Gpu] = {
 }
 
 
-def gpu(name: str, device: str = "cuda") -> Gpu:
+def gpu(name: str, device: str = GPU) -> Gpu:
     """What a rank on this kind of `device` has: the GPU of this name (`cluster.gpu`), or a CPU's
     share. Of a size only the memory is known. ValueError that lists the names if there is no such
     GPU."""
-    if device == "cpu":
+    if not is_gpu(device):
         return GPUS[CPU]
     known = [each for each in GPUS if each != CPU]
     num_bytes = size_bytes(name)

@@ -32,6 +32,8 @@ from llamarl.data.tokenizer import (
     split_stops,
 )
 from llamarl.dataflow.graph import INFER, FrozenModel, Graph
+from llamarl.device.driver import ALLOCATOR_VARIABLES, has_driver
+from llamarl.device.names import GPU
 from llamarl.environments.contained import missing
 from llamarl.environments.definition import Kinds, schemas_of
 from llamarl.environments.prompts import (
@@ -60,8 +62,6 @@ SHAPES = "shapes"  # of an architecture: a checkpoint's tensors show them
 PROMPTS = "data.prompts"
 TASK = "task"  # in place of a file of prompts
 NUM_MEASURED = 256  # prompts; a plan needs only their mean length
-GPU_DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"
-ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # old and new name
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # ORGANISATION/MODEL
 
 
@@ -236,8 +236,7 @@ def read_frozen(config: Config, graph: Graph) -> dict[str, Architecture]:
 
 def _check_devices(config: Config) -> None:
     """ValueError for a GPU on a machine without a driver; `cluster.hosts` check their own."""
-    has_driver = any(map(os.path.exists, GPU_DRIVER_FILES))
-    is_able = has_driver or bool(config.cluster.hosts)
+    is_able = has_driver() or bool(config.cluster.hosts)
     must = "be cpu on a machine without a GPU"
     for pool in pools_of(config.generator):
         with named(pool):
@@ -247,11 +246,11 @@ def _check_devices(config: Config) -> None:
 
 def _check_allocator(config: Config) -> None:
     """ValueError if torch's allocator makes GPU memory that other processes cannot map by its
-    handle without a system call that containers forbid (pidfd_getfd). With cuda_ipc there is one
-    host, so all processes have this environment."""
+    handle without a system call that containers forbid (pidfd_getfd). Such a run has one host, so
+    all processes have this environment."""
     transport = TRANSPORTS[config.weights.transport]
-    needs_handles = transport.is_mapped and transport.device == "cuda"
-    must = "not have expandable_segments:True with weights.transport=cuda_ipc"
+    needs_handles = transport.is_mapped and transport.device == GPU
+    must = f"not have expandable_segments:True with weights.transport={config.weights.transport}"
     for name in ALLOCATOR_VARIABLES if needs_handles else ():
         settings = os.environ.get(name, "")
         is_able = "expandable_segments:true" not in settings.lower().replace(" ", "")

@@ -18,6 +18,7 @@ from typing import Any
 
 from llamarl.config import Config
 from llamarl.config.rank_assignment import Device, place_generator
+from llamarl.device.names import is_gpu
 from llamarl.loop.controller import Controller
 from llamarl.run.fleet import Fleet
 from llamarl.storage.channel import Packet
@@ -141,15 +142,15 @@ class RunControl:
         num_ranks = len(replicas) * generator.num_ranks
         if not replicas:
             raise ValueError("generators must be more than before with host=ADDRESS")
-        is_cuda, room = generator.device == "cuda", config.cluster.num_gpus_per_host
-        if is_cuda and num_ranks > room:
+        on_gpus, room = is_gpu(generator.device), config.cluster.num_gpus_per_host
+        if on_gpus and num_ranks > room:
             raise ValueError(f"generators must fit on {address}, got {num_ranks} ranks for {room}")
         if TRANSPORTS[transport := config.weights.transport].is_mapped:
             raise ValueError(f"weights.transport must be collective for a host, got {transport}")
         executors = self.fleet.executors
         assert executors.add_host is not None
         host = await executors.add_host(address)
-        devices = (Device(host=host, gpu=i if is_cuda else None) for i in range(num_ranks))
+        devices = (Device(host=host, gpu=i if on_gpus else None) for i in range(num_ranks))
         for replica in replicas:
             executors.places[f"generator-{replica}"] = [*islice(devices, generator.num_ranks)]
 

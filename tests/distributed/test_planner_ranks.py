@@ -12,6 +12,7 @@ import torch
 
 from llamarl.config import EmbeddedConfig, TrainerConfig
 from llamarl.models.architecture import read_architecture
+from llamarl.models.attention import make_packing
 from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
 from llamarl.models.process_group import join, leave
@@ -42,7 +43,8 @@ def saved_bytes(policy: Policy, lengths: tuple[int, ...]) -> int:
 
     token_ids = torch.arange(sum(lengths)) % 7
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        stats = policy.model(token_ids, lengths, token_ids, 1.0)
+        packing = make_packing(lengths, policy.model.num_tensor_ranks)
+        stats = policy.model(token_ids, packing, token_ids, 1.0)
     own = {
         getattr(p, "_local_tensor", p).untyped_storage()._cdata for p in policy.model.parameters()
     }
@@ -59,7 +61,7 @@ async def hold(
     found = []
     try:
         for config in configs:
-            policy = Policy(checkpoint, make_mesh("cpu", config), config, seed=0)
+            policy = Policy.load(checkpoint, make_mesh("cpu", config), config, seed=0)
             saved = saved_bytes(policy, *fullest_packings(TOKENS, CONTEXT - 1, "flash_cpu"))
             grads = [parameter.grad.to_local() for parameter in policy.parameters.values()]
             moments = [

@@ -11,18 +11,9 @@ import pytest
 import torch
 
 from llamarl.cluster.os_process import environment
-from llamarl.models.process_group import (
-    CLEAN_UP_ONLY,
-    ERROR_HANDLING,
-    INTERFACE,
-    check_gpu,
-    formed_to_fail_alone,
-    interface_address,
-    join,
-    leave,
-    meet,
-    why_no_gpu,
-)
+from llamarl.device.cuda import CLEAN_UP_ONLY, ERROR_HANDLING, formed_to_fail_alone, why_no_gpu
+from llamarl.device.devices import check_gpu
+from llamarl.models.process_group import INTERFACE, interface_address, join, leave, meet
 from llamarl.weights.transports.collective import RouteGroup
 from tests.distributed.test_processes import is_loopback, listening_addresses
 

@@ -62,7 +62,7 @@ async def publish(
 
 
 def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Target) -> Any:
-    policy = Policy(checkpoint, make_mesh("cpu", config), config, 0)
+    policy = Policy.load(checkpoint, make_mesh("cpu", config), config, 0)
     writer = Writer(rank, this_host(), *shard_boxes(policy.parameters))
     writer.tensors.label(0)
     dtype, num_targets = target

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.config import TrainerConfig
 from llamarl.data.micro_batch import micro_batch
+from llamarl.models.attention import make_packing
 from llamarl.models.parallelize import (
     gather,
     make_mesh,
@@ -116,8 +117,8 @@ def add_gradient(model: Transformer, rows: tuple[int, ...]) -> None:
         PROMPT_IDS: [rollout[:1] for rollout in rollouts],
         RESPONSE_IDS: [rollout[1:] for rollout in rollouts],
     }
-    packed = micro_batch(columns, rows, torch.device("cpu"))
-    stats = model(packed.token_ids, packed.lengths, packed.targets, 0.8)
+    packed = micro_batch(columns, rows, model.num_tensor_ranks)
+    stats = model(packed.token_ids, packed.packing, packed.targets, 0.8)
     logprobs, entropy = stats.logprobs[packed.response], stats.entropy[packed.response]
     (logprobs.sum() + 0.1 * entropy.sum()).backward()
 
@@ -278,7 +279,9 @@ async def compile_packings(rank: int, num_ranks: int, rendezvous: str) -> tuple[
             for size in range(start, 3 * start):
                 ids = torch.arange(3 * size) % 76
                 lengths = (size, 2 * size - 1, 1) if size % 2 else (3 * size,)
-                model(ids, lengths, ids, 1.0).logprobs.sum().backward()
+                model(
+                    ids, make_packing(lengths, model.num_tensor_ranks), ids, 1.0
+                ).logprobs.sum().backward()
             found.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         return found[0], found[1]
     finally:

@@ -76,6 +76,10 @@ class Options:
             prompts=found,
         )
 
+    @property
+    def engine_runs_ahead(self) -> bool:
+        return self.runner != "eager"
+
     def engine(self) -> EmbeddedEngine:
         config = EmbeddedConfig(
             max_num_seqs=self.slots,
@@ -87,7 +91,7 @@ class Options:
         engine = EmbeddedEngine(
             ARCHITECTURES[self.variant],
             config,
-            is_padded=self.runner != "eager",
+            is_padded=self.engine_runs_ahead,
             decode_text=self.decode_text,
         )
         if self.runner == "recorded":

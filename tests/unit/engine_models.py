@@ -18,6 +18,7 @@ from llamarl.generation.model_runner import PaddedRunner
 from llamarl.generation.protocol import RequestOutput
 from llamarl.generation.quantized import QuantizedMatrix, make_scratch
 from llamarl.models.architecture import RopeScaling
+from llamarl.models.attention import make_packing
 from llamarl.models.transformer import Transformer
 from llamarl.types import Request, Sampling
 
@@ -105,7 +106,7 @@ def model_logprobs(model: Transformer, item: RequestOutput, temperature: float =
     tokens = torch.tensor([*prompt, *ids])
     targets = torch.tensor([*prompt[1:], *ids, 0])
     with torch.no_grad():
-        stats = model(tokens, [len(tokens)], targets, temperature)
+        stats = model(tokens, make_packing([len(tokens)]), targets, temperature)
     return stats.logprobs[len(prompt) - 1 : -1].numpy()
 
 
@@ -162,5 +163,4 @@ def record_steps(engine: EmbeddedEngine) -> FrozenGraphs:
     """Let `engine`, whose steps are padded, record and replay them as it does on a GPU."""
     graphs = FrozenGraphs(engine._decoder)
     engine._runner = PaddedRunner(engine._decoder, engine._cache, graphs)
-    engine._arrange()
     return graphs

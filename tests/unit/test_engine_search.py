@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from llamarl.config import EmbeddedConfig
-from llamarl.generation import cpu_kv_cache, cuda_kv_cache, model_runner, quantized, scheduler
+from llamarl.device.devices import PLATFORMS
+from llamarl.generation import cpu_kv_cache, model_runner, padded_kv_cache, scheduler
 from llamarl.generation import engine as engine_module
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.protocol import PartialOutput, RequestOutput
@@ -154,8 +155,7 @@ class Search:
                 self.memories[0].copy_(weights)
             if not options.alternates or self.rng.random() < 0.5:
                 weights = self.memories[0]
-            running = engine.num_running
-            assert engine.commit(weights, version) == running
+            assert engine.commit(weights, version) == engine.num_running
             self.models[version] = reference(options.variant, options.quantization, self.number)
             for memory in self.memories[not engine.memory.is_staged :]:
                 memory.fill_(torch.nan)  # the next version may be written there
@@ -183,7 +183,7 @@ class Search:
         self.onload()
         self.engine.abort_requests([*self.open])
         self.aborted |= dict.fromkeys(self.open, len(self.history))
-        self.end(self.engine.decode())
+        self.end(self.engine.decode(), len(self.history))
         assert self.engine.decode() == []
         self.engine.forget_prompts()
         self.engine.version = -1
@@ -200,25 +200,29 @@ class Search:
         engine.admit()
         self.check_waiting()
         self.history.append(engine.version)
-        self.end(engine.decode())
+        self.end(engine.decode(), len(self.history) - self.options.engine_runs_ahead)
         assert engine.num_running + len(engine._queue) == len(self.open)
         assert engine.num_running <= self.options.slots
 
     def check_waiting(self) -> None:
         """What may start does so once enough slots are free, whatever else waits."""
-        live = [each.request for row_id, each in self.open.items() if row_id not in self.aborted]
+        ended = {item.request.row_id for item in self.engine._done} | self.aborted.keys()
+        live = [each.request for row_id, each in self.open.items() if row_id not in ended]
         may_run = [request for request in live if request.min_version <= self.engine.version]
         num_running = self.engine.num_running
         if self.engine.version >= 0 and len(may_run) > num_running:
             fewest = scheduler.fewest_free(self.options.slots, len(may_run) - num_running)
             assert self.options.slots - num_running < fewest
 
-    def end(self, done: list[RequestOutput]) -> None:
+    def end(self, done: list[RequestOutput], last: int) -> None:
+        """`last`: how many steps the engine had made when it knew that these had stopped."""
         for item in done:
-            self.check(item)
+            self.check(item, last)
             row_id = item.request.row_id
             del self.open[row_id]
             is_aborted = item.reason is FinishReason.ABORTED
+            if self.options.engine_runs_ahead and not is_aborted:  # it had ended before
+                self.aborted.pop(row_id, None)
             assert is_aborted == (row_id in self.aborted)
             self.aborted.pop(row_id, None)
             is_turn = item.reason is FinishReason.STOP and item.request.has_turns
@@ -249,7 +253,7 @@ class Search:
             )
             self.partial[request.row_id] = Open(replace(request, resume=True), more, self.chain)
 
-    def check(self, item: RequestOutput) -> None:
+    def check(self, item: RequestOutput, last: int) -> None:
         options, written = self.options, item.written
         rollout = self.open[item.request.row_id]
         assert item.request is rollout.request
@@ -264,12 +268,13 @@ class Search:
         assert by_model == sorted(by_model)
         new = labels[num_before:]
         # It was in a slot until the last step, and each step wrote one token of it.
-        last = self.aborted.get(item.request.row_id, len(self.history))
+        is_aborted = item.reason is FinishReason.ABORTED
+        if is_aborted:
+            last = self.aborted[item.request.row_id]
         assert new == self.history[last - len(new) : last]
         assert min(new, default=item.request.min_version) >= item.request.min_version
         turn = max((i + 1 for i, label in enumerate(labels) if label == NO_VERSION), default=0)
         end = first_end(item.request, ids, num_before, options.context, options.decode_text, turn)
-        is_aborted = item.reason is FinishReason.ABORTED
         assert end == (None if is_aborted else (len(ids), item.reason))
         # What was kept was computed before; what was added since, under the first new version.
         self.chain = new or rollout.chain
@@ -293,12 +298,12 @@ def patch(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
     for module in (cpu_kv_cache, engine_module, model_runner):
         monkeypatch.setattr(module, "PLAN_STEPS", steps)
     monkeypatch.setattr(cpu_kv_cache, "BLOCK", rng.choice([1, 4, 32]))
-    monkeypatch.setattr(cuda_kv_cache, "BLOCK", rng.choice([1, 4, 32]))
+    monkeypatch.setattr(padded_kv_cache, "BLOCK", rng.choice([1, 4, 32]))
     monkeypatch.setattr(cpu_kv_cache, "CALL_COST", rng.choice([0, 5, 500]))
     monkeypatch.setattr(model_runner, "SHORTEST", rng.choice([1, 8, 128]))
     monkeypatch.setattr(scheduler, "START_SHARE", rng.choice([1, 2, 16]))
     monkeypatch.setattr(engine_module, "PREFILL_TOKENS", rng.choice([1, 20, 8192]))
-    monkeypatch.setitem(quantized.TILE_ELEMENTS, "cpu", rng.choice([500, 1 << 19]))
+    monkeypatch.setattr(PLATFORMS["cpu"], "num_tiled", rng.choice([500, 1 << 19]))
 
 
 @searched(few=100, many=1000)

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from llamarl.config import EmbeddedConfig
+from llamarl.generation import decoder
+from llamarl.generation.decoder import float32_product
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.quantized import QuantizedMatrix, make_scratch
 from tests.tiny_checkpoints import LLAMA, make_model
@@ -27,7 +29,7 @@ from tests.unit.engine_models import (
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("kind", ["tied", "untied", "int8"])
 def test_a_bfloat16_engine_rounds_its_weights_but_not_its_logits(
-    kind: str, is_padded: bool
+    kind: str, is_padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Log-probs against float64 ones of the very hidden states and head that the engine has."""
     architecture = replace(LLAMA, tie_embeddings=kind == "tied")
@@ -39,20 +41,16 @@ def test_a_bfloat16_engine_rounds_its_weights_but_not_its_logits(
     engine.commit(flat_weights(engine, make_model(architecture, 1)).bfloat16(), 0)
     for row, prompt in enumerate(random_prompts(4)):
         engine.submit(make_request(row, prompt))
-    engine.step()
-    running, slots = engine._running, engine._slots[engine._live]
-    positions = running.cached[slots]
-    tokens = running.sequence[slots, positions]
-    weights = engine._decoder.weights
-    head = weights.head.dequantized() if kind == "int8" else weights.head
+    seen = []
 
-    with torch.inference_mode():
-        logits = engine._runner.compute(tokens, positions)
-        # A head that is the identity lets the hidden states through.
-        size = architecture.hidden_size
-        engine._decoder.weights = replace(weights, head=torch.eye(size, dtype=torch.bfloat16))
-        engine._arrange()
-        hidden = engine._runner.compute(tokens, positions)
+    def record(hidden, head):
+        seen.append((hidden.clone(), head, float32_product(hidden, head)))
+        return seen[-1][2].clone()  # sampling overwrites them
+
+    monkeypatch.setattr(decoder, "float32_product", record)
+    engine.step()
+    hidden, head, logits = seen[-1]
+    head = head.dequantized() if kind == "int8" else head
     exact = (hidden.double() @ head.double()).log_softmax(-1)
     assert logits.dtype == torch.float32
     assert exact.std() > 1  # bfloat16 rounds numbers of this size by up to 0.01

@@ -70,15 +70,24 @@ def test_padded_and_recorded_steps_write_what_plain_ones_write(kind: str) -> Non
     assert graphs.num_forgotten == 3  # the first commit binds; the others overwrite; twice asked
     plain, padded = done
     assert len(plain) == len(padded) == 14
+    num_tokens = num_compared = 0
     for row, item in plain.items():
-        other = padded[row].written
+        # A slot is known to be free one step later there, so what waits may start under a later
+        # version; up to where versions part, all is equal.
+        one, other = item.written, padded[row].written
+        length = min(len(one.ids), len(other.ids))
+        is_same = one.versions[:length] == other.versions[:length]
         if kind == "bfloat16":  # its tokens part ways at the first tie
-            same = np.cumprod(item.written.ids == other.ids).astype(bool)
-            assert np.abs(item.written.logprobs - other.logprobs)[same].max(initial=0) < 0.3
+            is_same &= one.ids[:length] == other.ids[:length]
+        alike = slice(int(np.cumprod(is_same).sum()))
+        num_tokens, num_compared = num_tokens + len(one.ids), num_compared + alike.stop
+        differences = np.abs(one.logprobs[alike] - other.logprobs[alike])
+        if kind == "bfloat16":
+            assert differences.max(initial=0) < 0.3
             continue
-        assert other.ids.tolist() == item.written.ids.tolist()
-        assert other.versions.tolist() == item.written.versions.tolist()
-        np.testing.assert_allclose(other.logprobs, item.written.logprobs, rtol=1e-5, atol=1e-5)
+        assert other.ids[alike].tolist() == one.ids[alike].tolist()
+        np.testing.assert_allclose(other.logprobs[alike], one.logprobs[alike], rtol=1e-5, atol=1e-5)
+    assert num_compared > num_tokens / (8 if kind == "bfloat16" else 2)
     assert len({version for item in plain.values() for version in item.written.versions}) == 3
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import Config
-from llamarl.models.gpu_kind import is_kind
-from llamarl.models.process_group import check_gpu
+from llamarl.device.card import is_kind
+from llamarl.device.devices import check_gpu
 from llamarl.planner.hardware import CPU, GPUS, gpu
 from llamarl.planner.memory.fit import check_fit, kind_here, on_this_card
 from llamarl.planner.memory.ranks import forecast_memory

@@ -175,10 +175,10 @@ def test_gpu_memory_that_others_cannot_map_by_its_handle_is_refused(
 def test_a_gpu_on_a_machine_without_one_is_refused_by_its_own_key(
     section: str, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llamarl.recipe.inputs.GPU_DRIVER_FILES", (str(recipe / "nowhere"),))
+    monkeypatch.setattr("llamarl.device.driver.DRIVER_FILES", (str(recipe / "nowhere"),))
     with pytest.raises(ValueError, match=f"{section}.device must be cpu on a machine without a "):
         read(recipe, [f"{section}.device=cuda", "weights=collective"])
-    monkeypatch.setattr("llamarl.recipe.inputs.GPU_DRIVER_FILES", (str(recipe),))
+    monkeypatch.setattr("llamarl.device.driver.DRIVER_FILES", (str(recipe),))
     read(recipe, [*GPUS, "weights=collective"])
 
 

@@ -11,7 +11,6 @@ from llamarl.algorithms.policy_loss import policy_loss
 from llamarl.data.micro_batch import column, micro_batch
 from llamarl.types import GENERATOR_LOGPROBS, PROMPT_IDS, RESPONSE_IDS
 
-CPU = torch.device("cpu")
 COLUMNS = {
     PROMPT_IDS: [np.array([1, 2, 3], np.int32), np.array([9], np.int32)],
     RESPONSE_IDS: [np.array([4, 5], np.int32), np.array([6, 7, 8], np.int32)],
@@ -20,21 +19,21 @@ COLUMNS = {
 
 
 def test_packed_rollouts_predict_their_responses_and_nothing_else():
-    packed = micro_batch(COLUMNS, [1, 0], CPU)
+    packed = micro_batch(COLUMNS, [1, 0])
     assert packed.token_ids.tolist() == [9, 6, 7, 1, 2, 3, 4]
     assert packed.targets.tolist() == [6, 7, 8, 2, 3, 4, 5]
-    assert packed.lengths == (3, 4)
+    assert packed.packing.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
     assert packed.targets[packed.response].tolist() == [6, 7, 8, 4, 5]
     assert packed.response_lengths == (3, 2)
-    assert column(COLUMNS, GENERATOR_LOGPROBS, [1, 0], CPU).tolist() == [-3, -4, -5, -1, -2]
+    assert column(COLUMNS, GENERATOR_LOGPROBS, [1, 0]).tolist() == [-3, -4, -5, -1, -2]
 
 
 def test_an_empty_micro_batch_feeds_one_token_and_predicts_none():
-    packed = micro_batch(COLUMNS, [], CPU)
-    assert packed.lengths == (1,)
+    packed = micro_batch(COLUMNS, [])
+    assert packed.packing.positions.tolist() == [0]
     assert len(packed.token_ids) == len(packed.targets) == 1
     assert len(packed.response) == 0
-    assert column(COLUMNS, GENERATOR_LOGPROBS, [], CPU).shape == (0,)
+    assert column(COLUMNS, GENERATOR_LOGPROBS, []).shape == (0,)
 
 
 def outputs(trainer, generator, weights):

@@ -13,8 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.config import EmbeddedConfig, TrainerConfig, VllmConfig
 from llamarl.data.micro_batch import micro_batch
+from llamarl.device.devices import PLATFORMS
+from llamarl.device.platform import Platform
 from llamarl.models import attention, head
 from llamarl.models.architecture import Architecture
+from llamarl.models.attention import make_packing
 from llamarl.models.inventory import check_parallel
 from llamarl.models.transformer import Layer, Transformer, rope_tables
 from tests.allocation import LargestAllocation
@@ -78,7 +81,7 @@ def test_log_probs_entropies_and_gradients_equal_those_of_transformers(
     logprobs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     reference.zero_grad()
     (logprobs @ weights + 0.3 * entropy.sum()).backward()
-    stats = model(ids, LENGTHS, targets, temperature)
+    stats = model(ids, make_packing(LENGTHS), targets, temperature)
     (stats.logprobs @ weights + 0.3 * stats.entropy.sum()).backward()
     torch.testing.assert_close(stats.logprobs, logprobs, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(stats.entropy, entropy, rtol=1e-4, atol=1e-4)
@@ -177,7 +180,7 @@ def test_positions_restart_and_rollouts_do_not_see_each_other(
     merged = model.logits(ids, (NUM_TOKENS,))
     assert relative_error(merged[: LENGTHS[0]], expected[: LENGTHS[0]]) <= TOLERANCE
     assert relative_error(merged[LENGTHS[0] :], expected[LENGTHS[0] :]) > 0.1
-    hidden = model.hidden_states(ids, LENGTHS)
+    hidden = model.hidden_states(ids, make_packing(LENGTHS))
     hidden[: LENGTHS[0]].sum().backward()
     grad = model.model.embed_tokens.weight.grad
     assert grad is not None
@@ -188,7 +191,7 @@ def test_positions_restart_and_rollouts_do_not_see_each_other(
 
 @pytest.mark.parametrize("lengths", [(221,), (13,) * 17, (1,) * 221, (100, 100, 21), LENGTHS])
 def test_blocks_hold_every_token_once_and_waste_little(lengths: tuple[int, ...]) -> None:
-    packing = attention.make_packing(lengths, torch.device("cpu"))
+    packing = make_packing(lengths)
     assert packing.positions.tolist() == [i for length in lengths for i in range(length)]
     assert packing.num_positions == max(lengths)
     tokens = [block.tokens for block in packing.blocks if block.tokens is not None]
@@ -200,9 +203,13 @@ def test_blocks_hold_every_token_once_and_waste_little(lengths: tuple[int, ...])
 
 def test_lengths_that_do_not_add_up_are_refused() -> None:
     model = Transformer(tiny())
-    for lengths in ((3, 3), (8, 0), (9, -1), ()):
-        with pytest.raises(ValueError, match="add up to 8 tokens"):
-            model(torch.zeros(8, dtype=torch.int64), lengths, torch.zeros(8), 1.0)
+    for lengths in ((8, 0), (9, -1), ()):
+        with pytest.raises(ValueError, match="lengths must be above 0, and at least one, got"):
+            make_packing(lengths)
+    for lengths, multiple in (((3, 3), 1), ((3, 4, 1), 3)):
+        packing = make_packing(lengths, multiple)
+        with pytest.raises(ValueError, match="packing must be of 8 tokens for 8 token ids, got"):
+            model(torch.zeros(8, dtype=torch.int64), packing, torch.zeros(8), 1.0)
 
 
 def tiny(**fields: Any) -> Architecture:
@@ -244,8 +251,8 @@ def test_sizes_that_ranks_can_share_evenly_pass() -> None:
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_an_empty_micro_batch_gives_every_parameter_a_zero_gradient(tie_embeddings: bool) -> None:
     model = Transformer(tiny(tie_embeddings=tie_embeddings))
-    packed = micro_batch({}, (), torch.device("cpu"))
-    stats = model(packed.token_ids, packed.lengths, packed.targets, 1.0)
+    packed = micro_batch({}, ())
+    stats = model(packed.token_ids, packed.packing, packed.targets, 1.0)
     stats.logprobs[packed.response].sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -265,7 +272,7 @@ def test_the_head_equals_plain_log_softmax_in_any_chunk_size(
     logprobs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     (up[0].double() @ logprobs + up[1].double() @ entropy).backward()
     for chunk_elements in (1, 31 * 5, 2**24):
-        monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", chunk_elements)
+        monkeypatch.setattr(PLATFORMS["cpu"], "num_logits", chunk_elements)
         got = [x.float().requires_grad_() for x in (hidden, weight)]
         stats = head.token_stats(got[0], got[1], targets, 0.6)
         (up[0] @ stats.logprobs + up[1] @ stats.entropy).backward()
@@ -282,7 +289,7 @@ def test_the_head_never_holds_all_logits() -> None:
     with LargestAllocation() as largest:
         stats = head.token_stats(hidden, weight, torch.zeros(num_tokens, dtype=torch.int64), 1.0)
         stats.logprobs.sum().backward()
-    assert largest.num_bytes <= 4 * head.CHUNK_ELEMENTS["cpu"] < 4 * num_tokens * vocab_size
+    assert largest.num_bytes <= 4 * PLATFORMS["cpu"].num_logits < 4 * num_tokens * vocab_size
 
 
 @pytest.mark.parametrize(
@@ -292,7 +299,9 @@ def test_the_head_never_holds_all_logits() -> None:
 def test_chunks_are_whole_tiles_and_hold_every_token(
     num_elements: int, vocab_size: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(head.CHUNK_ELEMENTS, "meta", num_elements)
+    platform = Platform()
+    platform.num_logits = num_elements
+    monkeypatch.setitem(PLATFORMS, "meta", platform)
     hidden, weight = (torch.empty(n, 4, device="meta") for n in (sum(sizes), vocab_size))
     assert [len(hidden[part]) for part in head._chunks(hidden, weight)] == sizes
 
@@ -302,8 +311,8 @@ def test_softmax_is_float32_under_bfloat16_compute() -> None:
     model = Transformer(tiny()).bfloat16()
     ids = torch.randint(0, 50, (40,))
     with torch.no_grad():
-        hidden = model.hidden_states(ids, (30, 10))
-        stats = model(ids, (30, 10), ids, 1.0)
+        hidden = model.hidden_states(ids, make_packing((30, 10)))
+        stats = model(ids, make_packing((30, 10)), ids, 1.0)
     assert hidden.dtype == torch.bfloat16
     exact = (hidden.double() @ model.head_weight.double().T).log_softmax(-1)
     assert stats.logprobs.dtype == torch.float32
@@ -343,7 +352,7 @@ def test_activation_checkpointing_changes_no_gradient_and_computes_again_what_it
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            stats = model(ids, (50, 10), ids, 1.0)
+            stats = model(ids, make_packing((50, 10)), ids, 1.0)
         with Products() as products:
             stats.logprobs.sum().backward()
         grads[checkpointing] = [parameter.grad for parameter in model.parameters()]

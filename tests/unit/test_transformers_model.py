@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from llamarl.config import TransformersConfig
+from llamarl.models.attention import make_packing
 from llamarl.models.inventory import check_checkpoint, parameter_shapes
 from llamarl.models.loading import load_model
 from llamarl.models.other_architecture import read_any_architecture
@@ -92,7 +93,7 @@ def test_log_probs_and_gradients_are_the_library_s_for_each_rollout_alone(
     assert model._is_packed == FAMILIES[family].is_packed
     assert model._is_head_plain == FAMILIES[family].is_plain
     ids, targets = tokens(1, sum(LENGTHS)), tokens(2, sum(LENGTHS))
-    stats = model(ids, LENGTHS, targets, TEMPERATURE)
+    stats = model(ids, make_packing(LENGTHS), targets, TEMPERATURE)
     (stats.logprobs.sum() + 0.1 * stats.entropy.sum()).backward()
     library = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32).eval()
     for part, target, logprobs, entropy in zip(
@@ -121,8 +122,9 @@ def test_log_probs_and_gradients_are_the_library_s_for_each_rollout_alone(
 def test_a_neighbour_in_the_pack_changes_no_bit(folders: dict[str, Path], family: str) -> None:
     model = load(folders[family])
     mine, targets = tokens(3, 20), tokens(4, 60)
+    packing = make_packing([31, 9, 20])
     seen = [
-        torch.stack(model(torch.cat((tokens(seed, 40), mine)), [31, 9, 20], targets, 1.0))[:, 40:]
+        torch.stack(model(torch.cat((tokens(seed, 40), mine)), packing, targets, 1.0))[:, 40:]
         for seed in (5, 6)
     ]
     if family == "gpt_oss":  # its experts' products round with the tokens of others

@@ -213,7 +213,7 @@ async def _load(config: Any, inputs: Any, cluster: Any, run_dir: str, **_: Any) 
 
     join(f"{run_dir}/.rendezvous-fuzz", 0, 1, torch.device("cpu"))
     mesh = make_mesh("cpu", config.trainer)
-    policy = Policy(inputs.checkpoint, mesh, config.trainer, 0, inputs.tokenizer_folder)
+    policy = Policy.load(inputs.checkpoint, mesh, config.trainer, 0, inputs.tokenizer_folder)
     newest = checkpoint.latest(run_dir)
     if newest is not None:
         policy.restore(str(newest))

@@ -31,10 +31,10 @@ def measure(setting: Setting) -> dict[str, float]:
     checkpoint = make_checkpoint(setting, setting.model, has_weights=False)
     figures = {}
     for batch in setting.batches:
-        figures |= _measure_batch(setting, checkpoint, batch, cuda_graphs=True)
+        figures |= _measure_batch(setting, checkpoint, batch, enforce_eager=False)
     if setting.is_cuda:
         batch = setting.batches[-2]
-        eager = _measure_batch(setting, checkpoint, batch, cuda_graphs=False)
+        eager = _measure_batch(setting, checkpoint, batch, enforce_eager=True)
         figures[f"tokens_per_s_{batch}_without_graphs"] = eager[f"tokens_per_s_{batch}"]
     return figures
 
@@ -44,7 +44,7 @@ def memory(setting: Setting) -> dict[str, float]:
     if not setting.is_cuda:
         raise ValueError("memory is measured on CUDA only")
     checkpoint = make_checkpoint(setting, setting.model, has_weights=False)
-    _measure_batch(setting, checkpoint, max(setting.batches), cuda_graphs=True)
+    _measure_batch(setting, checkpoint, max(setting.batches), enforce_eager=False)
     peak_bytes = torch.cuda.max_memory_allocated()
     config = make_config(setting, checkpoint)
     return against_forecast(config, checkpoint, "generator", peak_bytes)
@@ -68,9 +68,9 @@ def against_forecast(config: object, checkpoint: str, executor: str, peak_bytes:
 
 
 def _measure_batch(
-    setting: Setting, checkpoint: str, batch: int, *, cuda_graphs: bool
+    setting: Setting, checkpoint: str, batch: int, *, enforce_eager: bool
 ) -> dict[str, float]:
-    config = make_config(setting, checkpoint, generator={"cuda_graphs": cuda_graphs})
+    config = make_config(setting, checkpoint, generator={"enforce_eager": enforce_eager})
     architecture = read_architecture(checkpoint)
     engine = EmbeddedEngine(architecture, config.generator)
     weight_buffer = WeightBuffer(

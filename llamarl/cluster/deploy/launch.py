@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from llamarl.config import Config
-from llamarl.config.rank_assignment import devices_of
+from llamarl.config.rank_assignment import needs_gpu
 
 RESUMABLE = os.EX_TEMPFAIL  # 75: exit code of a run that SIGTERM ended; the same command goes on
 SAVE_S = 120  # for the save after checkpoint.grace_s, until the scheduler kills
@@ -52,11 +52,10 @@ def render(config: Config, command: list[str]) -> str:
     )
     templates.filters["shell_words"] = shlex.join
     templates.filters["json"] = partial(json.dumps, ensure_ascii=False)
-    needs_gpu = "cuda" in devices_of(config)
     return templates.get_template(TEMPLATES[config.cluster.scheduler]).render(
         command=command,
         num_hosts=num_hosts,
-        num_gpus=config.cluster.num_gpus_per_host if needs_gpu else 0,
+        num_gpus=config.cluster.num_gpus_per_host if needs_gpu(config) else 0,
         # Seconds from SIGTERM until the scheduler may kill: the step under way, then the save.
         time_to_end_s=math.ceil(config.checkpoint.grace_s) + SAVE_S,
         resumable=RESUMABLE,

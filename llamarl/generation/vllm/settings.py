@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from llamarl.config import VllmConfig
+from llamarl.device.devices import compute_device, platform_of
+from llamarl.device.names import INTERFACE_VARIABLES
 from llamarl.generation.vllm.limits import check_limits, memory_share
 from llamarl.models.other_architecture import AnyArchitecture
-from llamarl.models.process_group import compute_device
 
 PREFILL_TOKENS = 8192  # most tokens of one step: bounds the activations of long prompts
 ENVIRONMENT = {
@@ -30,8 +31,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",  # a checkpoint is a folder
     "VLLM_LOGGING_LEVEL": "ERROR",  # at WARNING it logs its defaults at every start
-    "GLOO_SOCKET_IFNAME": "lo",  # listen on loopback only
-    "NCCL_SOCKET_IFNAME": "lo",
+    **dict.fromkeys(INTERFACE_VARIABLES, "lo"),  # listen on loopback only
 }
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # more threads than idle cores is ten times slower
@@ -71,7 +71,7 @@ def make_core(
             "got one that is in a process group already"
         )
     check_limits(config, architecture)
-    local_rank = compute_device(config.device, "generator.device").index or 0
+    device = compute_device(config.device, "generator.device")
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -82,7 +82,7 @@ def make_core(
         """The one worker of this process; the other ranks run the same steps in theirs."""
 
         def _distributed_args(self) -> tuple[str, int, int]:
-            return f"file://{store_path}", rank, local_rank
+            return f"file://{store_path}", rank, device.index or 0
 
     try:
         _register(architecture)
@@ -90,7 +90,7 @@ def make_core(
         if config.device == "cpu":
             _keep_weights_plain()
         else:
-            total_bytes = torch.cuda.get_device_properties(local_rank).total_memory
+            total_bytes = platform_of(device).card(device).memory_bytes
             arguments.gpu_memory_utilization = memory_share(config, architecture, total_bytes)
         core = EngineCore(arguments.create_engine_config(), RankExecutor, log_stats=False)
     except (ValueError, NotImplementedError, AssertionError) as error:

@@ -8,13 +8,14 @@ The work is done by vLLM's own reload code, which keeps each layer's parameters 
 ("loading form", without storage) beside those that it made of them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from llamarl.device.devices import platform_of
 from llamarl.generation.parameters import ALIGN_BYTES
 
 
@@ -98,30 +99,24 @@ def on_device(
         yield from groups
         return
     slots = [torch.empty(max(num_bytes), dtype=torch.uint8, device=device) for _ in range(2)]
-    is_cuda = device.type == "cuda"
-    computing = torch.cuda.current_stream(device) if is_cuda else None
-    copying = torch.cuda.Stream(device) if is_cuda else None
+    stream = platform_of(device).side_stream(device)
 
-    def begin(index: int) -> tuple[Mapping[str, Tensor], torch.cuda.Event | None]:
-        """Start to copy a group; returns its tensors, and the event of their arrival."""
+    def begin(index: int) -> tuple[Mapping[str, Tensor], Callable[[], None]]:
+        """Start to copy a group; returns its tensors, and what waits for their arrival."""
         slot, end, found = slots[index % 2], 0, dict(groups[index])
-        if copying is not None:
-            copying.wait_stream(computing)  # type: ignore[arg-type]  # reads this slot's last group
-            slot.record_stream(copying)
-        with torch.cuda.stream(copying) if copying is not None else nullcontext():
+        with stream.after_computing(slot):  # which reads this slot's last group
             for name, tensor in _elsewhere(groups[index], device).items():
                 place = slot[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 found[name] = place.copy_(tensor, non_blocking=True)
                 end += _slot_bytes(tensor)
-        return found, copying.record_event() if copying is not None else None
+        return found, stream.mark()
 
     pending = begin(0)
     for index in range(len(groups)):
-        group, arrival = pending
+        group, await_arrival = pending
         if index + 1 < len(groups):
             pending = begin(index + 1)
-        if computing is not None and arrival is not None:
-            computing.wait_event(arrival)
+        await_arrival()
         yield group
 
 

@@ -37,9 +37,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from llamarl.config import Config
-from llamarl.models import head
+from llamarl.device.devices import PLATFORMS, MetaPlatform, send
+from llamarl.device.names import CPU, GPU
 from llamarl.models.architecture import Architecture
-from llamarl.models.attention import SPLIT_RATIO, packed_attention
+from llamarl.models.attention import SPLIT_RATIO, make_packing, packed_attention
 from llamarl.models.parallelize import _split as split
 from llamarl.models.transformer import Layer, Transformer
 
@@ -227,10 +228,11 @@ def _measure(
         token_ids = torch.empty(sum(lengths), dtype=torch.int64, device=META)
         with (
             watch,
-            _chunks_of("cpu" if kernel == "flash_cpu" else "cuda"),
+            _in_pieces_of(CPU if kernel == "flash_cpu" else GPU),
             torch.set_grad_enabled(is_trained),
         ):
-            stats = model(token_ids, lengths, token_ids, 1.0)
+            packing = send(make_packing(lengths, model.num_tensor_ranks), META)
+            stats = model(token_ids, packing, token_ids, 1.0)
             saved = watch.num_bytes
             if not is_trained:
                 return _Measured(saved, 0, watch.peak_bytes, 0, 0)
@@ -253,13 +255,13 @@ def fullest_packings(num_tokens: int, longest: int, kernel: str) -> list[tuple[i
 
 
 @contextmanager
-def _chunks_of(device: str) -> Iterator[None]:
-    """Let the head on the meta device compute as many logits at once as on this kind of device."""
-    head.CHUNK_ELEMENTS["meta"] = head.CHUNK_ELEMENTS[device]
+def _in_pieces_of(device: str) -> Iterator[None]:
+    """Let the meta device compute in the same pieces as this kind of device."""
+    before, PLATFORMS[META.type] = PLATFORMS[META.type], MetaPlatform(PLATFORMS[device])
     try:
         yield
     finally:
-        del head.CHUNK_ELEMENTS["meta"]
+        PLATFORMS[META.type] = before
 
 
 @contextmanager

@@ -1,24 +1,21 @@
 """Whether a recipe fits, asked before a run starts.
 
-Owns: the refusal, a bound for small runs, and the question which GPU this machine has. Does not
-own: the forecast (`ranks.py`) or what a kind of GPU can do. Invariant: torch is imported only if
+Owns: the refusal, a bound for small runs, and which kind of GPU this machine has. Does not own: the
+forecast (`ranks.py`) or what a kind of GPU can do. Invariant: torch is imported only if
 the bound leaves it open whether all fits, so the controller's process never loads it for a small
 run on CPUs, and no CUDA context comes up there.
 """
 
 import logging
 import math
-import os
-import shutil
-import subprocess
 from dataclasses import replace
 
 from llamarl.config import Config, GeneratorConfig, VllmConfig
-from llamarl.config.cluster import AUTO
 from llamarl.config.pools import pools_of
-from llamarl.config.rank_assignment import devices_of
+from llamarl.config.rank_assignment import needs_gpu
+from llamarl.device.card import AUTO, is_kind
+from llamarl.device.driver import cards_here
 from llamarl.models.architecture import Architecture
-from llamarl.models.gpu_kind import is_kind
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.other_architecture import AnyArchitecture, OtherArchitecture
 from llamarl.planner.forecast import NO_MODELS, FrozenModels, RankMemory
@@ -29,9 +26,6 @@ log = logging.getLogger(__name__)
 
 WIDE_BYTES = 4  # of a float32
 GIB = 2**30
-TOOL = "nvidia-smi"
-QUERY = ("--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")
-TIMEOUT_S = 30.0
 FIRST_WITH_BFLOAT16 = 8.0  # compute capability
 
 
@@ -48,7 +42,7 @@ def check_fit(
     if isinstance(architecture, OtherArchitecture):
         log.warning("no forecast of the memory that a %s needs", architecture.model_type)
         return
-    if "cuda" in devices_of(config):
+    if needs_gpu(config):
         config = on_this_card(config)
         check_kinds(config)
     elif upper_bound_bytes(config, architecture, frozen) <= available_bytes():
@@ -119,7 +113,7 @@ def refusal(config: Config, rank: RankMemory) -> str:
     shown = ", ".join(f"{kind} {num_bytes / GIB:.1f}" for kind, num_bytes in largest)
     who = "all processes of a host" if rank.executor == "host" else f"the fullest {rank.executor}"
     where = "this machine has left"
-    if "cuda" in devices_of(config):
+    if needs_gpu(config):
         pools = {pool.key: pool for pool in pools_of(config.generator)}
         pool = pools.get(rank.executor)
         kind = (pool.gpu if pool else "") or config.cluster.planned_gpu
@@ -143,25 +137,15 @@ def on_this_card(config: Config) -> Config:
 def kind_here() -> str:
     """The kind of the card with the least memory of those that this process may use: one that the
     planner knows, else its size, such as 25.3GB. "" if there is none, or the tool does not say."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    which = [f"--id={visible}"] if visible else []
-    if shutil.which(TOOL) is None:
+    cards = cards_here()
+    if not cards:
         return ""
-    command = [TOOL, *QUERY, *which]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-        rows = [line.rsplit(",", 2) for line in done.stdout.splitlines() if line.strip()]
-        cards = [(int(mib) * 2**20, name, float(number)) for name, mib, number in rows]
-    except (OSError, subprocess.TimeoutExpired, ValueError):  # another tool, or a sick driver
-        return ""
-    if done.returncode or not cards:
-        return ""
-    num_bytes, name, capability = min(cards)
-    known = [kind for kind in GPUS if kind != CPU and is_kind(kind, name, num_bytes)]
+    card = min(cards)
+    known = [kind for kind in GPUS if kind != CPU and is_kind(kind, card.name, card.memory_bytes)]
     if known:
         return max(known, key=len)
-    kind = f"{num_bytes / 1e9:.1f}GB"
-    log.info("cluster.gpu: a %s of %s, of which no time is forecast", name, kind)
-    if capability < FIRST_WITH_BFLOAT16:
-        log.warning("a %s has no arithmetic in bfloat16: set float32 as dtypes", name)
+    kind = f"{card.memory_bytes / 1e9:.1f}GB"
+    log.info("cluster.gpu: a %s of %s, of which no time is forecast", kind, card.name)
+    if card.capability < FIRST_WITH_BFLOAT16:
+        log.warning("a %s has no arithmetic in bfloat16: set float32 as dtypes", card.name)
     return kind

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from llamarl.config import Config, VllmConfig
+from llamarl.device.names import is_gpu
 from llamarl.generation.cpu_kv_cache import CpuKVCache
-from llamarl.generation.cuda_kv_cache import CudaKVCache
 from llamarl.generation.engine import PREFILL_TOKENS
+from llamarl.generation.padded_kv_cache import PaddedKVCache
 from llamarl.generation.parameters import DTYPES, BufferLayout, bind, quantize, tensors
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import FUSED, LINEARS
@@ -55,7 +56,7 @@ def forecast_generator(config: Config, architecture: Architecture) -> GeneratorM
     parameters, num_elements = max(buffers, key=lambda each: each[1])
     weights: Kinds = {}
     host: Kinds = {}
-    in_host = config.weights.staging == "host" and generator.device == "cuda"
+    in_host = config.weights.staging == "host" and is_gpu(generator.device)
     staging = host if in_host else weights
     if generator.quantization == "none":
         weights["weights"] = kept = num_elements * item
@@ -89,7 +90,7 @@ def kv_cache_bytes(config: Config, architecture: Architecture) -> int:
     generator = config.generator
     if isinstance(generator, VllmConfig):
         return generator.kv_cache_bytes
-    cache = (CudaKVCache if generator.device == "cuda" else CpuKVCache)(
+    cache = (PaddedKVCache if is_gpu(generator.device) else CpuKVCache)(
         architecture,
         generator.num_ranks,
         generator.max_num_seqs,

@@ -21,7 +21,8 @@ from operator import attrgetter
 
 from llamarl.config import Config, VllmConfig
 from llamarl.config.pools import alone, named, pool_at, pools_of
-from llamarl.config.rank_assignment import assign, devices_of
+from llamarl.config.rank_assignment import assign, needs_gpu
+from llamarl.device.names import is_gpu
 from llamarl.generation.vllm.limits import check_limits
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import check_parallel
@@ -96,7 +97,7 @@ def _ranks(
     trainer = forecast_trainer(config, architecture, frozen)
     generator = forecast_generator(config, architecture)
     phases = _phases(config, trainer, generator)
-    if "cuda" in (config.trainer.device, config.generator.device):
+    if needs_gpu(config):
         yield from _gpu_ranks(config, trainer, generator, phases)
     else:
         yield from _cpu_ranks(config, phases, len(trainer.frozen))
@@ -113,13 +114,13 @@ def _pool_ranks(
         with named(pool):
             for rank in _ranks(_with_room(part), architecture, frozen):
                 name = pool.key if rank.executor == "generator" else rank.executor
-                if name == "trainer" and config.trainer.device == "cuda":
+                if name == "trainer" and is_gpu(config.trainer.device):
                     rank = replace(rank, device_bytes=gpu(config.cluster.planned_gpu).memory_bytes)
                 parts[name] = fullest([rank, parts.get(name, rank)])
     hosts, host = _hosts(config), parts.pop(HOST, None)
     for name, rank in parts.items():
         yield replace(rank, executor=name, num_ranks=sum(counts[name] for counts in hosts))
-    if "cuda" in devices_of(config) or host is None:
+    if needs_gpu(config) or host is None:
         return
     counts = max(hosts, key=lambda counts: counts.total())
     kinds: Counter[str] = Counter()
@@ -167,9 +168,9 @@ def _gpu_ranks(
         return _rank(executor, num_ranks, device.memory_bytes, kinds, host.get(executor, {}))
 
     if not config.placement.colocated:
-        if config.trainer.device == "cuda":
+        if is_gpu(config.trainer.device):
             yield rank("trainer", num_ranks["trainer"], phases[0].trainer, num_extra)
-        if config.generator.device == "cuda":
+        if is_gpu(config.generator.device):
             yield rank("generator", num_ranks["generator"], phases[0].generator, 0)
     else:
         for phase in phases:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from llamarl.config import Config
 from llamarl.config.pools import pools_of
+from llamarl.device.names import is_gpu
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import (
     STAGE,
@@ -295,7 +296,7 @@ def _pool_table(config: Config, forecast: Forecast) -> Table:
     for pool in pools_of(config.generator):
         step, num_ranks = forecast.step.pools[pool.key], pool.generator.num_ranks
         kind, per_cost = "CPU", "-"
-        if pool.generator.device == "cuda":
+        if is_gpu(pool.generator.device):
             kind = pool.gpu or config.cluster.planned_gpu
             if forecast.cost is not None:
                 price = len(pool.replicas) * num_ranks * forecast.cost.prices[kind]

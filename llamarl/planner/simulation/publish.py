@@ -27,9 +27,10 @@ import numpy as np
 from llamarl.config import Config
 from llamarl.config.pools import Pool, alone, pools_of
 from llamarl.config.rank_assignment import Device, assign, far_sites
+from llamarl.device.names import CPU
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import PublishForecast
-from llamarl.planner.hardware import EFFICIENCY, Gpu, gpu
+from llamarl.planner.hardware import EFFICIENCY, GPUS, Gpu, gpu
 from llamarl.planner.memory.shardings import (
     generator_layouts,
     rank_layout,
@@ -242,7 +243,7 @@ def _transfer_s(config: Config, ways: Ways, among: Container[Device] | None = No
         for device, number in load.items():
             if among is None or device in among:
                 kind = device.gpu_kind or config.cluster.planned_gpu
-                found.append(number / rate(gpu(kind, "cpu" if device.gpu is None else "cuda")))
+                found.append(number / rate(GPUS[CPU] if device.gpu is None else gpu(kind)))
 
     over_host: Counter[Device] = Counter()
     for way, ends in ways.loads.items():

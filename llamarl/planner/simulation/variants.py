@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from llamarl.config import Config, EmbeddedConfig, TrainerConfig
+from llamarl.device.names import is_gpu
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import BestSplit, Decomposition, Split, StepForecast, Variant
 from llamarl.planner.hardware import gpu
@@ -146,7 +147,7 @@ def _overlapped(config: Config, baseline: Variant, architecture: Architecture) -
     num_gpus = baseline.config.trainer.num_ranks
     generator, trainer = baseline.config.generator, baseline.config.trainer
     unit = max(generator.num_ranks, trainer.tensor_parallel)
-    ranks = "GPUs" if trainer.device == "cuda" else "ranks"
+    ranks = "GPUs" if is_gpu(trainer.device) else "ranks"
     if num_gpus < 2 * unit:
         words = f"the same: {num_gpus} {ranks} cannot be split, for each side needs {unit}"
         return replace(baseline, words=words)
@@ -243,7 +244,7 @@ def nearby_splits(config: Config, num_gpus: int, share: float, num_neighbours: i
     """The recipe's own split and those around `share` of the GPUs for the trainer, in the smallest
     steps that keep whole hosts, whole replicas and the trainer's mesh."""
     trainer, generator = config.trainer, config.generator
-    per_host = config.cluster.num_gpus_per_host if trainer.device == "cuda" else 1
+    per_host = config.cluster.num_gpus_per_host if is_gpu(trainer.device) else 1
     unit = max(trainer.tensor_parallel * trainer.replicate, generator.num_ranks)
     if num_gpus > 2 * per_host:
         unit = max(unit, per_host)

@@ -29,7 +29,7 @@ from llamarl.weights.integrity.comparison import MODULUS
 RUN_ELEMENTS = 8192  # longest stretch of the contiguous dimension in a tile
 SIDE_ELEMENTS = 128  # the same where one side is transposed: lines of both stay in the cache
 TILE_ELEMENTS = 1 << 17  # with its int64 copy it fits a large cache, and is below a parameter
-CUDA_TILE_ELEMENTS = 1 << 22  # a kernel launch costs as much as 30 MB of reading
+DEVICE_TILE_ELEMENTS = 1 << 22  # a kernel launch costs as much as 30 MB of reading
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _ROW_SALT, _COLUMN_SALT = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of pi
 
@@ -95,7 +95,9 @@ def _plane_sums(
     dtype, device = target.dtype if target is not None else source.dtype, source.device
     num_slow, num_fast = source.shape
     run = min(num_fast, SIDE_ELEMENTS if is_crossed else RUN_ELEMENTS)
-    step = min(num_slow, (CUDA_TILE_ELEMENTS if source.is_cuda else TILE_ELEMENTS) // run)
+    step = min(
+        num_slow, (DEVICE_TILE_ELEMENTS if source.device.type != "cpu" else TILE_ELEMENTS) // run
+    )
     wide = torch.empty((step, run), dtype=torch.int64, device=device)
     packed = torch.empty((step, run), dtype=dtype, device=device) if is_packed else None
     turned = torch.empty((run, step), dtype=dtype) if is_turned else None
@@ -134,7 +136,7 @@ def _front(buffer: Tensor, height: int, width: int) -> Tensor:
 
 def _keyed_sum(bits: Tensor, slow_keys: Tensor, fast_keys: Tensor) -> Tensor:
     """Sum of bits [S, F] * slow_keys [S] * fast_keys [F], int64 []; may overwrite `bits`."""
-    if bits.is_cuda:  # which has no integer matrix-vector product
+    if bits.device.type != "cpu":  # which has no integer matrix-vector product
         return bits.mul_(fast_keys).sum(1).mul_(slow_keys).sum()
     return torch.dot(torch.mv(bits, fast_keys), slow_keys)
 

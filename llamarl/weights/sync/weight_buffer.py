@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from llamarl.config import WeightsConfig
+from llamarl.device.devices import platform_of
 from llamarl.weights.integrity.comparison import MODULUS, Fingerprints
 from llamarl.weights.integrity.fingerprint import fingerprint
 from llamarl.weights.layout import buckets
@@ -286,8 +287,7 @@ class WeightBuffer:
 
     def _synchronize(self) -> None:
         """Return once other processes see what was begun here."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        platform_of(self._device).synchronize(self._device)
 
     def _require_alive(self) -> None:
         if self._death is not None:

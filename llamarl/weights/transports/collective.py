@@ -1,4 +1,4 @@
-"""The collective transport: point-to-point messages over gloo, or NCCL between GPUs.
+"""The collective transport: point-to-point messages over gloo, or between GPUs over their own.
 
 Owns: the process group of one route, and both ends over it. Does not own: what is in a message
 (`packed.py`). Invariant: the group holds only the ranks that occur in the route's copies; after
@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llamarl.device.devices import platform_of
 from llamarl.errors import StaleVersion, TargetLost
-from llamarl.models.process_group import form_group, formed_to_fail_alone, meet
+from llamarl.models.process_group import form_group, meet
 from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
 from llamarl.weights.transports.ends import CopyCast
 from llamarl.weights.transports.packed import (
@@ -43,13 +44,14 @@ from llamarl.weights.transports.packed import (
 from llamarl.weights.transports.registry import End
 
 TRAILER_BYTES = 32  # version, bucket, index, whether the source goes on
-POLL_S = 0.0005  # NCCL cannot be waited for with a limit
+POLL_S = 0.0005  # what GPUs send cannot be waited for with a limit
 
 
 class RouteGroup:
     """The ranks of a route: sources first, then targets. Forming it waits for all of them.
 
-    NCCL if every rank computes on a GPU of its own, else gloo (messages are host memory then).
+    That of GPUs if every rank computes on one of its own, else gloo (messages are host memory
+    then).
     RuntimeError if not all come within `end.timeout_s`, which also limits each message.
     """
 
@@ -63,25 +65,26 @@ class RouteGroup:
         index, size = self._index[side, end.rank], len(members)
         store = meet(route.rendezvous, index, size, self._timeout)
         device = end.device
-        where = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        store.set(f"device-{index}", where)
+        store.set(f"device-{index}", platform_of(device).card(device).uuid)
         devices = [store.get(f"device-{each}").decode() for each in range(size)]
         self.device = device if all(devices) and len(set(devices)) == size else torch.device("cpu")
         self._group: Any = self._form(store, index, size)
-        self._is_squeezed = route.is_slow and self.device.type == "cpu"
+        self._is_squeezed = route.is_slow and not self._on_gpus
+
+    @property
+    def _on_gpus(self) -> bool:
+        return self.device.type != "cpu"
 
     def _form(self, store: dist.Store, index: int, size: int) -> Any:
-        if self.device.type == "cpu":
-            return form_group(self.device, store, index, size, self._timeout)
-        torch.cuda.set_device(self.device)
-        with formed_to_fail_alone():
-            # Twice the limit, so that `finish` times out first.
-            return form_group(self.device, store, index, size, 2 * self._timeout)
+        platform_of(self.device).use(self.device)
+        # On GPUs twice the limit, so that `finish` times out first.
+        limit = self._timeout * (2 if self._on_gpus else 1)
+        return form_group(self.device, store, index, size, limit, fails_alone=True)
 
     def send(self, memory: Tensor, rank: int, tag: int) -> list[Any]:
         """Begin to send `memory` to target `rank`; `finish` waits for it."""
         peer = self._index["target", rank]
-        if self.device.type == "cuda":
+        if self._on_gpus:
             return [self._group.send([memory], peer, tag)]
         if self._is_squeezed:
             memory = squeeze(memory, self._itemsize)
@@ -96,7 +99,7 @@ class RouteGroup:
         if self._is_squeezed:  # gloo takes a message that is shorter than its memory
             arrived = torch.empty(longest(memory.numel()), dtype=torch.uint8)
         message = self._group.recv([arrived], peer, tag)
-        if self.device.type == "cuda":
+        if self._on_gpus:
             return self.finish([message])
         end = self._group.recv([torch.empty(1)], peer, tag)
         self.finish([end, message])
@@ -108,7 +111,7 @@ class RouteGroup:
         """Wait for a message. RuntimeError if the other end is gone or takes too long."""
         deadline_s = time.monotonic() + self._timeout.total_seconds()
         for work in works:
-            while self.device.type == "cuda" and not work.is_completed():
+            while self._on_gpus and not work.is_completed():
                 if self._is_given_up or time.monotonic() > deadline_s:
                     raise RuntimeError(f"a message took longer than {self._timeout}")
                 time.sleep(POLL_S)
@@ -117,7 +120,7 @@ class RouteGroup:
     def give_up(self) -> None:
         """End the group: what waits in it fails, here and at the other ranks."""
         self._is_given_up = True
-        if self.device.type == "cuda":
+        if self._on_gpus:
             self._group.abort()
             return
         # gloo has no call for it, but closes all connections of a group when a wait times out, and
@@ -266,8 +269,7 @@ class CollectiveReceiver:
                 else:
                     ended.add(rank)
                     self._error = StaleVersion(f"{self._route.source} rank {rank} no longer has it")
-            if flat.is_cuda:
-                torch.cuda.current_stream(flat.device).synchronize()
+            platform_of(flat.device).synchronize(flat.device)
         except Exception as error:  # noqa: BLE001 - raised again by `arrive`
             self._error = error
             if not self._is_broken:

@@ -1,7 +1,7 @@
 """Memory that another process of this host can map, and writing straight into it.
 
-Owns: allocating and opening such memory on the CPU (memfd) and on CUDA devices (CUDA IPC), and the
-sender over it. Does not own: what lies in it. Invariant: an address says by itself how to open it,
+Owns: allocating and opening such memory, of the host (memfd) or of a device, and the sender over
+it. Does not own: what lies in it. Invariant: an address says by itself how to open it,
 so one sender serves both, and host memory may be the staging memory of a GPU.
 """
 
@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from llamarl.device.devices import platform_of
+from llamarl.device.platform import Handle
 from llamarl.errors import TargetLost
 from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
 from llamarl.weights.transports.ends import CopyCast
@@ -20,14 +22,12 @@ from llamarl.weights.transports.shared_memory import Segment, open_segment
 
 PIECE_BYTES = 1 << 26  # a copy reads this much before it checks whether its version is still there
 
-CudaHandle = tuple[object, ...]
-"""What torch needs to open CUDA memory of another process: numbers and bytes."""
-
 
 class MappedBlock:
     """A flat tensor `flat` that others can map at `address`; `num_bytes` long.
 
-    On the CPU a memfd segment; pinned if `device` is CUDA and `is_host`. Else memory of the device.
+    On the CPU, or with `is_host`, a memfd segment, pinned for the device; else memory of the
+    device.
     ValueError if there is too little.
     """
 
@@ -37,8 +37,9 @@ class MappedBlock:
         self.num_bytes = num_elements * dtype.itemsize
         self._segment: Segment | None = None
         self._pinned: int | None = None
-        self._handle: CudaHandle | None = None
-        if device.type == "cuda" and not is_host:
+        self._handle: Handle | None = None
+        self._platform = platform_of(device)
+        if device.type != "cpu" and not is_host:
             try:
                 self.flat = torch.zeros(num_elements, dtype=dtype, device=device)
             except torch.OutOfMemoryError as error:
@@ -48,21 +49,21 @@ class MappedBlock:
             return
         self._segment = Segment(label, self.num_bytes)
         self.flat = self._segment.flat.view(dtype)
-        if device.type == "cuda":
-            status = torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), self.num_bytes, 0)
-            if int(status) != 0:
-                self._segment.close()
-                raise ValueError(f"{label} must fit into pinned memory, got CUDA error {status}")
-            self._pinned = self.flat.data_ptr()
+        try:
+            self._platform.pin(self.flat, label)
+        except ValueError:
+            self._segment.close()
+            raise
+        self._pinned = self.flat.data_ptr()
 
     @property
-    def address(self) -> str | CudaHandle:
-        """How other processes open it: a path, or a CUDA handle."""
+    def address(self) -> str | tuple[str, Handle]:
+        """How other processes open it: a path, or the kind of device and its handle."""
         if self._segment is not None:
             return self._segment.path
         if self._handle is None:
-            self._handle = _share(self.flat)
-        return self._handle
+            self._handle = self._platform.share(self.flat)
+        return self._platform.kind, self._handle
 
     @property
     def is_freed_by_offload(self) -> bool:
@@ -77,27 +78,10 @@ class MappedBlock:
     def close(self) -> None:
         """End the sharing; tensors handed out stay valid. May be called twice."""
         if self._pinned is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned)
+            self._platform.unpin(self._pinned)
             self._pinned = None
         if self._segment is not None:
             self._segment.close()
-
-
-def _share(flat: Tensor) -> CudaHandle:
-    """A handle of CUDA memory that any number of processes may open, any number of times.
-
-    torch expects exactly one opening: until it is closed, and for ever after a second one, it keeps
-    the memory from being freed. Here the owner decides when it is freed, so the count is released
-    and the handle names a counter that does not exist, which torch ignores.
-
-    The opener has no event to wait for either: a weight buffer is synchronised when it is prepared.
-    With an event, each opening would make one and never destroy it.
-    """
-    device, memory, num_bytes, offset, counter, place, event, _ = (
-        flat.untyped_storage()._share_cuda_()
-    )
-    torch.UntypedStorage._release_ipc_counter_cuda(counter, place)
-    return device, memory, num_bytes, offset, b"/uncounted", 0, event, False
 
 
 def opened(address: object, num_bytes: int) -> Tensor:
@@ -106,10 +90,8 @@ def opened(address: object, num_bytes: int) -> Tensor:
     if isinstance(address, str):
         return open_segment(address, num_bytes)
     assert isinstance(address, tuple), address
-    torch.cuda.init()
-    storage = torch.UntypedStorage._new_shared_cuda(*address)
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return flat.set_(storage)[:num_bytes]
+    kind, handle = address
+    return platform_of(kind).map_shared(handle)[:num_bytes]
 
 
 class MappedSender:
@@ -141,8 +123,7 @@ class MappedSender:
                     )
                     del flat
         for device in devices:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+            platform_of(device).synchronize(device)
         with self._lock:  # all other memory stays mapped from write to write
             for handle in handles.values():
                 if handle.may_be_freed:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from llamarl.device.devices import platform_of
 from llamarl.errors import TargetLost
 from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
 from llamarl.weights.transports.ends import CopyCast
@@ -83,8 +84,7 @@ class RdmaReceiver:
     def arrive(self, version: int, bucket: int) -> None:
         for source, index, message in in_turns(self._messages[bucket]):
             unpack(message, self._inboxes[source, index], self._flat)
-        if self._flat.is_cuda:
-            torch.cuda.current_stream(self._flat.device).synchronize()
+        platform_of(self._flat.device).synchronize(self._flat.device)
 
     def abort(self) -> None:
         return  # the inboxes are overwritten by the next bucket

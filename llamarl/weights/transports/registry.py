@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from llamarl.config import Config
 from llamarl.config.check import require, require_choice
+from llamarl.device.names import CPU, GPU, is_gpu
 from llamarl.extensions import load_extensions
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ class Transport:
 
 
 TRANSPORTS: dict[str, Transport] = {
-    "shared_memory": Transport(sender=f"{WING}.mapped:MappedSender", device="cpu", is_inline=True),
-    "cuda_ipc": Transport(sender=f"{WING}.mapped:MappedSender", device="cuda"),
+    "shared_memory": Transport(sender=f"{WING}.mapped:MappedSender", device=CPU, is_inline=True),
+    "cuda_ipc": Transport(sender=f"{WING}.mapped:MappedSender", device=GPU),
     "collective": Transport(
         sender=f"{WING}.collective:CollectiveSender",
         receiver=f"{WING}.collective:CollectiveReceiver",
@@ -121,16 +122,16 @@ def check_transport(config: Config) -> None:
     )
     devices = (config.generator.device, config.trainer.device)
     require(
-        transport.device != "cuda" or devices == ("cuda", "cuda"),
+        transport.device != GPU or all(map(is_gpu, devices)),
         "generator.device and trainer.device",
-        f"be cuda with weights.transport={name}",
+        f"be {GPU} with weights.transport={name}",
         " and ".join(devices),
     )
     config.require(
-        transport.device != "cpu" or devices[0] == "cpu" or config.weights.staging == "host",
+        transport.device != CPU or devices[0] == CPU or config.weights.staging == "host",
         "generator.device",
         f"be cpu with weights.transport={name} (which reaches a GPU only with "
-        f"weights.staging=host; use weights={mapped_on('cuda')} or weights=collective)",
+        f"weights.staging=host; use weights={mapped_on(GPU)} or weights=collective)",
     )
 
 

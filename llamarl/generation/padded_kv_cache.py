@@ -10,6 +10,8 @@ key-value head become the query positions of one attention: fused kernels then r
 per key-value head, however many query heads share it, and need no support for grouped heads.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from llamarl.models.architecture import Architecture
 BLOCK = 32  # positions are rounded up to it: kernels want masks whose rows are aligned
 
 
-class CudaKVCache:
+class PaddedKVCache:
     """Keys and values [layers, slots, kv_heads, positions, head_dim]; `num_positions` is rounded up
     to whole blocks."""
 
@@ -46,25 +48,25 @@ class CudaKVCache:
         self._position = torch.arange(self.num_positions, device=device)
 
     def write_index(self, slots: np.ndarray, positions: np.ndarray) -> tuple[Tensor, ...]:
-        """Where the tokens at `positions` int64 [n] of `slots` int64 [n] go: slot [n, 1], head [1,
-        kv_heads], position [n, 1]."""
-        slot, position = (
-            torch.from_numpy(each)[:, None].to(self.device) for each in (slots, positions)
-        )
-        return slot, self._head, position
+        """Where the tokens at `positions` int64 [n] of `slots` int64 [n] go, in host memory: slot
+        [n, 1], position [n, 1]."""
+        return torch.from_numpy(slots)[:, None], torch.from_numpy(positions)[:, None]
 
     def next_index(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """The same for one token of each of the first slots; `positions` int64 [n] on the
-        device."""
-        return self._slot[: len(positions)], self._head, positions[:, None]
+        """The same for one token of each of the first slots, on the device, where `positions` int64
+        [n] are."""
+        return self._slot[: len(positions)], positions[:, None]
 
-    def write(self, layer: int, index: tuple[Tensor, ...], keys: Tensor, values: Tensor) -> None:
+    def write(self, layer: int, index: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
         """Store keys and values [n, kv_heads, head_dim] of one layer."""
-        self.keys[layer].index_put_(index, keys)
-        self.values[layer].index_put_(index, values)
+        slot, position = index
+        place = slot, self._head, position
+        self.keys[layer].index_put_(place, keys)
+        self.values[layer].index_put_(place, values)
 
-    def read(self, layer: int, slots: list[int], length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, kv_heads, length, head_dim] of the first positions of n slots."""
+    def read(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, kv_heads, length, head_dim] of the first positions of `slots` int64
+        [n]."""
         return self.keys[layer, slots, :, :length], self.values[layer, slots, :, :length]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:

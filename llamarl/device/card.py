@@ -7,8 +7,7 @@ is no H20 and a GB200 no B200. Imports no torch.
 
 import re
 
-from llamarl.config.cluster import AUTO
-
+AUTO = "auto"  # the card that a process finds
 SIZE = re.compile(r"(\d+(?:\.\d+)?)GB")
 SIZE_TOLERANCE = 0.1  # GPUs sold with 80 GB have 79e9 to 85e9 bytes
 OTHER_CARDS = {"D", "TI", "SUPER", "LAPTOP", "MIG", "ADA"}

@@ -1,0 +1,181 @@
+"""The platform of NVIDIA GPUs.
+
+Owns: finding a card, graphs, memory that other processes map (CUDA IPC), NCCL's groups. Does not
+own: what all accelerators do alike (`accelerator.py`). Invariant: no call but those on a device
+brings a CUDA context up.
+"""
+
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llamarl.device.accelerator import Accelerator
+from llamarl.device.driver import VERSION_FILE
+from llamarl.device.names import GPU, VISIBLE
+from llamarl.device.platform import Card, Handle, Replay
+
+OLDEST_DRIVER = {"12": "525", "13": "580"}  # by CUDA's major version
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is formed
+CLEAN_UP_ONLY = "2"
+
+_forming = threading.Lock()  # all threads share the environment
+
+
+class CudaGraphs:
+    """Graphs of one device that share one memory pool: only one of them may run at a time, and each
+    replay overwrites the result of the one before.
+
+    A replay reads and writes the addresses that the capture saw: call `forget` when they change.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, compute: Callable[[], Tensor]) -> Replay:
+        """See `Graphs`. `compute` runs once before, which sets up what libraries allocate."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            compute()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads process and compare weights meanwhile: let them allocate.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            out = compute()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+    def forget(self) -> None:
+        """Start a new pool: the old one's memory is freed with the last of its graphs."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+
+class CudaPlatform(Accelerator):
+    """See `Platform`."""
+
+    kind = GPU
+    backend = "cpu:gloo,cuda:nccl"  # tensors of the host may be gathered too
+
+    def find(self, field: str, index: int) -> torch.device:
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if num_gpus == 0:
+            driver = VERSION_FILE.read_text() if VERSION_FILE.exists() else ""
+            reason = why_no_gpu(torch.__version__, torch.version.cuda, driver)
+            raise ValueError(f"{field} must be cpu {reason}, got {self.kind!r}")
+        if index >= num_gpus:
+            raise ValueError(
+                f"cluster.num_gpus_per_host must be at most the {num_gpus} GPUs of "
+                f"{socket.gethostname()}, got a rank for number {index}"
+            )
+        return torch.device(self.kind, index)
+
+    def card(self, device: torch.device) -> Card:
+        properties = torch.cuda.get_device_properties(device)
+        return Card(
+            name=properties.name,
+            memory_bytes=properties.total_memory,
+            uuid=str(properties.uuid),
+        )
+
+    def graphs(self, device: torch.device) -> CudaGraphs:
+        return CudaGraphs(device)
+
+    def make_group(
+        self,
+        store: dist.Store,
+        rank: int,
+        num_ranks: int,
+        timeout: timedelta,
+        interface: str,
+        fails_alone: bool = False,
+    ) -> Any:
+        os.environ["NCCL_SOCKET_IFNAME"] = interface
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        if not fails_alone:
+            return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+        with formed_to_fail_alone():
+            return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+
+    def pin(self, flat: Tensor, label: str) -> None:
+        status = torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)
+        if int(status) != 0:
+            raise ValueError(f"{label} must fit into pinned memory, got CUDA error {status}")
+
+    def unpin(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+    def share(self, flat: Tensor) -> Handle:
+        """torch expects exactly one opening: until it is closed, and for ever after a second one,
+        it keeps the memory from being freed. Here the owner decides when it is freed, so the count
+        is released and the handle names a counter that does not exist, which torch ignores.
+
+        The opener has no event to wait for either: a weight buffer is synchronised when it is
+        prepared. With an event, each opening would make one and never destroy it.
+        """
+        device, memory, num_bytes, offset, counter, place, event, _ = (
+            flat.untyped_storage()._share_cuda_()
+        )
+        torch.UntypedStorage._release_ipc_counter_cuda(counter, place)
+        return device, memory, num_bytes, offset, b"/uncounted", 0, event, False
+
+    def map_shared(self, handle: Handle) -> Tensor:
+        torch.cuda.init()
+        storage = torch.UntypedStorage._new_shared_cuda(*handle)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@contextmanager
+def formed_to_fail_alone() -> Iterator[None]:
+    """NCCL groups formed in this block only clean up after an error, such as a rank that died.
+
+    By default torch ends the process. That is right for the ranks of one model, whose numbers would
+    be garbage, and wrong for a trainer that sends weights to a replica that is gone.
+    """
+    with _forming:
+        before = os.environ.get(ERROR_HANDLING)
+        os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[ERROR_HANDLING]
+            else:
+                os.environ[ERROR_HANDLING] = before
+
+
+def why_no_gpu(torch_version: str, cuda: str | None, driver_text: str) -> str:
+    """Why torch, built for this version of `cuda`, finds no GPU: the words after "must be cpu".
+
+    `driver_text` is the content of VERSION_FILE, "" without a driver.
+    """
+    found = re.search(r"\d+\.\d+(\.\d+)?", driver_text)
+    if found is None:
+        return "on a machine without a GPU"
+    if cuda is None:
+        return f"with torch {torch_version}, which is built without CUDA"
+    oldest = OLDEST_DRIVER.get(cuda.partition(".")[0], "")
+    if oldest and int(found[0].partition(".")[0]) < int(oldest):
+        return f"with NVIDIA driver {found[0]} (torch's CUDA {cuda} needs {oldest} or newer)"
+    shown = os.environ.get(VISIBLE, "unset")
+    return (
+        f"where torch finds no GPU (its CUDA is {cuda}, NVIDIA driver {found[0]}, "
+        f"{VISIBLE} {shown or 'empty'})"
+    )

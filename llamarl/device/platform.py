@@ -1,0 +1,161 @@
+"""How torch's devices of one kind are used.
+
+Owns: what differs between kinds of device: finding one, waiting for it, copies from and to the
+host, streams, graphs, memory that other processes map, process groups, sizes of tiles. Does not
+own: what is computed, copied or sent. Invariant: callers ask for what a device does, never for its
+name.
+
+The class itself is the platform of CPUs, whose memory is the host's: nothing is copied, and every
+operation is done when its call returns.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Handle = tuple[object, ...]
+"""What another process needs to map a device's memory: numbers and bytes."""
+
+Replay = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One device: `uuid` tells it from all others, "" for a CPU."""
+
+    name: str
+    memory_bytes: int
+    uuid: str
+
+
+class Arrival:
+    """A tensor on its way to host memory."""
+
+    def __init__(self, host: Tensor, wait: Callable[[], None] | None = None) -> None:
+        self._host, self._wait = host, wait
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is there."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+        return self._host
+
+
+class Graphs(Protocol):
+    """Sequences of operations, recorded once and launched as one."""
+
+    def record(self, compute: Callable[[], Tensor]) -> Replay:
+        """Run `compute` and record it; what is returned runs it again, on the same addresses."""
+
+    def forget(self) -> None:
+        """The addresses change: free what was recorded."""
+
+
+class SideStream:
+    """Copies beside the computation; here they are done at once."""
+
+    @contextmanager
+    def after_computing(self, reads: Tensor) -> Iterator[None]:
+        """What the block starts runs after what this thread has computed so far; it uses the memory
+        of `reads`."""
+        yield
+
+    def mark(self) -> Callable[[], None]:
+        """The point that the stream has come to: call it, and the computation goes on only when all
+        before that point is done."""
+        return lambda: None
+
+
+class Platform:
+    """Devices of one kind; see the module.
+
+    `runs_ahead`: the host launches operations and goes on while they run, so whatever needs a
+    result waits. `backend`: of the default process group of its ranks. `num_logits`, `num_tiled`:
+    elements that the head and a quantised product work on at once.
+    `has_wide_mm`: products of 16-bit matrices may give float32.
+    """
+
+    kind = "cpu"
+    backend = "gloo"
+    runs_ahead = False
+    has_wide_mm = False
+    num_logits = 2**24  # 64 MiB in float32
+    num_tiled = 1 << 19  # fits the second-level cache of a core
+
+    def find(self, field: str, index: int) -> torch.device:
+        """The device of this kind with this index, which this process may use. ValueError, naming
+        the config's `field`, if there is none."""
+        return torch.device(self.kind)
+
+    def use(self, device: torch.device) -> None:
+        """Make it this thread's device, for libraries that ignore the device of tensors."""
+
+    def card(self, device: torch.device) -> Card:
+        return Card(name=self.kind, memory_bytes=0, uuid="")
+
+    def synchronize(self, device: torch.device) -> None:
+        """Return when what this thread has launched is done."""
+
+    def free_cached(self) -> None:
+        """Give memory that torch's allocator keeps back to other processes."""
+
+    def empty_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory that the device copies from and to without waiting: pinned."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def send(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Tensors of the host on `device`, in one copy that is not waited for."""
+        return list(tensors)
+
+    def fetch(self, tensor: Tensor) -> Arrival:
+        """Begin to copy a tensor of the device to the host."""
+        return Arrival(tensor)
+
+    def side_stream(self, device: torch.device) -> SideStream:
+        return SideStream()
+
+    def graphs(self, device: torch.device) -> Graphs | None:
+        """None where operations cannot be recorded."""
+        return None
+
+    def make_group(
+        self,
+        store: dist.Store,
+        rank: int,
+        num_ranks: int,
+        timeout: timedelta,
+        interface: str,
+        fails_alone: bool = False,
+    ) -> Any:
+        """A process group beside the default one, over this network interface.
+
+        `timeout` limits each collective or message. `fails_alone`: after an error only the group is
+        unusable, not the process.
+        """
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+        gloo._timeout = timeout
+        return dist.ProcessGroupGloo(store, rank, num_ranks, gloo)
+
+    def pin(self, flat: Tensor, label: str) -> None:
+        """Let the device copy from and to this host memory without waiting. ValueError, naming
+        `label`, if there is too little that can be pinned."""
+
+    def unpin(self, address: int) -> None:
+        """End what `pin` began for the memory at `address`."""
+
+    def share(self, flat: Tensor) -> Handle:
+        """A handle by which any number of processes of this host may map the memory, any number of
+        times. The owner decides when it is freed."""
+        raise RuntimeError(f"memory of a {self.kind} must be shared as a segment")
+
+    def map_shared(self, handle: Handle) -> Tensor:
+        """The memory of a handle, uint8; its tensors keep it mapped. RuntimeError if it is gone."""
+        raise RuntimeError(f"memory of a {self.kind} must be shared as a segment")

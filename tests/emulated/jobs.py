@@ -1,0 +1,250 @@
+"""What runs on the emulated accelerator, and on the CPU beside it, in one process."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from llamarl.algorithms.losses import algorithms
+from llamarl.config import (
+    EmbeddedConfig,
+    PlacementConfig,
+    SamplingConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+from llamarl.executors.memory_mover import MemoryMover
+from llamarl.executors.policy_step import PolicyStep
+from llamarl.executors.specs import TrainerSpec
+from llamarl.generation.engine import EmbeddedEngine
+from llamarl.metrics.span import Spans
+from llamarl.models.architecture import read_architecture
+from llamarl.storage.store import Store
+from llamarl.types import REF_LOGPROBS
+from llamarl.weights.layout.boxes import Route
+from llamarl.weights.layout.reshard import plan
+from llamarl.weights.sync.weight_buffer import WeightBuffer
+from tests.distributed.rollouts import TEMPERATURE, add_reference, make_batch, make_rollouts
+from tests.emulated.accelerator import KIND, counts, emulated
+from tests.emulated.platform import install
+from tests.fakes import WatchedStorage
+from tests.tiny_checkpoints import LLAMA, make_model
+from tests.unit.engine_models import flat_weights, make_request, random_prompts
+
+CPU = "cpu"
+
+
+@dataclass
+class Seen:
+    """Results by name; what was asked of the device, (kind, line) -> how often, in `num_rounds`
+    steps or micro-batches; and by the end of a step."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: dict[tuple[str, str], int] = field(default_factory=dict)
+    num_rounds: int = 1
+    asked: dict[str, int] = field(default_factory=dict)
+
+    def per_round(self, *lines_of: str) -> dict[str, float]:
+        """How often each kind was asked for in a round, by lines of these files (none: of all)."""
+        found: dict[str, float] = {}
+        for (kind, line), number in self.lines.items():
+            if not lines_of or line.startswith(lines_of):
+                found[kind] = found.get(kind, 0.0) + number / self.num_rounds
+        return found
+
+
+@contextmanager
+def on(device: str) -> Iterator[None]:
+    """Tensors may be made on `device` in the block."""
+    if device == CPU:
+        yield
+        return
+    install()
+    with emulated():
+        yield
+
+
+def host(tensor: torch.Tensor) -> np.ndarray:
+    """Values of a tensor of either device, without a trace in the counts."""
+    backing = getattr(tensor, "backing", tensor)
+    return backing.detach().float().numpy().copy()
+
+
+def placed(config: Any, device: str) -> Any:
+    """The config for `device`, which no recipe may name."""
+    config.device = device
+    if hasattr(config, "enforce_eager"):
+        config.enforce_eager = device == CPU
+    return config
+
+
+async def decode(rank: int, num_ranks: int, device: str, fields: dict[str, Any]) -> Seen:
+    """Twice as many rollouts as slots, some of equal prompts and some that are resumed, over two
+    commits, an offload and an abort."""
+    prompts = random_prompts(6) + [tuple(range(30))] * 8
+    kinds = [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"temperature": 0.7, "top_k": 20}]
+    with on(device):
+        config = EmbeddedConfig(max_num_seqs=7, max_model_len=160, **fields)
+        engine = EmbeddedEngine(LLAMA, placed(config, device), is_padded=True)
+        flats = [flat_weights(engine, make_model(LLAMA, seed)) for seed in (1, 2)]
+        live = torch.zeros(flats[0].shape, dtype=engine.memory.dtype, device=device)
+        live.copy_(flats[0])
+        engine.commit(live, 0)
+        for row, prompt in enumerate(prompts):
+            segment = 7 if row % 3 == 0 else 0
+            sampling = kinds[row % 4]
+            engine.submit(
+                make_request(row, prompt, 3 + 9 * row, segment_tokens=segment, **sampling)
+            )
+        mover = MemoryMover("pinned" if device == KIND else "none", "", "engine")
+        seen, done = Seen(num_rounds=0), {}
+        for step in range(1000):
+            if step in (12, 40):
+                live.copy_(flats[step == 12])
+                engine.commit(live, step)
+            if step == 20:
+                engine.abort_requests([3])
+            if step == 50:
+                mover.offload("kv", engine.movable("kv"))
+                mover.onload("kv")
+            counts.clear()
+            finished = engine.step()
+            if seen.num_rounds < 12:  # nothing else happens in these
+                seen.num_rounds += 1
+                for place, number in counts.lines.items():
+                    seen.lines[place] = seen.lines.get(place, 0) + number
+            for item in finished:
+                if item.reason.value == "segment":
+                    engine.submit(item.request, item.written)
+                    continue
+                done[item.request.row_id] = item.written
+            if not engine.has_work:
+                break
+        engine.close()
+    seen.values = {
+        name: {row: getattr(written, name).tolist() for row, written in done.items()}
+        for name in ("ids", "logprobs", "versions")
+    }
+    return seen
+
+
+def make_policy_step(
+    device: str, checkpoint: str, algorithm: str, trainer: dict[str, Any], resources: ExitStack
+) -> PolicyStep:
+    """A trainer of one rank."""
+    penalties = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
+    spec = TrainerSpec(
+        checkpoint=checkpoint,
+        rendezvous=f"{checkpoint}-{uuid.uuid4()}",
+        config=placed(TrainerConfig(lr=0.01, eps=1e-4, **trainer), device),
+        algorithm=algorithms()[algorithm](**(penalties if algorithm != "aipo" else {})),
+        sampling=SamplingConfig(temperature=TEMPERATURE, max_tokens=64),
+        weights=WeightsConfig(),
+        placement=PlacementConfig(),
+        run_dir=str(Path(checkpoint).parent),
+        num_steps=10,
+        seed=0,
+        storage=Store([WatchedStorage()]),
+    )
+    return PolicyStep(spec, 0, 1, Spans("trainer-0", None), resources)
+
+
+async def train(
+    rank: int, num_ranks: int, device: str, checkpoint: str, algorithm: str, trainer: dict[str, Any]
+) -> Seen:
+    """Two steps of three micro-batches each; then the log-prob check, a snapshot and an offload."""
+    cells, rows = make_rollouts(oldest_version=1)
+    add_reference(cells)
+    seen = Seen()
+    with on(device), ExitStack() as resources:
+        policy_step = make_policy_step(device, checkpoint, algorithm, trainer, resources)
+        columns = {name: [cells[row.row_id][name] for row in rows] for name in cells[0]}
+        if algorithm == "aipo":
+            del columns[REF_LOGPROBS]
+        for version in range(2):
+            batch = make_batch(rows, 1, 160, version)
+            counts.clear()
+            found = policy_step.accumulate(batch, rows, columns, [5, 5, 3])
+            seen.lines, seen.num_rounds = dict(counts.lines), 3
+            parameters = policy_step.policy.parameters
+            seen.values[f"gradients {version}"] = {
+                name: host(p.grad.to_local()) for name, p in parameters.items()
+            }
+            seen.values[f"found {version}"] = found
+            counts.clear()
+            stats = policy_step.step()
+            seen.asked = dict(counts.total)
+            seen.values[f"scalars {version}"] = stats.scalars
+        seen.values["check"] = policy_step.infer(columns)
+        mover = MemoryMover("pinned" if device == KIND else "none", "", "trainer")
+        for tag in policy_step.tags:
+            mover.offload(tag, policy_step.policy.movable(tag))
+        for tag in policy_step.tags:
+            mover.onload(tag)
+        assert policy_step.policy.copy(2, "here", lambda: 1 << 40)
+        copies = policy_step.policy.snapshot._copies
+        seen.values["snapshot"] = {
+            name: host(getattr(tensor, "_local_tensor", tensor)) for name, tensor in copies.items()
+        }
+        seen.values["weights"] = {
+            name: host(p.to_local()) for name, p in policy_step.policy.parameters.items()
+        }
+    return seen
+
+
+async def publish(
+    rank: int, num_ranks: int, device: str, checkpoint: str, staging: str, fields: dict[str, Any]
+) -> Seen:
+    """A trainer's version goes into a generator's staging memory, is verified, committed and
+    decoded with; then another one."""
+    seen = Seen()
+    with on(device), ExitStack() as resources:
+        policy_step = make_policy_step(device, checkpoint, "aipo", {}, resources)
+        writer = policy_step.source._writer
+        config = placed(EmbeddedConfig(max_num_seqs=4, max_model_len=80, **fields), device)
+        engine = EmbeddedEngine(read_architecture(checkpoint), config, is_padded=True)
+        weight_buffer = WeightBuffer(
+            engine.memory,
+            WeightsConfig(staging=staging, bucket_bytes=1 << 14),
+            replica=0,
+            rank=0,
+            run_id=uuid.uuid4().hex,
+            device=device,
+        )
+        resources.callback(weight_buffer.close)
+        transport = "shared_memory" if device == CPU or staging == "host" else "cuda_ipc"
+        copies = plan([writer.layout()], [weight_buffer.layout()])
+        route = Route(source="trainer", replica=0, transport=transport, copies=tuple(copies))
+        writer.connect(0, route)
+        resources.callback(writer.close)
+        for version in range(2):
+            policy_step.source.tensors.begin_step()
+            with torch.no_grad():
+                for parameter in policy_step.policy.parameters.values():
+                    parameter.to_local().mul_(1.0 + version / 8)
+            policy_step.source.tensors.label(version)
+            done = 0
+            while weight_buffer.version < version:
+                handle = weight_buffer.prepare(version, done)
+                sent = writer.write(version, [handle])
+                assert weight_buffer.verify(version, done) == sent
+                seen.values.setdefault("fingerprints", []).append(dict(sent))
+                flat = weight_buffer.commit(version, done)
+                done += 1
+            assert flat is not None
+            engine.commit(engine.process_weights(flat), version)
+            engine.submit(make_request(version, (1, 2, 3), 12))
+            while engine.has_work:
+                for item in engine.step():
+                    written = item.written
+                    seen.values[f"decoded {version}"] = written.ids.tolist()
+                    seen.values[f"logprobs {version}"] = written.logprobs.tolist()
+        engine.close()
+    return seen
