@@ -77,13 +77,14 @@ class Platform:
     """Devices of one kind; see the module.
 
     `runs_ahead`: the host launches operations and goes on while they run, so whatever needs a
-    result waits. `backend`: of the default process group of its ranks. `num_logits`, `num_tiled`:
+    result waits. `backend`: of the default process group of its ranks;
+    `host_backend`: of groups for tensors in host memory. `num_logits`, `num_tiled`:
     elements that the head and a quantised product work on at once.
     `has_wide_mm`: products of 16-bit matrices may give float32.
     """
 
     kind = "cpu"
-    backend = "gloo"
+    backend = host_backend = "gloo"
     runs_ahead = False
     has_wide_mm = False
     num_logits = 2**24  # 64 MiB in float32

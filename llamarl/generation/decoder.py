@@ -93,7 +93,7 @@ class Decoder:
         self._sin = torch.cat([-sin, sin], dim=1).to(cache.device, cache.dtype)
         width = architecture.hidden_size
         self._norm_floor, self._head_norm_floor = (
-            torch.tensor((size * architecture.norm_eps) ** 0.5, device=cache.device)
+            torch.full((), (size * architecture.norm_eps) ** 0.5, device=cache.device)
             for size in (width, architecture.head_dim)
         )
 

@@ -98,8 +98,10 @@ class PaddedRunner:
         # the graphs read.
         shape = (4, cache.num_slots)
         self._inputs = deque(
-            self._platform.empty_host(shape, torch.int64).zero_() for _ in range(1 + self.num_ahead)
+            self._platform.empty_host(shape, torch.int64) for _ in range(1 + self.num_ahead)
         )
+        for each in self._inputs:
+            each.numpy().fill(0)
         self._static = torch.zeros(shape, dtype=torch.int64, device=cache.device)
         self._newest = torch.zeros(cache.num_slots, dtype=torch.int64, device=cache.device)
         self._replays: dict[tuple[int, int], Replay] = {}
@@ -128,7 +130,7 @@ class PaddedRunner:
         running.in_flight[slots] += 1
 
         def read() -> tuple[np.ndarray, np.ndarray]:
-            found = written.wait()[:, slots].numpy()
+            found = written.wait().numpy()[:, slots]
             return found[0], found[1].view(np.float32)
 
         return DecodeStep(slots, running.num_released[slots], version, read)

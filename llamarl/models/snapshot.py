@@ -34,7 +34,8 @@ class Snapshot:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._platform = device, platform_of(device)
-        self._group = dist.new_group(backend="gloo", timeout=WRITE_LIMIT)
+        backend = self._platform.host_backend
+        self._group = dist.new_group(backend=backend, timeout=WRITE_LIMIT)
         self._copies: dict[str, torch.Tensor] = {}
 
     def take(

@@ -210,7 +210,7 @@ def _measure(
         for layer in model.model.layers:
             assert isinstance(layer, Layer)
             layer.checkpointing = checkpointing
-            layer.self_attn.attend = _Kernel(kernel).attend
+            layer.self_attn.attend = AttentionKernel(kernel).attend
         for parameter in model.parameters():  # `trainer_memory.py` counts whole gradients
             parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
         watch = Watch(model.parameters(), META)
@@ -281,7 +281,7 @@ def _tensor_mesh(num_ranks: int) -> Iterator[DeviceMesh | None]:
         dist.destroy_process_group()
 
 
-class _Kernel(TorchFunctionMode):
+class AttentionKernel(TorchFunctionMode):
     """Attention by the kernel `name`, which meta tensors would not choose."""
 
     def __init__(self, name: str) -> None:

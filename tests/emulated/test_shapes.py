@@ -1,0 +1,91 @@
+"""Recipes for GPUs, whole and by shapes alone: memory, dtypes and collectives of single ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llamarl.config import Config, EmbeddedConfig
+from llamarl.models.architecture import Architecture, read_architecture
+from llamarl.planner.memory.generator_memory import forecast_generator
+from llamarl.planner.memory.trainer_memory import forecast_trainer
+from tests.emulated.shapes import decode_shapes, train_shapes
+from tests.emulated.test_emulated import Process
+from tests.places import ROOT
+from tests.unit.composing import compose_recipe
+
+LARGE = ("llama31_70b_math", "llama31_405b_math", "qwen25_7b_math")
+RECIPES = [
+    "gsm8k_llama32_1b_1gpu",
+    "llama31_8b_math",
+    *(pytest.param(name, marks=pytest.mark.long) for name in LARGE),
+]
+TOLERANCE = 0.1  # of a plan's peak
+BESIDE = {"snapshot", "transfer"}  # which a plan counts, and one pass does not make
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Process]:
+    made = Process()
+    yield made
+    made.close()
+
+
+def read(recipe: str) -> tuple[Config, Path, Architecture]:
+    folder = ROOT / "recipes" / recipe
+    architecture = folder / "architecture"
+    return compose_recipe(folder, []), architecture, read_architecture(str(architecture))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_trainer_rank_has_the_memory_that_its_plan_says(process: Process, recipe: str) -> None:
+    """Construction, a micro-batch that needs the most, an update; and the collectives of the first
+    rank and the last one are the same, in the same order."""
+    config, folder, architecture = read(recipe)
+    num_ranks = config.trainer.num_ranks
+    seen = [
+        process.run(train_shapes, config, str(folder), rank) for rank in sorted({0, num_ranks - 1})
+    ]
+    moments = forecast_trainer(config, architecture).moments
+    planned = max(sum(n for kind, n in each.items() if kind not in BESIDE) for each in moments)
+    assert seen[0].peak_bytes == pytest.approx(planned, rel=TOLERANCE)
+    for each in seen:
+        assert each.dtypes == {"weights": {"torch.float32"}, "gradients": {"torch.float32"}}
+        assert each.collectives == seen[0].collectives
+        assert each.peak_bytes <= 1.01 * seen[0].peak_bytes  # rank 0 has the most
+    assert bool(seen[0].collectives) == (num_ranks > 1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_generator_rank_has_the_memory_that_its_plan_says(
+    process: Process, recipe: str, tmp_path: Path
+) -> None:
+    """Commits, prefills and steps of as many rollouts as it has slots, by the embedded engine."""
+    config, folder, architecture = read(recipe)
+    generator, last = config.generator, config.generator.num_ranks - 1
+    seen = [
+        process.run(decode_shapes, config, str(folder), rank, str(tmp_path / str(rank)))
+        for rank in sorted({0, last})
+    ]
+    fields = (
+        "num_replicas", "num_ranks", "max_num_seqs", "max_model_len", "dtype", "quantization"
+    )  # fmt: skip
+    embedded = EmbeddedConfig(device="cuda", **{name: getattr(generator, name) for name in fields})
+    weights = replace(config.weights, staging="double_buffer")
+    plan = forecast_generator(replace(config, generator=embedded, weights=weights), architecture)
+    planned = sum(plan.weights.values()) + plan.kv_cache + sum(plan.working.values())
+    assert seen[0].peak_bytes == pytest.approx(planned, rel=TOLERANCE)
+    for each in seen:
+        assert each.dtypes == {"weights": {"torch.bfloat16"}, "cache": {"torch.bfloat16"}}
+        assert each.collectives == seen[0].collectives
+    a, num_rows, item = architecture, generator.max_num_seqs, 2
+    num_steps = [name for name, _ in seen[0].collectives].count("allgather")
+    if last:
+        decoding = num_rows * a.hidden_size * item
+        sums = [size for name, size in seen[0].collectives if name == "allreduce"]
+        assert sums.count(decoding) >= num_steps * (2 * a.num_layers + 1)
+        gathered = [size for name, size in seen[0].collectives if name == "allgather"]
+        assert set(gathered) == {num_rows * a.vocab_size * 4}
