@@ -29,6 +29,7 @@ from rich.console import Console
 
 from llamarl import __version__, jobs, reports
 from llamarl.checkpoints import checkpoint
+from llamarl.checks.command import check
 from llamarl.cluster import ExecutorLost, exiting_process
 from llamarl.cluster.deploy.launch import RESUMABLE
 from llamarl.cluster.os_process import kept_log, show_warnings
@@ -63,6 +64,7 @@ COMMANDS = {
     "train": "fine-tune a checkpoint by asynchronous RL",
     "evaluate": "score a checkpoint on held-out prompts",
     "plan": "say, on this CPU, whether a recipe fits its GPUs and how long a step takes",
+    "check": "try the executors of a recipe on this machine, against what the CPU says",
     "graph": "print a recipe's dataflow: its stages, where they run, what goes between them",
     "launch": "print what starts a recipe on cluster.scheduler",
     "config": "list the keys of a recipe with their meanings; with KEY or a section, describe it",
@@ -83,7 +85,11 @@ OPTIONS = {  # of the commands that compose a recipe: name and value, what it do
     "--cfg job": "print the composed config and stop",
 }
 RUN_OPTIONS = {"--multirun": "run every combination of comma-separated values"}
-REPORTS: dict[str, Callable[..., None]] = {"plan": reports.plan, "graph": reports.graph}
+REPORTS: dict[str, Callable[..., Any]] = {
+    "plan": reports.plan,
+    "check": check,
+    "graph": reports.graph,
+}
 OWN_OPTIONS = {  # of each report: name of the option and of its value, what it does
     "plan": {
         "json": ("FILE", "plan: write the figures as JSON"),
@@ -91,6 +97,7 @@ OWN_OPTIONS = {  # of each report: name of the option and of its value, what it 
         "trace": ("RUN", "plan: take executor times from this finished run's folder"),
         "sweep": ("", "plan: try other splits of the GPUs between trainer and generators"),
     },
+    "check": {},
     "graph": {
         "mermaid": ("FILE", "graph: write it as a picture in Mermaid's text"),
         "run": ("RUN", "graph: add rows, bytes and waiting, measured in this run's folder"),

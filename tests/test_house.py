@@ -39,6 +39,7 @@ FLOORS: list[set[str]] = [
     {"planner", "view"},
     {"jobs", "reports"},
     {"library"},
+    {"checks"},
     {"main"},
     {"__main__"},
 ]

@@ -7,7 +7,7 @@ Invariant: a failed check names the key, what it must be and what it got, in one
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -26,7 +26,12 @@ def number(default: float, **limits: float) -> Any:
 
 def choice(default: str, *others: str) -> Any:
     """A dataclass field that is one of these texts."""
-    return dataclasses.field(default=default, metadata={"choices": (default, *others)})
+    return choice_of((default, *others))
+
+
+def choice_of(choices: Sequence[str]) -> Any:
+    """The same; the first one is the default, and more may be added to the sequence."""
+    return dataclasses.field(default=choices[0], metadata={"choices": choices})
 
 
 class Section:

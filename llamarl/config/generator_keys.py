@@ -8,8 +8,8 @@ which rollouts are trained, or in which order.
 
 from dataclasses import dataclass, field
 
-from llamarl.config.check import DAY_S, Section, choice, number
-from llamarl.device.names import CPU, GPU, dtype_for, is_gpu
+from llamarl.config.check import DAY_S, Section, choice, choice_of, number
+from llamarl.device.names import DEVICES, dtype_for, is_gpu
 
 
 @dataclass(kw_only=True)
@@ -51,7 +51,7 @@ class GeneratorConfig(Section):
     be given."""
     num_ranks: int = number(1, least=1, most=1024)
     """Tensor-parallel processes of one replica."""
-    device: str = choice(CPU, GPU)
+    device: str = choice_of(DEVICES)
     """Where the engine computes: cpu | cuda."""
     max_num_seqs: int = number(64, least=1, most=2**20)
     """Rollouts decoded together per replica."""

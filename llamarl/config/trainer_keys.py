@@ -6,8 +6,8 @@ only compute_dtype changes the gradient of a given batch before clipping.
 
 from dataclasses import dataclass, field
 
-from llamarl.config.check import Section, choice, number
-from llamarl.device.names import CPU, GPU, dtype_for
+from llamarl.config.check import Section, choice, choice_of, number
+from llamarl.device.names import DEVICES, dtype_for
 
 
 @dataclass(kw_only=True)
@@ -23,7 +23,7 @@ class TrainerConfig(Section):
     replicate: int = number(1, least=1, most=65536)
     """Copies of the sharded parameters (HSDP): gradients are summed over them, gathers stay within
     one."""
-    device: str = choice(CPU, GPU)
+    device: str = choice_of(DEVICES)
     """Where trainer and reference compute: cpu (gloo) | cuda (NCCL, one GPU per rank)."""
     groups_per_step: int = number(32, least=1, most=2**20)
     """Groups (prompts with all their rollouts) in the batch of one optimizer step (P)."""

@@ -16,17 +16,20 @@ VERSION_FILE = Path("/proc/driver/nvidia/version")
 DRIVER_FILES = str(VERSION_FILE), "/dev/nvidiactl", "/dev/dxg"
 ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # old and new name
 TOOL = "nvidia-smi"
-QUERY = ("--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")
+QUERY = ("--query-gpu=name,memory.total,compute_cap,memory.free", "--format=csv,noheader,nounits")
 TIMEOUT_S = 30.0
+MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class FoundCard:
-    """A card; those with less memory are smaller. `capability`: its compute capability."""
+    """A card; those with less memory are smaller. `capability`: its compute capability;
+    `free_bytes`: what no program has taken."""
 
     memory_bytes: int
     name: str
     capability: float
+    free_bytes: int
 
 
 def has_driver() -> bool:
@@ -44,8 +47,11 @@ def cards_here() -> list[FoundCard]:
     command = [TOOL, *QUERY, *which]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-        rows = [line.rsplit(",", 2) for line in done.stdout.splitlines() if line.strip()]
-        cards = [FoundCard(int(mib) * 2**20, name, float(number)) for name, mib, number in rows]
+        rows = [line.rsplit(",", 3) for line in done.stdout.splitlines() if line.strip()]
+        cards = [
+            FoundCard(int(mib) * MIB, name, float(number), int(free) * MIB)
+            for name, mib, number, free in rows
+        ]
     except (OSError, subprocess.TimeoutExpired, ValueError):  # another tool, or a sick driver
         return []
     return [] if done.returncode else cards

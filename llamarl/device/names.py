@@ -8,6 +8,8 @@ from typing import Final
 
 CPU: Final = "cpu"
 GPU: Final = "cuda"
+DEVICES = [CPU, GPU]
+"""What `device` may be; one that is added here has a platform too."""
 
 GPU_INDEX = "LOCAL_RANK"  # index of this process's GPU on its host; vLLM reads it too
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
 from llamarl.checkpoints.tokenizer_files import keep_tokenizer
+from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.dataflow.graph import EXECUTORS, GENERATE, TRAIN
 from llamarl.jobs import claim
@@ -48,7 +49,19 @@ async def start_engines(
     shown as by `llamarl train`. ValueError, in one line, for what the caller must change.
     """
     composed = compose(recipe, overrides, run_dir)
-    config = to_config(composed)
+    running = running_engines(to_config(composed), to_yaml(composed), executors, metrics)
+    async with running as engines:
+        yield engines
+
+
+@asynccontextmanager
+async def running_engines(
+    config: Config,
+    composed: str,
+    executors: Collection[str] | None = None,
+    metrics: bool = False,
+) -> AsyncIterator["LibraryEngines"]:
+    """The same of a config; `composed` is its text, which is kept in the run folder."""
     must = "be none under a loop of one's own, whose order is its own"
     config.require(config.dispatch.ranker == "none", "dispatch.ranker", must)
     must = "be off under a loop of one's own, which calls load_state"
@@ -68,7 +81,7 @@ async def start_engines(
     folder = os.path.abspath(config.run_dir)
     os.makedirs(folder, exist_ok=True)
     with claim(folder, is_new=True):
-        write_provenance(folder, sys.argv, to_yaml(composed))
+        write_provenance(folder, sys.argv, composed)
         keep_tokenizer(inputs.tokenizer_folder, folder)
         async with running_cluster(config, folder) as cluster:
             started = await spawn_executors(

@@ -174,6 +174,12 @@ class Engines:
         """The version that generators got last, -1 before the first."""
         return -1 if self.publisher is None else self.publisher.version
 
+    async def compare_logprobs(self, row_ids: list[int]) -> list[float]:
+        """The largest difference between the trainer's and the generator's log-probs of each row,
+        over what the model wrote."""
+        assert self.trainer is not None
+        return await self.trainer.infer(row_ids)
+
     async def sync_weights(self, *, version: int | None = None) -> PublishStats:
         """Bring the trainer's version, or an earlier one that it still holds, to the generators:
         verified, while they decode."""

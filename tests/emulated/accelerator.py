@@ -13,8 +13,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import sys
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ class Queue:
 
 
 counts, queue = Counts(), Queue()
+damage: dict[str, Callable[[Tensor], Tensor]] = {}
+"""Operation, or "copy out" -> what a device that is broken makes of its result."""
 _pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
@@ -168,6 +171,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         counts.add("number read")
         return func(*tree_map(unwrapped, args), **given)
     out = _compute(func, tree_map(unwrapped, args), given)
+    if name in damage:
+        out = damage[name](out)
     if not (held if target is None else target == KIND):
         return out
     same = {id(each.backing): each for each in held}
@@ -217,6 +222,8 @@ def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         queue.launch()
         unwrapped(into).copy_(unwrapped(source))
         return into
+    if is_out and "copy out" in damage:
+        source = EmulatedTensor(damage["copy out"](source.backing.clone()))  # type: ignore[attr-defined]
     host = source if is_in else into
     is_pinned = non_blocking and host.untyped_storage() in _pinned
     counts.add(COPIES[is_in, is_pinned])
@@ -313,10 +320,28 @@ def _leave_no_grad(self: Any, *args: Any) -> None:
     self.instead.__exit__(*args)
 
 
+def in_every_thread() -> None:
+    """Let threads that are started from now on make tensors of the device."""
+    run_thread = threading.Thread.run
+
+    def run_emulated(thread: threading.Thread) -> None:
+        with emulated_here():
+            run_thread(thread)
+
+    threading.Thread.run = run_emulated  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def emulated_here() -> Iterator[None]:
+    """Tensors of the device may be made in the block, on this thread."""
+    # A backward pass must not leave the thread.
+    with torch.autograd.set_multithreading_enabled(False), _Functions(), _Dispatch():
+        yield
+
+
 @contextlib.contextmanager
 def emulated() -> Iterator[Counts]:
     """Tensors of the device may be made in the block; what is asked of them is counted."""
     counts.clear()
-    # The modes belong to this thread, which a backward pass must not leave.
-    with torch.autograd.set_multithreading_enabled(False), _Functions(), _Dispatch():
+    with emulated_here():
         yield counts

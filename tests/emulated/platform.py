@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llamarl.device.accelerator import Accelerator
 from llamarl.device.devices import PLATFORMS
+from llamarl.device.names import DEVICES
 from llamarl.device.platform import Card, Graphs, Handle, Replay
 from tests.emulated.accelerator import DEVICE_MEMORY_BYTES, KIND, EmulatedTensor, register
 from tests.emulated.module import Module
@@ -60,3 +61,4 @@ def install() -> None:
     if KIND not in PLATFORMS:
         register(Module())
         PLATFORMS[KIND] = EmulatedPlatform()
+        DEVICES.append(KIND)

@@ -58,7 +58,8 @@ def config_of(*overrides: str) -> Config:
 
 
 def install_tool(folder: Path, monkeypatch: pytest.MonkeyPatch, *rows: str) -> None:
-    """An nvidia-smi that answers with these rows."""
+    """An nvidia-smi that answers with these rows: name, MiB, compute capability; all is free."""
+    rows = tuple(f"{row}, {row.split(',')[1]}" if row.count(",") == 2 else row for row in rows)
     tool = folder / "nvidia-smi"
     tool.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(rows) + "\nEND\n")
     tool.chmod(0o755)

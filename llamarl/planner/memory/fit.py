@@ -6,15 +6,17 @@ the bound leaves it open whether all fits, so the controller's process never loa
 run on CPUs, and no CUDA context comes up there.
 """
 
+import itertools
 import logging
 import math
 from dataclasses import replace
 
 from llamarl.config import Config, GeneratorConfig, VllmConfig
+from llamarl.config.check import require
 from llamarl.config.pools import pools_of
-from llamarl.config.rank_assignment import needs_gpu
+from llamarl.config.rank_assignment import assign, needs_gpu
 from llamarl.device.card import AUTO, is_kind
-from llamarl.device.driver import cards_here
+from llamarl.device.driver import TOOL, cards_here
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.other_architecture import AnyArchitecture, OtherArchitecture
@@ -26,6 +28,7 @@ log = logging.getLogger(__name__)
 
 WIDE_BYTES = 4  # of a float32
 GIB = 2**30
+MOST_TAKEN = 0.1  # of a card: a desktop takes less
 FIRST_WITH_BFLOAT16 = 8.0  # compute capability
 
 
@@ -43,6 +46,7 @@ def check_fit(
         log.warning("no forecast of the memory that a %s needs", architecture.model_type)
         return
     if needs_gpu(config):
+        check_cards(config)
         config = on_this_card(config)
         check_kinds(config)
     elif upper_bound_bytes(config, architecture, frozen) <= available_bytes():
@@ -123,6 +127,38 @@ def refusal(config: Config, rank: RankMemory) -> str:
         f"{who} must fit into the {rank.device_bytes / GIB:.1f} GiB that {where}, got "
         f"{rank.total_bytes / GIB:.1f} GiB ({shown})"
     )
+
+
+def check_cards(config: Config) -> str:
+    """The cards of this machine, in words; ValueError unless they are what the recipe needs: so
+    many, of that kind, with their memory free, and a torch that can use them.
+
+    Hosts elsewhere check their own when their processes start.
+    """
+    if not needs_gpu(config):
+        return f"none needed; {available_bytes() / GIB:.1f} GiB of host memory are free"
+    if config.cluster.hosts or config.cluster.size > 1:
+        return f"{config.cluster.num_gpus_per_host} on each of {config.cluster.size} hosts"
+    cards = cards_here()
+    if not cards:
+        return f"{TOOL} does not say"
+    places = itertools.chain.from_iterable(assign(config).values())
+    num_needed = max(device.gpu or 0 for device in places) + 1
+    name = "cluster.num_gpus_per_host"
+    require(
+        len(cards) >= num_needed, name, f"be at most {len(cards)}, as this machine has", num_needed
+    )
+    for number, card in enumerate(cards[:num_needed]):
+        wanted = config.cluster.gpu
+        must = f"be auto, or the kind of every card; number {number} is a {card.name}"
+        require(is_kind(wanted, card.name, card.memory_bytes), "cluster.gpu", must, wanted)
+        taken = card.memory_bytes - card.free_bytes
+        if taken > MOST_TAKEN * card.memory_bytes:
+            raise ValueError(
+                f"the memory of card {number} must be free, got {taken / GIB:.1f} of "
+                f"{card.memory_bytes / GIB:.1f} GiB taken by other programs ({TOOL} names them)"
+            )
+    return f"{num_needed} x {cards[0].name}, {min(c.free_bytes for c in cards) / GIB:.1f} GiB free"
 
 
 def on_this_card(config: Config) -> Config:

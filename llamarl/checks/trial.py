@@ -1,0 +1,258 @@
+"""A few steps of a recipe's own executors on a tiny model, held against what the CPU says.
+
+Owns: which calls are made, and what difference is too much. Does not own: executors and calls
+(`library/`), the tiny model or the reference. Invariant: processes, devices, placement, engine,
+dtypes and transports are the recipe's; only sizes differ.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from llamarl.checks.cpu_reference import CpuReference
+from llamarl.checks.findings import Findings
+from llamarl.checks.memory_in_use import compare_with_plan, free_bytes
+from llamarl.config import Config, EmbeddedConfig
+from llamarl.config.rank_assignment import needs_gpu
+from llamarl.groups import BatchRollout, Group
+from llamarl.library.own_loop import LibraryEngines
+from llamarl.library.start import running_engines
+from llamarl.loop.colocation import Phase
+from llamarl.types import (
+    GENERATOR_LOGPROBS,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    SAMPLING,
+    TOKEN_VERSIONS,
+    Columns,
+)
+
+START_S, CALL_S = 180.0, 60.0
+NUM_PROMPTS, NUM_ROLLOUTS, PROMPT_TOKENS, NEW_TOKENS = 4, 2, 24, 12
+READ = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
+HANGS = "a rank waits for another one: see the log of each process, the network interface"
+STOPS = "see the logs of the processes"
+BOTH = {"generator", "trainer"}
+
+
+@dataclass(frozen=True, slots=True)
+class TrialTolerance:
+    """How far log-probs and the gradient's norm may be from the CPU's float32."""
+
+    median: float
+    largest: float
+    gradient: float
+
+    @classmethod
+    def of(cls, config: Config) -> "TrialTolerance":
+        """float32 differs by how sums are ordered; 16 and 8 bits by their rounding, with a long
+        tail."""
+        generator, trainer = config.generator, config.trainer
+        is_wide = generator.dtype == "float32" and generator.quantization == "none"
+        gradient = 2e-3 if is_wide and trainer.compute_dtype == "float32" else 0.15
+        return cls(1e-3, 1e-2, gradient) if is_wide else cls(0.3, 2.0, gradient)
+
+
+def tiny_config(config: Config, checkpoint: str, tokenizer: str) -> Config:
+    """The recipe on the tiny model, with few short rollouts."""
+    generator, trainer = config.generator, config.trainer
+    small: dict[str, Any] = {"max_num_seqs": NUM_PROMPTS * NUM_ROLLOUTS, "elastic": []}
+    if hasattr(generator, "kv_cache_bytes"):
+        small["kv_cache_bytes"] = min(generator.kv_cache_bytes, 1 << 28)
+    num_tokens = min(trainer.tokens_per_micro_batch, 4096)
+    algorithm = replace(config.algorithm, kl_coefficient=0.0, filters=[])
+    return replace(
+        config,
+        model=replace(config.model, checkpoint=checkpoint, tokenizer=tokenizer, architecture=None),
+        data=replace(config.data, held_out=None),
+        algorithm=algorithm,
+        generator=replace(generator, **small),
+        trainer=replace(trainer, tokens_per_micro_batch=num_tokens, groups_per_step=NUM_PROMPTS),
+        sampling=replace(
+            config.sampling,
+            max_tokens=NEW_TOKENS,
+            rollouts_per_prompt=NUM_ROLLOUTS,
+            segment_tokens=0,
+            stop_strings=[],
+            replay_lengths=None,
+        ),
+        dispatch=replace(config.dispatch, ranker="none"),
+        checkpoint=replace(config.checkpoint, resume="off"),
+    )
+
+
+class Trial:
+    """The calls, in their order; each is one line of `findings`."""
+
+    def __init__(self, config: Config, reference: CpuReference, findings: Findings) -> None:
+        self._config, self._reference, self._findings = config, reference, findings
+        self._tolerance = TrialTolerance.of(config)
+        self._free_before = free_bytes()
+        shape = (NUM_PROMPTS, PROMPT_TOKENS)
+        self._random = np.random.default_rng(0).random(shape)
+
+    async def run(self, run_dir: str) -> None:
+        """All checks; those after a start that failed cannot be asked."""
+        async with AsyncExitStack() as stack:
+            engines = await self._start(stack, f"{run_dir}/run", BOTH, self._config)
+            if engines is not None:
+                await self._ask(engines)
+        await self._compare_graphs(run_dir)
+
+    async def _ask(self, engines: LibraryEngines) -> None:
+        """Until one fails: what follows would wait for it, or be wrong because of it."""
+        calls: list[tuple[str, str, Callable[[LibraryEngines], Awaitable[str]]]] = [
+            ("publish", HANGS, self._publish),
+            ("generation", STOPS, self._generate),
+            ("step", HANGS, self._step),
+            ("publish after a step", HANGS, self._publish),
+            ("generation after a step", STOPS, self._generate_again),
+        ]
+        for name, remedy, call in calls:
+            if not await self._findings.await_for(name, CALL_S, remedy, call(engines)):
+                return
+        if not needs_gpu(self._config) or not self._config.cluster.hosts:
+            self._findings.ask("memory in use", self._measure)
+
+    def _measure(self) -> str:
+        architecture = self._reference.architecture
+        return compare_with_plan(self._config, architecture, self._free_before)
+
+    async def _start(
+        self, stack: AsyncExitStack, run_dir: str, names: set[str], config: Config
+    ) -> LibraryEngines | None:
+        started: list[LibraryEngines] = []
+
+        async def start() -> str:
+            engines = running_engines(replace(config, run_dir=run_dir), "", executors=names)
+            started.append(await stack.enter_async_context(engines))
+            ranks = config.trainer.num_ranks * ("trainer" in names)
+            ranks += config.generator.num_replicas * config.generator.num_ranks
+            return f"{ranks} ranks met"
+
+        name = "executors start" if names == BOTH else "executors start, eager"
+        await self._findings.await_for(name, START_S, HANGS, start())
+        return started[0] if started else None
+
+    async def _publish(self, engines: LibraryEngines) -> str:
+        async with engines.phase(Phase.SYNC):
+            stats = await engines.sync_weights()
+        if stats.lost:
+            replica, why = next(iter(stats.lost.items()))
+            raise RuntimeError(f"replica {replica} was lost: {why}")
+        return (
+            f"version {engines.published} over {self._config.weights.transport} in "
+            f"{stats.seconds:.2f} s, sums of both sides equal"
+        )
+
+    async def _write(self, engines: LibraryEngines) -> tuple[list[Group], Columns]:
+        questions = (self._random * engines.tokenizer.num_ids).astype(int).tolist()
+        groups = await engines.generate(questions, NUM_ROLLOUTS)
+        row_ids = [row_id for group in groups for row_id in group.row_ids]
+        return groups, await engines.get_experience(row_ids, READ)
+
+    async def _generate(self, engines: LibraryEngines) -> str:
+        """Log-probs of what the generators write are the CPU's."""
+        self._groups, self._columns = await self._write(engines)
+        wanted = self._reference.logprobs(self._columns)
+        pairs = zip(self._columns[GENERATOR_LOGPROBS], wanted, strict=True)
+        return self._compare(
+            [float(d) for mine, cpu in pairs for d in np.abs(mine - cpu)], "the CPU"
+        )
+
+    def _compare(self, differences: Sequence[float], whose: str) -> str:
+        middle, largest = median(differences), max(differences)
+        words = f"log-probs are {middle:.2g} from those of {whose}, {largest:.2g} at most"
+        if not (middle <= self._tolerance.median and largest <= self._tolerance.largest):
+            limits = f"{self._tolerance.median:g} and {self._tolerance.largest:g}"
+            raise RuntimeError(
+                f"{words}, must be below {limits}: this device, or the engine on it, computes "
+                "another model; try generator.dtype=float32, generator.enforce_eager=true"
+            )
+        return words
+
+    async def _step(self, engines: LibraryEngines) -> str:
+        """The norm of the gradient is the CPU's."""
+        for group in self._groups:
+            rewards = [float(i % 2) for i in range(NUM_ROLLOUTS)]
+            if reason := await engines.settle(group, rewards):
+                raise RuntimeError(f"a group was dropped ({reason})")
+        async with engines.phase(Phase.TRAIN):
+            await engines.forward_backward(self._groups)
+            stats = await engines.optim_step()
+        found = stats.scalars["grad_norm"]
+        wanted = self._reference.gradient_norm(self._rows(), self._columns)
+        apart = abs(found / wanted - 1)
+        words = f"gradient norm {found:.4g}, on the CPU {wanted:.4g}"
+        if apart > self._tolerance.gradient:
+            raise RuntimeError(
+                f"{words}: must be within {self._tolerance.gradient:.1%}; try "
+                "trainer.compute_dtype=float32, trainer.compile=none"
+            )
+        return words
+
+    def _rows(self) -> list[BatchRollout]:
+        pairs = [(g, i) for g in self._groups for i in range(len(g.row_ids))]
+        lengths = zip(self._columns[PROMPT_IDS], self._columns[RESPONSE_IDS], strict=True)
+        return [
+            BatchRollout(
+                row_id=group.row_ids[i],
+                group_id=group.group_id,
+                num_prompt_tokens=len(prompt),
+                num_tokens=len(response),
+                num_generated=len(response),
+                advantage=group.advantages[i],
+                oldest_version=0,
+            )
+            for (group, i), (prompt, response) in zip(pairs, lengths, strict=True)
+        ]
+
+    async def _generate_again(self, engines: LibraryEngines) -> str:
+        """What the generators write is what the trainer's new version says; if they share a device,
+        all has been offloaded and brought back meanwhile."""
+        groups, _ = await self._write(engines)
+        row_ids = [row_id for group in groups for row_id in group.row_ids]
+        async with self._reading(engines):
+            differences = await engines.compare_logprobs(row_ids)
+        await engines.retire(groups, "dropped", reason="checked")
+        return self._compare(differences, "the trainer")
+
+    @asynccontextmanager
+    async def _reading(self, engines: LibraryEngines) -> AsyncIterator[None]:
+        """The trainer may compute."""
+        if not self._config.placement.colocated:
+            yield
+            return
+        async with engines.phase(Phase.TRAIN):
+            yield
+
+    async def _compare_graphs(self, run_dir: str) -> None:
+        """Captured graphs give the bits that single launches give."""
+        generator = self._config.generator
+        if not needs_gpu(self._config) or generator.enforce_eager or not hasattr(self, "_columns"):
+            return
+        eager = replace(
+            self._config,
+            generator=replace(generator, enforce_eager=True),
+            placement=replace(self._config.placement, colocated=False),
+        )
+        async with AsyncExitStack() as stack:
+            engines = await self._start(stack, f"{run_dir}/eager", {"generator"}, eager)
+            if engines is None:
+                return
+
+            async def compare() -> str:
+                _, columns = await self._write(engines)
+                pairs = zip(columns[RESPONSE_IDS], self._columns[RESPONSE_IDS], strict=True)
+                num_same = sum(one.tolist() == other.tolist() for one, other in pairs)
+                total = len(columns[RESPONSE_IDS])
+                words = f"{num_same} of {total} rollouts are the same without captured graphs"
+                if num_same < total and isinstance(generator, EmbeddedConfig):
+                    raise RuntimeError(f"{words}: set generator.enforce_eager=true")
+                return words
+
+            await self._findings.await_for("graphs", CALL_S, STOPS, compare())
