@@ -126,6 +126,9 @@ class VllmConfig(GeneratorConfig):
 
     kv_cache_bytes: int = number(1 << 30, least=1, most=2**44)
     """Memory of the KV cache, per rank."""
+    kv_cache_dtype: str = choice("auto", "fp8")
+    """Keys and values in generator.dtype (auto), or in eight bits on CUDA (fp8): twice as many fit,
+    and a decode step reads half. AIPO takes mu from this sampler."""
     block_size: int = number(32, least=1, most=2**16)
     """Tokens per KV block; whole blocks of a prompt are shared among its rollouts."""
     enforce_eager: bool | None = None
@@ -139,6 +142,8 @@ class VllmConfig(GeneratorConfig):
             self.enforce_eager = self.device == "cpu"
         must = "be true with generator.device=cpu (vLLM)"
         self.require(self.enforce_eager or self.device == "cuda", "enforce_eager", must)
+        must = "be auto on cpu (vLLM)"
+        self.require(self.kv_cache_dtype == "auto" or self.device == "cuda", "kv_cache_dtype", must)
         must = f"be bfloat16 with generator.quantization={self.quantization} (vLLM)"
         self.require(self.quantization == "none" or self.dtype == "bfloat16", "dtype", must)
         unit = 32 if self.device == "cpu" else 16

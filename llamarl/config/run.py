@@ -194,6 +194,19 @@ class PlanConfig(Section):
     is less."""
     spread: float = number(0.8, least=0, most=1e6)
     """Standard deviation of the logarithm of a rollout's length; 0 makes all equally long."""
+    group_correlation: float = number(0.5, least=0, most=1)
+    """How alike the lengths of one group are: the correlation of their logarithms, as a hard prompt
+    has long answers; 0: not at all, 1: all equal. An assumption."""
+    attention: str = choice("flash2", "flash3")
+    """Kernels of the trainer's attention: flash2, which PyTorch has, or flash3, where installed, of
+    H100 and H200."""
+    kernels: str = choice("auto", "eager", "fused")
+    """What the trainer computes between matrix products with: auto (as trainer.compile says) |
+    eager | fused, to forecast another trainer."""
+    reserves_kv: bool = False
+    """Whether an engine starts a rollout only when its KV cache has room for the longest answer, as
+    TensorRT-LLM does. false: it starts what fits, and when the cache is full it takes back the
+    rollout that started last and computes it again later, as vLLM does."""
     num_turns: int = number(4, least=1, most=10_000)
     """Turns of every episode, if there are any; a rollout's tokens are spread over them evenly."""
     observation_tokens: int = number(100, least=1, most=2**24)

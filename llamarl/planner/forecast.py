@@ -117,6 +117,47 @@ class StepForecast:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainerForecast:
+    """One optimizer step of a trainer alone, of `num_tokens` tokens, prompts included.
+
+    `seconds` of a mean rank by what it does; `utilisation` is the share of the published peak that
+    a model's arithmetic has, without what checkpointing repeats.
+    """
+
+    num_ranks: int
+    num_rollouts: int
+    num_micro_batches: int
+    num_tokens: int
+    step_s: float
+    seconds: dict[str, float]
+    utilisation: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        return self.num_tokens / self.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorForecast:
+    """`num_rollouts` written by one replica alone: `num_tokens`, without prompts.
+
+    `seconds` by what it does; `mean_running` rollouts are decoded together, in steps of
+    `decode_step_s`. The KV cache holds `kv_tokens`; 0: all that the slots may write.
+    """
+
+    num_ranks: int
+    num_rollouts: int
+    num_tokens: int
+    num_prompt_tokens: int
+    kv_tokens: int
+    seconds: dict[str, float]
+    mean_running: float
+    decode_step_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Variant:
     """A configuration with its step; `words` say what it is."""
 

@@ -2,7 +2,7 @@
 
 Owns: continuous batching over slots, version spans, commits between steps, all in simulated time.
 Does not own: who runs (`slots.py`), durations (`costs.py`) or lengths (`workload.py`). Invariant:
-its queue and its rules of starting are the embedded engine's, and it advances from event to event
+its queue and its rules of starting are the engine's, and it advances from event to event
 (a prompt's last rollout stops, slots become free for what waits, a request or a commit arrives),
 never token by token. What a real generator does on its compute thread waits for a moment between
 two decode steps here too; the rest goes on beside decoding.
@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from llamarl.config import VllmConfig
 from llamarl.config.pools import generator_of
 from llamarl.executors.decoding import Standstill
 from llamarl.executors.engine_output import GATHER_S, KeptRows
@@ -52,7 +53,9 @@ class SimulatedReplica(SimulatedTarget):
     """GeneratorReplica, WeightTarget, WeightSource and Offloadable of `protocols.py`, for replica
     `index` on `hosts`.
 
-    Its KV cache is taken to hold `generator.max_num_seqs` rollouts, whatever their length.
+    The embedded engine's KV cache holds `generator.max_num_seqs` rollouts, whatever their length.
+    That of vLLM holds as many tokens as its memory does: when it is full, the rollout that started
+    last leaves, and is prefilled again once there is room.
     """
 
     def __init__(
@@ -87,7 +90,9 @@ class SimulatedReplica(SimulatedTarget):
         )
         self._is_busy = False
         self._queue, self._prefixes = Queue(), PrefixIndex()
-        self._slots = Slots(self._max_num_seqs, costs)
+        self._slots = Slots(self._max_num_seqs, costs, self._config.plan.reserves_kv)
+        self._starts_any = isinstance(generator, VllmConfig)  # as soon as a slot is free
+        self._held_back: deque[QueuedRequest] = deque()  # for lack of room; before the queue
         self._stretch: tuple[Job, list[Piece]] | None = None  # decode steps under way
         self._num_pieces = 0  # of the stretch, counted as done
         self._commits: list[tuple[int, int]] = []  # (decode steps done then, version)
@@ -104,6 +109,11 @@ class SimulatedReplica(SimulatedTarget):
     def num_running(self) -> int:
         """SimulatedRollouts in slots."""
         return len(self._slots)
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps done."""
+        return self._slots.steps
 
     async def submit(self, requests: list[Request]) -> None:
         await self._travel()
@@ -153,6 +163,9 @@ class SimulatedReplica(SimulatedTarget):
         self._episodes.abort(row_ids)
         for waiting in self._queue.abort(wanted):
             self._stop(waiting.request, waiting.written, FinishReason.ABORTED)
+        for back in [each for each in self._held_back if each.request.row_id in wanted]:
+            self._held_back.remove(back)
+            self._stop(back.request, back.written, FinishReason.ABORTED)
         self._interrupt()
         for slot in self._slots.remove(wanted):
             self._stop(slot.request, self._written(slot), FinishReason.ABORTED)
@@ -242,12 +255,26 @@ class SimulatedReplica(SimulatedTarget):
             return self._busy(*self._commands.popleft())
         if self._standstill.reason != "requests" or self.version < 0:
             return self._rest()
+        while self._slots.is_full:
+            slot = self._slots.pop_newest()
+            written = self._written(slot)
+            self._held_back.appendleft(QueuedRequest(request=slot.request, written=written))
         prefilled = self._recompute() if self._must_recompute else []
         prefilled += self._start_waiting()
         if not self._slots:
             return self._rest()
         self._standstill.end()
         self._busy(self._costs.prefill_s(prefilled), self._decode, "prefill")
+
+    @property
+    def _num_startable(self) -> int:
+        """Rollouts that wait and may start under the present version."""
+        return len(self._held_back) + self._queue.num_startable(self.version)
+
+    @property
+    def _fewest_free(self) -> int:
+        """Slots that must be free before any of those starts."""
+        return 1 if self._starts_any else fewest_free(self._max_num_seqs, self._num_startable)
 
     def _rest(self) -> None:
         self._is_busy = False
@@ -261,12 +288,22 @@ class SimulatedReplica(SimulatedTarget):
         return [self._slots.cached(slot) for slot in self._slots]
 
     def _start_waiting(self) -> list[int]:
-        """Fill the free slots from the queue; the tokens to be prefilled for each rollout."""
-        free = self._slots.free
-        num_startable = self._queue.num_startable(self.version)
-        if len(free) < fewest_free(self._max_num_seqs, num_startable):
+        """Fill the free slots from the queue, as far as the cache has room; the tokens to be
+        prefilled for each rollout."""
+        free, num_startable = self._slots.free, self._num_startable
+        if not num_startable or len(free) < self._fewest_free:
             return []
-        starting = self._queue.take(self.version, len(free))
+        starting: list[QueuedRequest] = []
+        room, groups = self._slots.room, set[object]()
+        while len(starting) < len(free) and self._num_startable:
+            waiting = self._held_back.popleft() if self._held_back else None
+            waiting = waiting or self._queue.take(self.version, 1)[0]
+            room -= self._slots.claim(waiting, groups)
+            if room < 0 and (starting or self._slots):  # an empty cache takes any rollout
+                self._held_back.appendleft(waiting)
+                break
+            starting.append(waiting)
+            groups.add(waiting.request.prefix_group)
         is_kept = not self._recomputes
         assigned = assign_slots(starting, free, self._prefixes, self.version, is_kept=is_kept)
         return [self._start(each) for each in assigned]
@@ -290,9 +327,7 @@ class SimulatedReplica(SimulatedTarget):
         prompt, one that is cut, or the one that frees enough slots for waiting rollouts."""
         if self._commands or not self._slots:
             return self._go_on()
-        most_left = -1
-        if num_startable := self._queue.num_startable(self.version):
-            most_left = self._max_num_seqs - fewest_free(self._max_num_seqs, num_startable)
+        most_left = self._max_num_seqs - self._fewest_free if self._num_startable else -1
         num_ended: Counter[object] = Counter()
 
         def is_last(slot: Slot, num_left: int) -> bool:

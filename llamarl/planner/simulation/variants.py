@@ -34,7 +34,8 @@ from llamarl.planner.forecast import BestSplit, Decomposition, Split, StepForeca
 from llamarl.planner.hardware import gpu
 from llamarl.planner.memory.trainer_memory import forecast_trainer
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.roofline import generator_bytes, hardware_costs, kv_bytes
+from llamarl.planner.simulation.generator_times import generator_bytes, kv_bytes
+from llamarl.planner.simulation.roofline import hardware_costs
 from llamarl.planner.simulation.simulated_run import fewest_steps, simulate
 from llamarl.planner.simulation.workload import make_workload
 
