@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from llamarl.config import Config
 from llamarl.models.architecture import Architecture
-from llamarl.planner.hardware import Cost
+from llamarl.planner.hardware import HOUR_S, Cost
 
 FrozenModels = Mapping[str, Architecture]
 """Those that run stages of the recipe's own, by stage: not the reference of a KL term."""
@@ -219,7 +219,10 @@ class Forecast:
     recipe is synchronous itself) and "sync, colocated", which is missing where none fits.
     `decomposition` takes the way from the latter to the recipe apart. `num_hosts` and `num_gpus`
     are those that the recipe uses; `split` is there if it was asked for, `measured_step_s` if times
-    come from a run: what that took, `cost` if the prices of its GPUs are known.
+    come from a run: what that took, `cost` if the prices of its GPUs are known. `best_share` is
+    theta*, `own_share` the trainer's share of the GPUs in the recipe; both are None where the sides
+    share them. `next` is the change that shortens the step most, if one was found. `unstated` are
+    baselines that a paper may have run which states none.
     """
 
     num_hosts: int
@@ -232,3 +235,12 @@ class Forecast:
     split: BestSplit | None = None
     measured_step_s: float | None = None
     cost: Cost | None = None
+    best_share: float | None = None
+    own_share: float | None = None
+    next: Variant | None = None
+    unstated: tuple[Variant, ...] = ()
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of one step."""
+        return self.num_gpus * self.step.step_s / HOUR_S

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from llamarl.config import Config
 from llamarl.config.check import require
+from llamarl.config.plan_keys import read_prices
 from llamarl.config.pools import pools_of
 from llamarl.config.rank_assignment import assign
-from llamarl.config.run import read_prices
 from llamarl.models.gpu_kind import size_bytes
 
 HOUR_S = 3600
@@ -82,11 +82,11 @@ H100 = Gpu(
     gemm=0.801,
     attention={FLASH2: 0.332, FLASH3: 0.62},
 )
-# NVIDIA A100 80GB data sheet, SXM4: 2.039 TB/s HBM2e, 312 TFLOP/s bf16, 19.5 fp32, no fp8,
-# NVLink 3 600 GB/s, PCIe 4 x16 64 GB/s. DGX A100 640GB user guide: eight ConnectX-6 or 7 of
-# 200 Gb/s and 2 TB for 8 GPUs. NVML: 81,920 MiB. The fastest bf16 product: 268 TFLOP/s
-# (stas00/ml-engineering). Attention: 179.5 with heads of 64 (Azure ND A100 v4 results), up to 230
-# with 128 (FlashAttention-2, arXiv 2307.08691): between. Other Ampere and Ada cards: the same share.
+# NVIDIA A100 80GB data sheet, SXM4: 2.039 TB/s HBM2e, 312 TFLOP/s bf16, 19.5 fp32, no fp8, NVLink 3
+# 600 GB/s, PCIe 4 x16 64 GB/s. DGX A100 640GB user guide: eight ConnectX-6 or 7 of 200 Gb/s and 2
+# TB for 8 GPUs. NVML: 81,920 MiB. The fastest bf16 product: 268 TFLOP/s (stas00/ml-engineering).
+# Attention: 179.5 with heads of 64 (Azure ND A100 v4 results), up to 230 with 128
+# (FlashAttention-2, arXiv 2307.08691): between. Other Ampere and Ada cards: the same share.
 A100 = Gpu(
     memory_bytes=81_920 * 2**20,
     memory_bytes_per_s=2.039e12,
@@ -130,9 +130,10 @@ GPUS: dict[str, Gpu] = {
     # NVIDIA H200 data sheet, SXM: 4.8 TB/s HBM3e, else as the H100. DGX H200 user guide: eight
     # ConnectX-7 of 400 Gb/s, 2 TB. NVML: 143,771 MiB.
     "H200-141GB": replace(H100, memory_bytes=143_771 * 2**20, memory_bytes_per_s=4.8e12),
-    # The H100 of Meta's Grand Teton hosts (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md):
-    # 96 GB HBM2e at 2.4 TB/s, limited to 500 W; of its peak they say that it lies between those of
-    # SXM5 and NVL, so here the mean of these. NVML: 97,871 MiB, as others of 96 GB.
+    # The H100 of Meta's Grand Teton hosts (torchtitan,
+    # benchmarks/llama3_h100_202412_torchtitan.md): 96 GB HBM2e at 2.4 TB/s, limited to 500 W; of
+    # its peak they say that it lies between those of SXM5 and NVL, so here the mean of these. NVML:
+    # 97,871 MiB, as others of 96 GB.
     "H100-96GB": replace(
         H100,
         memory_bytes=97_871 * 2**20,
@@ -188,8 +189,9 @@ GPUS: dict[str, Gpu] = {
     ),
     # NVIDIA DGX B200 data sheet, an eighth of: 1,440 GB at 64 TB/s HBM3e, 72 PFLOP/s fp8 with
     # sparsity, NVLink 5 14.4 TB/s, eight ConnectX-7 of 400 Gb/s, 2 TB of host memory. HGX B200: 36
-    # PFLOP/s bf16 with sparsity, 600 TFLOP/s fp32. NVML: 183,359 MiB. The fastest bf16 product: 1,745
-    # TFLOP/s (stas00/ml-engineering). FlashAttention 2 uses none of its instructions: an H100's rate.
+    # PFLOP/s bf16 with sparsity, 600 TFLOP/s fp32. NVML: 183,359 MiB. The fastest bf16 product:
+    # 1,745 TFLOP/s (stas00/ml-engineering). FlashAttention 2 uses none of its instructions: an
+    # H100's rate.
     "B200-180GB": replace(
         H100,
         memory_bytes=183_359 * 2**20,

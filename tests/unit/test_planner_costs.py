@@ -16,7 +16,7 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.config.run import PlanConfig
+from llamarl.config.plan_keys import PlanConfig
 from llamarl.planner.hardware import EFFICIENCY, GPUS
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.roofline import hardware_costs

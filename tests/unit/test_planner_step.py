@@ -24,7 +24,7 @@ from llamarl.config import (
     TransformersConfig,
     WeightsConfig,
 )
-from llamarl.config.run import PlanConfig
+from llamarl.config.plan_keys import PlanConfig
 from llamarl.executors.engine_output import GATHER_S
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import Variant

@@ -8,7 +8,8 @@ slow are both 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,19 @@ from llamarl.config import (
     PlacementConfig,
     RewardConfig,
     SamplingConfig,
+    StalenessConfig,
     TrainerConfig,
     VllmConfig,
     WeightsConfig,
 )
-from llamarl.config.run import PlanConfig
+from llamarl.config.plan_keys import PlanConfig
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import FAMILIES
+from llamarl.planner.simulation.roofline import hardware_costs
+from llamarl.planner.simulation.simulated_run import simulate
 from llamarl.planner.simulation.single import forecast_generator_alone, forecast_trainer_alone
 
+Errors = dict[str, float]
 TABLE = Path(__file__).with_name("measurements.yaml")
 GOAL_FIT, GOAL_HELD_OUT = 0.2, 0.3
 
@@ -50,6 +55,7 @@ class Measurement:
     unit: str
     source: str
     is_fit: bool
+    is_partial: bool
 
     def forecast(self) -> float:
         """In the row's unit."""
@@ -62,26 +68,26 @@ class Measurement:
 
     def config(self) -> Config:
         """The setting as a recipe, all else small."""
-        given: dict[str, dict[str, Any]] = {}
+        given: dict[str, dict[str, Any]] = defaultdict(dict)
         for key, value in self.keys.items():
             section, _, name = key.partition(".")
-            given.setdefault(section, {})[name] = value
-        plan = PlanConfig(spread=0.0, **given.get("plan", {}))
-        trainer = {"num_ranks": 1, "tokens_per_micro_batch": 1 << 20} | given.get("trainer", {})
-        longest = plan.prompt_tokens + plan.median_tokens
+            given[section][name] = value
+        plan = PlanConfig(**{"spread": 0.0, "num_steps": 6} | given["plan"])
+        sampling = {"rollouts_per_prompt": 1, "max_tokens": plan.median_tokens} | given["sampling"]
+        context = plan.prompt_tokens + sampling["max_tokens"] + 1
+        trainer = {"num_ranks": 1, "tokens_per_micro_batch": 1 << 20} | given["trainer"]
         return Config(
             model=ModelConfig(checkpoint="none"),
             data=DataConfig(prompts="none"),
-            reward=RewardConfig(),
-            algorithm=AIPOConfig(advantage="none"),
-            sampling=SamplingConfig(rollouts_per_prompt=1, max_tokens=plan.median_tokens),
-            generator=VllmConfig(
-                device="cuda", max_model_len=longest + 1, **given.get("generator", {})
-            ),
+            reward=RewardConfig(num_workers=64),
+            algorithm=AIPOConfig(**{"advantage": "none"} | given["algorithm"]),
+            sampling=SamplingConfig(**sampling),
+            generator=VllmConfig(device="cuda", max_model_len=context, **given["generator"]),
             trainer=TrainerConfig(device="cuda", **trainer),
-            weights=WeightsConfig(transport="collective"),
-            placement=PlacementConfig(),
-            cluster=ClusterConfig(gpu=self.gpu),
+            weights=WeightsConfig(**{"transport": "collective"} | given["weights"]),
+            placement=PlacementConfig(**given["placement"]),
+            staleness=StalenessConfig(**given["staleness"]),
+            cluster=ClusterConfig(gpu=self.gpu, **given["cluster"]),
             plan=plan,
         )
 
@@ -89,6 +95,24 @@ class Measurement:
 def error(ratio: float) -> float:
     """0 if forecast and measurement are equal."""
     return max(ratio, 1 / ratio) - 1
+
+
+def compare(measurements: Sequence[Measurement]) -> dict[str, float]:
+    """The ratio of each row, by its name."""
+    return {each.name: each.ratio() for each in measurements}
+
+
+def largest_errors(measurements: Sequence[Measurement], ratios: Mapping[str, float]) -> Errors:
+    """Of the fitted rows, those held out, and those that are partial; by kind of forecast too."""
+    found: Errors = defaultdict(float)
+    for each in measurements:
+        size = error(ratios[each.name])
+        names = (
+            ["partial"] if each.is_partial else ["fit" if each.is_fit else "held_out", each.only]
+        )
+        for name in names:
+            found[name] = max(found[name], size)
+    return dict(found)
 
 
 def read_measurements(path: Path = TABLE) -> list[Measurement]:
@@ -105,6 +129,7 @@ def read_measurements(path: Path = TABLE) -> list[Measurement]:
             unit=row["unit"],
             source=f"{table['sources'][row['source']]}: {row['where']}",
             is_fit=row.get("fit", False),
+            is_partial=row.get("partial", False),
         )
         for row in table["rows"]
     ]
@@ -126,6 +151,12 @@ def _architecture(sizes: Mapping[str, Any]) -> Architecture:
 
 
 PER_GPU = "per GPU"
+
+
+def _step_s(config: Config, architecture: Architecture) -> float:
+    return simulate(config, architecture, hardware_costs(config, architecture)).step_s
+
+
 UNITS: dict[tuple[str, str], Callable[[Config, Architecture], float]] = {
     ("trainer", "tokens/s per GPU"): lambda config, architecture: (
         forecast_trainer_alone(config, architecture).tokens_per_s / config.trainer.num_ranks
@@ -133,6 +164,7 @@ UNITS: dict[tuple[str, str], Callable[[Config, Architecture], float]] = {
     ("trainer", "s per step"): lambda config, architecture: (
         forecast_trainer_alone(config, architecture).step_s
     ),
+    ("recipe", "s per step"): _step_s,
     ("generator", "output tokens/s"): lambda config, architecture: (
         forecast_generator_alone(config, architecture).tokens_per_s
     ),

@@ -16,16 +16,20 @@ import yaml
 from llamarl.algorithms.group_filters import EQUAL_REWARDS
 from llamarl.config import Config, PlanConfig, rank_assignment
 from llamarl.config.check import require
+from llamarl.config.pools import pools_of
 from llamarl.models.architecture import Architecture
-from llamarl.planner.forecast import NO_MODELS, Forecast, FrozenModels, StepForecast
+from llamarl.planner.forecast import NO_MODELS, Forecast, FrozenModels, StepForecast, Variant
 from llamarl.planner.hardware import check_kinds, cost_of, timed
 from llamarl.planner.memory.ranks import fits, forecast_memory, fullest
+from llamarl.planner.report.bands import band
+from llamarl.planner.simulation.baselines import baseline_of, unstated_baselines
 from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_trace
 from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.next_change import next_change
 from llamarl.planner.simulation.publish import forecast_publish
 from llamarl.planner.simulation.roofline import hardware_costs
 from llamarl.planner.simulation.simulated_run import simulate
-from llamarl.planner.simulation.variants import best_baseline, best_split, decompose
+from llamarl.planner.simulation.variants import best_share, best_split, decompose
 from llamarl.planner.simulation.workload import with_lengths
 
 SYNC, ASYNC, COLOCATED = "sync", "async", "sync, colocated"
@@ -38,12 +42,14 @@ def forecast_recipe(
     frozen: FrozenModels = NO_MODELS,
     run_dir: str | None = None,
     sweep: bool = False,
+    is_published: bool = False,
 ) -> Forecast:
     """Memory, publish and step time of `config`, beside the same workload run otherwise.
 
     Times come from hardware, or with `run_dir` from that finished run, whose layout is then the
     only one whose times are known. `frozen` models count in memory alone. `sweep` tries other
-    splits of the processes between trainer and generators. Neither goes with pools. ValueError if
+    splits of the processes between trainer and generators. Neither goes with pools. With
+    `is_published` the baseline is varied over what the paper does not state. ValueError if
     the ranks do not fit onto the hosts, or the run lacks what is needed.
     """
     config = with_lengths(_check_known(config, run_dir, sweep))
@@ -67,9 +73,13 @@ def forecast_recipe(
     name, other = _other_staleness(config)
     variants = {name: simulate_recipe(other)}
     decomposition = None
-    if trace is None and not config.placement.colocated and not config.generator.pools:
-        baseline = best_baseline(config, architecture)
+    unstated: tuple[Variant, ...] = ()
+    is_apart = not config.placement.colocated
+    if trace is None and is_apart and not config.generator.pools:
+        baseline = baseline_of(config, architecture)
         if baseline is not None:
+            if is_published and not config.plan.baseline:
+                unstated = unstated_baselines(config, architecture, baseline)
             variants[COLOCATED] = baseline.step
             decomposition = decompose(config, architecture, baseline=baseline, step=step)
     return Forecast(
@@ -90,7 +100,21 @@ def forecast_recipe(
         else None,
         measured_step_s=trace.step_s if trace else None,
         cost=cost,
+        best_share=best_share(config, step) if is_apart else None,
+        own_share=_own_share(config) if is_apart else None,
+        next=None
+        if trace
+        else next_change(config, architecture, step, lambda each: fits(each, architecture, frozen)),
+        unstated=unstated,
     )
+
+
+def _own_share(config: Config) -> float:
+    """The trainer's, of the ranks of both sides."""
+    generators = sum(
+        len(pool.replicas) * pool.generator.num_ranks for pool in pools_of(config.generator)
+    )
+    return config.trainer.num_ranks / (config.trainer.num_ranks + generators)
 
 
 def figures(forecast: Forecast) -> dict[str, Any]:
@@ -125,6 +149,15 @@ def figures(forecast: Forecast) -> dict[str, Any]:
             name: forecast.cost.throughput(step.trained_tokens_per_s)
             for name, step in steps.items()
         }
+    if forecast.best_share is not None:
+        found["best_share"], found["own_share"] = forecast.best_share, forecast.own_share
+    if forecast.next is not None:
+        found["next_change"] = {"what": forecast.next.words, "step_s": forecast.next.step.step_s}
+    if forecast.num_gpus:
+        found["gpu_hours_per_step"] = forecast.gpu_hours
+        found["step_band_s"] = band("step", forecast.step.step_s)
+    if forecast.unstated:
+        found["unstated_baselines_s"] = {v.words: v.step.step_s for v in forecast.unstated}
     if forecast.measured_step_s is not None:
         found["step_measured_s"] = forecast.measured_step_s
     return found

@@ -24,19 +24,19 @@ class Costs:
                              + context * decode_context_s)
 
     that is overhead, what each row takes, matrix products (reading weights and arithmetic) and
-    attention; or what launching its kernels takes. A micro-batch of n tokens whose rollouts have the
-    lengths l takes, with w = n * token_s + sum(l^2) * square_s,
+    attention; or what launching its kernels takes. A micro-batch of n tokens whose rollouts have
+    the lengths l takes, with w = n * token_s + sum(l^2) * square_s,
 
         micro_batch_s + max(w, hidden_s, launch_s) + OVERLAP * min(w, hidden_s)
 
-    where `hidden_s` is the traffic that goes on beside arithmetic and slows it down; `forward_share`
-    of the arithmetic is the forward pass. A prefill, and a pass of the reference, grow with tokens and
-    squares of lengths alike. `write_s` brings a version from the trainer to one replica per
-    host, `relay_s` on to each other one, `check_s` is spent on it there. `moves_s` (by executor and
-    kind, "trainer weights") are changes of place on a shared device. `turnaround_s`
-    passes between an optimizer step and the next passes beside messages and storage; `row_s` is
-    what each rollout costs in processes that are not simulated. `save_s` is a checkpoint,
-    `start_s` the start of a replica, or a stage, while the run goes on.
+    where `hidden_s` is the traffic that goes on beside arithmetic and slows it down;
+    `forward_share` of the arithmetic is the forward pass. A prefill, and a pass of the reference,
+    grow with tokens and squares of lengths alike. `write_s` brings a version from the trainer to
+    one replica per host, `relay_s` on to each other one, `check_s` is spent on it there. `moves_s`
+    (by executor and kind, "trainer weights") are changes of place on a shared device.
+    `turnaround_s` passes between an optimizer step and the next passes beside messages and storage;
+    `row_s` is what each rollout costs in processes that are not simulated. `save_s` is a
+    checkpoint, `start_s` the start of a replica, or a stage, while the run goes on.
 
     With pools that differ, `pools` has the costs of each one's replicas and of the trainer's writes
     to them; all other entries there mean nothing. (): all replicas are alike.

@@ -3,10 +3,10 @@
 Owns: the costs of decode steps and prefills of one replica. Does not own: constants
 (`efficiency.py`, `hardware.py`), bytes in memory (`memory/`) or which rollouts run together
 (`slots.py`). Invariant: a product whose weights are read and whose arithmetic take about as long
-takes longer than either (their root of squares); reading keys comes on top, as attention is a kernel
-of its own.
-"""
+takes longer than either (their root of squares); reading keys comes on top, as attention is a
+kernel of its own."""
 
+import math
 from typing import Any
 
 from llamarl.config import Config, EmbeddedConfig, GeneratorConfig, VllmConfig
@@ -95,7 +95,10 @@ def generator_times(config: Config, architecture: Architecture) -> dict[str, Any
         "decode_step_s": step_s,
         "decode_row_s": sums_s + elementwise_s + sampling_s + ENGINE_ROW_S,
         "decode_read_s": generator_bytes(config, architecture) / (memory * LAW.read),
-        "decode_context_s": kv_bytes(config, architecture) / (memory * LAW.read),
+        "decode_context_s": math.hypot(
+            kv_bytes(config, architecture) / (memory * LAW.read),
+            2 * pair_flops(a) / num_ranks / (gpu.flops[dtype] * LAW.decode_attention),
+        ),
         "decode_flops_s": layers_s + head_s,
         "decode_launch_s": 0.0 if is_graph else a.num_layers * EAGER_KERNELS * LAUNCH_S,
         "prefill_call_s": step_s,

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from llamarl.config import VllmConfig
 from llamarl.config.pools import generator_of
 from llamarl.executors.decoding import Standstill
 from llamarl.executors.engine_output import GATHER_S, KeptRows
@@ -28,17 +27,16 @@ from llamarl.generation.scheduler import (
     KeptEpisode,
     OpenGroups,
     PrefixIndex,
-    Queue,
     QueuedRequest,
     SlotAssignment,
     assign_slots,
-    fewest_free,
 )
 from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.setting import Setting, joined
 from llamarl.planner.simulation.slots import Piece, Slot, Slots
 from llamarl.planner.simulation.target import SimulatedTarget
+from llamarl.planner.simulation.waiting import WaitingRollouts
 from llamarl.protocols import Environment, Report
 from llamarl.types import FinishReason, Request, RolloutInfo, VersionSpan
 
@@ -89,10 +87,10 @@ class SimulatedReplica(SimulatedTarget):
             lambda name, start, end: self._timeline.record(self.name, name, start, end, "wait"),
         )
         self._is_busy = False
-        self._queue, self._prefixes = Queue(), PrefixIndex()
-        self._slots = Slots(self._max_num_seqs, costs, self._config.plan.reserves_kv)
-        self._starts_any = isinstance(generator, VllmConfig)  # as soon as a slot is free
-        self._held_back: deque[QueuedRequest] = deque()  # for lack of room; before the queue
+        self._prefixes = PrefixIndex()
+        plan = self._config.plan
+        self._waiting = WaitingRollouts(generator, plan.static_batches)
+        self._slots = Slots(self._max_num_seqs, costs, plan.reserves_kv)
         self._stretch: tuple[Job, list[Piece]] | None = None  # decode steps under way
         self._num_pieces = 0  # of the stretch, counted as done
         self._commits: list[tuple[int, int]] = []  # (decode steps done then, version)
@@ -161,11 +159,8 @@ class SimulatedReplica(SimulatedTarget):
     async def abort_requests(self, row_ids: list[int]) -> None:
         wanted = set(row_ids)
         self._episodes.abort(row_ids)
-        for waiting in self._queue.abort(wanted):
-            self._stop(waiting.request, waiting.written, FinishReason.ABORTED)
-        for back in [each for each in self._held_back if each.request.row_id in wanted]:
-            self._held_back.remove(back)
-            self._stop(back.request, back.written, FinishReason.ABORTED)
+        for each in self._waiting.abort(wanted):
+            self._stop(each.request, each.written, FinishReason.ABORTED)
         self._interrupt()
         for slot in self._slots.remove(wanted):
             self._stop(slot.request, self._written(slot), FinishReason.ABORTED)
@@ -257,24 +252,14 @@ class SimulatedReplica(SimulatedTarget):
             return self._rest()
         while self._slots.is_full:
             slot = self._slots.pop_newest()
-            written = self._written(slot)
-            self._held_back.appendleft(QueuedRequest(request=slot.request, written=written))
+            back = QueuedRequest(request=slot.request, written=self._written(slot))
+            self._waiting.hold_back(back)
         prefilled = self._recompute() if self._must_recompute else []
         prefilled += self._start_waiting()
         if not self._slots:
             return self._rest()
         self._standstill.end()
         self._busy(self._costs.prefill_s(prefilled), self._decode, "prefill")
-
-    @property
-    def _num_startable(self) -> int:
-        """Rollouts that wait and may start under the present version."""
-        return len(self._held_back) + self._queue.num_startable(self.version)
-
-    @property
-    def _fewest_free(self) -> int:
-        """Slots that must be free before any of those starts."""
-        return 1 if self._starts_any else fewest_free(self._max_num_seqs, self._num_startable)
 
     def _rest(self) -> None:
         self._is_busy = False
@@ -290,20 +275,14 @@ class SimulatedReplica(SimulatedTarget):
     def _start_waiting(self) -> list[int]:
         """Fill the free slots from the queue, as far as the cache has room; the tokens to be
         prefilled for each rollout."""
-        free, num_startable = self._slots.free, self._num_startable
-        if not num_startable or len(free) < self._fewest_free:
+        free, version = self._slots.free, self.version
+        num_startable = self._waiting.num_startable(version)
+        if not num_startable or len(free) < self._waiting.fewest_free(version):
             return []
-        starting: list[QueuedRequest] = []
-        room, groups = self._slots.room, set[object]()
-        while len(starting) < len(free) and self._num_startable:
-            waiting = self._held_back.popleft() if self._held_back else None
-            waiting = waiting or self._queue.take(self.version, 1)[0]
-            room -= self._slots.claim(waiting, groups)
-            if room < 0 and (starting or self._slots):  # an empty cache takes any rollout
-                self._held_back.appendleft(waiting)
-                break
-            starting.append(waiting)
-            groups.add(waiting.request.prefix_group)
+        most = min(len(free), num_startable)
+        starting, late = self._slots.admit(partial(self._waiting.take, version), most)
+        if late is not None:
+            self._waiting.hold_back(late)
         is_kept = not self._recomputes
         assigned = assign_slots(starting, free, self._prefixes, self.version, is_kept=is_kept)
         return [self._start(each) for each in assigned]
@@ -327,7 +306,9 @@ class SimulatedReplica(SimulatedTarget):
         prompt, one that is cut, or the one that frees enough slots for waiting rollouts."""
         if self._commands or not self._slots:
             return self._go_on()
-        most_left = self._max_num_seqs - self._fewest_free if self._num_startable else -1
+        most_left = -1
+        if self._waiting.num_startable(self.version):
+            most_left = self._max_num_seqs - self._waiting.fewest_free(self.version)
         num_ended: Counter[object] = Counter()
 
         def is_last(slot: Slot, num_left: int) -> bool:
@@ -391,7 +372,7 @@ class SimulatedReplica(SimulatedTarget):
             self._put(item)
 
     def _resume(self, request: Request, written: PartialOutput) -> None:
-        self._queue.add(QueuedRequest(request=request, written=written))
+        self._waiting.add(QueuedRequest(request=request, written=written))
         self._interrupt()
 
     def _put(self, item: RequestOutput) -> None:

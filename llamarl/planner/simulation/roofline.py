@@ -1,10 +1,9 @@
 """Costs of a recipe on its hardware, put together.
 
 Owns: costs of publishes and of changes of place, and which of the others go into `Costs`. Does not
-own: those of passes (`trainer_times.py`) and decode steps (`generator_times.py`), bytes of a publish
-(`publish.py`) or memory (`memory/`). Invariant: every second follows from bytes or arithmetic, a
-peak of `hardware.py` and a constant of `efficiency.py`.
-"""
+own: those of passes (`trainer_times.py`) and decode steps (`generator_times.py`), bytes of a
+publish (`publish.py`) or memory (`memory/`). Invariant: every second follows from bytes or
+arithmetic, a peak of `hardware.py` and a constant of `efficiency.py`."""
 
 from dataclasses import replace
 from typing import Any

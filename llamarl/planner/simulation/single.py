@@ -5,10 +5,13 @@ Owns: what `llamarl plan --only` forecasts. Does not own: costs (`roofline.py`),
 forecast of the whole recipe; nothing waits for the other side.
 """
 
+import asyncio
+from collections import defaultdict
 from dataclasses import replace
 
 from llamarl.config import Config
 from llamarl.data.packing import pack
+from llamarl.generation.protocol import RequestOutput
 from llamarl.models.architecture import Architecture
 from llamarl.planner import hardware
 from llamarl.planner.forecast import GeneratorForecast, TrainerForecast
@@ -16,7 +19,7 @@ from llamarl.planner.simulation import clock
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.generator_times import generator_times
-from llamarl.planner.simulation.replica import SimulatedReplica
+from llamarl.planner.simulation.replica import NOTHING, SimulatedReplica
 from llamarl.planner.simulation.roofline import trainer_costs
 from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.trainer_times import pair_flops, sizes, trainer_times
@@ -111,23 +114,33 @@ def _requests(config: Config, workload: Workload) -> list[Request]:
     ]
 
 
+class LoneReplica(SimulatedReplica):
+    """A replica that has a version and all its requests, and reports to nobody."""
+
+    async def run_through(self, requests: list[Request]) -> None:
+        """Write all of these."""
+        self._num_left, self._is_done = len(requests), asyncio.Event()
+        self.version = 0
+        self._open.add(requests)
+        for request in requests:
+            self._resume(request, NOTHING)
+        await self._is_done.wait()
+
+    def _put(self, item: RequestOutput) -> None:
+        self._num_left -= 1
+        if not self._num_left:
+            self._is_done.set()
+
+
 async def _write(
     config: Config, costs: Costs, workload: Workload, requests: list[Request]
 ) -> tuple[dict[str, float], int]:
     """(seconds that the replica was busy, by what it did; decode steps)."""
     setting = Setting(config=config, workload=workload)
-    replica = SimulatedReplica(setting, costs, Cores(), index=0, hosts=("host-0",))
-    num_buckets = 2 if config.weights.staging == "bucket" else 1
-    for bucket in range(num_buckets):
-        await replica.commit(0, bucket)
-    await replica.submit(requests)
-    num_left, received = len(requests), 0
-    while num_left:
-        first, rows = await replica.collect(received)
-        received = first + len(rows)
-        num_left -= len(rows)
-    busy_s: dict[str, float] = {}
+    replica = LoneReplica(setting, costs, Cores(), index=0, hosts=("host-0",))
+    await replica.run_through(requests)
+    busy_s: dict[str, float] = defaultdict(float)
     for start_s, end_s, name, category in setting.timeline.bars[replica.name]:
-        if category == "busy" and name != "commit":
-            busy_s[name] = busy_s.get(name, 0.0) + end_s - start_s
-    return busy_s, replica.num_steps
+        if category == "busy":
+            busy_s[name] += end_s - start_s
+    return dict(busy_s), replica.num_steps

@@ -2,9 +2,8 @@
 
 Owns: the running rollouts in the order in which they end, and the tokens in their KV caches. Does
 not own: the clock, or what happens when a rollout ends (`replica.py`). Invariant: `steps` and
-`context` count decode steps that are done; planning the next ones changes neither. A prompt's tokens
-are read for each of its rollouts, but held once.
-"""
+`context` count decode steps that are done; planning the next ones changes neither. A prompt's
+tokens are read for each of its rollouts, but held once."""
 
 from bisect import insort
 from collections import Counter
@@ -78,16 +77,27 @@ class Slots:
         """Whether the cache has no room for the next step, and more than one rollout holds it."""
         return len(self._ends) > 1 and self._room < len(self._ends)
 
-    @property
-    def room(self) -> int:
-        """Tokens that rollouts which start now may claim, beside the next step of those that
-        run."""
+    def admit(
+        self, take: Callable[[], QueuedRequest], most: int
+    ) -> tuple[list[QueuedRequest], QueuedRequest | None]:
+        """Up to `most` of the rollouts that `take` gives, and the first that the cache has no room
+        for; an empty one has room for any."""
+        starting: list[QueuedRequest] = []
+        groups = set[object]()
+        room = self._room - len(self._ends)
         if self._reserves and self._costs.kv_tokens:
-            return self._costs.kv_tokens - self._num_reserved
-        return self._room - len(self._ends)
+            room = self._costs.kv_tokens - self._num_reserved
+        while len(starting) < most:
+            waiting = take()
+            room -= self._claim(waiting, groups)
+            if room < 0 and (starting or self._ends):
+                return starting, waiting
+            starting.append(waiting)
+            groups.add(waiting.request.prefix_group)
+        return starting, None
 
-    def claim(self, waiting: QueuedRequest, groups: Container[object] = ()) -> int:
-        """Tokens of the cache that a rollout must get to start; those of `groups` start with it."""
+    def _claim(self, waiting: QueuedRequest, groups: Container[object]) -> int:
+        """Tokens that a rollout must have room for; those of `groups` start with it."""
         request = waiting.request
         prompt, group = len(request.prompt_ids), request.prefix_group
         if self._reserves:

@@ -46,12 +46,11 @@ class Sizes:
 class TrainerTimes:
     """Of the slowest trainer rank, in seconds.
 
-    Per token of its micro-batches: `gemm_s`, `elementwise_s`, `loss_s` (the head's products and what
-    reads logits), `tensor_s` (tensor parallelism's collectives). `attention_s` is per square of a
-    rollout's length. Per micro-batch: `gather_s` and `reduce_s` of FSDP2, which go on beside
+    Per token of its micro-batches: `gemm_s`, `elementwise_s`, `loss_s` (the head's products and
+    what reads logits), `tensor_s` (tensor parallelism's collectives). `attention_s` is per square
+    of a rollout's length. Per micro-batch: `gather_s` and `reduce_s` of FSDP2, which go on beside
     arithmetic, `launch_s` in which one CPU core launches its kernels, `latency_s` of collectives
-    that nothing hides. `forward` are the shares of the forward pass.
-    """
+    that nothing hides. `forward` are the shares of the forward pass."""
 
     gemm_s: float
     elementwise_s: float
@@ -82,7 +81,8 @@ def sizes(architecture: Architecture) -> Sizes:
 
 
 def gemm_flops(gpu: hardware.Gpu, dtype: str, architecture: Architecture, num_ranks: int) -> float:
-    """Multiply-adds times two per second in the products of a layer that `num_ranks` ranks share."""
+    """Multiply-adds times two per second in the products of a layer that `num_ranks` ranks
+    share."""
     a = architecture
     queries = a.num_heads * a.head_dim / num_ranks
     keys = max(1.0, a.num_kv_heads / num_ranks) * a.head_dim
