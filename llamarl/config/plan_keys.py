@@ -84,11 +84,17 @@ class Baseline:
     """`plan.baseline`, read."""
 
     degree: int = 8
+    """Tensor-parallel ranks of a replica, and as far as a host goes of the trainer."""
     is_static: bool = False
+    """No rollout starts until all of the batch before have ended."""
     max_num_seqs: int = 64
+    """Rollouts of a replica decoded together."""
     graphs: bool = True
+    """Decode steps are captured graphs."""
     offloads: bool = False
+    """One side leaves the GPUs while the other works."""
     has_reference: bool = False
+    """Each step has a pass of the reference."""
 
     @property
     def words(self) -> str:

@@ -4,13 +4,14 @@ Owns: its figures, where they stand, and the words around them. Does not own: an
 forecast. Invariant: nothing that the paper reports enters a forecast.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from rich.console import RenderableType
 
 from llamarl.models.architecture import Architecture
-from llamarl.planner.forecast import Forecast
+from llamarl.planner.forecast import Decomposition, Forecast
 from llamarl.planner.report.tables import make_table
 
 
@@ -40,7 +41,8 @@ DIFFERENCES = (
     "Its baseline is another system, in the manner of DeepSpeed-Chat; ours is this controller run "
     "synchronously and colocated, so nothing that other code loses is in our ratio.",
     "Its ratio bundles placement, layout, batch sizes, precision and overlap, as the split above "
-    "does in our simulator; the paper itself gives no such split.",
+    "does in our simulator; the paper itself gives no such split, and no constant here was chosen "
+    "to come near its figures.",
     "Its trainer has pipeline stages too; here it shards with FSDP and tensor parallelism.",
 )
 
@@ -52,6 +54,7 @@ def published_figures(architecture: Architecture) -> Published | None:
 
 
 def published_parts(forecast: Forecast, published: Published) -> Iterator[RenderableType]:
+    """A table of both, and what has to be known to compare them."""
     yield ""
     yield f"{published.model}: published (LlamaRL, arXiv 2505.24034) and forecast"
     table, gain = make_table(None, "published", "forecast"), forecast.decomposition
@@ -66,4 +69,28 @@ def published_parts(forecast: Forecast, published: Published) -> Iterator[Render
     ):
         table.add_row(*(cell or "-" for cell in row))
     yield table
+    if forecast.unstated and gain is not None:
+        yield from _unstated_lines(forecast, gain, published)
     yield from (f"- {words}" for words in DIFFERENCES)
+
+
+def _unstated_lines(forecast: Forecast, gain: Decomposition, published: Published) -> Iterator[str]:
+    """Where the paper's ratio falls among those over baselines that it may have run."""
+    step_s = forecast.step.step_s
+    known = sorted([gain.baseline, *forecast.unstated], key=lambda each: each.step.step_s)
+    ratios = [each.step.step_s / step_s for each in known]
+    low, high = ratios[0], ratios[-1]
+    place = f"inside, at {_place(published.speedup, low, high):.0%} of the width in logarithms"
+    if not low <= published.speedup <= high:
+        place = "below" if published.speedup < low else "above"
+    yield (
+        f"The paper states neither degree nor batches nor engine of its baseline. Over these the "
+        f"speed-up is {low:.2f}x to {high:.2f}x; its {published.speedup:g}x lies {place}:"
+    )
+    for ratio, each in zip(ratios, known, strict=True):
+        yield f"  {ratio:.2f}x, {each.step.step_s:.1f} s: {each.words}"
+
+
+def _place(ratio: float, low: float, high: float) -> float:
+    """0 at `low`, 1 at `high`."""
+    return math.log(ratio / low) / math.log(high / low) if high > low else 0.0

@@ -8,6 +8,7 @@ architecture and, if asked to, a finished run's folder.
 import math
 import statistics
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ from llamarl.config import Config, PlanConfig, rank_assignment
 from llamarl.config.check import require
 from llamarl.config.pools import pools_of
 from llamarl.models.architecture import Architecture
-from llamarl.planner.forecast import NO_MODELS, Forecast, FrozenModels, StepForecast, Variant
+from llamarl.planner.forecast import (
+    NO_MODELS,
+    Decomposition,
+    Forecast,
+    FrozenModels,
+    StepForecast,
+)
 from llamarl.planner.hardware import check_kinds, cost_of, timed
 from llamarl.planner.memory.ranks import fits, forecast_memory, fullest
 from llamarl.planner.report.bands import band
@@ -69,19 +76,15 @@ def forecast_recipe(
             return simulate(config, architecture, hardware_costs(config, architecture, publish))
         return simulate(config, architecture, trace.costs, workload=trace.workload(config))
 
+    has_room = partial(fits, architecture=architecture, frozen=frozen)
     step = simulate_recipe(config)
     name, other = _other_staleness(config)
     variants = {name: simulate_recipe(other)}
-    decomposition = None
-    unstated: tuple[Variant, ...] = ()
     is_apart = not config.placement.colocated
-    if trace is None and is_apart and not config.generator.pools:
-        baseline = baseline_of(config, architecture)
-        if baseline is not None:
-            if is_published and not config.plan.baseline:
-                unstated = unstated_baselines(config, architecture, baseline)
-            variants[COLOCATED] = baseline.step
-            decomposition = decompose(config, architecture, baseline=baseline, step=step)
+    gain = _gain(config, architecture, step) if trace is None else None
+    if gain is not None:
+        variants[COLOCATED] = gain.baseline.step
+    is_varied = gain is not None and is_published and not config.plan.baseline
     return Forecast(
         num_hosts=len({device.host for device in taken}),
         num_gpus=len({device for device in taken if device.gpu is not None}),
@@ -89,24 +92,25 @@ def forecast_recipe(
         publish=publish,
         step=step,
         variants=variants,
-        decomposition=decomposition,
-        split=best_split(
-            config,
-            architecture,
-            costs_of,
-            fits=lambda other: fits(other, architecture, frozen),
-        )
-        if sweep
-        else None,
+        decomposition=gain,
+        split=best_split(config, architecture, costs_of, fits=has_room) if sweep else None,
         measured_step_s=trace.step_s if trace else None,
         cost=cost,
         best_share=best_share(config, step) if is_apart else None,
         own_share=_own_share(config) if is_apart else None,
-        next=None
-        if trace
-        else next_change(config, architecture, step, lambda each: fits(each, architecture, frozen)),
-        unstated=unstated,
+        next=None if trace else next_change(config, architecture, step, has_room),
+        unstated=unstated_baselines(config, architecture, gain) if is_varied else (),
     )
+
+
+def _gain(config: Config, architecture: Architecture, step: StepForecast) -> Decomposition | None:
+    """Over the baseline; None where sides share GPUs, with pools, or if no baseline fits."""
+    if config.placement.colocated or config.generator.pools:
+        return None
+    baseline = baseline_of(config, architecture)
+    if baseline is None:
+        return None
+    return decompose(config, architecture, baseline=baseline, step=step)
 
 
 def _own_share(config: Config) -> float:

@@ -186,6 +186,7 @@ def _memory_table(memory: MemoryForecast) -> Table:
 
 
 def publish_words(publish: PublishForecast) -> str:
+    """What one version moves, and how long that takes."""
     return (
         f"publish: {publish.seconds:.2f} s ({publish.lower_bound_s:.2f} s if links ran at full "
         f"speed); {publish.total_bytes / GB:,.1f} GB in {publish.num_copies:,} copies;\n"

@@ -66,6 +66,7 @@ def verdict_lines(config: Config, forecast: Forecast) -> Iterator[str]:
 
 
 def cost_words(cost: Cost, step: StepForecast) -> str:
+    """What an hour costs, and what is trained for it."""
     each = (f"{number} x {kind} at {cost.prices[kind]:g}" for kind, number in cost.num_gpus.items())
     millions = cost.throughput(step.trained_tokens_per_s) / 1e6
     return (
@@ -75,6 +76,7 @@ def cost_words(cost: Cost, step: StepForecast) -> str:
 
 
 def split_parts(split: BestSplit) -> Iterator[RenderableType]:
+    """The splits that were tried."""
     yield ""
     table = make_table("splits of the GPUs, best first", "trainer ranks", "replicas", "s per step")
     for i, candidate in enumerate(split.candidates):
@@ -87,6 +89,7 @@ def split_parts(split: BestSplit) -> Iterator[RenderableType]:
 
 
 def gain_parts(decomposition: Decomposition) -> Iterator[str]:
+    """What the gain over the baseline consists of."""
     yield ""
     factors = " x ".join(f"{FACTORS[k]} {v:.2f}" for k, v in decomposition.factors.items())
     yield f"gain over sync, colocated: {decomposition.speedup:.2f}x = {factors}"

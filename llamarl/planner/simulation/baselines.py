@@ -16,7 +16,7 @@ from dataclasses import replace
 from llamarl.config import Config, EmbeddedConfig, TrainerConfig
 from llamarl.config.plan_keys import Baseline, read_baseline
 from llamarl.models.architecture import Architecture
-from llamarl.planner.forecast import Variant
+from llamarl.planner.forecast import Decomposition, Variant
 from llamarl.planner.hardware import gpu
 from llamarl.planner.memory.trainer_memory import forecast_trainer
 from llamarl.planner.simulation.generator_times import generator_bytes, kv_bytes
@@ -26,7 +26,7 @@ from llamarl.planner.simulation.workload import make_workload
 
 MAX_DEGREE = 32
 NUM_BUDGETS = 3  # micro-batch budgets tried: the recipe's, a half, a quarter
-UNSTATED = ((1, 64), (2, 32), (4, 8))
+UNSTATED = ((1, 64), (2, 16))
 """Degrees, over that of the best baseline, and rollouts decoded together: what a paper may have run
 that states neither, in static batches without graphs."""
 
@@ -45,11 +45,14 @@ def baseline_of(config: Config, architecture: Architecture) -> Variant | None:
 
 
 def unstated_baselines(
-    config: Config, architecture: Architecture, best: Variant
+    config: Config, architecture: Architecture, gain: Decomposition | None
 ) -> tuple[Variant, ...]:
-    """What a paper that describes no baseline may have compared itself with, besides `best`."""
-    own = best.config.generator
-    most = min(architecture.num_heads, best.config.trainer.num_ranks)
+    """What a paper that describes no baseline may have compared itself with, besides the one of
+    `gain`; () without that."""
+    if gain is None:
+        return ()
+    best = gain.baseline.config
+    own, most = best.generator, min(architecture.num_heads, best.trainer.num_ranks)
     found = []
     for factor, running in UNSTATED:
         degree = min(own.num_ranks * factor, most)

@@ -108,11 +108,6 @@ class SimulatedReplica(SimulatedTarget):
         """SimulatedRollouts in slots."""
         return len(self._slots)
 
-    @property
-    def num_steps(self) -> int:
-        """Decode steps done."""
-        return self._slots.steps
-
     async def submit(self, requests: list[Request]) -> None:
         await self._travel()
         row_ids = {request.row_id for request in requests}

@@ -117,14 +117,15 @@ def _requests(config: Config, workload: Workload) -> list[Request]:
 class LoneReplica(SimulatedReplica):
     """A replica that has a version and all its requests, and reports to nobody."""
 
-    async def run_through(self, requests: list[Request]) -> None:
-        """Write all of these."""
+    async def run_through(self, requests: list[Request]) -> int:
+        """Write all of these; the decode steps that it took."""
         self._num_left, self._is_done = len(requests), asyncio.Event()
         self.version = 0
         self._open.add(requests)
         for request in requests:
             self._resume(request, NOTHING)
         await self._is_done.wait()
+        return self._slots.steps
 
     def _put(self, item: RequestOutput) -> None:
         self._num_left -= 1
@@ -138,9 +139,9 @@ async def _write(
     """(seconds that the replica was busy, by what it did; decode steps)."""
     setting = Setting(config=config, workload=workload)
     replica = LoneReplica(setting, costs, Cores(), index=0, hosts=("host-0",))
-    await replica.run_through(requests)
+    num_steps = await replica.run_through(requests)
     busy_s: dict[str, float] = defaultdict(float)
     for start_s, end_s, name, category in setting.timeline.bars[replica.name]:
         if category == "busy":
             busy_s[name] += end_s - start_s
-    return dict(busy_s), replica.num_steps
+    return dict(busy_s), num_steps

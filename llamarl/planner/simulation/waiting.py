@@ -9,13 +9,17 @@ from collections import deque
 from llamarl.config import GeneratorConfig, VllmConfig
 from llamarl.generation.scheduler import Queue, QueuedRequest, fewest_free
 
+GRAIN = 64
+"""vLLM fills every slot as soon as it is free; here a 64th of them together, so that a simulation
+has fewer events."""
+
 
 class WaitingRollouts:
     """In order. With `is_static` a replica starts a batch only when the one before has ended."""
 
     def __init__(self, generator: GeneratorConfig, is_static: bool) -> None:
         self._max_num_seqs = generator.max_num_seqs
-        self._starts_any = isinstance(generator, VllmConfig)  # as soon as a slot is free
+        self._starts_any = isinstance(generator, VllmConfig)
         self._is_static = is_static
         self._queue = Queue()
         self._held_back: deque[QueuedRequest] = deque()
@@ -51,5 +55,5 @@ class WaitingRollouts:
         if self._is_static:
             return self._max_num_seqs
         if self._starts_any:
-            return 1
+            return max(1, min(self._max_num_seqs // GRAIN, self.num_startable(version)))
         return fewest_free(self._max_num_seqs, self.num_startable(version))
