@@ -110,6 +110,9 @@ def test_a_full_cache_takes_back_the_newest_rollout_and_writes_all_in_the_end() 
         tight, full_s = write_all(config, costs)
         assert tight.most_held <= costs.kv_tokens, seed
         assert full_s >= free_s - 1e-6, seed
+        _, written_s = write_all(config, replace(costs, decode_step_s=0.0, decode_row_s=1.0))
+        lengths = map(make_workload(config).length, _requests(config, make_workload(config)))
+        assert written_s == pytest.approx(sum(lengths)), f"{seed}: each token is decoded once"
         assert roomy.num_started == 16 <= tight.num_started, seed
         reserving = replace(config, plan=replace(config.plan, reserves_kv=True))
         patient, _ = write_all(reserving, costs)

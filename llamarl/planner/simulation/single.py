@@ -121,6 +121,7 @@ class LoneReplica(SimulatedReplica):
         """Write all of these; the decode steps that it took."""
         self._num_left, self._is_done = len(requests), asyncio.Event()
         self.version = 0
+        self._commits.append((0, 0))
         self._open.add(requests)
         for request in requests:
             self._resume(request, NOTHING)
