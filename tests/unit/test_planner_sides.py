@@ -120,6 +120,22 @@ def test_a_full_cache_takes_back_the_newest_rollout_and_writes_all_in_the_end() 
         assert patient.most_held <= costs.kv_tokens, seed
 
 
+def test_thousands_of_calls_between_two_steps_do_not_nest() -> None:
+    """As when the environments of a whole batch answer at once."""
+    config, num_calls = make_setting(), 20_000
+    setting = Setting(config=config, workload=make_workload(config))
+
+    async def run() -> int:
+        replica = WatchedReplica(setting, Costs(), Cores(), index=0, hosts=("here",))
+        done: list[int] = []
+        for number in range(num_calls):
+            replica._add_command(0.0, lambda number=number: done.append(number), "turn")
+        await replica.run_through(_requests(config, setting.workload))
+        return len(done)
+
+    assert clock.run(run()) == num_calls
+
+
 def test_a_group_holds_its_prompt_once() -> None:
     """Four rollouts of 100 + 100 tokens share 100: 500 tokens, where four prompts need 800."""
     config = make_setting(max_num_seqs=4)

@@ -87,8 +87,7 @@ class SimulatedReplica(SimulatedTarget):
             lambda name, start, end: self._timeline.record(self.name, name, start, end, "wait"),
         )
         self._is_busy = False
-        self._prefixes = PrefixIndex()
-        plan = self._config.plan
+        self._prefixes, plan = PrefixIndex(), self._config.plan
         self._waiting = WaitingRollouts(generator, plan.static_batches)
         self._slots = Slots(self._max_num_seqs, costs, plan.reserves_kv)
         self._stretch: tuple[Job, list[Piece]] | None = None  # decode steps under way
@@ -215,11 +214,7 @@ class SimulatedReplica(SimulatedTarget):
         return await done
 
     def _add_command(self, seconds: float, call: Callable[[], None], name: str) -> None:
-        def end() -> None:
-            call()
-            self._go_on()
-
-        self._commands.append((seconds, end, name))
+        self._commands.append((seconds, call, name))
         self._interrupt()
 
     def _interrupt(self) -> None:
@@ -240,9 +235,12 @@ class SimulatedReplica(SimulatedTarget):
     def _go_on(self) -> None:
         """Commands first, then the next prefill and decode steps."""
         self._is_busy = True
-        if self._commands:
+        while self._commands:
             self._standstill.end()
-            return self._busy(*self._commands.popleft())
+            seconds, call, name = self._commands.popleft()
+            if seconds > 0:
+                return self._busy(seconds, partial(self._end_command, call), name)
+            call()
         if self._standstill.reason != "requests" or self.version < 0:
             return self._rest()
         while self._slots.is_full:
@@ -255,6 +253,10 @@ class SimulatedReplica(SimulatedTarget):
             return self._rest()
         self._standstill.end()
         self._busy(self._costs.prefill_s(prefilled), self._decode, "prefill")
+
+    def _end_command(self, call: Callable[[], None]) -> None:
+        call()
+        self._go_on()
 
     def _rest(self) -> None:
         self._is_busy = False
