@@ -165,7 +165,7 @@ def compare_external(bench: Bench) -> None:
         bench.add_all(values, row.name + " (fit)" * row.is_fit + " (partial)" * row.is_partial)
     for kind, size in external.largest_errors(rows, ratios).items():
         bench.add(f"max_error_{kind}", size)
-    bench.write({row.name: [row.source] for row in rows})
+    bench.write(name="planner_external")
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ CPU = "cpu"
 # NVIDIA H100 data sheet, SXM5: 3.35 TB/s HBM3, 989 TFLOP/s bf16, 1979 fp8, 67 fp32 (without
 # tensor cores), NVLink 4 900 GB/s, PCIe 5 x16 128 GB/s. DGX H100 user guide: eight ConnectX-7
 # of 400 Gb/s and 2 TB of host memory for 8 GPUs. NVML: 81,559 MiB. The fastest bf16 product: 792
-# TFLOP/s (stas00/ml-engineering, table of maxima). Attention: 328 (Azure ND H100 v5 results,
+# TFLOP/s (stas00/ml-engineering, table of maxima). Attention: 328 (Azure H100 v5 results,
 # FlashAttention 2), 614 (pytorch/benchmark, commit ff65cb6, FlashAttention 3, 8,192 tokens).
 H100 = Gpu(
     memory_bytes=81_559 * 2**20,
@@ -85,7 +85,7 @@ H100 = Gpu(
 # NVIDIA A100 80GB data sheet, SXM4: 2.039 TB/s HBM2e, 312 TFLOP/s bf16, 19.5 fp32, no fp8, NVLink 3
 # 600 GB/s, PCIe 4 x16 64 GB/s. DGX A100 640GB user guide: eight ConnectX-6 or 7 of 200 Gb/s and 2
 # TB for 8 GPUs. NVML: 81,920 MiB. The fastest bf16 product: 268 TFLOP/s (stas00/ml-engineering).
-# Attention: 179.5 with heads of 64 (Azure ND A100 v4 results), up to 230 with 128
+# Attention: 179.5 with heads of 64 (Azure A100 v4 results), up to 230 with 128
 # (FlashAttention-2, arXiv 2307.08691): between. Other Ampere and Ada cards: the same share.
 A100 = Gpu(
     memory_bytes=81_920 * 2**20,
@@ -134,7 +134,7 @@ GPUS: dict[str, Gpu] = {
     # benchmarks/llama3_h100_202412_torchtitan.md): 96 GB HBM2e at 2.4 TB/s, limited to 500 W; of
     # its peak they say that it lies between those of SXM5 and NVL, so here the mean of these. NVML:
     # 97,871 MiB, as others of 96 GB.
-    "H100-96GB": replace(
+    "H100-HBM2E-96GB": replace(
         H100,
         memory_bytes=97_871 * 2**20,
         memory_bytes_per_s=2.4e12,

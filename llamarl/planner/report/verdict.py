@@ -53,16 +53,22 @@ def verdict_lines(config: Config, forecast: Forecast) -> Iterator[str]:
             f"next best change: {forecast.next.words}: {forecast.next.step.step_s:.1f} s a step, "
             f"{gain:.2f}x"
         )
-    elif forecast.measured_step_s is None:
+    elif forecast.measured_step_s is None and forecast.decomposition is not None:
         yield "next best change: none of those tried shortens the step by 2 %"
     if forecast.num_gpus:
         of_run = config.num_steps * forecast.gpu_hours
-        words = f"GPU hours: {forecast.gpu_hours:.3g} a step, {of_run:,.0f} for "
+        words = f"GPU hours: {_shown(forecast.gpu_hours)} a step, {_shown(of_run)} for "
         words += f"{config.num_steps:,} steps"
         if forecast.cost is not None:
             price = forecast.cost.per_hour * step.step_s / HOUR_S
-            words += f"; {price:,.3g} and {config.num_steps * price:,.3g} ({forecast.cost.unit})"
+            of_run = config.num_steps * price
+            words += f"; cost: {_shown(price)} and {_shown(of_run)} ({forecast.cost.unit})"
         yield words
+
+
+def _shown(number: float) -> str:
+    """With three digits, or whole."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def cost_words(cost: Cost, step: StepForecast) -> str:
