@@ -205,13 +205,17 @@ def test_a_replica_alone_writes_what_its_costs_say() -> None:
 
 @pytest.mark.parametrize(
     ("only", "said"),
-    [("trainer", "tokens/s per GPU"), ("generator", "ms per decode step"), ("publish", "no band")],
+    [
+        ("trainer", "tokens/s per GPU"),
+        ("generator", "ms per decode step"),
+        ("publish", "no band for a publish"),
+    ],
 )
 def test_each_side_has_a_report_with_its_band(only: str, said: str) -> None:
     text, figures = forecast_one_side(only, make_setting(), ONE_B)
     assert said in text
     assert ("\nband: " in text) is (only != "publish")
-    assert figures
+    assert ("band_s" in figures) is (only != "publish")
     with pytest.raises(ValueError, match="--only must be"):
         forecast_one_side("scorer", make_setting(), ONE_B)
 

@@ -7,10 +7,7 @@ confirms gets none, and says so.
 
 from llamarl.planner.efficiency import ERRORS
 
-NO_BAND = (
-    "no band: no public measurement of a transfer of weights states its layout, so none confirms "
-    "these seconds"
-)
+NO_BAND = "no band for a publish: no public measurement of one states its layout"
 
 
 def band(kind: str, seconds: float) -> tuple[float, float]:

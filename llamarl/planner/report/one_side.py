@@ -13,7 +13,7 @@ from llamarl.config.check import require_choice
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import GeneratorForecast, PublishForecast, TrainerForecast
 from llamarl.planner.hardware import check_kinds, timed
-from llamarl.planner.report.bands import NO_BAND, band_words
+from llamarl.planner.report.bands import NO_BAND, band, band_words
 from llamarl.planner.report.tables import render
 from llamarl.planner.report.text import publish_words
 from llamarl.planner.simulation.publish import forecast_publish
@@ -40,7 +40,10 @@ def _trainer(config: Config, architecture: Architecture) -> Found:
 
 def _generator(config: Config, architecture: Architecture) -> Found:
     found = forecast_generator_alone(config, architecture)
-    return render(_generator_lines(config, found)), asdict(found)
+    seconds = sum(found.seconds.values())
+    return render(_generator_lines(config, found)), asdict(found) | {
+        "band_s": band("generator", seconds)
+    }
 
 
 def _publish(config: Config, architecture: Architecture) -> Found:
@@ -55,8 +58,9 @@ SIDES: dict[str, Callable[[Config, Architecture], Found]] = {
 }
 
 
-def _speeds(found: TrainerForecast) -> dict[str, float]:
+def _speeds(found: TrainerForecast) -> dict[str, Any]:
     return {
+        "band_s": band("trainer", found.step_s),
         "tokens_per_s": found.tokens_per_s,
         "tokens_per_s_per_gpu": found.tokens_per_s / found.num_ranks,
     }

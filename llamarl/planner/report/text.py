@@ -24,6 +24,7 @@ from llamarl.planner.forecast import (
 )
 from llamarl.planner.hardware import EFFICIENCY, HOUR_S, kinds_of
 from llamarl.planner.memory.fit import refusal
+from llamarl.planner.report.bands import NO_BAND
 from llamarl.planner.report.published import Published, published_parts
 from llamarl.planner.report.tables import make_table, render
 from llamarl.planner.report.verdict import cost_words, gain_parts, split_parts, verdict_lines
@@ -131,6 +132,7 @@ def _parts(
         but = f", but for the memory of {', '.join(known)}" if known else ""
         yield f"Stages of the recipe's own ({', '.join(own)}) are left out{but}."
     yield publish_words(forecast.publish)
+    yield NO_BAND
     yield ""
     yield _step_table(config, forecast)
     waits = forecast.step.wait_shares.items()
