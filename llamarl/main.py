@@ -95,6 +95,7 @@ OWN_OPTIONS = {  # of each report: name of the option and of its value, what it 
         "json": ("FILE", "plan: write the figures as JSON"),
         "html": ("FILE", "plan: write a timeline and a memory chart as one page"),
         "trace": ("RUN", "plan: take executor times from this finished run's folder"),
+        "only": ("SIDE", "plan: forecast the trainer, a generator or a publish alone"),
         "sweep": ("", "plan: try other splits of the GPUs between trainer and generators"),
     },
     "check": {},

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from llamarl.config import Config
 from llamarl.config.check import require
+from llamarl.models.architecture import Architecture
 from llamarl.recipe.inputs import read_frozen, read_planned_architecture, with_measured_prompts
 from llamarl.recipe.task_source import read_graph, read_task
 from llamarl.run.starter import name_executor, place_executors
@@ -25,18 +26,20 @@ def plan(
     html: str | None,
     trace: str | None,
     sweep: bool,
+    only: str | None = None,
 ) -> None:
-    """Say on `console`, and in the files `json` and `html`, what the recipe needs and does.
+    """Say on `console`, and in the files `json` and `html`, what the recipe needs and does; `only`
+    the trainer, a generator or a publish.
 
     Reads no weights and makes no run folder; of prompts and tokenizer only what their length needs.
     Starts one short process if it uses a task.py.
     """
     from llamarl.planner.hardware import timed
     from llamarl.planner.memory.ranks import forecast_memory
+    from llamarl.planner.report.published import published_figures
     from llamarl.planner.report.recipe import figures, forecast_recipe
     from llamarl.planner.report.text import (
         assumptions,
-        published_figures,
         render_memory,
         render_page,
         render_report,
@@ -47,14 +50,24 @@ def plan(
     _check_writable("--json", json)
     _check_writable("--html", html)
     architecture = read_planned_architecture(config)
+    if only is not None:
+        return _plan_one_side(only, config, architecture, console, json, html or trace or sweep)
     frozen = read_frozen(config, read_graph(config, read_task(config))[0])
     config = with_lengths(with_measured_prompts(config))
     if not timed(config) and not (json or html or trace or sweep):
         memory = render_memory(config, forecast_memory(config, architecture, frozen))
         console.print(memory, markup=False, highlight=False, soft_wrap=True, end="")
         return
-    forecast = forecast_recipe(config, architecture, frozen=frozen, run_dir=trace, sweep=sweep)
-    text = render_report(config, forecast, published_figures(architecture))
+    published = published_figures(architecture)
+    forecast = forecast_recipe(
+        config,
+        architecture,
+        frozen=frozen,
+        run_dir=trace,
+        sweep=sweep,
+        is_published=published is not None,
+    )
+    text = render_report(config, forecast, published)
     console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
     if json is not None:
         _write("--json", json, dumps(figures(forecast), indent=2) + "\n")
@@ -62,6 +75,26 @@ def plan(
         title, words = title_of(config, forecast), assumptions(config, forecast)
         page = render_page(title, text, words, forecast.memory)
         _write("--html", html, page)
+
+
+def _plan_one_side(
+    only: str,
+    config: Config,
+    architecture: Architecture,
+    console: Console,
+    json: str | None,
+    other: object,
+) -> None:
+    """`other`: an option that is for whole recipes."""
+    from llamarl.planner.report.one_side import forecast_one_side
+    from llamarl.planner.simulation.workload import with_lengths
+
+    require(not other, "--only", "come without --html, --trace and --sweep", only)
+    config = with_lengths(with_measured_prompts(config))
+    text, figures = forecast_one_side(only, config, architecture)
+    console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
+    if json is not None:
+        _write("--json", json, dumps(figures, indent=2) + "\n")
 
 
 def graph(

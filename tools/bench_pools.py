@@ -33,13 +33,10 @@ from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import StepForecast
 from llamarl.planner.hardware import cost_of, gpu
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.roofline import (
-    generator_bytes,
-    hardware_costs,
-    kv_bytes,
-    sizes,
-)
+from llamarl.planner.simulation.generator_times import generator_bytes, kv_bytes
+from llamarl.planner.simulation.roofline import hardware_costs
 from llamarl.planner.simulation.simulated_run import fewest_steps, simulate
+from llamarl.planner.simulation.trainer_times import sizes
 from llamarl.planner.simulation.workload import make_workload
 
 TRAINS, GENERATES = "H800-80GB", "H20-96GB"

@@ -92,14 +92,15 @@ class Bench:
             for name, median in medians(found).items():
                 self.add(name, median, case, [each[name] for each in found])
 
-    def write(self, rounds: object = None) -> None:
-        """Write the file, if one was asked for. `rounds` is what lies behind the figures. A file
-        that is there already keeps what its page says (`KEPT`)."""
+    def write(self, rounds: object = None, name: str = "") -> None:
+        """Write the file, if one was asked for. `rounds` is what lies behind the figures, `name`
+        the benchmark's if it is not the program's. A file that is there already keeps what its page
+        says (`KEPT`)."""
         if self._path is None:
             return
         known = json.loads(self._path.read_text()) if self._path.exists() else {}
         document = {
-            "bench": Path(sys.argv[0]).stem.removeprefix("bench_"),
+            "bench": name or Path(sys.argv[0]).stem.removeprefix("bench_"),
             "commit": _said("git", "describe", "--always", "--dirty"),
             "date": datetime.date.today().isoformat(),
             "machine": machine(),

@@ -35,7 +35,7 @@ ORDER = (  # of the table; what is not here comes last
         "store",
     ),
     *("links", "sites", "controller", "packing", "ranker", "checkpoints", "offload", "planner"),
-    *("pools", "chaos", "searches", "fuzz"),
+    *("planner_external", "pools", "chaos", "searches", "fuzz"),
 )
 Document = dict[str, Any]
 

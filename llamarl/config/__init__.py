@@ -13,6 +13,7 @@ from llamarl.config.generator_keys import (
     VllmConfig,
 )
 from llamarl.config.input_keys import DataConfig, ModelConfig
+from llamarl.config.plan_keys import PlanConfig
 from llamarl.config.reward import RewardConfig
 from llamarl.config.run import (
     CheckpointConfig,
@@ -21,7 +22,6 @@ from llamarl.config.run import (
     ExperienceConfig,
     MetricsConfig,
     PlacementConfig,
-    PlanConfig,
     StalenessConfig,
     WeightsConfig,
 )

@@ -135,6 +135,9 @@ class VllmConfig(GeneratorConfig):
 
     kv_cache_bytes: int = number(1 << 30, least=1, most=2**44)
     """Memory of the KV cache, per rank."""
+    kv_cache_dtype: str = choice("auto", "fp8")
+    """Keys and values in generator.dtype (auto), or in eight bits on CUDA (fp8): twice as many fit,
+    and a decode step reads half. AIPO takes mu from this sampler."""
     block_size: int = number(32, least=1, most=2**16)
     """Tokens per KV block; whole blocks of a prompt are shared among its rollouts."""
 
@@ -142,6 +145,9 @@ class VllmConfig(GeneratorConfig):
         GeneratorConfig.check(self)
         kinds = {"on_cpu": ("none", "fp8_per_channel"), "on_gpu": ("none", "fp8")}
         self.require_quantization("vLLM", **kinds)
+        must = "be auto on cpu (vLLM)"
+        is_able = self.kv_cache_dtype == "auto" or is_gpu(self.device)
+        self.require(is_able, "kv_cache_dtype", must)
         must = f"be bfloat16 with generator.quantization={self.quantization} (vLLM)"
         self.require(self.quantization == "none" or self.dtype == "bfloat16", "dtype", must)
         unit = 16 if is_gpu(self.device) else 32

@@ -4,7 +4,6 @@ Owns: these sections, and the rules between sections. Does not own: the other se
 rules between two sections are in `Config.check` and what it calls, and nowhere else.
 """
 
-import math
 from dataclasses import dataclass, field
 
 from llamarl.config.algorithm import AlgorithmConfig
@@ -18,6 +17,7 @@ from llamarl.config.generator_keys import (
     VllmConfig,
 )
 from llamarl.config.input_keys import DataConfig, ModelConfig
+from llamarl.config.plan_keys import PlanConfig
 from llamarl.config.pools import alone, pools_of
 from llamarl.config.reward import RewardConfig
 from llamarl.config.trainer_keys import TrainerConfig
@@ -181,51 +181,6 @@ class MetricsConfig(Section):
     """Most bytes on disk for the timing spans of one process (16 MiB hold 40,000 or more). Beyond
     that the oldest are kept as sums only: busy and wait shares, rows and bytes stay right, and
     trace.json begins later."""
-
-
-@dataclass(kw_only=True)
-class PlanConfig(Section):
-    """Lengths that `llamarl plan` assumes: log-normal, cut at sampling.max_tokens."""
-
-    prompt_tokens: int = number(0, least=0, most=2**24)
-    """Tokens of a prompt. 0: the mean of the first 256 prompts, if they and the tokenizer are
-    there; else 200, or what sampling.max_tokens leaves of generator.max_model_len."""
-    median_tokens: int = number(0, least=0, most=2**24)
-    """Tokens that half of the rollouts stay below. 0: 400, or half of sampling.max_tokens if that
-    is less."""
-    spread: float = number(0.8, least=0, most=1e6)
-    """Standard deviation of the logarithm of a rollout's length; 0 makes all equally long."""
-    num_turns: int = number(4, least=1, most=10_000)
-    """Turns of every episode, if there are any; a rollout's tokens are spread over them evenly."""
-    observation_tokens: int = number(100, least=1, most=2**24)
-    """Tokens of an observation."""
-    tool_s: float = number(1.0, least=0, most=DAY_S)
-    """Seconds that half of the turns wait for their environment less than."""
-    tool_spread: float = number(1.0, least=0, most=10)
-    """Standard deviation of the logarithm of those seconds: with 1, one turn in a hundred waits ten
-    times as long as half of them, with 2 a hundred times."""
-    num_steps: int = number(12, least=3, most=10_000)
-    """Steps simulated; the first ones, until the pipeline is full, are left out of the figures."""
-    gpu_prices: list[str] = field(default_factory=list)
-    """What an hour of each kind of GPU costs, in any currency: ['H100-80GB=2.1', 'H20-96GB=0.8'].
-    []: as StreamRL states for H800 and H20, in hours of an H20; nothing is said about others."""
-
-    def check(self) -> None:
-        read_prices(self.gpu_prices)
-
-
-def read_prices(gpu_prices: list[str]) -> dict[str, float]:
-    """The texts of `plan.gpu_prices`, by kind."""
-    found = {}
-    for text in gpu_prices:
-        kind, _, price = text.partition("=")
-        try:
-            found[kind] = float(price)
-        except ValueError:
-            found[kind] = 0.0
-        must = "be KIND=PRICE each, with a price above 0"
-        require(bool(kind) and 0 < found[kind] < math.inf, "plan.gpu_prices", must, text)
-    return found
 
 
 @dataclass(kw_only=True)

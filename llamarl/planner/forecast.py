@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from llamarl.config import Config
 from llamarl.models.architecture import Architecture
-from llamarl.planner.hardware import Cost
+from llamarl.planner.hardware import HOUR_S, Cost
 
 FrozenModels = Mapping[str, Architecture]
 """Those that run stages of the recipe's own, by stage: not the reference of a KL term."""
@@ -117,6 +117,47 @@ class StepForecast:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainerForecast:
+    """One optimizer step of a trainer alone, of `num_tokens` tokens, prompts included.
+
+    `seconds` of a mean rank by what it does; `utilisation` is the share of the published peak that
+    a model's arithmetic has, without what checkpointing repeats.
+    """
+
+    num_ranks: int
+    num_rollouts: int
+    num_micro_batches: int
+    num_tokens: int
+    step_s: float
+    seconds: dict[str, float]
+    utilisation: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        return self.num_tokens / self.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorForecast:
+    """`num_rollouts` written by one replica alone: `num_tokens`, without prompts.
+
+    `seconds` by what it does; `mean_running` rollouts are decoded together, in steps of
+    `decode_step_s`. The KV cache holds `kv_tokens`; 0: all that the slots may write.
+    """
+
+    num_ranks: int
+    num_rollouts: int
+    num_tokens: int
+    num_prompt_tokens: int
+    kv_tokens: int
+    seconds: dict[str, float]
+    mean_running: float
+    decode_step_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Variant:
     """A configuration with its step; `words` say what it is."""
 
@@ -178,7 +219,10 @@ class Forecast:
     recipe is synchronous itself) and "sync, colocated", which is missing where none fits.
     `decomposition` takes the way from the latter to the recipe apart. `num_hosts` and `num_gpus`
     are those that the recipe uses; `split` is there if it was asked for, `measured_step_s` if times
-    come from a run: what that took, `cost` if the prices of its GPUs are known.
+    come from a run: what that took, `cost` if the prices of its GPUs are known. `best_share` is
+    theta*, `own_share` the trainer's share of the GPUs in the recipe; both are None where the sides
+    share them. `next` is the change that shortens the step most, if one was found. `unstated` are
+    baselines that a paper may have run which states none.
     """
 
     num_hosts: int
@@ -191,3 +235,12 @@ class Forecast:
     split: BestSplit | None = None
     measured_step_s: float | None = None
     cost: Cost | None = None
+    best_share: float | None = None
+    own_share: float | None = None
+    next: Variant | None = None
+    unstated: tuple[Variant, ...] = ()
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of one step."""
+        return self.num_gpus * self.step.step_s / HOUR_S

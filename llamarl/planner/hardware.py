@@ -2,24 +2,26 @@
 
 Owns: every hardware constant of the forecasts, each with its source, and sums of prices. Does not
 own: `plan.gpu_prices`, or what else is computed from constants. Invariant: the constants are
-published peaks; EFFICIENCY is what forecasts use. A cost adds up prices of one source; without a
-price for each kind of GPU there is none.
+published peaks, and what the fastest kernels measured on that card reach of them; `efficiency.py`
+says what forecasts use. A cost adds up prices of one source; without a price for each kind of GPU
+there is none.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from llamarl.config import Config
 from llamarl.config.check import require
+from llamarl.config.plan_keys import read_prices
 from llamarl.config.pools import pools_of
 from llamarl.config.rank_assignment import assign
-from llamarl.config.run import read_prices
 from llamarl.device.card import size_bytes
 from llamarl.device.names import CPU, GPU, is_gpu
 
 HOUR_S = 3600
 EFFICIENCY = 0.7
-"""Share of a published peak that forecasts use."""
+"""Share of published bandwidths that forecasts of a publish use."""
+FLASH2, FLASH3 = "flash2", "flash3"
 
 GPU_RESERVE_BYTES = 6 * 2**30
 """Our own allowance, not a published figure: what the driver keeps (0.6 GiB of an H100), context
@@ -36,6 +38,10 @@ class Gpu:
     `reserve_bytes` is what no tensor gets: context, communicators, graphs, allocator slack. Each of
     a host's eight GPUs comes with an eighth of its 2 TB of memory. `price` is that of an hour, in
     hours of an H20; None without a source.
+
+    `gemm` is the share of a peak that the fastest matrix product measured reaches, `attention` that
+    of each attention kernel's forward pass with heads of 128 and long sequences; a kernel that a
+    card has not runs as FLASH2.
     """
 
     memory_bytes: int
@@ -47,6 +53,13 @@ class Gpu:
     host_memory_bytes: int = 2 * 10**12 // 8
     reserve_bytes: int = GPU_RESERVE_BYTES
     price: float | None = None
+    gemm: float = 0.8
+    attention: dict[str, float] = field(default_factory=lambda: {FLASH2: 0.65})
+
+    def attention_flops(self, kernel: str, dtype: str) -> float:
+        """Per second, in a forward pass."""
+        share = self.attention.get(kernel, self.attention[FLASH2])
+        return share * self.flops[dtype]
 
 
 """The entry for ranks without a GPU."""
@@ -56,7 +69,9 @@ class Gpu:
 
 # NVIDIA H100 data sheet, SXM5: 3.35 TB/s HBM3, 989 TFLOP/s bf16, 1979 fp8, 67 fp32 (without
 # tensor cores), NVLink 4 900 GB/s, PCIe 5 x16 128 GB/s. DGX H100 user guide: eight ConnectX-7
-# of 400 Gb/s and 2 TB of host memory for 8 GPUs. NVML: 81,559 MiB.
+# of 400 Gb/s and 2 TB of host memory for 8 GPUs. NVML: 81,559 MiB. The fastest bf16 product: 792
+# TFLOP/s (stas00/ml-engineering, table of maxima). Attention: 328 (Azure H100 v5 results,
+# FlashAttention 2), 614 (pytorch/benchmark, commit ff65cb6, FlashAttention 3, 8,192 tokens).
 H100 = Gpu(
     memory_bytes=81_559 * 2**20,
     memory_bytes_per_s=3.35e12,
@@ -64,10 +79,14 @@ H100 = Gpu(
     link_bytes_per_s=450e9,
     card_bytes_per_s=50e9,
     host_link_bytes_per_s=64e9,
+    gemm=0.801,
+    attention={FLASH2: 0.332, FLASH3: 0.62},
 )
-# NVIDIA A100 80GB data sheet, SXM4: 2.039 TB/s HBM2e, 312 TFLOP/s bf16, 19.5 fp32, no fp8,
-# NVLink 3 600 GB/s, PCIe 4 x16 64 GB/s. DGX A100 640GB user guide: eight ConnectX-6 or 7 of
-# 200 Gb/s and 2 TB for 8 GPUs. NVML: 81,920 MiB.
+# NVIDIA A100 80GB data sheet, SXM4: 2.039 TB/s HBM2e, 312 TFLOP/s bf16, 19.5 fp32, no fp8, NVLink 3
+# 600 GB/s, PCIe 4 x16 64 GB/s. DGX A100 640GB user guide: eight ConnectX-6 or 7 of 200 Gb/s and 2
+# TB for 8 GPUs. NVML: 81,920 MiB. The fastest bf16 product: 268 TFLOP/s (stas00/ml-engineering).
+# Attention: 179.5 with heads of 64 (Azure A100 v4 results), up to 230 with 128
+# (FlashAttention-2, arXiv 2307.08691): between. Other Ampere and Ada cards: the same share.
 A100 = Gpu(
     memory_bytes=81_920 * 2**20,
     memory_bytes_per_s=2.039e12,
@@ -75,6 +94,8 @@ A100 = Gpu(
     link_bytes_per_s=300e9,
     card_bytes_per_s=25e9,
     host_link_bytes_per_s=32e9,
+    gemm=0.859,
+    attention={FLASH2: 0.65},
 )
 
 
@@ -109,6 +130,16 @@ GPUS: dict[str, Gpu] = {
     # NVIDIA H200 data sheet, SXM: 4.8 TB/s HBM3e, else as the H100. DGX H200 user guide: eight
     # ConnectX-7 of 400 Gb/s, 2 TB. NVML: 143,771 MiB.
     "H200-141GB": replace(H100, memory_bytes=143_771 * 2**20, memory_bytes_per_s=4.8e12),
+    # The H100 of Meta's Grand Teton hosts (torchtitan,
+    # benchmarks/llama3_h100_202412_torchtitan.md): 96 GB HBM2e at 2.4 TB/s, limited to 500 W; of
+    # its peak they say that it lies between those of SXM5 and NVL, so here the mean of these. NVML:
+    # 97,871 MiB, as others of 96 GB.
+    "H100-HBM2E-96GB": replace(
+        H100,
+        memory_bytes=97_871 * 2**20,
+        memory_bytes_per_s=2.4e12,
+        flops={"bfloat16": 912e12, "float32": 63.5e12, "fp8": 1825e12},
+    ),
     "A100-80GB": A100,
     # Prices, memory sizes and bandwidths of both: digests of StreamRL (arXiv 2504.15930), not
     # compared with the paper itself. 80 GB at 3.35 TB/s, a machine of eight at 2.85 times the price
@@ -116,13 +147,15 @@ GPUS: dict[str, Gpu] = {
     # else is an H100's, which is the same chip.
     "H800-80GB": replace(H100, link_bytes_per_s=200e9, price=2.85),
     # 96 GB at 4.0 TB/s, price 1.00. Peaks as vendors print them: 148 TFLOP/s bf16, 296 fp8, 44
-    # fp32. NVML: 97,871 MiB. NVLink and the host are taken to be an H100's.
+    # fp32. NVML: 97,871 MiB. NVLink and the host are taken to be an H100's, and attention to be
+    # bound by products, as no kernel is.
     "H20-96GB": replace(
         H100,
         memory_bytes=97_871 * 2**20,
         memory_bytes_per_s=4.0e12,
         flops={"bfloat16": 148e12, "float32": 44e12, "fp8": 296e12},
         price=1.00,
+        attention={FLASH2: 0.62},
     ),
     # NVIDIA A100 40GB data sheet, SXM4: 1,555 GB/s HBM2, else as 80 GB. DGX A100 320GB: 1 TB of
     # host memory for 8 GPUs. NVML: 40,960 MiB.
@@ -156,13 +189,17 @@ GPUS: dict[str, Gpu] = {
     ),
     # NVIDIA DGX B200 data sheet, an eighth of: 1,440 GB at 64 TB/s HBM3e, 72 PFLOP/s fp8 with
     # sparsity, NVLink 5 14.4 TB/s, eight ConnectX-7 of 400 Gb/s, 2 TB of host memory. HGX B200: 36
-    # PFLOP/s bf16 with sparsity, 600 TFLOP/s fp32. NVML: 183,359 MiB.
+    # PFLOP/s bf16 with sparsity, 600 TFLOP/s fp32. NVML: 183,359 MiB. The fastest bf16 product:
+    # 1,745 TFLOP/s (stas00/ml-engineering). FlashAttention 2 uses none of its instructions: an
+    # H100's rate.
     "B200-180GB": replace(
         H100,
         memory_bytes=183_359 * 2**20,
         memory_bytes_per_s=8e12,
         flops={"bfloat16": 2250e12, "float32": 75e12, "fp8": 4500e12},
         link_bytes_per_s=900e9,
+        gemm=0.776,
+        attention={FLASH2: 0.146},
     ),
     # NVIDIA RTX Blackwell PRO architecture white paper, RTX PRO 6000 Workstation Edition: 1,792
     # GB/s GDDR7, 503.8 TFLOP/s bf16, 1,007.6 fp8, 126 fp32, PCIe 5 x16. The Server and Max-Q

@@ -59,6 +59,7 @@ FLAGS = {
     "--config-name",
     "--multirun",
     "--sweep",
+    "--only",
     "--json",
     "--html",
     "--trace",

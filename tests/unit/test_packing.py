@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,9 +114,13 @@ def test_with_long_tails_ranks_wait_less_for_the_slowest_than_if_balanced_as_a_w
     assert waits["pack"] < min(waits["tokens"], waits["cost"]) / 2
 
 
-def test_attention_costs_as_much_as_in_the_forecasts():
-    costs = hardware_costs(make_recipe(trainer=TrainerConfig(), cluster=ClusterConfig()), LLAMA)
-    assert attention_cost(LLAMA) == pytest.approx(costs.square_s / costs.token_s)
+def test_attention_costs_about_as_much_as_in_the_forecasts():
+    """The cost is arithmetic alone; the forecasts have a rate for each kind of work."""
+    wide = replace(LLAMA, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32)
+    wide = replace(wide, num_kv_heads=8, head_dim=128, vocab_size=128256)
+    trainer = TrainerConfig(device="cuda", compute_dtype="bfloat16")
+    costs = hardware_costs(make_recipe(trainer=trainer, cluster=ClusterConfig()), wide)
+    assert 1 <= costs.square_s / costs.token_s / attention_cost(wide) < 2
 
 
 @given(costs=st.lists(st.integers(0, 100), max_size=60), num_parts=st.integers(1, 9))

@@ -14,13 +14,17 @@ from llamarl.config import (
     SamplingConfig,
     StalenessConfig,
     TrainerConfig,
+    VllmConfig,
     WeightsConfig,
 )
-from llamarl.config.run import PlanConfig
-from llamarl.planner.hardware import EFFICIENCY, GPUS
+from llamarl.config.plan_keys import PlanConfig
+from llamarl.planner.efficiency import COLLECTIVE_S, LAW, OVERLAP
+from llamarl.planner.hardware import GPUS
+from llamarl.planner.simulation import collectives
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.roofline import hardware_costs
 from llamarl.planner.simulation.simulated_run import simulate
+from llamarl.planner.simulation.trainer_times import trainer_times
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 H100 = GPUS["H100-80GB"]
@@ -35,7 +39,6 @@ LLAMA_8B = replace(
     head_dim=128,
     max_positions=131072,
 )
-ROW_BYTES = 4096 * 2
 
 
 def make_gpu_recipe(
@@ -55,25 +58,39 @@ def make_trainer(**sizes: int) -> TrainerConfig:
     return TrainerConfig(device="cuda", compute_dtype="bfloat16", **sizes)
 
 
-def decode_sums_rate(num_ranks: int) -> float:
-    """Bytes per second of the generator's all-reduces, out of the seconds they take."""
-    costs = hardware_costs(make_gpu_recipe(num_generator_ranks=num_ranks), LLAMA_8B)
-    moved = 2 * LLAMA_8B.num_layers * 2 * (num_ranks - 1) / num_ranks * ROW_BYTES
-    return moved / costs.decode_row_s
+@pytest.mark.parametrize(
+    ("num_ranks", "stride", "bytes_per_s"),
+    [
+        (8, 1, 450e9),  # within a host: its links
+        (2, 4, 450e9),
+        (16, 1, 400e9),  # eight ranks of the group on each host, each with its card
+        (16, 4, 100e9),
+        (16, 8, 50e9),
+    ],
+)
+def test_a_collective_gets_the_links_of_its_host_or_the_cards_that_its_ranks_have_on_one(
+    num_ranks: int, stride: int, bytes_per_s: float
+) -> None:
+    found = collectives.rate(make_gpu_recipe(), H100, num_ranks, stride)
+    assert found == pytest.approx(LAW.link * bytes_per_s)
 
 
-def test_tensor_parallelism_within_a_host_gets_the_links() -> None:
-    assert decode_sums_rate(8) == pytest.approx(EFFICIENCY * H100.link_bytes_per_s)
+def test_a_collective_starts_later_the_more_hosts_it_spans() -> None:
+    config = make_gpu_recipe()
+    starts = [collectives.latency_s(config, ranks, 12e-6) for ranks in (1, 8, 16, 32, 128)]
+    assert starts == pytest.approx([0.0, 12e-6, 40e-6, 50e-6, 70e-6])
 
 
-def test_tensor_parallelism_over_hosts_gets_the_cards_of_all_its_ranks_on_a_host() -> None:
-    assert decode_sums_rate(16) == pytest.approx(EFFICIENCY * 8 * H100.card_bytes_per_s)
-
-
-def test_sharding_and_tensor_parallelism_over_the_same_hosts_get_the_same_network() -> None:
-    gathered = sum_of_parameters() * 2 * 15 / 16
-    rate = gathered / gather_s(make_trainer(num_ranks=16))
-    assert rate == pytest.approx(decode_sums_rate(16), rel=1e-6)
+def test_a_tensor_parallel_decode_step_pays_for_its_sums() -> None:
+    rows, hidden = 64, 4096 * 2
+    alone, wide = (
+        hardware_costs(make_gpu_recipe(num_generator_ranks=ranks), LLAMA_8B) for ranks in (1, 8)
+    )
+    sums_s = 64 * 2 * 7 / 8 * hidden / (LAW.link * 450e9)
+    # All else of a row gets shorter with more ranks, but for what each rank does of the whole.
+    assert wide.decode_row_s > sums_s
+    assert wide.decode_row_s < alone.decode_row_s + sums_s
+    assert wide.decode_s(rows, rows * 1000) < alone.decode_s(rows, rows * 1000)
 
 
 def sum_of_parameters() -> int:
@@ -82,14 +99,12 @@ def sum_of_parameters() -> int:
 
 
 def gather_s(trainer: TrainerConfig) -> float:
-    """Seconds of one gather of all weights: what `forward` repeats more than `backward`."""
-    kept, gathered = (
-        hardware_costs(
-            make_gpu_recipe(trainer=replace(trainer, reshard_after=reshard_after)), LLAMA_8B
-        ).hidden_s
-        for reshard_after in ("backward", "forward")
+    """Seconds of one gather of all weights, without its starts."""
+    config = make_gpu_recipe(trainer=trainer)
+    starts_s = LLAMA_8B.num_layers * collectives.latency_s(
+        config, trainer.num_shard_ranks, COLLECTIVE_S, trainer.tensor_parallel
     )
-    return gathered - kept
+    return trainer_times(config, LLAMA_8B).gather_s - starts_s
 
 
 @pytest.mark.parametrize(
@@ -108,17 +123,82 @@ def test_a_gather_over_hosts_gets_the_cards_of_the_ranks_that_a_host_has_of_its_
 ) -> None:
     seconds = gather_s(make_trainer(num_ranks=num_shards * tensor, tensor_parallel=tensor))
     moved = sum_of_parameters() / tensor * 2 * (num_shards - 1) / num_shards
-    assert moved / seconds == pytest.approx(EFFICIENCY * bytes_per_s, rel=1e-6)
+    assert moved / seconds == pytest.approx(LAW.link * bytes_per_s, rel=1e-6)
 
 
-def test_attention_takes_more_than_half_as_long_as_the_rest_of_a_prefill_of_32k_tokens() -> None:
+def test_attention_takes_longer_than_the_rest_of_a_prefill_of_32k_tokens() -> None:
     costs = hardware_costs(make_gpu_recipe(), LLAMA_8B)
     length = 32768
     pairs_flops = 32 * 32 * 128 * 4 * length**2 / 2
-    attention_s = pairs_flops / (EFFICIENCY * 989e12)
+    attention_s = pairs_flops / (0.332 * 989e12)
     whole_s = costs.prefill_s([length]) - costs.prefill_call_s
     assert whole_s - length * costs.prefill_token_s == pytest.approx(attention_s, rel=1e-9)
-    assert attention_s == pytest.approx(0.57 * length * costs.prefill_token_s, rel=0.02)
+    assert attention_s == pytest.approx(1.05 * length * costs.prefill_token_s, rel=0.1)
+
+
+def test_a_step_of_products_alone_takes_its_arithmetic_at_the_cards_rate() -> None:
+    """8B, 16,384 tokens a rank, nothing repeated: 6 flops per parameter and token."""
+    times = trainer_times(make_gpu_recipe(trainer=make_trainer(num_ranks=8)), LLAMA_8B)
+    matrices = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336
+    lowest = 6 * 32 * matrices / (989e12 * H100.gemm * LAW.gemm)
+    assert lowest < times.gemm_s < 1.2 * lowest, "small matrices cost a little more"
+
+
+def test_attention_backwards_is_two_and_a_half_forward_passes_at_a_lower_rate() -> None:
+    plain, full = (
+        trainer_times(
+            make_gpu_recipe(trainer=replace(make_trainer(num_ranks=8), activation_checkpointing=c)),
+            LLAMA_8B,
+        ).attention_s
+        for c in ("none", "full")
+    )
+    forward_s = full - plain
+    assert forward_s == pytest.approx(2 * 32 * 32 * 128 / (0.332 * 989e12))
+    assert plain / forward_s == pytest.approx(1 + 2.5 / LAW.backward_attention)
+
+
+def test_fused_kernels_move_fewer_bytes_and_eager_decode_steps_wait_for_launches() -> None:
+    config = make_gpu_recipe(trainer=make_trainer(num_ranks=8))
+    eager, fused = (
+        trainer_times(replace(config, plan=PlanConfig(kernels=kernels)), LLAMA_8B).elementwise_s
+        for kernels in ("eager", "fused")
+    )
+    assert fused < eager / 2 * 1.2
+    graphs, without = (
+        hardware_costs(
+            replace(config, generator=replace(config.generator, enforce_eager=not is_graph)),
+            LLAMA_8B,
+        )
+        for is_graph in (True, False)
+    )
+    assert without.decode_launch_s == pytest.approx(32 * 40 * 5e-6)
+    assert graphs.decode_launch_s == 0
+
+
+def test_eight_bit_keys_halve_what_a_context_takes() -> None:
+    def costs_of(dtype: str) -> Costs:
+        generator = VllmConfig(
+            device="cuda", dtype="bfloat16", max_model_len=4096, kv_cache_dtype=dtype
+        )
+        return hardware_costs(replace(make_gpu_recipe(), generator=generator), LLAMA_8B)
+
+    wide, narrow = costs_of("auto"), costs_of("fp8")
+    assert 0.5 <= narrow.decode_context_s / wide.decode_context_s < 0.6
+    assert narrow.kv_tokens == 2 * wide.kv_tokens
+
+
+def test_a_decode_step_reads_weights_and_computes_longer_than_either_takes() -> None:
+    costs = Costs(decode_step_s=1.0, decode_read_s=3.0, decode_flops_s=2.0, decode_context_s=0.5)
+    assert costs.decode_s(2, 10) == pytest.approx(1 + 5 + 5)
+    assert costs.decode_s(2, 10, 3) == pytest.approx(3 * (1 + 5) + 0.5 * (10 + 12 + 14))
+    launched = replace(costs, decode_launch_s=20.0)
+    assert launched.decode_s(2, 10, 3) == 60
+
+
+def test_a_micro_batch_is_as_long_as_its_work_traffic_or_launches_and_traffic_slows_work() -> None:
+    costs = Costs(hidden_s=2.0, launch_s=5.0, micro_batch_s=1.0)
+    assert costs.passes_s(1.0) == pytest.approx(1 + 5 + OVERLAP)
+    assert costs.passes_s(10.0) == pytest.approx(1 + 10 + 2 * OVERLAP)
 
 
 def test_two_short_prefills_take_less_than_one_of_their_tokens_together() -> None:

@@ -17,7 +17,7 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.config.run import PlanConfig
+from llamarl.config.plan_keys import PlanConfig
 from llamarl.planner.forecast import StepForecast
 from llamarl.planner.hardware import GPUS, HOUR_S, Cost, cost_of
 from llamarl.planner.memory.ranks import forecast_memory

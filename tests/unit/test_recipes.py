@@ -12,8 +12,9 @@ import pytest
 from llamarl.config import Config
 from llamarl.config.rank_assignment import assign
 from llamarl.planner.memory.ranks import forecast_memory
+from llamarl.planner.report.published import published_figures
 from llamarl.planner.report.recipe import forecast_recipe
-from llamarl.planner.report.text import published_figures, render_report
+from llamarl.planner.report.text import render_report
 from llamarl.recipe.inputs import read_planned_architecture
 from tests.places import ROOT
 from tests.unit.composing import compose_recipe
@@ -56,9 +57,9 @@ def report_of(name: str) -> str:
     """What `llamarl plan` prints."""
     config = config_of(name)
     architecture = read_planned_architecture(config)
-    return render_report(
-        config, forecast_recipe(config, architecture), published_figures(architecture)
-    )
+    published = published_figures(architecture)
+    forecast = forecast_recipe(config, architecture, is_published=published is not None)
+    return render_report(config, forecast, published)
 
 
 def shown(page: Path) -> dict[str, list[str]]:
@@ -66,7 +67,7 @@ def shown(page: Path) -> dict[str, list[str]]:
     found = {}
     for body in blocks(page.read_text(), "console"):
         command, _, output = body.partition("\n")
-        if command.startswith("$ llamarl plan ") and not output.startswith("$ "):
+        if command.startswith("$ llamarl plan ") and output and not output.startswith("$ "):
             words = shlex.split(command)
             assert words[3] == "--config-dir"
             assert len(words) == 5, "the planner's own answer, without overrides"

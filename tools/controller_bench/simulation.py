@@ -37,7 +37,7 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.config.run import PlanConfig
+from llamarl.config.plan_keys import PlanConfig
 from llamarl.dataflow.graph import make_graph
 from llamarl.metrics.console import Progress
 from llamarl.metrics.run_logger import RunLogger

@@ -94,7 +94,7 @@ class SleepingScorer(SimulatedScorer):
     """The scorer in its process."""
 
     def __init__(self, spec: SleepingSpec, **place: Any) -> None:
-        super().__init__(spec.setting(), spec.costs, Cores(), attempt=0)
+        super().__init__(spec.setting(), spec.costs, Cores())
 
 
 async def replay(
@@ -129,7 +129,7 @@ async def replay(
 
         executors = Executors(
             storage=Store([storage.call_one]),
-            groups={**groups},
+            by_name={storage.name: storage, **groups},
             stage_of={"scorer": graph.stages[SCORE]},
             start=start,
         )

@@ -40,7 +40,7 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.config.run import PlanConfig
+from llamarl.config.plan_keys import PlanConfig
 from llamarl.lengths.ranker import Oracle
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import StepForecast

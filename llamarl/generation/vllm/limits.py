@@ -73,11 +73,16 @@ def kv_tokens(config: VllmConfig, architecture: Architecture) -> int:
     return config.kv_cache_bytes // _token_bytes(config, architecture)
 
 
+def kv_item_bytes(config: VllmConfig) -> int:
+    """Of one number in the KV cache."""
+    return 1 if config.kv_cache_dtype == "fp8" else DTYPE_BYTES[config.dtype]
+
+
 def _token_bytes(config: VllmConfig, architecture: Architecture) -> int:
     """Keys and values of one token on one rank."""
     a = architecture
     num_heads = max(a.num_kv_heads // config.num_ranks, 1)
-    return 2 * a.num_layers * num_heads * a.head_dim * DTYPE_BYTES[config.dtype]
+    return 2 * a.num_layers * num_heads * a.head_dim * kv_item_bytes(config)
 
 
 def memory_share(config: VllmConfig, architecture: AnyArchitecture, total_bytes: int) -> float:

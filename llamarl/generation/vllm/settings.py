@@ -137,6 +137,7 @@ def _arguments(checkpoint: str, config: VllmConfig, num_ranks: int, executor: ty
         max_num_batched_tokens=min(PREFILL_TOKENS, config.max_num_seqs * config.max_model_len),
         block_size=config.block_size,
         kv_cache_memory_bytes=config.kv_cache_bytes,
+        kv_cache_dtype=config.kv_cache_dtype,
         enable_prefix_caching=True,
         enforce_eager=config.enforce_eager,
         tensor_parallel_size=num_ranks,

@@ -18,7 +18,7 @@ from llamarl.dataflow.columns import stored_columns
 from llamarl.dataflow.graph import GENERATE, SCORE, SETTLE, FrozenModel, Graph, Stage
 from llamarl.metrics.shares import by_executor, read_timeline
 from llamarl.metrics.span import Span, executor_of
-from llamarl.planner.report.text import render
+from llamarl.planner.report.tables import render
 
 UNITS = ("B", "kB", "MB", "GB")
 NS_PER_S = 1e9

@@ -8,6 +8,7 @@ architecture and, if asked to, a finished run's folder.
 import math
 import statistics
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,26 @@ import yaml
 from llamarl.algorithms.group_filters import EQUAL_REWARDS
 from llamarl.config import Config, PlanConfig, rank_assignment
 from llamarl.config.check import require
+from llamarl.config.pools import pools_of
 from llamarl.models.architecture import Architecture
-from llamarl.planner.forecast import NO_MODELS, Forecast, FrozenModels, StepForecast
+from llamarl.planner.forecast import (
+    NO_MODELS,
+    Decomposition,
+    Forecast,
+    FrozenModels,
+    StepForecast,
+)
 from llamarl.planner.hardware import check_kinds, cost_of, timed
 from llamarl.planner.memory.ranks import fits, forecast_memory, fullest
+from llamarl.planner.report.bands import band
+from llamarl.planner.simulation.baselines import baseline_of, unstated_baselines
 from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_trace
 from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.next_change import next_change
 from llamarl.planner.simulation.publish import forecast_publish
 from llamarl.planner.simulation.roofline import hardware_costs
 from llamarl.planner.simulation.simulated_run import simulate
-from llamarl.planner.simulation.variants import best_baseline, best_split, decompose
+from llamarl.planner.simulation.variants import best_share, best_split, decompose
 from llamarl.planner.simulation.workload import with_lengths
 
 SYNC, ASYNC, COLOCATED = "sync", "async", "sync, colocated"
@@ -38,12 +49,14 @@ def forecast_recipe(
     frozen: FrozenModels = NO_MODELS,
     run_dir: str | None = None,
     sweep: bool = False,
+    is_published: bool = False,
 ) -> Forecast:
     """Memory, publish and step time of `config`, beside the same workload run otherwise.
 
     Times come from hardware, or with `run_dir` from that finished run, whose layout is then the
     only one whose times are known. `frozen` models count in memory alone. `sweep` tries other
-    splits of the processes between trainer and generators. Neither goes with pools. ValueError if
+    splits of the processes between trainer and generators. Neither goes with pools. With
+    `is_published` the baseline is varied over what the paper does not state. ValueError if
     the ranks do not fit onto the hosts, or the run lacks what is needed.
     """
     config = with_lengths(_check_known(config, run_dir, sweep))
@@ -63,15 +76,15 @@ def forecast_recipe(
             return simulate(config, architecture, hardware_costs(config, architecture, publish))
         return simulate(config, architecture, trace.costs, workload=trace.workload(config))
 
+    has_room = partial(fits, architecture=architecture, frozen=frozen)
     step = simulate_recipe(config)
     name, other = _other_staleness(config)
     variants = {name: simulate_recipe(other)}
-    decomposition = None
-    if trace is None and not config.placement.colocated and not config.generator.pools:
-        baseline = best_baseline(config, architecture)
-        if baseline is not None:
-            variants[COLOCATED] = baseline.step
-            decomposition = decompose(config, architecture, baseline=baseline, step=step)
+    is_apart = not config.placement.colocated
+    gain = _gain(config, architecture, step) if trace is None else None
+    if gain is not None:
+        variants[COLOCATED] = gain.baseline.step
+    is_varied = gain is not None and is_published and not config.plan.baseline
     return Forecast(
         num_hosts=len({device.host for device in taken}),
         num_gpus=len({device for device in taken if device.gpu is not None}),
@@ -79,18 +92,33 @@ def forecast_recipe(
         publish=publish,
         step=step,
         variants=variants,
-        decomposition=decomposition,
-        split=best_split(
-            config,
-            architecture,
-            costs_of,
-            fits=lambda other: fits(other, architecture, frozen),
-        )
-        if sweep
-        else None,
+        decomposition=gain,
+        split=best_split(config, architecture, costs_of, fits=has_room) if sweep else None,
         measured_step_s=trace.step_s if trace else None,
         cost=cost,
+        best_share=best_share(config, step) if is_apart else None,
+        own_share=_own_share(config) if is_apart else None,
+        next=None if trace else next_change(config, architecture, step, has_room),
+        unstated=unstated_baselines(config, architecture, gain) if is_varied else (),
     )
+
+
+def _gain(config: Config, architecture: Architecture, step: StepForecast) -> Decomposition | None:
+    """Over the baseline; None where sides share GPUs, with pools, or if no baseline fits."""
+    if config.placement.colocated or config.generator.pools:
+        return None
+    baseline = baseline_of(config, architecture)
+    if baseline is None:
+        return None
+    return decompose(config, architecture, baseline=baseline, step=step)
+
+
+def _own_share(config: Config) -> float:
+    """The trainer's, of the ranks of both sides."""
+    generators = sum(
+        len(pool.replicas) * pool.generator.num_ranks for pool in pools_of(config.generator)
+    )
+    return config.trainer.num_ranks / (config.trainer.num_ranks + generators)
 
 
 def figures(forecast: Forecast) -> dict[str, Any]:
@@ -125,6 +153,15 @@ def figures(forecast: Forecast) -> dict[str, Any]:
             name: forecast.cost.throughput(step.trained_tokens_per_s)
             for name, step in steps.items()
         }
+    if forecast.best_share is not None:
+        found["best_share"], found["own_share"] = forecast.best_share, forecast.own_share
+    if forecast.next is not None:
+        found["next_change"] = {"what": forecast.next.words, "step_s": forecast.next.step.step_s}
+    if forecast.num_gpus:
+        found["gpu_hours_per_step"] = forecast.gpu_hours
+        found["step_band_s"] = band("step", forecast.step.step_s)
+    if forecast.unstated:
+        found["unstated_baselines_s"] = {v.words: v.step.step_s for v in forecast.unstated}
     if forecast.measured_step_s is not None:
         found["step_measured_s"] = forecast.measured_step_s
     return found

@@ -7,28 +7,28 @@ page is well-formed XML and refers to nothing outside itself.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 
 from llamarl.config import Config
 from llamarl.config.pools import pools_of
 from llamarl.device.names import is_gpu
-from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import (
     STAGE,
-    BestSplit,
-    Decomposition,
     Forecast,
     MemoryForecast,
     PublishForecast,
     RankMemory,
     StepForecast,
 )
-from llamarl.planner.hardware import EFFICIENCY, HOUR_S, Cost, kinds_of
+from llamarl.planner.hardware import EFFICIENCY, HOUR_S, kinds_of
 from llamarl.planner.memory.fit import refusal
+from llamarl.planner.report.bands import NO_BAND
+from llamarl.planner.report.published import Published, published_parts
+from llamarl.planner.report.tables import make_table, render
+from llamarl.planner.report.verdict import cost_words, gain_parts, split_parts, verdict_lines
 
 GIB, GB = 2**30, 10**9
 WIDTH = 100
@@ -41,62 +41,6 @@ body { font: 14px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto
 .row i.limit { border-left: 2px dashed #d55e00; }
 """
 TURN_DEGREES = 137.5  # from one colour to the next: no two of the first dozens are alike
-FACTORS = {
-    "overlap": "overlap",
-    "batch_and_degree": "batch sizes and parallel degree",
-    "precision": "precision",
-}
-ARGUMENT = (
-    "The argument: alternating on the same GPUs, trainer and generators share one memory budget "
-    "and one parallel degree; apart, each has its own. With GPU time a per step for the trainer "
-    "and c for the generators, the trainer's best share of the GPUs is a / (a + c). LlamaRL states "
-    "the result; definitions and proof are our reconstruction "
-    "(llamarl/planner/simulation/variants.py)."
-)
-CAVEAT = (
-    "Trainer times are optimistic: public measurements (torchtitan, prime-rl; 4B to 70B on H100) "
-    "are 1.3 to 2.3 times as long as these forecasts, which are not fitted to any."
-)
-"""Forward and backward, as others measured them on H100. torchtitan: Llama 3.1 8B with FSDP on 8
-GPUs 2.3 (2.0 compiled), with FSDP and tensor parallelism of 8 on 64 GPUs 1.7 (1.6), 70B in that
-layout on 256 GPUs 1.4 (1.3). prime-rl: Qwen3 4B with 65k tokens on 8 GPUs 1.75."""
-
-
-class Published(NamedTuple):
-    """One model's figures in the LlamaRL paper; None where it gives none."""
-
-    model: str
-    baseline_s: float
-    step_s: float
-    speedup: float
-    publish_s: float | None
-    num_gpus: int | None
-
-
-# LlamaRL, arXiv 2505.24034. Step times and speed-ups: its evaluation of Llama 3.1 policies on MATH
-# and GSM8K prompts, against a synchronous colocated system in the manner of DeepSpeed-Chat. The
-# 405B times and the speed-ups stand in several digests of the paper, the 8B and 70B times in one;
-# the baselines of 8B and 70B are speed-up times step. Publishes: its section on DDMA.
-PUBLISHED = {  # by vocabulary, width and number of layers
-    (128256, 4096, 32): Published("Llama 3.1 8B", 2.52 * 8.90, 8.90, 2.52, None, None),
-    (128256, 8192, 80): Published("Llama 3.1 70B", 3.98 * 20.67, 20.67, 3.98, 1.15, None),
-    (128256, 16384, 126): Published("Llama 3.1 405B", 635.8, 59.5, 10.7, 2.0, 1024),
-}
-DIFFERENCES = (
-    "The paper does not publish its batch sizes, lengths of rollouts or layouts, nor, for 8B and "
-    "70B, how many GPUs it used: seconds compare in kind only, ratios a little better.",
-    "Its baseline is another system, in the manner of DeepSpeed-Chat; ours is this controller run "
-    "synchronously and colocated, so nothing that other code loses is in our ratio.",
-    "Its ratio bundles placement, layout, batch sizes, precision and overlap, as the split above "
-    "does in our simulator; the paper itself gives no such split.",
-    "Its trainer has pipeline stages too; here it shards with FSDP and tensor parallelism.",
-)
-
-
-def published_figures(architecture: Architecture) -> Published | None:
-    """The paper's figures for this architecture; None if it has none."""
-    a = architecture
-    return PUBLISHED.get((a.vocab_size, a.hidden_size, a.num_layers))
 
 
 def title_of(config: Config, forecast: Forecast) -> str:
@@ -121,14 +65,6 @@ def render_memory(config: Config, memory: MemoryForecast) -> str:
     title = f"on cards of {config.cluster.planned_gpu}: {verdict}"
     last = "no forecast of times: peaks are not known"
     return render([title, "", *_memory_parts(memory, config), last])
-
-
-def render(parts: Iterable[RenderableType]) -> str:
-    """These one below the other, in lines of at most WIDTH characters."""
-    with (console := Console(width=WIDTH, color_system=None)).capture() as capture:
-        for part in parts:
-            console.print(part, highlight=False, markup=False)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
 def render_page(title: str, report: str, words: Iterable[str], memory: MemoryForecast) -> str:
@@ -196,14 +132,15 @@ def _parts(
         known = [name for name in own if STAGE + name in kinds]
         but = f", but for the memory of {', '.join(known)}" if known else ""
         yield f"Stages of the recipe's own ({', '.join(own)}) are left out{but}."
-    yield _publish_words(forecast.publish)
+    yield publish_words(forecast.publish)
+    yield NO_BAND
     yield ""
     yield _step_table(config, forecast)
     waits = forecast.step.wait_shares.items()
     shown = (f"{name} {share:.0%}" for name, share in waits if share >= 0.005)
     yield f"waits as planned: {', '.join(shown)}"
     if forecast.cost is not None:
-        yield _cost_words(forecast.cost, forecast.step)
+        yield cost_words(forecast.cost, forecast.step)
     if forecast.step.pools:
         yield ""
         yield _pool_table(config, forecast)
@@ -219,14 +156,13 @@ def _parts(
         )
     if forecast.measured_step_s is not None:
         yield f"the run that the times come from took {forecast.measured_step_s:.2f} s a step"
-    elif forecast.num_gpus:
-        yield CAVEAT
+    yield from verdict_lines(config, forecast)
     if forecast.split is not None:
-        yield from _split_parts(forecast.split)
+        yield from split_parts(forecast.split)
     if forecast.decomposition is not None:
-        yield from _gain_parts(forecast.decomposition)
+        yield from gain_parts(forecast.decomposition)
     if published is not None:
-        yield from _published_parts(forecast, published)
+        yield from published_parts(forecast, published)
 
 
 def _memory_parts(memory: MemoryForecast, config: Config) -> Iterator[RenderableType]:
@@ -240,7 +176,7 @@ def _memory_table(memory: MemoryForecast) -> Table:
     """Kinds down, executors across; whether it fits stands below."""
     ranks = memory.ranks
     names = [f"{rank.executor} x{rank.num_ranks}" for rank in ranks]
-    table = _table("memory of the fullest rank, GiB", *names)
+    table = make_table("memory of the fullest rank, GiB", *names)
     for kind in dict.fromkeys(kind for rank in ranks for kind in rank.bytes_by_kind):
         table.add_row(kind, *(_gib(rank.bytes_by_kind.get(kind, 0)) for rank in ranks))
     table.add_row("total", *(_gib(rank.total_bytes) for rank in ranks))
@@ -252,7 +188,8 @@ def _memory_table(memory: MemoryForecast) -> Table:
     return table
 
 
-def _publish_words(publish: PublishForecast) -> str:
+def publish_words(publish: PublishForecast) -> str:
+    """What one version moves, and how long that takes."""
     return (
         f"publish: {publish.seconds:.2f} s ({publish.lower_bound_s:.2f} s if links ran at full "
         f"speed); {publish.total_bytes / GB:,.1f} GB in {publish.num_copies:,} copies;\n"
@@ -263,7 +200,7 @@ def _publish_words(publish: PublishForecast) -> str:
 
 def _step_table(config: Config, forecast: Forecast) -> Table:
     title = "step, simulated with the run's own controller; busy shares"
-    table = _table(title, "seconds", "tokens/s", "trainer", "generators", "staleness")
+    table = make_table(title, "seconds", "tokens/s", "trainer", "generators", "staleness")
     place = "colocated" if config.placement.colocated else "disaggregated"
     ahead = config.staleness.max_staleness
     table.add_row(f"as planned: staleness {ahead}, {place}", *_step_cells(forecast.step))
@@ -280,19 +217,10 @@ def _step_cells(step: StepForecast) -> Iterator[str]:
     yield f"{step.mean_staleness:.2f}, max {step.max_staleness}"
 
 
-def _cost_words(cost: Cost, step: StepForecast) -> str:
-    each = (f"{number} x {kind} at {cost.prices[kind]:g}" for kind, number in cost.num_gpus.items())
-    millions = cost.throughput(step.trained_tokens_per_s) / 1e6
-    return (
-        f"cost of an hour ({cost.unit}): {' + '.join(each)} = {cost.per_hour:,.2f};\n"
-        f"throughput per cost: {millions:,.3f} million trained tokens for a price of 1"
-    )
-
-
 def _pool_table(config: Config, forecast: Forecast) -> Table:
     """What each pool does; "per cost" counts its own GPUs alone."""
     columns = ("replicas", "of", "busy", "tokens/s", "publish, s", "per cost, million")
-    table = _table("pools: what they write", *columns)
+    table = make_table("pools: what they write", *columns)
     for pool in pools_of(config.generator):
         step, num_ranks = forecast.step.pools[pool.key], pool.generator.num_ranks
         kind, per_cost = "CPU", "-"
@@ -310,54 +238,6 @@ def _pool_table(config: Config, forecast: Forecast) -> Table:
             f"{forecast.publish.pool_s[pool.key]:.2f}",
             per_cost,
         )
-    return table
-
-
-def _split_parts(split: BestSplit) -> Iterator[RenderableType]:
-    yield ""
-    table = _table("splits of the GPUs, best first", "trainer ranks", "replicas", "s per step")
-    for i, candidate in enumerate(split.candidates):
-        cells = (candidate.num_trainer_ranks, candidate.num_replicas)
-        table.add_row("best" if i == 0 else "", *map(str, cells), f"{candidate.step_s:.1f}")
-    yield table
-    if not split.candidates:
-        yield "no split fits"
-    yield f"a / (a + c) = {split.best_share:.0%} for the trainer. {ARGUMENT}"
-
-
-def _gain_parts(decomposition: Decomposition) -> Iterator[str]:
-    yield ""
-    factors = " x ".join(f"{FACTORS[k]} {v:.2f}" for k, v in decomposition.factors.items())
-    yield f"gain over sync, colocated: {decomposition.speedup:.2f}x = {factors}"
-    yield f"  {decomposition.baseline.step.step_s:.1f} s: {decomposition.baseline.words}"
-    for variant in decomposition.stages.values():
-        yield f"  {variant.step.step_s:.1f} s: {variant.words}"
-
-
-def _published_parts(forecast: Forecast, published: Published) -> Iterator[RenderableType]:
-    yield ""
-    yield f"{published.model}: published (LlamaRL, arXiv 2505.24034) and forecast"
-    table, gain = _table(None, "published", "forecast"), forecast.decomposition
-    baseline = gain and f"{gain.baseline.step.step_s:.1f} s"
-    publish_s = f"{published.publish_s:.2f} s" if published.publish_s else "not given"
-    for row in (
-        ("baseline step", f"{published.baseline_s:.1f} s", baseline),
-        ("step", f"{published.step_s:.1f} s", f"{forecast.step.step_s:.1f} s"),
-        ("speed-up", f"{published.speedup:g}x", gain and f"{gain.speedup:.2f}x"),
-        ("publish", publish_s, f"{forecast.publish.seconds:.2f} s"),
-        ("GPUs", str(published.num_gpus or "not given"), str(forecast.num_gpus)),
-    ):
-        table.add_row(*(cell or "-" for cell in row))
-    yield table
-    yield from (f"- {words}" for words in DIFFERENCES)
-
-
-def _table(title: str | None, *columns: str) -> Table:
-    """With a column for the rows' names, then these."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right")
     return table
 
 

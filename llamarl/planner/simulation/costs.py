@@ -6,31 +6,37 @@ on a free processor; waiting, sharing and order come from the simulation.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from llamarl.data.packing import Assignment
+from llamarl.planner.efficiency import OVERLAP
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """Seconds; those of the generator are of one replica, those of the trainer of its slowest rank.
 
-    A decode step of `rows` rollouts with `context` tokens in their KV caches takes
+    A decode step of `rows` rollouts with `context` tokens in their KV caches takes, r and f being
+    `decode_read_s` and rows * `decode_flops_s`,
 
-        decode_step_s + rows * decode_row_s
-            + max(decode_read_s + context * decode_context_s, rows * decode_flops_s)
+        max(decode_launch_s, decode_step_s + rows * decode_row_s + sqrt(r^2 + f^2)
+                             + context * decode_context_s)
 
-    that is overhead, plus memory traffic or arithmetic, whichever takes longer. A micro-batch of n
-    tokens whose rollouts have the lengths l takes
+    that is overhead, what each row takes, matrix products (reading weights and arithmetic) and
+    attention; or what launching its kernels takes. A micro-batch of n tokens whose rollouts have
+    the lengths l takes, with w = n * token_s + sum(l^2) * square_s,
 
-        micro_batch_s + max(n * token_s + sum(l^2) * square_s, hidden_s)
+        micro_batch_s + max(w, hidden_s, launch_s) + OVERLAP * min(w, hidden_s)
 
-    where `hidden_s` is the traffic that can go on behind arithmetic; `forward_share` of the
-    arithmetic is the forward pass. A prefill, and a pass of the reference, grow with tokens and
-    squares of lengths alike. `write_s` brings a version from the trainer to one replica per
-    host, `relay_s` on to each other one, `check_s` is spent on it there. `moves_s` (by executor and
-    kind, "trainer weights") are changes of place on a shared device. `turnaround_s`
-    passes between an optimizer step and the next passes beside messages and storage; `row_s` is
-    what each rollout costs in processes that are not simulated. `save_s` is a checkpoint,
-    `start_s` the start of a replica, or a stage, while the run goes on.
+    where `hidden_s` is the traffic that goes on beside arithmetic and slows it down;
+    `forward_share` of the arithmetic is the forward pass. A prefill, and a pass of the reference,
+    grow with tokens and squares of lengths alike. `write_s` brings a version from the trainer to
+    one replica per host, `relay_s` on to each other one, `check_s` is spent on it there. `moves_s`
+    (by executor and kind, "trainer weights") are changes of place on a shared device.
+    `turnaround_s` passes between an optimizer step and the next passes beside messages and storage;
+    `row_s` is what each rollout costs in processes that are not simulated. `save_s` is a
+    checkpoint, `start_s` the start of a replica, or a stage, while the run goes on.
 
     With pools that differ, `pools` has the costs of each one's replicas and of the trainer's writes
     to them; all other entries there mean nothing. (): all replicas are alike.
@@ -41,6 +47,7 @@ class Costs:
     decode_read_s: float = 0.0
     decode_context_s: float = 0.0
     decode_flops_s: float = 0.0
+    decode_launch_s: float = 0.0
     prefill_call_s: float = 0.0
     prefill_token_s: float = 0.0
     prefill_square_s: float = 0.0
@@ -50,6 +57,7 @@ class Costs:
     token_s: float = 0.0
     square_s: float = 0.0
     hidden_s: float = 0.0
+    launch_s: float = 0.0
     forward_share: float = 1 / 3
     optimizer_s: float = 0.0
     snapshot_s: float = 0.0
@@ -67,6 +75,8 @@ class Costs:
     turnaround_s: float = 0.0
     row_s: float = 0.0
     moves_s: dict[str, float] = field(default_factory=dict)
+    kv_tokens: int = 0
+    """That a replica's KV cache holds; 0: all that its slots may write."""
     num_cores: int = 0
     """Processors that all processes share; 0: each has its own."""
     shared_speed: float = 1.0
@@ -81,18 +91,12 @@ class Costs:
         """`num_steps` decode steps of `rows` rollouts, `context` tokens before the first one."""
         if not rows or not num_steps:
             return 0.0
-        flops_s = rows * self.decode_flops_s
-        read_s = self.decode_read_s + context * self.decode_context_s
-        growth_s = rows * self.decode_context_s
-        num_flops = num_steps  # steps in which arithmetic takes longer
-        if growth_s > 0:
-            num_flops = math.ceil(min(num_steps, max(0.0, (flops_s - read_s) / growth_s)))
-        elif read_s >= flops_s:
-            num_flops = 0
-        num_read = num_steps - num_flops
-        growths = num_read * (num_flops + num_steps - 1) / 2  # sum of the step numbers from then on
-        overhead_s = self.decode_step_s + rows * self.decode_row_s
-        return num_steps * overhead_s + num_flops * flops_s + num_read * read_s + growths * growth_s
+        product_s = math.hypot(self.decode_read_s, rows * self.decode_flops_s)
+        step_s = self.decode_step_s + rows * self.decode_row_s + product_s
+        # The context grows by a token of each rollout and step.
+        tokens = num_steps * context + rows * num_steps * (num_steps - 1) / 2
+        seconds = num_steps * step_s + tokens * self.decode_context_s
+        return max(num_steps * self.decode_launch_s, seconds)
 
     def steps_within(self, rows: int, context: int, seconds: float, most: int) -> int:
         """How many of at most `most` decode steps have begun within `seconds`, at least one."""
@@ -119,6 +123,21 @@ class Costs:
     def arithmetic_s(self, lengths: list[int]) -> float:
         """Forward and backward of rollouts with these lengths, prompt included, on one rank."""
         return _sum_s(lengths, self.token_s, self.square_s)
+
+    def passes_s(self, work_s: float) -> float:
+        """A micro-batch whose slowest rank has so much arithmetic."""
+        beside_s = OVERLAP * min(work_s, self.hidden_s)
+        return self.micro_batch_s + max(work_s, self.hidden_s, self.launch_s) + beside_s
+
+    def batch_s(self, lengths: Sequence[int], assignment: Assignment) -> float:
+        """All micro-batches of a batch whose rollouts have these lengths (0: nothing to learn);
+        the ranks meet at each one's gathers, and the slowest paces it."""
+        total_s = 0.0
+        for ranks in zip(*assignment, strict=True):
+            active = [[lengths[i] for i in positions if lengths[i]] for positions in ranks]
+            if any(active):
+                total_s += self.passes_s(max(self.arithmetic_s(each) for each in active))
+        return total_s
 
 
 def _sum_s(lengths: list[int], token_s: float, square_s: float) -> float:

@@ -264,21 +264,15 @@ class SimulatedTrainer(Layouts):
             await self._compute(seconds, name)
 
     def _passes_s(self, batch: Batch) -> float:
-        """Forward and backward of all micro-batches; the ranks meet at each one's gathers."""
-        algorithm, costs = self._config.algorithm, self._costs
+        """Forward and backward of all micro-batches."""
+        algorithm = self._config.algorithm
         lengths = [
             0
             if is_inert(row.advantage, algorithm) or not row.num_tokens
             else row.num_prompt_tokens + row.num_tokens - 1
             for row in batch.rows
         ]
-        total_s = 0.0
-        for ranks in zip(*batch.assignment, strict=True):
-            active = [[lengths[i] for i in positions if lengths[i]] for positions in ranks]
-            if any(active):
-                slowest_s = max(costs.arithmetic_s(each) for each in active)
-                total_s += costs.micro_batch_s + max(slowest_s, costs.hidden_s)
-        return total_s
+        return self._costs.batch_s(lengths, batch.assignment)
 
     async def _compute(self, seconds: float, name: str) -> None:
         with self._timeline.bar("trainer", name):

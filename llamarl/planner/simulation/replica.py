@@ -2,7 +2,7 @@
 
 Owns: continuous batching over slots, version spans, commits between steps, all in simulated time.
 Does not own: who runs (`slots.py`), durations (`costs.py`) or lengths (`workload.py`). Invariant:
-its queue and its rules of starting are the embedded engine's, and it advances from event to event
+its queue and its rules of starting are the engine's, and it advances from event to event
 (a prompt's last rollout stops, slots become free for what waits, a request or a commit arrives),
 never token by token. What a real generator does on its compute thread waits for a moment between
 two decode steps here too; the rest goes on beside decoding.
@@ -27,17 +27,16 @@ from llamarl.generation.scheduler import (
     KeptEpisode,
     OpenGroups,
     PrefixIndex,
-    Queue,
     QueuedRequest,
     SlotAssignment,
     assign_slots,
-    fewest_free,
 )
 from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.setting import Setting, joined
 from llamarl.planner.simulation.slots import Piece, Slot, Slots
 from llamarl.planner.simulation.target import SimulatedTarget
+from llamarl.planner.simulation.waiting import WaitingRollouts
 from llamarl.protocols import Environment, Report
 from llamarl.types import FinishReason, Request, RolloutInfo, VersionSpan
 
@@ -52,7 +51,9 @@ class SimulatedReplica(SimulatedTarget):
     """GeneratorReplica, WeightTarget, WeightSource and Offloadable of `protocols.py`, for replica
     `index` on `hosts`.
 
-    Its KV cache is taken to hold `generator.max_num_seqs` rollouts, whatever their length.
+    The embedded engine's KV cache holds `generator.max_num_seqs` rollouts, whatever their length.
+    That of vLLM holds as many tokens as its memory does: when it is full, the rollout that started
+    last leaves, and is prefilled again once there is room.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class SimulatedReplica(SimulatedTarget):
             lambda name, start, end: self._timeline.record(self.name, name, start, end, "wait"),
         )
         self._is_busy = False
-        self._queue, self._prefixes = Queue(), PrefixIndex()
-        self._slots = Slots(self._max_num_seqs, costs)
+        self._prefixes, plan = PrefixIndex(), self._config.plan
+        self._waiting = WaitingRollouts(generator, plan.static_batches)
+        self._slots = Slots(self._max_num_seqs, costs, plan.reserves_kv)
         self._stretch: tuple[Job, list[Piece]] | None = None  # decode steps under way
         self._num_pieces = 0  # of the stretch, counted as done
         self._commits: list[tuple[int, int]] = []  # (decode steps done then, version)
@@ -151,8 +153,8 @@ class SimulatedReplica(SimulatedTarget):
     async def abort_requests(self, row_ids: list[int]) -> None:
         wanted = set(row_ids)
         self._episodes.abort(row_ids)
-        for waiting in self._queue.abort(wanted):
-            self._stop(waiting.request, waiting.written, FinishReason.ABORTED)
+        for each in self._waiting.abort(wanted):
+            self._stop(each.request, each.written, FinishReason.ABORTED)
         self._interrupt()
         for slot in self._slots.remove(wanted):
             self._stop(slot.request, self._written(slot), FinishReason.ABORTED)
@@ -212,11 +214,7 @@ class SimulatedReplica(SimulatedTarget):
         return await done
 
     def _add_command(self, seconds: float, call: Callable[[], None], name: str) -> None:
-        def end() -> None:
-            call()
-            self._go_on()
-
-        self._commands.append((seconds, end, name))
+        self._commands.append((seconds, call, name))
         self._interrupt()
 
     def _interrupt(self) -> None:
@@ -237,17 +235,28 @@ class SimulatedReplica(SimulatedTarget):
     def _go_on(self) -> None:
         """Commands first, then the next prefill and decode steps."""
         self._is_busy = True
-        if self._commands:
+        while self._commands:
             self._standstill.end()
-            return self._busy(*self._commands.popleft())
+            seconds, call, name = self._commands.popleft()
+            if seconds > 0:
+                return self._busy(seconds, partial(self._end_command, call), name)
+            call()
         if self._standstill.reason != "requests" or self.version < 0:
             return self._rest()
+        while self._slots.is_full:
+            slot = self._slots.pop_newest()
+            back = QueuedRequest(request=slot.request, written=self._written(slot))
+            self._waiting.hold_back(back)
         prefilled = self._recompute() if self._must_recompute else []
         prefilled += self._start_waiting()
         if not self._slots:
             return self._rest()
         self._standstill.end()
         self._busy(self._costs.prefill_s(prefilled), self._decode, "prefill")
+
+    def _end_command(self, call: Callable[[], None]) -> None:
+        call()
+        self._go_on()
 
     def _rest(self) -> None:
         self._is_busy = False
@@ -261,12 +270,16 @@ class SimulatedReplica(SimulatedTarget):
         return [self._slots.cached(slot) for slot in self._slots]
 
     def _start_waiting(self) -> list[int]:
-        """Fill the free slots from the queue; the tokens to be prefilled for each rollout."""
-        free = self._slots.free
-        num_startable = self._queue.num_startable(self.version)
-        if len(free) < fewest_free(self._max_num_seqs, num_startable):
+        """Fill the free slots from the queue, as far as the cache has room; the tokens to be
+        prefilled for each rollout."""
+        free, version = self._slots.free, self.version
+        num_startable = self._waiting.num_startable(version)
+        if not num_startable or len(free) < self._waiting.fewest_free(version):
             return []
-        starting = self._queue.take(self.version, len(free))
+        most = min(len(free), num_startable)
+        starting, late = self._slots.admit(partial(self._waiting.take, version), most)
+        if late is not None:
+            self._waiting.hold_back(late)
         is_kept = not self._recomputes
         assigned = assign_slots(starting, free, self._prefixes, self.version, is_kept=is_kept)
         return [self._start(each) for each in assigned]
@@ -291,8 +304,8 @@ class SimulatedReplica(SimulatedTarget):
         if self._commands or not self._slots:
             return self._go_on()
         most_left = -1
-        if num_startable := self._queue.num_startable(self.version):
-            most_left = self._max_num_seqs - fewest_free(self._max_num_seqs, num_startable)
+        if self._waiting.num_startable(self.version):
+            most_left = self._max_num_seqs - self._waiting.fewest_free(self.version)
         num_ended: Counter[object] = Counter()
 
         def is_last(slot: Slot, num_left: int) -> bool:
@@ -356,7 +369,7 @@ class SimulatedReplica(SimulatedTarget):
             self._put(item)
 
     def _resume(self, request: Request, written: PartialOutput) -> None:
-        self._queue.add(QueuedRequest(request=request, written=written))
+        self._waiting.add(QueuedRequest(request=request, written=written))
         self._interrupt()
 
     def _put(self, item: RequestOutput) -> None:

@@ -60,6 +60,9 @@ class SimulatedCluster:
         self._shared = Cores(costs.num_cores, costs.shared_speed) if costs.num_cores else None
         # One GPU per trainer rank, which the reference computes on too: each has half of it then.
         self.trainer_device = self._shared or Cores(config.trainer.num_ranks)
+        # Where replicas have the same GPUs it takes time from these too.
+        is_shared = config.placement.colocated and config.algorithm.has_reference
+        self.replica_device = self.trainer_device if is_shared else self._shared
         self._config, self._pools = config, pools_of(config.generator)
         places = rank_assignment.assign(config)
         self.hosts = {name: self._name_hosts(devices) for name, devices in places.items()}
@@ -77,11 +80,15 @@ class SimulatedCluster:
         return self.costs.of_pool(number_of(self._pools, replica))
 
     def spawn(
-        self, name: str, make: Callable[[Costs, Cores], Any], costs: Costs | None = None
+        self,
+        name: str,
+        make: Callable[[Costs, Cores], Any],
+        costs: Costs | None = None,
+        cores: Cores | None = None,
     ) -> SimulatedProcess:
         """A process around what `make` returns for its costs (default: the cluster's) and
         processors."""
-        return SimulatedProcess(name, make(costs or self.costs, self._shared or Cores()))
+        return SimulatedProcess(name, make(costs or self.costs, cores or self._shared or Cores()))
 
 
 def make_executors(
@@ -111,7 +118,7 @@ def make_executors(
                 hosts=cluster.hosts_of(index),
                 environments=Environments((*links,), 0, context_of(config)) if links else None,
             )
-            return cluster.spawn(name, make, cluster.costs_of(index))
+            return cluster.spawn(name, make, cluster.costs_of(index), cluster.replica_device)
         if kind == "collector":
             spec = collector_spec(config, found.generators, int(number))
             return cluster.spawn(name, lambda costs, cores: _collector(spec))

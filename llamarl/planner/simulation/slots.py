@@ -2,11 +2,12 @@
 
 Owns: the running rollouts in the order in which they end, and the tokens in their KV caches. Does
 not own: the clock, or what happens when a rollout ends (`replica.py`). Invariant: `steps` and
-`context` count decode steps that are done; planning the next ones changes neither.
-"""
+`context` count decode steps that are done; planning the next ones changes neither. A prompt's
+tokens are read for each of its rollouts, but held once."""
 
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Iterator
 from typing import NamedTuple
 
 from llamarl.generation.scheduler import QueuedRequest
@@ -39,14 +40,21 @@ class Piece(NamedTuple):
 
 class Slots:
     """The running rollouts, each in one of `num_slots` slots; `free` are the numbers of the empty
-    ones. `steps` counts the decode steps done, `context` the tokens in the KV caches."""
+    ones. `steps` counts the decode steps done, `context` the tokens in the KV caches.
 
-    def __init__(self, num_slots: int, costs: Costs) -> None:
-        self._costs = costs
+    Where `costs.kv_tokens` is not 0 the cache holds no more. With `reserves` a rollout counts with
+    all that it may become.
+    """
+
+    def __init__(self, num_slots: int, costs: Costs, reserves: bool = False) -> None:
+        self._costs, self._reserves = costs, reserves
         self.free = set(range(num_slots))
         self._ends: list[tuple[int, int, Slot]] = []  # sorted: (decode step, row id, rollout)
         self.steps = 0
         self.context = 0
+        self._groups: Counter[object] = Counter()
+        self._num_shared = 0  # tokens of prompts that `context` counts more than once
+        self._num_reserved = 0
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -62,6 +70,62 @@ class Slots:
         """Start to decode a rollout."""
         insort(self._ends, (self.steps + slot.total - slot.before, slot.request.row_id, slot))
         self.context += slot.context
+        self._count(slot, 1)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the cache has no room for the next step, and more than one rollout holds it."""
+        return len(self._ends) > 1 and self._room < len(self._ends)
+
+    def admit(
+        self, take: Callable[[], QueuedRequest], most: int
+    ) -> tuple[list[QueuedRequest], QueuedRequest | None]:
+        """Up to `most` of the rollouts that `take` gives, and the first that the cache has no room
+        for; an empty one has room for any."""
+        starting: list[QueuedRequest] = []
+        groups = set[object]()
+        room = self._room - len(self._ends)
+        if self._reserves and self._costs.kv_tokens:
+            room = self._costs.kv_tokens - self._num_reserved
+        while len(starting) < most:
+            waiting = take()
+            room -= self._claim(waiting, groups)
+            if room < 0 and (starting or self._ends):
+                return starting, waiting
+            starting.append(waiting)
+            groups.add(waiting.request.prefix_group)
+        return starting, None
+
+    def _claim(self, waiting: QueuedRequest, groups: Container[object]) -> int:
+        """Tokens that a rollout must have room for; those of `groups` start with it."""
+        request = waiting.request
+        prompt, group = len(request.prompt_ids), request.prefix_group
+        if self._reserves:
+            return prompt + request.sampling.max_tokens
+        is_shared = group in groups or self._groups[group] > 0
+        return (0 if is_shared else prompt) + len(waiting.written.versions) + 1
+
+    def pop_newest(self) -> Slot:
+        """Take out the rollout that started last."""
+        end = max(self._ends, key=lambda end: (end[2].start, end[1]))
+        self._ends.remove(end)
+        return self._release(end[2])
+
+    @property
+    def _room(self) -> int:
+        """Tokens that the cache has room for."""
+        held = self.context - self._num_shared
+        return self._costs.kv_tokens - held if self._costs.kv_tokens else 2**62
+
+    def _count(self, slot: Slot, change: int) -> None:
+        group, prompt = slot.prefix_group, len(slot.request.prompt_ids)
+        before = self._groups[group]
+        self._groups[group] += change
+        if min(before, self._groups[group]) >= 1:
+            self._num_shared += change * prompt
+        if not self._groups[group]:
+            del self._groups[group]
+        self._num_reserved += change * (prompt + slot.request.sampling.max_tokens)
 
     def remove(self, row_ids: set[int]) -> list[Slot]:
         """Take these out before their end."""
@@ -71,19 +135,23 @@ class Slots:
 
     def plan(self, is_last: Callable[[Slot, int], bool]) -> list[Piece]:
         """The decode steps until a rollout ends for which `is_last(rollout, number of rollouts
-        left)` is true: one piece for each end on the way."""
-        pieces = []
+        left)` is true, or the cache is full: one piece for each end on the way."""
+        pieces, room = [], self._room
         done_s, steps, context, num_ended = 0.0, self.steps, self.context, 0
         is_over = False
         while not is_over and num_ended < len(self._ends):
             rows = len(self._ends) - num_ended
             num_steps = self._ends[num_ended][0] - steps
+            if rows > 1 and num_steps * rows > room:
+                num_steps, is_over = max(1, room // rows), True
+            room -= num_steps * rows
             done_s += self._costs.decode_s(rows, context, num_steps)
             steps += num_steps
             context += num_steps * rows
             while num_ended < len(self._ends) and self._ends[num_ended][0] <= steps:
                 slot = self._ends[num_ended][2]
                 context -= slot.context + steps - slot.start
+                room += steps - slot.start
                 num_ended += 1
                 is_over |= is_last(slot, len(self._ends) - num_ended)
             pieces.append(Piece(done_s, steps))
@@ -113,5 +181,6 @@ class Slots:
 
     def _release(self, slot: Slot) -> Slot:
         self.context -= self.cached(slot)
+        self._count(slot, -1)
         self.free.add(slot.number)
         return slot

@@ -5,10 +5,6 @@ argument about memory and the search for the best split. Does not own: times (`c
 `simulated_run.py`) or memory (`memory/`). Invariant: every variant has the recipe's rollouts and
 lengths, uses no more GPUs, and runs in the same simulator.
 
-The baseline is the published kind: synchronous and colocated, trainer and generator in memory at
-once, one model-parallel degree for both. It gets the degree and the batch sizes that are best for
-it among those that fit; generator weights are counted once, without staging, in its favour.
-
 The argument: alternating on the same GPUs, trainer and generator share one memory budget and one
 model-parallel degree m; apart, each has its own. With B samples per step, G GPUs of M bytes each, W
 bytes of weights, kappa W of trainer state, A bytes of activations and K bytes of keys and values
@@ -25,29 +21,22 @@ step (B / G) (a + c): every synchronous point is an asynchronous one with room l
 The paper (arXiv 2505.24034) states the result; definitions and proof are our reconstruction.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
-from llamarl.config import Config, EmbeddedConfig, TrainerConfig
+from llamarl.config import Config
 from llamarl.device.names import is_gpu
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import BestSplit, Decomposition, Split, StepForecast, Variant
 from llamarl.planner.hardware import gpu
-from llamarl.planner.memory.trainer_memory import forecast_trainer
+from llamarl.planner.simulation.baselines import simulated
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.roofline import generator_bytes, hardware_costs, kv_bytes
+from llamarl.planner.simulation.generator_times import generator_bytes, kv_bytes
+from llamarl.planner.simulation.roofline import hardware_costs
 from llamarl.planner.simulation.simulated_run import fewest_steps, simulate
-from llamarl.planner.simulation.workload import make_workload
 
-MAX_DEGREE = 32
 CostsOf = Callable[[Config, Architecture], Costs]
 NUM_NEIGHBOURS = 2  # candidates on either side of theta*
-NUM_BUDGETS = 3  # micro-batch budgets tried: the recipe's, a half, a quarter
-
-
-def synchronous(config: Config) -> Config:
-    """The recipe on-policy: generators do not run ahead."""
-    return replace(config, staleness=replace(config.staleness, max_staleness=0))
 
 
 def decompose(
@@ -59,86 +48,13 @@ def decompose(
     wide = _unquantized(config, architecture)
     words = f"the recipe with a generator in {config.generator.dtype}"
     is_plain = wide == config
-    variant = replace(recipe, words=words) if is_plain else _simulated(words, wide, architecture)
+    variant = replace(recipe, words=words) if is_plain else simulated(words, wide, architecture)
     stages = {
         "overlap": _overlapped(config, baseline, architecture),
         "batch_and_degree": variant,
         "precision": recipe,
     }
     return Decomposition(baseline=baseline, stages=stages)
-
-
-def best_baseline(config: Config, architecture: Architecture) -> Variant | None:
-    """The fastest synchronous, colocated configuration that fits; None if none does."""
-    best: Variant | None = None
-    for candidate in _baselines(config, architecture):
-        generator, trainer = candidate.generator, candidate.trainer
-        words = (
-            f"synchronous and colocated, degree {generator.num_ranks}, {generator.max_num_seqs} "
-            f"rollouts decoded together, {trainer.tokens_per_micro_batch} tokens per micro-batch"
-        )
-        found = _simulated(words, candidate, architecture)
-        if best is None or found.step.step_s < best.step.step_s:
-            best = found
-    return best
-
-
-def _baselines(config: Config, architecture: Architecture) -> Iterator[Config]:
-    """One per degree and micro-batch budget, each with all the concurrency that fits."""
-    num_gpus = config.trainer.num_ranks + config.generator.num_replicas * config.generator.num_ranks
-    if config.placement.colocated:
-        num_gpus = config.trainer.num_ranks
-    device = gpu(config.cluster.planned_gpu, config.trainer.device)
-    workload = make_workload(config)
-    context = workload.prompt_tokens + sum(workload.lengths) / len(workload.lengths)
-    num_rollouts = config.trainer.groups_per_step * config.sampling.rollouts_per_prompt
-    for degree in (1 << i for i in range(MAX_DEGREE.bit_length())):
-        if num_gpus % degree:
-            continue
-        for halvings in range(NUM_BUDGETS):
-            candidate = _colocated(config, architecture, num_gpus, degree, halvings)
-            moments = forecast_trainer(candidate, architecture).moments
-            room = device.memory_bytes - device.reserve_bytes
-            room -= max(sum(kinds.values()) for kinds in moments)
-            room -= int(generator_bytes(candidate, architecture))
-            num_running = int(room / (kv_bytes(candidate, architecture) * context))
-            most = max(1, num_rollouts * degree // num_gpus)
-            if num_running >= 1:
-                running = min(num_running, most)
-                generator = replace(candidate.generator, max_num_seqs=running)
-                yield replace(candidate, generator=generator)
-            if num_running >= most:
-                break  # a smaller micro-batch would make room for nothing
-
-
-def _colocated(
-    config: Config, architecture: Architecture, num_gpus: int, degree: int, halvings: int
-) -> Config:
-    """One layout for both roles: generators of `degree` ranks, tensor parallel in the trainer as
-    far as a host and the key-value heads allow."""
-    tensor = min(degree, config.cluster.num_gpus_per_host, architecture.num_kv_heads)
-    generator = EmbeddedConfig(
-        num_replicas=num_gpus // degree,
-        num_ranks=degree,
-        device=config.generator.device,
-        dtype=config.generator.dtype,
-        max_num_seqs=config.generator.max_num_seqs,
-        max_model_len=config.generator.max_model_len,
-    )
-    trainer = replace(
-        TrainerConfig(**vars(config.trainer)),  # the native one: it alone has tensor parallel
-        num_ranks=num_gpus,
-        tensor_parallel=tensor,
-        replicate=1,
-        tokens_per_micro_batch=max(1, config.trainer.tokens_per_micro_batch >> halvings),
-    )
-    return replace(
-        synchronous(config),
-        generator=generator,
-        trainer=trainer,
-        placement=replace(config.placement, colocated=True, offload="none"),
-        weights=replace(config.weights, staging="bucket"),
-    )
 
 
 def _overlapped(config: Config, baseline: Variant, architecture: Architecture) -> Variant:
@@ -193,10 +109,13 @@ def _unquantized(config: Config, architecture: Architecture) -> Config:
     return replace(config, generator=generator)
 
 
-def _simulated(words: str, config: Config, architecture: Architecture) -> Variant:
-    costs = hardware_costs(config, architecture)
-    step = simulate(config, architecture, costs, num_steps=fewest_steps(config))
-    return Variant(words=words, config=config, step=step)
+def best_share(config: Config, step: StepForecast) -> float:
+    """theta* = a / (a + c), with the GPU time that both sides of a simulated recipe were busy with
+    per step: so many samples at the hardware's seconds for each."""
+    generator = config.generator
+    a = step.busy_shares.get("trainer", 0.0) * config.trainer.num_ranks
+    c = step.busy_shares.get("generator", 0.0) * generator.num_replicas * generator.num_ranks
+    return a / (a + c)
 
 
 def best_split(
@@ -216,9 +135,7 @@ def best_split(
     forecast = simulate(config, architecture, costs_of(config, architecture), num_steps=num_steps)
     num_generator_ranks = config.generator.num_replicas * config.generator.num_ranks
     num_gpus = config.trainer.num_ranks + num_generator_ranks
-    a = forecast.busy_shares["trainer"] * config.trainer.num_ranks
-    c = forecast.busy_shares["generator"] * num_generator_ranks
-    share = a / (a + c)
+    share = best_share(config, forecast)
     found: list[tuple[Split, StepForecast]] = []
     for candidate in nearby_splits(config, num_gpus, share, num_neighbours):
         if candidate == config or fits(candidate):

@@ -1,7 +1,7 @@
 """The rollouts of a simulation: how long they are, which groups teach something.
 
 Owns: lengths and made-up prompts. Does not own: what they cost. Invariant: a rollout's length
-depends on its seed alone, so two systems that are compared write the same rollouts.
+depends on its seed and prompt alone, so two systems that are compared write the same rollouts.
 """
 
 import math
@@ -28,8 +28,13 @@ USUAL_MEDIAN_TOKENS = 400
 class Workload:
     """`lengths` are tokens of finished rollouts; a rollout's seed picks one of them.
 
-    `equal_share`: share of the groups whose rollouts all get one reward, so that their advantages
-    are 0. Lengths of one group are no more alike than others, as those of a hard prompt would be.
+    With a `correlation` above 0 its prompt has a say: with `normals` a of the prompt and b of the
+    seed, its length has the rank in `lengths`, which ascend then, that
+
+        sqrt(correlation) a + sqrt(1 - correlation) b
+
+    has among all normal deviates, so that lengths as a whole are spread as before. `equal_share`:
+    share of the groups whose rollouts all get one reward, so that their advantages are 0.
     """
 
     lengths: tuple[int, ...]
@@ -42,10 +47,19 @@ class Workload:
     tool_seconds: tuple[float, ...] = (0.0,)
     """How long environments take for a turn; each turn picks one of these."""
     observation_tokens: int = 0
+    correlation: float = 0.0
+    normals: tuple[float, ...] = ()
 
     def length(self, request: Request) -> int:
         """Tokens that the model will write of this rollout."""
-        return self.lengths[request.seed % len(self.lengths)]
+        if not self.correlation:
+            return self.lengths[request.seed % len(self.lengths)]
+        prompt = request.prompt.prompt_id if request.prompt is not None else request.prompt_ids[0]
+        of_prompt = self.normals[-1 - prompt % len(self.normals)]
+        of_seed = self.normals[request.seed % len(self.normals)]
+        share, other = math.sqrt(self.correlation), math.sqrt(1 - self.correlation)
+        rank = (1 + math.erf((share * of_prompt + other * of_seed) / math.sqrt(2))) / 2
+        return self.lengths[min(int(rank * len(self.lengths)), len(self.lengths) - 1)]
 
     def turn_end(self, request: Request, num_generated: int) -> int:
         """How many tokens the model will have written when the turn ends that it now writes."""
@@ -108,19 +122,23 @@ def make_workload(
     Log-normal: exp(N(ln median, spread^2)), rounded, at least 1, cut at sampling.max_tokens.
     """
     config = with_lengths(config)
+    more: dict[str, Any] = {}
     if lengths is None:
         rng = np.random.default_rng(config.seed)
         draws = rng.normal(math.log(config.plan.median_tokens), config.plan.spread, NUM_DRAWN)
         logarithms = np.minimum(draws, math.log(config.sampling.max_tokens))
         lengths = np.round(np.exp(logarithms)).astype(int).tolist()
+        if correlation := config.plan.group_correlation:
+            lengths = sorted(lengths)
+            normals = np.random.default_rng(config.seed + 2).normal(size=NUM_DRAWN)
+            more = {"correlation": correlation, "normals": tuple(normals.tolist())}
     plan, longest = config.plan, config.sampling.max_tokens
-    episodes: dict[str, Any] = {}
     if config.environment.is_used:
         longest -= (plan.num_turns - 1) * plan.observation_tokens
         must = "leave room for plan.num_turns and plan.observation_tokens"
         config.require(longest >= plan.num_turns, "sampling.max_tokens", must)
         waits = np.random.default_rng(config.seed + 1).normal(0.0, plan.tool_spread, NUM_DRAWN)
-        episodes = {
+        more |= {
             "num_turns": plan.num_turns,
             "observation_tokens": plan.observation_tokens,
             "tool_seconds": tuple((plan.tool_s * np.exp(waits)).tolist()),
@@ -128,7 +146,7 @@ def make_workload(
     cut = tuple(min(max(1, int(n)), longest) for n in lengths)
     return Workload(
         lengths=cut,
-        **episodes,
+        **more,
         prompt_tokens=config.plan.prompt_tokens,
         equal_share=equal_share,
         row_step=num_storage_units(config) if units_near(config) else 1,

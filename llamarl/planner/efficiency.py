@@ -1,0 +1,116 @@
+"""How much of a published peak real kernels reach: the constants of the forecasts' law.
+
+Owns: one share or allowance for each kind of work, with its source. Does not own: peaks and what is
+measured of one card (`hardware.py`), or which work there is (`simulation/`). Invariant: no constant
+belongs to one model, layout or measured row; those marked "fitted" are chosen on the three rows
+that tools/planner_bench/measurements.yaml marks `fit`, all others are kernel measurements, counts
+of bytes, or allowances that say so."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiencies:
+    """Shares in (0, 1] of what the hardware could do."""
+
+    gemm: float = 0.84
+    """Of the card's fastest matrix product (`Gpu.gemm`): what products of a whole pass sustain, at
+    real clocks and shapes. Fitted."""
+    backward_attention: float = 0.8
+    """Rate of attention's backward over its forward. FlashAttention-2 and 3 print 0.75 to 0.85."""
+    decode_attention: float = 0.1
+    """Of a peak, arithmetic of attention in decode steps, whose few queries per key leave most of a
+    tile empty. An allowance."""
+    elementwise: float = 0.85
+    """Of memory bandwidth, where kernels read and write. Azure, copy: H100 2.90 of 3.35 TB/s, H200
+    4.01 of 4.8, A100 1.61 of 2.04."""
+    read: float = 0.88
+    """Of memory bandwidth, where a decode step reads weights and keys. Azure, dot: H100 3.18 of
+    3.35 TB/s, A100 1.75 of 2.04, which is a bound. Fitted."""
+    link: float = 0.77
+    """Of links within a host, for large messages. Azure, NCCL all-reduce of 8 GB: A100 232 of 300
+    GB/s; H100 479 of 450, as its switches add up."""
+    card: float = 0.77
+    """Of network cards. An allowance: the links' share."""
+
+
+LAW = Efficiencies()
+
+ERRORS = {"trainer": 0.23, "generator": 0.25}
+"""The largest error of a trainer's and of an engine's forecast among all rows of
+tools/planner_bench/measurements.yaml: a forecast of s seconds lies between s / (1 + error) and s *
+(1 + error). A test keeps them. No public measurement states the layout of a publish."""
+
+GEMM_HALF_SIZE = 450
+"""A product of matrices of size n (the geometric mean of a weight's two sides on one rank) reaches
+n / (n + this) of the rate of the largest. Azure, square products over the largest: A100 fp16 0.86
+at 2,048 and 0.89 at 4,096; H100 fp8 0.73 and 0.88."""
+
+BACKWARD_ATTENTION = 2.5
+"""Products in attention's backward over those of its forward: scores are computed again."""
+
+OVERLAP = 0.12
+"""Of the time of a collective that runs beside arithmetic, the share by which it slows that down:
+NCCL holds 16 of an H100's 132 multiprocessors."""
+
+COLLECTIVE_S = 25e-6
+"""NCCL's smallest all-reduce on eight GPUs of a host: Azure, 1 KB at 0.04 GB/s."""
+ALL_REDUCE_S = 12e-6
+"""An engine's own all-reduce within a host, in a captured graph. An allowance."""
+BETWEEN_HOSTS_S = 40e-6
+"""The smallest collective between two hosts. An allowance, as the next: each doubling of the hosts
+adds a hop."""
+HOP_S = 10e-6
+
+LAUNCH_S = 5e-6
+"""From one kernel's launch to the next one's, in eager mode: a PyTorch operation on one CPU
+core."""
+GRAPH_KERNEL_S = 2e-6
+"""What a kernel costs in a captured graph beyond its work: draining and filling the GPU."""
+
+EAGER_KERNELS = 40
+"""Kernels that one decoder layer launches in a forward pass in eager mode; `FUSED_KERNELS`: with
+torch.compile, or in a captured graph. Counts of ours."""
+FUSED_KERNELS = 12
+
+ENGINE_STEP_S = 1e-3
+"""What an engine's own process does between two decode steps, and for each row of one."""
+ENGINE_ROW_S = 2e-6
+
+STEP_S = 30e-3
+"""What a trainer's processes do at an optimizer step beside its arithmetic: gradients' norm over
+all ranks, launches of many small kernels, learning rate, metrics. An allowance."""
+
+REWARD_S = 5e-3
+"""One reward of a mathematical answer on one core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Touches:
+    """How often a forward pass reads or writes each tensor of a layer, in elements of the compute
+    dtype: the residual stream (two norms, two additions), queries and keys (rotation), queries,
+    keys and values (copies around attention), the feed-forward's inner width (activation,
+    product)."""
+
+    hidden: float
+    rotated: float
+    copied: float
+    inner: float
+
+
+EAGER = Touches(hidden=42, rotated=15, copied=4, inner=5)
+"""Each operation reads and writes. A norm in float32 (widen, square, mean, scale, narrow, weigh)
+costs 18 touches, a rotation in float32 15."""
+FUSED = Touches(hidden=16, rotated=6, copied=4, inner=4)
+"""What torch.compile fuses within a layer: fewer, but not the least there could be."""
+ENGINE = Touches(hidden=8, rotated=3, copied=2, inner=3)
+"""Kernels written for inference, with quantisation of their results."""
+
+BACKWARD_TOUCHES = 2.0
+"""Bytes of a backward pass over those of the forward."""
+
+LOSS_TOUCHES = 24
+"""How often log-probs, entropy and their gradient read or write float32 logits: counted in
+`models/head.py`."""
+SAMPLING_TOUCHES = 10
+"""The same of an engine that scales, normalises and samples with log-probs."""

@@ -1,0 +1,174 @@
+"""Forecasts beside public measurements.
+
+Owns: the settings of measurements.yaml as recipes, and the errors. Does not own: the forecasts
+(`llamarl/planner`). Invariant: a forecast sees nothing of a row but its model, card and keys; error
+is max(ratio, 1 / ratio) - 1 of forecast and measured throughput, so twice too fast and twice too
+slow are both 1.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llamarl.algorithms.losses.aipo import AIPOConfig
+from llamarl.config import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    PlacementConfig,
+    RewardConfig,
+    SamplingConfig,
+    StalenessConfig,
+    TrainerConfig,
+    VllmConfig,
+    WeightsConfig,
+)
+from llamarl.config.plan_keys import PlanConfig
+from llamarl.models.architecture import Architecture
+from llamarl.models.families import FAMILIES
+from llamarl.planner.simulation.roofline import hardware_costs
+from llamarl.planner.simulation.simulated_run import simulate
+from llamarl.planner.simulation.single import forecast_generator_alone, forecast_trainer_alone
+
+Errors = dict[str, float]
+TABLE = Path(__file__).with_name("measurements.yaml")
+GOAL_FIT, GOAL_HELD_OUT = 0.2, 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """A row of the table: what was measured of a setting, and where that stands."""
+
+    name: str
+    only: str
+    gpu: str
+    architecture: Architecture
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    measured: float
+    unit: str
+    source: str
+    is_fit: bool
+    is_partial: bool
+
+    def forecast(self) -> float:
+        """In the row's unit."""
+        return UNITS[self.only, self.unit](self.config(), self.architecture)
+
+    def ratio(self) -> float:
+        """Forecast speed over measured speed: above 1 the forecast is too fast."""
+        found = self.forecast() / self.measured
+        return 1 / found if " per " in self.unit.replace(PER_GPU, "") else found
+
+    def config(self) -> Config:
+        """The setting as a recipe, all else small."""
+        given: dict[str, dict[str, Any]] = defaultdict(dict)
+        for key, value in self.keys.items():
+            section, _, name = key.partition(".")
+            given[section][name] = value
+        plan = PlanConfig(**{"spread": 0.0, "num_steps": 6} | given["plan"])
+        sampling = {"rollouts_per_prompt": 1, "max_tokens": plan.median_tokens} | given["sampling"]
+        context = plan.prompt_tokens + sampling["max_tokens"] + 1
+        trainer = {"num_ranks": 1, "tokens_per_micro_batch": 1 << 20} | given["trainer"]
+        return Config(
+            model=ModelConfig(checkpoint="none"),
+            data=DataConfig(prompts="none"),
+            reward=RewardConfig(num_workers=64),
+            algorithm=AIPOConfig(**{"advantage": "none"} | given["algorithm"]),
+            sampling=SamplingConfig(**sampling),
+            generator=VllmConfig(device="cuda", max_model_len=context, **given["generator"]),
+            trainer=TrainerConfig(device="cuda", **trainer),
+            weights=WeightsConfig(**{"transport": "collective"} | given["weights"]),
+            placement=PlacementConfig(**given["placement"]),
+            staleness=StalenessConfig(**given["staleness"]),
+            cluster=ClusterConfig(gpu=self.gpu, **given["cluster"]),
+            plan=plan,
+        )
+
+
+def error(ratio: float) -> float:
+    """0 if forecast and measurement are equal."""
+    return max(ratio, 1 / ratio) - 1
+
+
+def compare(measurements: Sequence[Measurement]) -> dict[str, float]:
+    """The ratio of each row, by its name."""
+    return {each.name: each.ratio() for each in measurements}
+
+
+def largest_errors(measurements: Sequence[Measurement], ratios: Mapping[str, float]) -> Errors:
+    """Of the fitted rows, those held out, and those that are partial; by kind of forecast too."""
+    found: Errors = defaultdict(float)
+    for each in measurements:
+        size = error(ratios[each.name])
+        names = (
+            ["partial"] if each.is_partial else ["fit" if each.is_fit else "held_out", each.only]
+        )
+        for name in names:
+            found[name] = max(found[name], size)
+    return dict(found)
+
+
+def read_measurements(path: Path = TABLE) -> list[Measurement]:
+    """All rows of the table."""
+    table = yaml.safe_load(path.read_text())
+    return [
+        Measurement(
+            name=row["name"],
+            only=row["only"],
+            gpu=row["gpu"],
+            architecture=_architecture(table["models"][row["model"]]),
+            keys=row["set"],
+            measured=float(row["measured"]),
+            unit=row["unit"],
+            source=f"{table['sources'][row['source']]}: {row['where']}",
+            is_fit=row.get("fit", False),
+            is_partial=row.get("partial", False),
+        )
+        for row in table["rows"]
+    ]
+
+
+def _architecture(sizes: Mapping[str, Any]) -> Architecture:
+    family = FAMILIES[sizes["model_type"]]
+    return Architecture(
+        **{"tie_embeddings": False, "qk_norm": family.qk_norm} | dict(sizes),
+        max_positions=1 << 20,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+        rope_scaling=None,
+        attention_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        eos_token_ids=(0,),
+    )
+
+
+PER_GPU = "per GPU"
+
+
+def _step_s(config: Config, architecture: Architecture) -> float:
+    return simulate(config, architecture, hardware_costs(config, architecture)).step_s
+
+
+UNITS: dict[tuple[str, str], Callable[[Config, Architecture], float]] = {
+    ("trainer", "tokens/s per GPU"): lambda config, architecture: (
+        forecast_trainer_alone(config, architecture).tokens_per_s / config.trainer.num_ranks
+    ),
+    ("trainer", "s per step"): lambda config, architecture: (
+        forecast_trainer_alone(config, architecture).step_s
+    ),
+    ("recipe", "s per step"): _step_s,
+    ("generator", "output tokens/s"): lambda config, architecture: (
+        forecast_generator_alone(config, architecture).tokens_per_s
+    ),
+    ("generator", "ms per decode step"): lambda config, architecture: (
+        1e3 * forecast_generator_alone(config, architecture).decode_step_s
+    ),
+}
