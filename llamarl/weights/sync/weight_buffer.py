@@ -150,9 +150,8 @@ class WeightBuffer:
         if self._prepared is not None:
             raise RuntimeError(f"a route came while version {self._prepared[0]} is still open")
         self._disconnect()
-        if any(copy.target_rank == self._rank for copy in route.copies):
-            names = [bucket.names for bucket in self._buckets]
-            self._receiver = make_receiver(route, self._end, names)
+        if route.copies:
+            self._receiver = make_receiver(route, self._end)
 
     def prepare(self, version: int, bucket: int) -> StagingHandle:
         """Open the staging memory for one bucket of `version`, which must be newer than the active
@@ -190,7 +189,6 @@ class WeightBuffer:
             host=self._host,
             address=address,
             num_bytes=self._staging.num_bytes,
-            names=cut.names if len(self._buckets) > 1 else (),
             is_last=bucket == len(self._buckets) - 1,
             may_be_freed=self._is_offloaded and self._staging.is_freed_by_offload,
         )
