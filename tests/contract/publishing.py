@@ -24,7 +24,7 @@ from tests.contract.publishing_layouts import (
     BUCKET_BYTES,
     KINDS,
     SHAPES,
-    TILE_ELEMENTS,
+    TILE_BYTES,
     bits,
     generator_layout,
     trainer_boxes,
@@ -252,7 +252,7 @@ def outcome(call, *args):
 
 def serve(make, args, pipe):
     torch.set_num_threads(1)
-    fingerprint.TILE_ELEMENTS = TILE_ELEMENTS
+    fingerprint.TILE_BYTES = TILE_BYTES
     target = make(*args)
     while True:
         name, args = pipe.recv()

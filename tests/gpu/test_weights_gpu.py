@@ -108,9 +108,14 @@ def test_the_fingerprint_is_the_same_on_both_devices(shape, dtype) -> None:
     weights = torch.randn(shape)
     start = [0] * len(shape)
     cast = weights.to(dtype)
-    on_cpu = fingerprint("w", cast, start, shape)
-    assert fingerprint("w", cast.cuda(), start, shape) == on_cpu
-    for source, device in ((weights.cuda(), "cuda"), (weights.cuda(), "cpu"), (weights, "cuda")):
-        target = torch.empty(shape, dtype=dtype, device=device)
-        assert transfer("w", source, target, start, shape) == on_cpu
-        assert torch.equal(target.cpu(), cast)
+    for dim in (-1, -2)[: max(1, len(shape))]:
+        on_cpu = fingerprint("w", cast, start, shape, dim)
+        assert fingerprint("w", cast.cuda(), start, shape, dim) == on_cpu
+        for source, device in (
+            (weights.cuda(), "cuda"),
+            (weights.cuda(), "cpu"),
+            (weights, "cuda"),
+        ):
+            target = torch.empty(shape, dtype=dtype, device=device)
+            assert transfer("w", source, target, start, shape, dim) == on_cpu
+            assert torch.equal(target.cpu(), cast)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from llamarl.config import WeightsConfig
 from llamarl.weights.integrity.comparison import MODULUS, Fingerprints
-from llamarl.weights.integrity.fingerprint import fingerprint
+from llamarl.weights.integrity.fingerprint import fingerprint, line_dim
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, StagingHandle
 from llamarl.weights.layout.buckets import Bucket, Memory
@@ -274,7 +274,8 @@ class WeightBuffer:
         for box in layout.boxes:
             view = self.staging.as_strided(box.shape, box.strides, box.offset)
             # A GPU's staging in host memory is summed on the GPU: a core is many times slower.
-            total += fingerprint(name, view.to(self._device), box.start, layout.shape)
+            dim = line_dim(layout.shape, box.strides)
+            total += fingerprint(name, view.to(self._device), box.start, layout.shape, dim)
         return total % MODULUS
 
     def _disconnect(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llamarl.weights.integrity.comparison import MODULUS, Fingerprints
-from llamarl.weights.integrity.fingerprint import transfer
+from llamarl.weights.integrity.fingerprint import line_dim, transfer
 from llamarl.weights.integrity.versioned_tensors import VersionedTensors
 from llamarl.weights.layout.boxes import Copy, ParameterLayout, RankLayout, Route, StagingHandle
 from llamarl.weights.transports.ends import Rdma, TransportSender
@@ -101,7 +101,8 @@ class Writer:
                 offset = tensor.storage_offset() + copy.source_offset
                 source = tensor.as_strided(copy.shape, copy.source_strides, offset)
                 shape = self._layout.parameters[copy.name].shape
-                totals[copy.name] += transfer(copy.name, source, target, copy.start, shape)
+                dim = line_dim(shape, copy.target_strides)
+                totals[copy.name] += transfer(copy.name, source, target, copy.start, shape, dim)
 
         if sender is not None:
             with torch.no_grad():

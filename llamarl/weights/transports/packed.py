@@ -32,7 +32,8 @@ Side = Literal["source_rank", "target_rank"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Pieces and the byte where each begins, its values in row-major order; `num_bytes` in all."""
+    """Pieces and the byte where each begins, its values in the order of the target's memory;
+    `num_bytes` in all."""
 
     pieces: tuple[tuple[Copy, int], ...]
     num_bytes: int
@@ -42,7 +43,16 @@ class Message:
         for copy, begin in self.pieces:
             dtype = getattr(torch, copy.target_dtype)
             end = begin + math.prod(copy.shape) * dtype.itemsize
-            yield copy, memory[begin:end].view(dtype).view(copy.shape)
+            strides = _dense(copy.shape, copy.target_strides)
+            yield copy, memory[begin:end].view(dtype).as_strided(copy.shape, strides)
+
+
+def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides without gaps for this shape, with the dimensions in the order of other strides."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (order[dim], -dim)):
+        strides[dim], step = step, step * shape[dim]
+    return tuple(strides)
 
 
 def messages(copies: Sequence[Copy], bucket_bytes: int) -> list[Message]:
