@@ -35,14 +35,12 @@ def byte_keys(place: int, num_bytes: int, device: torch.device) -> tuple[Tensor,
     return (padded.to(device),)
 
 
-def add_bytes(
-    values: Tensor, keys: tuple[Tensor, ...], outs: Sequence[Sequence[Tensor]], tile: int
-) -> None:
-    """Fill `outs[j][tile]`, int32 [R, 1] for each set j of keys, with the keyed sums of `values`
-    (int8 [R, C]); `keys` are those of its bytes."""
+def add_bytes(values: Tensor, outs: Sequence[Tensor], keys: tuple[Tensor, ...]) -> None:
+    """Fill `outs`, an int32 [R, 1] for each set of keys, with the keyed sums of `values` (int8
+    [R, C]); `keys` are those of its bytes."""
     if len(keys) == NUM_KEYS:
         for column, out in zip(keys, outs, strict=True):
-            _int_mm(values, column, out=out[tile])
+            _int_mm(values, column, out=out)
         return
     (matrix,) = keys
     if values.device.type != "cpu" and len(values) >= _MATRIX_ROWS and values.shape[1] % 8 == 0:
@@ -50,7 +48,7 @@ def add_bytes(
     else:
         sums = values.to(torch.float64) @ matrix.to(torch.float64)
     for number, out in enumerate(outs):
-        out[tile].copy_(sums[:, number : number + 1])
+        out.copy_(sums[:, number : number + 1])
 
 
 def key_sum(number: int, place: int, num_bytes: int) -> int:

@@ -31,6 +31,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -54,13 +55,35 @@ _ROW_SALT, _SEGMENT_SALT = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of p
 
 
 class _Strip(NamedTuple):
-    """Columns of a plane within one segment: from `left` on, `width` of them; `place` is the byte
+    """Columns of a plane within one segment: from `left` on, `width` of them; `place` is the column
     of the segment where they begin."""
 
     left: int
     width: int
     segment: int
     place: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cut:
+    """How columns [left, right) of a plane are walked: in tiles of `height` rows, whose sums are
+    multiplied after each `step` rows.
+
+    If `is_joined`, the rows of all strips lie one after the other as `num_lines` lines of a row, so
+    that one product sums them; else each strip is a part of its own. Of each part: its first byte
+    and its bytes in a row (`bounds`), and the `keys` of these.
+    """
+
+    left: int
+    right: int
+    height: int
+    step: int
+    strips: tuple[_Strip, ...]
+    is_joined: bool
+    num_lines: int
+    bounds: list[tuple[int, int]]
+    keys: list[tuple[Tensor, ...]]
+    itemsize: int
 
 
 def line_dim(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -143,94 +166,127 @@ def _plane_sums(
     A publish of a small model is mostly calls of torch, each of which waits for the thread that
     decodes: a plane of one tile makes as few of them as possible.
     """
-    dtype, is_cpu = (source if target is None else target).dtype, source.device.type == "cpu"
-    num_rows, width = source.shape
-    is_packed = source.dtype != dtype or source.stride(1) != 1
-    is_crossed = is_packed and num_rows > 1 and source.stride(0) < source.stride(1)
-    tile_bytes = TILE_BYTES if is_cpu else CUDA_TILE_BYTES
-    most = SIDE_ELEMENTS if is_crossed and is_cpu else max(1, tile_bytes // dtype.itemsize)
-    segment = segment_elements(num_columns, dtype.itemsize)
-    for strips, are_whole in _chunks(column, width, segment, most):
-        left, right = strips[0].left, strips[-1].left + strips[-1].width
-        height = max(1, tile_bytes // ((right - left) * dtype.itemsize))
-        height = min(num_rows, height, max(1, MAX_SUMS // len(strips)))
+    dtype, device = (source if target is None else target).dtype, source.device
+    (num_rows, width), (row_stride, stride) = source.shape, source.stride()
+    is_packed = source.dtype != dtype or stride != 1
+    is_crossed = is_packed and num_rows > 1 and row_stride < stride
+    most, max_sums = TILE_BYTES if device.type == "cpu" else CUDA_TILE_BYTES, MAX_SUMS
+    gap = 0 if is_packed or num_rows == 1 else row_stride
+    cuts = _cuts(
+        num_rows,
+        width,
+        column,
+        num_columns,
+        dtype.itemsize,
+        gap,
+        is_crossed,
+        most,
+        max_sums,
+        device,
+    )
+    for cut in cuts:
         packed = None
         if is_packed:
-            packed = torch.empty(height * (right - left), dtype=dtype, device=source.device)
-        is_dense = is_packed or source.stride(0) == right - left or num_rows == 1
-        # If the rows of all strips lie one after the other, they are summed by one product.
-        is_joined = is_dense and are_whole
-        step = height * max(1, MAX_SUMS // (len(strips) * height))
-        for top in range(0, num_rows, step):
+            size = cut.height * (cut.right - cut.left)
+            packed = torch.empty(size, dtype=dtype, device=device)
+        for top in range(0, num_rows, cut.step):
             values, goal = source, target
-            if num_rows > step or right - left < width:
-                values = source[top : top + step, left:right]
-                goal = None if target is None else target[top : top + step, left:right]
-            sums = _block_sums(values, goal, packed, strips, height, is_joined)
-            place = row + top, values.shape[0], strips, is_joined, dtype.itemsize
-            constant, keys = _block_keys(*place, source.device)
+            if num_rows > cut.step or cut.right - cut.left < width:
+                values = source[top : top + cut.step, cut.left : cut.right]
+                if target is not None:
+                    goal = target[top : top + cut.step, cut.left : cut.right]
+            sums = _block_sums(values, goal, packed, cut)
+            constant, keys = _block_keys(row + top, min(cut.step, num_rows - top), cut, device)
             yield constant, (sums * keys).sum()
 
 
-@functools.lru_cache(maxsize=256)
-def _chunks(
-    column: int, width: int, segment: int, most: int
-) -> list[tuple[tuple[_Strip, ...], bool]]:
-    """The columns from `column` on in strips, of which some at a time have up to `most` columns;
-    and whether each of these is a whole segment."""
-    chunks: list[tuple[_Strip, ...]] = []
+@functools.lru_cache(maxsize=256)  # every publish asks for the same ones
+def _cuts(
+    num_rows: int,
+    width: int,
+    column: int,
+    num_columns: int,
+    itemsize: int,
+    gap: int,
+    is_crossed: bool,
+    tile_bytes: int,
+    max_sums: int,
+    device: torch.device,
+) -> list[_Cut]:
+    """The cuts of a plane whose rows begin `gap` columns apart; 0: one after the other in each
+    cut."""
+    is_turned = is_crossed and device.type == "cpu"
+    most = SIDE_ELEMENTS if is_turned else max(1, tile_bytes // itemsize)
+    segment = segment_elements(num_columns, itemsize)
+    cuts = []
+    for strips in _strips(column, width, segment, most):
+        left, right = strips[0].left, strips[-1].left + strips[-1].width
+        height = max(1, tile_bytes // ((right - left) * itemsize))
+        height = min(num_rows, height, max(1, max_sums // len(strips)))
+        are_whole = all((strip.width, strip.place) == (segment, 0) for strip in strips)
+        is_joined = are_whole and gap in (0, right - left)
+        parts = strips[:1] if is_joined else strips
+        cuts.append(
+            _Cut(
+                left=left,
+                right=right,
+                height=height,
+                step=height * max(1, max_sums // (len(strips) * height)),
+                strips=strips,
+                is_joined=is_joined,
+                num_lines=len(strips) if is_joined else 1,
+                bounds=[((part.left - left) * itemsize, part.width * itemsize) for part in parts],
+                keys=[byte_keys(*_extent(part, itemsize), device) for part in parts],
+                itemsize=itemsize,
+            )
+        )
+    return cuts
+
+
+def _strips(column: int, width: int, segment: int, most: int) -> Iterator[tuple[_Strip, ...]]:
+    """The columns from `column` on in strips, of which some at a time have up to `most` columns."""
     strips: list[_Strip] = []
     left = 0
     while left < width:
         number, place = divmod(column + left, segment)
         count = min(segment - place, width - left, most)
         if strips and left + count - strips[0].left > most:
-            chunks.append(tuple(strips))
+            yield tuple(strips)
             strips = []
         strips.append(_Strip(left, count, number, place))
         left += count
-    chunks.append(tuple(strips))
-    return [
-        (each, all((strip.width, strip.place) == (segment, 0) for strip in each)) for each in chunks
-    ]
+    yield tuple(strips)
 
 
-def _block_sums(
-    source: Tensor,
-    target: Tensor | None,
-    packed: Tensor | None,
-    strips: tuple[_Strip, ...],
-    height: int,
-    is_joined: bool,
-) -> Tensor:
-    """The sums of the bytes of `source` [R, C], int32: of each row and strip [NUM_KEYS,
-    R * strips, 1] if `is_joined`, else of each strip and row [strips * NUM_KEYS, R, 1].
+def _block_sums(source: Tensor, target: Tensor | None, packed: Tensor | None, cut: _Cut) -> Tensor:
+    """The sums of the bytes of `source` [R, C], int32: of each row and line [NUM_KEYS, R * lines,
+    1] if the cut is joined, else of each strip and row [strips * NUM_KEYS, R, 1].
 
-    Tiles of `height` rows are copied into `target`, by way of `packed` [height * C] if given, and
-    then summed while they are in the cache.
+    Tiles are copied into `target`, by way of `packed` [height * C] if given, and then summed while
+    they are in the cache.
     """
-    num_lines = len(strips) if is_joined else 1
-    parts = strips[:1] if is_joined else strips
-    itemsize = (source if packed is None else packed).dtype.itemsize
-    num_sums = source.shape[0] * num_lines
-    sums = torch.empty(
-        (len(parts) * NUM_KEYS, num_sums, 1), dtype=torch.int32, device=source.device
-    )
-    outs = [_tiles(each, height * num_lines) for each in sums.unbind()]
-    bounds = [((p.left - parts[0].left) * itemsize, p.width * itemsize) for p in parts]
-    keys = [byte_keys(*_extent(part, itemsize), source.device) for part in parts]
-    own = [outs[number : number + NUM_KEYS] for number in range(0, len(outs), NUM_KEYS)]
-    lines = [] if packed is not None else _lines(source, bounds, height * num_lines)
-    goals = _tiles(target, height) if target is not None else ()
-    for index, values in enumerate(_tiles(source, height)):
-        tile = index
+    num_parts, num_rows = len(cut.bounds), source.shape[0] * cut.num_lines
+    size = (num_parts * NUM_KEYS, num_rows, 1)
+    sums = torch.empty(size, dtype=torch.int32, device=source.device)
+    height = cut.height * cut.num_lines
+    outs = [_tiles(each, height) for each in sums.unbind()]
+    own = [
+        zip(*outs[first : first + NUM_KEYS], strict=True) for first in range(0, len(outs), NUM_KEYS)
+    ]
+    tiles = _tiles(source, cut.height)
+    goals = itertools.repeat(None) if target is None else _tiles(target, cut.height)
+    # The caches are full of weights: what Python does between two calls costs several times more.
+    lines = [] if packed is not None else _lines(source, cut.bounds, height)
+    turns = list(zip(map(iter, lines), own, cut.keys, strict=True)) if lines else []
+    for values, goal in zip(tiles, goals, strict=False):
         if packed is not None:
-            values, tile = _packed(values, packed), 0
-            lines = _lines(values, bounds, height * num_lines)
-        if goals:
-            goals[index].copy_(values)
-        for line, part_keys, part_outs in zip(lines, keys, own, strict=True):
-            add_bytes(line[tile], part_keys, part_outs, index)
+            values = _packed(values, packed)
+            parts = map(iter, _lines(values, cut.bounds, height))
+            turns = list(zip(parts, own, cut.keys, strict=True))
+        if goal is not None:
+            goal.copy_(values)
+        for line, out, keys in turns:
+            add_bytes(next(line), next(out), keys)
     return sums
 
 
@@ -264,31 +320,25 @@ def _name_key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
 
 
-@functools.lru_cache(maxsize=128)  # every publish asks for the same ones
-def _block_keys(
-    row: int,
-    num_rows: int,
-    strips: tuple[_Strip, ...],
-    is_joined: bool,
-    itemsize: int,
-    device: torch.device,
-) -> tuple[int, Tensor]:
+@functools.lru_cache(maxsize=128)
+def _block_keys(row: int, num_rows: int, cut: _Cut, device: torch.device) -> tuple[int, Tensor]:
     """(the sum of the 129s, the products of row and segment keys, int64) of the sums of a block,
     in their order."""
+    strips = cut.strips
     first = min(strip.segment for strip in strips)
     count = max(strip.segment for strip in strips) - first + 1
     among = torch.tensor([strip.segment - first for strip in strips])
-    constant, keys = 0, []
+    constant, found = 0, []
     for j in range(NUM_KEYS):
         rows = _keys(_ROW_SALT + j, row, num_rows).unsqueeze(1)
         segments = _keys(_SEGMENT_SALT + j, first, count)[among]
-        offsets = torch.tensor([key_sum(j, *_extent(strip, itemsize)) for strip in strips])
+        offsets = torch.tensor([key_sum(j, *_extent(strip, cut.itemsize)) for strip in strips])
         constant += 129 * int(rows.sum()) * int((segments * offsets).sum())
-        keys.append(rows * segments)  # [R, strips]
-    found = torch.stack(keys)
-    if is_joined:
-        return constant, found.view(NUM_KEYS, -1, 1).to(device)
-    by_strip = found.permute(2, 0, 1).reshape(len(strips) * NUM_KEYS, num_rows, 1)
+        found.append(rows * segments)  # [R, strips]
+    keys = torch.stack(found)
+    if cut.is_joined:
+        return constant, keys.view(NUM_KEYS, -1, 1).to(device)
+    by_strip = keys.permute(2, 0, 1).reshape(len(strips) * NUM_KEYS, num_rows, 1)
     return constant, by_strip.to(device)
 
 
