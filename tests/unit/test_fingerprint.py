@@ -146,6 +146,16 @@ def test_partial_sums_of_any_cutting_add_up_to_the_whole(data) -> None:
     assert total % MODULUS == whole("w", weights, dim)
 
 
+def test_boxes_of_whole_segments_add_up_as_well() -> None:
+    weights = torch.randn(40, 3200)
+    at = 2 * segment_elements(3200, 4)
+    assert 0 < at < 3200
+    halves = weights[:, :at], weights[:, at:]
+    starts = (0, 0), (0, at)
+    sums = [fingerprint("w", *half, weights.shape, -1) for half in zip(halves, starts, strict=True)]
+    assert sum(sums) % MODULUS == whole("w", weights)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 129), st.integers(0, 139), st.integers(0, 31))
 def test_one_flipped_bit_always_changes_it(row, column, bit) -> None:
