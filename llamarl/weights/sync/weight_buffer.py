@@ -75,7 +75,7 @@ class WeightBuffer:
         buckets.check(memory)
         self.version = -1  # of `active`; -1: nothing published yet
         self.before_overwrite: Callable[[int], None] = lambda version: None
-        self._parameters, self._is_staged = memory.parameters, memory.is_staged
+        self._is_staged = memory.is_staged
         self._replica, self._rank, self._host = replica, rank, host or this_host()
         self._end = End(
             rank=rank, host=self._host, device=self._device, timeout_s=config.timeout_s, rdma=rdma
@@ -86,6 +86,12 @@ class WeightBuffer:
         if config.staging == "bucket":
             max_elements = max(1, config.bucket_bytes // memory.dtype.itemsize)
             self._buckets = buckets.cut_buckets(memory.parameters, max_elements)
+        by_name = {
+            name: buckets.moved(memory.parameters[name], bucket.begin)
+            for bucket in self._buckets
+            for name in bucket.names
+        }
+        self._places = {name: by_name[name] for name in memory.parameters}  # in staging memory
         self._staging_version = -1
         self._prepared: tuple[int, int] | None = None  # version, bucket
         self._committing = -1  # a version of which `_num_committed` buckets, not all, are active
@@ -132,14 +138,8 @@ class WeightBuffer:
 
     def layout(self) -> RankLayout:
         """Where this rank wants its boxes: offsets within the staging memory of their bucket."""
-        by_name = {
-            name: buckets.moved(self._parameters[name], bucket.begin)
-            for bucket in self._buckets
-            for name in bucket.names
-        }
-        parameters = {name: by_name[name] for name in self._parameters}
         names = tuple(bucket.names for bucket in self._buckets)
-        return RankLayout(rank=self._rank, host=self._host, parameters=parameters, buckets=names)
+        return RankLayout(rank=self._rank, host=self._host, parameters=self._places, buckets=names)
 
     def connect(self, route: Route) -> None:
         """Receive over `route` from now on. Waits for the other ranks of a collective route.
@@ -202,8 +202,7 @@ class WeightBuffer:
         if self._receiver is not None:
             self._receiver.arrive(version, bucket)
         return Fingerprints(
-            (name, self._fingerprint(name, buckets.moved(self._parameters[name], cut.begin)))
-            for name in cut.names
+            (name, self._fingerprint(name, self._places[name])) for name in cut.names
         )
 
     def commit(self, version: int, bucket: int) -> Tensor | None:
