@@ -63,8 +63,11 @@ def messages(copies: Sequence[Copy], bucket_bytes: int) -> list[Message]:
     end = 0
     for whole in copies:
         itemsize = DTYPE_BYTES[whole.target_dtype]
-        for copy in cut(whole, max(1, bucket_bytes // itemsize)):
-            num_bytes = math.prod(copy.shape) * itemsize
+        num_bytes = math.prod(whole.shape) * itemsize
+        is_small = num_bytes <= bucket_bytes
+        for copy in (whole,) if is_small else cut(whole, max(1, bucket_bytes // itemsize)):
+            if not is_small:
+                num_bytes = math.prod(copy.shape) * itemsize
             begin = -(-end // ALIGN_BYTES) * ALIGN_BYTES
             if pieces and begin + num_bytes > bucket_bytes:
                 made.append(Message(tuple(pieces), end))
