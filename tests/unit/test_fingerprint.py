@@ -88,7 +88,10 @@ def test_the_sum_is_the_documented_one(shape, dtype) -> None:
 
 
 def test_a_processor_whose_product_rounds_gets_the_same_sums(monkeypatch) -> None:
-    weights = torch.randn(50, 3000)
+    largest = byte_sums._keys(0)[:3000, 0].sign().expand(9, 3000) * 127
+    weights = largest.clone()  # sums that float32 would round, odd and even
+    for row in range(9):
+        weights[row, :row] //= 2
     before = whole("w", weights)
 
     def forget():

@@ -6,8 +6,9 @@ integers.
 
 On CPUs `torch._int_mm` of a matrix with one column reads at several times the speed of a copy, as
 it multiplies 64 bytes at once; with a second column it is six times slower, so each set of keys has
-a product of its own. On processors without instructions for it, it may round: then, and where a
-device has no such product, the bytes are multiplied as float64, which is exact and slow.
+a product of its own. On processors without instructions for it, it may round: there the bytes are
+multiplied as float32, few enough at a time to be exact. Devices that want several columns at once
+get them; what they cannot take is multiplied as float64.
 """
 
 import functools
@@ -21,16 +22,17 @@ NUM_KEYS = 2  # independent sets of keys
 SEGMENT_BYTES = 3 << 10  # longest row; longer ones share lines of the cache
 _MATRIX_COLUMNS = 8  # a GPU's product wants multiples of 8 bytes and columns, and 17 rows or more
 _MATRIX_ROWS = 17
+_EXACT_BYTES = 1 << 10  # products of so many signed bytes add up exactly in float32
 _int_mm = torch._int_mm
 
 
 @functools.lru_cache(maxsize=256)
 def byte_keys(place: int, num_bytes: int, device: torch.device) -> tuple[Tensor, ...]:
     """The keys of these bytes of a segment, as `add_bytes` takes them: int8 [num_bytes, 1] for each
-    set; or side by side in one matrix, with columns of zeros, for a device that wants that."""
+    set, or float32; or side by side in one matrix, with columns of zeros, for other devices."""
     columns = tuple(_keys(number)[place : place + num_bytes] for number in range(NUM_KEYS))
-    if device.type == "cpu" and _is_exact():
-        return columns
+    if device.type == "cpu":
+        return columns if _is_exact() else tuple(column.to(torch.float32) for column in columns)
     padded = torch.nn.functional.pad(torch.cat(columns, dim=1), (0, _MATRIX_COLUMNS - NUM_KEYS))
     return (padded.to(device),)
 
@@ -38,12 +40,19 @@ def byte_keys(place: int, num_bytes: int, device: torch.device) -> tuple[Tensor,
 def add_bytes(values: Tensor, outs: Sequence[Tensor], keys: tuple[Tensor, ...]) -> None:
     """Fill `outs`, an int32 [R, 1] for each set of keys, with the keyed sums of `values` (int8
     [R, C]); `keys` are those of its bytes."""
-    if len(keys) == NUM_KEYS:
+    if keys[0].dtype == torch.int8 and len(keys) == NUM_KEYS:
         for column, out in zip(keys, outs, strict=True):
             _int_mm(values, column, out=out)
         return
+    if len(keys) == NUM_KEYS:
+        wide = values.to(torch.float32).split(_EXACT_BYTES, dim=1)
+        for column, out in zip(keys, outs, strict=True):
+            out.zero_()
+            for part, part_keys in zip(wide, column.split(_EXACT_BYTES), strict=True):
+                out += (part @ part_keys).to(torch.int32)
+        return
     (matrix,) = keys
-    if values.device.type != "cpu" and len(values) >= _MATRIX_ROWS and values.shape[1] % 8 == 0:
+    if len(values) >= _MATRIX_ROWS and values.shape[1] % 8 == 0:
         sums = _int_mm(values.contiguous(), matrix)
     else:
         sums = values.to(torch.float64) @ matrix.to(torch.float64)
