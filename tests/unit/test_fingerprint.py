@@ -105,6 +105,19 @@ def test_a_processor_whose_product_rounds_gets_the_same_sums(monkeypatch) -> Non
     forget()
 
 
+@pytest.mark.parametrize(("rows", "num_bytes"), [(40, 64), (3, 64), (40, 61)])
+def test_a_device_that_wants_several_columns_gets_the_same_sums(rows, num_bytes) -> None:
+    values = random_weights((rows, num_bytes), torch.int8)
+    columns = byte_sums.byte_keys(5, num_bytes, torch.device("cpu"))
+    matrix = torch.cat([*columns, torch.zeros(num_bytes, 8 - NUM_KEYS, dtype=torch.int8)], dim=1)
+    found = []
+    for keys in (columns, (matrix,)):
+        outs = torch.empty(NUM_KEYS, rows, 1, dtype=torch.int32)
+        byte_sums.add_bytes(values, outs.unbind(), keys)
+        found.append(outs)
+    assert torch.equal(*found)
+
+
 def test_bytes_with_equal_keys_are_as_rare_as_chance_has_them() -> None:
     keys = torch.cat([byte_sums._keys(number) for number in range(NUM_KEYS)], dim=1)
     assert (keys != 0).all()
