@@ -28,7 +28,8 @@ from llamarl.types import (
 )
 
 if TYPE_CHECKING:
-    from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
+    from llamarl.weights.layout.boxes import RankLayout, StagingHandle
+    from llamarl.weights.layout.split_route import SplitRoute
 
 
 Report = tuple[int, list[RolloutInfo]]
@@ -223,9 +224,9 @@ class WeightSource(Protocol):
     async def source_layout(self) -> list[RankLayout]:
         """Where each rank keeps its boxes of the parameters."""
 
-    async def connect_target(self, replica: int, route: Route | None) -> list[None]:
-        """Keep the route to `replica`: each rank those copies that start at it. None forgets the
-        replica and unmaps its memory."""
+    async def connect_target(self, replica: int, route: SplitRoute | None) -> list[None]:
+        """Keep the route to `replica`: each rank its own part. None forgets the replica and unmaps
+        its memory."""
 
     async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
         """Write one bucket of `version` into the staging memory of one replica (a handle per rank).
@@ -242,8 +243,8 @@ class WeightTarget(Protocol):
     async def target_layout(self) -> list[RankLayout]:
         """Where each rank wants its boxes of the parameters."""
 
-    async def connect_source(self, route: Route) -> list[None]:
-        """Keep the route that leads here; it replaces the one before."""
+    async def connect_source(self, route: SplitRoute) -> list[None]:
+        """Keep the route that leads here, each rank its own part; it replaces the one before."""
 
     async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:
         """Open the staging memory for one bucket of `version` and say where it is."""

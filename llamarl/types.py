@@ -58,7 +58,7 @@ Glossary
     route       a reshard plan and the transport that carries it.
     bucket      parameters that are published together.
     fingerprint
-                a sum over a parameter's elements that changes with any wrong bit or wrong place.
+                a sum over a parameter's bytes, keyed by place, that shows wrong bits and places.
     active, staging
                 the weights that a generator decodes with, and those that a publish writes.
     prepare, write, verify, commit, abort

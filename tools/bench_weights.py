@@ -51,7 +51,7 @@ from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.publisher import Publisher
 
 GOALS = {
-    "shared_memory_vs_memcpy": ">= 0.7",
+    "shared_memory_vs_memcpy": ">= 0.5",
     "gap_share": "<= 0.05",
     "vs_file": ">= 5",
     "vs_gather_broadcast": ">= 3",

@@ -27,6 +27,7 @@ ORDER = (  # of the table; what is not here comes last
         "quickstart",
         "generate",
         "weights",
+        "routes",
         "staging",
         "async",
         "streams",

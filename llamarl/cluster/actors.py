@@ -30,7 +30,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch._src.actor import config as monarch_config
 from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
-from llamarl.cluster.call_result import CallResult, attempt, failure, merged
+from llamarl.cluster.call_result import CallResult, attempt, failure, merged, narrowed
 from llamarl.cluster.executor import LOSS_GRACE_S, Call, Factory, process_name, resolve
 from llamarl.cluster.hosts import DIMENSION
 from llamarl.cluster.os_process import redirect_output
@@ -99,8 +99,9 @@ class ExecutorActor(Actor):
             if (span, end) not in self._heads:
                 ranks = range(self._rank + 1, end, span)
                 self._heads[span, end] = [heads.run for heads in self._actors.select(ranks)]
+            passed_on = narrowed(call, range(self._rank + 1, end))
             for run in self._heads[span, end]:
-                answers += send(run, call, span, end, is_first)
+                answers += send(run, passed_on, span, end, is_first)
         results: list[CallResult] = []
         for answer in asyncio.as_completed(answers):
             try:

@@ -9,9 +9,9 @@ import pickle
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
-from llamarl.cluster.executor import Call, MergeableResult
+from llamarl.cluster.executor import Call, MergeableResult, SplitArgument
 from llamarl.errors import RemoteError, UserCodeError
 
 
@@ -49,11 +49,30 @@ def endpoint(executor: object, method: str) -> Callable[..., Awaitable[Any]]:
     return found
 
 
+def narrowed(call: Call, ranks: range) -> Call:
+    """The call as it is passed on to these ranks: of split arguments only their parts."""
+    method, args, kwargs = call
+    parts = (each.for_ranks(ranks) if _is_split(each) else each for each in args)
+    return method, tuple(parts), kwargs
+
+
+def parts_for(rank: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with which one rank is called."""
+    return tuple(each.for_rank(rank) if _is_split(each) else each for each in args)
+
+
+def _is_split(argument: object) -> TypeGuard[SplitArgument]:
+    """By its class: another executor's calls have every attribute that they are asked for."""
+    return hasattr(type(argument), "for_ranks")
+
+
 async def attempt(executor: object, where: str, rank: int, call: Call) -> CallResult:
-    """Run `call` on `executor`; `where` names the process in notes."""
+    """Run `call` on `executor`, with its part of split arguments; `where` names the process in
+    notes."""
     method, args, kwargs = call
     try:
-        return CallResult(rank, await endpoint(executor, method)(*args, **kwargs))
+        own_args = parts_for(rank, args)
+        return CallResult(rank, await endpoint(executor, method)(*own_args, **kwargs))
     except BaseException as error:  # noqa: BLE001 - sent to the caller, whatever it is
         return failure(error, where, rank)
 

@@ -35,6 +35,16 @@ class MergeableResult(Protocol):
         """Add another rank's result."""
 
 
+class SplitArgument(Protocol):
+    """An argument of a call to all ranks of which each gets a part of its own, and no other."""
+
+    def for_rank(self, rank: int) -> Any:
+        """What this rank is called with."""
+
+    def for_ranks(self, ranks: range) -> Any:
+        """An argument for these ranks alone, on its way to them."""
+
+
 class Calls:
     """Turns attribute access into calls on all ranks; `is_first`: returns rank 0's result only."""
 

@@ -48,8 +48,8 @@ class SourcePart:
         return self._writer.layout()
 
     async def connect_target(self, replica: int, route: Route | None) -> None:
-        """Keep the copies of `route` that lead from here to `replica` (None: forget the replica);
-        waits for the route's other ranks."""
+        """Keep the route to `replica`, this rank's part of it (None: forget the replica); waits for
+        the route's other ranks."""
         self._check()
         await self.background.run(self._writer.connect, replica, route)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llamarl.cluster.call_result import endpoint
+from llamarl.cluster.call_result import endpoint, parts_for
 from llamarl.config import GeneratorConfig, PlacementConfig, WeightsConfig
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.specs import GeneratorSpec
@@ -23,8 +23,9 @@ from llamarl.protocols import WeightSource, WeightTarget
 from llamarl.storage.store import Store
 from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, Request, RolloutInfo, Sampling
 from llamarl.weights.integrity.comparison import MODULUS
-from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.boxes import Box, ParameterLayout
 from llamarl.weights.layout.reshard import plan
+from llamarl.weights.layout.split_route import pack, split
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.shared_memory import this_host
 from tests.fakes import WatchedStorage
@@ -59,7 +60,7 @@ class Replica:
         is_listed = name in LISTED
 
         async def call(*args: Any) -> Any:
-            calls = [endpoint(rank, name)(*args) for rank in self.ranks]
+            calls = [endpoint(rank, name)(*parts_for(i, args)) for i, rank in enumerate(self.ranks)]
             answers = await asyncio.gather(*calls, return_exceptions=True)
             for answer in answers:
                 if isinstance(answer, BaseException):
@@ -165,14 +166,21 @@ def make_source(case: EngineCase, change: float = 0.0) -> Writer:
 async def connect(source: Any, generator: Replica, replica: int = 3) -> None:
     is_relay = isinstance(source, Replica)
     layouts = await source.source_layout() if is_relay else [source.layout()]
-    copies = plan(layouts, await generator.target_layout())
+    target = await generator.target_layout()
     name = "generator-0" if is_relay else "trainer"
-    route = Route(source=name, replica=replica, transport="shared_memory", copies=tuple(copies))
+    sending, receiving = split(
+        pack(plan(layouts, target)),
+        target[0].buckets,
+        source=name,
+        replica=replica,
+        transport="shared_memory",
+    )
     if is_relay:
-        await asyncio.gather(source.connect_target(replica, route), generator.connect_source(route))
+        sent = source.connect_target(replica, sending)
+        await asyncio.gather(sent, generator.connect_source(receiving))
     else:
-        source.connect(replica, route)
-        await generator.connect_source(route)
+        source.connect(replica, sending.for_rank(0))
+        await generator.connect_source(receiving)
 
 
 async def send(source: Any, generator: Replica, version: int, bucket: int) -> None:

@@ -1,6 +1,7 @@
 """A trainer and generators that model buckets and memory, for the tests of publishing."""
 
 import asyncio
+import dataclasses
 
 from llamarl.config import WeightsConfig
 from llamarl.errors import StaleVersion
@@ -93,11 +94,17 @@ class World:
         return [generator.version for generator in self.generators.values()]
 
 
+def whole(route):
+    """A split route as one route with the copies of all ranks."""
+    copies = [copy for rank in route.packed for copy in route.for_rank(rank).copies]
+    return dataclasses.replace(route.route, copies=tuple(sorted(copies)))
+
+
 class FakeSource:
     """What trainer and generators share: writing into prepared memory, remembering routes."""
 
     async def connect_target(self, replica, route):
-        self.routes[replica] = route
+        self.routes[replica] = route and whole(route)
         await self.world.note(self.who, "connect_target", replica)
         return [None]
 
@@ -110,7 +117,10 @@ class FakeSource:
         names = self.world.buckets[handle.bucket]
         target.staging = {name: weights[name] for name in names}
         self.num_sent_bytes += num_bytes(
-            copy for copy in self.routes[handle.replica].copies if copy.name in names
+            single
+            for copy in self.routes[handle.replica].copies
+            for single in copy.each()
+            if single.name in names
         )
         halves = {name: weights[name] * 10 for name in names}
         return [halves, halves]
@@ -171,8 +181,8 @@ class FakeGenerator(FakeSource):
 
     async def connect_source(self, route):
         assert self.prepared is None
-        self.route = route
-        await self.note("connect_source", route.source)
+        self.route = whole(route)
+        await self.note("connect_source", self.route.source)
         return [None]
 
     async def prepare(self, version, bucket):

@@ -19,12 +19,12 @@ from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.mapped import opened
 from tests.allocation import LargestAllocation
-from tests.contract.publishing_damage import BitFlip, SocketRdma
+from tests.contract.publishing_damage import BitFlip, SocketRdma, bent
 from tests.contract.publishing_layouts import (
     BUCKET_BYTES,
     KINDS,
     SHAPES,
-    TILE_ELEMENTS,
+    TILE_BYTES,
     bits,
     generator_layout,
     trainer_boxes,
@@ -82,7 +82,7 @@ class TrainerRank:
     def damage(self, kind):
         self._rdma.damage = kind
         if kind == "flip":
-            for _, sender in self._writer._routes.values():
+            for sender in self._writer._senders.values():
                 if hasattr(sender, "group"):
                     sender.group = BitFlip(sender.group)
 
@@ -175,11 +175,11 @@ class GeneratorRanks:
         return [writer.layout() for writer in self._writers]
 
     def connect_source(self, route):
-        self._each(lambda weight_buffer: weight_buffer.connect(route))
+        self._each(lambda rank: self._weight_buffers[rank].connect(route.for_rank(rank)))
 
     def connect_target(self, replica, route):
-        for writer in self._writers:
-            writer.connect(replica, route)
+        for rank, writer in enumerate(self._writers):
+            writer.connect(replica, route and route.for_rank(rank))
 
     def write(self, version, handles):
         return [writer.write(version, handles) for writer in self._writers]
@@ -188,7 +188,7 @@ class GeneratorRanks:
         return [weight_buffer.prepare(version, bucket) for weight_buffer in self._weight_buffers]
 
     def verify(self, version, bucket):
-        return self._each(lambda weight_buffer: weight_buffer.verify(version, bucket))
+        return self._each(lambda rank: self._weight_buffers[rank].verify(version, bucket))
 
     def watch_fingerprint(self, version, bucket):
         with LargestAllocation() as watch:
@@ -230,9 +230,7 @@ class GeneratorRanks:
         """Of all ranks at once, as in processes of their own."""
         answers = {}
         threads = [
-            threading.Thread(
-                target=lambda i=i: answers.update({i: outcome(call, self._weight_buffers[i])})
-            )
+            threading.Thread(target=lambda i=i: answers.update({i: outcome(call, i)}))
             for i in range(len(self._weight_buffers))
         ]
         for thread in threads:
@@ -254,7 +252,7 @@ def outcome(call, *args):
 
 def serve(make, args, pipe):
     torch.set_num_threads(1)
-    fingerprint.TILE_ELEMENTS = TILE_ELEMENTS
+    fingerprint.TILE_BYTES = TILE_BYTES
     target = make(*args)
     while True:
         name, args = pipe.recv()
@@ -292,10 +290,10 @@ class Remote:
 
 
 class Trainer:
-    """A WeightSource over the two trainer ranks. `bend` changes routes, as a wrong plan would;
+    """A WeightSource over the two trainer ranks. `bend` changes copies, as a wrong plan would;
     `before` is called with the staging handles of a write, `after` when it has ended."""
 
-    def __init__(self, ranks, bend=lambda route: route):
+    def __init__(self, ranks, bend=list):
         self.ranks, self.bend = ranks, bend
         self.before, self.after = lambda handles: None, lambda: None
 
@@ -306,7 +304,12 @@ class Trainer:
         return await self._all("layout")
 
     async def connect_target(self, replica, route):
-        return await self._all("connect", replica, route and self.bend(route))
+        bent_route = route and bent(route, "by_source", self.bend)
+        parts = [route and bent_route.for_rank(i) for i in range(len(self.ranks))]
+        asked = zip(self.ranks, parts, strict=True)
+        return list(
+            await asyncio.gather(*(rank.ask("connect", replica, part) for rank, part in asked))
+        )
 
     async def write(self, version, handles):
         self.before(handles)
@@ -318,7 +321,7 @@ class Trainer:
 class Generator:
     """A PeerRelay over one process. `before` is called with the name of each call."""
 
-    def __init__(self, host, bend=lambda route: route):
+    def __init__(self, host, bend=list):
         self.host, self.bend = host, bend
         self.before = lambda name: None
 
@@ -339,7 +342,7 @@ class Generator:
         return await self._ask("layout")
 
     async def connect_source(self, route):
-        return await self._ask("connect_source", self.bend(route))
+        return await self._ask("connect_source", bent(route, "by_target", self.bend))
 
     async def prepare(self, version, bucket):
         return await self._ask("prepare", version, bucket)

@@ -6,6 +6,8 @@ from multiprocessing.connection import Client, Listener
 
 import torch
 
+from llamarl.weights.layout.split_route import pack
+
 
 class SocketRdma:
     """protocol.Rdma over a unix socket: the owner of the memory runs a thread that fills it.
@@ -69,4 +71,11 @@ class BitFlip:
 
 def one_row_further(copy):
     """A copy to the wrong place."""
-    return dataclasses.replace(copy, target_offset=copy.target_offset + copy.target_strides[0])
+    return copy._replace(target_offset=copy.target_offset + copy.target_strides[0])
+
+
+def bent(route, side, bend):
+    """A split route for the ranks of a `side`, by_source or by_target, whose copies `bend` has
+    changed, all together."""
+    copies = [copy for rank in route.packed for copy in route.for_rank(rank).copies]
+    return dataclasses.replace(route, packed=getattr(pack(bend(copies)), side))

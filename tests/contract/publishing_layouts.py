@@ -25,7 +25,7 @@ LARGEST_BYTES = 4 * math.prod(SHAPES["wide"])
 BUCKET_BYTES = 1 << 18
 
 
-TILE_ELEMENTS = 1 << 14  # so that the parameters, small as they are here, have several tiles
+TILE_BYTES = 1 << 16  # so that the parameters, small as they are here, have several tiles
 
 
 KINDS = {  # of a replica: dtype, ranks

@@ -74,6 +74,30 @@ def test_arguments_and_results_travel_whole(run) -> None:
     run(scenario)
 
 
+class Parts:
+    """A split argument: the text of each rank, and how many came with it."""
+
+    def __init__(self, texts: dict[int, str]) -> None:
+        self.texts = texts
+
+    def for_rank(self, rank: int) -> tuple[str, int]:
+        return self.texts[rank], len(self.texts)
+
+    def for_ranks(self, ranks: range) -> Parts:
+        return Parts({rank: self.texts[rank] for rank in ranks})
+
+
+def test_each_rank_gets_its_own_part_of_a_split_argument(run) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group = await cluster.spawn("trainer", Probe, {}, 3)
+        found = await group.call_all.echo(Parts({i: f"for {i}" for i in range(3)}))
+        assert [text for text, _ in found] == ["for 0", "for 1", "for 2"]
+        if os.getpid() != (await group.call_all.place())[0][3]:
+            assert [num_parts for _, num_parts in found] == [3, 2, 2], "rank 0 keeps its own"
+
+    run(scenario)
+
+
 def test_an_exception_keeps_its_type_and_shows_where_it_was_raised(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("scorer", Probe, {}, 2)

@@ -13,9 +13,10 @@ import torch
 
 from llamarl.config import WeightsConfig
 from llamarl.errors import TargetLost
-from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.boxes import Box, ParameterLayout
 from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import plan
+from llamarl.weights.layout.split_route import pack, split
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.collective import RouteGroup
@@ -44,12 +45,13 @@ class Ends:
 
     def route(self):
         self.num_routes += 1
-        copies = plan([self.writer.layout()], [self.weight_buffer.layout()])
-        return Route(
-            source="trainer", replica=0, transport="collective", copies=tuple(copies),
+        copies = pack(plan([self.writer.layout()], [self.weight_buffer.layout()]))
+        sending, _ = split(
+            copies, (), source="trainer", replica=0, transport="collective",
             rendezvous=f"{self.folder}/route-{self.num_routes}", bucket_bytes=40,
             is_slow=self.is_slow,
         )  # fmt: skip
+        return sending.for_rank(0)  # the only one of either side: all copies
 
     def connect(self):
         route = self.route()

@@ -12,9 +12,10 @@ from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig, WeightsConfig
 from llamarl.errors import TargetLost
 from llamarl.weights.integrity.comparison import compare
-from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.boxes import Box, ParameterLayout
 from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import plan
+from llamarl.weights.layout.split_route import pack, split
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 
@@ -98,11 +99,12 @@ def test_versions_arrive_nothing_listens_and_a_dead_replica_is_lost(tmp_path) ->
             target = await cluster.spawn("target", Target, {})
             source = await cluster.spawn("source", Source, {})
             copies = plan([await source.call_one.layout()], [await target.call_one.layout()])
-            route = Route(
-                source="trainer", replica=0, transport="rdma", copies=tuple(copies),
-                bucket_bytes=5000,
-            )  # fmt: skip
-            await asyncio.gather(source.call_one.connect(route), target.call_one.connect(route))
+            sending, receiving = split(
+                pack(copies), (), source="trainer", replica=0, transport="rdma", bucket_bytes=5000
+            )
+            await asyncio.gather(
+                source.call_one.connect(sending), target.call_one.connect(receiving)
+            )
             for version in range(3):
                 handles = [await target.call_one.prepare(version)]
                 written = await source.call_one.write(version, handles)

@@ -12,9 +12,10 @@ import torch
 from llamarl.config import WeightsConfig
 from llamarl.errors import FingerprintMismatch, StaleVersion, TargetLost
 from llamarl.weights.integrity.comparison import MODULUS, compare
-from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.boxes import Box, ParameterLayout
 from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import plan
+from llamarl.weights.layout.split_route import pack, split
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.mapped import MappedSender
@@ -30,9 +31,10 @@ def layout(start, stop, buffer, offset=0, dtype="float32"):
     return ParameterLayout(shape=SHAPE, dtype=dtype, boxes=(box,))
 
 
-def route(writers, weight_buffer, transport="shared_memory"):
-    copies = plan([writer.layout() for writer in writers], [weight_buffer.layout()])
-    return Route(source="trainer", replica=0, transport=transport, copies=tuple(copies))
+def route(writers, target, transport="shared_memory"):
+    copies = pack(plan([writer.layout() for writer in writers], [target]))
+    sending, _ = split(copies, target.buckets, source="trainer", replica=0, transport=transport)
+    return sending
 
 
 def make_weight_buffer(run_id="test", staging="double_buffer", bucket_bytes=1 << 25, **changes):
@@ -59,9 +61,9 @@ class Ends:
             Writer(rank, "here", {"w": self.weights[a:b]}, {"w": layout(a, b, "w")})
             for rank, (a, b) in enumerate([(0, 2), (2, 6)])
         ]
-        self.route = route(self.writers, weight_buffer)
-        for writer in self.writers:
-            writer.connect(0, self.route)
+        self.route = route(self.writers, weight_buffer.layout())
+        for rank, writer in enumerate(self.writers):
+            writer.connect(0, self.route.for_rank(rank))
 
     def label(self, version):
         for writer in self.writers:
@@ -115,7 +117,7 @@ def test_the_sender_casts(weight_buffer) -> None:
     small = make_weight_buffer(parameters=parameters, num_elements=24, dtype=torch.bfloat16)
     weights = torch.randn(SHAPE)
     writer = Writer(0, "here", {"w": weights}, {"w": layout(0, 6, "w")})
-    writer.connect(0, route([writer], small))
+    writer.connect(0, route([writer], small.layout()).for_rank(0))
     writer.tensors.label(0)
     written = writer.write(0, [small.prepare(0, 0)])
     assert written == small.verify(0, 0)
@@ -126,7 +128,8 @@ def test_the_sender_casts(weight_buffer) -> None:
 
 def test_nothing_is_written_any_more_once_the_sender_is_closed(ends) -> None:
     """Not even by a copy that was on its way: the memory may be prepared again by then."""
-    sender, copies = MappedSender(ends.route, HERE), 2 * list(ends.route.copies)
+    twice = ends.route.for_rank(0).copies + ends.route.for_rank(1).copies
+    sender = MappedSender(replace(ends.route.for_rank(0), copies=2 * twice), HERE)
     begun, may_end, outcome = threading.Event(), threading.Event(), []
 
     def copy_cast(copy, target):
@@ -136,7 +139,7 @@ def test_nothing_is_written_any_more_once_the_sender_is_closed(ends) -> None:
 
     def write():
         try:
-            sender.write(copies, {0: ends.weight_buffer.prepare(0, 0)}, copy_cast)
+            sender.write(0, {0: ends.weight_buffer.prepare(0, 0)}, copy_cast)
         except TargetLost:
             outcome.append("lost")
 
@@ -161,12 +164,13 @@ def test_nothing_is_written_any_more_once_the_sender_is_closed(ends) -> None:
 def test_memory_stays_mapped_from_publish_to_publish_unless_its_owner_may_free_it(
     ends, may_be_freed
 ) -> None:
-    sender, copies, num_mapped = MappedSender(ends.route, HERE), list(ends.route.copies), []
+    every = ends.route.for_rank(0).copies + ends.route.for_rank(1).copies
+    sender, num_mapped = MappedSender(replace(ends.route.for_rank(0), copies=every), HERE), []
     for version in range(3):
         handle = replace(ends.weight_buffer.prepare(version, 0), may_be_freed=may_be_freed)
         ends.weight_buffer.staging.zero_()
         before = num_mappings()
-        sender.write(copies, {0: handle}, lambda copy, target: target.fill_(7))
+        sender.write(0, {0: handle}, lambda copy, target: target.fill_(7))
         num_mapped.append(num_mappings() - before)
         assert (ends.weight_buffer.staging == 7).sum() == 24
         ends.weight_buffer.commit(version, 0)
@@ -218,7 +222,7 @@ def test_writes_to_the_wrong_place_time_or_host_are_refused(weight_buffer, ends)
     with pytest.raises(RuntimeError, match="version 4 must be prepared, got 3"):
         writer.write(4, [handle])
     other = Writer(0, "there", {"w": ends.weights[:2]}, {"w": layout(0, 2, "w")})
-    other.connect(0, ends.route)
+    other.connect(0, ends.route.for_rank(0))
     other.tensors.label(3)
     with pytest.raises(RuntimeError, match=r"of host there to be mapped, got .* rank 0 on here"):
         other.write(3, [handle])
@@ -251,16 +255,14 @@ def test_a_killed_owner_leaves_nothing_behind() -> None:
     handle, target = here.recv()
     weights = torch.ones(SHAPE)
     writer = Writer(0, "here", {"w": weights}, {"w": layout(0, 6, "w")})
-    copies = tuple(plan([writer.layout()], [target]))
-    way = Route(source="trainer", replica=0, transport="shared_memory", copies=copies)
-    writer.connect(0, way)
+    writer.connect(0, route([writer], target).for_rank(0))
     writer.tensors.label(0)
     writer.write(0, [handle])
     assert mapped("llamarl-killed")
     owner.kill()
     owner.join()
     writer.write(0, [handle])  # into memory that no process reads, but without a fault
-    writer.connect(0, way)  # as if the replica had been restarted
+    writer.connect(0, route([writer], target).for_rank(0))  # as if the replica had been restarted
     assert not mapped("llamarl-killed")
     with pytest.raises(TargetLost, match="cannot be opened"):
         writer.write(0, [handle])

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 
 import pytest
@@ -80,10 +79,10 @@ def test_many_healthy_publishes_raise_nothing(world, transport, num_publishes) -
     asyncio.run(run())
 
 
-def refused(world, transport, kind, word, *, bend=lambda route: route, damage=None, after=None):
+def refused(world, transport, kind, word, *, bend=list, damage=None, after=None):
     """A damaged publish is found out and leaves the active weights; the next one works.
 
-    `bend` changes the route for both ends; `damage` goes to the first trainer rank before it
+    `bend` changes the copies for both ends; `damage` goes to the first trainer rank before it
     writes, `after` to the generator after the write.
     """
     host = world.hosts[0]
@@ -131,22 +130,21 @@ def test_a_message_that_never_came_leaves_an_old_one_and_is_found(world) -> None
 
 
 def damage_one(name, change):
-    """Routes with the largest copy of `name` replaced by `change` of it, or left out."""
+    """Copies with the largest one of `name` replaced by `change` of it, or left out."""
 
-    def bend(route):
+    def bend(copies):
         victim = max(
-            (copy for copy in route.copies if copy.name == name),
-            key=lambda copy: torch.Size(copy.shape).numel(),
+            (copy for copy in copies if copy.name == name),
+            key=lambda copy: (torch.Size(copy.shape).numel(), copy.source_rank, copy.target_rank),
         )
-        rest = [copy for copy in route.copies if copy is not victim]
-        copies = [*rest, *([change(victim)] if change else [])]
-        return dataclasses.replace(route, copies=tuple(copies))
+        rest = [copy for copy in copies if copy is not victim]
+        return [*rest, *([change(victim)] if change else [])]
 
     return bend
 
 
 def one_column_off(copy):
-    return dataclasses.replace(copy, target_offset=copy.target_offset + copy.target_strides[-1])
+    return copy._replace(target_offset=copy.target_offset + copy.target_strides[-1])
 
 
 WRONG_COPIES = [
@@ -179,7 +177,7 @@ def test_a_misplaced_or_skipped_slice_is_found_and_named(
 
 def test_reading_from_another_place_than_the_layout_says_is_refused(world) -> None:
     def shift(copy):
-        return dataclasses.replace(copy, source_offset=copy.source_offset - 1)
+        return copy._replace(source_offset=copy.source_offset - 1)
 
     async def run():
         world.hosts[0].call("build", 0, "fused", "double_buffer")

@@ -19,10 +19,10 @@ from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
 from llamarl.models.process_group import join, leave
 from llamarl.weights.integrity.comparison import MODULUS
-from llamarl.weights.layout.boxes import Route
 from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.layout.shards import shard_boxes
+from llamarl.weights.layout.split_route import pack, split
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.shared_memory import this_host
@@ -80,8 +80,9 @@ def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Targe
     places = [
         layout for layout in everyone(weight_buffer.layout() if weight_buffer else None) if layout
     ]
-    copies = tuple(plan(sources, places))
-    writer.connect(0, Route(source="trainer", replica=0, transport="shared_memory", copies=copies))
+    copies = plan(sources, places)
+    route, _ = split(pack(copies), (), source="trainer", replica=0, transport="shared_memory")
+    writer.connect(0, route.for_rank(writer.layout().rank))
     handles = [
         handle
         for handle in everyone(weight_buffer.prepare(0, 0) if weight_buffer else None)
@@ -109,7 +110,7 @@ def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Targe
     if weight_buffer is not None:
         weight_buffer.close()
     loads: Counter[int] = Counter()
-    for copy in copies:
+    for copy in (single for alike in copies for single in alike.each()):
         loads[copy.source_rank] += torch.Size(copy.shape).numel()
     return dict(loads)
 

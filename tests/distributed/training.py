@@ -27,9 +27,9 @@ from llamarl.metrics.span import Spans
 from llamarl.models.parallelize import gather
 from llamarl.storage.store import Store
 from llamarl.types import REF_LOGPROBS, TRAINER_LOGPROBS
-from llamarl.weights.layout.boxes import Route
 from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import plan
+from llamarl.weights.layout.split_route import pack, split
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from tests.allocation import resident_bytes
 from tests.distributed.ranks import listening
@@ -286,9 +286,9 @@ async def write_beside_steps(rank, num_ranks, job):
     await executor.start()
     source = await endpoint(executor, "source_layout")()
     weight_buffer = _weight_buffer(source)
-    copies = tuple(plan([source], [weight_buffer.layout()]))
-    route = Route(source="trainer", replica=0, transport="shared_memory", copies=copies)
-    await endpoint(executor, "connect_target")(0, route)
+    copies = pack(plan([source], [weight_buffer.layout()]))
+    route, _ = split(copies, (), source="trainer", replica=0, transport="shared_memory")
+    await endpoint(executor, "connect_target")(0, route.for_rank(source.rank))
     weights, written = [], {}
 
     async def step(version):

@@ -220,8 +220,16 @@ async def publish(
         )
         resources.callback(weight_buffer.close)
         transport = "shared_memory" if device == CPU or staging == "host" else "cuda_ipc"
-        copies = plan([writer.layout()], [weight_buffer.layout()])
-        route = Route(source="trainer", replica=0, transport=transport, copies=tuple(copies))
+        target = weight_buffer.layout()
+        route = Route(
+            source="trainer",
+            replica=0,
+            transport=transport,
+            copies=tuple(plan([writer.layout()], [target])),
+            sources=(0,),
+            targets=(0,),
+            buckets=target.buckets if len(target.buckets) > 1 else (),
+        )
         writer.connect(0, route)
         resources.callback(writer.close)
         for version in range(2):

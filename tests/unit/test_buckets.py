@@ -1,6 +1,5 @@
 """Cutting weight buffers into buckets, and routes into messages."""
 
-import dataclasses
 import math
 
 import pytest
@@ -52,12 +51,17 @@ def test_buckets_are_consecutive_ranges_and_fused_parameters_stay_together() -> 
 @given(
     st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=5),
     st.integers(2, 200),
+    st.booleans(),
 )
-def test_messages_carry_every_element_once_and_keep_their_size(shapes, bucket_bytes) -> None:
+def test_messages_carry_every_element_once_and_keep_their_size(
+    shapes, bucket_bytes, turned
+) -> None:
     dtype = "bfloat16"
     copies, offset = [], 0
     for shape in shapes:
         strides = torch.empty(shape, device="meta").stride()
+        if turned:
+            strides = torch.empty(shape[::-1], device="meta").stride()[::-1]
         copies.append(
             Copy(
                 name="w", start=(0,) * len(shape), shape=shape, source_rank=0, source_buffer="w",
@@ -72,6 +76,10 @@ def test_messages_carry_every_element_once_and_keep_their_size(shapes, bucket_by
     for message in messages(copies, bucket_bytes):
         assert message.num_bytes <= bucket_bytes
         ends = [0]
+        for copy, values in message.each(torch.empty(message.num_bytes, dtype=torch.uint8)):
+            long = [dim for dim, extent in enumerate(copy.shape) if extent > 1]
+            order = sorted(long, key=copy.target_strides.__getitem__)
+            assert order == sorted(long, key=values.stride().__getitem__)
         for copy, begin in message.pieces:
             assert begin >= ends[-1]
             ends.append(begin + 2 * math.prod(copy.shape))
@@ -91,8 +99,8 @@ def test_a_piece_knows_its_global_index() -> None:
     )  # fmt: skip
     pieces = list(cut(whole, 4))
     assert [piece.start for piece in pieces[:3]] == [(3, 5), (3, 9), (4, 5)]
-    assert pieces[1] == dataclasses.replace(
-        whole, start=(3, 9), shape=(1, 2), source_offset=11, target_offset=18
+    assert pieces[1] == whole._replace(
+        start=(3, 9), shape=(1, 2), source_offset=11, target_offset=18
     )
 
 

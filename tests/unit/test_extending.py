@@ -32,9 +32,10 @@ from llamarl.models.parallelize import parameter_placements
 from llamarl.recipe.inputs import Inputs, read_inputs
 from llamarl.task_file import load
 from llamarl.types import REWARD, FinishReason, Prompt, StageResult
-from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.boxes import Box, ParameterLayout
 from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import plan
+from llamarl.weights.layout.split_route import pack, split
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports import registry
@@ -291,16 +292,17 @@ def test_the_transport_of_the_page_carries_a_version_bit_by_bit(
     boxes = parameters("weights", (1, 40))
     memory = Memory(parameters=boxes, num_elements=1200, dtype=torch.float32)
     target = WeightBuffer(memory, WeightsConfig(), replica=0, rank=0, run_id="test", host="b")
-    route = Route(
+    sending, receiving = split(
+        pack(plan([writer.layout()], [target.layout()])),
+        (),
         source="trainer",
         replica=0,
         transport="files",
-        copies=tuple(plan([writer.layout()], [target.layout()])),
         rendezvous=str(tmp_path / "route"),
         bucket_bytes=1000,
     )
-    target.connect(route)
-    writer.connect(0, route)
+    target.connect(receiving.for_rank(0))
+    writer.connect(0, sending.for_rank(0))
     writer.tensors.label(0)
     written = writer.write(0, [target.prepare(0, 0)])
     assert target.verify(0, 0) == written

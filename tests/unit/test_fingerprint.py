@@ -1,21 +1,40 @@
 """The fingerprint: additive over layouts, sensitive to bits and places, small in memory."""
 
 import hashlib
+import random
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.weights.integrity import byte_sums
+from llamarl.weights.integrity import fingerprint as fingerprints
+from llamarl.weights.integrity.byte_sums import NUM_KEYS, SEGMENT_BYTES
 from llamarl.weights.integrity.comparison import MODULUS
-from llamarl.weights.integrity.fingerprint import TILE_ELEMENTS, fingerprint, transfer
+from llamarl.weights.integrity.fingerprint import (
+    TILE_BYTES,
+    fingerprint,
+    line_dim,
+    segment_elements,
+    transfer,
+)
 from tests.allocation import LargestAllocation
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8]
+DTYPES += [torch.float8_e4m3fn]
 
 
-def whole(name, weights):
-    return fingerprint(name, weights, [0] * weights.ndim, weights.shape)
+def whole(name, weights, dim=-1):
+    return fingerprint(name, weights, [0] * weights.ndim, weights.shape, dim)
+
+
+def random_weights(shape, dtype, seed=0):
+    """Any bits, so also those of no number."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*shape[:-1], shape[-1] * dtype.itemsize) if shape else (dtype.itemsize,)
+    made = torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator)
+    return made.view(dtype)
 
 
 def splitmix(value):
@@ -26,52 +45,131 @@ def splitmix(value):
     return value ^ (value >> 31)
 
 
-def by_definition(name, weights):
-    """The documented sum, element by element, in Python's integers."""
-    bits = weights.contiguous().view(
-        {2: torch.int16, 4: torch.int32, 8: torch.int64}[weights.itemsize]
-    )
-    columns = weights.shape[-1] if weights.ndim else 1
-    key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
+def byte_key(number, place):
+    digest = hashlib.shake_256(f"keys of bytes, set {number}".encode()).digest(2 * SEGMENT_BYTES)
+    key = [byte for byte in digest if byte][place]
+    return key - 256 if key > 127 else key
+
+
+BYTE_KEYS = [[byte_key(number, place) for place in range(20)] for number in range(NUM_KEYS)]
+
+
+def by_definition(name, weights, dim=-1):
+    """The documented sum, byte by byte, in Python's integers."""
+    weights = weights.reshape((1,) * max(0, 2 - weights.ndim) + tuple(weights.shape))
+    weights = weights.mT if dim == -2 else weights
+    columns, itemsize = weights.shape[-1], weights.itemsize
+    segment = segment_elements(columns, itemsize) * itemsize
+    keys = [byte_sums._keys(number).flatten().tolist() for number in range(NUM_KEYS)]
+    assert [each[:20] for each in keys] == BYTE_KEYS
+    name_key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
+    lines = weights.contiguous().view(torch.int8).reshape(-1, columns * itemsize).tolist()
     total = 0
-    for flat, value in enumerate(bits.flatten().tolist()):
-        row, column = divmod(flat, columns)
-        row_key = splitmix(row * 0x9E3779B97F4A7C15 + 0x243F6A8885A308D3) | 1
-        column_key = splitmix(column * 0x9E3779B97F4A7C15 + 0x13198A2E03707344) | 1
-        total += key * row_key * column_key * (value + 1)
-    return total % MODULUS
+    for row, line in enumerate(lines):
+        for begin in range(0, len(line), segment):
+            for number in range(NUM_KEYS):
+                found = line[begin : begin + segment]
+                inner = sum(key * (byte + 129) for key, byte in zip(keys[number], found))  # noqa: B905
+                row_key = splitmix(row * 0x9E3779B97F4A7C15 + 0x243F6A8885A308D3 + number) | 1
+                index = begin // segment
+                segment_key = splitmix(index * 0x9E3779B97F4A7C15 + 0x13198A2E03707344 + number) | 1
+                total += row_key * segment_key * inner
+    return name_key * total % MODULUS
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "shape", [(), (1,), (9000,), (5, 7), (3, 8200), (8200, 2), (2, 3, 5), (2, 2, 3, 4)]
+    "shape", [(), (1,), (9000,), (5, 7), (3, 4201), (410, 2), (2, 3, 5), (2, 2, 3, 4), (9, 1409)]
 )
 def test_the_sum_is_the_documented_one(shape, dtype) -> None:
-    weights = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert whole("layers.0.w", weights) == by_definition("layers.0.w", weights)
+    weights = random_weights(shape, dtype).reshape(shape)
+    for dim in (-1, -2)[: max(1, min(2, len(shape)))]:
+        assert whole("layers.0.w", weights, dim) == by_definition("layers.0.w", weights, dim)
+
+
+def test_a_processor_whose_product_rounds_gets_the_same_sums(monkeypatch) -> None:
+    largest = byte_sums._keys(0)[:3000, 0].sign().expand(9, 3000) * 127
+    weights = largest.clone()  # sums that float32 would round, odd and even
+    for row in range(9):
+        weights[row, :row] //= 2
+    before = whole("w", weights)
+
+    def forget():
+        byte_sums.byte_keys.cache_clear()
+        fingerprints._cuts.cache_clear()
+
+    forget()
+    monkeypatch.setattr(byte_sums, "_int_mm", None)
+    monkeypatch.setattr(byte_sums, "_is_exact", lambda: False)
+    assert whole("w", weights) == before
+    forget()
+
+
+@pytest.mark.parametrize(("rows", "num_bytes"), [(40, 64), (3, 64), (40, 61)])
+def test_a_device_that_wants_several_columns_gets_the_same_sums(rows, num_bytes) -> None:
+    values = random_weights((rows, num_bytes), torch.int8)
+    columns = byte_sums.byte_keys(5, num_bytes, torch.device("cpu"))
+    matrix = torch.cat([*columns, torch.zeros(num_bytes, 8 - NUM_KEYS, dtype=torch.int8)], dim=1)
+    found = []
+    for keys in (columns, (matrix,)):
+        outs = torch.empty(NUM_KEYS, rows, 1, dtype=torch.int32)
+        byte_sums.add_bytes(values, outs.unbind(), keys)
+        found.append(outs)
+    assert torch.equal(*found)
+
+
+def test_bytes_with_equal_keys_are_as_rare_as_chance_has_them() -> None:
+    keys = torch.cat([byte_sums._keys(number) for number in range(NUM_KEYS)], dim=1)
+    assert (keys != 0).all()
+    for sign in (1, -1):  # two equal errors, or opposite ones, hide each other
+        alike = (keys[:, None] == sign * keys[None]).all(2).triu(1).sum()
+        expected = SEGMENT_BYTES * (SEGMENT_BYTES - 1) / 2 / 255**NUM_KEYS
+        assert abs(alike - expected) < 5 * expected**0.5
+
+
+def cut(draw, shape):
+    """Boxes (start, stop) that make up all of it."""
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(1, 4))):
+        start, stop = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(start[dim], stop[dim]))
+        boxes.append((start, (*stop[:dim], at, *stop[dim + 1 :])))
+        boxes.append(((*start[:dim], at, *start[dim + 1 :]), stop))
+    return boxes
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_partial_sums_of_any_cutting_add_up_to_the_whole(data) -> None:
     shape = data.draw(
-        st.sampled_from([(20000,), (3, 9000), (9000, 3), (130, 140), (4, 50, 60), (3, 2, 5, 7)])
+        st.sampled_from([(9000,), (3, 4000), (900, 3), (130, 140), (4, 50, 60), (3, 2, 5, 7)])
     )
-    weights = torch.randn(shape).to(data.draw(st.sampled_from(DTYPES)))
-    boxes = [((0,) * len(shape), shape)]
-    for _ in range(data.draw(st.integers(1, 4))):
-        start, stop = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
-        dim = data.draw(st.integers(0, len(shape) - 1))
-        at = data.draw(st.integers(start[dim], stop[dim]))
-        boxes.append((start, (*stop[:dim], at, *stop[dim + 1 :])))
-        boxes.append(((*start[:dim], at, *start[dim + 1 :]), stop))
-    total = 0
-    for start, stop in boxes:
-        box = weights[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
-        if data.draw(st.booleans()):
-            box = box.mT.contiguous().mT if box.ndim > 1 else box.clone()  # other strides
-        total += fingerprint("w", box, start, shape)
-    assert total % MODULUS == whole("w", weights)
+    dtype = data.draw(st.sampled_from(DTYPES))
+    dim = data.draw(st.sampled_from([-1, -2][: len(shape)]))
+    weights = random_weights(shape, dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            fingerprints, "TILE_BYTES", data.draw(st.sampled_from([3000, 20000, TILE_BYTES]))
+        )
+        patch.setattr(fingerprints, "MAX_SUMS", data.draw(st.sampled_from([20, 1 << 13])))
+        total = 0
+        for start, stop in cut(data.draw, shape):
+            box = weights[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
+            if data.draw(st.booleans()):
+                box = box.mT.contiguous().mT if box.ndim > 1 else box.clone()  # other strides
+            total += fingerprint("w", box, start, shape, dim)
+    assert total % MODULUS == whole("w", weights, dim)
+
+
+def test_boxes_of_whole_segments_add_up_as_well() -> None:
+    weights = torch.randn(40, 3200)
+    at = 2 * segment_elements(3200, 4)
+    assert 0 < at < 3200
+    halves = weights[:, :at], weights[:, at:]
+    starts = (0, 0), (0, at)
+    sums = [fingerprint("w", *half, weights.shape, -1) for half in zip(halves, starts, strict=True)]
+    assert sum(sums) % MODULUS == whole("w", weights)
 
 
 @settings(max_examples=200, deadline=None)
@@ -86,6 +184,8 @@ def test_one_flipped_bit_always_changes_it(row, column, bit) -> None:
 def damaged(kind, weights):
     if kind == "two elements swapped":
         weights[[3, 90], [5, 7]] = weights[[90, 3], [7, 5]]
+    elif kind == "two elements of a row swapped":
+        weights[[3, 3], [5, 7]] = weights[[3, 3], [7, 5]]
     elif kind == "two rows swapped":
         weights[[3, 90]] = weights[[90, 3]]
     elif kind == "two columns swapped":
@@ -94,6 +194,8 @@ def damaged(kind, weights):
         weights.copy_(weights.roll(1, 0))
     elif kind == "shifted by an element":
         weights.copy_(weights.flatten().roll(1).view_as(weights))
+    elif kind == "shifted by a segment":
+        weights.copy_(weights.roll(segment_elements(weights.shape[1], weights.itemsize), 1))
     elif kind == "slice skipped":
         weights[64:] = 0
     elif kind == "zero got a sign":
@@ -107,37 +209,80 @@ def damaged(kind, weights):
     return weights
 
 
+@pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "kind",
     [
-        "two elements swapped", "two rows swapped", "two columns swapped", "shifted by a row",
-        "shifted by an element", "slice skipped", "zero got a sign", "transposed",
-        "two signs changed", "all signs changed",
+        "two elements swapped", "two elements of a row swapped", "two rows swapped",
+        "two columns swapped", "shifted by a row", "shifted by an element", "shifted by a segment",
+        "slice skipped", "zero got a sign", "transposed", "two signs changed", "all signs changed",
     ],
 )  # fmt: skip
-def test_wrong_places_and_bits_change_it(kind, dtype) -> None:
-    weights = torch.randn(130, 140).to(dtype)
+def test_wrong_places_and_bits_change_it(kind, dtype, dim) -> None:
+    weights = torch.randn(130, 3200, generator=torch.Generator().manual_seed(0)).to(dtype)
     weights[0, 0] = 0.0
-    assert whole("w", damaged(kind, weights.clone())) != whole("w", weights)
+    assert whole("w", damaged(kind, weights.clone()), dim) != whole("w", weights, dim)
 
 
-def test_a_box_left_out_counts_even_if_zeros_lie_there() -> None:
-    weights = torch.zeros(130, 140)
-    assert fingerprint("w", weights[:64], (0, 0), (130, 140)) != whole("w", weights)
+def damage_at_random(rng, flat):
+    """Change bits, or exchange, move, repeat or erase bytes."""
+    here, there = rng.sample(range(len(flat)), 2)
+    count = rng.randint(1, len(flat) // 2)
+    kind = rng.randrange(5)
+    if kind == 0:
+        flat[here : here + count] ^= rng.randint(1, 127)
+    elif kind == 1:
+        flat[[here, there]] = flat[[there, here]]
+    elif kind == 2:
+        flat.copy_(flat.roll(count))
+    elif kind == 3:
+        flat[:count] = flat[-count:].clone()
+    else:
+        flat[here:].zero_()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_damage_changes_it_as_the_oracle_says(seed) -> None:
+    rng = random.Random(seed)
+    shape = rng.choice([(40,), (6, 50), (3, 4, 20), (50, 6)])
+    dtype = rng.choice(DTYPES)
+    weights = random_weights(shape, dtype, seed)
+    other = weights.clone()
+    for _ in range(rng.randint(1, 3)):
+        damage_at_random(rng, other.view(torch.int8).view(-1))
+    for dim in (-1, -2)[: len(shape)]:
+        assert whole("w", other, dim) == by_definition("w", other, dim), f"seed {seed}"
+        is_same = torch.equal(weights.view(torch.int8), other.view(torch.int8))
+        assert (whole("w", other, dim) == whole("w", weights, dim)) == is_same, f"seed {seed}"
+
+
+def test_a_box_left_out_counts_whatever_lies_there() -> None:
+    for value in (0, -1, -128, 127):  # of every byte
+        weights = torch.full((130, 560), value, dtype=torch.int8).view(torch.float32)
+        assert fingerprint("w", weights[:64], (0, 0), (130, 140), -1) != whole("w", weights)
+        assert fingerprint("w", weights[:, 1:], (0, 1), (130, 140), -1) != whole("w", weights)
+
+
+def bytes_of(weights):
+    return weights.contiguous().flatten().view(torch.int8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (9000,), (300, 700), (3, 50, 60)])
+@pytest.mark.parametrize("shape", [(), (9000,), (300, 700), (3, 50, 60), (1, 40), (40, 1)])
 def test_a_transfer_casts_and_returns_the_fingerprint_of_what_it_wrote(shape, dtype) -> None:
     weights = torch.randn(shape)
+    sources = [weights, weights.mT.contiguous().mT] if weights.ndim > 1 else [weights]
     plain = torch.empty(shape, dtype=dtype)
     crossed = torch.empty(shape[::-1], dtype=dtype)
     crossed = crossed.permute(tuple(reversed(range(crossed.ndim))))
-    for target in (plain, crossed):
-        start = [0] * weights.ndim
-        assert transfer("w", weights, target, start, shape) == whole("w", weights.to(dtype))
-        assert torch.equal(target, weights.to(dtype))
+    for source in sources:
+        for target in (plain, crossed):
+            start, dim = [0] * weights.ndim, line_dim(shape, target.stride())
+            sent = transfer("w", source, target, start, shape, dim)
+            assert sent == whole("w", weights.to(dtype), dim)
+            assert sent == fingerprint("w", target, start, shape, dim)
+            assert torch.equal(bytes_of(target), bytes_of(weights.to(dtype)))
 
 
 def test_the_name_counts() -> None:
@@ -145,11 +290,12 @@ def test_the_name_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(1000, 1000), (10**6,), (10**6, 1), (10, 10**5), (1000, 10, 100)]
+    "shape", [(1000, 1000), (10**6,), (10**6, 1), (10, 10**5), (100, 10, 1000)]
 )
 def test_it_works_in_tiles_whatever_the_shape(shape) -> None:
     weights = torch.randn(shape)
     with LargestAllocation() as watch:
-        whole("w", weights)
-        whole("w", weights.mT if weights.ndim > 1 else weights)
-    assert 0 < watch.num_bytes <= 8 * TILE_ELEMENTS
+        for dim in (-1, -2)[: len(shape)]:
+            whole("w", weights, dim)
+            whole("w", weights.mT if weights.ndim > 1 else weights, dim)
+    assert 0 < watch.num_bytes <= TILE_BYTES

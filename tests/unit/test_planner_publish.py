@@ -61,7 +61,7 @@ def test_a_layer_times_layers_is_the_whole_plan(
         config = replace(config, generator=VllmConfig(num_ranks=target, dtype="bfloat16"))
     matrices = np.zeros((2, shard * tensor, target), np.int64)
     for copy in plan(trainer_layouts(config, LLAMA), generator_layouts(config, LLAMA)):
-        matrices[:, copy.source_rank, copy.target_rank] += num_bytes([copy]), 1
+        matrices[:, copy.source_rank, copy.target_rank] += num_bytes([copy]), copy.num_layers
     made = traffic(config, LLAMA)
     assert (made.num_bytes.sum(0) == matrices[0].sum(0)).all()
     assert made.num_copies.sum() == matrices[1].sum()
@@ -134,7 +134,8 @@ def test_the_lower_bound_follows_from_the_bytes() -> None:
     assert made.total_bytes == 5 * sum(received.values())
     assert made.num_groups == len(heads)
     boxes = len(LLAMA_NAMES) * 2  # every parameter has one on each rank
-    assert made.num_copies == len(heads) * len(copies) + len(siblings) * boxes
+    num_copies = sum(copy.num_layers for copy in copies)
+    assert made.num_copies == len(heads) * num_copies + len(siblings) * boxes
 
 
 LLAMA_NAMES = generator_layouts(recipe(shard=1, tensor=1, target=1, replicas=1), LLAMA)[

@@ -14,8 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.weights.layout import reshard
 from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout
-from llamarl.weights.layout.reshard import MIN_SPLIT_ELEMENTS, num_bytes, plan
+from llamarl.weights.layout.reshard import (
+    MIN_SPLIT_ELEMENTS,
+    MIN_SPREAD_ELEMENTS,
+    num_bytes,
+    plan,
+)
+from llamarl.weights.layout.split_route import pack, split
 
 GAP = -1.0  # no weight has this value
 
@@ -58,31 +65,35 @@ def cut(draw, region, num_buckets):
 
 @st.composite
 def sides(draw):
-    """Shapes, and for each side its rank layouts and buffer sizes."""
-    num_parameters = draw(st.integers(1, 3))
-    shapes = {
+    """Shapes of parameters in alike layers, and for each side its rank layouts and buffer sizes."""
+    kinds = {
         f"p{i}": tuple(draw(st.lists(st.integers(1, 7), min_size=0, max_size=3)))
-        for i in range(num_parameters)
+        for i in range(draw(st.integers(1, 3)))
     }
-    return shapes, draw(side(shapes)), draw(side(shapes))
+    layers = draw(st.sets(st.integers(0, 9), min_size=1, max_size=4))
+    shapes = {f"layers.{i}.{kind}": shape for i in layers for kind, shape in kinds.items()}
+    return shapes, draw(side(kinds, layers)), draw(side(kinds, layers))
 
 
 @st.composite
-def side(draw, shapes):
+def side(draw, kinds, layers):
+    """Layers are held alike, but may lie a little further in one rank's memory; or each as it
+    comes."""
     num_ranks = draw(st.integers(1, 4))
     memories = [Memory("flat") for _ in range(num_ranks)]
-    boxes = {name: [[] for _ in range(num_ranks)] for name in shapes}
-    for name, shape in shapes.items():
-        regions = [((0,) * len(shape), shape)]
-        for _ in range(draw(st.integers(0, 2))):  # one cut is a shard, two make a grid or blocks
-            num_buckets = draw(st.integers(1, 3))
-            regions = [bucket for region in regions for bucket in cut(draw, region, num_buckets)]
-        for region in regions:
-            holders = draw(st.sets(st.integers(0, num_ranks - 1), min_size=1))
-            for rank in sorted(holders):
-                order = draw(st.permutations(range(len(shape))))
-                box = memories[rank].place(*region, order, draw(st.integers(0, 3)))
-                boxes[name][rank].append(box)
+    is_alike = draw(st.booleans())
+    places = {}
+    boxes, shapes = {}, {}
+    odd_layer, odd_rank = draw(st.integers(0, 20)), draw(st.integers(0, num_ranks - 1))
+    for layer in layers:
+        for kind, shape in kinds.items():
+            name = f"layers.{layer}.{kind}"
+            boxes[name], shapes[name] = [[] for _ in range(num_ranks)], shape
+            if not is_alike or kind not in places:
+                places[kind] = draw(held(shape, num_ranks))
+            for rank, region, order, gap in places[kind]:
+                is_odd = (rank, layer) == (odd_rank, odd_layer)
+                boxes[name][rank].append(memories[rank].place(*region, order, gap + is_odd))
     layouts = [
         RankLayout(
             rank=rank,
@@ -96,6 +107,20 @@ def side(draw, shapes):
         for rank in range(num_ranks)
     ]
     return layouts, [memory.size for memory in memories]
+
+
+@st.composite
+def held(draw, shape, num_ranks):
+    """(rank, region, order of dimensions in memory, gap before it) of each box of a parameter."""
+    regions = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 2))):  # one cut is a shard, two make a grid or blocks
+        num_buckets = draw(st.integers(1, 3))
+        regions = [bucket for region in regions for bucket in cut(draw, region, num_buckets)]
+    return [
+        (rank, region, draw(st.permutations(range(len(shape)))), draw(st.integers(0, 3)))
+        for region in regions
+        for rank in sorted(draw(st.sets(st.integers(0, num_ranks - 1), min_size=1)))
+    ]
 
 
 def view(flat, shape, strides, offset):
@@ -124,13 +149,95 @@ def filled(layouts, sizes, weights):
 
 @pytest.mark.full
 @settings(max_examples=300, deadline=None)
-@given(sides(), st.integers(0, 10**6))
-def test_copies_equal_gather_and_slice_and_write_every_element_once(sides, seed) -> None:
+@given(sides(), st.integers(0, 10**6), st.sampled_from([2, MIN_SPREAD_ELEMENTS]))
+def test_copies_equal_gather_and_slice_and_write_every_element_once(sides, seed, spread) -> None:
     shapes, (source, source_sizes), (target, target_sizes) = sides
-    check(shapes, source, source_sizes, target, target_sizes)
     rng = random.Random(seed)
-    copies = plan(source, target)
-    assert plan(rng.sample(source, len(source)), rng.sample(target, len(target))) == copies
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reshard, "MIN_SPREAD_ELEMENTS", spread)
+        check(shapes, source, source_sizes, target, target_sizes)
+        copies = plan(source, target)
+        assert plan(rng.sample(source, len(source)), rng.sample(target, len(target))) == copies
+
+
+RANKS = range(12)  # more than any side here has
+
+
+def parts(route):
+    """Rank -> its copies of single layers, as they arrive there."""
+    assert not set(route.for_ranks(RANKS[1:]).packed) & {0}
+    return {
+        rank: [single for copy in route.for_rank(rank).copies for single in copy.each()]
+        for rank in RANKS
+    }
+
+
+def check_parts(copies):
+    """Each rank gets its own copies and no others, those of a pair in one order at both ends."""
+    singles = [single for copy in copies for single in copy.each()]
+    sending, receiving = map(
+        parts, split(pack(copies), (), source="trainer", replica=0, transport="collective")
+    )
+    assert sorted(itertools.chain(*sending.values())) == sorted(singles)
+    assert sorted(itertools.chain(*receiving.values())) == sorted(singles)
+    for here, there in itertools.product(RANKS, RANKS):
+        sent = [copy for copy in sending[here] if copy.target_rank == there]
+        assert sent == [copy for copy in receiving[there] if copy.source_rank == here]
+        assert all(copy.source_rank == here for copy in sent)
+
+
+def layered(rank, num_layers, shape, *, step=None, odd=None, buffers="{name}"):
+    """A rank that holds all of a parameter in every layer, in `buffers`, or `step` elements apart
+    in one; `odd` is a layer where it lies one further."""
+    parameters = {}
+    for layer in range(num_layers):
+        name = f"model.layers.{layer}.w"
+        offset = (step or 0) * layer + (layer == odd)
+        buffer = "weights"
+        if step is None:
+            buffer = buffers.format(name=name, half=layer // 6)
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        box = Box(
+            start=(0,) * len(shape), stop=shape, buffer=buffer, offset=offset, strides=strides
+        )
+        parameters[name] = ParameterLayout(shape=shape, dtype="float32", boxes=(box,))
+    return RankLayout(rank=rank, host="h", parameters=parameters, buckets=(tuple(parameters),))
+
+
+@pytest.mark.parametrize(
+    ("num_holders", "shape", "odd", "records"),
+    [
+        (1, (8, 4), None, [(0, 1, 12)]),  # first layer, step, layers
+        (4, (8, 4), None, [(0, 1, 12)]),
+        (4, (1 << 9, 1 << 8), None, [(0, 1, 12)] * 4),  # a slab from each
+        (4, (1 << 4, 1 << 10), 11, [(0, 1, 11)] * 4 + [(11, 0, 1)] * 4),
+        (1, (8, 4), 5, [(0, 1, 5), (5, 1, 2), (7, 1, 5)]),
+    ],
+)
+def test_alike_layers_are_one_record(num_holders, shape, odd, records) -> None:
+    sources = [layered(rank, 12, shape) for rank in range(num_holders)]
+    copies = plan(sources, [layered(0, 12, shape, step=math.prod(shape) + 7, odd=odd)])
+    found = [(int(copy.name.split(".")[2]), copy.layer_step, copy.num_layers) for copy in copies]
+    assert sorted(found) == sorted(records)
+    assert all(single.source_buffer == single.name for copy in copies for single in copy.each())
+    check_parts(copies)
+
+
+def test_layers_in_other_buffers_are_other_records() -> None:
+    source = layered(0, 12, (8, 4), buffers="half-{half}")
+    copies = plan([source], [layered(0, 12, (8, 4), step=40)])
+    assert [copy.num_layers for copy in copies] == [6, 6]
+    found = {single.name: single.source_buffer for copy in copies for single in copy.each()}
+    assert found == {name: p.boxes[0].buffer for name, p in source.parameters.items()}
+
+
+def test_holders_of_much_that_is_small_take_turns_from_layer_to_layer() -> None:
+    shape, num_layers = (MIN_SPLIT_ELEMENTS - 1,), 90
+    sources = [layered(rank, num_layers, shape) for rank in range(4)]
+    copies = plan(sources, [layered(0, num_layers, shape, step=1 << 20)])
+    assert [copy.num_layers for copy in copies] == [23, 23, 22, 22]
+    assert {copy.layer_step for copy in copies} == {4}
+    check_parts(copies)
 
 
 LAYERS = ("layers.0.w", "layers.1.w", "layers.2.w")
@@ -177,7 +284,9 @@ def check(shapes, source, source_sizes, target, target_sizes):
     arrived = [np.full(size, GAP, dtype=np.float32) for size in target_sizes]
     num_writes = [np.zeros(size, dtype=np.int32) for size in target_sizes]
     copies = plan(source, target)
-    for copy in copies:
+    check_parts(copies)
+    singles = [single for copy in copies for single in copy.each()]
+    for copy in singles:
         values = view(sent[copy.source_rank], copy.shape, copy.source_strides, copy.source_offset)
         place = copy.shape, copy.target_strides, copy.target_offset
         view(arrived[copy.target_rank], *place)[...] = values
@@ -190,7 +299,7 @@ def check(shapes, source, source_sizes, target, target_sizes):
     for found, wanted, writes in zip(arrived, expected, num_writes, strict=True):
         assert np.array_equal(found, wanted)
         assert np.array_equal(writes, wanted != GAP)
-    assert num_bytes(copies) == 4 * sum(map(np.sum, num_writes))
+    assert num_bytes(copies) == num_bytes(singles) == 4 * sum(map(np.sum, num_writes))
 
 
 def whole(rank, shapes, dtype="float32"):

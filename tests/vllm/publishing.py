@@ -44,7 +44,7 @@ def publish(memories: list[Memory], weights: dict[str, torch.Tensor]) -> list[to
         for rank, memory in enumerate(memories)
     ]
     flats = [torch.zeros(memory.num_elements, dtype=memory.dtype) for memory in memories]
-    for copy in plan(source, target):
+    for copy in (single for alike in plan(source, target) for single in alike.each()):
         read = held[copy.source_rank][copy.source_buffer]
         flats[copy.target_rank].as_strided(
             copy.shape, copy.target_strides, copy.target_offset

@@ -18,9 +18,10 @@ from llamarl.executors.memory_mover import MemoryMover
 from llamarl.generation.parameters import DTYPES, BufferLayout
 from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import parameter_shapes
-from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.boxes import Box, ParameterLayout
 from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import num_bytes, plan
+from llamarl.weights.layout.split_route import pack, split
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.shared_memory import this_host
@@ -46,8 +47,8 @@ def measure(setting: Setting) -> dict[str, float]:
     try:
         copies = plan([_answer(trainer)], [_answer(generator)])
         transport = "cuda_ipc" if setting.is_cuda else "shared_memory"
-        route = Route(source="trainer", replica=0, transport=transport, copies=tuple(copies))
-        _ask(trainer, route)
+        route, _ = split(pack(copies), (), source="trainer", replica=0, transport=transport)
+        _ask(trainer, route.for_rank(0))
         times = [_publish(trainer, generator, version) for version in range(1, NUM_VERSIONS + 1)]
     finally:
         for process in processes:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
-from llamarl.cluster.call_result import endpoint
+from llamarl.cluster.call_result import endpoint, parts_for
 from llamarl.config import EmbeddedConfig, PlacementConfig, WeightsConfig
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.specs import GeneratorSpec
@@ -80,7 +80,7 @@ class DecodingGenerator:
 
     async def ask(self, name: str, *args: Any) -> Any:
         """A method of the executor."""
-        return await endpoint(self._executor, name)(*args)
+        return await endpoint(self._executor, name)(*parts_for(0, args))
 
     async def close(self) -> None:
         self._collecting.cancel()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from llamarl.config import WeightsConfig
 from llamarl.metrics.span import Spans
-from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
+from llamarl.weights.layout.boxes import RankLayout, StagingHandle
 from llamarl.weights.layout.kinds import WeightKind
+from llamarl.weights.layout.split_route import SplitRoute
 from llamarl.weights.sync.publisher import Publisher
 from weights_bench.processes import Remote, call_all
 
@@ -22,8 +24,10 @@ class Trainer:
     async def source_layout(self) -> list[RankLayout]:
         return await call_all(self._ranks, "layout")
 
-    async def connect_target(self, replica: int, route: Route | None) -> list[None]:
-        return await call_all(self._ranks, "connect", replica, route)
+    async def connect_target(self, replica: int, route: SplitRoute | None) -> list[None]:
+        parts = [route and route.for_rank(rank) for rank in range(len(self._ranks))]
+        asked = zip(self._ranks, parts, strict=True)
+        return await asyncio.gather(*(rank.call("connect", replica, part) for rank, part in asked))
 
     async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
         return await call_all(self._ranks, "write", version, handles)
@@ -41,8 +45,11 @@ class Generator:
     async def target_layout(self) -> list[RankLayout]:
         return await self._all("layout")
 
-    async def connect_source(self, route: Route) -> list[None]:
-        return await self._all("connect", route)
+    async def connect_source(self, route: SplitRoute) -> list[None]:
+        parts = [(rank, route.for_rank(i)) for i, rank in enumerate(self._ranks)]
+        return await asyncio.gather(
+            *(rank.call("connect", self._replica, part) for rank, part in parts)
+        )
 
     async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:
         return await self._all("prepare", version, bucket)

@@ -192,7 +192,7 @@ class GeneratorRank:
     def load(self, folder: str, copies: list[Copy]) -> None:
         """Read this rank's slices from the trainer's files; `copies` say what lies where."""
         files = [safe_open(file_of(folder, rank), framework="pt") for rank in range(NUM_RANKS)]
-        for copy in copies:
+        for copy in (single for alike in copies for single in alike.each()):
             if copy.target_rank == self._rank:
                 source = files[copy.source_rank].get_tensor(copy.name)  # mapped, not read
                 target = self._flat.as_strided(copy.shape, copy.target_strides, copy.target_offset)

@@ -21,7 +21,8 @@ from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload
 from llamarl.types import NO_VERSION, Request, RolloutInfo, StageResult, VersionSpan
-from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout, Route
+from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout
+from llamarl.weights.layout.split_route import SplitRoute
 
 DIFFERENCE = 1e-6  # between a trainer's log-probs and those of a replica
 
@@ -132,7 +133,7 @@ class Layouts(SimulatedExecutor):
     async def source_layout(self) -> list[RankLayout]:
         return self._layouts((self._buckets,))
 
-    async def connect_target(self, replica: int, route: Route | None) -> list[None]:
+    async def connect_target(self, replica: int, route: SplitRoute | None) -> list[None]:
         return [None for _ in self._hosts]
 
     def _layouts(self, buckets: tuple[tuple[str, ...], ...]) -> list[RankLayout]:

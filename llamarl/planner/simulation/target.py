@@ -13,7 +13,8 @@ from llamarl.errors import StaleVersion
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.setting import Layouts, Setting
-from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
+from llamarl.weights.layout.boxes import RankLayout, StagingHandle
+from llamarl.weights.layout.split_route import SplitRoute
 
 
 class SimulatedTarget(Layouts):
@@ -30,7 +31,7 @@ class SimulatedTarget(Layouts):
     async def target_layout(self) -> list[RankLayout]:
         return self._layouts(tuple((bucket,) for bucket in self._buckets))
 
-    async def connect_source(self, route: Route) -> list[None]:
+    async def connect_source(self, route: SplitRoute) -> list[None]:
         return [None for _ in self._hosts]
 
     async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:

@@ -1,144 +1,318 @@
 """Fingerprints: 64-bit sums that show whether the right bits are in the right places.
 
 Owns: the sum, and the walk over a box in small tiles, alone or while it is copied. Does not own:
-the comparison (`comparison.py`). Invariant: sums over disjoint boxes of a parameter add up, modulo
-2^64, to the sum over their union, whatever the layout.
+the comparison (`comparison.py`) or the products (`byte_sums.py`). Invariant: sums over disjoint
+boxes of a parameter add up, modulo 2^64, to the sum over their union, whatever the layout.
 
-    fingerprint(name) = sum over elements e of
-                        key(name) * key(row(e)) * key(column(e)) * (bits(e) + 1)
+A parameter is taken as rows of bytes along one dimension, the one whose elements lie side by side
+in the target's memory (`line_dim`), and each row is cut into segments of at most SEGMENT_BYTES.
 
-`column` is the global index along the last dimension, `row` the flat global index over all others,
-`bits` the element's bit pattern after casting, as a signed integer. Keys are odd pseudo-random
-64-bit numbers, so one changed bit always changes the sum, and swapped, misplaced or skipped
-elements do except with a chance below 2^-31, also among zeros (hence the 1). The product form makes
-it one integer matrix-vector product per tile, along whichever dimension is contiguous in memory.
-Modulo 2^32, twice as fast, two changed signs would cancel: 2^31 times any odd number is 2^31.
+    t_j(r, s)         = sum over bytes p of segment s in row r of  key_j(p) * (byte(p) + 129)
+    fingerprint(name) = key(name) * sum over j, r, s of  row_key_j(r) * segment_key_j(s) * t_j(r, s)
+
+`byte` is a signed byte of the value after casting, p its place in the segment, r the row's flat
+global index; j counts NUM_KEYS independent sets of keys. key_j(p) is one of the 255 signed bytes
+but 0; the other keys are odd 64-bit numbers; all are pseudo-random functions of their index. The
+inner sums are exact 32-bit integer products of a matrix and a vector (`byte_sums.py`), the outer
+ones are modulo 2^64 and a few thousand times fewer.
+
+The bound: a given damage of a parameter, of whatever kind, goes unnoticed with a probability of at
+most 255^-NUM_KEYS + 2^-30 over the keys, which are taken as random. It changes some byte of some
+segment, and whatever the other keys are, t_j stays for at most one of the 255 keys of that byte. A
+t_j that changes does so by less than 2^27. So the sum over the segments of its row becomes a
+multiple of 2^u with a probability of at most 2^(27-u), and such a change of a row is made up for by
+the other rows with at most 2^(u-63): over all u, less than 2^-30. Damage within one byte always
+changes t_j, so 2^-30 alone bounds it. Elements exchanged, misplaced or left out are damage too,
+also among zeros: hence the 129.
 """
 
 import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from llamarl.weights.integrity.byte_sums import (
+    NUM_KEYS,
+    SEGMENT_BYTES,
+    add_bytes,
+    byte_keys,
+    key_sum,
+)
 from llamarl.weights.integrity.comparison import MODULUS
 
-RUN_ELEMENTS = 8192  # longest stretch of the contiguous dimension in a tile
-SIDE_ELEMENTS = 128  # the same where one side is transposed: lines of both stay in the cache
-TILE_ELEMENTS = 1 << 17  # with its int64 copy it fits a large cache, and is below a parameter
-DEVICE_TILE_ELEMENTS = 1 << 22  # a kernel launch costs as much as 30 MB of reading
-_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-_ROW_SALT, _COLUMN_SALT = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of pi
+TILE_BYTES = 1 << 19  # stays in a core's cache while it is summed
+DEVICE_TILE_BYTES = 1 << 24  # a kernel launch costs as much as 30 MB of reading
+SIDE_ELEMENTS = 128  # width of a tile that is transposed: lines of both stay in the cache
+MAX_SUMS = 1 << 13  # sums of segments that are kept until they are multiplied, for each set of keys
+KEY_BLOCK = 1 << 13
+_ROW_SALT, _SEGMENT_SALT = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of pi
 
 
-def fingerprint(name: str, box: Tensor, start: Sequence[int], shape: Sequence[int]) -> int:
+class _Strip(NamedTuple):
+    """Columns of a plane within one segment: from `left` on, `width` of them; `place` is the column
+    of the segment where they begin."""
+
+    left: int
+    width: int
+    segment: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cut:
+    """How columns [left, right) of a plane are walked: in tiles of `height` rows, whose sums are
+    multiplied after each `step` rows.
+
+    If `is_joined`, the rows of all strips lie one after the other as `num_lines` lines of a row, so
+    that one product sums them; else each strip is a part of its own. Of each part: its first byte
+    and its bytes in a row (`bounds`), and the `keys` of these.
+    """
+
+    left: int
+    right: int
+    height: int
+    step: int
+    strips: tuple[_Strip, ...]
+    is_joined: bool
+    num_lines: int
+    bounds: list[tuple[int, int]]
+    keys: list[tuple[Tensor, ...]]
+    itemsize: int
+
+
+def line_dim(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The dimension along which a parameter of this global shape is summed, if the target keeps it
+    with these strides: -1, or -2 where that one is closer in memory."""
+    if len(shape) < 2:
+        return -1
+    return -2 if shape[-1] == 1 or strides[-2] < strides[-1] else -1
+
+
+def fingerprint(
+    name: str, box: Tensor, start: Sequence[int], shape: Sequence[int], dim: int
+) -> int:
     """Partial fingerprint of parameter `name` of global `shape`, over one `box` of it.
 
-    `box` is a view of any strides whose first element has global index `start`.
+    `box` is a view of any strides whose first element has global index `start`; `dim` is the
+    target's `line_dim`.
     """
-    return _walk(name, box, None, start, shape)
+    return _walk(name, box, None, start, shape, dim)
 
 
 def transfer(
-    name: str, source: Tensor, target: Tensor, start: Sequence[int], shape: Sequence[int]
+    name: str, source: Tensor, target: Tensor, start: Sequence[int], shape: Sequence[int], dim: int
 ) -> int:
     """Copy `source` into `target` [same shape], cast to its dtype, tile by tile.
 
     Returns the fingerprint of the values after casting: of what was to be written, not of what
     `target` holds afterwards. Strides and devices are any.
     """
-    return _walk(name, source, target, start, shape)
+    return _walk(name, source, target, start, shape, dim)
+
+
+@functools.cache
+def segment_elements(num_columns: int, itemsize: int) -> int:
+    """Elements of a segment of rows so long: if possible all are equal."""
+    num_segments = -(-num_columns * itemsize // SEGMENT_BYTES)
+    for count in range(num_segments, 4 * num_segments + 1):
+        if num_columns % count == 0:
+            return num_columns // count
+    return SEGMENT_BYTES // itemsize
 
 
 def _walk(
-    name: str, source: Tensor, target: Tensor | None, start: Sequence[int], shape: Sequence[int]
+    name: str,
+    source: Tensor,
+    target: Tensor | None,
+    start: Sequence[int],
+    shape: Sequence[int],
+    dim: int,
 ) -> int:
     if source.numel() == 0:
         return 0
     missing = max(0, 2 - source.ndim)
-    source = source.reshape((1,) * missing + source.shape) if missing else source
-    target = target.view(source.shape) if missing and target is not None else target
     start, shape = (0,) * missing + tuple(start), (1,) * missing + tuple(shape)
+    for _ in range(missing):
+        source, target = source.unsqueeze(0), None if target is None else target.unsqueeze(0)
+    if dim == -2:
+        source, target = source.mT, None if target is None else target.mT
+        start, shape = (*start[:-2], start[-1], start[-2]), (*shape[:-2], shape[-1], shape[-2])
     total, sums = 0, []
     for outer in itertools.product(*map(range, source.shape[:-2])):
         row = start[-2]
-        for dim, index in enumerate(outer):
-            row += (start[dim] + index) * math.prod(shape[dim + 1 : -1])
+        for axis, index in enumerate(outer):
+            row += (start[axis] + index) * math.prod(shape[axis + 1 : -1])
         plane = target[outer] if outer and target is not None else target
-        ones, tiles = _plane_sums(source[outer] if outer else source, plane, row, start[-1])
-        total += ones
-        sums += tiles
+        source_plane = source[outer] if outer else source
+        for constant, part in _plane_sums(source_plane, plane, row, start[-1], shape[-1]):
+            total += constant
+            sums.append(part)
     total += int(sums[0] if len(sums) == 1 else torch.stack(sums).sum())
     return total * _name_key(name) % MODULUS
 
 
 def _plane_sums(
-    source: Tensor, target: Tensor | None, row: int, column: int
-) -> tuple[int, list[Tensor]]:
-    """The keyed sum over `source` [R, C] before the key of the name: of the ones, and of the bits,
-    int64 [], tile by tile.
+    source: Tensor, target: Tensor | None, row: int, column: int, num_columns: int
+) -> Iterator[tuple[int, Tensor]]:
+    """The sums over `source` [R, C] before the key of the name: of the 129s, and of the bytes, an
+    int64 [].
 
     A publish of a small model is mostly calls of torch, each of which waits for the thread that
     decodes: a plane of one tile makes as few of them as possible.
     """
-    slow, fast = (_ROW_SALT, row), (_COLUMN_SALT, column)
-    if source.shape[0] > 1 and (source.shape[1] == 1 or source.stride(0) < source.stride(1)):
-        source, target = source.t(), None if target is None else target.t()
-        slow, fast = fast, slow
-    # From here on the last dimension is the one that is contiguous in the source.
-    is_crossed = target is not None and target.stride(1) > target.stride(0)
-    is_turned = is_crossed and source.device.type == "cpu"
-    is_packed = is_turned or (target is not None and target.dtype != source.dtype)
-    dtype, device = target.dtype if target is not None else source.dtype, source.device
-    num_slow, num_fast = source.shape
-    run = min(num_fast, SIDE_ELEMENTS if is_crossed else RUN_ELEMENTS)
-    step = min(
-        num_slow, (DEVICE_TILE_ELEMENTS if source.device.type != "cpu" else TILE_ELEMENTS) // run
+    dtype, device = (source if target is None else target).dtype, source.device
+    (num_rows, width), (row_stride, stride) = source.shape, source.stride()
+    is_packed = source.dtype != dtype or stride != 1
+    is_crossed = is_packed and num_rows > 1 and row_stride < stride
+    most, max_sums = TILE_BYTES if device.type == "cpu" else DEVICE_TILE_BYTES, MAX_SUMS
+    gap = 0 if is_packed or num_rows == 1 else row_stride
+    cuts = _cuts(
+        num_rows,
+        width,
+        column,
+        num_columns,
+        dtype.itemsize,
+        gap,
+        is_crossed,
+        most,
+        max_sums,
+        device,
     )
-    wide = torch.empty((step, run), dtype=torch.int64, device=device)
-    packed = torch.empty((step, run), dtype=dtype, device=device) if is_packed else None
-    turned = torch.empty((run, step), dtype=dtype) if is_turned else None
-    sums: list[Tensor] = []
-    for left in range(0, num_fast, run):
-        width = min(run, num_fast - left)
-        fast_keys = _keys(fast[0], fast[1] + left, width, device)
-        for top in range(0, num_slow, step):
-            height = min(step, num_slow - top)
-            values = _tile(source, top, left, height, width)
-            if packed is not None:
-                values = _front(packed, height, width).copy_(values)
-            bits = _front(wide, height, width).copy_(values.view(_BITS[dtype.itemsize]))
-            sums.append(_keyed_sum(bits, _keys(slow[0], slow[1] + top, height, device), fast_keys))
-            if target is None:
-                continue
-            place = _tile(target, top, left, height, width)
-            if turned is not None:  # torch turns blocks in the cache only between dense tensors
-                place.t().copy_(_front(turned, width, height).copy_(values.t()))
-            else:
-                place.copy_(values)
-    return _key_sum(*slow, num_slow) * _key_sum(*fast, num_fast), sums
+    for cut in cuts:
+        packed = None
+        if is_packed:
+            size = cut.height * (cut.right - cut.left)
+            packed = torch.empty(size, dtype=dtype, device=device)
+        for top in range(0, num_rows, cut.step):
+            values, goal = source, target
+            if num_rows > cut.step or cut.right - cut.left < width:
+                values = source[top : top + cut.step, cut.left : cut.right]
+                if target is not None:
+                    goal = target[top : top + cut.step, cut.left : cut.right]
+            sums = _block_sums(values, goal, packed, cut)
+            constant, keys = _block_keys(row + top, min(cut.step, num_rows - top), cut, device)
+            yield constant, (sums * keys).sum()
 
 
-def _tile(plane: Tensor, top: int, left: int, height: int, width: int) -> Tensor:
-    """A tile of `plane` [R, C]; `plane` itself if that is all."""
-    is_whole = plane.shape == (height, width)
-    return plane if is_whole else plane[top : top + height, left : left + width]
+@functools.lru_cache(maxsize=256)  # every publish asks for the same ones
+def _cuts(
+    num_rows: int,
+    width: int,
+    column: int,
+    num_columns: int,
+    itemsize: int,
+    gap: int,
+    is_crossed: bool,
+    tile_bytes: int,
+    max_sums: int,
+    device: torch.device,
+) -> list[_Cut]:
+    """The cuts of a plane whose rows begin `gap` columns apart; 0: one after the other in each
+    cut."""
+    is_turned = is_crossed and device.type == "cpu"
+    most = SIDE_ELEMENTS if is_turned else max(1, tile_bytes // itemsize)
+    segment = segment_elements(num_columns, itemsize)
+    cuts = []
+    for strips in _strips(column, width, segment, most):
+        left, right = strips[0].left, strips[-1].left + strips[-1].width
+        height = max(1, tile_bytes // ((right - left) * itemsize))
+        height = min(num_rows, height, max(1, max_sums // len(strips)))
+        are_whole = all((strip.width, strip.place) == (segment, 0) for strip in strips)
+        is_joined = are_whole and gap in (0, right - left)
+        parts = strips[:1] if is_joined else strips
+        cuts.append(
+            _Cut(
+                left=left,
+                right=right,
+                height=height,
+                step=height * max(1, max_sums // (len(strips) * height)),
+                strips=strips,
+                is_joined=is_joined,
+                num_lines=len(strips) if is_joined else 1,
+                bounds=[((part.left - left) * itemsize, part.width * itemsize) for part in parts],
+                keys=[byte_keys(*_extent(part, itemsize), device) for part in parts],
+                itemsize=itemsize,
+            )
+        )
+    return cuts
 
 
-def _front(buffer: Tensor, height: int, width: int) -> Tensor:
-    """A dense [height, width] at the start of `buffer`; itself if that is all."""
-    is_whole = buffer.shape == (height, width)
-    return buffer if is_whole else buffer.view(-1)[: height * width].view(height, width)
+def _strips(column: int, width: int, segment: int, most: int) -> Iterator[tuple[_Strip, ...]]:
+    """The columns from `column` on in strips, of which some at a time have up to `most` columns."""
+    strips: list[_Strip] = []
+    left = 0
+    while left < width:
+        number, place = divmod(column + left, segment)
+        count = min(segment - place, width - left, most)
+        if strips and left + count - strips[0].left > most:
+            yield tuple(strips)
+            strips = []
+        strips.append(_Strip(left, count, number, place))
+        left += count
+    yield tuple(strips)
 
 
-def _keyed_sum(bits: Tensor, slow_keys: Tensor, fast_keys: Tensor) -> Tensor:
-    """Sum of bits [S, F] * slow_keys [S] * fast_keys [F], int64 []; may overwrite `bits`."""
-    if bits.device.type != "cpu":  # which has no integer matrix-vector product
-        return bits.mul_(fast_keys).sum(1).mul_(slow_keys).sum()
-    return torch.dot(torch.mv(bits, fast_keys), slow_keys)
+def _block_sums(source: Tensor, target: Tensor | None, packed: Tensor | None, cut: _Cut) -> Tensor:
+    """The sums of the bytes of `source` [R, C], int32: of each row and line [NUM_KEYS, R * lines,
+    1] if the cut is joined, else of each strip and row [strips * NUM_KEYS, R, 1].
+
+    Tiles are copied into `target`, by way of `packed` [height * C] if given, and then summed while
+    they are in the cache.
+    """
+    num_parts, num_rows = len(cut.bounds), source.shape[0] * cut.num_lines
+    size = (num_parts * NUM_KEYS, num_rows, 1)
+    sums = torch.empty(size, dtype=torch.int32, device=source.device)
+    height = cut.height * cut.num_lines
+    outs = [_tiles(each, height) for each in sums.unbind()]
+    own = [
+        zip(*outs[first : first + NUM_KEYS], strict=True) for first in range(0, len(outs), NUM_KEYS)
+    ]
+    tiles = _tiles(source, cut.height)
+    goals = itertools.repeat(None) if target is None else _tiles(target, cut.height)
+    # The caches are full of weights: what Python does between two calls costs several times more.
+    lines = [] if packed is not None else _lines(source, cut.bounds, height)
+    turns = list(zip(map(iter, lines), own, cut.keys, strict=True)) if lines else []
+    for values, goal in zip(tiles, goals, strict=False):
+        if packed is not None:
+            values = _packed(values, packed)
+            parts = map(iter, _lines(values, cut.bounds, height))
+            turns = list(zip(parts, own, cut.keys, strict=True))
+        if goal is not None:
+            goal.copy_(values)
+        for line, out, keys in turns:
+            add_bytes(next(line), next(out), keys)
+    return sums
+
+
+def _lines(
+    values: Tensor, bounds: Sequence[tuple[int, int]], num_lines: int
+) -> list[tuple[Tensor, ...]]:
+    """The bytes of `values` [R, C], for each part (first byte, bytes) the lines of each tile."""
+    flat = values.view(torch.int8)
+    if len(bounds) == 1:
+        return [_tiles(flat.view(-1, bounds[0][1]), num_lines)]
+    return [_tiles(flat[:, first : first + size], num_lines) for first, size in bounds]
+
+
+def _tiles(values: Tensor, num_rows: int) -> tuple[Tensor, ...]:
+    return (values,) if values.shape[0] <= num_rows else values.split(num_rows)
+
+
+def _packed(values: Tensor, packed: Tensor) -> Tensor:
+    """A tile, cast and row after row, in the memory of `packed`."""
+    height, width = values.shape
+    tile = packed[: height * width].view(height, width)
+    if values.stride(0) < values.stride(1) and values.device.type == "cpu":
+        # torch transposes blocks in the cache only between dense tensors.
+        turned = torch.empty((width, height), dtype=packed.dtype)
+        return tile.copy_(turned.copy_(values.t()).t())
+    return tile.copy_(values)
 
 
 @functools.cache
@@ -146,32 +320,49 @@ def _name_key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
 
 
-@functools.lru_cache(maxsize=256)  # every publish asks for the same ones
-def _keys(salt: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Keys of indices start .. start + count - 1, int64 [count]; usually a view of a block."""
-    first, last = start // RUN_ELEMENTS, (start + count - 1) // RUN_ELEMENTS
-    blocks = [_key_block(salt, block, device) for block in range(first, last + 1)]
-    begin = start - first * RUN_ELEMENTS
+@functools.lru_cache(maxsize=128)
+def _block_keys(row: int, num_rows: int, cut: _Cut, device: torch.device) -> tuple[int, Tensor]:
+    """(the sum of the 129s, the products of row and segment keys, int64) of the sums of a block,
+    in their order."""
+    strips = cut.strips
+    first = min(strip.segment for strip in strips)
+    count = max(strip.segment for strip in strips) - first + 1
+    among = torch.tensor([strip.segment - first for strip in strips])
+    constant, found = 0, []
+    for j in range(NUM_KEYS):
+        rows = _keys(_ROW_SALT + j, row, num_rows).unsqueeze(1)
+        segments = _keys(_SEGMENT_SALT + j, first, count)[among]
+        offsets = torch.tensor([key_sum(j, *_extent(strip, cut.itemsize)) for strip in strips])
+        constant += 129 * int(rows.sum()) * int((segments * offsets).sum())
+        found.append(rows * segments)  # [R, strips]
+    keys = torch.stack(found)
+    if cut.is_joined:
+        return constant, keys.view(NUM_KEYS, -1, 1).to(device)
+    by_strip = keys.permute(2, 0, 1).reshape(len(strips) * NUM_KEYS, num_rows, 1)
+    return constant, by_strip.to(device)
+
+
+def _extent(strip: _Strip, itemsize: int) -> tuple[int, int]:
+    """(first byte in its segment, bytes) of a strip."""
+    return strip.place * itemsize, strip.width * itemsize
+
+
+def _keys(salt: int, start: int, count: int) -> Tensor:
+    """Keys of indices start .. start + count - 1, int64 [count]."""
+    first, last = start // KEY_BLOCK, (start + count - 1) // KEY_BLOCK
+    blocks = [_key_block(salt, block) for block in range(first, last + 1)]
+    begin = start - first * KEY_BLOCK
     return (blocks[0] if first == last else torch.cat(blocks))[begin : begin + count]
 
 
-@functools.lru_cache(maxsize=4096)
-def _key_sum(salt: int, start: int, count: int) -> int:
-    """Sum of the keys of indices start .. start + count - 1."""
-    total, cpu = 0, torch.device("cpu")
-    for first in range(start, start + count, RUN_ELEMENTS):
-        total += int(_keys(salt, first, min(RUN_ELEMENTS, start + count - first), cpu).sum())
-    return total
-
-
 @functools.lru_cache(maxsize=64)
-def _key_block(salt: int, block: int, device: torch.device) -> Tensor:
+def _key_block(salt: int, block: int) -> Tensor:
     """Odd keys of one block of indices: splitmix64 of salt + index."""
-    index = torch.arange(block * RUN_ELEMENTS, (block + 1) * RUN_ELEMENTS, dtype=torch.int64)
+    index = torch.arange(block * KEY_BLOCK, (block + 1) * KEY_BLOCK, dtype=torch.int64)
     mixed = index * _signed(0x9E3779B97F4A7C15) + _signed(salt)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ _shift_right(mixed, shift)) * _signed(factor)
-    return ((mixed ^ _shift_right(mixed, 31)) | 1).to(device)
+    return (mixed ^ _shift_right(mixed, 31)) | 1
 
 
 def _shift_right(values: Tensor, shift: int) -> Tensor:

@@ -14,68 +14,76 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from llamarl.weights.layout.boxes import Box, Copy, ParameterLayout, RankLayout
+from llamarl.weights.layout.boxes import Box, Copy, RankLayout
+from llamarl.weights.layout.layers import AlikeLayers, Held, find_alike
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+MIN_SPREAD_ELEMENTS = 1 << 20  # less, in all layers together, comes from one source
 MIN_SPLIT_ELEMENTS = 16384  # a smaller box is not worth two copies: it goes to one source whole
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # global (start, stop) of a rectangle
-Held = dict[int, ParameterLayout]  # one parameter on one side: rank -> layout
+Holder = tuple[int, Box, int]  # source rank, its box, how far that moves from layer to layer
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A `region` of parameter `name` in box `target` of a target rank, and the `holders` (source
-    rank, its box) that can send it."""
+    """A `region` of parameters that look alike, in box `target` of a target rank, and the `holders`
+    (source rank, its box, its step) that can send it. Steps are from layer to layer."""
 
-    name: str
+    alike: AlikeLayers
     region: Region
-    holders: list[tuple[int, Box]]
+    holders: list[Holder]
     target_rank: int
     target: Box
+    target_step: int
     target_dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        """In all layers."""
+        return _num_elements(self.region) * len(self.alike.names)
 
 
 def plan(source: list[RankLayout], target: list[RankLayout]) -> list[Copy]:
     """Copies that fill every box of `target` (one replica) from the boxes of `source`.
 
-    Where several source ranks hold the same box, the bytes are evened out over them. The result
-    does not depend on the order of the ranks. ValueError, naming the parameter, if it is missing
-    on one side, shapes differ, a box lies outside its parameter, the source does not cover a
-    target box, or the target ranks together do not hold all of the parameter.
+    Layers that look alike are planned once. Where several source ranks hold the same box, the bytes
+    are evened out over them. The result does not depend on the order of the ranks. ValueError,
+    naming the parameter, if it is missing on one side, shapes differ, a box lies outside its
+    parameter, the source does not cover a target box, or the target ranks together do not hold all
+    of the parameter.
     """
     sources, targets = _by_name(source, "trainer"), _by_name(target, "generator")
     for name in sorted(sources.keys() ^ targets.keys()):
         side = "generator" if name in sources else "trainer"
         raise ValueError(f"parameter {name} must be on both sides, but the {side} does not have it")
-    pieces = [
-        piece for name, held in targets.items() for piece in _pieces(name, sources[name], held)
-    ]
+    pieces = [piece for alike in find_alike(sources, targets) for piece in _pieces(alike)]
     # First those that only one source can send, then, largest first, each of the others is sent by
     # the holder that sends the fewest bytes so far.
-    pieces.sort(key=lambda piece: (len(piece.holders) > 1, -_num_elements(piece.region)))
+    pieces.sort(key=lambda piece: (len(piece.holders) > 1, -piece.num_elements))
     sent_bytes = Counter[int]()
-    copies: dict[str, list[Copy]] = {name: [] for name in targets}
+    copies: dict[tuple[str, ...], list[Copy]] = {}
     for piece in pieces:
-        rank, box = min(piece.holders, key=lambda holder: sent_bytes[holder[0]])
-        copy = _copy(piece, rank, box)
-        sent_bytes[rank] += num_bytes([copy])
-        copies[piece.name].append(copy)
+        for copy in _shared_out(piece, sent_bytes):
+            sent_bytes[copy.source_rank] += num_bytes([copy])
+            copies.setdefault(piece.alike.names, []).append(copy)
     joined = itertools.chain.from_iterable(map(_coalesce, copies.values()))
     return sorted(joined, key=functools.partial(_order, 0))
 
 
 def num_bytes(copies: Iterable[Copy]) -> int:
     """Bytes that these copies write into target memory."""
-    return sum(math.prod(copy.shape) * DTYPE_BYTES[copy.target_dtype] for copy in copies)
+    return sum(
+        copy.num_layers * math.prod(copy.shape) * DTYPE_BYTES[copy.target_dtype] for copy in copies
+    )
 
 
-def _by_name(layouts: list[RankLayout], side: str) -> dict[str, dict[int, ParameterLayout]]:
+def _by_name(layouts: list[RankLayout], side: str) -> dict[str, Held]:
     """Parameter name -> rank -> layout, with every layout checked on its own."""
     ranks = [layout.rank for layout in layouts]
     if len(set(ranks)) != len(ranks) or not ranks:
         raise ValueError(f"{side} ranks must be distinct and at least one, got {ranks}")
-    by_name: dict[str, dict[int, ParameterLayout]] = {}
+    by_name: dict[str, Held] = {}
     for layout in sorted(layouts, key=lambda layout: layout.rank):
         for name, parameter in layout.parameters.items():
             if parameter.dtype not in DTYPE_BYTES:
@@ -102,25 +110,26 @@ def _check_box(name: str, shape: tuple[int, ...], box: Box) -> None:
         )
 
 
-def _pieces(name: str, sources: Held, targets: Held) -> Iterator[_Piece]:
-    """Cut all target boxes of one parameter along the borders of the source boxes.
+def _pieces(alike: AlikeLayers) -> Iterator[_Piece]:
+    """Cut all target boxes of parameters that look alike along the borders of the source boxes.
 
     Of a large box that several sources hold each gets a slab.
     """
+    name, sources, targets = alike.names[0], alike.sources, alike.targets
     shapes = {layout.shape for layout in (*sources.values(), *targets.values())}
     if len(shapes) > 1:
         raise ValueError(
             f"shape of parameter {name} must be equal on trainer and generator ranks, "
             f"got {' and '.join(map(str, sorted(shapes)))}"
         )
-    held: dict[Region, list[tuple[int, Box]]] = {}
+    held: dict[Region, list[Holder]] = {}
     for rank, layout in sources.items():
-        for box in layout.boxes:
-            held.setdefault((box.start, box.stop), []).append((rank, box))
+        for box, step in zip(layout.boxes, alike.source_steps[rank], strict=True):
+            held.setdefault((box.start, box.stop), []).append((rank, box, step))
     shape, regions = shapes.pop(), tuple(held)
     missing: list[Region] = [((0,) * len(shape), shape)]
     for rank, layout in targets.items():
-        for box in layout.boxes:
+        for box, step in zip(layout.boxes, alike.target_steps[rank], strict=True):
             missing = _subtract(missing, (box.start, box.stop))
             parts, rest = _cut((box.start, box.stop), regions)
             for part, region in parts:
@@ -128,12 +137,12 @@ def _pieces(name: str, sources: Held, targets: Held) -> Iterator[_Piece]:
                 slabs = _split(part, len(holders))
                 for i, slab in enumerate(slabs):
                     senders = [holders[i]] if len(slabs) == len(holders) else holders
-                    yield _Piece(name, slab, senders, rank, box, layout.dtype)
+                    yield _Piece(alike, slab, senders, rank, box, step, layout.dtype)
             _require_none(rest, f"parameter {name}: the trainer ranks must hold all of")
     _require_none(missing, f"parameter {name}: the generator ranks must hold all of")
 
 
-@functools.lru_cache(maxsize=4096)  # layers are alike
+@functools.lru_cache(maxsize=4096)  # several parameters are cut alike
 def _cut(
     box: Region, regions: tuple[Region, ...]
 ) -> tuple[list[tuple[Region, Region]], list[Region]]:
@@ -203,13 +212,26 @@ def _split(region: Region, num_slabs: int) -> list[Region]:
     ]
 
 
-def _copy(piece: _Piece, source_rank: int, source: Box) -> Copy:
-    start, stop = piece.region
+def _shared_out(piece: _Piece, sent_bytes: Counter[int]) -> list[Copy]:
+    """The copies of a piece: one, or if it is much in all layers together, one for each holder,
+    which then take turns from layer to layer."""
+    holders = sorted(piece.holders, key=lambda holder: sent_bytes[holder[0]])
+    num_layers = len(piece.alike.names)
+    num_senders = min(len(holders), num_layers) if piece.num_elements >= MIN_SPREAD_ELEMENTS else 1
+    return [
+        _copy(piece, holder).layers(turn, num_senders)
+        for turn, holder in enumerate(holders[:num_senders])
+    ]
+
+
+def _copy(piece: _Piece, holder: Holder) -> Copy:
+    """All layers of a piece, from one holder."""
+    (start, stop), (rank, source, source_step) = piece.region, holder
     return Copy(
-        name=piece.name,
+        name=piece.alike.names[0],
         start=start,
         shape=tuple(b - a for a, b in zip(start, stop, strict=True)),
-        source_rank=source_rank,
+        source_rank=rank,
         source_buffer=source.buffer,
         source_offset=source.offset_of(start),
         source_strides=source.strides,
@@ -217,6 +239,10 @@ def _copy(piece: _Piece, source_rank: int, source: Box) -> Copy:
         target_offset=piece.target.offset_of(start),
         target_strides=piece.target.strides,
         target_dtype=piece.target_dtype,
+        num_layers=len(piece.alike.names),
+        layer_step=piece.alike.layer_step,
+        source_layer_step=source_step,
+        target_layer_step=piece.target_step,
     )
 
 

@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeVar
 from llamarl.errors import ReplicaLost, StaleVersion, TargetLost
 from llamarl.protocols import WeightSource, WeightTarget
 from llamarl.weights.integrity.comparison import add_up, compare
-from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
+from llamarl.weights.layout.boxes import RankLayout, StagingHandle
+from llamarl.weights.layout.split_route import SplitRoute
 from llamarl.weights.sync.states import Event, State, next_state
 from llamarl.weights.sync.sync_calls import Change, Stagger, attempt, failure
 from llamarl.weights.transports.registry import TRANSPORTS
@@ -78,8 +79,8 @@ class ReplicaSync(Source):
         self.buckets = buckets_of(replica, target)
         self.state = State.DISCONNECTED
         self.source: Source | None = None
-        self.route: Route | None = None
-        self.route_source: Source | None = None  # where `route` begins
+        self.transport = ""  # of the route that leads here
+        self.route_source: Source | None = None  # where it begins
         self.refused = -1
         self.task: asyncio.Task[None] | None = None
         self._generator = generator
@@ -116,26 +117,26 @@ class ReplicaSync(Source):
             source.layout = self._result(source, asked, "layout")
         return source.layout
 
-    async def connect(self, source: Source, route: Route) -> None:
+    async def connect(self, source: Source, sending: SplitRoute, receiving: SplitRoute) -> None:
         """Give the route to both ends at the same time; they may wait for each other.
 
         Raises ReplicaLost, SourceLost, or what the trainer raised (TimeoutError if nothing).
         """
         if self.state is State.IDLE:
             self._move(Event.DETACH)
-        self.route, self.route_source = route, source
-        receiving = asyncio.ensure_future(self._generator.connect_source(route))
-        sending = asyncio.ensure_future(source.executor.connect_target(self.replica, route))
-        tasks = {receiving, sending}
+        self.transport, self.route_source = receiving.route.transport, source
+        there = asyncio.ensure_future(self._generator.connect_source(receiving))
+        here = asyncio.ensure_future(source.executor.connect_target(self.replica, sending))
+        tasks = {there, here}
         try:
             await asyncio.wait(tasks, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for task in tasks:
                 task.cancel()
-        if receiving.done() or not sending.done():
-            self._answer(receiving, "connect")
-        self._result(source, sending, "connect")
-        self._answer(receiving, "connect")
+        if there.done() or not here.done():
+            self._answer(there, "connect")
+        self._result(source, here, "connect")
+        self._answer(there, "connect")
         self._move(Event.CONNECT)
 
     async def update(self, version: int) -> int:
@@ -208,8 +209,7 @@ class ReplicaSync(Source):
         If the source answers another call meanwhile, the target is the one that hangs.
         """
         writing = await attempt(source.executor.write(version, handles), self._timeout_s)
-        is_mapped = self.route is not None and TRANSPORTS[self.route.transport].is_mapped
-        if not writing.done() and self.route is not None and not is_mapped:
+        if not writing.done() and not TRANSPORTS[self.transport].is_mapped:
             probe = await attempt(source.executor.source_layout(), PROBE_S)
             if failure(probe, "layout", PROBE_S) is None:
                 raise ReplicaLost(

@@ -9,11 +9,12 @@ of the trainer or a wrong fingerprint ends all tasks.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llamarl.errors import ReplicaLost, StaleVersion
 from llamarl.metrics.span import Spans
-from llamarl.weights.layout.boxes import Route
+from llamarl.weights.layout.boxes import RankLayout
+from llamarl.weights.layout.split_route import SplitRoute
 from llamarl.weights.sync.replica_sync import PeerRelay, ReplicaSync, Source, SourceLost
 from llamarl.weights.sync.states import State
 from llamarl.weights.sync.sync_calls import Change, Stagger, attempt, failure
@@ -79,8 +80,8 @@ class Replicas:
             self._assign_sources()
             joined = [self.syncs[replica] for replica in generators]
             routes = [await self._route(sync) for sync in joined]
-            for sync, (source, route) in zip(joined, routes, strict=True):
-                await sync.connect(source, route)
+            for sync, route in zip(joined, routes, strict=True):
+                await sync.connect(*route)
         except BaseException:
             for replica in generators:
                 self._remove(replica)
@@ -115,11 +116,19 @@ class Replicas:
         return ReplicaSync(
             replica,
             generator,
-            asked.result(),
+            [self._shared(layout) for layout in asked.result()],
             timeout_s=self._timeout_s,
             change=self.change,
             stagger=self._staggers[replica % len(self._staggers)],
         )
+
+    def _shared(self, layout: RankLayout) -> RankLayout:
+        """The layout; its parameters are those of a replica that looks alike, held once for all."""
+        for sync in self.syncs.values():
+            for known in sync.target:
+                if known.rank == layout.rank and known.parameters == layout.parameters:
+                    return replace(layout, parameters=known.parameters)
+        return layout
 
     def _assign_sources(self) -> None:
         targets = {sync.replica: sync.target for sync in self.syncs.values()}
@@ -127,15 +136,14 @@ class Replicas:
             self.syncs[replica].feed_from(self._trainer if head is None else self.syncs[head])
         self.change.notify()
 
-    async def _route(self, sync: ReplicaSync) -> tuple[Source, Route]:
-        """The source of a replica, and the route from there."""
+    async def _route(self, sync: ReplicaSync) -> tuple[Source, SplitRoute, SplitRoute]:
+        """The source of a replica, and the route from there for the ranks of either end."""
         source = sync.source
         assert source is not None
         layout = await sync.layout_of(source)
         is_relay = source is not self._trainer
-        return source, self._routes.make(
-            source.name, layout, sync.replica, sync.target, is_relay=is_relay
-        )
+        ends = self._routes.make(source.name, layout, sync.replica, sync.target, is_relay=is_relay)
+        return source, *ends
 
     async def _drive(self, sync: ReplicaSync) -> None:
         """The task of a replica: it gets whatever its source has, until it leaves."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from llamarl.config import WeightsConfig
 from llamarl.device.devices import platform_of
 from llamarl.weights.integrity.comparison import MODULUS, Fingerprints
-from llamarl.weights.integrity.fingerprint import fingerprint
+from llamarl.weights.integrity.fingerprint import fingerprint, line_dim
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, StagingHandle
 from llamarl.weights.layout.buckets import Bucket, Memory
@@ -76,7 +76,7 @@ class WeightBuffer:
         buckets.check(memory)
         self.version = -1  # of `active`; -1: nothing published yet
         self.before_overwrite: Callable[[int], None] = lambda version: None
-        self._parameters, self._is_staged = memory.parameters, memory.is_staged
+        self._is_staged = memory.is_staged
         self._replica, self._rank, self._host = replica, rank, host or this_host()
         self._end = End(
             rank=rank, host=self._host, device=self._device, timeout_s=config.timeout_s, rdma=rdma
@@ -87,6 +87,12 @@ class WeightBuffer:
         if config.staging == "bucket":
             max_elements = max(1, config.bucket_bytes // memory.dtype.itemsize)
             self._buckets = buckets.cut_buckets(memory.parameters, max_elements)
+        by_name = {
+            name: buckets.moved(memory.parameters[name], bucket.begin)
+            for bucket in self._buckets
+            for name in bucket.names
+        }
+        self._places = {name: by_name[name] for name in memory.parameters}  # in staging memory
         self._staging_version = -1
         self._prepared: tuple[int, int] | None = None  # version, bucket
         self._committing = -1  # a version of which `_num_committed` buckets, not all, are active
@@ -133,14 +139,8 @@ class WeightBuffer:
 
     def layout(self) -> RankLayout:
         """Where this rank wants its boxes: offsets within the staging memory of their bucket."""
-        by_name = {
-            name: buckets.moved(self._parameters[name], bucket.begin)
-            for bucket in self._buckets
-            for name in bucket.names
-        }
-        parameters = {name: by_name[name] for name in self._parameters}
         names = tuple(bucket.names for bucket in self._buckets)
-        return RankLayout(rank=self._rank, host=self._host, parameters=parameters, buckets=names)
+        return RankLayout(rank=self._rank, host=self._host, parameters=self._places, buckets=names)
 
     def connect(self, route: Route) -> None:
         """Receive over `route` from now on. Waits for the other ranks of a collective route.
@@ -151,9 +151,8 @@ class WeightBuffer:
         if self._prepared is not None:
             raise RuntimeError(f"a route came while version {self._prepared[0]} is still open")
         self._disconnect()
-        if any(copy.target_rank == self._rank for copy in route.copies):
-            names = [bucket.names for bucket in self._buckets]
-            self._receiver = make_receiver(route, self._end, names)
+        if route.copies:
+            self._receiver = make_receiver(route, self._end)
 
     def prepare(self, version: int, bucket: int) -> StagingHandle:
         """Open the staging memory for one bucket of `version`, which must be newer than the active
@@ -191,7 +190,6 @@ class WeightBuffer:
             host=self._host,
             address=address,
             num_bytes=self._staging.num_bytes,
-            names=cut.names if len(self._buckets) > 1 else (),
             is_last=bucket == len(self._buckets) - 1,
             may_be_freed=self._is_offloaded and self._staging.is_freed_by_offload,
         )
@@ -205,8 +203,7 @@ class WeightBuffer:
         if self._receiver is not None:
             self._receiver.arrive(version, bucket)
         return Fingerprints(
-            (name, self._fingerprint(name, buckets.moved(self._parameters[name], cut.begin)))
-            for name in cut.names
+            (name, self._fingerprint(name, self._places[name])) for name in cut.names
         )
 
     def commit(self, version: int, bucket: int) -> Tensor | None:
@@ -277,7 +274,8 @@ class WeightBuffer:
         for box in layout.boxes:
             view = self.staging.as_strided(box.shape, box.strides, box.offset)
             # A GPU's staging in host memory is summed on the GPU: a core is many times slower.
-            total += fingerprint(name, view.to(self._device), box.start, layout.shape)
+            dim = line_dim(layout.shape, box.strides)
+            total += fingerprint(name, view.to(self._device), box.start, layout.shape, dim)
         return total % MODULUS
 
     def _disconnect(self) -> None:

@@ -1,7 +1,7 @@
 """The writer: a source rank's end of a publish, over any transport.
 
-Owns: which copies start at this rank, and reading them as one version. Does not own: which copies
-there are (`reshard.py`), when they are written (`publisher.py`), how bytes travel (`transports/`)
+Owns: reading what is copied from this rank as one version. Does not own: which copies there are
+(`reshard.py`), when they are written (`publisher.py`), how bytes travel (`transports/`)
 or which tensors hold which version (`versioned_tensors.py`). Invariant: it never allocates memory
 in proportion to a parameter, and fingerprints its own values after casting, never what it reads
 back.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llamarl.weights.integrity.comparison import MODULUS, Fingerprints
-from llamarl.weights.integrity.fingerprint import transfer
+from llamarl.weights.integrity.fingerprint import line_dim, transfer
 from llamarl.weights.integrity.versioned_tensors import VersionedTensors
 from llamarl.weights.layout.boxes import Copy, ParameterLayout, RankLayout, Route, StagingHandle
 from llamarl.weights.transports.ends import Rdma, TransportSender
@@ -49,34 +49,33 @@ class Writer:
         )
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         self._end = End(rank=rank, host=host, device=device, timeout_s=timeout_s, rdma=rdma)
-        self._routes: dict[int, tuple[list[Copy], TransportSender | None]] = {}
+        self._senders: dict[int, TransportSender | None] = {}
 
     def layout(self) -> RankLayout:
         """Where this rank keeps its boxes."""
         return self._layout
 
     def connect(self, replica: int, route: Route | None) -> None:
-        """Keep the copies of `route` that start at this rank; None forgets the replica.
+        """Keep `route`, whose copies start at this rank; None forgets the replica.
 
         Unmaps what was mapped for `replica` before, so that a dead replica's memory is freed. Over
         the collective transport this waits for the other ranks of the route: TargetLost if they
         do not come. ValueError if a copy does not read from where the layout has its elements.
         """
-        copies = [] if route is None else list(route.copies)
-        mine = [copy for copy in copies if copy.source_rank == self._layout.rank]
-        for copy in mine:
-            self._require_own(copy)
-        _, before = self._routes.pop(replica, ([], None))
+        for copy in () if route is None else route.copies:
+            for single in copy.each():
+                self._require_own(single)
+        before = self._senders.pop(replica, None)
         if before is not None:
             before.close()
         if route is None:
             return self.tensors.remove_reader(replica)
-        self._routes[replica] = mine, make_sender(route, self._end) if mine else None
+        self._senders[replica] = make_sender(route, self._end) if route.copies else None
         self.tensors.add_reader(replica, is_slow=route.is_slow)
 
     def close(self) -> None:
         """Drop all routes."""
-        for replica in list(self._routes):
+        for replica in list(self._senders):
             self.connect(replica, None)
 
     def write(self, version: int, handles: list[StagingHandle]) -> Fingerprints:
@@ -87,14 +86,13 @@ class Writer:
         or no longer; TargetLost if the replica cannot be reached; RuntimeError if it is not
         connected or has prepared another version.
         """
-        replica, names = handles[0].replica, set(handles[0].names)
+        replica, bucket = handles[0].replica, handles[0].bucket
         for handle in handles:
             if handle.version != version:
                 raise RuntimeError(f"version {version} must be prepared, got {handle.version}")
-        if replica not in self._routes:
+        if replica not in self._senders:
             raise RuntimeError(f"generator {replica} is not connected")
-        mine, sender = self._routes[replica]
-        copies = [copy for copy in mine if not names or copy.name in names]
+        sender = self._senders[replica]
         totals: dict[str, int] = defaultdict(int)
 
         def copy_cast(copy: Copy, target: Tensor) -> None:
@@ -103,11 +101,12 @@ class Writer:
                 offset = tensor.storage_offset() + copy.source_offset
                 source = tensor.as_strided(copy.shape, copy.source_strides, offset)
                 shape = self._layout.parameters[copy.name].shape
-                totals[copy.name] += transfer(copy.name, source, target, copy.start, shape)
+                dim = line_dim(shape, copy.target_strides)
+                totals[copy.name] += transfer(copy.name, source, target, copy.start, shape, dim)
 
-        if sender is not None and copies:
+        if sender is not None:
             with torch.no_grad():
-                sender.write(copies, {handle.rank: handle for handle in handles}, copy_cast)
+                sender.write(bucket, {handle.rank: handle for handle in handles}, copy_cast)
         if handles[0].is_last:
             self.tensors.acknowledge(replica, version)
         return Fingerprints((name, total % MODULUS) for name, total in totals.items())

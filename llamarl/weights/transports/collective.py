@@ -28,7 +28,7 @@ from torch import Tensor
 from llamarl.device.devices import platform_of
 from llamarl.errors import StaleVersion, TargetLost
 from llamarl.models.process_group import form_group, meet
-from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
+from llamarl.weights.layout.boxes import Route, StagingHandle
 from llamarl.weights.transports.ends import CopyCast
 from llamarl.weights.transports.packed import (
     ALIGN_BYTES,
@@ -37,7 +37,6 @@ from llamarl.weights.transports.packed import (
     in_turns,
     longest,
     messages_by,
-    messages_to,
     squeeze,
     unpack,
 )
@@ -56,9 +55,9 @@ class RouteGroup:
     """
 
     def __init__(self, route: Route, side: str, end: End) -> None:
-        members = {("source", copy.source_rank) for copy in route.copies}
-        members |= {("target", copy.target_rank) for copy in route.copies}
-        self._index = {member: index for index, member in enumerate(sorted(members))}
+        members = [("source", rank) for rank in sorted(route.sources)]
+        members += [("target", rank) for rank in sorted(route.targets)]
+        self._index = {member: index for index, member in enumerate(members)}
         self._timeout = timedelta(seconds=end.timeout_s)
         self._itemsize = getattr(torch, route.copies[0].target_dtype).itemsize
         self._is_given_up = False
@@ -134,21 +133,18 @@ class CollectiveSender:
     """Sends messages to the targets in turns, one write at a time; see `TransportSender`."""
 
     def __init__(self, route: Route, end: End) -> None:
-        self._route, self._rank = route, end.rank
+        self._route = route
+        self._messages = messages_by("target_rank", route)
         try:
             self.group = RouteGroup(route, "source", end)
         except (RuntimeError, ValueError) as error:
             raise TargetLost(f"generator {route.replica} did not meet us: {error}") from error
         self._is_broken = False
 
-    def write(
-        self, copies: Sequence[Copy], handles: Mapping[int, StagingHandle], copy_cast: CopyCast
-    ) -> None:
+    def write(self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast) -> None:
         if self._is_broken:
             raise TargetLost(f"generator {self._route.replica} must be connected again")
-        handle = next(iter(handles.values()))
-        version, bucket = handle.version, handle.bucket
-        by_rank = messages_by("target_rank", copies, self._route.bucket_bytes)
+        version, by_rank = next(iter(handles.values())).version, self._messages[bucket]
         num_sent = dict.fromkeys(by_rank, 0)
         buffers = [Tensor(), Tensor()]
         pending: list[list[Any]] = [[], []]
@@ -210,8 +206,9 @@ class CollectiveSender:
 class CollectiveReceiver:
     """Receives on a thread of its own once a bucket is prepared; see `TransportReceiver`."""
 
-    def __init__(self, route: Route, end: End, buckets: Sequence[Sequence[str]]) -> None:
-        self._route, self._rank, self._buckets = route, end.rank, buckets
+    def __init__(self, route: Route, end: End) -> None:
+        self._route = route
+        self._messages = messages_by("source_rank", route)
         self.group = RouteGroup(route, "target", end)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -248,11 +245,10 @@ class CollectiveReceiver:
         self.abort()
 
     def _receive(self, version: int, bucket: int, flat: Tensor) -> None:
-        by_rank = messages_to(self._route, self._rank, self._buckets[bucket])
         memory = Tensor()
         ended: set[int] = set()
         try:
-            for rank, index, message in in_turns(by_rank):
+            for rank, index, message in in_turns(self._messages[bucket]):
                 if rank in ended:
                     continue
                 memory = _room(memory, message, self.group.device)

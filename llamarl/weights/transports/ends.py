@@ -9,7 +9,7 @@ into the target's staging memory. Packed ones (`collective.py`, `rdma.py`) send 
 (`packed.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -23,10 +23,8 @@ CopyCast = Callable[[Copy, Tensor], None]
 class TransportSender(Protocol):
     """Writes one source rank's copies into one replica's memory."""
 
-    def write(
-        self, copies: Sequence[Copy], handles: Mapping[int, StagingHandle], copy_cast: CopyCast
-    ) -> None:
-        """Copy `copies`, all of one bucket, into the memory of `handles` (by target rank).
+    def write(self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast) -> None:
+        """Copy what the rank sends of `bucket` into the memory of `handles` (by target rank).
 
         Returns once the targets can see the bytes. TargetLost; or what `copy_cast` raises, once
         the targets know that nothing more will come.

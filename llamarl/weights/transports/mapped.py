@@ -6,7 +6,7 @@ so one sender serves both, and host memory may be the staging memory of a GPU.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from llamarl.device.devices import platform_of
 from llamarl.device.platform import Handle
 from llamarl.errors import TargetLost
-from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
+from llamarl.weights.layout.boxes import Route, StagingHandle
 from llamarl.weights.transports.ends import CopyCast
 from llamarl.weights.transports.packed import cut
 from llamarl.weights.transports.registry import End
@@ -99,29 +99,34 @@ class MappedSender:
 
     def __init__(self, route: Route, end: End) -> None:
         self._host = end.host
+        self._pieces = [
+            [
+                piece
+                for copy in copies
+                for piece in cut(copy, PIECE_BYTES // getattr(torch, copy.target_dtype).itemsize)
+            ]
+            for copies in route.by_bucket()
+        ]
         self._opened: dict[object, Tensor] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def write(
-        self, copies: Sequence[Copy], handles: Mapping[int, StagingHandle], copy_cast: CopyCast
-    ) -> None:
+    def write(self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast) -> None:
         devices = set()
-        for whole in copies:
-            handle, dtype = handles[whole.target_rank], getattr(torch, whole.target_dtype)
+        for copy in self._pieces[bucket]:
+            handle, dtype = handles[copy.target_rank], getattr(torch, copy.target_dtype)
             if handle.host != self._host:
                 raise RuntimeError(
                     f"memory must be of host {self._host} to be mapped, got generator "
                     f"{handle.replica} rank {handle.rank} on {handle.host}"
                 )
-            for copy in cut(whole, PIECE_BYTES // dtype.itemsize):
-                with self._lock:  # so that nothing is written any more once `close` has returned
-                    flat = self._flat(handle, dtype)
-                    devices.add(flat.device)  # not the tensor: it would keep the mapping
-                    copy_cast(
-                        copy, flat.as_strided(copy.shape, copy.target_strides, copy.target_offset)
-                    )
-                    del flat
+            with self._lock:  # so that nothing is written any more once `close` has returned
+                flat = self._flat(handle, dtype)
+                devices.add(flat.device)  # not the tensor: it would keep the mapping
+                copy_cast(
+                    copy, flat.as_strided(copy.shape, copy.target_strides, copy.target_offset)
+                )
+                del flat
         for device in devices:
             platform_of(device).synchronize(device)
         with self._lock:  # all other memory stays mapped from write to write

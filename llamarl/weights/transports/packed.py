@@ -15,7 +15,7 @@ other end needs to know no more than the longest it can be.
 
 import math
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from llamarl.weights.layout.boxes import Copy, Route
+from llamarl.weights.layout.reshard import DTYPE_BYTES
 
 PREFIX_BYTES = 8  # of a compressed message: how long its top bytes are
 ALIGN_BYTES = 16  # pieces begin where vector loads are fast
@@ -31,7 +32,8 @@ Side = Literal["source_rank", "target_rank"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Pieces and the byte where each begins, its values in row-major order; `num_bytes` in all."""
+    """Pieces and the byte where each begins, its values in the order of the target's memory;
+    `num_bytes` in all."""
 
     pieces: tuple[tuple[Copy, int], ...]
     num_bytes: int
@@ -41,18 +43,31 @@ class Message:
         for copy, begin in self.pieces:
             dtype = getattr(torch, copy.target_dtype)
             end = begin + math.prod(copy.shape) * dtype.itemsize
-            yield copy, memory[begin:end].view(dtype).view(copy.shape)
+            strides = _dense(copy.shape, copy.target_strides)
+            yield copy, memory[begin:end].view(dtype).as_strided(copy.shape, strides)
+
+
+def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides without gaps for this shape, with the dimensions in the order of other strides."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (order[dim], -dim)):
+        strides[dim], step = step, step * shape[dim]
+    return tuple(strides)
 
 
 def messages(copies: Sequence[Copy], bucket_bytes: int) -> list[Message]:
-    """Messages of at most `bucket_bytes` (or one element) that carry `copies` in their order."""
+    """Messages of at most `bucket_bytes` (or one element) that carry `copies`, each of one layer,
+    in their order."""
     made: list[Message] = []
     pieces: list[tuple[Copy, int]] = []
     end = 0
     for whole in copies:
-        itemsize = getattr(torch, whole.target_dtype).itemsize
-        for copy in cut(whole, max(1, bucket_bytes // itemsize)):
-            num_bytes = math.prod(copy.shape) * itemsize
+        itemsize = DTYPE_BYTES[whole.target_dtype]
+        num_bytes = math.prod(whole.shape) * itemsize
+        is_small = num_bytes <= bucket_bytes
+        for copy in (whole,) if is_small else cut(whole, max(1, bucket_bytes // itemsize)):
+            if not is_small:
+                num_bytes = math.prod(copy.shape) * itemsize
             begin = -(-end // ALIGN_BYTES) * ALIGN_BYTES
             if pieces and begin + num_bytes > bucket_bytes:
                 made.append(Message(tuple(pieces), end))
@@ -73,22 +88,22 @@ def cut(copy: Copy, max_elements: int) -> Iterator[Copy]:
         yield from cut(copy.slab(dim, first, min(step, copy.shape[dim] - first)), max_elements)
 
 
-def messages_by(side: Side, copies: Iterable[Copy], bucket_bytes: int) -> dict[int, list[Message]]:
-    """The messages to each target rank, or from each source rank, of these copies.
+def messages_by(side: Side, route: Route) -> list[dict[int, list[Message]]]:
+    """By bucket, the messages of this rank to each target rank, or from each source rank.
 
-    Both ends get the same messages: each keeps the order that the copies have in the route.
+    Both ends make the same messages, as the copies between them have the same order at both.
     """
+    return [
+        {rank: messages(found, route.bucket_bytes) for rank, found in sorted(by_rank.items())}
+        for by_rank in (_by_rank(side, copies) for copies in route.by_bucket())
+    ]
+
+
+def _by_rank(side: Side, copies: Iterable[Copy]) -> dict[int, list[Copy]]:
     by_rank: dict[int, list[Copy]] = {}
     for copy in copies:
         by_rank.setdefault(getattr(copy, side), []).append(copy)
-    return {rank: messages(found, bucket_bytes) for rank, found in sorted(by_rank.items())}
-
-
-def messages_to(route: Route, rank: int, names: Collection[str]) -> dict[int, list[Message]]:
-    """What target `rank` receives of the bucket of these parameters, by source rank."""
-    wanted = set(names)
-    copies = (copy for copy in route.copies if copy.target_rank == rank and copy.name in wanted)
-    return messages_by("source_rank", copies, route.bucket_bytes)
+    return by_rank
 
 
 def in_turns(by_rank: Mapping[int, list[Message]]) -> Iterator[tuple[int, int, Message]]:

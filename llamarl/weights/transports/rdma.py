@@ -7,16 +7,16 @@ memory, and the next bucket's messages go into the same ones.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from llamarl.device.devices import platform_of
 from llamarl.errors import TargetLost
-from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
+from llamarl.weights.layout.boxes import Route, StagingHandle
 from llamarl.weights.transports.ends import CopyCast
-from llamarl.weights.transports.packed import in_turns, messages_by, messages_to, unpack
+from llamarl.weights.transports.packed import in_turns, messages_by, unpack
 from llamarl.weights.transports.registry import End
 from llamarl.weights.transports.shared_memory import require_memory
 
@@ -26,16 +26,14 @@ class RdmaSender:
 
     def __init__(self, route: Route, end: End) -> None:
         self._route, self._rank, self._timeout_s = route, end.rank, end.timeout_s
+        self._messages = messages_by("target_rank", route)
         assert end.rdma is not None
         self._rdma = end.rdma
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._is_closed = False
 
-    def write(
-        self, copies: Sequence[Copy], handles: Mapping[int, StagingHandle], copy_cast: CopyCast
-    ) -> None:
-        by_rank = messages_by("target_rank", copies, self._route.bucket_bytes)
-        for rank, index, message in in_turns(by_rank):
+    def write(self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast) -> None:
+        for rank, index, message in in_turns(self._messages[bucket]):
             address = handles[rank].address
             assert isinstance(address, dict), "an rdma handle has addresses by source rank"
             if self._memory.numel() < message.num_bytes:
@@ -59,11 +57,11 @@ class RdmaSender:
 class RdmaReceiver:
     """Inboxes of one target rank, taken apart when it verifies; see `TransportReceiver`."""
 
-    def __init__(self, route: Route, end: End, buckets: Sequence[Sequence[str]]) -> None:
+    def __init__(self, route: Route, end: End) -> None:
         assert end.rdma is not None
         self._rdma, rank = end.rdma, end.rank
         self._flat = torch.empty(0)  # what is open
-        self._messages = [messages_to(route, rank, names) for names in buckets]
+        self._messages = messages_by("source_rank", route)
         sizes: defaultdict[tuple[int, int], int] = defaultdict(int)
         for by_source in self._messages:
             for source, index, message in in_turns(by_source):

@@ -8,7 +8,6 @@ used.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ class Transport:
     """One value of `weights.transport`.
 
     `sender`, and `receiver` unless the source writes straight into the target's memory, are
-    "module:Class" and are made with (route, end) and (route, end, buckets). `device` is the only
+    "module:Class" and are made with (route, end). `device` is the only
     one whose memory it reaches, None for all. `meets`: the ranks of a route meet at a path that all
     see. `uses_rdma`: its ends are given Monarch's RDMA buffers. `is_inline`: both ends may be in
     one process.
@@ -87,12 +86,10 @@ def make_sender(route: Route, end: End) -> TransportSender:
     return sender
 
 
-def make_receiver(
-    route: Route, end: End, buckets: Sequence[Sequence[str]]
-) -> TransportReceiver | None:
-    """A target rank's end of `route`, None if it takes no part; `buckets` name the parameters."""
+def make_receiver(route: Route, end: End) -> TransportReceiver | None:
+    """A target rank's end of `route`, None if it takes no part."""
     receiver = TRANSPORTS[route.transport].receiver
-    return None if receiver is None else pkgutil.resolve_name(receiver)(route, end, buckets)
+    return None if receiver is None else pkgutil.resolve_name(receiver)(route, end)
 
 
 def mapped_on(device: str) -> str:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 
 from llamarl.config import WeightsConfig
-from llamarl.weights.layout.boxes import Copy, RankLayout, Route
+from llamarl.weights.layout.boxes import RankLayout
 from llamarl.weights.layout.kinds import WeightKind, assign_sources
 from llamarl.weights.layout.reshard import plan
+from llamarl.weights.layout.split_route import PackedCopies, SplitRoute, pack, split
 from llamarl.weights.transports.registry import TRANSPORTS, mapped_on, named
 
 
@@ -32,7 +33,7 @@ class Routes:
     ) -> None:
         self._config, self._rendezvous_folder = config, rendezvous_folder
         self._kind_of, self._far_sites = kind_of, far_sites
-        self._planned: dict[tuple[bool, WeightKind], tuple[object, list[Copy]]] = {}  # by is_relay
+        self._planned: dict[tuple[bool, WeightKind], tuple[object, PackedCopies]] = {}
 
     def is_far(self, target: list[RankLayout]) -> bool:
         """Whether a replica is at another site than the trainer."""
@@ -50,8 +51,8 @@ class Routes:
         target: list[RankLayout],
         *,
         is_relay: bool,
-    ) -> Route:
-        """The route to `replica`; a relay is one from another replica.
+    ) -> tuple[SplitRoute, SplitRoute]:
+        """The route to `replica`, for the ranks of either end; a relay is one from another replica.
 
         ValueError if the layouts do not fit each other or the transport.
         """
@@ -67,20 +68,21 @@ class Routes:
                 f"{', '.join(_hosts(target))}"
             )
         boxes = [[(r.rank, r.parameters) for r in ranks] for ranks in (source_layout, target)]
-        planned, copies = self._planned.get((is_relay, kind), (None, []))
+        planned, copies = self._planned.get((is_relay, kind), (None, PackedCopies({}, {})))
         if planned != boxes:  # replicas of a kind mostly look alike, on whichever hosts they are
-            copies = plan(source_layout, target)
+            copies = pack(plan(source_layout, target))
             self._planned[is_relay, kind] = boxes, copies
         rendezvous = ""
         if transport.meets:
             os.makedirs(self._rendezvous_folder, exist_ok=True)
             meeting = f"{source}-generator-{replica}-{uuid.uuid4().hex}"
             rendezvous = os.path.join(self._rendezvous_folder, meeting)
-        return Route(
+        return split(
+            copies,
+            target[0].buckets,
             source=source,
             replica=replica,
             transport=name,
-            copies=tuple(copies),
             rendezvous=rendezvous,
             bucket_bytes=self._config.bucket_bytes,
             is_slow=not is_relay and self.is_far(target),
