@@ -44,6 +44,7 @@ class Accelerator(Platform):
     has_wide_mm = True
     num_logits = 2**27  # 512 MiB: each chunk reads the whole head
     num_tiled = 1 << 24  # 32 MiB fit a GPU's second-level cache
+    tile_bytes = 1 << 24  # a kernel launch costs as much as 30 MB of reading
 
     @property
     def module(self) -> Any:

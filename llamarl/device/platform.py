@@ -79,7 +79,8 @@ class Platform:
     `runs_ahead`: the host launches operations and goes on while they run, so whatever needs a
     result waits. `backend`: of the default process group of its ranks;
     `host_backend`: of groups for tensors in host memory. `num_logits`, `num_tiled`:
-    elements that the head and a quantised product work on at once.
+    elements that the head and a quantised product work on at once; `tile_bytes`: what a publish
+    does.
     `has_wide_mm`: products of 16-bit matrices may give float32.
     """
 
@@ -89,6 +90,7 @@ class Platform:
     has_wide_mm = False
     num_logits = 2**24  # 64 MiB in float32
     num_tiled = 1 << 19  # fits the second-level cache of a core
+    tile_bytes = 1 << 19  # stays in a core's cache while it is cast, copied and summed
 
     def find(self, field: str, index: int) -> torch.device:
         """The device of this kind with this index, which this process may use. ValueError, naming

@@ -9,8 +9,8 @@ import traceback
 import torch
 
 from llamarl.config import WeightsConfig
+from llamarl.device.devices import PLATFORMS
 from llamarl.metrics.span import Spans
-from llamarl.weights.integrity import fingerprint
 from llamarl.weights.layout.boxes import Box, ParameterLayout
 from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.kinds import WeightKind
@@ -252,7 +252,7 @@ def outcome(call, *args):
 
 def serve(make, args, pipe):
     torch.set_num_threads(1)
-    fingerprint.TILE_BYTES = TILE_BYTES
+    PLATFORMS["cpu"].tile_bytes = TILE_BYTES
     target = make(*args)
     while True:
         name, args = pipe.recv()

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.device.devices import PLATFORMS
 from llamarl.weights.integrity import byte_sums
 from llamarl.weights.integrity import fingerprint as fingerprints
 from llamarl.weights.integrity.byte_sums import NUM_KEYS, SEGMENT_BYTES
 from llamarl.weights.integrity.comparison import MODULUS
 from llamarl.weights.integrity.fingerprint import (
-    TILE_BYTES,
     fingerprint,
     line_dim,
     segment_elements,
@@ -21,6 +21,7 @@ from llamarl.weights.integrity.fingerprint import (
 )
 from tests.allocation import LargestAllocation
 
+TILE_BYTES = PLATFORMS["cpu"].tile_bytes
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8]
 DTYPES += [torch.float8_e4m3fn]
 
@@ -150,7 +151,7 @@ def test_partial_sums_of_any_cutting_add_up_to_the_whole(data) -> None:
     weights = random_weights(shape, dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            fingerprints, "TILE_BYTES", data.draw(st.sampled_from([3000, 20000, TILE_BYTES]))
+            PLATFORMS["cpu"], "tile_bytes", data.draw(st.sampled_from([3000, 20000, TILE_BYTES]))
         )
         patch.setattr(fingerprints, "MAX_SUMS", data.draw(st.sampled_from([20, 1 << 13])))
         total = 0

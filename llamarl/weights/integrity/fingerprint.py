@@ -37,6 +37,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llamarl.device.devices import platform_of
 from llamarl.weights.integrity.byte_sums import (
     NUM_KEYS,
     SEGMENT_BYTES,
@@ -46,8 +47,6 @@ from llamarl.weights.integrity.byte_sums import (
 )
 from llamarl.weights.integrity.comparison import MODULUS
 
-TILE_BYTES = 1 << 19  # stays in a core's cache while it is summed
-DEVICE_TILE_BYTES = 1 << 24  # a kernel launch costs as much as 30 MB of reading
 SIDE_ELEMENTS = 128  # width of a tile that is transposed: lines of both stay in the cache
 MAX_SUMS = 1 << 13  # sums of segments that are kept until they are multiplied, for each set of keys
 KEY_BLOCK = 1 << 13
@@ -170,7 +169,7 @@ def _plane_sums(
     (num_rows, width), (row_stride, stride) = source.shape, source.stride()
     is_packed = source.dtype != dtype or stride != 1
     is_crossed = is_packed and num_rows > 1 and row_stride < stride
-    most, max_sums = TILE_BYTES if device.type == "cpu" else DEVICE_TILE_BYTES, MAX_SUMS
+    most, max_sums = platform_of(device).tile_bytes, MAX_SUMS
     gap = 0 if is_packed or num_rows == 1 else row_stride
     cuts = _cuts(
         num_rows,
