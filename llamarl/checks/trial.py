@@ -54,7 +54,7 @@ class TrialTolerance:
         generator, trainer = config.generator, config.trainer
         is_wide = generator.dtype == "float32" and generator.quantization == "none"
         gradient = 2e-3 if is_wide and trainer.compute_dtype == "float32" else 0.15
-        return cls(1e-3, 1e-2, gradient) if is_wide else cls(0.3, 2.0, gradient)
+        return cls(1e-3, 1e-2, gradient) if is_wide else cls(0.5, 2.0, gradient)
 
 
 def tiny_config(config: Config, checkpoint: str, tokenizer: str) -> Config:
