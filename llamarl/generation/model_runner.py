@@ -26,8 +26,6 @@ from llamarl.generation.padded_kv_cache import PaddedKVCache
 from llamarl.generation.running_batch import DecodeStep, RunningBatch
 from llamarl.generation.sampling import sample
 
-SHORTEST = 128  # the smallest length that padded rows read
-
 
 class EagerRunner:
     """Launches every operation by itself, over rollouts alone.
@@ -113,8 +111,7 @@ class PaddedRunner:
             return
         self._num_rows = padded_rows(int(occupied[-1]) + 1, self._cache.num_slots)
         longest = int((running.cached + running.in_flight)[occupied].max()) + PLAN_STEPS
-        length = 1 << (max(longest, SHORTEST) - 1).bit_length()
-        self._length = min(length, self._cache.num_positions)
+        self._length = self._cache.bucket(longest)
         self._sampling = running.sampling_rows(np.arange(self._num_rows))
 
     def launch(self, running: RunningBatch, version: int) -> DecodeStep:
@@ -168,8 +165,8 @@ class PaddedRunner:
         index = self._cache.next_index(positions)
         # Without cuDNN's kernels, which choose their plan on the host at each new shape.
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            mask = self._cache.mask(positions, self._length)
-            return self._decoder.decode(tokens, positions, index, mask)
+            plan = self._cache.plan(positions, self._length)
+            return self._decoder.decode(tokens, positions, index, plan)
 
 
 ModelRunner = EagerRunner | PaddedRunner
