@@ -10,11 +10,11 @@ import logging
 import os
 import re
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from subprocess import CalledProcessError
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ class CudaPlatform(Accelerator):
 
         try:
             driver.active.get_current_device()  # the first use compiles Triton's launcher
-        except (RuntimeError, AssertionError, OSError, subprocess.CalledProcessError) as error:
+        except (RuntimeError, AssertionError, OSError, ImportError, CalledProcessError) as error:
             log.warning("torch's attention decodes, as Triton cannot be set up: %s", error)
             return False
         return True

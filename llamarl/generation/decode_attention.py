@@ -44,7 +44,7 @@ def attend_splits(
     queries: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
-    positions: tl.tensor,
+    lengths: tl.tensor,
     partial: tl.tensor,
     logsums: tl.tensor,
     query_row: tl.tensor,
@@ -64,7 +64,7 @@ def attend_splits(
     `head_size`: of keys, and of values, from one key-value head to the next.
     """
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(positions + row).to(tl.int32) + 1
+    length = tl.load(lengths + row).to(tl.int32)
     size = split_positions(length, num_splits, shortest, tile)
     start = split * size
     if start >= length:
@@ -106,7 +106,7 @@ def attend_splits(
 def combine_splits(
     partial: tl.tensor,
     logsums: tl.tensor,
-    positions: tl.tensor,
+    lengths: tl.tensor,
     out: tl.tensor,
     head_dim: tl.constexpr,
     dims_tile: tl.constexpr,
@@ -118,7 +118,7 @@ def combine_splits(
     """The output of one query head of one row; grid [heads, rows]."""
     row = tl.program_id(1)
     head = row * tl.num_programs(0) + tl.program_id(0)
-    length = tl.load(positions + row).to(tl.int32) + 1
+    length = tl.load(lengths + row).to(tl.int32)
     num_used = tl.cdiv(length, split_positions(length, num_splits, shortest, tile))
     split, dim = tl.arange(0, splits_tile), tl.arange(0, dims_tile)
     part = head * num_splits + split
@@ -156,15 +156,16 @@ def combine_options(splits: dict[str, int]) -> dict[str, int]:
     return {name: splits[name] for name in shared} | {"splits_tile": tile}
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """Attention output [n, heads * head_dim] of `queries` [n, heads, head_dim] over the positions
-    up to and with their own, `positions` int64 [n], of the first n slots.
+def attend(queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    """Attention output [n, heads * head_dim] of `queries` [n, heads, head_dim] over the first
+    `lengths` positions, int64 [n] and at least 1, of the first n slots.
 
     `keys` and `values` [slots, kv_heads, num_positions, head_dim] are contiguous, and so is each
     row of queries. Beside a bfloat16 cache of whole splits, the partial outputs take heads /
     kv_heads / 256 of one layer's keys and values.
     """
     num_rows, num_heads, head_dim = queries.shape
+    assert queries.stride()[1:] == (head_dim, 1)
     num_kv_heads, num_positions = keys.shape[1:3]
     options = splits_options(keys.dtype, num_heads // num_kv_heads, head_dim, num_positions)
     num_splits = options["num_splits"]
@@ -175,7 +176,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> 
         queries,
         keys,
         values,
-        positions,
+        lengths,
         partial,
         logsums,
         queries.stride(0),
@@ -185,6 +186,6 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> 
         num_warps=NUM_WARPS,
     )
     combine_splits[num_heads, num_rows](
-        partial, logsums, positions, out, **combine_options(options), num_warps=NUM_WARPS
+        partial, logsums, lengths, out, **combine_options(options), num_warps=NUM_WARPS
     )
     return out

@@ -97,13 +97,12 @@ class PaddedKVCache:
             return self.num_positions
         return min(1 << (max(longest, SHORTEST) - 1).bit_length(), self.num_positions)
 
-    def plan(self, positions: Tensor, length: int) -> Tensor:
-        """What `attend` takes for rows at `positions` int64 [n] within `length`, their `bucket`:
-        for the kernel their positions, else a mask [n, 1, 1, length] that is 0 up to each row's own
-        position and -inf behind."""
+    def plan(self, lengths: Tensor, bucket: int) -> Tensor:
+        """What `attend` takes for rows of `lengths` int64 [n] within their `bucket`: the lengths
+        for the kernel, else a mask [n, 1, 1, bucket], 0 up to each row's own and -inf behind."""
         if self._kernel is not None:
-            return positions
-        hidden = self._position[:length] > positions[:, None]
+            return lengths
+        hidden = self._position[:bucket] >= lengths[:, None]
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from llamarl.config import EmbeddedConfig
 from llamarl.device.devices import PLATFORMS
 from llamarl.device.platform import Platform
-from llamarl.generation import decode_attention
+from llamarl.generation import decode_attention, padded_kv_cache
 from llamarl.generation.engine import EmbeddedEngine
 from tests.random_search import case
 from tests.tiny_checkpoints import LLAMA, make_model
@@ -45,7 +45,7 @@ def check(seed: int, device: str) -> None:
     num_kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 4, 8, 17])
     head_dim = rng.choice([8, 24, 32, 64, 64, 80, 128, 128])
     num_rows, num_positions = rng.randint(1, 5), 32 * rng.choice([1, 2, 3, 8, 20])
-    places = [rng.choice([0, num_positions - 1, rng.randrange(num_positions)]) for _ in range(5)]
+    ends = [rng.choice([1, num_positions, rng.randint(1, num_positions)]) for _ in range(num_rows)]
     held = [row for row in range(num_rows) if rng.random() < 0.8]  # rows with a rollout
     shape = (num_rows + rng.randint(0, 2), num_kv_heads, num_positions, head_dim)
 
@@ -58,18 +58,17 @@ def check(seed: int, device: str) -> None:
     keys, values = draw(*shape), draw(*shape, scale=rng.choice([1, 1e-3, 1e3]))
     unseen = torch.ones(shape[0], num_positions, dtype=torch.bool)
     for row in held:
-        unseen[row, : places[row] + 1] = False
+        unseen[row, : ends[row]] = False
     for cache in (keys, values):
         cache.masked_fill_(unseen[:, None, :, None], torch.nan)
-    positions = torch.tensor(places[:num_rows])
-    given = [each.to(device) for each in (keys, values, positions)]
+    given = [each.to(device) for each in (keys, values, torch.tensor(ends))]
     queries = queries.to(device)
     out = decode_attention.attend(queries, *given)
     assert out.dtype == dtype
     alone = decode_attention.attend(queries[:1], *given)
     assert 0 not in held or torch.equal(alone, out[:1])
     for row in held:
-        end = places[row] + 1
+        end = ends[row]
         q, k, v = (
             each.double().cpu() for each in (queries[row], keys[row, :, :end], values[row, :, :end])
         )
@@ -91,19 +90,19 @@ class WithTriton(Platform):
 def check_engine() -> None:
     """Recorded steps with the kernels write what plain ones write on a CPU, and there is one
     recording for each number of rows."""
-    decode_attention.SPLIT = 32
+    decode_attention.SPLIT, padded_kv_cache.SHORTEST = 32, 8
     done = []
     for has_triton in (False, True):
         PLATFORMS["cpu"] = WithTriton() if has_triton else Platform()
         config = EmbeddedConfig(max_num_seqs=2, max_model_len=64, dtype="float32")
         engine = EmbeddedEngine(LLAMA, config, is_padded=has_triton)
         if has_triton:
-            graphs = record_steps(engine)
+            record_steps(engine)
         engine.commit(flat_weights(engine, make_model(LLAMA, 1)), 0)
-        for row, prompt in enumerate([*random_prompts(2), tuple(range(50))]):
+        for row, prompt in enumerate([*random_prompts(2, longest=6), tuple(range(50))]):
             engine.submit(make_request(row, prompt, 9 - 2 * row))
         done.append(finish(engine))
-    assert graphs.num_recorded <= config.max_num_seqs
+    assert {length for _, length in engine._runner._replays} == {config.max_model_len}
     for row, item in done[0].items():
         other = done[1][row].written
         assert other.ids.tolist() == item.written.ids.tolist()

@@ -7,8 +7,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,13 +19,12 @@ from tests.places import ROOT
 from tests.random_search import searched
 
 if TYPE_CHECKING:
-    from triton import JITFunction
+    from triton.backends.compiler import GPUTarget
 
 THREADS_PER_WARP = 32
 MOST_REGISTERS = 128  # of a thread: four programs of four warps on a multiprocessor
 MOST_SHARED_BYTES = 80 << 10  # two programs on a multiprocessor of an A100, which has 164 KiB
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-GEOMETRIES = [(7, 64), (8, 128), (16, 128), (8, 80)]
+GEOMETRIES = [(7, 64), (16, 128), (8, 80)]
 """Query heads per key-value head, and head_dim."""
 
 
@@ -58,59 +58,77 @@ def test_an_engine_decodes_with_them_what_it_decodes_without() -> None:
     interpret("engine")
 
 
-def compiled(
-    kernel: JITFunction[Any], constants: dict[str, int], types: list[str], capability: int
-) -> tuple[int, int, int]:
-    """Registers of a thread, bytes that it spills, and bytes of shared memory of a program."""
+class Driver:
+    """Triton's driver of a GPU that is not there: it keeps the programs that it is given to load,
+    (name, code, bytes of shared memory), and the grids that they are launched on."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability, self.utils = capability, self
+        self.programs: list[tuple[str, bytes, int]] = []
+        self.grids: list[tuple[int, ...]] = []
+
+    def get_current_target(self) -> GPUTarget:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, THREADS_PER_WARP)
+
+    def get_current_device(self) -> int:
+        return self.capability  # by which Triton keeps what it compiled
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": MOST_SHARED_BYTES}
+
+    def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[int, ...]:
+        self.programs.append((name, code, shared))
+        return 0, 0, 0, 0, 1024  # threads of a program, at most
+
+    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
+        return lambda *arguments: self.grids.append(arguments[:3])
+
+
+def resources(code: bytes, folder: Path) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it spills."""
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    from llamarl.generation.decode_attention import NUM_WARPS
-
-    names = [name for name in kernel.arg_names if name not in constants]
-    signature = dict(zip(names, types, strict=True)) | dict.fromkeys(constants, "constexpr")
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
-        if signature[name] not in ("constexpr", "fp32")
-    }
-    target = GPUTarget("cuda", capability, THREADS_PER_WARP)
-    source = ASTSource(kernel, signature, constants, aligned)
-    made = triton.compile(source, target=target, options={"num_warps": NUM_WARPS})
-    file = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
-    file.write_bytes(made.asm["cubin"])
+    file = folder / "kernel.cubin"
+    file.write_bytes(code)
     tool = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
     said = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
     (registers,), (stack,), (local,) = (
         re.findall(rf"{name}:(\d+)", said) for name in ("REG", "STACK", "LOCAL")
     )
-    return int(registers), int(stack) + int(local), made.metadata.shared
+    return int(registers), int(stack) + int(local)
 
 
 @pytest.mark.parametrize("capability", [80, 90], ids="sm_{}".format)
-@pytest.mark.parametrize("dtype", NAMES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_they_compile_for_a_gpu_and_spill_nothing(
     dtype: torch.dtype, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Launched as on a GPU, down to Triton's driver."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from llamarl.generation import decode_attention as kernels
+    from triton.runtime import driver
 
-    cache, sums = f"*{NAMES[dtype]}", "*fp32"
-    arguments = [cache, cache, cache, "*i64", sums, sums, "i32", "i32", "fp32"]
+    from llamarl.generation.decode_attention import attend
+
+    given = Driver(capability)
+    monkeypatch.setattr(driver, "_active", given)
     for group, head_dim in GEOMETRIES:
-        constants = kernels.splits_options(dtype, group, head_dim, 32768)
-        most = compiled(kernels.attend_splits, constants, arguments, capability)
-        assert most[0] <= MOST_REGISTERS, (group, head_dim)
-        assert most[1] == 0, (group, head_dim)
-        assert most[2] <= MOST_SHARED_BYTES, (group, head_dim)
-        constants = kernels.combine_options(constants)
-        registers, spilled, shared = compiled(
-            kernels.combine_splits, constants, [sums, sums, "*i64", cache], capability
-        )
-        assert registers <= MOST_REGISTERS
-        assert not spilled
-        assert shared <= MOST_SHARED_BYTES
+        queries = torch.empty(64, 8 * group, head_dim, dtype=dtype, device="meta")
+        cache = torch.empty(64, 8, 32768, head_dim, dtype=dtype, device="meta")
+        attend(queries, cache, cache, torch.empty(64, dtype=torch.int64, device="meta"))
+        assert given.grids[-2:] == [(32, 8, 64), (8 * group, 64, 1)]
+    names = [name for name, *_ in given.programs]
+    assert names.count("attend_splits") == len(GEOMETRIES)
+    assert names.count("combine_splits") == len({head_dim for _, head_dim in GEOMETRIES})
+    for name, code, shared in given.programs:
+        registers, spilled = resources(code, tmp_path)
+        assert registers <= MOST_REGISTERS, name
+        assert spilled == 0, name
+        assert shared <= MOST_SHARED_BYTES, name
 
 
 def test_a_gpu_where_triton_cannot_be_set_up_keeps_torchs_attention(
