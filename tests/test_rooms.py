@@ -16,7 +16,7 @@ SIZES = {
     "config": (12, 1516),
     "data": (7, 677),
     "dataflow": (6, 989),
-    "device": (8, 698),
+    "device": (8, 696),
     "environments": (20, 2321),
     "executors": (26, 4447),
     "generation": (20, 3320),

@@ -5,7 +5,6 @@ own: what all accelerators do alike (`accelerator.py`). Invariant: no call but t
 brings a CUDA context up.
 """
 
-import importlib.util
 import logging
 import os
 import re
@@ -104,12 +103,11 @@ class CudaPlatform(Accelerator):
 
     def has_triton(self, device: torch.device) -> bool:
         """torch for CUDA brings Triton, which needs a C compiler and Python's headers too."""
-        is_there = importlib.util.find_spec("triton") is not None
-        if not is_there or torch.cuda.get_device_capability(device) < OLDEST_FOR_TRITON:
+        if torch.cuda.get_device_capability(device) < OLDEST_FOR_TRITON:
             return False
-        from triton.runtime import driver
-
         try:
+            from triton.runtime import driver
+
             driver.active.get_current_device()  # the first use compiles Triton's launcher
         except (RuntimeError, AssertionError, OSError, ImportError, CalledProcessError) as error:
             log.warning("torch's attention decodes, as Triton cannot be set up: %s", error)

@@ -91,8 +91,8 @@ class PaddedKVCache:
             cache[:, target, :, :length] = cache[:, source, :, :length]
 
     def bucket(self, longest: int) -> int:
-        """The positions that a step plans for whose longest row has `longest`: a power of two, so
-        that steps have few shapes. Of the kernel's all steps are alike."""
+        """The positions that a step plans for if its longest row has `longest`: a power of two, so
+        that steps have few shapes. For the kernel it is all: shapes differ by rows alone."""
         if self._kernel is not None:
             return self.num_positions
         return min(1 << (max(longest, SHORTEST) - 1).bit_length(), self.num_positions)
