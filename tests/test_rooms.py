@@ -16,15 +16,15 @@ SIZES = {
     "config": (13, 1613),
     "data": (7, 677),
     "dataflow": (6, 989),
-    "device": (8, 675),
+    "device": (8, 699),
     "environments": (20, 2321),
     "executors": (26, 4447),
-    "generation": (19, 3110),
+    "generation": (20, 3326),
     "lengths": (5, 423),
     "library": (5, 633),
     "loop": (15, 2655),
     "metrics": (13, 2591),
-    "models": (18, 2588),
+    "models": (18, 2590),
     "planner": (45, 6949),
     "recipe": (7, 1432),
     "run": (10, 2058),
@@ -32,7 +32,7 @@ SIZES = {
     "top": (16, 2126),
     "user_code": (6, 976),
     "view": (5, 417),
-    "weights": (32, 4095),
+    "weights": (32, 4094),
 }
 
 

@@ -5,6 +5,7 @@ own: what all accelerators do alike (`accelerator.py`). Invariant: no call but t
 brings a CUDA context up.
 """
 
+import logging
 import os
 import re
 import socket
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from subprocess import CalledProcessError
 from typing import Any
 
 import torch
@@ -26,7 +28,9 @@ from llamarl.device.platform import Card, Handle, Replay
 OLDEST_DRIVER = {"12": "525", "13": "580"}  # by CUDA's major version
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is formed
 CLEAN_UP_ONLY = "2"
+OLDEST_FOR_TRITON = (8, 0)  # compute capability: older ones have no bfloat16
 
+log = logging.getLogger(__name__)
 _forming = threading.Lock()  # all threads share the environment
 
 
@@ -96,6 +100,19 @@ class CudaPlatform(Accelerator):
 
     def graphs(self, device: torch.device) -> CudaGraphs:
         return CudaGraphs(device)
+
+    def has_triton(self, device: torch.device) -> bool:
+        """torch for CUDA brings Triton, which needs a C compiler and Python's headers too."""
+        if torch.cuda.get_device_capability(device) < OLDEST_FOR_TRITON:
+            return False
+        try:
+            from triton.runtime import driver
+
+            driver.active.get_current_device()  # the first use compiles Triton's launcher
+        except (RuntimeError, AssertionError, OSError, ImportError, CalledProcessError) as error:
+            log.warning("torch's attention decodes, as Triton cannot be set up: %s", error)
+            return False
+        return True
 
     def make_group(
         self,

@@ -128,6 +128,10 @@ class Platform:
         """None where operations cannot be recorded."""
         return None
 
+    def has_triton(self, device: torch.device) -> bool:
+        """Whether kernels written in Triton run there."""
+        return False
+
     def make_group(
         self,
         store: dist.Store,

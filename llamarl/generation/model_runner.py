@@ -26,8 +26,6 @@ from llamarl.generation.padded_kv_cache import PaddedKVCache
 from llamarl.generation.running_batch import DecodeStep, RunningBatch
 from llamarl.generation.sampling import sample
 
-SHORTEST = 128  # the smallest length that padded rows read
-
 
 class EagerRunner:
     """Launches every operation by itself, over rollouts alone.
@@ -93,10 +91,10 @@ class PaddedRunner:
         self._decoder, self._cache, self._graphs = decoder, cache, graphs
         self._platform = platform_of(cache.device)
         self._num_rows = self._length = 0
-        # Four rows of slots: positions, tokens of the host, whether these count, random numbers (as
-        # float64). In host memory once for each step that may be under way, and at the address that
-        # the graphs read.
-        shape = (4, cache.num_slots)
+        # Five rows of slots: positions, tokens of the host, whether these count, random numbers (as
+        # float64), lengths to attend to. In host memory once for each step that may be under way,
+        # and at the address that the graphs read.
+        shape = (5, cache.num_slots)
         self._inputs = deque(
             self._platform.empty_host(shape, torch.int64) for _ in range(1 + self.num_ahead)
         )
@@ -113,8 +111,7 @@ class PaddedRunner:
             return
         self._num_rows = padded_rows(int(occupied[-1]) + 1, self._cache.num_slots)
         longest = int((running.cached + running.in_flight)[occupied].max()) + PLAN_STEPS
-        length = 1 << (max(longest, SHORTEST) - 1).bit_length()
-        self._length = min(length, self._cache.num_positions)
+        self._length = self._cache.bucket(longest)
         self._sampling = running.sampling_rows(np.arange(self._num_rows))
 
     def launch(self, running: RunningBatch, version: int) -> DecodeStep:
@@ -142,13 +139,13 @@ class PaddedRunner:
 
     def _fill(self, running: RunningBatch, rows: np.ndarray) -> Tensor:
         """The host's part of a step. A rollout that will turn out to have ended at its last
-        position is computed there once more."""
+        position is computed there once more. A row without a rollout reads one position only."""
         last = running.sequence.shape[1] - 1
         is_known = running.in_flight[rows] == 0
         positions = np.minimum(running.cached[rows] + running.in_flight[rows], last)
         filled = self._inputs[0].numpy()[:, : len(rows)]
         filled[0], filled[1] = positions, running.sequence[rows, positions]
-        filled[2] = is_known
+        filled[2], filled[4] = is_known, np.where(running.occupied[rows], positions + 1, 1)
         filled[3].view(np.float64)[:] = running.uniform[rows, np.minimum(positions + 1, last)]
         return self._inputs[0]
 
@@ -163,13 +160,13 @@ class PaddedRunner:
 
     def _decode(self) -> Tensor:
         """The same. Run twice, it writes the same keys and values twice."""
-        positions, known, is_known, _ = self._static[:, : self._num_rows]
+        positions, known, is_known, _, lengths = self._static[:, : self._num_rows]
         tokens = torch.where(is_known > 0, known, self._newest[: self._num_rows])
         index = self._cache.next_index(positions)
         # Without cuDNN's kernels, which choose their plan on the host at each new shape.
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            mask = self._cache.mask(positions, self._length)
-            return self._decoder.decode(tokens, positions, index, mask)
+            plan = self._cache.plan(lengths, self._length)
+            return self._decoder.decode(tokens, positions, index, plan)
 
 
 ModelRunner = EagerRunner | PaddedRunner

@@ -5,21 +5,36 @@ Does not own: which rollout sits in which slot (`engine.py`); `cpu_kv_cache.py` 
 for CPUs. Invariant: that of `cpu_kv_cache.py`; and a decode step is a function of tensors of fixed
 shape that reads none of their values on the host, so that a CUDA graph can replay it.
 
-Row i of a step is slot i, so keys and values are read where they lie. The query heads that share a
-key-value head become the query positions of one attention: fused kernels then read each key once
-per key-value head, however many query heads share it, and need no support for grouped heads.
+Row i of a step is slot i, so keys and values are read where they lie. Where Triton runs, a kernel
+reads each row up to its own length (`decode_attention.py`). Elsewhere all rows are read up to one
+length, behind a mask, and the query heads that share a key-value head become the query positions of
+one attention: fused kernels then read each key once per key-value head, however many query heads
+share it, and need no support for grouped heads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llamarl.device.devices import platform_of
 from llamarl.models.architecture import Architecture
 
 BLOCK = 32  # positions are rounded up to it: kernels want masks whose rows are aligned
+SHORTEST = 128  # the smallest length that all rows are read up to
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def attention_kernel(device: torch.device) -> Kernel | None:
+    """`decode_attention.attend`, or None where torch's operations do its work."""
+    if not platform_of(device).has_triton(device):
+        return None
+    from llamarl.generation.decode_attention import attend
+
+    return attend
 
 
 class PaddedKVCache:
@@ -46,6 +61,7 @@ class PaddedKVCache:
         self._slot = torch.arange(num_slots, device=device)[:, None]
         self._head = torch.arange(self.num_kv_heads, device=device)[None]
         self._position = torch.arange(self.num_positions, device=device)
+        self._kernel = attention_kernel(device)
 
     def write_index(self, slots: np.ndarray, positions: np.ndarray) -> tuple[Tensor, ...]:
         """Where the tokens at `positions` int64 [n] of `slots` int64 [n] go, in host memory: slot
@@ -74,21 +90,33 @@ class PaddedKVCache:
         for cache in (self.keys, self.values):
             cache[:, target, :, :length] = cache[:, source, :, :length]
 
-    def mask(self, positions: Tensor, length: int) -> Tensor:
-        """[n, 1, 1, length]: 0 up to each row's own position (int64 [n]), -inf behind."""
-        hidden = self._position[:length] > positions[:, None]
+    def bucket(self, longest: int) -> int:
+        """The positions that a step plans for if its longest row has `longest`: a power of two, so
+        that steps have few shapes. For the kernel it is all: shapes differ by rows alone."""
+        if self._kernel is not None:
+            return self.num_positions
+        return min(1 << (max(longest, SHORTEST) - 1).bit_length(), self.num_positions)
+
+    def plan(self, lengths: Tensor, bucket: int) -> Tensor:
+        """What `attend` takes for rows of `lengths` int64 [n] within their `bucket`: the lengths
+        for the kernel, else a mask [n, 1, 1, bucket], 0 up to each row's own and -inf behind."""
+        if self._kernel is not None:
+            return lengths
+        hidden = self._position[:bucket] >= lengths[:, None]
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
-    def attend(self, layer: int, queries: Tensor, mask: Tensor) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, plan: Tensor) -> Tensor:
         """Attention output [n, heads * head_dim] of `queries` [n, heads, head_dim] of the first
-        slots, over the mask's `length` positions."""
-        num_rows, length = len(queries), mask.shape[-1]
+        slots, over the positions of their `plan`."""
+        if self._kernel is not None:
+            return self._kernel(queries, self.keys[layer], self.values[layer], plan)
+        num_rows, length = len(queries), plan.shape[-1]
         grouped = queries.unflatten(1, (self.num_kv_heads, -1))
         out = functional.scaled_dot_product_attention(
             grouped,
             self.keys[layer, :num_rows, :, :length],
             self.values[layer, :num_rows, :, :length],
-            attn_mask=mask.expand(-1, -1, grouped.shape[2], -1),
+            attn_mask=plan.expand(-1, -1, grouped.shape[2], -1),
         )
         return out.reshape(num_rows, -1)

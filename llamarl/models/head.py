@@ -84,19 +84,21 @@ class _TokenStats(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for part in _chunks(hidden, weight):
             log_p = _logits(hidden[part], weight, ctx.temperature)
-            log_p -= peaks[part, None]
-            log_p -= log_totals[part, None]
-            p = log_p.exp()
-            grad = torch.zeros_like(p) if grad_entropy is None else -(log_p + entropy[part, None])
-            if grad_entropy is not None:
-                grad *= grad_entropy[part, None]
+            log_p -= (peaks[part] + log_totals[part])[:, None]
+            # Few passes over the logits, which are many: the factors of p first, then p.
+            factor = torch.zeros_like(peaks[part])
             if grad_logprobs is not None:
-                grad -= grad_logprobs[part, None]
-            grad *= p
+                factor -= grad_logprobs[part]
+            if grad_entropy is None:
+                grad = log_p.exp_().mul_(factor[:, None])
+            else:
+                factor -= grad_entropy[part] * entropy[part]
+                grad = torch.addcmul(factor[:, None], log_p, grad_entropy[part, None], value=-1)
+                grad *= log_p.exp_()
             if grad_logprobs is not None:
                 own = grad_logprobs[part] * is_held[part]
                 grad.scatter_add_(1, index[part, None], own[:, None])
-            grad = (grad / ctx.temperature).to(hidden.dtype)
+            grad = grad.div_(ctx.temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
             if weight.dtype == torch.float32:
                 grad_weight.addmm_(grad.t(), hidden[part])

@@ -300,7 +300,7 @@ def patch(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
     monkeypatch.setattr(cpu_kv_cache, "BLOCK", rng.choice([1, 4, 32]))
     monkeypatch.setattr(padded_kv_cache, "BLOCK", rng.choice([1, 4, 32]))
     monkeypatch.setattr(cpu_kv_cache, "CALL_COST", rng.choice([0, 5, 500]))
-    monkeypatch.setattr(model_runner, "SHORTEST", rng.choice([1, 8, 128]))
+    monkeypatch.setattr(padded_kv_cache, "SHORTEST", rng.choice([1, 8, 128]))
     monkeypatch.setattr(scheduler, "START_SHARE", rng.choice([1, 2, 16]))
     monkeypatch.setattr(engine_module, "PREFILL_TOKENS", rng.choice([1, 20, 8192]))
     monkeypatch.setattr(PLATFORMS["cpu"], "num_tiled", rng.choice([500, 1 << 19]))

@@ -91,6 +91,21 @@ def test_padded_and_recorded_steps_write_what_plain_ones_write(kind: str) -> Non
     assert len({version for item in plain.values() for version in item.written.versions}) == 3
 
 
+def test_a_row_without_a_rollout_reads_one_position() -> None:
+    """It writes to a position behind all prompts, and would else read all before that."""
+    config = EmbeddedConfig(max_num_seqs=4, max_model_len=160, dtype="float32")
+    engine = EmbeddedEngine(LLAMA, config, is_padded=True)
+    engine.commit(flat_weights(engine, make_model(LLAMA, 1)), 0)
+    for row, prompt in enumerate([(1, 2), (3, 4, 5)]):
+        engine.submit(make_request(row, prompt, 2 if row == 0 else 20))
+    while engine.num_running != 1 or not engine._running.occupied[1]:
+        engine.step()
+    engine.step()
+    positions, *_, lengths = engine._runner._static[:, :2].tolist()
+    assert positions[0] > 100
+    assert lengths == [1, positions[1] + 1]
+
+
 def test_rows_are_padded_by_less_than_their_half_and_to_few_sizes() -> None:
     for most in (1, 2, 7, 64, 300):
         padded = [padded_rows(rows, most) for rows in range(1, most + 1)]

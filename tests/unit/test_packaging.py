@@ -24,7 +24,7 @@ DECLARED = {
     requirement.name: requirement.specifier
     for requirement in map(Requirement, PROJECT["dependencies"])
 }
-OPTIONAL = {"vllm", "wandb", "mlflow", "trackio", "sandlock"}
+OPTIONAL = {"vllm", "wandb", "mlflow", "trackio", "sandlock", "triton"}
 
 
 def test_what_is_imported_is_declared() -> None:
@@ -38,7 +38,9 @@ def test_what_is_imported_is_declared() -> None:
 
 
 def test_what_is_pinned_lies_within_what_is_declared() -> None:
-    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "requirements.txt").read_text(), re.M))
+    names = ("requirements.txt", "requirements-kernels.txt")
+    text = "".join((ROOT / name).read_text() for name in names)
+    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", text, re.M))
     for name, allowed in DECLARED.items():
         assert allowed.contains(pins[name]), name
     extras = PROJECT["optional-dependencies"]
