@@ -20,7 +20,7 @@ from tests.unit.composing import compose_recipe
 LARGE = ("llama31_70b_math", "llama31_405b_math", "qwen25_7b_math")
 RECIPES = [
     "gsm8k_llama32_1b_1gpu",
-    "llama31_8b_math",
+    pytest.param("llama31_8b_math", marks=pytest.mark.long),
     *(pytest.param(name, marks=pytest.mark.long) for name in LARGE),
 ]
 TOLERANCE = 0.1  # of a plan's peak
