@@ -87,14 +87,17 @@ class FaultyCluster(SimulatedCluster):
         self.spawned: dict[str, FaultyProcess] = {}
 
     def spawn(
-        self, name: str, make: Callable[[Costs, Cores], Any], costs: Costs | None = None
+        self,
+        name: str,
+        make: Callable[[Costs, Cores], Any],
+        costs: Costs | None = None,
+        cores: Cores | None = None,
     ) -> SimulatedProcess:
+        """Each process has processors of its own, which may stand still."""
         self._num_spawned[name] += 1
         again = f" {self._num_spawned[name]}" if self._num_spawned[name] > 1 else ""
-        faults, cores = self._faults.get(name + again, Faults()), FreezableCores()
-        process = FaultyProcess(
-            name, make(faults.costs or costs or self.costs, cores), faults, cores
-        )
+        faults, own = self._faults.get(name + again, Faults()), FreezableCores()
+        process = FaultyProcess(name, make(faults.costs or costs or self.costs, own), faults, own)
         self.spawned[name + again] = process
         process.writer = process.executor.writer = name + again
         return process
