@@ -155,13 +155,17 @@ EACH_ALONE = {
 def test_every_token_is_what_it_should_be(
     forks: Forks, tmp_path: Path, overrides: list[str]
 ) -> None:
-    lines = run(forks, tmp_path, *overrides)
+    has_few_slots = any("max_num_seqs" in each for each in overrides)  # at work at every commit,
+    for attempt in range(3):  # unless the machine is so busy that the generator waits for it
+        lines = run(forks, tmp_path / str(attempt), *overrides)
+        if not has_few_slots or any(len(line["spans"]) > 1 for line in lines):
+            break
+    else:
+        raise AssertionError("no commit came amid an episode")
     rows = questions()
     outcomes = Counter(line["outcome"] for line in lines)
     assert outcomes["evaluated"] == 12
     assert outcomes["trained"] > 0
-    if any("max_num_seqs" in each for each in overrides):  # few slots are at work at every commit
-        assert any(len(line["spans"]) > 1 for line in lines), "no commit came amid an episode"
     num_turns: list[int] = []
     for line in lines:
         if line["outcome"] in rows:
@@ -172,7 +176,7 @@ def test_every_token_is_what_it_should_be(
                 assert line["reward"] == (found[-1].text == f"Answer: {answer}<|end|>")
     assert {1, 2} <= {*num_turns}
     assert max(num_turns) >= 3
-    scalars = metrics(tmp_path)
+    scalars = metrics(tmp_path / str(attempt))
     assert max(scalars["episode/turns"]) > 1
     assert all(0 < share < 1 for share in scalars["episode/observed_share"])
     assert max(scalars["ratio/max"]) < 1.01
