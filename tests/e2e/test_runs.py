@@ -141,11 +141,11 @@ def test_metrics_have_the_tags_to_watch(finished: Path) -> None:
         "time/publish_s",
         "staleness/max",
         "evaluation/accuracy",
-        "wait/trainer",
-        "wait/generator",
         "logprob_check/difference",
         "logprob_check/tolerance",
     } <= tags
+    # The slower side, as the machine has it, may never have waited.
+    assert {"wait/trainer", "wait/generator"} & tags
 
 
 def test_the_trace_is_one_timeline_of_all_processes(finished: Path) -> None:
