@@ -47,6 +47,8 @@ SCATTER = 0.1
 
 
 def recipe(*pools: str, num_replicas: int = 4, gpu: str = "H800-80GB", **plan: Any) -> Config:
+    """Rollouts of a group have lengths of their own: else a step scatters more."""
+    plan = {"group_correlation": 0.0} | plan
     return make_recipe(
         trainer=TrainerConfig(
             device="cuda",
