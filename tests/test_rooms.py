@@ -11,7 +11,7 @@ from tests.test_house import FILES, PACKAGE, ROOT, room
 SIZES = {
     "algorithms": (14, 899),
     "checkpoints": (5, 492),
-    "checks": (7, 596),
+    "checks": (7, 598),
     "cluster": (18, 2449),
     "config": (13, 1613),
     "data": (7, 677),

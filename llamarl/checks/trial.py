@@ -94,6 +94,8 @@ class Trial:
         self._free_before = free_bytes()
         shape = (NUM_PROMPTS, PROMPT_TOKENS)
         self._random = np.random.default_rng(0).random(shape)
+        self._groups: list[Group] = []  # what the generators wrote first, and its columns
+        self._columns: Columns = {}
 
     async def run(self, run_dir: str) -> None:
         """All checks; those after a start that failed cannot be asked."""
@@ -233,7 +235,7 @@ class Trial:
     async def _compare_graphs(self, run_dir: str) -> None:
         """Captured graphs give the bits that single launches give."""
         generator = self._config.generator
-        if not needs_gpu(self._config) or generator.enforce_eager or not hasattr(self, "_columns"):
+        if not needs_gpu(self._config) or generator.enforce_eager or not self._columns:
             return
         eager = replace(
             self._config,
