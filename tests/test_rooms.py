@@ -16,7 +16,7 @@ SIZES = {
     "config": (13, 1613),
     "data": (7, 677),
     "dataflow": (6, 989),
-    "device": (8, 699),
+    "device": (8, 701),
     "environments": (20, 2321),
     "executors": (26, 4447),
     "generation": (20, 3326),

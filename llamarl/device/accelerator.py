@@ -65,6 +65,8 @@ class Accelerator(Platform):
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def send(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        if not tensors:
+            return []
         # torch's allocator of pinned memory hands it out again only when the copy is done.
         sizes = [-(-tensor.nbytes // ALIGN_BYTES) * ALIGN_BYTES for tensor in tensors]
         host = self.empty_host([sum(sizes)], torch.uint8)
