@@ -26,7 +26,7 @@ BLOCK = re.compile(
 COMPARED = ": published (LlamaRL"  # from here on, a table that docs/planning.md shows
 SHORT_KINDS = (  # memory that docs/planning.md leaves out
     *("snapshot", "transfer", "unsharded", "recomputation"),
-    *("reduction", "preparation", "logits"),
+    *("reduction", "logits"),
 )
 
 

@@ -61,8 +61,9 @@ class GeneratorConfig(Section):
     """Activations, KV cache and unquantised weights: float32 | bfloat16 | auto (bfloat16 on cuda,
     float32 on cpu)."""
     quantization: str = "none"
-    """Weights of the linear layers, quantised in the generator after each publish; `none` or what
-    the engine offers. AIPO takes mu from this quantised sampler."""
+    """Eight bits for the matrices of the layers: `none` or what the engine offers. The trainer
+    quantises its shards as the engine would, so a publish moves and verifies the bytes that decode.
+    AIPO takes mu from this quantised sampler."""
     enforce_eager: bool | None = None
     """Launch every operation of a step by itself, without captured graphs (which the embedded
     engine has with one rank) and compilation (vLLM); must be true on cpu, which has no graphs.

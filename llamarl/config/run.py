@@ -338,8 +338,3 @@ class Config(Section):
             "(captured graphs read weights of their own, which take whole versions)"
         )
         self.require(not graphs or staging != "bucket", "weights.staging", must)
-        is_plain = staging != "bucket" or generator.quantization == "none"
-        must = (
-            "be double_buffer or host with generator.quantization (quantising needs whole weights)"
-        )
-        self.require(is_plain, "weights.staging", must)

@@ -122,7 +122,7 @@ class GeneratorExecutor:
             engine.load(buffer.active, spec.checkpoint)
             buffer.version = 0
             engine.commit(engine.process_weights(buffer.active), 0)
-            source.tensors.label(0)
+            source.label(0)
         target = TargetPart(
             buffer,
             decoding,

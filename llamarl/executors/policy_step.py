@@ -36,7 +36,7 @@ from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
 from llamarl.models.process_group import join, leave
 from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Columns
-from llamarl.weights.layout.shards import shard_boxes
+from llamarl.weights.layout.shards import cut_rows, shard_boxes
 from llamarl.weights.transports.available import available_bytes
 from llamarl.weights.transports.shared_memory import this_host
 
@@ -76,10 +76,13 @@ class PolicyStep:
             config=spec.weights,
             rdma=spec.rdma,
             spans=spans,
+            formats=spec.formats,
+            cut=cut_rows(self.policy.parameters),
+            num_ranks=num_ranks,
         )
         resources.callback(self.source.close)
         self.version = 0
-        self.source.tensors.label(self.version)
+        self.source.label(self.version)
         self._rows: list[BatchRollout] = []  # of the current step, on all ranks
         self._is_whole = True  # False while an update runs
         self._was_empty = False  # the last step trained no token
@@ -135,7 +138,7 @@ class PolicyStep:
             else:
                 self.policy.drop_gradients()
             self.version += 1
-            self.source.tensors.label(self.version)
+            self.source.label(self.version)
             self.source.tensors.announce()  # every step is published
             self._is_whole = True
         self._rows, self.passes.loss_metrics = [], LossMetrics()
@@ -161,7 +164,7 @@ class PolicyStep:
         """Continue from `folder`, saved under any number of ranks; returns the version."""
         self.source.tensors.begin_step()
         self.version = self.policy.restore(folder)
-        self.source.tensors.label(self.version)
+        self.source.label(self.version)
         return self.version
 
     def infer(self, columns: Columns) -> list[float]:

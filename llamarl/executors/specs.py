@@ -26,6 +26,7 @@ from llamarl.environments.contained import ProgramLimits
 from llamarl.environments.definition import Kinds
 from llamarl.executors.environment_link import Environments
 from llamarl.protocols import ColumnStore, GeneratorReplica
+from llamarl.weights.layout.formats import Format
 
 if TYPE_CHECKING:
     from llamarl.weights.transports.ends import Rdma
@@ -81,6 +82,8 @@ class TrainerSpec:
     run_dir: str
     num_steps: int
     seed: int
+    formats: tuple[Format, ...] = ()
+    """Of the generators' matrices in eight bits."""
     rdma: Rdma | None = None
     """What weights.transport=rdma works with."""
 

@@ -1,8 +1,10 @@
 """The part of an executor that other executors get weights from: a trainer's rank, or a
 generator's, which passes on what it received."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from llamarl.config import WeightsConfig
@@ -10,6 +12,8 @@ from llamarl.executors.compute import Background
 from llamarl.metrics.span import Spans
 from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, StagingHandle
+from llamarl.weights.layout.formats import Format
+from llamarl.weights.quantization.shard_scales import ShardScales
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.ends import Rdma
 from llamarl.weights.transports.shared_memory import this_host
@@ -18,8 +22,9 @@ from llamarl.weights.transports.shared_memory import this_host
 class SourcePart:
     """protocols.WeightSource for one rank; writes run on threads beside the compute thread.
 
-    `buffers` and `parameters` are the Writer's. The owner labels `tensors` with the version that
-    they hold. `check` raises if the executor is not fit to be asked.
+    `buffers` and `parameters` are the Writer's. The owner labels them with the version that they
+    hold. A trainer also sends its matrices in these `formats`: `cut` and `num_ranks` are those of
+    ShardScales. `check` raises if the executor is not fit to be asked.
     """
 
     def __init__(
@@ -32,10 +37,25 @@ class SourcePart:
         rdma: Rdma | None,
         spans: Spans,
         check: Callable[[], None] = lambda: None,
+        formats: Sequence[Format] = (),
+        cut: Collection[str] = (),
+        num_ranks: int = 1,
     ) -> None:
+        self._scales = None
+        if formats:
+            device = next(iter(buffers.values())).device
+            shared: dict[str, Any] = {"cut": cut, "num_ranks": num_ranks}
+            self._scales = ShardScales(parameters, formats, device, **shared)
         self._writer = Writer(
-            rank, this_host(), buffers, parameters, timeout_s=config.timeout_s, rdma=rdma
+            rank,
+            this_host(),
+            buffers,
+            parameters,
+            scales=self._scales,
+            timeout_s=config.timeout_s,
+            rdma=rdma,
         )
+        self._buffers = buffers
         self.tensors = self._writer.tensors
         self._spans = spans
         self._check = check
@@ -58,6 +78,16 @@ class SourcePart:
         self._check()
         with self._spans.span("write", "publish", version=version):
             return await self.background.run(self._writer.write, version, handles)
+
+    @torch.no_grad()
+    def label(self, version: int, buffers: dict[str, Tensor] | None = None) -> None:
+        """The present tensors hold `version`; `buffers` take their place if given, as in
+        `VersionedTensors.label`. With formats all ranks call it, where their collectives run."""
+        if self._scales is not None:
+            held = buffers or self._buffers
+            self._scales.derive(held)
+            buffers = None if buffers is None else buffers | self._scales.tensors
+        self.tensors.label(version, buffers)
 
     def withdraw(self) -> None:
         """Return once no write reads the tensors, and let none begin until `restore`."""

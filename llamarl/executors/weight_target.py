@@ -147,6 +147,6 @@ class TargetPart:
         finally:
             self._processed = None  # the engine holds what it needs: never three sets of weights
         if self._buffer.version == version:
-            self._source.tensors.label(version, {BUFFER: self._buffer.active})
+            self._source.label(version, {BUFFER: self._buffer.active})
             self._loop.call_soon_threadsafe(self._is_closed.set)
         return num_running

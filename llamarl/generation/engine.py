@@ -20,6 +20,7 @@ from torch import Tensor
 
 from llamarl.config import EmbeddedConfig
 from llamarl.device.devices import compute_device, platform_of
+from llamarl.generation.checkpoint_boxes import load_boxes
 from llamarl.generation.cpu_kv_cache import PLAN_STEPS, CpuKVCache
 from llamarl.generation.decoder import Cache, Decoder, TensorParallelGroup
 from llamarl.generation.model_runner import EagerRunner, ModelRunner, PaddedRunner
@@ -29,10 +30,7 @@ from llamarl.generation.parameters import (
     BufferLayout,
     Weights,
     bind,
-    load_boxes,
     overwrite,
-    quantize,
-    tensors,
 )
 from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.generation.quantized import make_scratch
@@ -49,7 +47,7 @@ from llamarl.generation.scheduler import (
 )
 from llamarl.models.architecture import Architecture
 from llamarl.types import FinishReason, Request
-from llamarl.weights.layout.buckets import Memory
+from llamarl.weights.layout.formats import format_of
 
 PREFILL_TOKENS = 8192  # most tokens of one packed prefill: bounds its activations
 
@@ -74,21 +72,17 @@ class EmbeddedEngine:
         decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.architecture, self.config = architecture, config
-        self.layout = BufferLayout(architecture, config.dtype, rank, num_ranks)
+        form = format_of(config, architecture)
+        self.layout = BufferLayout(architecture, config.dtype, rank, num_ranks, form)
         self.decode_text = decode_text
         self.version = -1
         self.num_prefilled_tokens = 0  # since the start
         self._device = compute_device(config.device, "generator.device")
-        dtype = DTYPES[config.dtype]
-        self.memory = Memory(
-            parameters=self.layout.parameters,
-            num_elements=self.layout.num_elements,
-            dtype=dtype,
-            is_staged=config.quantization != "none",
-        )
+        self.memory = self.layout.memory
+        self._dtype = DTYPES[config.dtype]
         a = architecture
         widest = max(a.hidden_size, a.intermediate_size, a.num_heads * a.head_dim)
-        self._scratch = make_scratch(widest, dtype, self._device) if self.memory.is_staged else None
+        self._scratch = make_scratch(widest, self._dtype, self._device) if form else None
         self._group = (
             TensorParallelGroup(rendezvous, rank, num_ranks, self._device)
             if num_ranks > 1
@@ -110,7 +104,7 @@ class EmbeddedEngine:
         num_ranks = group.num_ranks if group is not None else 1
         sizes = (num_ranks, config.max_num_seqs, config.max_model_len)
         kind: type[Cache] = PaddedKVCache if is_padded else CpuKVCache
-        self._cache = cache = kind(self.architecture, *sizes, self.memory.dtype, device)
+        self._cache = cache = kind(self.architecture, *sizes, self._dtype, device)
         self._decoder = Decoder(self.architecture, cache, group)
         self._runner: ModelRunner
         if isinstance(cache, CpuKVCache):
@@ -132,15 +126,12 @@ class EmbeddedEngine:
         return self.version >= 0 and self._queue.num_startable(self.version) > 0
 
     def load(self, flat: Tensor, folder: str) -> None:
-        load_boxes(self.layout.parameters, flat, folder, self.architecture)
+        load_boxes(self.layout.parameters, flat, folder, self.architecture, self.layout.format)
 
     @torch.inference_mode()
     def process_weights(self, flat: Tensor) -> Weights:
-        """Views of `flat` (see `layout`), or quantised copies that do not refer to it."""
-        weights = bind(self.layout, self.architecture, flat)
-        if self._scratch is None:
-            return weights
-        return quantize(weights, self.config.quantization, self._scratch)
+        """Views of `flat` (see `layout`)."""
+        return bind(self.layout, self.architecture, flat, self._scratch)
 
     @torch.inference_mode()
     def commit(self, processed: Weights | Tensor, version: int) -> int:
@@ -149,7 +140,8 @@ class EmbeddedEngine:
         self._finish_steps()
         weights = self.process_weights(processed) if isinstance(processed, Tensor) else processed
         held = self._decoder.weights
-        if held is not None and self._runner.keeps_addresses and self._share_memory(held, weights):
+        is_same = held is not None and held.embedding.data_ptr() == weights.embedding.data_ptr()
+        if held is not None and self._runner.keeps_addresses and is_same:
             overwrite(held, weights)
         else:
             self._decoder.weights = weights
@@ -158,10 +150,6 @@ class EmbeddedEngine:
         self._must_recompute = self.config.kv_after_commit == "recompute"
         self._may_start = True
         return self.num_running
-
-    def _share_memory(self, one: Weights, other: Weights) -> bool:
-        """True unless the two are views of different memories."""
-        return self.memory.is_staged or one.embedding.data_ptr() == other.embedding.data_ptr()
 
     def submit(self, request: Request, written: PartialOutput | None = None) -> None:
         check_request(
@@ -182,13 +170,11 @@ class EmbeddedEngine:
                 self._stop(slot, FinishReason.ABORTED)
 
     def movable(self, tag: str) -> list[Tensor]:
-        """The KV cache, or quantised weights. Graphs are captured again afterwards."""
+        """The KV cache: all weights are in the flat memory. Graphs are captured again
+        afterwards."""
         self._finish_steps()
         self._runner.forget()
-        if tag == "kv":
-            return [self._cache.keys, self._cache.values]
-        weights = self._decoder.weights
-        return list(tensors(weights)) if self._scratch is not None and weights is not None else []
+        return [self._cache.keys, self._cache.values] if tag == "kv" else []
 
     def forget_prompts(self) -> None:
         self._prefixes.clear()

@@ -1,10 +1,10 @@
 """Where every parameter lies in the engine's flat weight buffer, and the fused views the forward
 uses.
 
-Owns: the layout of one rank's weight buffer, and filling it from a checkpoint. Does not own: its
-memory (`weights/sync/weight_buffer.py`) or the maths (`decoder.py`). Invariant: all matrices that
-`bind` makes are views of one flat tensor, so changing the version is binding another tensor; only
-the norms' short vectors are copied.
+Owns: the layout of one rank's weight buffer. Does not own: its memory
+(`weights/sync/weight_buffer.py`), filling it (`checkpoint_boxes.py`) or the maths (`decoder.py`).
+Invariant: all matrices that `bind` makes are views of one flat tensor, so changing the version is
+binding another tensor; only the norms' short vectors are copied.
 
 Tensor-parallel ranks each hold a slice of every matrix: whole heads of q, k and v, rows of gate and
 up, the matching columns of o and down, and a range of the vocabulary of embedding and head. What
@@ -13,12 +13,14 @@ is added once per token (norms, the biases of o and down) is on every rank.
 Linear weights lie transposed, [in, out]: on CPUs `torch.mm` is a tenth faster with them (measured
 with float32, 8 to 64 rows). q, k and v lie side by side, and so do gate and up: fusing and
 transposing are only offsets and strides of the layout.
+
+In eight bits they lie as [out, in], q, k and v one below the other, each followed by its scales;
+the memory is bytes then. A tied head has values of its own beside the embedding.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,17 +28,20 @@ from torch import Tensor
 from llamarl.generation.quantized import QuantizedMatrix
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import FUSED, split_dimension
-from llamarl.models.inventory import check_num_ranks, locate, parameter_shapes
-from llamarl.models.other_architecture import AnyArchitecture
-from llamarl.models.safetensors_file import FileBox, read_boxes
+from llamarl.models.inventory import check_num_ranks, parameter_shapes
 from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout
-
-ALIGN_BYTES = 64  # a cache line, and the widest vector load
-EMBEDDING = "model.embed_tokens.weight"
-
-MATRICES = frozenset({"qkv", "output", "gate_up", "down", "head"})  # those that are quantised
+from llamarl.weights.layout.buckets import ALIGN_BYTES, Memory
+from llamarl.weights.layout.formats import Format
+from llamarl.weights.layout.quantized_parameters import (
+    EMBEDDING,
+    QuantizedParameter,
+    quantized_parameters,
+)
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+HEAD = "lm_head.weight"
+SCALES = ".scales"
 
 LAYER = {
     "input_norm": "input_layernorm",
@@ -54,34 +59,44 @@ module's bias is the field `<field>_bias`."""
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor in the flat memory: elements from `offset`, row after row."""
+    """A tensor in the flat memory: elements of `dtype` from `offset`, row after row."""
 
     offset: int
     shape: tuple[int, ...]
+    dtype: torch.dtype
 
     def view(self, flat: Tensor) -> Tensor:
         """The tensor as a view of `flat`."""
+        flat = flat.view(self.dtype)
         return flat[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
 
 
 class BufferLayout:
-    """What tensor-parallel rank `rank` holds, in one flat tensor of `dtype` ("float32").
+    """What tensor-parallel rank `rank` holds, in one flat tensor of `dtype` ("float32"), or of
+    bytes if its matrices are in a format.
 
-    `parameters` by Hugging Face name, `fused` by the names of fused tensors and of those that stay
-    alone, and `num_elements` in total. ValueError if the ranks cannot split
-    heads, feed-forward and vocabulary evenly.
+    `parameters` by their names in a publish, `fused` by the names of fused tensors and of those
+    that stay alone, scales with SCALES behind the name, and `memory` in total. ValueError if the
+    ranks cannot split heads, feed-forward and vocabulary evenly.
     """
 
     def __init__(
-        self, architecture: Architecture, dtype: str, rank: int = 0, num_ranks: int = 1
+        self,
+        architecture: Architecture,
+        dtype: str,
+        rank: int = 0,
+        num_ranks: int = 1,
+        format_: Format | None = None,
     ) -> None:
         check_num_ranks("generator.num_ranks", num_ranks, architecture)
-        self.dtype = dtype
+        self.dtype, self.format = dtype, format_
         self.parameters: dict[str, ParameterLayout] = {}
         self.fused: dict[str, Place] = {}
-        self.num_elements = 0
+        self._num_bytes = 0
         self._shapes = parameter_shapes(architecture)
         self._rank, self._num_ranks = rank, num_ranks
+        made = () if format_ is None else quantized_parameters(self._shapes, format_)
+        self._quantized = {each.base: each for each in made}
         table = self._local_shape(EMBEDDING)
         self._put(EMBEDDING, self._reserve(EMBEDDING, table), (table[1], 1))
         for layer in range(architecture.num_layers):
@@ -89,13 +104,25 @@ class BufferLayout:
                 self._append(f"model.layers.{layer}.", module)
         self._append("model.", "norm")
         self._append("", "lm_head")
-        missing = self._shapes.keys() - self.parameters.keys()
+        if architecture.tie_embeddings and EMBEDDING in self._quantized:
+            self._append_quantized(HEAD, [self._quantized[EMBEDDING]])
+        held = {*self.parameters, *(each.base for each in self._quantized.values())}
+        missing = self._shapes.keys() - held
         assert not missing, f"parameters without a place in the weight buffer: {missing}"
 
+    @property
+    def memory(self) -> Memory:
+        """The whole, from which the engine decodes as it is."""
+        dtype = DTYPES[self.dtype] if self.format is None else torch.uint8
+        num_elements = self._num_bytes // dtype.itemsize
+        if self.format is not None:
+            num_elements = -(-num_elements // ALIGN_BYTES) * ALIGN_BYTES
+        return Memory(parameters=self.parameters, num_elements=num_elements, dtype=dtype)
+
     def parameter(self, flat: Tensor, name: str) -> Tensor:
-        """This rank's box of the HF parameter `name` as a view of `flat`."""
+        """This rank's box of a parameter as a view of `flat`."""
         (box,) = self.parameters[name].boxes
-        return _view_box(flat, box)
+        return view_box(flat, self.parameters[name], box)
 
     def _append(self, prefix: str, name: str) -> None:
         """The weights of `name`, or of those that it fuses, side by side as one tensor [in, out],
@@ -105,32 +132,61 @@ class BufferLayout:
             parts = [f"{prefix}{part}.{kind}" for part in FUSED.get(name, (name,))]
             if parts[0] not in self._shapes:
                 continue
+            fused = f"{prefix}{name}.{kind}"
+            if parts[0] in self._quantized:
+                self._append_quantized(fused, [self._quantized[part] for part in parts])
+                continue
             shapes = [self._local_shape(part) for part in parts]
             num_outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1:]
-            offset = self._reserve(f"{prefix}{name}.{kind}", (*inputs, num_outputs))
+            offset = self._reserve(fused, (*inputs, num_outputs))
             for part, shape in zip(parts, shapes, strict=True):
                 self._put(part, offset, (1, num_outputs) if inputs else (1,))
                 offset += shape[0]
 
-    def _reserve(self, name: str, shape: tuple[int, ...]) -> int:
-        """Make room for the tensor `name`; returns its offset."""
-        align = ALIGN_BYTES // DTYPES[self.dtype].itemsize
-        offset = -(-self.num_elements // align) * align
-        self.fused[name] = Place(offset, shape)
-        self.num_elements = offset + math.prod(shape)
-        return offset
+    def _append_quantized(self, fused: str, parts: list[QuantizedParameter]) -> None:
+        """Values [out, in] of matrices one below the other, and their scales [out], or [1]."""
+        shapes = [self._local_shape(part.base) for part in parts]
+        num_outputs, num_inputs = sum(shape[0] for shape in shapes), shapes[0][1]
+        form = parts[0].format
+        offset = self._reserve(fused, (num_outputs, num_inputs), form.dtype)
+        for part, shape in zip(parts, shapes, strict=True):
+            start = self._start(part.base)
+            layout = _one_box(
+                self._shapes[part.base], form.dtype, start, shape, offset, (shape[1], 1)
+            )
+            self.parameters[part.values] = layout
+            offset += math.prod(shape)
+        num_scales = 1 if form.is_per_tensor else num_outputs
+        offset = self._reserve(fused + SCALES, (num_scales,), form.scale_dtype)
+        for part, shape in zip(parts, shapes, strict=True):
+            whole, start, size = (1,), (0,), (1,)
+            if not form.is_per_tensor:
+                rows = self._shapes[part.base][0], self._start(part.base)[0], shape[0]
+                whole, start, size = ((each,) for each in rows)
+            layout = _one_box(whole, form.scale_dtype, start, size, offset, (1,))
+            self.parameters[part.scales] = layout
+            offset += 0 if form.is_per_tensor else shape[0]
+
+    def _reserve(self, name: str, shape: tuple[int, ...], dtype: str = "") -> int:
+        """Make room for the tensor `name`; returns its offset, in elements."""
+        number = getattr(torch, dtype or self.dtype)
+        begin = -(-self._num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self.fused[name] = Place(begin // number.itemsize, shape, number)
+        self._num_bytes = begin + math.prod(shape) * number.itemsize
+        return int(self.fused[name].offset)
 
     def _put(self, name: str, offset: int, strides: tuple[int, ...]) -> None:
         """Record that this rank's box of parameter `name` lies at `offset` with `strides`."""
-        size, start = self._local_shape(name), [0] * len(strides)
-        split = split_dimension(name)
-        if split is not None:
-            start[split] = self._rank * size[split]
-        stop = tuple(first + extent for first, extent in zip(start, size, strict=True))
-        box = Box(start=tuple(start), stop=stop, buffer=BUFFER, offset=offset, strides=strides)
-        self.parameters[name] = ParameterLayout(
-            shape=self._shapes[name], dtype=self.dtype, boxes=(box,)
+        size, start = self._local_shape(name), self._start(name)
+        self.parameters[name] = _one_box(
+            self._shapes[name], self.dtype, start, size, offset, strides
         )
+
+    def _start(self, name: str) -> tuple[int, ...]:
+        start, split = [0] * len(self._shapes[name]), split_dimension(name)
+        if split is not None:
+            start[split] = self._rank * self._local_shape(name)[split]
+        return tuple(start)
 
     def _local_shape(self, name: str) -> tuple[int, ...]:
         shape, split = list(self._shapes[name]), split_dimension(name)
@@ -139,27 +195,23 @@ class BufferLayout:
         return tuple(shape)
 
 
-def _view_box(flat: Tensor, box: Box) -> Tensor:
-    size = tuple(stop - start for start, stop in zip(box.start, box.stop, strict=True))
-    return flat.as_strided(size, box.strides, box.offset)
+def _one_box(
+    shape: tuple[int, ...],
+    dtype: str,
+    start: tuple[int, ...],
+    size: tuple[int, ...],
+    offset: int,
+    strides: tuple[int, ...],
+) -> ParameterLayout:
+    stop = tuple(first + extent for first, extent in zip(start, size, strict=True))
+    box = Box(start=start, stop=stop, buffer=BUFFER, offset=offset, strides=strides)
+    return ParameterLayout(shape=shape, dtype=dtype, boxes=(box,))
 
 
-def load_boxes(
-    parameters: Mapping[str, ParameterLayout],
-    flat: Tensor,
-    folder: str,
-    architecture: AnyArchitecture,
-) -> None:
-    """Copy a rank's boxes of the checkpoint into their places in `flat`, casting each.
-
-    ValueError if the checkpoint is missing, damaged, of another architecture, or holds numbers that
-    are not finite.
-    """
-
-    def boxes(name: str) -> list[FileBox]:
-        return [(box.start, _view_box(flat, box)) for box in parameters[name].boxes]
-
-    read_boxes(locate(Path(folder), architecture), boxes)
+def view_box(flat: Tensor, layout: ParameterLayout, box: Box) -> Tensor:
+    """A box of a parameter as a view of the flat memory."""
+    flat = flat.view(getattr(torch, layout.dtype))
+    return flat.as_strided(box.shape, box.strides, box.offset)
 
 
 Matrix = Tensor | QuantizedMatrix
@@ -197,25 +249,33 @@ class Weights:
     head: Matrix
 
 
-def bind(layout: BufferLayout, architecture: Architecture, flat: Tensor) -> Weights:
-    """Views of every weight in `flat` ([num_elements or more], the layout's dtype).
+def bind(
+    layout: BufferLayout, architecture: Architecture, flat: Tensor, scratch: Tensor | None = None
+) -> Weights:
+    """Views of every weight in `flat` ([memory.num_elements or more], of its dtype); quantised
+    matrices multiply by way of `scratch` (`make_scratch`).
 
     ValueError if `flat` is too short or of another dtype.
     """
-    if flat.dtype != DTYPES[layout.dtype] or flat.numel() < layout.num_elements:
+    memory = layout.memory
+    if flat.dtype != memory.dtype or flat.numel() < memory.num_elements:
         raise ValueError(
-            f"weight buffer must hold {layout.num_elements} elements of {layout.dtype}, "
+            f"weight buffer must hold {memory.num_elements} elements of {memory.dtype}, "
             f"got {flat.numel()} of {flat.dtype}"
         )
 
-    def view(name: str) -> Tensor:
-        return layout.fused[name].view(flat)
+    def view(name: str) -> Matrix:
+        found = layout.fused[name].view(flat)
+        if name + SCALES not in layout.fused:
+            return found
+        assert scratch is not None
+        return QuantizedMatrix(found, layout.fused[name + SCALES].view(flat), scratch)
 
     def norm(name: str) -> Tensor:
-        weight = view(name).float()
+        weight = layout.fused[name].view(flat).float()
         return weight * weight.shape[0] ** 0.5
 
-    def of_layer(layer: int, field: str) -> Tensor | None:
+    def of_layer(layer: int, field: str) -> Matrix | None:
         kind = "bias" if field.endswith("_bias") else "weight"
         name = f"model.layers.{layer}.{LAYER[field.removesuffix('_bias')]}.{kind}"
         if name not in layout.fused:
@@ -227,29 +287,9 @@ def bind(layout: BufferLayout, architecture: Architecture, flat: Tensor) -> Weig
         LayerWeights(**{name: of_layer(layer, name) for name in names})  # type: ignore[arg-type]
         for layer in range(architecture.num_layers)
     ]
-    embedding = view(EMBEDDING)
-    head = embedding.t() if architecture.tie_embeddings else view("lm_head.weight")
+    embedding = layout.fused[EMBEDDING].view(flat)
+    head = view(HEAD) if HEAD in layout.fused else embedding.t()
     return Weights(embedding=embedding, layers=layers, norm=norm("model.norm.weight"), head=head)
-
-
-def quantize(weights: Weights, kind: str, scratch: Tensor) -> Weights:
-    """A copy of `weights`, the matrices quantised ("int8" or "fp8"); embedding, norms and biases
-    keep their dtype. The head is quantised too: measured, it adds a tenth to the divergence. The
-    copy is on the device of `scratch` (see `quantized.py`)."""
-
-    def copy(value: Tensor | None, name: str) -> Matrix | None:
-        if value is None:
-            return None
-        if name in MATRICES:
-            return QuantizedMatrix.of(value, kind, scratch)
-        return value.to(scratch.device, copy=True)
-
-    def copies(record: LayerWeights | Weights) -> dict[str, Matrix | None]:
-        values = ((f.name, getattr(record, f.name)) for f in fields(record) if f.name != "layers")
-        return {name: copy(value, name) for name, value in values}
-
-    layers = [LayerWeights(**copies(layer)) for layer in weights.layers]  # type: ignore[arg-type]
-    return Weights(layers=layers, **copies(weights))  # type: ignore[arg-type]
 
 
 def overwrite(target: Weights, source: Weights) -> None:

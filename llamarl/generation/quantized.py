@@ -1,8 +1,9 @@
 """Weight matrices in eight bits.
 
-Owns: the number format of one matrix and the product with it. Does not own: which matrices are
-quantised (`parameters.py`). Invariant: every product uses exactly `values * scales`, whatever the
-number of rows, so log-probs of prompts and of new tokens come from one and the same model.
+Owns: the product with one matrix. Does not own: its numbers, which a publish writes
+(`weights/layout/formats.py`), or which matrices are quantised. Invariant: every product uses
+exactly `values * scales`, whatever the number of rows, so log-probs of prompts and of new tokens
+come from one and the same model.
 
 Only the weights are in eight bits, symmetric around 0, with one scale per output. A product widens
 them tile by tile into a small scratch, multiplies, and scales the result. Measured on a CPU with
@@ -12,7 +13,6 @@ wrong results, or crashes, where the number of inputs is not a multiple of 16.
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch import Tensor
 from llamarl.device.devices import platform_of
 
 WIDENED_ELEMENTS = 1 << 21  # 8 MiB in float32: smaller tiles are slower, much larger ones too
-FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}  # dtype, largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +33,6 @@ class QuantizedMatrix:
     values: Tensor
     scales: Tensor
     scratch: Tensor
-
-    @classmethod
-    def of(cls, matrix: Tensor, kind: str, scratch: Tensor) -> Self:
-        """Quantise `matrix` [in, out] to "int8" or "fp8", a tile at a time, onto the device of
-        `scratch`; the matrix may lie in host memory."""
-        dtype, largest = FORMATS[kind]
-        rows, device = matrix.t(), scratch.device
-        values = torch.empty(rows.shape, dtype=dtype, device=device)
-        scales = torch.empty(len(rows), dtype=matrix.dtype, device=device)
-        step = max(len(scratch) // rows.shape[1], 1)
-        for start in range(0, len(rows), step):
-            part = rows[start : start + step].to(device, torch.float32, copy=True)
-            # Rounded to the dtype it is applied in, and never 0: a row of zeros would divide by it.
-            scale = (part.abs().amax(dim=1) / largest).clamp_(min=1e-30).to(matrix.dtype)
-            part.div_(scale.float().unsqueeze(1)).clamp_(-largest, largest)
-            values[start : start + step] = part.round_() if dtype is torch.int8 else part
-            scales[start : start + step] = scale
-        return cls(values, scales, scratch)
 
     def product(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """`x` [n, in] times this matrix: [n, out] in `dtype`, float32 or (None) that of `x`."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llamarl.cluster.inline import InlineExecutor
 from llamarl.loop.engines import Engines
 from llamarl.run.wiring import Wiring
+from llamarl.weights.layout.formats import formats_of
 from llamarl.weights.sync.replicas import PublishStats
 from llamarl.weights.transports.registry import TRANSPORTS, named
 
@@ -48,7 +49,7 @@ class OwnWeights:
         if self._source is None:
             self._source = await self._open(tensors)
         assert engines.publisher is not None
-        self._source.tensors.label(version, tensors)
+        self._source.label(version, tensors)
         try:
             stats = await engines.publisher.publish(version)
         finally:
@@ -68,7 +69,13 @@ class OwnWeights:
         config, must = self.wiring.config, f"be {named('is_mapped')} with a source"
         is_mapped = TRANSPORTS[config.weights.transport].is_mapped
         config.require(is_mapped, "weights.transport", must)
-        boxes, spans = shard_boxes(tensors), self.wiring.spans
-        found = SourcePart(0, *boxes, config=config.weights, rdma=None, spans=spans)
-        await self.connect(InlineExecutor("trainer", [found], [spans]).call_all)
+        found = SourcePart(
+            0,
+            *shard_boxes(tensors),
+            config=config.weights,
+            rdma=None,
+            spans=self.wiring.spans,
+            formats=formats_of(config.generator, self.wiring.inputs.architecture),
+        )
+        await self.connect(InlineExecutor("trainer", [found], [self.wiring.spans]).call_all)
         return found

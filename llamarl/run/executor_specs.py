@@ -33,6 +33,7 @@ from llamarl.executors.specs import (
 from llamarl.recipe.inputs import Inputs, context_of
 from llamarl.storage.loader import SOCKETS
 from llamarl.storage.store import Store
+from llamarl.weights.layout.formats import formats_of
 from llamarl.weights.transports.registry import TRANSPORTS
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Specs:
             run_dir=self.run_dir,
             num_steps=config.num_steps,
             seed=config.seed,
+            formats=formats_of(config.generator, inputs.architecture),
             rdma=_rdma(config),
         )
 

@@ -24,8 +24,10 @@ from llamarl.storage.store import Store
 from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, Request, RolloutInfo, Sampling
 from llamarl.weights.integrity.comparison import MODULUS
 from llamarl.weights.layout.boxes import Box, ParameterLayout
+from llamarl.weights.layout.formats import formats_of
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.layout.split_route import pack, split
+from llamarl.weights.quantization.shard_scales import ShardScales
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.shared_memory import this_host
 from tests.fakes import WatchedStorage
@@ -36,15 +38,13 @@ RUNS = itertools.count()
 @dataclass(frozen=True, kw_only=True)
 class EngineCase:
     """An engine to ask: its config class and fields, a checkpoint, how many ranks, how exact its
-    log-probs are, whether it derives its weights from the weight buffer, whether it reports what it
-    prefills."""
+    log-probs are, whether it reports what it prefills."""
 
     config: type[GeneratorConfig]
     checkpoint: str
     fields: dict[str, Any] = field(default_factory=dict)
     num_ranks: int = 1
     atol: float = 1e-5
-    is_staged: bool = False
     counts_prefill: bool = True
 
 
@@ -160,7 +160,10 @@ def make_source(case: EngineCase, change: float = 0.0) -> Writer:
             strides=tensor.stride(),
         )
         layouts[name] = ParameterLayout(shape=tuple(tensor.shape), dtype="float32", boxes=(box,))
-    return Writer(0, this_host(), tensors, layouts)
+    formats = formats_of(case.config(**case.fields), read_architecture(case.checkpoint))
+    scales = ShardScales(layouts, formats, torch.device("cpu"))
+    scales.derive(tensors)
+    return Writer(0, this_host(), tensors, layouts, scales=scales)
 
 
 async def connect(source: Any, generator: Replica, replica: int = 3) -> None:

@@ -48,13 +48,11 @@ INT8 = {"quantization": "int8", "kv_after_commit": "recompute"}
     ]
 )
 def engine_case(request: pytest.FixtureRequest, checkpoint: str) -> EngineCase:
-    is_staged = "int8" in request.param
     return EngineCase(
         config=EmbeddedConfig,
         checkpoint=checkpoint,
-        fields=INT8 if is_staged else {},
+        fields=INT8 if "int8" in request.param else {},
         num_ranks=2 if "2 ranks" in request.param else 1,
-        is_staged=is_staged,
     )
 
 
@@ -115,7 +113,7 @@ def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
     checkpoint: str, run_dir: str
 ) -> None:
     """They were made of memory that the next version overwrote meanwhile."""
-    case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint)
+    case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint, fields=INT8)
 
     async def scenario(generator: Replica, storage: WatchedStorage) -> None:
         engine, may_end = engine_of(generator.ranks[0]), threading.Event()
@@ -150,7 +148,7 @@ def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
         await generator.commit(2, 0)
         assert used[0] is made[1]
 
-    drive(case, run_dir, scenario, config=INT8)
+    drive(case, run_dir, scenario)
 
 
 def test_ranks_that_the_config_does_not_know_are_refused(checkpoint: str, run_dir: str) -> None:

@@ -33,14 +33,11 @@ def test_after_a_reset_a_generator_is_like_a_new_one_with_another_storage(
     checkpoint: str,  # noqa: F811
     run_dir: str,  # noqa: F811
 ) -> None:
-    if kind == "int8" and staging == "bucket":
-        return  # refused by the config
     case = EngineCase(
         config=EmbeddedConfig,
         checkpoint=checkpoint,
         fields=INT8 if kind == "int8" else {},
         num_ranks=2 if kind == "2 ranks" else 1,
-        is_staged=kind == "int8",
     )
     kept = WatchedStorage()
 

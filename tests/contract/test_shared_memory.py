@@ -286,7 +286,7 @@ def test_a_weight_buffer_that_was_committed_half_cannot_go_back(weight_buffer) -
         parameters=buckets, num_elements=48, staging="bucket", bucket_bytes=96
     )
     assert split.layout().buckets == (("w",), ("x",))
-    assert split.staging.numel() == 24
+    assert split.staging.numel() == 32  # whole lines of the cache
     assert split.layout().parameters["x"].boxes[0].offset == 0
     split.prepare(0, 0)
     split.abort(0)  # nothing was committed

@@ -13,23 +13,25 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from llamarl.config import TrainerConfig, WeightsConfig
+from llamarl.executors.weight_source import SourcePart
 from llamarl.generation.parameters import BufferLayout
+from llamarl.metrics.span import Spans
 from llamarl.models.architecture import read_architecture
 from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
 from llamarl.models.process_group import join, leave
 from llamarl.weights.integrity.comparison import MODULUS
-from llamarl.weights.layout.buckets import Memory
+from llamarl.weights.layout.quantized_parameters import quantized_parameters
 from llamarl.weights.layout.reshard import plan
-from llamarl.weights.layout.shards import shard_boxes
+from llamarl.weights.layout.shards import cut_rows, shard_boxes
 from llamarl.weights.layout.split_route import pack, split
 from llamarl.weights.sync.weight_buffer import WeightBuffer
-from llamarl.weights.sync.writer import Writer
-from llamarl.weights.transports.shared_memory import this_host
+from tests.quantised_oracle import make_formats, quantise_whole
 from tests.tiny_checkpoints import write_checkpoint
 
-Target = tuple[str, int]  # dtype, tensor-parallel ranks
-TARGETS: list[Target] = list(itertools.product(("float32", "bfloat16"), (1, 2, 4)))
+Target = tuple[str, int]  # dtype or format, tensor-parallel ranks
+FORMATS = make_formats()
+TARGETS: list[Target] = list(itertools.product(("float32", "bfloat16", *FORMATS), (1, 2, 4)))
 
 
 def everyone(value: Any) -> list[Any]:
@@ -63,17 +65,25 @@ async def publish(
 
 def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Target) -> Any:
     policy = Policy.load(checkpoint, make_mesh("cpu", config), config, 0)
-    writer = Writer(rank, this_host(), *shard_boxes(policy.parameters))
-    writer.tensors.label(0)
-    dtype, num_targets = target
+    kind, num_targets = target
+    form = FORMATS.get(kind)
+    source = SourcePart(
+        rank,
+        *shard_boxes(policy.parameters),
+        config=WeightsConfig(),
+        rdma=None,
+        spans=Spans("trainer", None),
+        formats=[form] if form else [],
+        cut=cut_rows(policy.parameters),
+        num_ranks=dist.get_world_size(),
+    )
+    source.label(0)
+    writer = source._writer
+    dtype = form.base_dtype if form else kind
     wanted = weight_buffer = None
     if rank < num_targets:
-        wanted = BufferLayout(read_architecture(checkpoint), dtype, rank, num_targets)
-        memory = Memory(
-            parameters=wanted.parameters,
-            num_elements=wanted.num_elements,
-            dtype=getattr(torch, dtype),
-        )
+        wanted = BufferLayout(read_architecture(checkpoint), dtype, rank, num_targets, form)
+        memory = wanted.memory
         run_id = uuid.uuid4().hex[:8]
         weight_buffer = WeightBuffer(memory, WeightsConfig(), replica=0, rank=rank, run_id=run_id)
     sources = everyone(writer.layout())
@@ -90,21 +100,24 @@ def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Targe
     ]
     sent = everyone(writer.write(0, handles))
     received = everyone(weight_buffer.verify(0, 0) if weight_buffer else {})
-    for name in policy.parameters:
+    for name in {name for layout in places for name in layout.parameters}:
         sums = [sum(bucket.get(name, 0) for bucket in end) % MODULUS for end in (sent, received)]
         assert sums[0] == sums[1], (config, target, name)
     if weight_buffer is not None and wanted is not None:
         weight_buffer.commit(0, 0)
         file = load_file(f"{checkpoint}/model.safetensors")
+        file = {name: file[name] for name in policy.parameters}
+        expected_of = {name: tensor.to(getattr(torch, dtype)) for name, tensor in file.items()}
+        for each in quantized_parameters(file, form) if form else ():
+            made = quantise_whole(file, each.base, form)
+            expected_of |= dict(zip((each.values, each.scales), made, strict=True))
         for name, layout in wanted.parameters.items():
             (box,) = layout.boxes
             region = tuple(map(slice, box.start, box.stop))
-            expected = file[name][region].to(getattr(torch, dtype))
-            assert torch.equal(wanted.parameter(weight_buffer.active, name), expected), (
-                config,
-                target,
-                name,
-            )
+            expected = expected_of[name][region]
+            found = wanted.parameter(weight_buffer.active, name)
+            assert found.dtype == expected.dtype
+            assert torch.equal(found.float(), expected.float()), (config, target, name)
     writer.close()
     dist.barrier()  # no rank frees what another still writes to
     if weight_buffer is not None:
@@ -155,7 +168,8 @@ def test_a_publish_between_split_ends_delivers_the_checkpoint_bit_by_bit(
         TrainerConfig(num_ranks=4, tensor_parallel=2),
         TrainerConfig(num_ranks=4, replicate=2),
     ]
-    check(ranks, checkpoint, configs, [("bfloat16", 2), ("float32", 4)])
+    targets = [("bfloat16", 2), ("float32", 4), ("int8 bfloat16", 2), ("vllm tensor", 1)]
+    check(ranks, checkpoint, configs, targets)
 
 
 @pytest.mark.slow

@@ -118,8 +118,6 @@ REFUSED: dict[Pair, str] = {
     pair(("cluster", "inline"), ("transport", "collective")): "weights.transport must",
     pair(("placement", "colocated"), ("replicas", "pools")): "placement.colocated must be False",
     pair(("placement", "colocated"), ("replicas", "elastic")): "generator.elastic must be []",
-    pair(("staging", "bucket"), ("engine", "int8")): "weights.staging must be double_buffer",
-    pair(("staging", "bucket"), ("replicas", "pools")): "weights.staging must be double_buffer",
     pair(("sampler", "task"), ("late", "wait")): "staleness.late must be mask",
     pair(("generator ranks", "2"), ("replicas", "pools")): "",  # a pool says how many it has
 }

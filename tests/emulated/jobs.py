@@ -29,6 +29,7 @@ from llamarl.models.architecture import read_architecture
 from llamarl.storage.store import Store
 from llamarl.types import REF_LOGPROBS
 from llamarl.weights.layout.boxes import Route
+from llamarl.weights.layout.formats import formats_of
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from tests.distributed.rollouts import TEMPERATURE, add_reference, make_batch, make_rollouts
@@ -136,9 +137,14 @@ async def decode(rank: int, num_ranks: int, device: str, fields: dict[str, Any])
 
 
 def make_policy_step(
-    device: str, checkpoint: str, algorithm: str, trainer: dict[str, Any], resources: ExitStack
+    device: str,
+    checkpoint: str,
+    algorithm: str,
+    trainer: dict[str, Any],
+    resources: ExitStack,
+    generator: EmbeddedConfig | None = None,
 ) -> PolicyStep:
-    """A trainer of one rank."""
+    """A trainer of one rank, for this generator."""
     penalties = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
     spec = TrainerSpec(
         checkpoint=checkpoint,
@@ -152,6 +158,7 @@ def make_policy_step(
         num_steps=10,
         seed=0,
         storage=Store([WatchedStorage()]),
+        formats=() if generator is None else formats_of(generator, read_architecture(checkpoint)),
     )
     return PolicyStep(spec, 0, 1, Spans("trainer-0", None), resources)
 
@@ -206,9 +213,9 @@ async def publish(
     decoded with; then another one."""
     seen = Seen()
     with on(device), ExitStack() as resources:
-        policy_step = make_policy_step(device, checkpoint, "aipo", {}, resources)
-        writer = policy_step.source._writer
         config = placed(EmbeddedConfig(max_num_seqs=4, max_model_len=80, **fields), device)
+        policy_step = make_policy_step(device, checkpoint, "aipo", {}, resources, config)
+        writer = policy_step.source._writer
         engine = EmbeddedEngine(read_architecture(checkpoint), config, is_padded=True)
         weight_buffer = WeightBuffer(
             engine.memory,
@@ -237,7 +244,7 @@ async def publish(
             with torch.no_grad():
                 for parameter in policy_step.policy.parameters.values():
                     parameter.to_local().mul_(1.0 + version / 8)
-            policy_step.source.tensors.label(version)
+            policy_step.source.label(version)
             done = 0
             while weight_buffer.version < version:
                 handle = weight_buffer.prepare(version, done)

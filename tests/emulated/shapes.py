@@ -316,7 +316,7 @@ async def decode_shapes(
         for _ in range(3):
             engine.step()
         seen.peak_bytes, seen.kept_bytes = lives.peak_bytes, lives.num_bytes
-        seen.num_elements = engine.layout.num_elements
+        seen.num_elements = engine.memory.num_elements
         seen.dtypes["weights"] = {str(flat.dtype)}
         seen.dtypes["cache"] = {str(engine._cache.keys.dtype)}
         weight_buffer.close()

@@ -35,8 +35,7 @@ pytestmark = [
 def make_cuda_engine(seed: int, **config) -> EmbeddedEngine:
     fields = {"max_num_seqs": 4, "max_model_len": 160, "device": "cuda", "dtype": "float32"}
     engine = EmbeddedEngine(LLAMA, EmbeddedConfig(**(fields | config)))
-    flat = flat_weights(engine, make_model(LLAMA, seed)).to(engine.memory.dtype)
-    engine.commit(flat.cuda(), 0)
+    engine.commit(flat_weights(engine, make_model(LLAMA, seed)).cuda(), 0)
     for row, prompt in enumerate(random_prompts(9)):
         engine.submit(make_request(row, prompt, 3 + 12 * row, temperature=0.7 + 0.1 * row))
     return engine
@@ -112,16 +111,14 @@ def test_graphs_decode_faster_than_single_calls() -> None:
     assert seconds[1] < seconds[0]
 
 
-def test_weights_and_cache_leave_the_device_and_come_back(tmp_path: Path) -> None:
+def test_the_cache_leaves_the_device_and_comes_back(tmp_path: Path) -> None:
     stayed, left = make_cuda_engine(1, quantization="fp8"), make_cuda_engine(1, quantization="fp8")
     offload = MemoryMover("pinned", str(tmp_path), "generator-0")
     done = {}
     for _ in range(5):
         done |= {item.request.row_id: item for item in left.step()}
-    for kind in ("kv", "weights"):
-        assert offload.offload(kind, left.movable(kind)) > 0
-    for kind in ("weights", "kv"):
-        offload.onload(kind)
+    assert offload.offload("kv", left.movable("kv")) > 0
+    offload.onload("kv")
     done |= finish(left)
     for row, item in finish(stayed).items():
         assert done[row].written.ids.tolist() == item.written.ids.tolist()

@@ -39,6 +39,5 @@ def engine_case(request: pytest.FixtureRequest, checkpoint: str) -> EngineCase:
         config=EmbeddedConfig,
         checkpoint=checkpoint,
         fields={"device": "cuda", "dtype": "float32", "quantization": request.param},
-        is_staged=request.param != "none",
         atol=1e-4,
     )

@@ -21,12 +21,15 @@ from llamarl.models.architecture import RopeScaling
 from llamarl.models.attention import make_packing
 from llamarl.models.transformer import Transformer
 from llamarl.types import Request, Sampling
+from llamarl.weights.layout.formats import FP8, LARGEST, Format, format_of
+from llamarl.weights.quantization.rounding import quantize, row_maxima, scales_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from generate_bench.engines import random_model
 
 from tests.tiny_checkpoints import LLAMA
+from tests.uneven_publish import publish
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,10 +64,27 @@ def in_transformers(model: Transformer) -> PreTrainedModel:
 
 
 def flat_weights(engine: EmbeddedEngine, model: torch.nn.Module) -> torch.Tensor:
-    flat = torch.zeros(engine.layout.num_elements, dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        engine.layout.parameter(flat, name).copy_(parameter.detach())
+    """The memory of an engine after a publish of this model."""
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    formats = () if engine.layout.format is None else (engine.layout.format,)
+    (flat,) = publish([engine.memory], weights, formats)
     return flat
+
+
+def make_format(kind: str, dtype: torch.dtype = torch.float32) -> Format:
+    """The embedded engine's "int8", or "fp8", which a CPU does not offer."""
+    config = EmbeddedConfig(quantization="int8", dtype=str(dtype).removeprefix("torch."))
+    found = format_of(config, LLAMA)
+    assert found is not None
+    return found if kind == "int8" else replace(found, dtype=FP8, largest=LARGEST[FP8])
+
+
+def quantized(matrix: torch.Tensor, kind: str) -> QuantizedMatrix:
+    """What eight bits make of `matrix` [in, out]."""
+    form = make_format(kind, matrix.dtype)
+    scales = scales_of(row_maxima(matrix.t()), form)
+    scratch = make_scratch(len(matrix), matrix.dtype, matrix.device)
+    return QuantizedMatrix(quantize(matrix.t(), scales, form), scales, scratch)
 
 
 def make_engine(model: Transformer, *, slots: int = 4, **kwargs) -> EmbeddedEngine:
@@ -126,10 +146,9 @@ def quantize_model(model: Transformer, kind: str) -> Transformer:
     plain = Transformer(replace(model.architecture, tie_embeddings=False))
     state = model.state_dict()
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
-    scratch = make_scratch(1, torch.float32, torch.device("cpu"))
     for name, weight in state.items():
         if weight.ndim == 2 and "embed" not in name:
-            state[name] = QuantizedMatrix.of(weight.t(), kind, scratch).dequantized().t()
+            state[name] = quantized(weight.t(), kind).dequantized().t()
     plain.load_state_dict(state)
     return plain
 

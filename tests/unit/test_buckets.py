@@ -31,19 +31,19 @@ def test_buckets_are_consecutive_ranges_and_fused_parameters_stay_together() -> 
         "norm": parameter((1, 6, 30, (6, 1))),
         "none": parameter(),
     }
-    fused, norm, last = cut_buckets(parameters, 20)
+    fused, norm, last = cut_buckets(parameters, 80)
     assert set(fused.names) == {"q", "k", "v", "none"}
-    assert (fused.begin, fused.end, fused.is_dense) == (0, 24, True)  # more than asked for
-    assert (norm.names, norm.begin, norm.end) == (("norm",), 30, 36)
-    assert (last.names, last.begin, last.end) == (("last",), 100, 110)
-    first, second = cut_buckets(parameters, 36)
+    assert (fused.begin, fused.end, fused.is_dense) == (0, 96, True)  # more than asked for
+    assert (norm.names, norm.begin, norm.end) == (("norm",), 120, 144)
+    assert (last.names, last.begin, last.end) == (("last",), 400, 440)
+    first, second = cut_buckets(parameters, 144)
     assert (first.begin, first.end, first.is_dense) == (
         0,
-        36,
+        144,
         False,
-    )  # 24:30 belongs to no parameter
+    )  # bytes 96:120 belong to no parameter
     assert second.names == ("last",)
-    (only,) = cut_buckets(parameters, 1000)
+    (only,) = cut_buckets(parameters, 4000)
     assert set(only.names) == set(parameters)
 
 

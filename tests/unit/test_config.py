@@ -135,10 +135,6 @@ WRONG = [
         "generator.device=cuda trainer.device=cuda",
         "generator.device must be cpu with weights.transport=shared_memory",
     ),
-    (
-        "generator.quantization=int8 weights.staging=bucket",
-        "weights.staging must be double_buffer or host with generator.quantization",
-    ),
     ("generator.quantization=fp8", "generator.quantization must be one of none, int8 on cpu"),
     ("generator=vllm generator.quantization=int8", "must be one of none, fp8_per_channel"),
     (
@@ -255,7 +251,6 @@ def test_pools_take_what_they_do_not_set_from_the_generator() -> None:
         ("quantization=fp8", "", "generator.pools[1].quantization must be one of none, int8 on"),
         ("enforce_eager=maybe", "", "generator.pools[1].enforce_eager must be one of true, false"),
         ("max_model_len=64", "", "generator.pools[1].max_model_len must hold a prompt token"),
-        ("quantization=int8", "weights.staging=bucket", "weights.staging must be double_buffer"),
         ("device=cuda", "", "generator.pools[1].device must be cpu with weights.transport=shared"),
         ("num_ranks=2", "cluster=inline", "generator.pools[1].num_ranks must be 1 with cluster"),
         ("site=moon", "", "generator.pools[1] must name a site, as every pool or none does"),

@@ -48,8 +48,9 @@ def reference(variant: str, quantization: str, number: int) -> PreTrainedModel:
 
 
 @functools.cache
-def flat(variant: str, number: int) -> torch.Tensor:
-    engine = EmbeddedEngine(ARCHITECTURES[variant], EmbeddedConfig(max_num_seqs=1, max_model_len=2))
+def flat(variant: str, quantization: str, number: int) -> torch.Tensor:
+    config = EmbeddedConfig(max_num_seqs=1, max_model_len=2, quantization=quantization)
+    engine = EmbeddedEngine(ARCHITECTURES[variant], config)
     return flat_weights(engine, model(variant, number))
 
 
@@ -69,8 +70,11 @@ class Search:
     def __init__(self, options: Options, rng: random.Random) -> None:
         self.options, self.rng = options, rng
         self.engine = options.engine()
-        num_elements = self.engine.layout.num_elements
-        self.memories = [torch.zeros(num_elements) for _ in range(1 + options.alternates)]
+        memory = self.engine.memory
+        self.memories = [
+            torch.zeros(memory.num_elements, dtype=memory.dtype)
+            for _ in range(1 + options.alternates)
+        ]
         self.models: dict[int, PreTrainedModel] = {}  # by version
         self.number = 0  # of the newest weights
         self.ready: tuple[int, Any] | None = None  # a version that is processed but not committed
@@ -138,8 +142,9 @@ class Search:
             return
         version = self.engine.version + self.rng.randint(1, 2)
         self.number = (self.number + self.rng.randint(1, NUM_WEIGHTS - 1)) % NUM_WEIGHTS
-        weights: Any = flat(self.options.variant, self.number)
-        if self.options.alternates:
+        options = self.options
+        weights: Any = flat(options.variant, options.quantization, self.number)
+        if options.alternates:
             self.memories.reverse()
             self.memories[0].copy_(weights)
             weights = self.engine.process_weights(self.memories[0])
@@ -157,8 +162,8 @@ class Search:
                 weights = self.memories[0]
             assert engine.commit(weights, version) == engine.num_running
             self.models[version] = reference(options.variant, options.quantization, self.number)
-            for memory in self.memories[not engine.memory.is_staged :]:
-                memory.fill_(torch.nan)  # the next version may be written there
+            for memory in self.memories[1:]:
+                memory.view(torch.uint8).fill_(255)  # nan; the next version may be written there
 
     def offload(self) -> None:
         """The KV cache leaves the device, as in `executors/decoding.py`."""

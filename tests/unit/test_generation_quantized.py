@@ -12,7 +12,6 @@ from llamarl.config import EmbeddedConfig
 from llamarl.generation import decoder
 from llamarl.generation.decoder import float32_product
 from llamarl.generation.engine import EmbeddedEngine
-from llamarl.generation.quantized import QuantizedMatrix, make_scratch
 from tests.tiny_checkpoints import LLAMA, make_model
 from tests.unit.engine_models import (
     VARIANTS,
@@ -22,6 +21,7 @@ from tests.unit.engine_models import (
     make_request,
     model_logprobs,
     quantize_model,
+    quantized,
     random_prompts,
 )
 
@@ -38,7 +38,7 @@ def test_a_bfloat16_engine_rounds_its_weights_but_not_its_logits(
         max_num_seqs=4, max_model_len=160, dtype="bfloat16", quantization=quantization
     )
     engine = EmbeddedEngine(architecture, config, is_padded=is_padded)
-    engine.commit(flat_weights(engine, make_model(architecture, 1)).bfloat16(), 0)
+    engine.commit(flat_weights(engine, make_model(architecture, 1)), 0)
     for row, prompt in enumerate(random_prompts(4)):
         engine.submit(make_request(row, prompt))
     seen = []
@@ -63,11 +63,10 @@ def test_int8_logprobs_are_those_of_the_dequantised_model(name: str, recomputes:
     models = [make_model(VARIANTS[name], seed) for seed in (1, 2)]
     config = {"quantization": "int8"} | ({"kv_after_commit": "recompute"} if recomputes else {})
     engine = make_engine(models[0], config=config)
-    assert engine.memory.is_staged
+    assert not engine.memory.is_staged
     requests = [make_request(r, p, 25) for r, p in enumerate(random_prompts(4))]
     flat = flat_weights(engine, models[1])
     processed = engine.process_weights(flat)
-    flat.zero_()  # staged: what was prepared needs it no longer
     for request in requests:
         engine.submit(request)
     for _ in range(9):
@@ -93,7 +92,7 @@ def test_a_quantised_matrix_is_near_the_plain_one_and_multiplies_as_it_says(
     torch.manual_seed(0)
     matrix = torch.randn(700, 1500).mul_(torch.logspace(-3, 3, 1500)).to(dtype)
     matrix[:, 7] = 0
-    quantised = QuantizedMatrix.of(matrix, kind, make_scratch(700, dtype, torch.device("cpu")))
+    quantised = quantized(matrix, kind)
     wide = quantised.dequantized()
     span = 2 * matrix.float().abs().amax(dim=0)
     assert ((wide - matrix.float()).abs() <= span / steps * 1.02).all()

@@ -23,6 +23,7 @@ FIELDS = {"max_num_seqs": 4, "max_model_len": 64}
         ("none", "bucket"),
         ("int8", "double_buffer"),
         ("int8", "host"),
+        ("int8", "bucket"),
     ],
 )
 @pytest.mark.parametrize("is_padded", [False, True])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from llamarl.config import VllmConfig
+from llamarl.generation.parameters import DTYPES
 from llamarl.generation.protocol import RequestOutput
 from llamarl.generation.vllm.vllm_engine import VllmEngine
 from llamarl.types import Request, Sampling
@@ -76,7 +77,7 @@ def as_vllm_loads(engine: VllmEngine, weights: dict[str, torch.Tensor]) -> dict[
     """The parameters after vLLM's own reload of whole tensors."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    dtype = engine.memory.dtype
+    dtype = DTYPES[engine._config.dtype]
     layerwise.initialize_layerwise_reload(engine._model)
     engine._model.load_weights((name, tensor.to(dtype)) for name, tensor in weights.items())
     layerwise.finalize_layerwise_reload(engine._model, engine._core.vllm_config.model_config)

@@ -27,13 +27,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(params=["plain", pytest.param("fp8", marks=pytest.mark.slow)])
 def engine_case(request: pytest.FixtureRequest, checkpoint: str) -> EngineCase:
-    is_staged = request.param == "fp8"
+    is_quantised = request.param == "fp8"
     quantised = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
     return EngineCase(
         config=VllmConfig,
         checkpoint=checkpoint,
-        fields={"kv_cache_bytes": 1 << 24} | (quantised if is_staged else {}),
-        is_staged=is_staged,
+        fields={"kv_cache_bytes": 1 << 24} | (quantised if is_quantised else {}),
         counts_prefill=False,
-        atol=1e-2 if is_staged else 1e-5,
+        atol=1e-2 if is_quantised else 1e-5,
     )

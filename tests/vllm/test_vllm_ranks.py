@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from llamarl.config import VllmConfig
+from llamarl.models.other_architecture import read_any_architecture
+from llamarl.weights.layout.formats import formats_of
 from tests.distributed.test_processes import is_loopback
+from tests.uneven_publish import publish
 from tests.vllm.checkpoints import check_logprobs, write_versions
 from tests.vllm.engines import request
-from tests.vllm.publishing import publish
 from tests.vllm.ranks import replicas
 
 pytestmark = pytest.mark.vllm
@@ -80,7 +83,8 @@ def test_two_ranks_quantise_as_vllm_would(tmp_path: Path) -> None:
     changes = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
     with replicas(first, [tmp_path / "meeting"], **changes) as (replica,):
         replica.call_each("commit", [(flat, 0) for flat in replica.call("load", first)])
-        flats = publish(replica.call("memory"), weights)
+        formats = formats_of(VllmConfig(**changes), read_any_architecture(first))
+        flats = publish(replica.call("memory"), weights, formats)
         replica.call_each("commit", [(flat, 1) for flat in flats])
         replica.call("submit", [request(0)])
         mine, theirs = replica.call("drain")

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from llamarl.config import EmbeddedConfig
 from llamarl.generation.engine import EmbeddedEngine
-from llamarl.generation.parameters import DTYPES
 from llamarl.models.architecture import Architecture
 from llamarl.types import Request, Sampling
 
@@ -103,7 +102,7 @@ def make_engine(
         architecture,
         EmbeddedConfig(max_num_seqs=slots, max_model_len=context, dtype=dtype),
     )
-    flat = torch.zeros(engine.layout.num_elements, dtype=DTYPES[dtype])
+    flat = torch.zeros(engine.memory.num_elements, dtype=engine.memory.dtype)
     parameters = dict(model.named_parameters())
     for name in engine.layout.parameters:
         engine.layout.parameter(flat, name).copy_(parameters[name].detach())

@@ -19,7 +19,6 @@ from llamarl.generation.parameters import DTYPES, BufferLayout
 from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.weights.layout.boxes import Box, ParameterLayout
-from llamarl.weights.layout.buckets import Memory
 from llamarl.weights.layout.reshard import num_bytes, plan
 from llamarl.weights.layout.split_route import pack, split
 from llamarl.weights.sync.weight_buffer import WeightBuffer
@@ -160,11 +159,7 @@ def _be_generator(pipe: Connection, setting: Setting, checkpoint: str) -> None:
     torch.set_num_threads(1)
     layout = BufferLayout(read_architecture(checkpoint), setting.dtype)
     weight_buffer = WeightBuffer(
-        Memory(
-            parameters=layout.parameters,
-            num_elements=layout.num_elements,
-            dtype=DTYPES[setting.dtype],
-        ),
+        layout.memory,
         WeightsConfig(),
         replica=0,
         rank=0,

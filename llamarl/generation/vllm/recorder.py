@@ -9,6 +9,7 @@ instead of executed. So q, k and v get their rows of the fused parameter, and a 
 its slices, without a table of names: a publish writes exactly what vLLM would load.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llamarl.generation.parameters import ALIGN_BYTES, Place
-from llamarl.generation.vllm.staging import loading_form
+from llamarl.generation.parameters import Place
+from llamarl.generation.vllm.staging import VLLM_SCALE, loading_form
 from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout
-from llamarl.weights.layout.buckets import Memory
+from llamarl.weights.layout.buckets import ALIGN_BYTES, Memory
+from llamarl.weights.layout.formats import Format
+from llamarl.weights.layout.quantized_parameters import QuantizedParameter, quantized_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The memory of this rank, and the `places` of vLLM's parameters in it, by name."""
+    """The memory of this rank, and the `places` of vLLM's parameters in it, by name. vLLM computes
+    with those that are `turned` as transposed views of these."""
 
     memory: Memory
     places: dict[str, Place]
+    turned: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +71,16 @@ class _Recorder(TorchDispatchMode):
 
 
 def record(
-    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    model: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    format_: Format | None = None,
 ) -> Recording:
     """Lay out this rank's part of the parameters `shapes` (Hugging Face name -> global shape).
 
-    ValueError if vLLM's loader does more than copy, or skips a weight or a parameter.
+    If vLLM computes with the matrices of `format_` in that form, their values and scales are laid
+    out in place of them. ValueError if vLLM's loader does more than copy, or skips a weight or a
+    parameter.
     """
     live = dict(model.named_parameters(remove_duplicate=False))
     with loading_form(model), torch.no_grad():
@@ -82,25 +92,91 @@ def record(
         )
         with recorder:
             model.load_weights(iter(weights))  # type: ignore[operator]
+        loads = recorder.loads
         _check(recorder, forms, live, shapes, dtype)
-        places, num_elements = _arrange(recorder.loads, forms, dtype)
-        parameters = {
-            name: ParameterLayout(
-                shape=tuple(shape),
-                dtype=str(dtype).removeprefix("torch."),
-                boxes=tuple(_boxes(name, shape, recorder.loads, places)),
-            )
-            for name, shape in shapes.items()
-        }
-        is_staged = any(_differ(forms[name], live.get(name)) for name in places) or (
-            live.keys() != forms.keys()
+        made = {} if format_ is None else {e.base: e for e in quantized_parameters(shapes, format_)}
+        quantized = _quantized(loads, forms, live, made)
+        made = made if quantized else {}
+        places, num_bytes = _arrange(loads, forms, dtype, quantized)
+        parameters: dict[str, ParameterLayout] = {}
+        for name, shape in shapes.items():
+            boxes = tuple(_boxes(name, shape, loads, places))
+            if name in made:
+                parameters |= _layouts(made[name], shape, boxes, loads, places)
+            else:
+                own = str(dtype).removeprefix("torch.")
+                parameters[name] = ParameterLayout(shape=tuple(shape), dtype=own, boxes=boxes)
+        plain = [name for name in forms if name in places and name not in quantized]
+        is_staged = any(_differ(forms[name], live.get(name)) for name in plain) or (
+            live.keys() != forms.keys() | places.keys()
         )
+    number = torch.uint8 if quantized else dtype
     return Recording(
         memory=Memory(
-            parameters=parameters, num_elements=num_elements, dtype=dtype, is_staged=is_staged
+            parameters=parameters,
+            num_elements=num_bytes // number.itemsize,
+            dtype=number,
+            is_staged=is_staged,
         ),
         places=places,
+        turned=frozenset(quantized),
     )
+
+
+def _quantized(
+    loads: list[_Load],
+    forms: Mapping[str, Tensor],
+    live: Mapping[str, Tensor],
+    made: Mapping[str, QuantizedParameter],
+) -> dict[str, Format]:
+    """vLLM's parameters that hold the matrices `made`, if it computes with all of these, and no
+    other, as [in, out] views of rows in that format; else none."""
+    found: dict[str, Format] = {}
+    for load in loads:
+        if load.name not in made:
+            continue
+        form, format_ = forms[load.parameter], made[load.name].format
+        values, scales = (live.get(load.parameter + end) for end in ("", VLLM_SCALE))
+        if values is None or scales is None:
+            return {}
+        num_scales = 1 if format_.is_per_tensor else len(form)
+        has_form = values.t().is_contiguous() and values.t().shape == form.shape
+        has_dtypes = values.dtype == getattr(torch, format_.dtype) and (
+            scales.dtype == getattr(torch, format_.scale_dtype)
+        )
+        if not (has_form and has_dtypes and scales.numel() == num_scales):
+            return {}
+        found[load.parameter] = format_
+    others = {load.parameter for load in loads if load.name not in made}
+    return {} if others & found.keys() else found
+
+
+def _layouts(
+    made: QuantizedParameter,
+    shape: tuple[int, ...],
+    boxes: tuple[Box, ...],
+    loads: list[_Load],
+    places: Mapping[str, Place],
+) -> dict[str, ParameterLayout]:
+    """The values and scales of a matrix whose values lie in `boxes`."""
+    format_ = made.format
+    parameter = next(load.parameter for load in loads if load.name == made.base)
+    values, scales = places[parameter], places[parameter + VLLM_SCALE]
+    whole: tuple[int, ...] = (1,)
+    own = [(0, 1, 0)]
+    if not format_.is_per_tensor:
+        whole = shape[:1]
+        width = values.shape[1]
+        own = [(b.start[0], b.stop[0], (b.offset - values.offset) // width) for b in boxes]
+    scale_boxes = tuple(
+        Box(start=(a,), stop=(b,), buffer=BUFFER, offset=scales.offset + row, strides=(1,))
+        for a, b, row in own
+    )
+    dtype = format_.scale_dtype
+    return {
+        made.values: ParameterLayout(shape=tuple(shape), dtype=format_.dtype, boxes=boxes),
+        made.scales: ParameterLayout(shape=whole, dtype=dtype, boxes=scale_boxes),
+    }
 
 
 def _storage(tensor: Tensor) -> int:
@@ -118,16 +194,33 @@ def _differ(form: Tensor, live: Tensor | None) -> bool:
 
 
 def _arrange(
-    loads: list[_Load], forms: Mapping[str, Tensor], dtype: torch.dtype
+    loads: list[_Load],
+    forms: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    quantized: Mapping[str, Format],
 ) -> tuple[dict[str, Place], int]:
-    """One place per loaded parameter, in the model's order; the total number of elements."""
+    """One place per loaded parameter, and one for the scales of each that is `quantized`, in the
+    model's order; the total number of bytes."""
     loaded = {load.parameter for load in loads}
-    align = ALIGN_BYTES // dtype.itemsize
-    places, end = {}, 0
+    places: dict[str, Place] = {}
+    end = 0
+
+    def put(name: str, shape: tuple[int, ...], number: torch.dtype) -> None:
+        nonlocal end
+        places[name] = Place(end // number.itemsize, shape, number)
+        num_bytes = math.prod(shape) * number.itemsize
+        end += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
     for name, form in forms.items():
-        if name in loaded:
-            places[name] = Place(end, tuple(form.shape))
-            end += -(-form.numel() // align) * align
+        if name not in loaded:
+            continue
+        format_ = quantized.get(name)
+        if format_ is None:
+            put(name, tuple(form.shape), dtype)
+            continue
+        put(name, tuple(form.shape), getattr(torch, format_.dtype))
+        rows = () if format_.is_per_tensor else (len(form), 1)
+        put(name + VLLM_SCALE, rows or (1,), getattr(torch, format_.scale_dtype))
     return places, end
 
 

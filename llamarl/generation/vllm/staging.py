@@ -16,7 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from llamarl.device.devices import platform_of
-from llamarl.generation.parameters import ALIGN_BYTES
+from llamarl.weights.layout.buckets import ALIGN_BYTES
+from llamarl.weights.layout.formats import Format
+from llamarl.weights.quantization.rounding import quantize, row_maxima, scales_of
+
+VLLM_SCALE = "_scale"  # behind the name of a quantised parameter of vLLM, the name of its scales
 
 
 @contextmanager
@@ -79,6 +83,36 @@ def process(model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor]) 
         layerwise._copy_and_restore_kernel_tensors(layer, info)
         info.reset()
     layerwise.finalize_layerwise_reload(model, model_config)
+
+
+@torch.no_grad()
+def check_quantiser(
+    model: nn.Module, model_config: Any, shapes: Mapping[str, tuple[int, ...]], format_: Format
+) -> None:
+    """ValueError unless vLLM makes of random matrices, for its parameters of these `shapes` [out,
+    in], the bits that `format_` says. It overwrites these parameters.
+
+    All ranks take the same numbers, so a maximum over the ranks changes nothing.
+    """
+    live = dict(model.named_parameters())
+    source = torch.Generator().manual_seed(0)
+    for name, shape in shapes.items():
+        device = live[name].device
+        matrix = torch.randn(shape, generator=source).to(getattr(torch, format_.base_dtype))
+        matrix = matrix.to(device)
+        process(model, model_config, {name: matrix})
+        maxima = row_maxima(matrix)
+        scales = scales_of(maxima.amax().view(1) if format_.is_per_tensor else maxima, format_)
+        values = quantize(matrix, scales, format_)
+        held = dict(model.named_parameters())
+        theirs = held[name].data.t().view(torch.uint8), held[name + VLLM_SCALE].data.flatten()
+        num_wrong = int((theirs[0] != values.view(torch.uint8)).sum())
+        if num_wrong or not torch.equal(theirs[1], scales):
+            num_scales = int((theirs[1] != scales).sum())
+            raise ValueError(
+                f"vLLM's {name} must be quantised as {format_.key}, bit for bit, got other bits in "
+                f"{num_wrong} of {values.numel()} values, {num_scales} of {scales.numel()} scales"
+            )
 
 
 def is_as_loaded(computing: Tensor, loaded: Tensor) -> bool:

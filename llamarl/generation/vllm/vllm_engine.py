@@ -8,10 +8,11 @@ One process is one tensor-parallel rank. All ranks of a replica get the same cal
 order; vLLM's scheduler takes the same decisions in each, and the ranks exchange data only inside
 the model.
 
-Weights that vLLM uses in the form they were loaded in are views of the flat memory (direct). Where
-they are quantised, or captured graphs read them at their own addresses, they are made or copied
-from it at each commit (staged), and then the engine keeps no view of that memory. Either way there
-are two sets of weights: active and staging, or vLLM's own and the one that a publish fills.
+Weights that vLLM uses as they were loaded, or quantised as a trainer quantises them, are views of
+the flat memory (direct). Where vLLM repacks them, or captured graphs read them at their own
+addresses, they are made or copied from it at each commit (staged), and then the engine keeps no
+view of that memory. Either way there are two sets of weights: active and staging, or vLLM's own and
+the one that a publish fills.
 """
 
 import logging
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor
 
 from llamarl.config import VllmConfig
-from llamarl.generation.parameters import DTYPES, load_boxes
+from llamarl.generation.checkpoint_boxes import load_boxes
+from llamarl.generation.parameters import DTYPES
 from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.generation.scheduler import (
     Queue,
@@ -34,11 +36,12 @@ from llamarl.generation.scheduler import (
 from llamarl.generation.vllm.limits import check_installed, check_temperature
 from llamarl.generation.vllm.recorder import record
 from llamarl.generation.vllm.settings import end_core, make_core, set_environment
-from llamarl.generation.vllm.staging import is_as_loaded, process
+from llamarl.generation.vllm.staging import check_quantiser, is_as_loaded, process
 from llamarl.generation.vllm.vllm_requests import VllmRollout, start
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.other_architecture import read_any_architecture
 from llamarl.types import FinishReason, Request
+from llamarl.weights.layout.formats import format_of
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +84,16 @@ class VllmEngine:
         self._runner = self._core.model_executor.driver_worker.model_runner
         self._model = self._runner.get_model()
         self._parameters = dict(self._model.named_parameters())
-        recording = record(self._model, parameter_shapes(self.architecture), DTYPES[config.dtype])
-        self._places, self._is_derived = recording.places, recording.memory.is_staged
-        if config.quantization == "none" and self._is_derived:
-            log.warning("vLLM repacks the weights of %s: they are staged", checkpoint)
+        self._format = format_of(config, self.architecture)
+        shapes, dtype = parameter_shapes(self.architecture), DTYPES[config.dtype]
+        recording = record(self._model, shapes, dtype, self._format)
+        self._places, self._turned = recording.places, recording.turned
+        self._is_derived = recording.memory.is_staged
+        if self._turned:
+            self._check_quantiser()
+        if self._is_derived:
+            how = "repacks" if config.quantization == "none" else "quantises and repacks"
+            log.warning("vLLM %s the weights of %s: they are staged", how, checkpoint)
         if keeps_addresses is None:
             keeps_addresses = not config.enforce_eager  # graphs read where they were captured
         self.memory = replace(recording.memory, is_staged=self._is_derived or keeps_addresses)
@@ -107,11 +116,13 @@ class VllmEngine:
         return self.version >= 0 and self._queue.num_startable(self.version) > 0
 
     def load(self, flat: Tensor, folder: str) -> None:
-        load_boxes(self.memory.parameters, flat, folder, self.architecture)
+        load_boxes(self.memory.parameters, flat, folder, self.architecture, self._format)
 
     def process_weights(self, flat: Tensor) -> dict[str, Tensor]:
-        """vLLM's parameters, in the form they are loaded in, as views of `flat`."""
-        return {name: place.view(flat) for name, place in self._places.items()}
+        """vLLM's parameters as views of `flat`: in the form they are loaded in or, quantised, in
+        the form it computes with."""
+        views = {name: place.view(flat) for name, place in self._places.items()}
+        return views | {name: views[name].t() for name in self._turned}
 
     def commit(self, processed: Mapping[str, Tensor], version: int) -> int:
         """See `Engine`. With kv_after_commit=recompute every running rollout is preempted, and its
@@ -184,6 +195,16 @@ class VllmEngine:
             end_core(self._core)
         self._core = self._runner = self._model = None
         self._parameters = {}
+
+    def _check_quantiser(self) -> None:
+        """ValueError unless what a trainer quantises is what vLLM would: asked of one layer."""
+        assert self._format is not None
+        names = [name for name in self._places if name in self._turned]
+        prefix = names[0].rpartition("layers.")[0] + "layers.0."
+        shapes = {n: self._places[n].shape for n in names if n.startswith(prefix)}
+        config = self._core.vllm_config.model_config
+        check_quantiser(self._model, config, shapes, self._format)
+        self._parameters = dict(self._model.named_parameters())
 
     def _check_bound(self, processed: Mapping[str, Tensor]) -> None:
         """At the first commit: RuntimeError unless vLLM's parameters equal the flat memory."""

@@ -34,6 +34,9 @@ from llamarl.models.families import split_dimension
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.parallelize import parameter_placements
 from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout, RankLayout
+from llamarl.weights.layout.formats import format_of
+from llamarl.weights.layout.quantized_parameters import quantized_parameters
+from llamarl.weights.layout.reshard import DTYPE_BYTES
 
 Shape = tuple[int, ...]
 
@@ -69,12 +72,14 @@ def generator_layouts(
 def weight_buffer(
     config: Config, architecture: Architecture, rank: int
 ) -> tuple[dict[str, ParameterLayout], int]:
-    """(boxes by parameter, elements in all) of the weight buffer of one generator rank."""
+    """(boxes by parameter, bytes in all) of the weight buffer of one generator rank."""
     generator = config.generator
     if isinstance(generator, VllmConfig):
-        return _vllm_weight_buffer(architecture, generator.dtype, rank, generator.num_ranks)
-    layout = BufferLayout(architecture, generator.dtype, rank, generator.num_ranks)
-    return layout.parameters, layout.num_elements
+        return _vllm_weight_buffer(architecture, generator, rank)
+    form = format_of(generator, architecture)
+    layout = BufferLayout(architecture, generator.dtype, rank, generator.num_ranks, form)
+    memory = layout.memory
+    return memory.parameters, memory.num_elements * memory.dtype.itemsize
 
 
 def local_elements(config: Config, architecture: Architecture, rank: int) -> dict[str, int]:
@@ -141,22 +146,48 @@ def rank_layout(rank: int, device: Device, parameters: dict[str, ParameterLayout
 
 
 def _vllm_weight_buffer(
-    architecture: Architecture, dtype: str, rank: int, num_ranks: int
+    architecture: Architecture, generator: VllmConfig, rank: int
 ) -> tuple[dict[str, ParameterLayout], int]:
     """Boxes of one vLLM rank, one after the other: see the module."""
-    parameters, end = {}, 0
-    for name, shape in parameter_shapes(architecture).items():
-        dim = split_dimension(name)
-        start, size = [0] * len(shape), list(shape)
-        if dim is not None:
-            parts, part = num_ranks, rank
-            is_kv = name.split(".")[-2] in ("k_proj", "v_proj")
-            if is_kv and num_ranks > architecture.num_kv_heads:
-                parts = architecture.num_kv_heads
-                part = rank * parts // num_ranks
-            size[dim] = -(-shape[dim] // parts)
-            start[dim] = min(part * size[dim], shape[dim])
-            size[dim] = min(size[dim], shape[dim] - start[dim])
-        parameters[name] = _layout(shape, tuple(size), tuple(start), dtype, BUFFER, end)
-        end += math.prod(size)
+    shapes, form = parameter_shapes(architecture), format_of(generator, architecture)
+    made = {} if form is None else {e.base: e for e in quantized_parameters(shapes, form)}
+    parameters: dict[str, ParameterLayout] = {}
+    end = 0
+
+    def put(name: str, shape: Shape, size: Shape, start: Shape, dtype: str) -> None:
+        nonlocal end
+        item = DTYPE_BYTES[dtype]
+        offset = -(-end // item)
+        parameters[name] = _layout(shape, size, start, dtype, BUFFER, offset)
+        end = (offset + math.prod(size)) * item
+
+    for name, shape in shapes.items():
+        size, start = _vllm_box(architecture, name, shape, rank, generator.num_ranks)
+        if name not in made:
+            put(name, shape, size, start, generator.dtype)
+            continue
+        each = made[name]
+        put(each.values, shape, size, start, each.format.dtype)
+        if not each.format.is_per_tensor:
+            put(each.scales, shape[:1], size[:1], start[:1], each.format.scale_dtype)
+        elif each.scales not in parameters:
+            put(each.scales, (1,), (1,), (0,), each.format.scale_dtype)
     return parameters, end
+
+
+def _vllm_box(
+    architecture: Architecture, name: str, shape: Shape, rank: int, num_ranks: int
+) -> tuple[Shape, Shape]:
+    """(shape, first index) of what a rank of vLLM holds of a parameter."""
+    dim = split_dimension(name)
+    start, size = [0] * len(shape), list(shape)
+    if dim is not None:
+        parts, part = num_ranks, rank
+        is_kv = name.split(".")[-2] in ("k_proj", "v_proj")
+        if is_kv and num_ranks > architecture.num_kv_heads:
+            parts = architecture.num_kv_heads
+            part = rank * parts // num_ranks
+        size[dim] = -(-shape[dim] // parts)
+        start[dim] = min(part * size[dim], shape[dim])
+        size[dim] = min(size[dim], shape[dim] - start[dim])
+    return tuple(size), tuple(start)

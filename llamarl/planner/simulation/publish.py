@@ -41,7 +41,7 @@ from llamarl.planner.memory.trainer_memory import LAYER
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import RankLayout
 from llamarl.weights.layout.kinds import assign_sources, weight_kind
-from llamarl.weights.layout.reshard import DTYPE_BYTES, num_bytes, plan
+from llamarl.weights.layout.reshard import num_bytes, plan
 from llamarl.weights.transports.registry import TRANSPORTS
 
 MESSAGE_S = 20e-6
@@ -266,12 +266,11 @@ def _seconds(
     """Until a pool has a version: both stages one after the other, each with its messages, phases
     and readings. The busiest trainer rank sends `most_sent` messages, to all pools."""
     own, generator = part.config, part.config.generator
-    item = DTYPE_BYTES[generator.dtype]
     num_buckets = 1
     if config.weights.staging == "bucket":
         parameters, _ = weight_buffer(own, architecture, 0)
         bucket_bytes = config.weights.bucket_bytes
-        num_buckets = len(buckets.cut_buckets(parameters, max(1, bucket_bytes // item)))
+        num_buckets = len(buckets.cut_buckets(parameters, bucket_bytes))
     num_messages = max(most_sent, part.messages().sum(0).max())
     device = gpu(own.cluster.planned_gpu, generator.device)
     received = int(part.first.num_bytes.sum(0).max())

@@ -16,8 +16,11 @@ from dataclasses import dataclass
 
 from llamarl.weights.layout.boxes import Box, Copy, RankLayout
 from llamarl.weights.layout.layers import AlikeLayers, Held, find_alike
+from llamarl.weights.layout.quantized_parameters import offered
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1,
+}  # fmt: skip
 MIN_SPREAD_ELEMENTS = 1 << 20  # less, in all layers together, comes from one source
 MIN_SPLIT_ELEMENTS = 16384  # a smaller box is not worth two copies: it goes to one source whole
 
@@ -47,12 +50,14 @@ class _Piece:
 def plan(source: list[RankLayout], target: list[RankLayout]) -> list[Copy]:
     """Copies that fill every box of `target` (one replica) from the boxes of `source`.
 
-    Layers that look alike are planned once. Where several source ranks hold the same box, the bytes
-    are evened out over them. The result does not depend on the order of the ranks. ValueError,
-    naming the parameter, if it is missing on one side, shapes differ, a box lies outside its
-    parameter, the source does not cover a target box, or the target ranks together do not hold all
-    of the parameter.
+    A target that wants quantised matrices gets these from the shards of the matrices
+    (`quantized_parameters.offered`). Layers that look alike are planned once. Where several source
+    ranks hold the same box, the bytes are evened out over them. The result does not depend on the
+    order of the ranks. ValueError, naming the parameter, if it is missing on one side, shapes
+    differ, a box lies outside its parameter, the source does not cover a target box, or the target
+    ranks together do not hold all of the parameter.
     """
+    source = offered(source, target)
     sources, targets = _by_name(source, "trainer"), _by_name(target, "generator")
     for name in sorted(sources.keys() ^ targets.keys()):
         side = "generator" if name in sources else "trainer"

@@ -40,3 +40,17 @@ def shard_boxes(
             boxes=(box,) if local.numel() else (),
         )
     return tensors, layouts
+
+
+def cut_rows(parameters: Mapping[str, Tensor]) -> frozenset[str]:
+    """The DTensors whose rows are divided among ranks; the same on each rank."""
+    return frozenset(
+        name
+        for name, parameter in parameters.items()
+        if isinstance(parameter, DTensor)
+        and any(
+            parameter.device_mesh.size(dim) > 1
+            and any(placement.is_shard(of) for of in range(1, parameter.ndim))
+            for dim, placement in enumerate(parameter.placements)
+        )
+    )

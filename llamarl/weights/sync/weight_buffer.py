@@ -71,7 +71,7 @@ class WeightBuffer:
         if memory.is_staged and config.staging == "bucket":
             raise ValueError(
                 "weights.staging must be double_buffer or host for an engine with weights of its "
-                "own (quantised or packed ones, or captured graphs), got 'bucket'"
+                "own (packed ones, or captured graphs), got 'bucket'"
             )
         buckets.check(memory)
         self.version = -1  # of `active`; -1: nothing published yet
@@ -83,10 +83,12 @@ class WeightBuffer:
         )
         self._is_offloaded = is_offloaded
         self._is_swapped = config.staging == "double_buffer" and self._device.type == "cpu"
-        self._buckets = [Bucket(tuple(memory.parameters), 0, memory.num_elements, is_dense=True)]
-        if config.staging == "bucket":
-            max_elements = max(1, config.bucket_bytes // memory.dtype.itemsize)
-            self._buckets = buckets.cut_buckets(memory.parameters, max_elements)
+        self._itemsize = memory.dtype.itemsize
+        num_bytes = memory.num_elements * self._itemsize
+        self._buckets = [Bucket(tuple(memory.parameters), 0, num_bytes, is_dense=True)]
+        self._is_cut = config.staging == "bucket"
+        if self._is_cut:
+            self._buckets = buckets.cut_buckets(memory.parameters, config.bucket_bytes)
         by_name = {
             name: buckets.moved(memory.parameters[name], bucket.begin)
             for bucket in self._buckets
@@ -107,7 +109,9 @@ class WeightBuffer:
         self, label: str, num_elements: int, dtype: torch.dtype, has_host_staging: bool
     ) -> None:
         """Active and staging memory; one for both if staged."""
-        bucket = max(bucket.end - bucket.begin for bucket in self._buckets)
+        bucket = num_elements
+        if self._is_cut:
+            bucket = buckets.room_bytes(self._buckets) // self._itemsize
         wanted = [("a", num_elements, False), ("b", bucket, has_host_staging)]
         if self._is_staged:
             wanted = [("a", num_elements, has_host_staging)]
@@ -176,7 +180,7 @@ class WeightBuffer:
             self.before_overwrite(self.version if self._is_staged else self._staging_version)
         cut = self._buckets[bucket]
         if not cut.is_dense:
-            self.staging[: cut.end - cut.begin].copy_(self.active[cut.begin : cut.end])
+            self._of(self.staging, cut, is_staging=True).copy_(self._of(self.active, cut))
         self._synchronize()  # also with what an engine still derives from the version before
         address: object = self._staging.address
         if self._receiver is not None:
@@ -215,7 +219,7 @@ class WeightBuffer:
         if not self._is_staged and not self._is_swapped:
             if bucket == 0:
                 self.before_overwrite(self.version)
-            self.active[cut.begin : cut.end].copy_(self.staging[: cut.end - cut.begin])
+            self._of(self.active, cut).copy_(self._of(self.staging, cut, is_staging=True))
             self._synchronize()
         self._prepared, self._committing = None, version
         self._num_committed += 1
@@ -269,10 +273,15 @@ class WeightBuffer:
         for block in self._blocks:
             block.close()
 
+    def _of(self, flat: Tensor, cut: Bucket, *, is_staging: bool = False) -> Tensor:
+        """A bucket's elements in active memory, or in staging memory, where it comes first."""
+        begin, end = cut.begin // self._itemsize, cut.end // self._itemsize
+        return flat[: end - begin] if is_staging else flat[begin:end]
+
     def _fingerprint(self, name: str, layout: ParameterLayout) -> int:
-        total = 0
+        total, flat = 0, self.staging.view(getattr(torch, layout.dtype))
         for box in layout.boxes:
-            view = self.staging.as_strided(box.shape, box.strides, box.offset)
+            view = flat.as_strided(box.shape, box.strides, box.offset)
             # A GPU's staging in host memory is summed on the GPU: a core is many times slower.
             dim = line_dim(layout.shape, box.strides)
             total += fingerprint(name, view.to(self._device), box.start, layout.shape, dim)

@@ -1,14 +1,15 @@
 """The writer: a source rank's end of a publish, over any transport.
 
-Owns: reading what is copied from this rank as one version. Does not own: which copies there are
-(`reshard.py`), when they are written (`publisher.py`), how bytes travel (`transports/`)
-or which tensors hold which version (`versioned_tensors.py`). Invariant: it never allocates memory
-in proportion to a parameter, and fingerprints its own values after casting, never what it reads
-back.
+Owns: reading what is copied from this rank as one version, cast or quantised. Does not own: which
+copies there are (`reshard.py`), when they are written (`publisher.py`), how bytes travel
+(`transports/`) or which tensors hold which version (`versioned_tensors.py`). Invariant: it never
+allocates memory in proportion to a parameter, and fingerprints its own values after casting, never
+what it reads back.
 """
 
 import operator
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -17,17 +18,23 @@ from llamarl.weights.integrity.comparison import MODULUS, Fingerprints
 from llamarl.weights.integrity.fingerprint import line_dim, transfer
 from llamarl.weights.integrity.versioned_tensors import VersionedTensors
 from llamarl.weights.layout.boxes import Copy, ParameterLayout, RankLayout, Route, StagingHandle
+from llamarl.weights.quantization.rounding import quantize
+from llamarl.weights.quantization.shard_scales import ShardScales
 from llamarl.weights.transports.ends import Rdma, TransportSender
+from llamarl.weights.transports.packed import cut
 from llamarl.weights.transports.registry import End, make_sender
+
+QUANTIZED_ELEMENTS = 1 << 18  # of a piece that is quantised at a time: it stays in the cache
 
 
 class Writer:
     """Writes the tensors of source rank `rank` into generators' staging memory.
 
     `tensors` are flat memory or shards by buffer name; `parameters` says which boxes of which
-    parameter they hold. They are kept as `Writer.tensors` (VersionedTensors): the owner labels them
-    with a version, and begins a step or invalidates a version before it changes them; the writer
-    adds a replica as a reader when it is connected and acknowledges what was written to it.
+    parameter they hold; `scales` adds what is quantised from these. They are kept as
+    `Writer.tensors` (VersionedTensors): the owner labels them with a version, and begins a step or
+    invalidates a version before it changes them; the writer adds a replica as a reader when it is
+    connected and acknowledges what was written to it.
 
     Writes to different replicas may run at once, each on a thread of its own, beside the owner's
     calls. `timeout_s` limits what waits for the other end; routes over rdma need `rdma`.
@@ -40,10 +47,14 @@ class Writer:
         tensors: dict[str, Tensor],
         parameters: dict[str, ParameterLayout],
         *,
+        scales: ShardScales | None = None,
         timeout_s: float = 60.0,
         rdma: Rdma | None = None,
     ) -> None:
-        self.tensors = VersionedTensors(tensors)
+        self._made = {} if scales is None else scales.made
+        made = (scales.tensors, scales.parameters) if scales is not None else ({}, {})
+        self.tensors = VersionedTensors(tensors | made[0])
+        self._parameters = parameters | made[1]
         self._layout = RankLayout(
             rank=rank, host=host, parameters=parameters, buckets=(tuple(parameters),)
         )
@@ -97,12 +108,7 @@ class Writer:
 
         def copy_cast(copy: Copy, target: Tensor) -> None:
             with self.tensors.reading(version, replica) as tensors:
-                tensor = tensors[copy.source_buffer]
-                offset = tensor.storage_offset() + copy.source_offset
-                source = tensor.as_strided(copy.shape, copy.source_strides, offset)
-                shape = self._layout.parameters[copy.name].shape
-                dim = line_dim(shape, copy.target_strides)
-                totals[copy.name] += transfer(copy.name, source, target, copy.start, shape, dim)
+                totals[copy.name] += self._transfer(copy, tensors, target)
 
         if sender is not None:
             with torch.no_grad():
@@ -111,12 +117,36 @@ class Writer:
             self.tensors.acknowledge(replica, version)
         return Fingerprints((name, total % MODULUS) for name, total in totals.items())
 
+    def _transfer(self, copy: Copy, tensors: Mapping[str, Tensor], target: Tensor) -> int:
+        """Copy one box, cast or quantised, into `target`; returns its fingerprint."""
+        layout, made = self._parameters[copy.name], self._made.get(copy.name)
+        tensor = tensors[copy.source_buffer]
+        if tensor.dtype == torch.uint8:  # memory of several dtypes
+            tensor = tensor.view(getattr(torch, layout.dtype))
+        offset = tensor.storage_offset() + copy.source_offset
+        source = tensor.as_strided(copy.shape, copy.source_strides, offset)
+        dim = line_dim(layout.shape, copy.target_strides)
+        if made is None:
+            return transfer(copy.name, source, target, copy.start, layout.shape, dim)
+        total, scales = 0, tensors[made.scales]
+        first = 0 if made.format.is_per_tensor else self._parameters[made.scales].boxes[0].start[0]
+        for piece in cut(copy, QUANTIZED_ELEMENTS):
+            place = tuple(
+                slice(a - b, a - b + size)
+                for a, b, size in zip(piece.start, copy.start, piece.shape, strict=True)
+            )
+            rows = slice(piece.start[0] - first, piece.start[0] - first + piece.shape[0])
+            own = scales if made.format.is_per_tensor else scales[rows]
+            values = quantize(source[place], own, made.format)
+            total += transfer(copy.name, values, target[place], piece.start, layout.shape, dim)
+        return total
+
     def _require_own(self, copy: Copy) -> None:
         """ValueError unless the copy reads where this rank's layout has those elements.
 
         A fingerprint does not find this: wrong values read here would arrive as they were read.
         """
-        parameter = self._layout.parameters.get(copy.name)
+        parameter = self._parameters.get(copy.name)
         place = copy.source_buffer, copy.source_offset, copy.source_strides
         stop = tuple(map(operator.add, copy.start, copy.shape))
         for box in parameter.boxes if parameter else ():

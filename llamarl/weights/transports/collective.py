@@ -29,6 +29,7 @@ from llamarl.device.devices import platform_of
 from llamarl.errors import StaleVersion, TargetLost
 from llamarl.models.process_group import form_group, meet
 from llamarl.weights.layout.boxes import Route, StagingHandle
+from llamarl.weights.layout.reshard import DTYPE_BYTES
 from llamarl.weights.transports.ends import CopyCast
 from llamarl.weights.transports.packed import (
     ALIGN_BYTES,
@@ -59,7 +60,8 @@ class RouteGroup:
         members += [("target", rank) for rank in sorted(route.targets)]
         self._index = {member: index for index, member in enumerate(members)}
         self._timeout = timedelta(seconds=end.timeout_s)
-        self._itemsize = getattr(torch, route.copies[0].target_dtype).itemsize
+        # Of several dtypes the narrowest: what is squeezed then is less of the others' rest.
+        self._itemsize = min(DTYPE_BYTES[copy.target_dtype] for copy in route.copies)
         self._is_given_up = False
         index, size = self._index[side, end.rank], len(members)
         store = meet(route.rendezvous, index, size, self._timeout)

@@ -117,7 +117,9 @@ def in_turns(by_rank: Mapping[int, list[Message]]) -> Iterator[tuple[int, int, M
 def unpack(message: Message, memory: Tensor, flat: Tensor) -> None:
     """Copy the pieces of `memory` to their places in the target's `flat` memory."""
     for copy, values in message.each(memory):
-        flat.as_strided(copy.shape, copy.target_strides, copy.target_offset).copy_(values)
+        flat.view(values.dtype).as_strided(
+            copy.shape, copy.target_strides, copy.target_offset
+        ).copy_(values)
 
 
 def longest(num_bytes: int) -> int:
