@@ -13,12 +13,12 @@ SIZES = {
     "checkpoints": (5, 492),
     "checks": (7, 598),
     "cluster": (18, 2449),
-    "config": (13, 1613),
+    "config": (13, 1617),
     "data": (7, 677),
     "dataflow": (6, 989),
     "device": (8, 701),
     "environments": (20, 2321),
-    "executors": (26, 4447),
+    "executors": (26, 4449),
     "generation": (20, 3326),
     "lengths": (5, 423),
     "library": (5, 633),
@@ -32,7 +32,7 @@ SIZES = {
     "top": (16, 2126),
     "user_code": (6, 976),
     "view": (5, 417),
-    "weights": (32, 4094),
+    "weights": (33, 4344),
 }
 
 

@@ -34,8 +34,9 @@ class SourcePart:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._writer = Writer(
-            rank, this_host(), buffers, parameters, timeout_s=config.timeout_s, rdma=rdma
-        )
+            rank, this_host(), buffers, parameters, timeout_s=config.timeout_s, rdma=rdma,
+            packed_bytes=config.packed_bytes,
+        )  # fmt: skip
         self.tensors = self._writer.tensors
         self._spans = spans
         self._check = check
@@ -65,6 +66,7 @@ class SourcePart:
             self.tensors.invalidate(version)
             self._withdrawn = version
         self.tensors.release()
+        self._writer.messages.clear()
 
     def restore(self) -> None:
         """The tensors hold what they held when they were withdrawn."""

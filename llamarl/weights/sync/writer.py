@@ -8,16 +8,16 @@ back.
 """
 
 import operator
-from collections import defaultdict
 
 import torch
 from torch import Tensor
 
-from llamarl.weights.integrity.comparison import MODULUS, Fingerprints
+from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.integrity.fingerprint import line_dim, transfer
 from llamarl.weights.integrity.versioned_tensors import VersionedTensors
 from llamarl.weights.layout.boxes import Copy, ParameterLayout, RankLayout, Route, StagingHandle
 from llamarl.weights.transports.ends import Rdma, TransportSender
+from llamarl.weights.transports.message_store import MessageStore
 from llamarl.weights.transports.registry import End, make_sender
 
 
@@ -30,7 +30,8 @@ class Writer:
     adds a replica as a reader when it is connected and acknowledges what was written to it.
 
     Writes to different replicas may run at once, each on a thread of its own, beside the owner's
-    calls. `timeout_s` limits what waits for the other end; routes over rdma need `rdma`.
+    calls. `timeout_s` limits what waits for the other end; routes over rdma need `rdma`. Of the
+    messages that several replicas get, `packed_bytes` are kept in `messages` until all have them.
     """
 
     def __init__(
@@ -42,13 +43,18 @@ class Writer:
         *,
         timeout_s: float = 60.0,
         rdma: Rdma | None = None,
+        packed_bytes: int = 0,
     ) -> None:
         self.tensors = VersionedTensors(tensors)
         self._layout = RankLayout(
             rank=rank, host=host, parameters=parameters, buckets=(tuple(parameters),)
         )
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-        self._end = End(rank=rank, host=host, device=device, timeout_s=timeout_s, rdma=rdma)
+        self.messages = MessageStore(packed_bytes)
+        self._end = End(
+            rank=rank, host=host, device=device, timeout_s=timeout_s, rdma=rdma,
+            messages=self.messages,
+        )  # fmt: skip
         self._senders: dict[int, TransportSender | None] = {}
 
     def layout(self) -> RankLayout:
@@ -82,9 +88,10 @@ class Writer:
         """Write this rank's slices of a bucket of `version` into the staging memory of one replica.
 
         `handles`: one per rank of the replica. Returns the fingerprint by parameter of all values
-        written, for all target ranks together. StaleVersion if this rank does not hold `version`,
-        or no longer; TargetLost if the replica cannot be reached; RuntimeError if it is not
-        connected or has prepared another version.
+        written, for all target ranks together. StaleVersion if it would have to read `version` and
+        this rank does not hold it, or no longer: what was packed for another replica is not read
+        again. TargetLost if the replica cannot be reached; RuntimeError if it is not connected or
+        has prepared another version.
         """
         replica, bucket = handles[0].replica, handles[0].bucket
         for handle in handles:
@@ -93,23 +100,24 @@ class Writer:
         if replica not in self._senders:
             raise RuntimeError(f"generator {replica} is not connected")
         sender = self._senders[replica]
-        totals: dict[str, int] = defaultdict(int)
 
-        def copy_cast(copy: Copy, target: Tensor) -> None:
+        def copy_cast(copy: Copy, target: Tensor) -> int:
             with self.tensors.reading(version, replica) as tensors:
                 tensor = tensors[copy.source_buffer]
                 offset = tensor.storage_offset() + copy.source_offset
                 source = tensor.as_strided(copy.shape, copy.source_strides, offset)
                 shape = self._layout.parameters[copy.name].shape
                 dim = line_dim(shape, copy.target_strides)
-                totals[copy.name] += transfer(copy.name, source, target, copy.start, shape, dim)
+                return transfer(copy.name, source, target, copy.start, shape, dim)
 
+        written = Fingerprints()
         if sender is not None:
+            by_rank = {handle.rank: handle for handle in handles}
             with torch.no_grad():
-                sender.write(bucket, {handle.rank: handle for handle in handles}, copy_cast)
+                written = sender.write(bucket, by_rank, copy_cast)
         if handles[0].is_last:
             self.tensors.acknowledge(replica, version)
-        return Fingerprints((name, total % MODULUS) for name, total in totals.items())
+        return written
 
     def _require_own(self, copy: Copy) -> None:
         """ValueError unless the copy reads where this rank's layout has those elements.
