@@ -16,7 +16,7 @@ SIZES = {
     "config": (13, 1617),
     "data": (7, 677),
     "dataflow": (6, 989),
-    "device": (8, 701),
+    "device": (8, 707),
     "environments": (20, 2321),
     "executors": (26, 4449),
     "generation": (20, 3326),
@@ -32,7 +32,7 @@ SIZES = {
     "top": (16, 2126),
     "user_code": (6, 976),
     "view": (5, 417),
-    "weights": (33, 4344),
+    "weights": (33, 4347),
 }
 
 

@@ -9,6 +9,10 @@ Messages end in a trailer: the version, bucket and index of the message, and whe
 on. A source whose version became stale says so in place of the next message, and the group stays
 usable.
 
+A group of GPUs may carry a rank's messages one by one, each waiting for its other end. That cannot
+lock up: both ends go by bucket, then index, then rank of the other end (`in_turns`), so the message
+that is first by bucket, index, source and target is the next one of both its ends.
+
 Over gloo each message is followed by one byte, and acknowledged by one. Both ends wait for their
 byte first: when a connection is lost, gloo fails only the waits for something that has not begun to
 arrive, not those in the middle of sending or receiving.
@@ -171,8 +175,9 @@ class CollectiveSender:
                 num_sent[rank] += 1
                 pending[side] = self._send(packed.memory, message, rank, (version, bucket, index))
         except BaseException:
-            for rank, made in by_rank.items():
-                self._send_end(version, bucket, num_sent[rank], made, rank)
+            for rank, index, message in in_turns(by_rank):
+                if index == num_sent[rank]:
+                    self._send_end(message, rank, (version, bucket, index))
             raise
         finally:
             for side in (0, 1):
@@ -207,14 +212,12 @@ class CollectiveSender:
             self.close()
         return TargetLost(f"generator {self._route.replica} is out of reach: {error}")
 
-    def _send_end(
-        self, version: int, bucket: int, index: int, made: Sequence[Message], rank: int
-    ) -> None:
-        """In place of the next message, if any: nothing more comes for this bucket."""
-        if index < len(made) and not self._is_broken:
-            memory = _room(Tensor(), made[index], self.group.device)
-            _seal(memory, made[index], (version, bucket, index, 0))
-            self._finish([self._send(memory, made[index], rank, (version, bucket, index))], 0)
+    def _send_end(self, message: Message, rank: int, place: tuple[int, int, int]) -> None:
+        """In place of this message: nothing more comes for this bucket."""
+        if not self._is_broken:
+            memory = _room(Tensor(), message, self.group.device)
+            _seal(memory, message, (*place, 0))
+            self._finish([self._send(memory, message, rank, place)], 0)
 
 
 class CollectiveReceiver:
