@@ -13,12 +13,12 @@ SIZES = {
     "checkpoints": (5, 492),
     "checks": (7, 598),
     "cluster": (18, 2449),
-    "config": (13, 1609),
+    "config": (13, 1613),
     "data": (7, 677),
     "dataflow": (6, 989),
-    "device": (8, 701),
+    "device": (8, 707),
     "environments": (20, 2321),
-    "executors": (26, 4483),
+    "executors": (26, 4485),
     "generation": (21, 3585),
     "lengths": (5, 423),
     "library": (5, 640),
@@ -32,7 +32,7 @@ SIZES = {
     "top": (16, 2126),
     "user_code": (6, 976),
     "view": (5, 417),
-    "weights": (37, 4535),
+    "weights": (38, 4788),
 }
 
 

@@ -1,6 +1,7 @@
 """What a publish of new weights costs, against a plain copy and what others do.
 
     python tools/bench_weights.py [--json FILE] [--megabytes 500] [--repeats 5] [--folder DIR]
+        [--sections ways decoding memory replicas]
 
 Four processes of one thread each: two trainer ranks that hold a Llama in uneven row shards, two
 tensor-parallel generator ranks that want it by rows and by columns. Both sides have one dtype, and
@@ -19,7 +20,9 @@ what was sent, element by element, in a first round that is not timed.
                    (float32 only, and only where vLLM is installed)
 
 Then a real generator executor decodes a batch of 64 while versions are published into it one after
-the other, and without. Last, what the processes take beyond their weights, by `weights.staging`.
+the other, and without. Then what the processes take beyond their weights, by `weights.staging`.
+Last, what a publish of a fifth as many bytes to several replicas on hosts of their own costs a
+trainer rank: messages are packed once for all of them, or for each (weights.packed_bytes=0).
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from weights_bench.model import Model, llama, model_of
 from weights_bench.processes import Remote, call_all
 from weights_bench.publishing import Executor, Generator, make_publisher
 from weights_bench.ranks import GeneratorRank, TrainerRank
+from weights_bench.replicas import bench_replicas
 from weights_bench.vllm_rank import VllmRank
 
 from llamarl.config import WeightsConfig
@@ -57,6 +61,7 @@ GOALS = {
     "vs_gather_broadcast": ">= 3",
 }
 TRANSPORTS = ("shared_memory", "collective")  # rdma: only between Monarch actors
+SECTIONS = ("ways", "decoding", "memory", "replicas")
 PUBLISH = "publish, shared_memory"
 RATIOS = {  # of a way's seconds over those of PUBLISH
     "publish, collective": "vs_collective",
@@ -247,25 +252,32 @@ def main() -> None:
     bench.option("--megabytes", type=float, default=500, help="least size of the model")
     bench.option("--repeats", type=int, default=5)
     bench.option("--folder", help="where the files go: a real disk (default: temporary)")
+    bench.option("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     arguments = bench.parse()
     reason = why_not()
     if reason:
         print(f"without vLLM: {reason}")
     print("without rdma: Monarch's buffers exist only in its actors, so it needs a whole run")
     rounds: dict[str, Seconds] = {}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16") if "ways" in arguments.sections else ():
         model = model_of(arguments.megabytes, dtype)
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             is_with_vllm = reason is None and dtype == "float32"
             rounds[dtype] = asyncio.run(bench_ways(model, arguments.repeats, folder, is_with_vllm))
         add_ways(bench, model, rounds[dtype])
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        bench.add_all(asyncio.run(bench_decoding(folder)), "decoding")
+    if "decoding" in arguments.sections:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            bench.add_all(asyncio.run(bench_decoding(folder)), "decoding")
     model = model_of(arguments.megabytes, "float32")
-    for staging in ("double_buffer", "host", "bucket"):
+    for staging in ("double_buffer", "host", "bucket") if "memory" in arguments.sections else ():
         config = WeightsConfig(staging=staging, bucket_bytes=model.num_bytes // 16)
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             bench.add_all(asyncio.run(bench_memory(model, config, folder)), f"memory, {staging}")
+    if "replicas" in arguments.sections:
+        model = model_of(arguments.megabytes / 5, "float32")
+        bench.add("model_bytes", model.num_bytes, "several replicas")
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            bench.add_medians(asyncio.run(bench_replicas(model, arguments.repeats, folder)))
     bench.write(rounds)
 
 

@@ -60,6 +60,10 @@ class WeightsConfig(Section):
     bucket_bytes: int = number(32 * 1024 * 1024, least=1, most=2**40)
     """Size of the buffer of staging=bucket, and of one message of collective and rdma; a single
     parameter may exceed it."""
+    packed_bytes: int = number(256 * 1024 * 1024, least=0, most=2**40)
+    """Memory of each trainer rank for messages of collective and rdma that several replicas get:
+    packed once, they wait here for the replicas that are a little behind. 0: each replica's are
+    packed anew."""
     straggler_timeout_s: float = number(1.0, least=0, most=DAY_S)
     """A publish that has reached its first replica waits this long for the others. A slower replica
     takes the newest version on its own afterwards."""

@@ -123,13 +123,18 @@ class CudaPlatform(Accelerator):
         interface: str,
         fails_alone: bool = False,
     ) -> Any:
+        """See `Platform`. A group that fails alone connects here, over this thread's device, and
+        waits for its other ranks. Then all messages go over its one communicator; torch would make
+        one for each pair of ranks else, with buffers of its own (pytorch#129140)."""
         os.environ["NCCL_SOCKET_IFNAME"] = interface
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         if not fails_alone:
             return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
         with formed_to_fail_alone():
-            return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+            group = dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+        group.eager_connect_single_device(torch.device(self.kind, torch.cuda.current_device()))
+        return group
 
     def pin(self, flat: Tensor, label: str) -> None:
         status = torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)

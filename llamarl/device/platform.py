@@ -144,7 +144,8 @@ class Platform:
         """A process group beside the default one, over this network interface.
 
         `timeout` limits each collective or message. `fails_alone`: after an error only the group is
-        unusable, not the process.
+        unusable, not the process. A rank's messages may go one by one, in the order in which they
+        are begun.
         """
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]

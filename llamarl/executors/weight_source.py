@@ -54,6 +54,7 @@ class SourcePart:
             scales=self._scales,
             timeout_s=config.timeout_s,
             rdma=rdma,
+            packed_bytes=config.packed_bytes,
         )
         self._buffers = buffers
         self.tensors = self._writer.tensors
@@ -95,6 +96,7 @@ class SourcePart:
             self.tensors.invalidate(version)
             self._withdrawn = version
         self.tensors.release()
+        self._writer.messages.clear()
 
     def restore(self) -> None:
         """The tensors hold what they held when they were withdrawn."""

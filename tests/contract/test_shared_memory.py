@@ -136,6 +136,7 @@ def test_nothing_is_written_any_more_once_the_sender_is_closed(ends) -> None:
         begun.set()
         may_end.wait()
         target.fill_(7)
+        return 0
 
     def write():
         try:
@@ -170,7 +171,7 @@ def test_memory_stays_mapped_from_publish_to_publish_unless_its_owner_may_free_i
         handle = replace(ends.weight_buffer.prepare(version, 0), may_be_freed=may_be_freed)
         ends.weight_buffer.staging.zero_()
         before = num_mappings()
-        sender.write(0, {0: handle}, lambda copy, target: target.fill_(7))
+        sender.write(0, {0: handle}, lambda copy, target: int(target.fill_(7).sum()))
         num_mapped.append(num_mappings() - before)
         assert (ends.weight_buffer.staging == 7).sum() == 24
         ends.weight_buffer.commit(version, 0)

@@ -120,10 +120,10 @@ def test_only_groups_that_lead_to_a_replica_outlive_an_error_of_nccl(before, mon
     assert os.environ.get(ERROR_HANDLING) == before
 
 
-def test_a_route_over_nccl_is_formed_to_fail_alone_and_to_miss_a_message_after_us(
+def test_a_route_over_nccl_fails_alone_misses_a_message_after_us_and_has_one_communicator(
     monkeypatch,
 ) -> None:
-    formed = []
+    formed, connected = [], []
 
     class Recorded:
         """Stands in for the NCCL group of torch, and records what it would read."""
@@ -134,16 +134,22 @@ def test_a_route_over_nccl_is_formed_to_fail_alone_and_to_miss_a_message_after_u
         def __init__(self, store, rank, size, options) -> None:
             formed.append((os.environ.get(ERROR_HANDLING), options._timeout))
 
+        def eager_connect_single_device(self, device) -> None:
+            assert ERROR_HANDLING not in os.environ  # other groups may form while this one waits
+            connected.append(device)
+
     monkeypatch.delenv(ERROR_HANDLING, raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Recorded, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     group = RouteGroup.__new__(RouteGroup)
-    group.device, group._timeout = torch.device("cuda", 0), timedelta(seconds=7)
+    group.device, group._timeout = torch.device("cuda", 3), timedelta(seconds=7)
     group._form(torch.distributed.HashStore(), 0, 2)
     ((handling, timeout),) = formed
     assert handling == CLEAN_UP_ONLY
     assert timeout > group._timeout
+    assert connected == [group.device]
     assert ERROR_HANDLING not in os.environ
 
 
@@ -155,3 +161,7 @@ def test_nccl_settings_are_spelt_as_in_the_header_of_torch() -> None:
     assert environment("mark", 1)[monitor] == "0"
     for name in (ERROR_HANDLING, monitor):
         assert f'"{name}"' in header
+    # Once connected, such a group sends and receives over the communicator of all its ranks.
+    assert "void eagerConnectSingleDevice(at::Device device) override;" in header
+    assert "bool eagerInit_{false};" in header
+    assert hasattr(torch._C._distributed_c10d.Backend, "eager_connect_single_device")

@@ -1,6 +1,7 @@
 """Cutting weight buffers into buckets, and routes into messages."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from llamarl.weights.layout.boxes import Box, Copy, ParameterLayout
 from llamarl.weights.layout.buckets import cut_buckets
-from llamarl.weights.transports.packed import cut, messages
+from llamarl.weights.transports.packed import Message, cut, in_turns, messages
 
 
 def parameter(*boxes):
@@ -114,3 +115,32 @@ def test_pieces_keep_the_limit(limit) -> None:
     sizes = [math.prod(piece.shape) for piece in cut(whole, limit)]
     assert sum(sizes) == 24
     assert max(sizes) <= limit
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_messages_that_go_one_by_one_at_either_end_all_arrive(data) -> None:
+    """Each end begins its next message only when the one before has arrived, as over one
+    communicator; a source may end early, in place of the next message to each target."""
+    counts = data.draw(
+        st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4)
+    )
+    message = Message((), 0)
+    sent, received = {}, {}
+    for source, row in enumerate(counts):
+        to_all = {target: [message] * count for target, count in enumerate(row)}
+        turns = [(index, source, target) for target, index, _ in in_turns(to_all)]
+        done = turns[: data.draw(st.integers(0, len(turns)))]
+        num_sent = Counter(target for _, _, target in done)
+        sent[source] = done + [turn for turn in turns if turn[0] == num_sent[turn[2]]]
+    for target in range(3):
+        from_all = {source: [message] * row[target] for source, row in enumerate(counts)}
+        turns = [(index, source, target) for source, index, _ in in_turns(from_all)]
+        received[target] = [turn for turn in turns if turn in sent[turn[1]]]
+    while left := [queue[0] for queue in sent.values() if queue]:
+        ready = [turn for turn in left if received[turn[2]][0] == turn]
+        assert ready, f"all wait for each other: {counts}, {sent}"
+        for turn in ready:
+            sent[turn[1]].pop(0)
+            received[turn[2]].pop(0)
+    assert not any(received.values())

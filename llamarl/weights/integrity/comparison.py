@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llamarl.errors import FingerprintMismatch
@@ -25,12 +25,16 @@ class Fingerprints(dict[str, int]):
     (`cluster.executor.MergeableResult`): it gets two per replica and version, whatever the ranks.
     """
 
-    def merge(self, other: dict[str, int]) -> None:
+    def merge(self, other: Mapping[str, int]) -> None:
         """Add another rank's, modulo MODULUS."""
         if not self:
             return self.update(other)
         for name, value in other.items():
-            self[name] = (self.get(name, 0) + value) % MODULUS
+            self.add(name, value)
+
+    def add(self, name: str, value: int) -> None:
+        """Add that of another part of the parameter, modulo MODULUS."""
+        self[name] = (self.get(name, 0) + value) % MODULUS
 
     def __reduce__(self) -> Any:
         return _unpack, (_packed(tuple(self)), array("Q", self.values()))

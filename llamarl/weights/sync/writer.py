@@ -8,19 +8,19 @@ what it reads back.
 """
 
 import operator
-from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from llamarl.weights.integrity.comparison import MODULUS, Fingerprints
+from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.integrity.fingerprint import line_dim, transfer
 from llamarl.weights.integrity.versioned_tensors import VersionedTensors
 from llamarl.weights.layout.boxes import Copy, ParameterLayout, RankLayout, Route, StagingHandle
 from llamarl.weights.quantization.rounding import quantize
 from llamarl.weights.quantization.shard_scales import ShardScales
 from llamarl.weights.transports.ends import Rdma, TransportSender
+from llamarl.weights.transports.message_store import MessageStore
 from llamarl.weights.transports.packed import cut
 from llamarl.weights.transports.registry import End, make_sender
 
@@ -37,7 +37,8 @@ class Writer:
     connected and acknowledges what was written to it.
 
     Writes to different replicas may run at once, each on a thread of its own, beside the owner's
-    calls. `timeout_s` limits what waits for the other end; routes over rdma need `rdma`.
+    calls. `timeout_s` limits what waits for the other end; routes over rdma need `rdma`. Of the
+    messages that several replicas get, `packed_bytes` are kept in `messages` until all have them.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Writer:
         scales: ShardScales | None = None,
         timeout_s: float = 60.0,
         rdma: Rdma | None = None,
+        packed_bytes: int = 0,
     ) -> None:
         self._made = {} if scales is None else scales.made
         made = (scales.tensors, scales.parameters) if scales is not None else ({}, {})
@@ -59,7 +61,11 @@ class Writer:
             rank=rank, host=host, parameters=parameters, buckets=(tuple(parameters),)
         )
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-        self._end = End(rank=rank, host=host, device=device, timeout_s=timeout_s, rdma=rdma)
+        self.messages = MessageStore(packed_bytes)
+        self._end = End(
+            rank=rank, host=host, device=device, timeout_s=timeout_s, rdma=rdma,
+            messages=self.messages,
+        )  # fmt: skip
         self._senders: dict[int, TransportSender | None] = {}
 
     def layout(self) -> RankLayout:
@@ -93,9 +99,10 @@ class Writer:
         """Write this rank's slices of a bucket of `version` into the staging memory of one replica.
 
         `handles`: one per rank of the replica. Returns the fingerprint by parameter of all values
-        written, for all target ranks together. StaleVersion if this rank does not hold `version`,
-        or no longer; TargetLost if the replica cannot be reached; RuntimeError if it is not
-        connected or has prepared another version.
+        written, for all target ranks together. StaleVersion if it would have to read `version` and
+        this rank does not hold it, or no longer: what was packed for another replica is not read
+        again. TargetLost if the replica cannot be reached; RuntimeError if it is not connected or
+        has prepared another version.
         """
         replica, bucket = handles[0].replica, handles[0].bucket
         for handle in handles:
@@ -104,18 +111,19 @@ class Writer:
         if replica not in self._senders:
             raise RuntimeError(f"generator {replica} is not connected")
         sender = self._senders[replica]
-        totals: dict[str, int] = defaultdict(int)
 
-        def copy_cast(copy: Copy, target: Tensor) -> None:
+        def copy_cast(copy: Copy, target: Tensor) -> int:
             with self.tensors.reading(version, replica) as tensors:
-                totals[copy.name] += self._transfer(copy, tensors, target)
+                return self._transfer(copy, tensors, target)
 
+        written = Fingerprints()
         if sender is not None:
+            by_rank = {handle.rank: handle for handle in handles}
             with torch.no_grad():
-                sender.write(bucket, {handle.rank: handle for handle in handles}, copy_cast)
+                written = sender.write(bucket, by_rank, copy_cast)
         if handles[0].is_last:
             self.tensors.acknowledge(replica, version)
-        return Fingerprints((name, total % MODULUS) for name, total in totals.items())
+        return written
 
     def _transfer(self, copy: Copy, tensors: Mapping[str, Tensor], target: Tensor) -> int:
         """Copy one box, cast or quantised, into `target`; returns its fingerprint."""

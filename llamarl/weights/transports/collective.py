@@ -9,6 +9,10 @@ Messages end in a trailer: the version, bucket and index of the message, and whe
 on. A source whose version became stale says so in place of the next message, and the group stays
 usable.
 
+A group of GPUs may carry a rank's messages one by one, each waiting for its other end. That cannot
+lock up: both ends go by bucket, then index, then rank of the other end (`in_turns`), so the message
+that is first by bucket, index, source and target is the next one of both its ends.
+
 Over gloo each message is followed by one byte, and acknowledged by one. Both ends wait for their
 byte first: when a connection is lost, gloo fails only the waits for something that has not begun to
 arrive, not those in the middle of sending or receiving.
@@ -19,6 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +33,11 @@ from torch import Tensor
 from llamarl.device.devices import platform_of
 from llamarl.errors import StaleVersion, TargetLost
 from llamarl.models.process_group import form_group, meet
+from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.layout.boxes import Route, StagingHandle
 from llamarl.weights.layout.reshard import DTYPE_BYTES
 from llamarl.weights.transports.ends import CopyCast
+from llamarl.weights.transports.message_store import MessageStore, PackedMessage
 from llamarl.weights.transports.packed import (
     ALIGN_BYTES,
     Message,
@@ -141,44 +148,55 @@ class CollectiveSender:
             self.group = RouteGroup(route, "source", end)
         except (RuntimeError, ValueError) as error:
             raise TargetLost(f"generator {route.replica} did not meet us: {error}") from error
+        self._taker = (end.messages or MessageStore(0)).join(route, self.group.device)
         self._is_broken = False
 
-    def write(self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast) -> None:
+    def write(
+        self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast
+    ) -> Fingerprints:
         if self._is_broken:
             raise TargetLost(f"generator {self._route.replica} must be connected again")
         version, by_rank = next(iter(handles.values())).version, self._messages[bucket]
         num_sent = dict.fromkeys(by_rank, 0)
         buffers = [Tensor(), Tensor()]
+        held: list[PackedMessage | None] = [None, None]  # what is being sent
         pending: list[list[Any]] = [[], []]
+        written = Fingerprints()
         try:
             for turn, (rank, index, message) in enumerate(in_turns(by_rank)):
                 side = turn % 2  # one is being sent while the other is packed
                 self._finish(pending, side)
-                memory = buffers[side] = _room(buffers[side], message, self.group.device)
-                for copy, values in message.each(memory):
-                    copy_cast(copy, values)
+                pack = partial(_pack, message, (version, bucket, index, 1), copy_cast)
+                held[side] = None
+                packed = self._taker.take((version, bucket, turn), _sealed_bytes(message), pack)
+                if packed is None:
+                    memory = buffers[side] = _room(buffers[side], message, self.group.device)
+                    packed = PackedMessage(memory, pack(memory))
+                held[side] = packed
+                written.merge(packed.sums)
                 num_sent[rank] += 1
-                pending[side] = self._send(memory, message, rank, (version, bucket, index, 1))
+                pending[side] = self._send(packed.memory, message, rank, (version, bucket, index))
         except BaseException:
-            for rank, made in by_rank.items():
-                self._send_end(version, bucket, num_sent[rank], made, rank)
+            for rank, index, message in in_turns(by_rank):
+                if index == num_sent[rank]:
+                    self._send_end(message, rank, (version, bucket, index))
             raise
         finally:
             for side in (0, 1):
                 self._finish(pending, side)
+        return written
 
     def close(self) -> None:
         self._is_broken = True
+        self._taker.leave()
         self.group.give_up()
 
     def _send(
-        self, memory: Tensor, message: Message, rank: int, trailer: tuple[int, int, int, int]
+        self, memory: Tensor, message: Message, rank: int, place: tuple[int, int, int]
     ) -> list[Any]:
-        """Begin to send the message with the trailer written behind it."""
-        sealed = memory[: _sealed_bytes(message)]
-        sealed[-TRAILER_BYTES:].view(torch.int64).copy_(torch.tensor(trailer, dtype=torch.int64))
+        """Begin to send the sealed message; `place`: version, bucket, index."""
         try:
-            return self.group.send(sealed, rank, _tag(*trailer[:3]))
+            return self.group.send(memory[: _sealed_bytes(message)], rank, _tag(*place))
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -196,13 +214,12 @@ class CollectiveSender:
             self.close()
         return TargetLost(f"generator {self._route.replica} is out of reach: {error}")
 
-    def _send_end(
-        self, version: int, bucket: int, index: int, made: Sequence[Message], rank: int
-    ) -> None:
-        """In place of the next message, if any: nothing more comes for this bucket."""
-        if index < len(made) and not self._is_broken:
-            memory = _room(Tensor(), made[index], self.group.device)
-            self._finish([self._send(memory, made[index], rank, (version, bucket, index, 0))], 0)
+    def _send_end(self, message: Message, rank: int, place: tuple[int, int, int]) -> None:
+        """In place of this message: nothing more comes for this bucket."""
+        if not self._is_broken:
+            memory = _room(Tensor(), message, self.group.device)
+            _seal(memory, message, (*place, 0))
+            self._finish([self._send(memory, message, rank, place)], 0)
 
 
 class CollectiveReceiver:
@@ -277,6 +294,21 @@ class CollectiveReceiver:
 
 def _sealed_bytes(message: Message) -> int:
     return -(-message.num_bytes // ALIGN_BYTES) * ALIGN_BYTES + TRAILER_BYTES
+
+
+def _seal(memory: Tensor, message: Message, trailer: tuple[int, int, int, int]) -> None:
+    """Write the trailer behind the message."""
+    sealed = memory[: _sealed_bytes(message)]
+    sealed[-TRAILER_BYTES:].view(torch.int64).copy_(torch.tensor(trailer, dtype=torch.int64))
+
+
+def _pack(
+    message: Message, trailer: tuple[int, int, int, int], copy_cast: CopyCast, memory: Tensor
+) -> Fingerprints:
+    """Fill `memory` with the message and its trailer; the fingerprints of its values."""
+    written = message.fill(memory, copy_cast)
+    _seal(memory, message, trailer)
+    return written
 
 
 def _room(memory: Tensor, message: Message, device: torch.device) -> Tensor:

@@ -14,20 +14,25 @@ from typing import Protocol
 
 from torch import Tensor
 
+from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.layout.boxes import Copy, StagingHandle
 
-CopyCast = Callable[[Copy, Tensor], None]
-"""Copies the values of a Copy, cast, into a tensor of its shape and target dtype; StaleVersion."""
+CopyCast = Callable[[Copy, Tensor], int]
+"""Copies the values of a Copy, cast, into a tensor of its shape and target dtype; returns their
+partial fingerprint. StaleVersion."""
 
 
 class TransportSender(Protocol):
     """Writes one source rank's copies into one replica's memory."""
 
-    def write(self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast) -> None:
+    def write(
+        self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast
+    ) -> Fingerprints:
         """Copy what the rank sends of `bucket` into the memory of `handles` (by target rank).
 
-        Returns once the targets can see the bytes. TargetLost; or what `copy_cast` raises, once
-        the targets know that nothing more will come.
+        Returns once the targets can see the bytes: the partial fingerprints of all of them, as
+        `copy_cast` gave them. TargetLost; or what `copy_cast` raises, once the targets know that
+        nothing more will come.
         """
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from llamarl.device.devices import platform_of
 from llamarl.device.platform import Handle
 from llamarl.errors import TargetLost
+from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.layout.boxes import Route, StagingHandle
 from llamarl.weights.transports.ends import CopyCast
 from llamarl.weights.transports.packed import cut
@@ -111,8 +112,10 @@ class MappedSender:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def write(self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast) -> None:
-        devices = set()
+    def write(
+        self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast
+    ) -> Fingerprints:
+        devices, written = set(), Fingerprints()
         for copy in self._pieces[bucket]:
             handle, dtype = handles[copy.target_rank], getattr(torch, copy.target_dtype)
             if handle.host != self._host:
@@ -123,16 +126,16 @@ class MappedSender:
             with self._lock:  # so that nothing is written any more once `close` has returned
                 flat = self._flat(handle, dtype)
                 devices.add(flat.device)  # not the tensor: it would keep the mapping
-                copy_cast(
-                    copy, flat.as_strided(copy.shape, copy.target_strides, copy.target_offset)
-                )
-                del flat
+                target = flat.as_strided(copy.shape, copy.target_strides, copy.target_offset)
+                written.add(copy.name, copy_cast(copy, target))
+                del flat, target
         for device in devices:
             platform_of(device).synchronize(device)
         with self._lock:  # all other memory stays mapped from write to write
             for handle in handles.values():
                 if handle.may_be_freed:
                     self._opened.pop(handle.address, None)
+        return written
 
     def close(self) -> None:
         self._is_closed = True  # the piece that is being written is the last one

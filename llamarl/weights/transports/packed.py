@@ -22,8 +22,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.layout.boxes import Copy, Route
 from llamarl.weights.layout.reshard import DTYPE_BYTES
+from llamarl.weights.transports.ends import CopyCast
 
 PREFIX_BYTES = 8  # of a compressed message: how long its top bytes are
 ALIGN_BYTES = 16  # pieces begin where vector loads are fast
@@ -45,6 +47,13 @@ class Message:
             end = begin + math.prod(copy.shape) * dtype.itemsize
             strides = _dense(copy.shape, copy.target_strides)
             yield copy, memory[begin:end].view(dtype).as_strided(copy.shape, strides)
+
+    def fill(self, memory: Tensor, copy_cast: CopyCast) -> Fingerprints:
+        """Copy the values of all pieces into `memory`; their partial fingerprints."""
+        written = Fingerprints()
+        for copy, values in self.each(memory):
+            written.add(copy.name, copy_cast(copy, values))
+        return written
 
 
 def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:

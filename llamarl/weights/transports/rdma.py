@@ -8,14 +8,17 @@ memory, and the next bucket's messages go into the same ones.
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from llamarl.device.devices import platform_of
 from llamarl.errors import TargetLost
+from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.layout.boxes import Route, StagingHandle
 from llamarl.weights.transports.ends import CopyCast
+from llamarl.weights.transports.message_store import MessageStore, PackedMessage
 from llamarl.weights.transports.packed import in_turns, messages_by, unpack
 from llamarl.weights.transports.registry import End
 from llamarl.weights.transports.shared_memory import require_memory
@@ -30,28 +33,39 @@ class RdmaSender:
         assert end.rdma is not None
         self._rdma = end.rdma
         self._memory = torch.empty(0, dtype=torch.uint8)
+        store = end.messages or MessageStore(0)
+        self._taker = store.join(route, self._memory.device)
         self._is_closed = False
 
-    def write(self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast) -> None:
-        for rank, index, message in in_turns(self._messages[bucket]):
+    def write(
+        self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast
+    ) -> Fingerprints:
+        written = Fingerprints()
+        for turn, (rank, index, message) in enumerate(in_turns(self._messages[bucket])):
             address = handles[rank].address
             assert isinstance(address, dict), "an rdma handle has addresses by source rank"
-            if self._memory.numel() < message.num_bytes:
-                self._memory = torch.empty(message.num_bytes, dtype=torch.uint8)
-            for copy, values in message.each(self._memory):
-                copy_cast(copy, values)
+            pack = partial(message.fill, copy_cast=copy_cast)
+            place = handles[rank].version, bucket, turn
+            packed = self._taker.take(place, message.num_bytes, pack)
+            if packed is None:
+                if self._memory.numel() < message.num_bytes:
+                    self._memory = torch.empty(message.num_bytes, dtype=torch.uint8)
+                packed = PackedMessage(self._memory, pack(self._memory))
+            written.merge(packed.sums)
             if self._is_closed:
                 raise TargetLost(f"generator {self._route.replica} was disconnected")
-            handle, ready = address[self._rank][index], self._memory[: message.num_bytes]
+            handle, ready = address[self._rank][index], packed.memory[: message.num_bytes]
             try:
                 self._rdma.write(handle, ready, self._timeout_s)
             except (RuntimeError, TimeoutError, OSError) as error:
                 raise TargetLost(
                     f"generator {self._route.replica} rank {rank} is out of reach: {error}"
                 ) from error
+        return written
 
     def close(self) -> None:
         self._is_closed = True
+        self._taker.leave()
 
 
 class RdmaReceiver:

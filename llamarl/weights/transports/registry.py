@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from llamarl.weights.layout.boxes import Route
     from llamarl.weights.transports.ends import Rdma, TransportReceiver, TransportSender
+    from llamarl.weights.transports.message_store import MessageStore
 
 WING = "llamarl.weights.transports"
 
@@ -71,13 +72,15 @@ TRANSPORTS: dict[str, Transport] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """One rank's end of a route; `timeout_s` limits what waits for the other one."""
+    """One rank's end of a route; `timeout_s` limits what waits for the other one. `messages` are
+    those that a source rank has packed for several routes."""
 
     rank: int
     host: str
     device: torch.device
     timeout_s: float
     rdma: Rdma | None = None
+    messages: MessageStore | None = None
 
 
 def make_sender(route: Route, end: End) -> TransportSender:

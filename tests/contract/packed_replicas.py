@@ -1,0 +1,211 @@
+"""A trainer of two ranks and replicas of two kinds, each on a host of its own, in this process: for
+the tests of messages that are packed once."""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from llamarl.config import WeightsConfig
+from llamarl.weights.integrity.comparison import add_up
+from llamarl.weights.layout.boxes import Box, ParameterLayout
+from llamarl.weights.layout.buckets import Memory
+from llamarl.weights.layout.reshard import plan
+from llamarl.weights.layout.split_route import pack, split
+from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.weights.sync.writer import Writer
+
+SHAPES = {"w": (24, 10), "embed": (9, 6), "norm": (7,)}
+ROWS = {"w": (0, 11, 24), "embed": (0, 9, 9), "norm": (0, 4, 7)}  # of the trainer's two ranks
+BUCKET_BYTES = 200
+MESSAGE_BYTES = 208 + 32  # of the longest message, with what the collective transport adds
+KINDS = {"columns": (torch.float32, 2), "turned": (torch.bfloat16, 1)}
+TIMEOUT_S = 20.0
+
+
+class LocalRdma:
+    """protocol.Rdma within this process. `before` is called with the replica that is written to."""
+
+    def __init__(self):
+        self.before = lambda replica: None
+        self._memory, self._numbers = {}, itertools.count()
+
+    def of(self, replica):
+        """The same for the memory of one replica."""
+        mine = LocalRdma()
+        mine._memory, mine._numbers, mine.replica = self._memory, self._numbers, replica
+        return mine
+
+    def register(self, memory):
+        key = self.replica, next(self._numbers)
+        self._memory[key] = memory
+        return key
+
+    def write(self, handle, message, timeout_s):
+        self.before(handle[0])
+        if handle not in self._memory:
+            raise RuntimeError("nobody is there")
+        self._memory[handle].copy_(message)
+
+    def forget(self, handle):
+        del self._memory[handle]
+
+
+def weights(version):
+    """The whole parameters of a version."""
+    random = torch.Generator().manual_seed(version + 100)
+    return {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
+
+
+class Trainer:
+    """Source ranks, two or one, that train in place. Versions count from 0."""
+
+    def __init__(self, packed_bytes, wire, num_ranks=2):
+        self.shards, self.writers, self.num_ranks = [], [], num_ranks
+        for rank in range(num_ranks):
+            shards = {name: weights(0)[name][self.rows(name, rank)].clone() for name in SHAPES}
+            layouts = {}
+            for name, shard in shards.items():
+                rows = self.rows(name, rank)
+                box = Box(
+                    start=(rows.start, *(0 for _ in SHAPES[name][1:])),
+                    stop=(rows.stop, *SHAPES[name][1:]),
+                    buffer=name, offset=0, strides=shard.stride(),
+                )  # fmt: skip
+                boxes = (box,) if shard.numel() else ()
+                layouts[name] = ParameterLayout(shape=SHAPES[name], dtype="float32", boxes=boxes)
+            self.shards.append(shards)
+            self.writers.append(
+                Writer(
+                    rank,
+                    "trainer",
+                    shards,
+                    layouts,
+                    timeout_s=TIMEOUT_S,
+                    rdma=wire,
+                    packed_bytes=packed_bytes,
+                )
+            )
+        self.version = 0
+        for writer in self.writers:
+            writer.tensors.label(0)
+
+    def rows(self, name, rank):
+        """Of a parameter, those that a rank holds."""
+        ends = ROWS[name] if self.num_ranks == 2 else (0, SHAPES[name][0])
+        return slice(ends[rank], ends[rank + 1])
+
+    def step(self):
+        for rank, writer in enumerate(self.writers):
+            writer.tensors.begin_step()
+            for name, weight in weights(self.version + 1).items():
+                self.shards[rank][name].copy_(weight[self.rows(name, rank)])
+            writer.tensors.label(self.version + 1)
+            writer.tensors.announce()
+        self.version += 1
+
+    def forget(self, replica):
+        for writer in self.writers:
+            writer.connect(replica, None)
+
+    def kept_bytes(self):
+        return [writer.messages._num_bytes for writer in self.writers]
+
+
+def layout(kind, rank):
+    """Where a rank of this kind has its parameters, and how many elements that takes."""
+    dtype, num_ranks = KINDS[kind]
+    layouts, end = {}, 0
+    for name, shape in SHAPES.items():
+        start, stop = [0] * len(shape), list(shape)
+        start[-1], stop[-1] = (shape[-1] * each // num_ranks for each in (rank, rank + 1))
+        size = [b - a for a, b in zip(start, stop, strict=True)]
+        strides = torch.empty(size, device="meta").stride()
+        if kind == "turned":
+            strides = torch.empty(size[::-1], device="meta").stride()[::-1]
+        box = Box(
+            start=tuple(start), stop=tuple(stop), buffer="weights", offset=end, strides=strides
+        )
+        dtype_name = str(dtype).removeprefix("torch.")
+        layouts[name] = ParameterLayout(shape=shape, dtype=dtype_name, boxes=(box,))
+        end += torch.Size(size).numel()
+    return layouts, end
+
+
+class Replica:
+    """The weight buffers of one replica, and its part of a publish."""
+
+    def __init__(self, number, kind, wire, staging="double_buffer"):
+        dtype, num_ranks = KINDS[kind]
+        self.number, self.kind = number, kind
+        self.buffers = []
+        for rank in range(num_ranks):
+            parameters, size = layout(kind, rank)
+            self.buffers.append(
+                WeightBuffer(
+                    Memory(parameters=parameters, num_elements=size, dtype=dtype),
+                    WeightsConfig(staging=staging, bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S),
+                    replica=number,
+                    rank=rank,
+                    run_id="test",
+                    host=f"host-{number}",
+                    rdma=wire.of(number),
+                )
+            )
+        self.num_buckets = len(self.buffers[0].layout().buckets)
+
+    def routes(self, layouts, transport="rdma", rendezvous=""):
+        """(for the source's ranks, for the ranks of this replica)"""
+        targets = [buffer.layout() for buffer in self.buffers]
+        return split(
+            pack(plan(layouts, targets)), targets[0].buckets, source="trainer",
+            replica=self.number, transport=transport, rendezvous=rendezvous,
+            bucket_bytes=BUCKET_BYTES,
+        )  # fmt: skip
+
+    def connect(self, trainer, transport="rdma", rendezvous=""):
+        layouts = [writer.layout() for writer in trainer.writers]
+        sending, receiving = self.routes(layouts, transport, rendezvous)
+        each = list(enumerate(trainer.writers))
+        calls = [(w.connect, self.number, sending.for_rank(i)) for i, w in each]
+        calls += [(b.connect, receiving.for_rank(i)) for i, b in enumerate(self.buffers)]
+        at_once(calls)
+
+    def take(self, trainer, version):
+        """Bring a version here, and look at every bit."""
+        self.bring(trainer, version)
+        self.check(version)
+
+    def bring(self, trainer, version):
+        """The publish; raises what one of the writers did, once both have ended."""
+        for bucket in range(self.num_buckets):
+            handles = [buffer.prepare(version, bucket) for buffer in self.buffers]
+            written = add_up(at_once([(w.write, version, handles) for w in trainer.writers]))
+            found = add_up(at_once([(b.verify, version, bucket) for b in self.buffers]))
+            assert written == found, f"fingerprints of version {version}"
+            for buffer in self.buffers:
+                buffer.commit(version, bucket)
+
+    def abort(self, version):
+        for buffer in self.buffers:
+            buffer.abort(version)
+
+    def check(self, version):
+        """Each bit is what a copy of its own would have brought."""
+        for rank, buffer in enumerate(self.buffers):
+            for name, parameter in layout(self.kind, rank)[0].items():
+                (box,) = parameter.boxes
+                found = buffer.active.as_strided(box.shape, box.strides, box.offset)
+                whole = weights(version)[name][tuple(map(slice, box.start, box.stop))]
+                assert torch.equal(found, whole.to(found.dtype)), f"{name}, version {version}"
+
+    def close(self):
+        for buffer in self.buffers:
+            buffer.close()
+
+
+def at_once(calls):
+    """The results of calls, each on a thread; the first error once all have ended."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call, *args) for call, *args in calls]
+    return [future.result() for future in futures]
