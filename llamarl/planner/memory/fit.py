@@ -72,7 +72,8 @@ def upper_bound_bytes(
     models = [*[a] * config.algorithm.has_reference, *frozen.values()]
     trainer_bytes = 16 * model_bytes + 6 * sum(map(_model_bytes, models))
     trainer_bytes += num_tokens * sum(map(_token_bytes, [a, *models]))
-    trainer_bytes += 2 * config.weights.bucket_bytes
+    kept_bytes = len(pools_of(config.generator)) * model_bytes
+    trainer_bytes += 2 * config.weights.bucket_bytes + min(config.weights.packed_bytes, kept_bytes)
     num_processes = (1 + len(models)) * trainer.num_ranks + 2 + config.experience.units_per_host
     total = trainer.num_ranks * trainer_bytes
     for pool in pools_of(config.generator):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Replicate
 
 from llamarl.config import Config, TrainerConfig
+from llamarl.config.pools import pools_of
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.parallelize import mesh_shape, parameter_placements
@@ -64,7 +65,8 @@ def forecast_trainer(
     if not config.placement.colocated:  # else a sync phase waits for all targets, so none is late
         lasting["snapshot"] = weights
     if not TRANSPORTS[config.weights.transport].is_mapped:
-        lasting["transfer"] = 2 * config.weights.bucket_bytes
+        kept = _packed_bytes(config, weights // MASTER_BYTES)
+        lasting["transfer"] = 2 * config.weights.bucket_bytes + kept
     models = {"reference": architecture} if config.algorithm.has_reference else {}
     models |= {STAGE + name: model for name, model in frozen.items()}
     return TrainerMemory(
@@ -73,6 +75,16 @@ def forecast_trainer(
         moments=tuple(lasting | kinds for kinds in _moments(config, architecture, weights)),
         frozen={kind: _frozen_bytes(config, model) for kind, model in models.items()},
     )
+
+
+def _packed_bytes(config: Config, num_elements: int) -> int:
+    """Messages that wait for other replicas, of a rank with so many elements: at most a version of
+    them for each pool."""
+    pools = pools_of(config.generator)
+    if sum(len(pool.replicas) for pool in pools) == 1:
+        return 0
+    items = sum(DTYPE_BYTES[pool.generator.dtype] for pool in pools)
+    return min(config.weights.packed_bytes, num_elements * items)
 
 
 def _moments(config: Config, architecture: Architecture, weights: int) -> Iterable[Kinds]:
