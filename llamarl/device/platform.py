@@ -79,8 +79,8 @@ class Platform:
     `runs_ahead`: the host launches operations and goes on while they run, so whatever needs a
     result waits. `backend`: of the default process group of its ranks;
     `host_backend`: of groups for tensors in host memory. `num_logits`, `num_tiled`:
-    elements that the head and a quantised product work on at once; `tile_bytes`: what a publish
-    does.
+    elements that the head works on at once, and what quantises or multiplies with quantised
+    matrices; `tile_bytes`: what a publish does.
     `has_wide_mm`: products of 16-bit matrices may give float32.
     """
 

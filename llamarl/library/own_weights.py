@@ -49,7 +49,7 @@ class OwnWeights:
         if self._source is None:
             self._source = await self._open(tensors)
         assert engines.publisher is not None
-        self._source.label(version, tensors)
+        await asyncio.to_thread(self._source.label, version, tensors)
         try:
             stats = await engines.publisher.publish(version)
         finally:

@@ -21,7 +21,7 @@ def row_maxima(matrix: Tensor) -> Tensor:
 
 def scales_of(maxima: Tensor, format_: Format) -> Tensor:
     """The scales of matrices whose largest magnitudes are `maxima`, float32 [n]."""
-    largest = torch.tensor(format_.largest, device=maxima.device)
+    largest = torch.full((1,), format_.largest, device=maxima.device)
     # Rounding keeps the order, so the largest number rounded is the largest of those rounded.
     scales = maxima.to(getattr(torch, format_.base_dtype)).float() / largest
     return scales.clamp_(min=format_.smallest_scale).to(getattr(torch, format_.scale_dtype))

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from llamarl.device.devices import platform_of
 from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.integrity.fingerprint import line_dim, transfer
 from llamarl.weights.integrity.versioned_tensors import VersionedTensors
@@ -23,8 +24,6 @@ from llamarl.weights.transports.ends import Rdma, TransportSender
 from llamarl.weights.transports.message_store import MessageStore
 from llamarl.weights.transports.packed import cut
 from llamarl.weights.transports.registry import End, make_sender
-
-QUANTIZED_ELEMENTS = 1 << 18  # of a piece that is quantised at a time: it stays in the cache
 
 
 class Writer:
@@ -138,7 +137,7 @@ class Writer:
             return transfer(copy.name, source, target, copy.start, layout.shape, dim)
         total, scales = 0, tensors[made.scales]
         first = 0 if made.format.is_per_tensor else self._parameters[made.scales].boxes[0].start[0]
-        for piece in cut(copy, QUANTIZED_ELEMENTS):
+        for piece in cut(copy, platform_of(source.device).num_tiled):
             place = tuple(
                 slice(a - b, a - b + size)
                 for a, b, size in zip(piece.start, copy.start, piece.shape, strict=True)
