@@ -18,6 +18,11 @@ what was sent, element by element, in a first round that is not timed.
     vLLM           gather and broadcast as above, into vLLM's own reload of whole parameters
                    (float32 only, and only where vLLM is installed)
 
+Within each round the rates of this machine are measured too, each by itself: copies, sums, calls of
+torch, messages (`weights_bench/rates.py`). From these the planner's law forecasts both publishes:
+`forecast_ratio` is its forecast over the measured time, the fastest round of each, because other
+work on the machine only adds to them. `--forecast` measures nothing else.
+
 Then a real generator executor decodes a batch of 64 while versions are published into it one after
 the other, and without. Last, what the processes take beyond their weights, by `weights.staging`.
 """
@@ -28,7 +33,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from harness import Bench, Values, ratio, turns
 from vllm_rival import why_not
@@ -39,6 +44,7 @@ from weights_bench.decoding import (
     now_ns,
     tokens_per_s,
 )
+from weights_bench.forecast import Forecast, best
 from weights_bench.memory import Peaks, private_bytes, shared_out_bytes
 from weights_bench.model import Model, llama, model_of
 from weights_bench.processes import Remote, call_all
@@ -51,6 +57,7 @@ from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.publisher import Publisher
 
 GOALS = {
+    "forecast_error": "<= 0.25",
     "shared_memory_vs_memcpy": ">= 0.5",
     "gap_share": "<= 0.05",
     "vs_file": ">= 5",
@@ -71,32 +78,55 @@ DECODING_MODEL = Model(
     llama(8, vocab_size=4096, hidden_size=512, intermediate_size=1408, num_heads=8, num_kv_heads=4),
     "float32",
 )  # 111 MB
+RATES = "rates of the machine"
 WINDOW_S = 1.5
 NUM_WINDOWS = 3
 Seconds = dict[str, list[float]]
+Stages = dict[str, Values]
 Way = Callable[[int], Awaitable[object]]  # brings a version across
 
 
-async def bench_ways(model: Model, repeats: int, folder: str, with_vllm: bool) -> Seconds:
-    """Seconds of each way, by repeat."""
+async def bench_ways(
+    model: Model, repeats: int, folder: str, with_vllm: bool, only: Collection[str] = ()
+) -> tuple[Seconds, Stages]:
+    """(seconds of each way by repeat, the planner's forecast of each publish by stage); `only`
+    these ways, or all."""
     trainers = [Remote(TrainerRank, model, rank) for rank in range(2)]
     generators = [Remote(GeneratorRank, model, rank) for rank in range(2)]
-    engines = []
+    engines: list[Remote] = []
     if with_vllm:
         rendezvous = f"{folder}/vllm"
         engines = [Remote(VllmRank, model, rank, rendezvous) for rank in range(2)]
     try:
         ways = await make_ways(model, trainers, generators, engines, folder)
-        seconds: Seconds = {name: [] for name in ways}
-        for number, name in turns(ways, repeats):
-            await call_all(trainers, "label", number + 1)
-            start_s = time.perf_counter()
-            await ways[name](number + 1)
-            seconds[name].append(time.perf_counter() - start_s)
+        ways = {name: way for name, way in ways.items() if not only or name in only}
+        layouts = await call_all(trainers, "layout"), await call_all(generators, "layout", 0)
+        forecast = Forecast(*layouts)
+        primitives: list[Values] = []
+
+        async def measure_rates(version: int) -> None:
+            primitives.append(await forecast.machine.measure())
+
+        try:
+            await forecast.machine.start(folder)
+            seconds: Seconds = {name: [] for name in ways}
+            # The rates between the publishes that they are for.
+            names = [PUBLISH, RATES, *(name for name in ways if name != PUBLISH)]
+            for number, name in turns(names, repeats):
+                await call_all(trainers, "label", number + 1)
+                start_s = time.perf_counter()
+                await (measure_rates if name == RATES else ways[name])(number + 1)
+                if name != RATES:
+                    seconds[name].append(time.perf_counter() - start_s)
+            fastest = best(primitives)
+            stages = {f"publish, {name}": forecast.stages_s(name, fastest) for name in TRANSPORTS}
+            stages[RATES] = fastest
+        finally:
+            forecast.machine.close()
     finally:
         for remote in trainers + generators + engines:
             remote.close()
-    return seconds
+    return seconds, stages
 
 
 async def make_ways(
@@ -247,26 +277,36 @@ def main() -> None:
     bench.option("--megabytes", type=float, default=500, help="least size of the model")
     bench.option("--repeats", type=int, default=5)
     bench.option("--folder", help="where the files go: a real disk (default: temporary)")
+    bench.option("--forecast", action="store_true", help="only publishes and their forecasts")
     arguments = bench.parse()
     reason = why_not()
     if reason:
         print(f"without vLLM: {reason}")
     print("without rdma: Monarch's buffers exist only in its actors, so it needs a whole run")
+    only = [f"publish, {name}" for name in TRANSPORTS] if arguments.forecast else []
     rounds: dict[str, Seconds] = {}
     for dtype in ("float32", "bfloat16"):
         model = model_of(arguments.megabytes, dtype)
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            is_with_vllm = reason is None and dtype == "float32"
-            rounds[dtype] = asyncio.run(bench_ways(model, arguments.repeats, folder, is_with_vllm))
+            is_with_vllm = reason is None and dtype == "float32" and not only
+            measured = bench_ways(model, arguments.repeats, folder, is_with_vllm, only)
+            rounds[dtype], stages = asyncio.run(measured)
         add_ways(bench, model, rounds[dtype])
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        add_forecasts(bench, model, rounds[dtype], stages)
+    if not only:
+        add_others(bench, arguments.megabytes, arguments.folder)
+    bench.write(rounds)
+
+
+def add_others(bench: Bench, megabytes: float, parent: str | None) -> None:
+    """Decoding beside publishes, and memory; files go into `parent`."""
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
         bench.add_all(asyncio.run(bench_decoding(folder)), "decoding")
-    model = model_of(arguments.megabytes, "float32")
+    model = model_of(megabytes, "float32")
     for staging in ("double_buffer", "host", "bucket"):
         config = WeightsConfig(staging=staging, bucket_bytes=model.num_bytes // 16)
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        with tempfile.TemporaryDirectory(dir=parent) as folder:
             bench.add_all(asyncio.run(bench_memory(model, config, folder)), f"memory, {staging}")
-    bench.write(rounds)
 
 
 def add_ways(bench: Bench, model: Model, seconds: Seconds) -> None:
@@ -276,8 +316,24 @@ def add_ways(bench: Bench, model: Model, seconds: Seconds) -> None:
         median_s = statistics.median(values)
         bench.add("way_s", median_s, f"{model.dtype}, {way}", values)
         bench.add("gb_per_s", model.num_bytes / median_s / 1e9, f"{model.dtype}, {way}")
-        if way in RATIOS:
+        if way in RATIOS and PUBLISH in seconds:
             bench.add(RATIOS[way], ratio(values, seconds[PUBLISH]), model.dtype)
+
+
+def add_forecasts(bench: Bench, model: Model, seconds: Seconds, stages: Stages) -> None:
+    """What the planner's law expects of both publishes, and by what it is off."""
+    for name, value in stages.pop(RATES).items():
+        bench.add(name, value, f"{model.dtype}, {RATES}")
+    for way, parts in stages.items():
+        case, total_s = f"{model.dtype}, {way}", sum(parts.values())
+        quotient = total_s / min(seconds[way])
+        bench.add("fastest_s", min(seconds[way]), case)
+        bench.add("forecast_s", total_s, case)
+        bench.add("forecast_ratio", quotient, case)
+        bench.add("forecast_error", max(quotient, 1 / quotient) - 1, case)
+        for name, part_s in parts.items():
+            if part_s > 0:
+                bench.add(f"forecast_{name}_s", part_s, case)
 
 
 if __name__ == "__main__":
