@@ -20,8 +20,7 @@ what was sent, element by element, in a first round that is not timed.
 
 Within each round the rates of this machine are measured too, each by itself: copies, sums, calls of
 torch, messages (`weights_bench/rates.py`). From these the planner's law forecasts both publishes:
-`forecast_ratio` is its forecast over the measured time, the fastest round of each, because other
-work on the machine only adds to them. `--forecast` measures nothing else.
+`forecast_ratio` is its forecast over the measured time. `--forecast` measures nothing else.
 
 Then a real generator executor decodes a batch of 64 while versions are published into it one after
 the other, and without. Last, what the processes take beyond their weights, by `weights.staging`.
@@ -35,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection
 
-from harness import Bench, Values, ratio, turns
+from harness import Bench, Values, medians, ratio, turns
 from vllm_rival import why_not
 from weights_bench.decoding import (
     DecodingGenerator,
@@ -44,7 +43,7 @@ from weights_bench.decoding import (
     now_ns,
     tokens_per_s,
 )
-from weights_bench.forecast import Forecast, best
+from weights_bench.forecast import Forecast
 from weights_bench.memory import Peaks, private_bytes, shared_out_bytes
 from weights_bench.model import Model, llama, model_of
 from weights_bench.processes import Remote, call_all
@@ -82,15 +81,15 @@ RATES = "rates of the machine"
 WINDOW_S = 1.5
 NUM_WINDOWS = 3
 Seconds = dict[str, list[float]]
-Stages = dict[str, Values]
+Stages = dict[str, list[Values]]
 Way = Callable[[int], Awaitable[object]]  # brings a version across
 
 
 async def bench_ways(
     model: Model, repeats: int, folder: str, with_vllm: bool, only: Collection[str] = ()
 ) -> tuple[Seconds, Stages]:
-    """(seconds of each way by repeat, the planner's forecast of each publish by stage); `only`
-    these ways, or all."""
+    """(seconds of each way by repeat, the planner's forecast of each publish by stage likewise);
+    `only` these ways, or all."""
     trainers = [Remote(TrainerRank, model, rank) for rank in range(2)]
     generators = [Remote(GeneratorRank, model, rank) for rank in range(2)]
     engines: list[Remote] = []
@@ -118,9 +117,11 @@ async def bench_ways(
                 await (measure_rates if name == RATES else ways[name])(number + 1)
                 if name != RATES:
                     seconds[name].append(time.perf_counter() - start_s)
-            fastest = best(primitives)
-            stages = {f"publish, {name}": forecast.stages_s(name, fastest) for name in TRANSPORTS}
-            stages[RATES] = fastest
+            stages = {
+                f"publish, {name}": [forecast.stages_s(name, found) for found in primitives]
+                for name in TRANSPORTS
+            }
+            stages[RATES] = primitives
         finally:
             forecast.machine.close()
     finally:
@@ -322,16 +323,17 @@ def add_ways(bench: Bench, model: Model, seconds: Seconds) -> None:
 
 def add_forecasts(bench: Bench, model: Model, seconds: Seconds, stages: Stages) -> None:
     """What the planner's law expects of both publishes, and by what it is off."""
-    for name, value in stages.pop(RATES).items():
-        bench.add(name, value, f"{model.dtype}, {RATES}")
-    for way, parts in stages.items():
-        case, total_s = f"{model.dtype}, {way}", sum(parts.values())
-        quotient = total_s / min(seconds[way])
-        bench.add("fastest_s", min(seconds[way]), case)
-        bench.add("forecast_s", total_s, case)
-        bench.add("forecast_ratio", quotient, case)
+    rates = {f"{model.dtype}, {RATES}": stages.pop(RATES)}
+    bench.add_medians(rates)
+    for way, rounds in stages.items():
+        case = f"{model.dtype}, {way}"
+        totals = [sum(parts.values()) for parts in rounds]
+        quotient = ratio(totals, seconds[way])
+        quotients = [a / b for a, b in zip(totals, seconds[way], strict=True)]
+        bench.add("forecast_s", statistics.median(totals), case, totals)
+        bench.add("forecast_ratio", quotient, case, quotients)
         bench.add("forecast_error", max(quotient, 1 / quotient) - 1, case)
-        for name, part_s in parts.items():
+        for name, part_s in medians(rounds).items():
             if part_s > 0:
                 bench.add(f"forecast_{name}_s", part_s, case)
 

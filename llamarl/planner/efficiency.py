@@ -72,7 +72,7 @@ CORE_READ_BYTES_PER_S = 1.5e10
 """Fingerprints of what lies in memory; of what is in the cache, which copies within it reach too;
 filling memory that the system has just given."""
 CORE_SUM_BYTES_PER_S = 4e10
-CORE_TOUCH_BYTES_PER_S = 2.8e9
+CORE_TOUCH_BYTES_PER_S = 3.5e9
 LOOPBACK_BYTES_PER_S = 4e9
 """Messages of gloo between two processes of a host without GPUs."""
 ANSWER_S = 10e-6

@@ -162,6 +162,17 @@ def test_more_bytes_never_take_less_time(dtype: str, num_rows: int, more: int) -
         assert (getattr(many, name) >= getattr(few, name)).all(), name
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "late"),
+    [([[800]], 0.0), ([[800], [800]], 0.0), ([[800, 800]], 0.125), ([[40, 40], [40, 40]], 0.5)],
+)
+def test_the_last_target_begins_after_a_message_to_each_other(
+    num_bytes: list[list[int]], late: float
+) -> None:
+    found = replace(one_layer("float32", 1)[0], num_bytes=np.array(num_bytes))
+    assert found.late(100) == late
+
+
 def test_narrower_numbers_on_the_wire_take_less_of_everything_but_calls() -> None:
     wide, narrow = one_layer("float32", 200)[0], one_layer("bfloat16", 200)[0]
     assert 2 * narrow.num_bytes == wide.num_bytes

@@ -37,13 +37,13 @@ class Forecast:
         All four ranks share as many processors as either side has ranks, so nothing of a stream
         goes on beside anything else; a commit swaps memory.
         """
-        rates, message_bytes_per_s = self.machine.rates(found)
-        end = SideRates(device=CPU, rates=rates)
+        here, there, message_bytes_per_s = self.machine.rates(found)
+        ends = tuple(SideRates(device=CPU, rates=each) for each in (here, there))
         parts = delivery(
             [(copy, copy.num_layers) for copy in self._copies],
             [(layout, 1) for layout in self._source],
             [(layout, 1) for layout in self._target],
-            ends=(end, end),
+            ends=(ends[0], ends[1]),
             transport=transport,
             bucket_bytes=self._bucket_bytes,
         )
@@ -51,18 +51,13 @@ class Forecast:
         moved = mapped_stages(packing_s, 0.0)
         if not TRANSPORTS[transport].is_mapped:
             wire_s = parts.num_bytes.sum(1) / message_bytes_per_s
-            wire_s = float((wire_s + parts.num_messages.sum(1) * rates.message_s).max())
+            sending_s = float((wire_s + parts.num_messages.sum(1) * here.message_s).max())
             moved = Stream(
                 packing_s=packing_s,
-                sending_s=wire_s,
-                receiving_s=wire_s,
+                sending_s=sending_s,
+                receiving_s=(1 + parts.late(self._bucket_bytes)) * sending_s,
                 unpacking_s=float(parts.unpacking_s.max()),
                 overlaps=False,
             ).stages()
         verify_s = float(parts.verify_s.max())
-        return publish_stages(moved, phase_s=rates.phase_s, verify_s=verify_s, commit_s=0.0)
-
-
-def best(rounds: list[Values]) -> Values:
-    """The fastest of all rounds, of each primitive."""
-    return {name: min(found[name] for found in rounds) for name in rounds[0]}
+        return publish_stages(moved, phase_s=here.phase_s, verify_s=verify_s, commit_s=0.0)

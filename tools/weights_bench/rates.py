@@ -9,9 +9,11 @@ a receiver sums, a sender has just written from another core.
 from __future__ import annotations
 
 import math
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from harness import Values
@@ -21,6 +23,7 @@ from llamarl.device.platform import Platform
 from llamarl.planner.simulation.effort import Effort, Walk, walked
 from llamarl.planner.simulation.publish_rates import PublishRates
 from llamarl.weights.integrity.fingerprint import fingerprint, transfer
+from llamarl.weights.transports.collective import TRAILER_BYTES
 from llamarl.weights.transports.shared_memory import Segment, open_segment
 from weights_bench.model import NUM_RANKS
 from weights_bench.processes import Remote, call_all
@@ -91,17 +94,20 @@ class RatesRank:
         return _span(add)
 
     def fill(self, is_new: int) -> Span:
-        """Of memory for a message, in a thread that has just begun and gets it new, or once
-        more."""
+        """Of memory for a message, as the C library gives it, or once more. A receiver asks for it
+        in a thread that has just begun."""
         found: list[Span] = []
 
         def fill() -> None:
-            memory = torch.empty(self._message_bytes, dtype=torch.uint8)
+            memory = torch.empty(self._message_bytes + TRAILER_BYTES, dtype=torch.uint8)
             found.extend(_span(lambda: memory.fill_(1)) for _ in range(2))
 
-        thread = threading.Thread(target=fill)
-        thread.start()
-        thread.join()
+        if self._rank < NUM_RANKS:
+            fill()
+        else:
+            thread = threading.Thread(target=fill)
+            thread.start()
+            thread.join()
         return found[0 if is_new else 1]
 
     def call(self) -> Span:
@@ -151,8 +157,8 @@ class Machine:
         await self.measure()
 
     async def measure(self) -> Values:
-        """Seconds of each kind of work, the fastest of some repeats, as other work on the machine
-        only adds to them: from when the first process begins until the last has ended."""
+        """Seconds of each kind of work, medians of some repeats: from when the first process begins
+        until the last has ended."""
         senders, receivers, both = self._senders, self._receivers, self._ranks
         found: dict[str, list[float]] = {}
 
@@ -167,8 +173,9 @@ class Machine:
             await ask("read_s", receivers, "read")
             await ask("call_s", senders, "call", count=NUM_CALLS)
             await ask("sum_s", senders, "sum", count=NUM_CALLS)
-            await ask("fill_s", receivers, "fill", 0)
-            await ask("new_fill_s", receivers, "fill", 1)
+            for side, ranks in (("source", senders), ("target", receivers)):
+                await ask(f"{side}_fill_s", ranks, "fill", 0)
+                await ask(f"{side}_new_fill_s", ranks, "fill", 1)
             num_messages = NUM_REPEATS
             arguments = self.message_bytes, num_messages
             await ask("message_s", both, "exchange", *arguments, count=num_messages)
@@ -178,28 +185,35 @@ class Machine:
             start_s = time.perf_counter()
             await call_all(senders, "answer")
             found.setdefault("round_trip_s", []).append(time.perf_counter() - start_s)
-        return {name: min(values) for name, values in found.items()}
+        return {name: statistics.median(values) for name, values in found.items()}
 
-    def rates(self, found: Values) -> tuple[PublishRates, float]:
-        """(what a rank reaches, bytes per second of messages between two) by these seconds."""
+    def rates(self, found: Values) -> tuple[PublishRates, PublishRates, float]:
+        """(what a source rank reaches, what a target rank does, bytes per second of messages
+        between two) by these seconds."""
         call_s = found["call_s"]
         num_rows, tile_rows = self.num_bytes // 4 // COLUMNS, Platform.tile_bytes // 4 // COLUMNS
         read_s = found["read_s"] - _walk((num_rows, COLUMNS)).num_calls * call_s
         sum_s = found["sum_s"] - _walk((tile_rows, COLUMNS)).num_calls * call_s
         copy_s = found["copy_s"] - self.num_bytes / Platform.tile_bytes * call_s
-        new_s = found["new_fill_s"] - found["fill_s"]
-        rates = PublishRates(
+        source = PublishRates(
             moved_bytes_per_s=2 * self.num_bytes / copy_s,
             cached_bytes_per_s=Platform.tile_bytes / sum_s,
             summed_bytes_per_s=Platform.tile_bytes / sum_s,
             read_bytes_per_s=self.num_bytes / read_s,
-            touched_bytes_per_s=self.message_bytes / new_s if new_s > 0 else math.inf,
+            touched_bytes_per_s=self._touched(found, "source"),
             call_s=call_s,
             launch_s=call_s,
             message_s=found["empty_message_s"],
             phase_s=found["round_trip_s"],
         )
-        return rates, self.message_bytes / (found["message_s"] - found["empty_message_s"])
+        target = replace(source, touched_bytes_per_s=self._touched(found, "target"))
+        moving_s = found["message_s"] - found["empty_message_s"]
+        return source, target, self.message_bytes / moving_s
+
+    def _touched(self, found: Values, side: str) -> float:
+        """Bytes per second of new memory; infinite where the C library gives what was freed."""
+        more_s = found[f"{side}_new_fill_s"] - found[f"{side}_fill_s"]
+        return self.message_bytes / more_s if more_s > 0 else math.inf
 
     def close(self) -> None:
         """End the processes."""

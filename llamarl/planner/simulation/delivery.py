@@ -34,6 +34,8 @@ from llamarl.weights.transports.packed import ALIGN_BYTES, cut
 from llamarl.weights.transports.registry import TRANSPORTS
 
 Floats = NDArray[np.float64]
+NUM_BUFFERS = 2
+"""Messages that a source has new memory for in each publish; a target has it for one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,13 @@ class Delivery:
     packing_s: Floats
     unpacking_s: Floats
     verify_s: Floats
+
+    def late(self, bucket_bytes: int) -> float:
+        """How much later than the first the last target begins to receive, as a share of the time
+        that receiving takes: all sources begin with the same target and go on in turns."""
+        num_turns = int((self.num_bytes > 0).sum(1).max()) - 1
+        longest = min(bucket_bytes, int(self.num_bytes.max()))
+        return num_turns * longest / max(1, int(self.num_bytes.sum(0).max()))
 
 
 def delivery(
@@ -97,9 +106,10 @@ def delivery(
             unpacking_s[copy.target_rank] += times * _unpacked_s(walk.dtype, pieces, there)
     for layout, times in target:
         verify_s[layout.rank] += times * _verified_s(layout, there)
-    # A target receives on a new thread, which has no memory yet; what a source frees it gets again.
-    longest = np.minimum(num_bytes, 0 if is_mapped else bucket_bytes).max(0)
-    unpacking_s += longest / there.rates.touched_bytes_per_s
+    longest = np.minimum(num_bytes, 0 if is_mapped else bucket_bytes)
+    num_buffers = np.minimum(num_messages.sum(1), NUM_BUFFERS)
+    packing_s += num_buffers * longest.max(1) / here.rates.touched_bytes_per_s
+    unpacking_s += longest.max(0) / there.rates.touched_bytes_per_s
     return Delivery(
         num_bytes=num_bytes,
         num_messages=np.ceil(num_messages - 1e-9),

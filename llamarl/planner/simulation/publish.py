@@ -294,11 +294,12 @@ def _moved(
     by_kind = {each.kind: each.delivery.packing_s for each in parts}
     num_sent = sum(len(each.heads) * each.delivery.num_messages.sum(1) for each in parts)
     num_received = part.delivery.num_messages.sum(0).max()
-    late_s = rates.late_s * transport.meets
+    seen_s = rates.late_s * transport.meets
+    late = 1 + transport.meets * num_buckets * part.delivery.late(config.weights.bucket_bytes)
     return Stream(
         packing_s=float(np.max(sum(by_kind.values()))),
         sending_s=busiest.sending_s + float(np.max(num_sent)) * rates.message_s,
-        receiving_s=busiest.receiving_s + float(num_received) * (rates.message_s + late_s),
+        receiving_s=late * (busiest.receiving_s + float(num_received) * (rates.message_s + seen_s)),
         unpacking_s=float(part.delivery.unpacking_s.max()),
         first=_share(config, part.first.num_bytes.sum(1).max(), num_buckets),
         last=_share(config, part.first.num_bytes.sum(0).max(), num_buckets),
