@@ -229,7 +229,7 @@ async def bench_decoding(folder: str) -> Values:
         "model_megabytes": model.num_bytes / 1e6,
         "num_publishes": len(publishes),
         "publish_s": statistics.median(seconds),
-        "gap_s": statistics.median(gaps),
+        "gap_ms": 1e3 * statistics.median(gaps),
         "gap_share": statistics.median(g / s for g, s in zip(gaps, seconds, strict=True)),
         "step_s": statistics.median((step.end_ns - step.start_ns) / 1e9 for step in steps),
         "quiet_gap_s": statistics.median(longest_gap_s(steps, *window) for window in quiet),

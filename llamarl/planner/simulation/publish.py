@@ -121,7 +121,7 @@ def forecast_publish(config: Config, architecture: Architecture) -> PublishForec
         max_bytes_in=max(int(bytes_.max()) for bytes_ in into),
         max_card_bytes_out=max(card_out.values(), default=0),
         max_card_bytes_in=max(card_in.values(), default=0),
-        num_copies=sum(_num_copies(part, architecture) for part in parts),
+        num_copies=sum(_num_copies(part) for part in parts),
         num_groups=_num_groups(config, devices, parts),
         # The slower of both steps, for one may begin before the other has ended.
         lower_bound_s=max(direct.bound_s(), relayed.bound_s()),
@@ -216,10 +216,14 @@ def _leaves_host(devices: dict[str, list[Device]], pair: tuple[int, int]) -> boo
     return len({device.host for i in pair for device in devices[f"generator-{i}"]}) > 1
 
 
-def _num_copies(part: Part, architecture: Architecture) -> int:
-    """To all replicas of a pool."""
-    num_direct = len(part.heads) * int(part.first.num_copies.sum())
-    return num_direct + len(part.siblings) * _num_relayed(part.config, architecture)
+def _num_copies(part: Part) -> int:
+    """To all replicas of a pool; from a replica to one like it, every box as it is."""
+    num_boxes = sum(
+        times * len(parameter.boxes)
+        for layout, times in part.first.target
+        for parameter in layout.parameters.values()
+    )
+    return len(part.heads) * int(part.first.num_copies.sum()) + len(part.siblings) * num_boxes
 
 
 def _only(layouts: Iterable[RankLayout], is_layer: bool) -> list[RankLayout]:
@@ -229,15 +233,6 @@ def _only(layouts: Iterable[RankLayout], is_layer: bool) -> list[RankLayout]:
         names = [name for name in layout.parameters if name.startswith(LAYER) == is_layer]
         found.append(replace(layout, parameters={name: layout.parameters[name] for name in names}))
     return found
-
-
-def _num_relayed(config: Config, architecture: Architecture) -> int:
-    """Copies from a replica to one like it: every box as it is."""
-    return sum(
-        len(layout.boxes)
-        for rank in range(config.generator.num_ranks)
-        for layout in weight_buffer(config, architecture, rank)[0].values()
-    )
 
 
 def _stages(
