@@ -114,7 +114,8 @@ def _publish_lines(found: PublishForecast) -> list[RenderableType]:
 
 def _stage_table(found: PublishForecast) -> Table:
     """Where the time of a publish goes: the stages that take any."""
-    table = make_table("of a publish", "seconds", "share", "what it is")
+    table = make_table("where the time goes", "seconds", "share", "what is done")
+    table.columns[-1].justify = "left"
     for name, stage_s in found.stages_s.items():
         if stage_s > 0:
             table.add_row(name, f"{stage_s:.3f}", f"{stage_s / found.seconds:.0%}", STAGES[name])
