@@ -1,7 +1,6 @@
 """What a publish of new weights costs, against a plain copy and what others do.
 
     python tools/bench_weights.py [--json FILE] [--megabytes 500] [--repeats 5] [--folder DIR]
-        [--sections ways decoding memory replicas]
 
 Four processes of one thread each: two trainer ranks that hold a Llama in uneven row shards, two
 tensor-parallel generator ranks that want it by rows and by columns. Both sides have one dtype, and
@@ -19,10 +18,15 @@ what was sent, element by element, in a first round that is not timed.
     vLLM           gather and broadcast as above, into vLLM's own reload of whole parameters
                    (float32 only, and only where vLLM is installed)
 
+Within each round the rates of this machine are measured too, each by itself: copies, sums, calls of
+torch, messages (`weights_bench/rates.py`). From these the planner's law forecasts both publishes:
+`forecast_ratio` is its forecast over the measured time. `--forecast` measures nothing else.
+
 Then a real generator executor decodes a batch of 64 while versions are published into it one after
 the other, and without. Then what the processes take beyond their weights, by `weights.staging`.
-Last, what a publish of a fifth as many bytes to several replicas on hosts of their own costs a
-trainer rank: messages are packed once for all of them, or for each (weights.packed_bytes=0).
+Then what a publish of a fifth as many bytes to several replicas on hosts of their own costs a
+trainer rank: messages are packed once for all of them, or for each (weights.packed_bytes=0). Last,
+a publish of float32 shards to generators in bfloat16 and in eight bits, quantised by the trainer.
 """
 
 from __future__ import annotations
@@ -31,9 +35,10 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Collection
 
-from harness import Bench, Values, ratio, turns
+from harness import Bench, Values, medians, ratio, turns
 from vllm_rival import why_not
 from weights_bench.decoding import (
     DecodingGenerator,
@@ -42,6 +47,8 @@ from weights_bench.decoding import (
     now_ns,
     tokens_per_s,
 )
+from weights_bench.forecast import Forecast
+from weights_bench.formats import bench_formats, shares_of_bfloat16
 from weights_bench.memory import Peaks, private_bytes, shared_out_bytes
 from weights_bench.model import Model, llama, model_of
 from weights_bench.processes import Remote, call_all
@@ -55,13 +62,14 @@ from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.publisher import Publisher
 
 GOALS = {
+    "forecast_error": "<= 0.25",
     "shared_memory_vs_memcpy": ">= 0.5",
     "gap_share": "<= 0.05",
     "vs_file": ">= 5",
     "vs_gather_broadcast": ">= 3",
 }
 TRANSPORTS = ("shared_memory", "collective")  # rdma: only between Monarch actors
-SECTIONS = ("ways", "decoding", "memory", "replicas")
+SECTIONS = ("ways", "decoding", "memory", "replicas", "formats")
 PUBLISH = "publish, shared_memory"
 RATIOS = {  # of a way's seconds over those of PUBLISH
     "publish, collective": "vs_collective",
@@ -76,32 +84,57 @@ DECODING_MODEL = Model(
     llama(8, vocab_size=4096, hidden_size=512, intermediate_size=1408, num_heads=8, num_kv_heads=4),
     "float32",
 )  # 111 MB
+RATES = "rates of the machine"
 WINDOW_S = 1.5
 NUM_WINDOWS = 3
 Seconds = dict[str, list[float]]
+Stages = dict[str, list[Values]]
 Way = Callable[[int], Awaitable[object]]  # brings a version across
 
 
-async def bench_ways(model: Model, repeats: int, folder: str, with_vllm: bool) -> Seconds:
-    """Seconds of each way, by repeat."""
+async def bench_ways(
+    model: Model, repeats: int, folder: str, with_vllm: bool, only: Collection[str] = ()
+) -> tuple[Seconds, Stages]:
+    """(seconds of each way by repeat, the planner's forecast of each publish by stage likewise);
+    `only` these ways, or all."""
     trainers = [Remote(TrainerRank, model, rank) for rank in range(2)]
     generators = [Remote(GeneratorRank, model, rank) for rank in range(2)]
-    engines = []
+    engines: list[Remote] = []
     if with_vllm:
         rendezvous = f"{folder}/vllm"
         engines = [Remote(VllmRank, model, rank, rendezvous) for rank in range(2)]
     try:
         ways = await make_ways(model, trainers, generators, engines, folder)
-        seconds: Seconds = {name: [] for name in ways}
-        for number, name in turns(ways, repeats):
-            await call_all(trainers, "label", number + 1)
-            start_s = time.perf_counter()
-            await ways[name](number + 1)
-            seconds[name].append(time.perf_counter() - start_s)
+        ways = {name: way for name, way in ways.items() if not only or name in only}
+        layouts = await call_all(trainers, "layout"), await call_all(generators, "layout", 0)
+        forecast = Forecast(*layouts)
+        primitives: list[Values] = []
+
+        async def measure_rates(version: int) -> None:
+            primitives.append(await forecast.machine.measure())
+
+        try:
+            await forecast.machine.start(folder)
+            seconds: Seconds = {name: [] for name in ways}
+            # The rates between the publishes that they are for.
+            names = [PUBLISH, RATES, *(name for name in ways if name != PUBLISH)]
+            for number, name in turns(names, repeats):
+                await call_all(trainers, "label", number + 1)
+                start_s = time.perf_counter()
+                await (measure_rates if name == RATES else ways[name])(number + 1)
+                if name != RATES:
+                    seconds[name].append(time.perf_counter() - start_s)
+            stages = {
+                f"publish, {name}": [forecast.stages_s(name, found) for found in primitives]
+                for name in TRANSPORTS
+            }
+            stages[RATES] = primitives
+        finally:
+            forecast.machine.close()
     finally:
         for remote in trainers + generators + engines:
             remote.close()
-    return seconds
+    return seconds, stages
 
 
 async def make_ways(
@@ -203,7 +236,7 @@ async def bench_decoding(folder: str) -> Values:
         "model_megabytes": model.num_bytes / 1e6,
         "num_publishes": len(publishes),
         "publish_s": statistics.median(seconds),
-        "gap_s": statistics.median(gaps),
+        "gap_ms": 1e3 * statistics.median(gaps),
         "gap_share": statistics.median(g / s for g, s in zip(gaps, seconds, strict=True)),
         "step_s": statistics.median((step.end_ns - step.start_ns) / 1e9 for step in steps),
         "quiet_gap_s": statistics.median(longest_gap_s(steps, *window) for window in quiet),
@@ -252,33 +285,50 @@ def main() -> None:
     bench.option("--megabytes", type=float, default=500, help="least size of the model")
     bench.option("--repeats", type=int, default=5)
     bench.option("--folder", help="where the files go: a real disk (default: temporary)")
+    bench.option("--forecast", action="store_true", help="only publishes and their forecasts")
     bench.option("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     arguments = bench.parse()
+    sections = ("ways",) if arguments.forecast else arguments.sections
     reason = why_not()
     if reason:
         print(f"without vLLM: {reason}")
     print("without rdma: Monarch's buffers exist only in its actors, so it needs a whole run")
+    only = [f"publish, {name}" for name in TRANSPORTS] if arguments.forecast else []
     rounds: dict[str, Seconds] = {}
-    for dtype in ("float32", "bfloat16") if "ways" in arguments.sections else ():
+    for dtype in ("float32", "bfloat16") if "ways" in sections else ():
         model = model_of(arguments.megabytes, dtype)
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            is_with_vllm = reason is None and dtype == "float32"
-            rounds[dtype] = asyncio.run(bench_ways(model, arguments.repeats, folder, is_with_vllm))
+            is_with_vllm = reason is None and dtype == "float32" and not only
+            measured = bench_ways(model, arguments.repeats, folder, is_with_vllm, only)
+            rounds[dtype], stages = asyncio.run(measured)
         add_ways(bench, model, rounds[dtype])
-    if "decoding" in arguments.sections:
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            bench.add_all(asyncio.run(bench_decoding(folder)), "decoding")
-    model = model_of(arguments.megabytes, "float32")
-    for staging in ("double_buffer", "host", "bucket") if "memory" in arguments.sections else ():
-        config = WeightsConfig(staging=staging, bucket_bytes=model.num_bytes // 16)
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            bench.add_all(asyncio.run(bench_memory(model, config, folder)), f"memory, {staging}")
-    if "replicas" in arguments.sections:
-        model = model_of(arguments.megabytes / 5, "float32")
-        bench.add("model_bytes", model.num_bytes, "several replicas")
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            bench.add_medians(asyncio.run(bench_replicas(model, arguments.repeats, folder)))
+        add_forecasts(bench, model, rounds[dtype], stages)
+    add_others(bench, sections, arguments)
     bench.write(rounds)
+
+
+def add_others(bench: Bench, sections: Collection[str], arguments: Namespace) -> None:
+    """The other sections; their files go into `arguments.folder`."""
+    megabytes, parent = arguments.megabytes, arguments.folder
+    if "decoding" in sections:
+        with tempfile.TemporaryDirectory(dir=parent) as folder:
+            bench.add_all(asyncio.run(bench_decoding(folder)), "decoding")
+    model = model_of(megabytes, "float32")
+    for staging in ("double_buffer", "host", "bucket") if "memory" in sections else ():
+        config = WeightsConfig(staging=staging, bucket_bytes=model.num_bytes // 16)
+        with tempfile.TemporaryDirectory(dir=parent) as folder:
+            bench.add_all(asyncio.run(bench_memory(model, config, folder)), f"memory, {staging}")
+    if "replicas" in sections:
+        small = model_of(megabytes / 5, "float32")
+        bench.add("model_bytes", small.num_bytes, "several replicas")
+        with tempfile.TemporaryDirectory(dir=parent) as folder:
+            bench.add_medians(asyncio.run(bench_replicas(small, arguments.repeats, folder)))
+    if "formats" in sections:
+        with tempfile.TemporaryDirectory(dir=parent) as folder:
+            found = asyncio.run(bench_formats(model, arguments.repeats, folder))
+        bench.add_medians({f"to {name}": each for name, each in found.items()})
+        for name, shares in shares_of_bfloat16(found).items():
+            bench.add_all(shares, f"to {name}")
 
 
 def add_ways(bench: Bench, model: Model, seconds: Seconds) -> None:
@@ -288,8 +338,25 @@ def add_ways(bench: Bench, model: Model, seconds: Seconds) -> None:
         median_s = statistics.median(values)
         bench.add("way_s", median_s, f"{model.dtype}, {way}", values)
         bench.add("gb_per_s", model.num_bytes / median_s / 1e9, f"{model.dtype}, {way}")
-        if way in RATIOS:
+        if way in RATIOS and PUBLISH in seconds:
             bench.add(RATIOS[way], ratio(values, seconds[PUBLISH]), model.dtype)
+
+
+def add_forecasts(bench: Bench, model: Model, seconds: Seconds, stages: Stages) -> None:
+    """What the planner's law expects of both publishes, and by what it is off."""
+    rates = {f"{model.dtype}, {RATES}": stages.pop(RATES)}
+    bench.add_medians(rates)
+    for way, rounds in stages.items():
+        case = f"{model.dtype}, {way}"
+        totals = [sum(parts.values()) for parts in rounds]
+        quotient = ratio(totals, seconds[way])
+        quotients = [a / b for a, b in zip(totals, seconds[way], strict=True)]
+        bench.add("forecast_s", statistics.median(totals), case, totals)
+        bench.add("forecast_ratio", quotient, case, quotients)
+        bench.add("forecast_error", max(quotient, 1 / quotient) - 1, case)
+        for name, part_s in medians(rounds).items():
+            if part_s > 0:
+                bench.add(f"forecast_{name}_s", part_s, case)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,18 @@ HOP_S = 10e-6
 LAUNCH_S = 5e-6
 """From one kernel's launch to the next one's, in eager mode: a PyTorch operation on one CPU
 core."""
+CALL_S = 2e-6
+"""A call of torch from Python that starts no work on a device, caches full of other data: measured
+on one CPU core, as the next four, by `tools/bench_weights.py`."""
+CORE_READ_BYTES_PER_S = 1.5e10
+"""Fingerprints of what lies in memory; of what is in the cache, which copies within it reach too;
+filling memory that the system has just given."""
+CORE_SUM_BYTES_PER_S = 4e10
+CORE_TOUCH_BYTES_PER_S = 3.5e9
+LOOPBACK_BYTES_PER_S = 4e9
+"""Messages of gloo between two processes of a host without GPUs."""
+ANSWER_S = 10e-6
+"""Until a processor has a number from its GPU: a small copy, and waking up. An allowance."""
 GRAPH_KERNEL_S = 2e-6
 """What a kernel costs in a captured graph beyond its work: draining and filling the GPU."""
 

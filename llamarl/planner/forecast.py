@@ -84,6 +84,13 @@ class PublishForecast:
     lower_bound_s: float
     seconds: float
     pool_s: dict[str, float] = field(default_factory=dict)
+    pool_stages_s: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def stages_s(self) -> dict[str, float]:
+        """Of the pool that has it last; {} if it is not known."""
+        last = max(self.pool_s, key=lambda key: self.pool_s[key], default="")
+        return self.pool_stages_s.get(last, {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,6 @@ from llamarl.device.card import size_bytes
 from llamarl.device.names import CPU, GPU, is_gpu
 
 HOUR_S = 3600
-EFFICIENCY = 0.7
-"""Share of published bandwidths that forecasts of a publish use."""
 FLASH2, FLASH3 = "flash2", "flash3"
 
 GPU_RESERVE_BYTES = 6 * 2**30

@@ -294,7 +294,7 @@ def test_assumptions_say_what_lengths_and_times_rest_on() -> None:
     config = compose_recipe(RECIPE, ["plan.median_tokens=321"])
     words = " ".join(assumptions(config, forecast()))
     assert "below 321 tokens" in words
-    assert "70% of the hardware's published peaks" in words
+    assert "the hardware's published peaks say, times the share" in words
     measured = " ".join(assumptions(config, replace(forecast(), measured_step_s=41.0)))
     assert "as in the run that was given" in measured
     assert "published peaks" not in measured

@@ -80,7 +80,9 @@ def test_one_pool_forecasts_as_none() -> None:
     plain, pooled = recipe(), recipe("num_replicas=4")
     assert hardware_costs(pooled, MODEL) == hardware_costs(plain, MODEL)
     with_pool, without = (forecast_publish(each, MODEL) for each in (pooled, plain))
-    assert with_pool == replace(without, pool_s={"generator.pools[0]": without.seconds})
+    key, stages = "generator.pools[0]", without.stages_s
+    assert sum(stages.values()) == without.seconds
+    assert with_pool == replace(without, pool_s={key: without.seconds}, pool_stages_s={key: stages})
     found = step_of(pooled)
     assert replace(found, pools={}) == step_of(plain)
 

@@ -20,7 +20,8 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.config.rank_assignment import assign
-from llamarl.planner.hardware import EFFICIENCY, GPUS
+from llamarl.planner.efficiency import LAW
+from llamarl.planner.hardware import GPUS
 from llamarl.planner.memory.shardings import generator_layouts, trainer_layouts, weight_buffer
 from llamarl.planner.simulation.publish import forecast_publish, relays, traffic
 from llamarl.weights.layout.reshard import num_bytes, plan
@@ -126,7 +127,7 @@ def test_the_lower_bound_follows_from_the_bytes() -> None:
         max(relayed.values()) / gpu.link_bytes_per_s,
     )
     assert made.lower_bound_s == pytest.approx(bound, rel=1e-12)
-    assert made.seconds >= bound / EFFICIENCY
+    assert made.seconds >= bound / LAW.card
     assert made.max_card_bytes_out == max(n for (way, _), n in cards.items() if way == "out")
     assert made.max_card_bytes_in == max(n for (way, _), n in cards.items() if way == "in")
     assert made.max_bytes_out == max(out.values())

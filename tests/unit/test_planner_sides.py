@@ -37,6 +37,7 @@ from llamarl.planner.simulation.single import (
     forecast_generator_alone,
     forecast_trainer_alone,
 )
+from llamarl.planner.simulation.stages import STAGES
 from llamarl.planner.simulation.variants import best_share
 from llamarl.planner.simulation.workload import make_workload
 from tests.unit.planner_recipes import LLAMA, make_recipe
@@ -218,6 +219,17 @@ def test_each_side_has_a_report_with_its_band(only: str, said: str) -> None:
     assert ("band_s" in figures) is (only != "publish")
     with pytest.raises(ValueError, match="--only must be"):
         forecast_one_side("scorer", make_setting(), ONE_B)
+
+
+def test_a_publish_shows_where_its_time_goes() -> None:
+    text, figures = forecast_one_side("publish", make_setting(), ONE_B)
+    (stages,) = figures["pool_stages_s"].values()
+    assert list(stages) == list(STAGES)
+    assert sum(stages.values()) == pytest.approx(figures["seconds"])
+    shown = {name for name, stage_s in stages.items() if stage_s > 0}
+    assert {"packing", "verify", "phases"} <= shown
+    for name, words in STAGES.items():
+        assert (words in text) is (name in shown), name
 
 
 def test_a_band_holds_its_forecast_and_a_steps_is_no_narrower_than_any_sides() -> None:

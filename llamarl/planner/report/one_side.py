@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import RenderableType
+from rich.table import Table
+
 from llamarl.config import Config
 from llamarl.config.check import require_choice
 from llamarl.device.names import is_gpu
@@ -15,10 +18,11 @@ from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import GeneratorForecast, PublishForecast, TrainerForecast
 from llamarl.planner.hardware import check_kinds, timed
 from llamarl.planner.report.bands import NO_BAND, band, band_words
-from llamarl.planner.report.tables import render
+from llamarl.planner.report.tables import make_table, render
 from llamarl.planner.report.text import publish_words
 from llamarl.planner.simulation.publish import forecast_publish
 from llamarl.planner.simulation.single import forecast_generator_alone, forecast_trainer_alone
+from llamarl.planner.simulation.stages import STAGES
 
 Found = tuple[str, dict[str, Any]]
 """The text, and the figures as JSON."""
@@ -104,8 +108,18 @@ def _generator_lines(config: Config, found: GeneratorForecast) -> list[str]:
     ]
 
 
-def _publish_lines(found: PublishForecast) -> list[str]:
-    return [publish_words(found), NO_BAND]
+def _publish_lines(found: PublishForecast) -> list[RenderableType]:
+    return [publish_words(found), _stage_table(found), NO_BAND]
+
+
+def _stage_table(found: PublishForecast) -> Table:
+    """Where the time of a publish goes: the stages that take any."""
+    table = make_table("where the time goes", "seconds", "share", "what is done")
+    table.columns[-1].justify = "left"
+    for name, stage_s in found.stages_s.items():
+        if stage_s > 0:
+            table.add_row(name, f"{stage_s:.3f}", f"{stage_s / found.seconds:.0%}", STAGES[name])
+    return table
 
 
 def _kind(config: Config, device: str) -> str:

@@ -23,7 +23,7 @@ from llamarl.planner.forecast import (
     RankMemory,
     StepForecast,
 )
-from llamarl.planner.hardware import EFFICIENCY, HOUR_S, kinds_of
+from llamarl.planner.hardware import HOUR_S, kinds_of
 from llamarl.planner.memory.fit import refusal
 from llamarl.planner.report.bands import NO_BAND
 from llamarl.planner.report.published import Published, published_parts
@@ -116,8 +116,8 @@ def assumptions(config: Config, forecast: Forecast) -> list[str]:
         words.append("Executors take as long as in the run that was given.")
     else:
         words.append(
-            f"Executors take as long as {EFFICIENCY:.0%} of the hardware's published "
-            "peaks in arithmetic and bandwidth say."
+            "Executors take as long as the hardware's published peaks say, times the share of each "
+            "that kernels were measured to reach."
         )
     return words
 

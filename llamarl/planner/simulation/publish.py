@@ -1,36 +1,35 @@
 """What one publish moves, and how long that takes.
 
-Owns: bytes per rank and per network card, and seconds from them. Does not own: which copies there
-are (`weights/layout/reshard.py`) or constants of hardware (`hardware.py`). Invariant: bytes come
-from real plans; seconds come from bytes and named constants alone.
+Owns: bytes per rank and per network card, and what each pool's replicas and the trainer have to do
+with a version. Does not own: which copies there are (`weights/layout/reshard.py`), what a rank does
+for them (`delivery.py`), the ways between devices (`ways.py`), what goes on at once (`stages.py`)
+or constants of hardware (`hardware.py`). Invariant: bytes come from real plans; seconds come from
+bytes, counts and named constants alone.
 
 As in `weights/layout/kinds.py` the trainer feeds the first replica of each host of its site, the
 first of each other site, and each replica that spans hosts of its site; these, once they have the
-version, the others. A link between sites counts as any other. Replicas of a pool look alike, so one
-plan serves them all; it is made for one layer, and for what is outside the layers, and the first is
-counted once per layer: copies never join across parameters. (What several ranks
-hold, as the norms of tensor-parallel ranks and everything with trainer.replicate above 1, a full
-plan evens out over all layers, so that its busiest rank may send a little less.)
-
-Every GPU has a network card and links to the other GPUs of its host; ranks without a GPU share
-their host's. Copies between two hosts need a card at both ends; those within a host the links,
-those within a GPU its memory. A staging in host memory is reached over PCIe.
+version, the others. A link between sites counts as any other. Messages are packed once for all
+replicas of a kind, and sent to each. Replicas of a pool look alike, so one plan serves them all; it
+is made for one layer, and for what is outside the layers, and the first is counted once per layer:
+copies never join across parameters. (What several ranks hold, as the norms of tensor-parallel ranks
+and everything with trainer.replicate above 1, a full plan evens out over all layers, so that its
+busiest rank may send a little less.)
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from llamarl.config import Config
+from llamarl.config import Config, VllmConfig
 from llamarl.config.pools import Pool, alone, pools_of
 from llamarl.config.rank_assignment import Device, assign, far_sites
 from llamarl.device.names import CPU
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import PublishForecast
-from llamarl.planner.hardware import EFFICIENCY, GPUS, Gpu, gpu
+from llamarl.planner.hardware import gpu
 from llamarl.planner.memory.shardings import (
     generator_layouts,
     rank_layout,
@@ -38,88 +37,66 @@ from llamarl.planner.memory.shardings import (
     weight_buffer,
 )
 from llamarl.planner.memory.trainer_memory import LAYER
+from llamarl.planner.simulation.delivery import (
+    Delivery,
+    SideRates,
+    commit_s,
+    delivery,
+    maxima_s,
+    relay_s,
+)
+from llamarl.planner.simulation.publish_rates import publish_rates
+from llamarl.planner.simulation.stages import Stream, mapped_stages, publish_stages
+from llamarl.planner.simulation.ways import Ways
 from llamarl.weights.layout import buckets
-from llamarl.weights.layout.boxes import RankLayout
-from llamarl.weights.layout.kinds import assign_sources, weight_kind
+from llamarl.weights.layout.boxes import Copy, RankLayout
+from llamarl.weights.layout.kinds import WeightKind, assign_sources, weight_kind
 from llamarl.weights.layout.reshard import num_bytes, plan
 from llamarl.weights.transports.registry import TRANSPORTS
 
-MESSAGE_S = 20e-6
-"""To start one message or copy: a kernel, a rendezvous and a round trip. Our estimate, as no data
-sheet says it; it matters only where messages are small."""
-
-PHASE_S = 10e-3
-"""One of prepare, write, verify and commit: a call from the controller to all ranks and back.
-Our estimate for a busy event loop."""
-
-NUM_PHASES = 4
-
-NUM_READINGS = 2
-"""How often a version is read where it waits: for fingerprints, and to be taken over."""
-
-CORE_FINGERPRINT_BYTES_PER_S = 1.5e10
-"""One CPU core taking fingerprints of megabytes: measured with
-`weights/integrity/fingerprint.py`."""
+Counted = list[tuple[RankLayout, int]]
+"""Parts of ranks' layouts, and how often each is there."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """One plan from source rank (row) to target rank (column): `num_bytes` and `num_copies`."""
+    """One plan from source rank (row) to target rank (column): `num_bytes` and `num_copies`.
+    `copies` are those of one layer and of what is outside, with how many layers have each;
+    `source` and `target` the layouts, by layer and rest."""
 
     num_bytes: np.ndarray
     num_copies: np.ndarray
-
-
-RATES: dict[str, Callable[[Gpu], float]] = {
-    "card": lambda device: device.card_bytes_per_s,
-    "link": lambda device: device.link_bytes_per_s,
-    "memory": lambda device: device.memory_bytes_per_s / 2,  # read and written
-}
-
-
-class Ways:
-    """Bytes over network cards, over links and within a device's memory: by way (out, in), each by
-    device."""
-
-    def __init__(self) -> None:
-        self.loads: dict[str, tuple[Counter[Device], Counter[Device]]]
-        self.loads = {way: (Counter(), Counter()) for way in RATES}
-
-    def add(self, source: list[Device], target: list[Device], matrix: np.ndarray) -> None:
-        """Bytes from each source rank (row) to each target rank (column)."""
-        for row, column in np.argwhere(matrix):
-            here, there = source[row], target[column]
-            way = "link" if here.host == there.host else "card"
-            out, into = self.loads["memory" if here == there and here.gpu is not None else way]
-            out[here] += int(matrix[row, column])
-            into[there] += int(matrix[row, column])
+    copies: list[tuple[Copy, int]]
+    source: Counted
+    target: Counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """What one pool has to do with a publish: `config` is the recipe with it alone, `first` the way
-    to one of the replicas that the trainer feeds (`heads`), `siblings` are (replica that passes on,
-    replica of this pool that it feeds)."""
+    to one of the replicas that the trainer feeds (`heads`) and `delivery` what ranks do for it,
+    `siblings` are (replica that passes on, replica of this pool that it feeds). `ends` are the
+    trainer and the replicas."""
 
     pool: Pool
     config: Config
     first: Traffic
+    delivery: Delivery
     heads: list[int]
     siblings: list[tuple[int, int]]
+    ends: tuple[SideRates, SideRates]
 
-    def messages(self) -> np.ndarray:
-        """To one replica: from each trainer rank (row) to each of its ranks (column)."""
-        if TRANSPORTS[self.config.weights.transport].is_mapped:
-            return self.first.num_copies
-        messages: np.ndarray = np.ceil(self.first.num_bytes / self.config.weights.bucket_bytes)
-        return messages
+    @property
+    def kind(self) -> WeightKind:
+        """Replicas of a kind get equal messages."""
+        return weight_kind(self.config.generator, 0)
 
 
 def forecast_publish(config: Config, architecture: Architecture) -> PublishForecast:
     """One version from the trainer to all replicas. ValueError if the hosts have too few GPUs."""
     devices, parts = assign(config), _parts(config, architecture)
     out: Counter[tuple[str, int]] = Counter()
-    direct, relayed = Ways(), Ways()
+    direct, relayed = Ways(config), Ways(config)
     for part in parts:
         for head in part.heads:
             direct.add(devices["trainer"], devices[f"generator-{head}"], part.first.num_bytes)
@@ -134,50 +111,80 @@ def forecast_publish(config: Config, architecture: Architecture) -> PublishForec
     card_out, card_in = direct.loads["card"]
     into = [part.first.num_bytes.sum(0) for part in parts]
     pairs = zip(parts, into, strict=True)
-    num_messages = sum(len(part.heads) * part.messages().sum(1) for part in parts)
-    seconds = {
-        part.pool.key: _seconds(config, architecture, part, num_messages.max(), direct, relayed)
-        for part in parts
+    stages = {
+        part.pool.key: _stages(config, architecture, part, parts, direct, relayed) for part in parts
     }
+    pool_s = {key: sum(each.values()) for key, each in stages.items()}
     return PublishForecast(
         total_bytes=sum(int(bytes_.sum()) * len(part.pool.replicas) for part, bytes_ in pairs),
         max_bytes_out=max(out.values()),
         max_bytes_in=max(int(bytes_.max()) for bytes_ in into),
         max_card_bytes_out=max(card_out.values(), default=0),
         max_card_bytes_in=max(card_in.values(), default=0),
-        num_copies=sum(_num_copies(part, architecture) for part in parts),
+        num_copies=sum(_num_copies(part) for part in parts),
         num_groups=_num_groups(config, devices, parts),
-        # The slower of both stages, for a stage may begin before the other has ended.
-        lower_bound_s=max(_transfer_s(config, direct), _transfer_s(config, relayed)),
-        seconds=max(seconds.values()),
-        pool_s=seconds,
+        # The slower of both steps, for one may begin before the other has ended.
+        lower_bound_s=max(direct.bound_s(), relayed.bound_s()),
+        seconds=max(pool_s.values()),
+        pool_s=pool_s,
+        pool_stages_s=stages,
     )
 
 
 def _parts(config: Config, architecture: Architecture) -> list[Part]:
     """One for each pool."""
     heads, siblings = relays(config)
-    return [
-        Part(
-            pool=pool,
-            config=alone(config, pool),
-            first=traffic(config, architecture, pool.replicas.start),
-            heads=[head for head in heads if head in pool.replicas],
-            siblings=[(head, replica) for head, replica in siblings if replica in pool.replicas],
+    parts = []
+    for pool in pools_of(config.generator):
+        own = alone(config, pool)
+        first, ends = traffic(config, architecture, pool.replicas.start), _ends(own)
+        parts.append(
+            Part(
+                pool=pool,
+                config=own,
+                first=first,
+                delivery=delivery(
+                    first.copies,
+                    first.source,
+                    first.target,
+                    ends=ends,
+                    transport=config.weights.transport,
+                    bucket_bytes=config.weights.bucket_bytes,
+                ),
+                heads=[head for head in heads if head in pool.replicas],
+                siblings=[pair for pair in siblings if pair[1] in pool.replicas],
+                ends=ends,
+            )
         )
-        for pool in pools_of(config.generator)
-    ]
+    return parts
+
+
+def _ends(config: Config) -> tuple[SideRates, SideRates]:
+    """What the ranks of the trainer and of the replicas reach."""
+    kind, is_host = config.cluster.planned_gpu, config.weights.staging == "host"
+    trainer, generator = config.trainer.device, config.generator.device
+    return (
+        SideRates(device=trainer, rates=publish_rates(gpu(kind, trainer), trainer)),
+        SideRates(
+            device=generator, rates=publish_rates(gpu(kind, generator), generator), is_host=is_host
+        ),
+    )
 
 
 def traffic(config: Config, architecture: Architecture, replica: int = 0) -> Traffic:
     """From the trainer to one replica."""
     small = replace(architecture, num_layers=1)
     source, target = trainer_layouts(config, small), generator_layouts(config, small, replica)
-    found = Traffic(*(np.zeros((len(source), len(target)), np.int64) for _ in range(2)))
+    numbers, counts = (np.zeros((len(source), len(target)), np.int64) for _ in range(2))
+    found = Traffic(numbers, counts, [], [], [])
     for is_layer, times in ((True, architecture.num_layers), (False, 1)):
-        for copy in plan(_only(source, is_layer), _only(target, is_layer)):
-            found.num_bytes[copy.source_rank, copy.target_rank] += times * num_bytes([copy])
-            found.num_copies[copy.source_rank, copy.target_rank] += times
+        here, there = _only(source, is_layer), _only(target, is_layer)
+        found.source.extend((layout, times) for layout in here)
+        found.target.extend((layout, times) for layout in there)
+        for copy in plan(here, there):
+            found.copies.append((copy, times))
+            numbers[copy.source_rank, copy.target_rank] += times * num_bytes([copy])
+            counts[copy.source_rank, copy.target_rank] += times
     return found
 
 
@@ -200,20 +207,23 @@ def _num_groups(config: Config, devices: dict[str, list[Device]], parts: list[Pa
     """Of ranks that meet: one for each replica that is fed over the transport."""
     if not TRANSPORTS[config.weights.transport].meets:
         return 0
-    hosts = {name: {device.host for device in places} for name, places in devices.items()}
-    ends = (
-        (hosts[f"generator-{head}"], hosts[f"generator-{replica}"])
-        for part in parts
-        for head, replica in part.siblings
-    )
-    num_between = sum(here != there or len(here) > 1 for here, there in ends)
+    num_between = sum(_leaves_host(devices, pair) for part in parts for pair in part.siblings)
     return sum(len(part.heads) for part in parts) + num_between
 
 
-def _num_copies(part: Part, architecture: Architecture) -> int:
-    """To all replicas of a pool."""
-    num_direct = len(part.heads) * int(part.first.num_copies.sum())
-    return num_direct + len(part.siblings) * _num_relayed(part.config, architecture)
+def _leaves_host(devices: dict[str, list[Device]], pair: tuple[int, int]) -> bool:
+    """Whether a version passes from one host to another between these replicas."""
+    return len({device.host for i in pair for device in devices[f"generator-{i}"]}) > 1
+
+
+def _num_copies(part: Part) -> int:
+    """To all replicas of a pool; from a replica to one like it, every box as it is."""
+    num_boxes = sum(
+        times * len(parameter.boxes)
+        for layout, times in part.first.target
+        for parameter in layout.parameters.values()
+    )
+    return len(part.heads) * int(part.first.num_copies.sum()) + len(part.siblings) * num_boxes
 
 
 def _only(layouts: Iterable[RankLayout], is_layer: bool) -> list[RankLayout]:
@@ -225,67 +235,81 @@ def _only(layouts: Iterable[RankLayout], is_layer: bool) -> list[RankLayout]:
     return found
 
 
-def _num_relayed(config: Config, architecture: Architecture) -> int:
-    """Copies from a replica to one like it: every box as it is."""
-    return sum(
-        len(layout.boxes)
-        for rank in range(config.generator.num_ranks)
-        for layout in weight_buffer(config, architecture, rank)[0].values()
-    )
-
-
-def _transfer_s(config: Config, ways: Ways, among: Container[Device] | None = None) -> float:
-    """The busiest card, link or memory, of these devices or of all, at full speed; all work at
-    once."""
-    found = [0.0]
-
-    def add(load: Counter[Device], rate: Callable[[Gpu], float]) -> None:
-        for device, number in load.items():
-            if among is None or device in among:
-                kind = device.gpu_kind or config.cluster.planned_gpu
-                found.append(number / rate(GPUS[CPU] if device.gpu is None else gpu(kind)))
-
-    over_host: Counter[Device] = Counter()
-    for way, ends in ways.loads.items():
-        for end in ends:
-            add(end, RATES[way])
-        over_host.update({device: n for device, n in ends[1].items() if device.gpu is not None})
-    if config.weights.staging == "host":
-        add(over_host, lambda device: device.host_link_bytes_per_s)
-    return max(found)
-
-
-def _seconds(
+def _stages(
     config: Config,
     architecture: Architecture,
     part: Part,
-    most_sent: float,
+    parts: list[Part],
     direct: Ways,
     relayed: Ways,
-) -> float:
-    """Until a pool has a version: both stages one after the other, each with its messages, phases
-    and readings. The busiest trainer rank sends `most_sent` messages, to all pools."""
-    own, generator = part.config, part.config.generator
-    num_buckets = 1
-    if config.weights.staging == "bucket":
-        parameters, _ = weight_buffer(own, architecture, 0)
-        bucket_bytes = config.weights.bucket_bytes
-        num_buckets = len(buckets.cut_buckets(parameters, bucket_bytes))
-    num_messages = max(most_sent, part.messages().sum(0).max())
-    device = gpu(own.cluster.planned_gpu, generator.device)
-    received = int(part.first.num_bytes.sum(0).max())
-    waiting_s = NUM_READINGS * received / (device.memory_bytes_per_s * EFFICIENCY)
-    if generator.device == "cpu":
-        waiting_s = received / CORE_FINGERPRINT_BYTES_PER_S
-    elif config.weights.staging == "host":
-        waiting_s = NUM_READINGS * received / (device.host_link_bytes_per_s * EFFICIENCY)
-    stage_s = num_buckets * NUM_PHASES * PHASE_S + waiting_s
-    devices = assign(config)
-    here = {device for i in part.pool.replicas for device in devices[f"generator-{i}"]}
-    among = here | {*devices["trainer"]}
-    seconds = _transfer_s(config, direct, among) / EFFICIENCY + num_messages * MESSAGE_S + stage_s
+) -> dict[str, float]:
+    """Seconds by stage until a pool has a version, while the trainer sends it to all `parts`."""
+    own, (here, there) = part.config, part.ends
+    generator, devices = own.generator, assign(config)
+    num_buckets = _num_buckets(own, architecture)
+    moved = _moved(config, part, parts, direct, num_buckets)
+    is_staged = isinstance(generator, VllmConfig) and not generator.enforce_eager
+    passed_s = 0.0
     if part.siblings:
-        among = here | {device for i, _ in part.siblings for device in devices[f"generator-{i}"]}
-        seconds += _transfer_s(config, relayed, among) / EFFICIENCY + stage_s
-        seconds += _num_relayed(own, architecture) * MESSAGE_S
-    return float(seconds)
+        feeders = Counter(head for head, _ in part.siblings)
+        among = {device for i in {*sum(part.siblings, ())} for device in devices[f"generator-{i}"]}
+        busiest = relayed.busiest(among)
+        way_s = max(busiest.sending_s, busiest.receiving_s)
+        passed_s = max(way_s, relay_s(part.first.target, there, max(feeders.values())))
+        if any(_leaves_host(devices, pair) for pair in part.siblings):
+            passed_s += float(part.delivery.unpacking_s.max())
+    return publish_stages(
+        moved,
+        maxima_s=maxima_s(part.first.source, here) if generator.quantization != "none" else 0.0,
+        relay_s=passed_s,
+        verify_s=float(part.delivery.verify_s.max()),
+        commit_s=commit_s(
+            part.first.target,
+            there,
+            is_staged=is_staged,
+            is_swapped=generator.device == CPU and own.weights.staging == "double_buffer",
+        ),
+        phase_s=there.rates.phase_s,
+        num_buckets=num_buckets,
+    )
+
+
+def _moved(
+    config: Config, part: Part, parts: list[Part], direct: Ways, num_buckets: int
+) -> dict[str, float]:
+    """Until the replicas of a pool that the trainer feeds have all bytes."""
+    devices, rates = assign(config), part.ends[1].rates
+    transport = TRANSPORTS[config.weights.transport]
+    pool = {device for i in part.pool.replicas for device in devices[f"generator-{i}"]}
+    busiest = direct.busiest(pool | {*devices["trainer"]})
+    if transport.is_mapped:
+        writing = sum(len(each.heads) * each.delivery.packing_s for each in parts)
+        way_s = max(busiest.sending_s, busiest.receiving_s)
+        return mapped_stages(float(np.max(writing)), way_s)
+    by_kind = {each.kind: each.delivery.packing_s for each in parts}
+    num_sent = sum(len(each.heads) * each.delivery.num_messages.sum(1) for each in parts)
+    num_received = part.delivery.num_messages.sum(0).max()
+    seen_s = rates.late_s * transport.meets
+    late = 1 + transport.meets * num_buckets * part.delivery.late(config.weights.bucket_bytes)
+    return Stream(
+        packing_s=float(np.max(sum(by_kind.values()))),
+        sending_s=busiest.sending_s + float(np.max(num_sent)) * rates.message_s,
+        receiving_s=late * (busiest.receiving_s + float(num_received) * (rates.message_s + seen_s)),
+        unpacking_s=float(part.delivery.unpacking_s.max()),
+        first=_share(config, part.first.num_bytes.sum(1).max(), num_buckets),
+        last=_share(config, part.first.num_bytes.sum(0).max(), num_buckets),
+        overlaps=transport.meets,  # others wait for each message to be there
+    ).stages()
+
+
+def _share(config: Config, rank_bytes: int, num_buckets: int) -> float:
+    """One message of each bucket, of a rank's bytes."""
+    return min(1.0, num_buckets * config.weights.bucket_bytes / max(1, int(rank_bytes)))
+
+
+def _num_buckets(config: Config, architecture: Architecture) -> int:
+    """That are prepared and committed one by one."""
+    if config.weights.staging != "bucket":
+        return 1
+    parameters, _ = weight_buffer(config, architecture, 0)
+    return len(buckets.cut_buckets(parameters, config.weights.bucket_bytes))

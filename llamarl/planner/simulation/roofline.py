@@ -12,9 +12,8 @@ from llamarl.config import Config
 from llamarl.config.pools import alone, pools_of
 from llamarl.models.architecture import Architecture
 from llamarl.planner import hardware
-from llamarl.planner.efficiency import REWARD_S
+from llamarl.planner.efficiency import LAW, REWARD_S
 from llamarl.planner.forecast import PublishForecast
-from llamarl.planner.hardware import EFFICIENCY
 from llamarl.planner.memory.trainer_memory import MASTER_BYTES
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.generator_times import generator_bytes, generator_times
@@ -36,9 +35,10 @@ def hardware_costs(
     parts = []
     for pool in pools:
         own = alone(config, pool)
-        publish_s = publish.pool_s[pool.key] if publish is not None else None
-        is_relayed = any(replica in pool.replicas for _, replica in siblings)
-        passed = _publish(own, architecture, publish_s, is_relayed)
+        passed: dict[str, Any] = {"write_s": _over_cards_s(own, architecture)}
+        if publish is not None:
+            is_relayed = any(replica in pool.replicas for _, replica in siblings)
+            passed = _publish(publish.pool_stages_s[pool.key], 1 + is_relayed)
         parts.append(Costs(**generator_times(own, architecture), **passed))
     return replace(
         parts[0],
@@ -72,22 +72,24 @@ def trainer_costs(config: Config, architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def _publish(
-    config: Config, architecture: Architecture, publish_s: float | None, is_relayed: bool
-) -> dict[str, Any]:
-    """A version's way to the first replica of a host, on to the others (`is_relayed`), and into
-    use; together they take `publish_s`."""
-    generator = config.generator
-    gpu = hardware.gpu(config.cluster.planned_gpu, generator.device)
-    rank_bytes = _published_bytes(config, architecture) / generator.num_ranks
-    relay_s = rank_bytes / (gpu.link_bytes_per_s * EFFICIENCY)
-    commit_s = 0.0
-    if config.weights.staging == "host":
-        commit_s = rank_bytes / (gpu.host_link_bytes_per_s * EFFICIENCY)
-    total_s = rank_bytes / (gpu.card_bytes_per_s * EFFICIENCY)
-    if publish_s is not None:
-        total_s = publish_s - commit_s - is_relayed * relay_s
-    return {"write_s": max(0.0, total_s), "relay_s": relay_s, "commit_s": commit_s}
+def _publish(stages_s: dict[str, float], num_rounds: int) -> dict[str, float]:
+    """A version's way to the first replica of a host, in two rounds on to the others, its check and
+    its way into use in each; together they take as long as its stages."""
+    phases_s = stages_s["phases"] / num_rounds
+    moved_s = sum(stages_s[name] for name in ("maxima", "packing", "wire", "unpacking"))
+    return {
+        "write_s": moved_s + phases_s,
+        "relay_s": stages_s["relay"] + phases_s if num_rounds > 1 else 0.0,
+        "check_s": stages_s["verify"] / num_rounds,
+        "commit_s": stages_s["commit"] / num_rounds,
+    }
+
+
+def _over_cards_s(config: Config, architecture: Architecture) -> float:
+    """A version's way to a replica, by its bytes alone."""
+    gpu = hardware.gpu(config.cluster.planned_gpu, config.generator.device)
+    rank_bytes = _published_bytes(config, architecture) / config.generator.num_ranks
+    return rank_bytes / (gpu.card_bytes_per_s * LAW.card)
 
 
 def _published_bytes(config: Config, architecture: Architecture) -> float:
@@ -101,7 +103,7 @@ def _moves(config: Config, architecture: Architecture) -> dict[str, Any]:
         return {}
     trainer, generator = config.trainer, config.generator
     gpu = hardware.gpu(config.cluster.planned_gpu, trainer.device)
-    rate = gpu.host_link_bytes_per_s * EFFICIENCY
+    rate = gpu.host_link_bytes_per_s * LAW.link
     local = sizes(architecture).total / (trainer.num_shard_ranks * trainer.tensor_parallel)
     weights_bytes = generator_bytes(config, architecture)
     if generator.quantization != "none":
