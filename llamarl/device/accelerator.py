@@ -17,13 +17,18 @@ from llamarl.device.platform import Arrival, Platform, SideStream
 ALIGN_BYTES = 16  # of each tensor within a copy: the largest element, and what kernels read at once
 
 
-class CopyStream(SideStream):
-    """A stream for copies, beside the one that this thread computes on."""
+class OwnStream(SideStream):
+    """A stream beside the one that this thread computes on."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self._module = module
         self._computing = module.current_stream(device)
         self._copying = module.Stream(device)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with self._module.stream(self._copying):
+            yield
 
     @contextmanager
     def after_computing(self, reads: Tensor) -> Iterator[None]:
@@ -45,6 +50,8 @@ class Accelerator(Platform):
     num_logits = 2**27  # 512 MiB: each chunk reads the whole head
     num_tiled = 1 << 24  # 32 MiB fit a GPU's second-level cache
     tile_bytes = 1 << 24  # a kernel launch costs as much as 30 MB of reading
+    summed_bytes = 1 << 28  # which gains nothing from a cache
+    max_sums = 1 << 17  # of 400 MB
 
     @property
     def module(self) -> Any:
@@ -86,4 +93,8 @@ class Accelerator(Platform):
         return Arrival(host, event.synchronize)
 
     def side_stream(self, device: torch.device) -> SideStream:
-        return CopyStream(self.module, device)
+        return OwnStream(self.module, device)
+
+    def mark(self, device: torch.device) -> Callable[[], None]:
+        event = self.module.current_stream(device).record_event()
+        return lambda: self.module.current_stream(device).wait_event(event)

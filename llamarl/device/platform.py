@@ -59,7 +59,13 @@ class Graphs(Protocol):
 
 
 class SideStream:
-    """Copies beside the computation; here they are done at once."""
+    """Work beside the computation; here it is done at once."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What the block launches, on whichever thread, runs on this stream and waits for nothing
+        that others have launched (see `Platform.mark`)."""
+        yield
 
     @contextmanager
     def after_computing(self, reads: Tensor) -> Iterator[None]:
@@ -80,7 +86,8 @@ class Platform:
     result waits. `backend`: of the default process group of its ranks;
     `host_backend`: of groups for tensors in host memory. `num_logits`, `num_tiled`:
     elements that the head works on at once, and what quantises or multiplies with quantised
-    matrices; `tile_bytes`: what a publish does.
+    matrices; `tile_bytes` and `summed_bytes`: what a publish copies and what it only sums at once,
+    `max_sums`: of segments that it keeps until they are multiplied, for each set of keys.
     `has_wide_mm`: products of 16-bit matrices may give float32.
     """
 
@@ -91,6 +98,8 @@ class Platform:
     num_logits = 2**24  # 64 MiB in float32
     num_tiled = 1 << 19  # fits the second-level cache of a core
     tile_bytes = 1 << 19  # stays in a core's cache while it is cast, copied and summed
+    summed_bytes = 1 << 19
+    max_sums = 1 << 13
 
     def find(self, field: str, index: int) -> torch.device:
         """The device of this kind with this index, which this process may use. ValueError, naming
@@ -122,7 +131,14 @@ class Platform:
         return Arrival(tensor)
 
     def side_stream(self, device: torch.device) -> SideStream:
+        """A stream of its own. Whatever waits for an operation waits for all that was launched on
+        its stream before: beside a computation that runs ahead, that would be its whole queue."""
         return SideStream()
+
+    def mark(self, device: torch.device) -> Callable[[], None]:
+        """The point that this thread's stream has come to: call it on any thread, and its stream
+        goes on only when all before that point is done."""
+        return lambda: None
 
     def graphs(self, device: torch.device) -> Graphs | None:
         """None where operations cannot be recorded."""

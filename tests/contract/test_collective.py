@@ -183,7 +183,7 @@ def copy_cast(route, side, memory=None, is_ready=None):
     if is_ready is not None:
         is_ready.set()
     if side == "target":
-        group.receive(memory, 0, tag=1)
+        group.receive(memory, 0, tag=1)()
     else:
         group.finish(group.send(memory, 0, tag=1))
 

@@ -150,10 +150,13 @@ def test_partial_sums_of_any_cutting_add_up_to_the_whole(data) -> None:
     dim = data.draw(st.sampled_from([-1, -2][: len(shape)]))
     weights = random_weights(shape, dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            PLATFORMS["cpu"], "tile_bytes", data.draw(st.sampled_from([3000, 20000, TILE_BYTES]))
-        )
-        patch.setattr(fingerprints, "MAX_SUMS", data.draw(st.sampled_from([20, 1 << 13])))
+        sizes = {
+            "tile_bytes": [3000, 20000, TILE_BYTES],
+            "summed_bytes": [3000, 20000, 1 << 22],
+            "max_sums": [20, 1 << 13, 1 << 17],
+        }
+        for name, values in sizes.items():
+            patch.setattr(PLATFORMS["cpu"], name, data.draw(st.sampled_from(values)))
         total = 0
         for start, stop in cut(data.draw, shape):
             box = weights[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]

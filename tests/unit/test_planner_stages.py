@@ -16,7 +16,7 @@ from llamarl.planner.simulation.delivery import Delivery, SideRates, delivery
 from llamarl.planner.simulation.effort import Effort
 from llamarl.planner.simulation.publish import forecast_publish
 from llamarl.planner.simulation.publish_rates import PublishRates, publish_rates
-from llamarl.planner.simulation.stages import STAGES, Stream, publish_stages
+from llamarl.planner.simulation.stages import STAGES, Stream, hidden_s, publish_stages
 from llamarl.weights.layout.boxes import BUFFER, Box, Copy, ParameterLayout, RankLayout
 from llamarl.weights.transports.packed import messages
 from tests.unit.planner_recipes import LLAMA, make_recipe
@@ -51,7 +51,7 @@ def test_more_of_any_part_of_a_stream_never_takes_less_time(
     total_s = sum(stream.stages().values())
     assert sum(more.stages().values()) >= total_s - 1e-12
     serial_s = packing + max(sending, receiving) + unpacking
-    assert max(packing, sending, receiving + unpacking) <= total_s + 1e-12
+    assert max(packing, sending, receiving, unpacking) <= total_s + 1e-12
     assert total_s <= serial_s + 1e-12 or last * max(sending, receiving) > 0
 
 
@@ -61,7 +61,20 @@ def test_a_stream_of_many_messages_takes_as_long_as_its_slowest_part() -> None:
     )
     assert stream.stages() == pytest.approx({"packing": 0.04, "wire": 10.0, "unpacking": 0.02})
     slow = replace(stream, unpacking_s=8.0)
-    assert slow.stages() == pytest.approx({"packing": 0.04, "wire": 3.0, "unpacking": 8.0})
+    assert slow.stages() == pytest.approx({"packing": 0.04, "wire": 10.0, "unpacking": 0.08})
+    slower = replace(stream, unpacking_s=12.0)
+    assert slower.stages() == pytest.approx({"packing": 0.04, "wire": 0.1, "unpacking": 12.0})
+
+
+def test_sums_are_taken_while_messages_come_but_for_those_of_the_last_round() -> None:
+    stream = Stream(
+        packing_s=1.0, sending_s=9.0, receiving_s=3.0, unpacking_s=2.0, first=0.0, last=0.25,
+        num_rounds=4.0,
+    )  # fmt: skip
+    assert hidden_s(4.0, stream) == pytest.approx(3.0)
+    assert hidden_s(40.0, stream) == pytest.approx(9.5), "no more than the stream takes"
+    assert hidden_s(4.0, replace(stream, num_rounds=1.0)) == 0.0
+    assert hidden_s(4.0, replace(stream, overlaps=False)) == 0.0
 
 
 @given(st.integers(1, 50), st.booleans())
@@ -204,10 +217,11 @@ def test_a_version_is_packed_once_and_sent_to_each_replica(num_replicas: int) ->
     assert sum(more.values()) >= sum(some.values())
 
 
-def test_staging_in_host_memory_is_reached_over_its_link_three_times() -> None:
+def test_staging_in_host_memory_is_reached_over_its_link() -> None:
     here, there = stages_of(2), stages_of(2, staging="host")
-    for name in ("unpacking", "verify", "commit"):
+    for name in ("verify", "commit"):
         assert there[name] > here[name], name
+    assert sum(there.values()) > sum(here.values())
     assert there["packing"] == here["packing"]
 
 

@@ -15,7 +15,7 @@ from typing import Self
 from llamarl.device.devices import platform_of
 from llamarl.device.names import CPU
 from llamarl.weights.integrity.byte_sums import NUM_KEYS
-from llamarl.weights.integrity.fingerprint import MAX_SUMS, SIDE_ELEMENTS, segment_elements
+from llamarl.weights.integrity.fingerprint import SIDE_ELEMENTS, segment_elements
 from llamarl.weights.layout.reshard import DTYPE_BYTES
 
 MATRIX_ROWS, MATRIX_BYTES = 17, 8
@@ -101,6 +101,8 @@ def walked(walk: Walk, device: str) -> Effort:
         total += views(sides)
         shape, start, global_shape, strides = map(_turned, (shape, start, global_shape, strides))
     num_planes = math.prod(shape[:-2])
+    is_packed = walk.source_dtype != walk.dtype or strides[-1] != 1
+    platform = platform_of(device)
     plane = _Plane(
         num_rows=shape[-2],
         width=shape[-1],
@@ -110,10 +112,11 @@ def walked(walk: Walk, device: str) -> Effort:
         num_columns=global_shape[-1],
         source_itemsize=DTYPE_BYTES[walk.source_dtype],
         itemsize=DTYPE_BYTES[walk.dtype],
-        is_packed=walk.source_dtype != walk.dtype or strides[-1] != 1,
+        is_packed=is_packed,
         is_copied=walk.is_copied,
         is_cpu=device == CPU,
-        tile_bytes=platform_of(device).tile_bytes,
+        tile_bytes=platform.tile_bytes if walk.is_copied or is_packed else platform.summed_bytes,
+        max_sums=platform.max_sums,
     )
     one, num_blocks = _plane(plane)
     total += (views((len(shape) - 2) * sides) + one).times(num_planes)
@@ -143,6 +146,7 @@ class _Plane:
     is_copied: bool
     is_cpu: bool
     tile_bytes: int
+    max_sums: int
 
     @property
     def is_turned(self) -> bool:
@@ -159,8 +163,8 @@ def _plane(plane: _Plane) -> tuple[Effort, int]:
     for strips, is_joined in _strips(plane, most):
         width = sum(strips)
         height = max(1, plane.tile_bytes // (width * plane.itemsize))
-        height = min(plane.num_rows, height, max(1, MAX_SUMS // len(strips)))
-        step = height * max(1, MAX_SUMS // (len(strips) * height))
+        height = min(plane.num_rows, height, max(1, plane.max_sums // len(strips)))
+        step = height * max(1, plane.max_sums // (len(strips) * height))
         total += views(plane.is_packed)
         num_whole, rest = divmod(plane.num_rows, step)
         num_blocks += num_whole + (rest > 0)

@@ -46,7 +46,7 @@ from llamarl.planner.simulation.delivery import (
     relay_s,
 )
 from llamarl.planner.simulation.publish_rates import publish_rates
-from llamarl.planner.simulation.stages import Stream, mapped_stages, publish_stages
+from llamarl.planner.simulation.stages import Stream, hidden_s, mapped_stages, publish_stages
 from llamarl.planner.simulation.ways import Ways
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import Copy, RankLayout
@@ -247,7 +247,11 @@ def _stages(
     own, (here, there) = part.config, part.ends
     generator, devices = own.generator, assign(config)
     num_buckets = _num_buckets(own, architecture)
-    moved = _moved(config, part, parts, direct, num_buckets)
+    verify_s = float(part.delivery.verify_s.max())
+    moved, early_s = _moved(config, part, parts, direct, num_buckets), 0.0
+    if isinstance(moved, Stream):
+        early_s = hidden_s(verify_s, moved)
+        moved = moved.stages()
     is_staged = isinstance(generator, VllmConfig) and not generator.enforce_eager
     passed_s = 0.0
     if part.siblings:
@@ -262,7 +266,8 @@ def _stages(
         moved,
         maxima_s=maxima_s(part.first.source, here) if generator.quantization != "none" else 0.0,
         relay_s=passed_s,
-        verify_s=float(part.delivery.verify_s.max()),
+        verify_s=verify_s,
+        hidden_s=early_s,
         commit_s=commit_s(
             part.first.target,
             there,
@@ -276,7 +281,7 @@ def _stages(
 
 def _moved(
     config: Config, part: Part, parts: list[Part], direct: Ways, num_buckets: int
-) -> dict[str, float]:
+) -> dict[str, float] | Stream:
     """Until the replicas of a pool that the trainer feeds have all bytes."""
     devices, rates = assign(config), part.ends[1].rates
     transport = TRANSPORTS[config.weights.transport]
@@ -298,8 +303,9 @@ def _moved(
         unpacking_s=float(part.delivery.unpacking_s.max()),
         first=_share(config, part.first.num_bytes.sum(1).max(), num_buckets),
         last=_share(config, part.first.num_bytes.sum(0).max(), num_buckets),
+        num_rounds=max(1.0, float(part.delivery.num_messages.max()) / num_buckets),
         overlaps=transport.meets,  # others wait for each message to be there
-    ).stages()
+    )
 
 
 def _share(config: Config, rank_bytes: int, num_buckets: int) -> float:

@@ -48,7 +48,6 @@ from llamarl.weights.integrity.byte_sums import (
 from llamarl.weights.integrity.comparison import MODULUS
 
 SIDE_ELEMENTS = 128  # width of a tile that is transposed: lines of both stay in the cache
-MAX_SUMS = 1 << 13  # sums of segments that are kept until they are multiplied, for each set of keys
 KEY_BLOCK = 1 << 13
 _ROW_SALT, _SEGMENT_SALT = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of pi
 
@@ -169,7 +168,8 @@ def _plane_sums(
     (num_rows, width), (row_stride, stride) = source.shape, source.stride()
     is_packed = source.dtype != dtype or stride != 1
     is_crossed = is_packed and num_rows > 1 and row_stride < stride
-    most, max_sums = platform_of(device).tile_bytes, MAX_SUMS
+    platform, is_summed = platform_of(device), target is None and not is_packed
+    most = platform.summed_bytes if is_summed else platform.tile_bytes
     gap = 0 if is_packed or num_rows == 1 else row_stride
     cuts = _cuts(
         num_rows,
@@ -180,7 +180,7 @@ def _plane_sums(
         gap,
         is_crossed,
         most,
-        max_sums,
+        platform.max_sums,
         device,
     )
     for cut in cuts:

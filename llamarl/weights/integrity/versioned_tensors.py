@@ -10,27 +10,34 @@ generator, whose commit makes other memory the present). A read lasts for one co
 so `invalidate` waits that long and no longer; a write of an invalidated version gets StaleVersion
 at its next copy.
 
+A device may still compute what is labelled. So a set has a mark of the device's queue, and what a
+reader launches comes after it; a reader waits for its results, so what is launched after
+`begin_step` and `invalidate` comes after its copies.
+
 Readers are the connected replicas. A reader that has not acknowledged the present version is
 pending: a step keeps a snapshot for it. A slow reader, one at another site, may need longer than a
 step: the snapshot that it has begun to read is kept until it has it, and a version between is not.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from llamarl.device.devices import platform_of
 from llamarl.errors import StaleVersion
 
 
 @dataclass(slots=True)
 class _Set:
     """Tensors by buffer name; `version` None: not to be read. A snapshot stays for `pending`, of
-    which some have `begun`."""
+    which some have `begun`. `await_values` lets what a thread launches next come after them."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    await_values: Callable[[], None] = lambda: None
     version: int | None = None
     num_reading: int = 0
     pending: set[int] = field(default_factory=set)
@@ -64,6 +71,7 @@ class VersionedTensors:
             if tensors is not None:
                 self._replace(_detached(tensors))
             self._present.version, self._present.begun = version, set()
+            self._present.await_values = _mark(self._present.tensors)
             self._is_announced = False
             self._pending = set(self._readers)
 
@@ -120,6 +128,7 @@ class VersionedTensors:
             if is_needed:
                 self._older.version, self._older.pending = version, set(self._pending)
                 self._older.begun = set(self._present.begun)
+                self._older.await_values = _mark(self._older.tensors)
                 if not self._pending:  # all have acknowledged meanwhile
                     self._older = _Set()
             self._close(self._present)
@@ -154,6 +163,7 @@ class VersionedTensors:
             if held is self._present:
                 self._is_announced = True
         try:
+            held.await_values()
             yield held.tensors
         finally:
             with self._changed:
@@ -186,6 +196,12 @@ class VersionedTensors:
         """With the lock held: let no new copy read the set, and wait for those that do."""
         held.version = None
         self._changed.wait_for(lambda: held.num_reading == 0)
+
+
+def _mark(tensors: dict[str, Tensor]) -> Callable[[], None]:
+    """The point that the queue of their device has come to."""
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+    return platform_of(device).mark(device)
 
 
 def _detached(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

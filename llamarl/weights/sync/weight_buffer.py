@@ -28,8 +28,9 @@ from llamarl.device.devices import platform_of
 from llamarl.weights.integrity.comparison import MODULUS, Fingerprints
 from llamarl.weights.integrity.fingerprint import fingerprint, line_dim
 from llamarl.weights.layout import buckets
-from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, StagingHandle
+from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
 from llamarl.weights.layout.buckets import Bucket, Memory
+from llamarl.weights.sync.early_sums import EarlySums
 from llamarl.weights.transports.ends import Rdma, TransportReceiver
 from llamarl.weights.transports.mapped import MappedBlock
 from llamarl.weights.transports.registry import End, make_receiver
@@ -101,6 +102,8 @@ class WeightBuffer:
         self._num_committed = 0
         self._death: str | None = None
         self._receiver: TransportReceiver | None = None
+        self._sums: EarlySums | None = None  # of the open bucket
+        self._stream = platform_of(self._device).side_stream(self._device)
         self._blocks: list[MappedBlock] = []
         label = f"llamarl-{run_id}-generator-{replica}-{rank}"
         self._allocate(label, memory.num_elements, memory.dtype, config.staging == "host")
@@ -184,7 +187,10 @@ class WeightBuffer:
         self._synchronize()  # also with what an engine still derives from the version before
         address: object = self._staging.address
         if self._receiver is not None:
-            address = self._receiver.open(version, bucket, self.staging)
+            if self._sums is not None:
+                self._sums.stop()
+            self._sums = EarlySums(self._fingerprint)
+            address = self._receiver.open(version, bucket, self.staging, self._sums.add)
         self._prepared, self._staging_version = (version, bucket), -1
         return StagingHandle(
             version=version,
@@ -204,11 +210,10 @@ class WeightBuffer:
         Waits until the bucket has arrived; RuntimeError if it no longer can.
         """
         cut = self._require_prepared(version, bucket)
-        if self._receiver is not None:
-            self._receiver.arrive(version, bucket)
-        return Fingerprints(
-            (name, self._fingerprint(name, self._places[name])) for name in cut.names
-        )
+        if self._receiver is None or self._sums is None:
+            return Fingerprints((name, self._fingerprint(name)) for name in cut.names)
+        self._receiver.arrive(version, bucket)
+        return self._sums.finish(cut.names)
 
     def commit(self, version: int, bucket: int) -> Tensor | None:
         """Make a bucket active; with the last one, returns the memory that now holds `version`.
@@ -240,8 +245,7 @@ class WeightBuffer:
         is_mixed = self._num_committed > 0 and version == self._committing
         if not is_mixed:
             self._require_prepared(version, self._num_committed)
-        if self._receiver is not None:
-            self._receiver.abort()
+        self._stop_receiving()
         self._prepared = None
         if is_mixed:
             self._death = (
@@ -278,18 +282,30 @@ class WeightBuffer:
         begin, end = cut.begin // self._itemsize, cut.end // self._itemsize
         return flat[: end - begin] if is_staging else flat[begin:end]
 
-    def _fingerprint(self, name: str, layout: ParameterLayout) -> int:
-        total, flat = 0, self.staging.view(getattr(torch, layout.dtype))
-        for box in layout.boxes:
-            view = flat.as_strided(box.shape, box.strides, box.offset)
-            # A GPU's staging in host memory is summed on the GPU: a core is many times slower.
-            dim = line_dim(layout.shape, box.strides)
-            total += fingerprint(name, view.to(self._device), box.start, layout.shape, dim)
+    def _fingerprint(self, name: str) -> int:
+        """Of the staging memory, taken beside whatever the engine has launched."""
+        layout, total = self._places[name], 0
+        flat = self.staging.view(getattr(torch, layout.dtype))
+        with self._stream.running():
+            for box in layout.boxes:
+                view = flat.as_strided(box.shape, box.strides, box.offset)
+                # A GPU's staging in host memory is summed on the GPU: a core is many times slower.
+                dim = line_dim(layout.shape, box.strides)
+                total += fingerprint(name, view.to(self._device), box.start, layout.shape, dim)
         return total % MODULUS
+
+    def _stop_receiving(self) -> None:
+        """Let nothing more come into the staging memory, and nothing more be summed there."""
+        if self._receiver is not None:
+            self._receiver.abort()
+        if self._sums is not None:
+            self._sums.stop()
+            self._sums = None
 
     def _disconnect(self) -> None:
         if self._receiver is not None:
             self._receiver.close()
+            self._stop_receiving()
             self._receiver = None
 
     def _synchronize(self) -> None:

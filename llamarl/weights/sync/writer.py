@@ -65,6 +65,7 @@ class Writer:
             rank=rank, host=host, device=device, timeout_s=timeout_s, rdma=rdma,
             messages=self.messages,
         )  # fmt: skip
+        self._stream = platform_of(device).side_stream(device)
         self._senders: dict[int, TransportSender | None] = {}
 
     def layout(self) -> RankLayout:
@@ -118,7 +119,7 @@ class Writer:
         written = Fingerprints()
         if sender is not None:
             by_rank = {handle.rank: handle for handle in handles}
-            with torch.no_grad():
+            with torch.no_grad(), self._stream.running():
                 written = sender.write(bucket, by_rank, copy_cast)
         if handles[0].is_last:
             self.tensors.acknowledge(replica, version)

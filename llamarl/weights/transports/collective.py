@@ -18,13 +18,15 @@ byte first: when a connection is lost, gloo fails only the waits for something t
 arrive, not those in the middle of sending or receiving.
 """
 
+import itertools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,7 +53,7 @@ from llamarl.weights.transports.packed import (
 from llamarl.weights.transports.registry import End
 
 TRAILER_BYTES = 32  # version, bucket, index, whether the source goes on
-POLL_S = 0.0005  # what GPUs send cannot be waited for with a limit
+POLL_S = 5e-5  # what GPUs send cannot be waited for with a limit; a message takes a millisecond
 
 
 class RouteGroup:
@@ -100,20 +102,25 @@ class RouteGroup:
         sending = (self._group.send([each], peer, tag) for each in (memory, torch.empty(1)))
         return [receipt, *sending]
 
-    def receive(self, memory: Tensor, rank: int, tag: int) -> None:
-        """Fill `memory` with a message of source `rank`. RuntimeError if the group broke."""
+    def receive(self, memory: Tensor, rank: int, tag: int) -> Callable[[], None]:
+        """Begin to fill `memory` with a message of source `rank`; the result waits until it is
+        there. RuntimeError if the group broke."""
         peer = self._index["source", rank]
         arrived = memory
         if self._is_squeezed:  # gloo takes a message that is shorter than its memory
             arrived = torch.empty(longest(memory.numel()), dtype=torch.uint8)
         message = self._group.recv([arrived], peer, tag)
         if self._on_gpus:
-            return self.finish([message])
+            return partial(self.finish, [message])
         end = self._group.recv([torch.empty(1)], peer, tag)
-        self.finish([end, message])
-        self.finish([self._group.send([torch.empty(1)], peer, tag)])
-        if self._is_squeezed:
-            expand(arrived, memory, self._itemsize)
+
+        def finish() -> None:
+            self.finish([end, message])
+            self.finish([self._group.send([torch.empty(1)], peer, tag)])
+            if self._is_squeezed:
+                expand(arrived, memory, self._itemsize)
+
+        return finish
 
     def finish(self, works: Sequence[Any]) -> None:
         """Wait for a message. RuntimeError if the other end is gone or takes too long."""
@@ -228,19 +235,29 @@ class CollectiveReceiver:
     def __init__(self, route: Route, end: End) -> None:
         self._route = route
         self._messages = messages_by("source_rank", route)
+        self._num_pieces = [
+            Counter(c.name for _, _, message in in_turns(each) for c, _ in message.pieces)
+            for each in self._messages
+        ]
         self.group = RouteGroup(route, "target", end)
+        self._stream = platform_of(end.device).side_stream(end.device)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_broken = False
 
-    def open(self, version: int, bucket: int, flat: Tensor) -> object:
+    def open(
+        self, version: int, bucket: int, flat: Tensor, arrived: Callable[[str], None]
+    ) -> object:
         if self._is_broken:
             raise RuntimeError(
                 f"{self._route.source} must be connected again: the connection was lost"
             )
         self._error = None
         self._thread = threading.Thread(
-            target=self._receive, args=(version, bucket, flat), name="receive-weights", daemon=True
+            target=self._receive,
+            args=(version, bucket, flat, arrived),
+            name="receive-weights",
+            daemon=True,
         )
         self._thread.start()
         return None
@@ -263,33 +280,84 @@ class CollectiveReceiver:
         self.group.give_up()
         self.abort()
 
-    def _receive(self, version: int, bucket: int, flat: Tensor) -> None:
-        memory = Tensor()
+    def _receive(
+        self, version: int, bucket: int, flat: Tensor, arrived: Callable[[str], None]
+    ) -> None:
+        """One message is taken apart while the next one arrives."""
+        left, to_come = in_turns(self._messages[bucket]), Counter(self._num_pieces[bucket])
+        sides = itertools.cycle(([Tensor()], [Tensor()]))
         ended: set[int] = set()
         try:
-            for rank, index, message in in_turns(self._messages[bucket]):
-                if rank in ended:
-                    continue
-                memory = _room(memory, message, self.group.device)
-                sealed = memory[: _sealed_bytes(message)]
-                self.group.receive(sealed, rank, _tag(version, bucket, index))
-                found = tuple(sealed[-TRAILER_BYTES:].view(torch.int64).tolist())
-                if found[:3] != (version, bucket, index):
-                    raise RuntimeError(
-                        f"message must be {(version, bucket, index)} (version, bucket, index), got "
-                        f"{found[:3]} from {self._route.source} rank {rank}"
-                    )
-                if found[3]:
-                    unpack(message, memory, flat)
-                else:
-                    ended.add(rank)
-                    self._error = StaleVersion(f"{self._route.source} rank {rank} no longer has it")
-            platform_of(flat.device).synchronize(flat.device)
+            with self._stream.running():
+                arriving = self._begin(left, next(sides), ended, (version, bucket))
+                while arriving is not None:
+                    here, goes_on = arriving, arriving.finish(self._route.source)
+                    if not goes_on:
+                        ended.add(here.rank)
+                        lost = f"{self._route.source} rank {here.rank} no longer has it"
+                        self._error = StaleVersion(lost)
+                    arriving = self._begin(left, next(sides), ended, (version, bucket))
+                    if goes_on:
+                        self._take_apart(here, flat, to_come, arrived)
         except Exception as error:  # noqa: BLE001 - raised again by `arrive`
             self._error = error
             if not self._is_broken:
                 self._is_broken = True
                 self.group.give_up()
+
+    def _take_apart(
+        self,
+        here: "_Arriving",
+        flat: Tensor,
+        to_come: Counter[str],
+        arrived: Callable[[str], None],
+    ) -> None:
+        """Put the pieces of a message in their places, and say which parameters are whole now."""
+        unpack(here.message, here.memory, flat)
+        for device in {self.group.device, flat.device}:
+            platform_of(device).synchronize(device)
+        for copy, _ in here.message.pieces:
+            to_come[copy.name] -= 1
+            if not to_come[copy.name]:
+                arrived(copy.name)
+
+    def _begin(
+        self,
+        left: Iterator[tuple[int, int, Message]],
+        side: list[Tensor],
+        ended: Container[int],
+        place: tuple[int, int],
+    ) -> "_Arriving | None":
+        """Begin to receive the next message that is still to come, into the memory of `side`."""
+        for rank, index, message in left:
+            if rank not in ended:
+                memory = side[0] = _room(side[0], message, self.group.device)
+                sealed = memory[: _sealed_bytes(message)]
+                wait = self.group.receive(sealed, rank, _tag(*place, index))
+                return _Arriving(rank, (*place, index), message, memory, wait)
+        return None
+
+
+class _Arriving(NamedTuple):
+    """A message of source `rank` on its way into `memory`; `place`: version, bucket, index."""
+
+    rank: int
+    place: tuple[int, int, int]
+    message: Message
+    memory: Tensor
+    wait: Callable[[], None]
+
+    def finish(self, source: str) -> bool:
+        """Wait until it is there; returns whether the source goes on."""
+        self.wait()
+        trailer = self.memory[: _sealed_bytes(self.message)][-TRAILER_BYTES:]
+        *found, goes_on = trailer.view(torch.int64).tolist()
+        if tuple(found) != self.place:
+            raise RuntimeError(
+                f"message must be {self.place} (version, bucket, index), got {tuple(found)} from "
+                f"{source} rank {self.rank}"
+            )
+        return bool(goes_on)
 
 
 def _sealed_bytes(message: Message) -> int:

@@ -43,8 +43,14 @@ class TransportSender(Protocol):
 class TransportReceiver(Protocol):
     """Takes one target rank's messages apart into its staging memory."""
 
-    def open(self, version: int, bucket: int, flat: Tensor) -> object:
-        """Get ready for a bucket, which goes into `flat`; returns the staging handle's address."""
+    def open(
+        self, version: int, bucket: int, flat: Tensor, arrived: Callable[[str], None]
+    ) -> object:
+        """Get ready for a bucket, which goes into `flat`; returns the staging handle's address.
+
+        `arrived(name)` may be called, from any thread and once, as soon as all of a parameter lies
+        there; those of which nothing is said lie there when `arrive` returns.
+        """
 
     def arrive(self, version: int, bucket: int) -> None:
         """Wait until all of the bucket lies in the staging memory. RuntimeError if it no longer

@@ -124,11 +124,12 @@ def in_turns(by_rank: Mapping[int, list[Message]]) -> Iterator[tuple[int, int, M
 
 
 def unpack(message: Message, memory: Tensor, flat: Tensor) -> None:
-    """Copy the pieces of `memory` to their places in the target's `flat` memory."""
+    """Copy the pieces of `memory` to their places in the target's `flat` memory; between devices
+    they are there once both have been synchronised."""
     for copy, values in message.each(memory):
-        flat.view(values.dtype).as_strided(
-            copy.shape, copy.target_strides, copy.target_offset
-        ).copy_(values)
+        held = flat.view(values.dtype)
+        place = held.as_strided(copy.shape, copy.target_strides, copy.target_offset)
+        place.copy_(values, non_blocking=True)
 
 
 def longest(num_bytes: int) -> int:

@@ -7,7 +7,7 @@ memory, and the next bucket's messages go into the same ones.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -86,7 +86,9 @@ class RdmaReceiver:
         }
         self._handles: dict[tuple[int, int, int], object] = {}
 
-    def open(self, version: int, bucket: int, flat: Tensor) -> object:
+    def open(
+        self, version: int, bucket: int, flat: Tensor, arrived: Callable[[str], None]
+    ) -> object:
         self._flat = flat
         return {
             source: [self._handle(source, i, made[i].num_bytes) for i in range(len(made))]
