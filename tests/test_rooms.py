@@ -16,7 +16,7 @@ SIZES = {
     "config": (13, 1613),
     "data": (7, 677),
     "dataflow": (6, 989),
-    "device": (8, 707),
+    "device": (8, 734),
     "environments": (20, 2321),
     "executors": (26, 4485),
     "generation": (21, 3585),
@@ -25,14 +25,14 @@ SIZES = {
     "loop": (15, 2655),
     "metrics": (13, 2591),
     "models": (18, 2590),
-    "planner": (50, 7827),
+    "planner": (50, 7853),
     "recipe": (7, 1432),
     "run": (10, 2060),
     "storage": (13, 1845),
     "top": (16, 2126),
     "user_code": (6, 976),
     "view": (5, 417),
-    "weights": (38, 4787),
+    "weights": (39, 4951),
 }
 
 

@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from tests.emulated import streams
+
 KIND = "emu"
 DEVICE_MEMORY_BYTES = 80 << 30
 PACKAGE = str(Path(__file__).resolve().parents[2] / "llamarl")
@@ -167,8 +169,10 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given.pop("pin_memory", None)
     if target is not None:
         given["device"] = "cpu"
+    _order(func, args, kwargs)
     if name == "aten::_local_scalar_dense":
         counts.add("number read")
+        _host_waits()
         return func(*tree_map(unwrapped, args), **given)
     out = _compute(func, tree_map(unwrapped, args), given)
     if name in damage:
@@ -176,6 +180,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not (held if target is None else target == KIND):
         return out
     same = {id(each.backing): each for each in held}
+    if not _is_view(func):
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and id(x) not in same]
+        streams.use([], [each.untyped_storage() for each in made])
 
     def wrapped(value: Any) -> Any:
         """In place, the very argument is given back."""
@@ -184,6 +191,32 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return same[id(value)] if id(value) in same else EmulatedTensor(value)
 
     return tree_map(wrapped, out)
+
+
+def _is_view(func: Any) -> bool:
+    """Whether it neither reads nor writes memory."""
+    returns = [each.alias_info for each in func._schema.returns]
+    is_view = any(each is not None and not each.is_write for each in returns)
+    return is_view or func._schema.name.startswith(("aten::empty", "aten::new_empty"))
+
+
+def _order(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """What the operation reads and writes, for the order of streams; views do neither."""
+    if _is_view(func):
+        return
+    read: list[torch.UntypedStorage] = []
+    written: list[torch.UntypedStorage] = []
+    for number, argument in enumerate(func._schema.arguments):
+        given = args[number] if number < len(args) else kwargs.get(argument.name)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        held = [each for each in tree_leaves(given) if isinstance(each, EmulatedTensor)]
+        (written if is_written else read).extend(e.backing.untyped_storage() for e in held)
+    streams.use(read, written)
+
+
+def _host_waits() -> None:
+    here = streams.current()
+    streams.host_waited(here.number, here.num_launched)
 
 
 def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -218,6 +251,7 @@ def _has_mask(name: str, args: Any) -> bool:
 
 def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     is_in, is_out = (isinstance(each, EmulatedTensor) for each in (into, source))
+    streams.use(_held(source), _held(into))
     if is_in == is_out:
         queue.launch()
         unwrapped(into).copy_(unwrapped(source))
@@ -235,7 +269,12 @@ def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     else:
         queue.finish(queue.num_launched)
         unwrapped(into).copy_(unwrapped(source))
+        _host_waits()
     return into
+
+
+def _held(tensor: Tensor) -> list[torch.UntypedStorage]:
+    return [tensor.backing.untyped_storage()] if isinstance(tensor, EmulatedTensor) else []
 
 
 def _to_copy(source: Tensor, target: str | None, kwargs: dict[str, Any]) -> Tensor:
@@ -248,7 +287,10 @@ def _to_copy(source: Tensor, target: str | None, kwargs: dict[str, Any]) -> Tens
     is_wanted = is_held if target is None else target == KIND
     if is_held == is_wanted:
         queue.launch()
+        streams.use(_held(source), [])
         out = aten._to_copy.default(unwrapped(source), **options)
+        if is_wanted:
+            streams.use([], [out.untyped_storage()])
         return EmulatedTensor(out) if is_wanted else out
     made = torch.empty_like(unwrapped(source), **{"dtype": options.get("dtype", source.dtype)})
     if is_wanted:

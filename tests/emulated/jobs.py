@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
+from llamarl.device.devices import platform_of
 from llamarl.executors.memory_mover import MemoryMover
 from llamarl.executors.policy_step import PolicyStep
 from llamarl.executors.specs import TrainerSpec
@@ -206,6 +207,45 @@ async def train(
     return seen
 
 
+async def race(rank: int, num_ranks: int) -> dict[str, str]:
+    """What is said of two streams that use one memory."""
+    found = {}
+    with on(KIND):
+        device = torch.device(KIND, 0)
+        platform = platform_of(device)
+        stream, here = platform.side_stream(device), torch.zeros(4, device=device)
+
+        def attempt(name: str, work: Callable[[], object]) -> None:
+            try:
+                work()
+                found[name] = ""
+            except RuntimeError as error:
+                found[name] = str(error)
+
+        def read() -> torch.Tensor:
+            with stream.running():
+                return here + 1
+
+        here.add_(1)
+        attempt("reads too early", read)
+        await_sum = platform.mark(device)
+        with stream.running():
+            await_sum()
+        attempt("after a mark", read)
+        attempt("overwrites too early", lambda: here.mul_(2))
+        with stream.running():
+            float(here.sum())
+        attempt("after the host waited", lambda: here.mul_(2))
+    return found
+
+
+def scale(policy_step: PolicyStep, factor: float) -> None:
+    """What stands for an optimizer step."""
+    with torch.no_grad():
+        for parameter in policy_step.policy.parameters.values():
+            parameter.to_local().mul_(factor)
+
+
 async def publish(
     rank: int, num_ranks: int, device: str, checkpoint: str, staging: str, fields: dict[str, Any]
 ) -> Seen:
@@ -239,20 +279,25 @@ async def publish(
         )
         writer.connect(0, route)
         resources.callback(writer.close)
-        for version in range(2):
-            policy_step.source.tensors.begin_step()
-            with torch.no_grad():
-                for parameter in policy_step.policy.parameters.values():
-                    parameter.to_local().mul_(1.0 + version / 8)
+        tensors = policy_step.source.tensors
+        for version in range(3):
+            # Waits for the device, which nothing between a step and its writes does.
+            done, handle = 0, weight_buffer.prepare(version, 0)
+            tensors.begin_step()
+            scale(policy_step, 1.0 + version / 8)
             policy_step.source.label(version)
-            done = 0
+            if version == 2:  # the next step begins before anything was written
+                tensors.announce()
+                tensors.begin_step()
+                scale(policy_step, 0.5)
             while weight_buffer.version < version:
-                handle = weight_buffer.prepare(version, done)
                 sent = writer.write(version, [handle])
                 assert weight_buffer.verify(version, done) == sent
                 seen.values.setdefault("fingerprints", []).append(dict(sent))
                 flat = weight_buffer.commit(version, done)
                 done += 1
+                if flat is None:
+                    handle = weight_buffer.prepare(version, done)
             assert flat is not None
             engine.commit(engine.process_weights(flat), version)
             engine.submit(make_request(version, (1, 2, 3), 12))

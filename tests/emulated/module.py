@@ -9,20 +9,25 @@ import torch
 from torch import Tensor
 from torch.utils.backend_registration import _DummyBackendModule
 
+from tests.emulated import streams
 from tests.emulated.accelerator import counts, queue
 
 
 class Event:
-    """A point of the queue."""
+    """A point of a stream, and of the queue."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.num_launched = 0
+        self.place = (0, 0)
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: Stream | None = None) -> None:
+        timeline = streams.current() if stream is None else stream.timeline
         self.num_launched = queue.num_launched
+        self.place = timeline.number, timeline.num_launched
 
-    def wait(self, stream: Any = None) -> None:
-        """Streams run one after another here."""
+    def wait(self, stream: Stream | None = None) -> None:
+        timeline = streams.current() if stream is None else stream.timeline
+        streams.come_after(timeline, *self.place)
 
     def query(self) -> bool:
         return False
@@ -31,29 +36,32 @@ class Event:
         is_idle = self.num_launched == queue.num_launched
         counts.add("wait for all" if is_idle else "wait while the device has more to do")
         queue.finish(self.num_launched)
+        streams.host_waited(*self.place)
 
 
 class Stream:
-    """All streams are one."""
+    """A stream; `timeline` is another one's if given."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def __init__(self, *args: Any, timeline: streams.Timeline | None = None, **kwargs: Any) -> None:
+        self.timeline = streams.new_stream() if timeline is None else timeline
+        self._before: list[streams.Timeline] = []
 
     def __enter__(self) -> Stream:
+        self._before.append(streams.enter(self.timeline))
         return self
 
     def __exit__(self, *args: Any) -> None:
-        pass
+        streams.enter(self._before.pop())
 
-    def wait_stream(self, stream: Any) -> None:
-        pass
+    def wait_stream(self, stream: Stream) -> None:
+        streams.come_after(self.timeline, stream.timeline.number, stream.timeline.num_launched)
 
     def wait_event(self, event: Event) -> None:
-        pass
+        event.wait(self)
 
     def record_event(self, event: Event | None = None) -> Event:
         made = event or Event()
-        made.record()
+        made.record(self)
         return made
 
     def query(self) -> bool:
@@ -62,6 +70,7 @@ class Stream:
     def synchronize(self) -> None:
         counts.add("wait for all")
         queue.finish(queue.num_launched)
+        streams.host_waited(self.timeline.number, self.timeline.num_launched)
 
 
 class Module(_DummyBackendModule):  # type: ignore[misc]
@@ -70,13 +79,13 @@ class Module(_DummyBackendModule):  # type: ignore[misc]
     Stream, Event = Stream, Event
 
     def current_stream(self, device: Any = None) -> Stream:
-        return Stream()
+        return Stream(timeline=streams.current())
 
     def stream(self, stream: Stream) -> Stream:
-        return stream
+        return Stream(timeline=stream.timeline)
 
     def synchronize(self, device: Any = None) -> None:
-        Stream().synchronize()
+        self.current_stream().synchronize()
 
     def set_device(self, device: Any) -> None:
         pass

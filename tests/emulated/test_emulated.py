@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from llamarl.algorithms.losses import algorithms
 from tests.distributed.ranks import Ranks
-from tests.emulated.jobs import CPU, Seen, decode, publish, train
+from tests.emulated.jobs import CPU, Seen, decode, publish, race, train
 from tests.tiny_checkpoints import write_checkpoint
 
 KIND = "emu"
@@ -162,7 +163,15 @@ def test_a_publish_brings_the_same_weights_there(
     """Written from the trainer's memory into staging memory, verified, committed, decoded with."""
     plain, emulated = both(process, publish, checkpoint, staging, {"dtype": "float32"} | fields)
     assert emulated.values["fingerprints"] == plain.values["fingerprints"]
-    for version in range(2):
+    for version in range(3):
         assert emulated.values[f"decoded {version}"] == plain.values[f"decoded {version}"]
         logprobs = [each.values[f"logprobs {version}"] for each in (plain, emulated)]
         np.testing.assert_allclose(*logprobs, atol=0.05 if "dtype" in fields else 1e-4, rtol=0)
+
+
+def test_streams_that_nothing_orders_are_found_out(process: Process) -> None:
+    """So that the publish above shows that its streams are ordered."""
+    found = process.run(race)
+    assert re.match(r"stream \d+ reads what stream 0 writes", found.pop("reads too early"))
+    assert re.match(r"stream 0 writes what stream \d+ reads", found.pop("overwrites too early"))
+    assert found == {"after a mark": "", "after the host waited": ""}

@@ -32,7 +32,8 @@ STAGES = {
 class Stream:
     """Seconds of the busiest rank, all messages to all replicas together: packing, sending,
     receiving, unpacking. `first` is the share of packing, and `last` that of unpacking, which one
-    message has; `num_rounds` messages go from a source to a target. Unless it `overlaps`, all go on one after the other."""
+    message has; `num_rounds` messages go from a source to a target. Unless it `overlaps`, all go on
+    one after the other."""
 
     packing_s: float
     sending_s: float
