@@ -191,13 +191,10 @@ class GeneratorRanks:
         return self._each(lambda rank: self._weight_buffers[rank].verify(version, bucket))
 
     def watch_fingerprint(self, version, bucket):
-        """Of the sums alone: over messages they are taken on a thread that nothing watches."""
-        for weight_buffer in self._weight_buffers:
-            weight_buffer.verify(version, bucket)
+        self.verify(version, bucket)  # over messages it sums on a thread that nothing watches
         with LargestAllocation() as watch:
             for weight_buffer in self._weight_buffers:
-                for name in weight_buffer.layout().buckets[bucket]:
-                    weight_buffer._fingerprint(name)
+                list(map(weight_buffer._fingerprint, weight_buffer.layout().buckets[bucket]))
         return watch.num_bytes, watch.names
 
     def commit(self, version, bucket):

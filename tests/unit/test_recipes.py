@@ -15,6 +15,7 @@ from llamarl.planner.memory.ranks import forecast_memory
 from llamarl.planner.report.published import published_figures
 from llamarl.planner.report.recipe import forecast_recipe
 from llamarl.planner.report.text import render_report
+from llamarl.planner.simulation.publish import forecast_publish
 from llamarl.recipe.inputs import read_planned_architecture
 from tests.places import ROOT
 from tests.unit.composing import compose_recipe
@@ -110,6 +111,24 @@ def test_an_architecture_is_the_published_one(name: str) -> None:
     number = sum(map(prod, parameter_shapes(architecture).values()))
     assert number == pytest.approx(NUM_PARAMETERS[name], rel=0.005)
     assert (published_figures(architecture) is not None) == name.startswith("llama31")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "most_s"),
+    [
+        ("llama31_70b_math", (), 1.0),
+        ("llama31_405b_math", (), 3.0),
+        ("llama31_405b_math", ("cluster.gpu=H200-141GB", "weights.staging=double_buffer"), 2.0),
+    ],
+)
+def test_a_version_is_planned_to_spread_in_seconds(
+    name: str, overrides: tuple[str, ...], most_s: float
+) -> None:
+    """LlamaRL publishes 405B in two seconds."""
+    config = config_of(name, *overrides)
+    architecture = read_planned_architecture(config)
+    assert forecast_memory(config, architecture).fits
+    assert forecast_publish(config, architecture).seconds <= most_s
 
 
 def test_the_405b_generator_is_fp8_and_no_replica_leaves_its_host() -> None:
