@@ -41,7 +41,7 @@ QUANTISING_BYTES = 40
 """That one element moves within the cache meanwhile."""
 Floats = NDArray[np.float64]
 NUM_BUFFERS = 2
-"""Messages that either end has new memory for in each publish."""
+"""Messages that a source has new memory for in each publish; a target keeps its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +115,8 @@ def delivery(
     for layout, times in target:
         verify_s[layout.rank] += times * _verified_s(layout, there)
     longest = np.minimum(num_bytes, 0 if is_mapped else bucket_bytes)
-    for axis, taken_s, end in ((1, packing_s, here), (0, unpacking_s, there)):
-        num_buffers = np.minimum(num_messages.sum(axis), NUM_BUFFERS)
-        taken_s += num_buffers * longest.max(axis) / end.rates.touched_bytes_per_s
+    num_buffers = np.minimum(num_messages.sum(1), NUM_BUFFERS)
+    packing_s += num_buffers * longest.max(1) / here.rates.touched_bytes_per_s
     return Delivery(
         num_bytes=num_bytes,
         num_messages=np.ceil(num_messages - 1e-9),

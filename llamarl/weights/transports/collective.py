@@ -241,6 +241,8 @@ class CollectiveReceiver:
         ]
         self.group = RouteGroup(route, "target", end)
         self._stream = platform_of(end.device).side_stream(end.device)
+        # Kept from publish to publish: new memory has to be filled with zeros first.
+        self._sides = ([Tensor()], [Tensor()])
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_broken = False
@@ -285,7 +287,7 @@ class CollectiveReceiver:
     ) -> None:
         """One message is taken apart while the next one arrives."""
         left, to_come = in_turns(self._messages[bucket]), Counter(self._num_pieces[bucket])
-        sides = itertools.cycle(([Tensor()], [Tensor()]))
+        sides = itertools.cycle(self._sides)
         ended: set[int] = set()
         try:
             with self._stream.running():
