@@ -63,9 +63,9 @@ TAIL_MEAN = 64
 TAIL_BATCH = 64
 TAIL_SIGMA = 0.974  # exp(2.326 sigma - sigma^2 / 2) = 6: the 99th percentile over the mean
 GOALS = {
-    "ratio_64": ">= 1.2",
-    "ratio_8": ">= 1.5",
-    "floor_share": ">= 0.7",
+    "ratio_64": ">= 1.8",
+    "ratio_8": ">= 1.8",
+    "floor_share": ">= 0.6",
     "ratio_long_tail": ">= 3",
     "vs_vllm_cpu": ">= 1",
 }
