@@ -27,6 +27,7 @@ from llamarl.weights.transports.available import available_bytes
 log = logging.getLogger(__name__)
 
 WIDE_BYTES = 4  # of a float32
+TILE_BYTES = 1 << 22  # of a matrix that a CPU quantises
 GIB = 2**30
 MOST_TAKEN = 0.1  # of a card: a desktop takes less
 FIRST_WITH_BFLOAT16 = 8.0  # compute capability
@@ -74,6 +75,7 @@ def upper_bound_bytes(
     trainer_bytes += num_tokens * sum(map(_token_bytes, [a, *models]))
     kept_bytes = len(pools_of(config.generator)) * model_bytes
     trainer_bytes += 2 * config.weights.bucket_bytes + min(config.weights.packed_bytes, kept_bytes)
+    trainer_bytes += TILE_BYTES
     num_processes = (1 + len(models)) * trainer.num_ranks + 2 + config.experience.units_per_host
     total = trainer.num_ranks * trainer_bytes
     for pool in pools_of(config.generator):

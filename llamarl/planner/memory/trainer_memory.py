@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate
 
 from llamarl.config import Config, TrainerConfig
 from llamarl.config.pools import pools_of
+from llamarl.device.devices import platform_of
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.parallelize import mesh_shape, parameter_placements
@@ -32,6 +33,7 @@ from llamarl.weights.layout.reshard import DTYPE_BYTES
 from llamarl.weights.transports.registry import TRANSPORTS
 
 MASTER_BYTES = 4  # of a float32 master weight, gradient or moment
+QUANTISED_BYTES = 8  # of an element of a tile in all its forms, while it is quantised
 LAYER = "model.layers.0."
 ANY_LAYER = "model.layers."
 
@@ -67,6 +69,9 @@ def forecast_trainer(
     if not TRANSPORTS[config.weights.transport].is_mapped:
         kept = _packed_bytes(config, weights // MASTER_BYTES)
         lasting["transfer"] = 2 * config.weights.bucket_bytes + kept
+    if any(pool.generator.quantization != "none" for pool in pools_of(config.generator)):
+        tile_bytes = QUANTISED_BYTES * platform_of(trainer.device).num_tiled
+        lasting["transfer"] = lasting.get("transfer", 0) + tile_bytes
     models = {"reference": architecture} if config.algorithm.has_reference else {}
     models |= {STAGE + name: model for name, model in frozen.items()}
     return TrainerMemory(
