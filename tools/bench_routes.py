@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from harness import ROOT, Bench
 
 from llamarl.config import Config, WeightsConfig
@@ -34,8 +35,10 @@ from llamarl.models.architecture import read_architecture
 from llamarl.planner.memory.shardings import generator_layouts, trainer_layouts
 from llamarl.recipe.composition import compose, to_config
 from llamarl.weights.layout.boxes import RankLayout
+from llamarl.weights.layout.formats import Format, formats_of
 from llamarl.weights.layout.kinds import WeightKind
 from llamarl.weights.layout.split_route import SplitRoute
+from llamarl.weights.quantization.shard_scales import ShardScales
 from llamarl.weights.sync.publisher import Publisher
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.packed import messages_by
@@ -94,9 +97,11 @@ def connect(config: Config, trainer: Remote, replicas: dict[int, Any]) -> float:
     return cpu_s(lambda: asyncio.run(main()))
 
 
-def send_route(message: bytes, layout: RankLayout) -> float:
+def send_route(message: bytes, layout: RankLayout, formats: tuple[Format, ...]) -> float:
     """A source rank gets its route: it checks the copies and makes its messages. CPU seconds."""
-    writer = Writer(layout.rank, layout.host, {}, layout.parameters, rdma=Rdma())  # type: ignore[arg-type]
+    scales = ShardScales(layout.parameters, formats, torch.device("cpu"))
+    place = layout.rank, layout.host, {}, layout.parameters
+    writer = Writer(*place, scales=scales, rdma=Rdma())  # type: ignore[arg-type]
 
     def run() -> None:
         writer.connect(0, pickle.loads(message).for_rank(layout.rank))
@@ -137,7 +142,8 @@ def main() -> None:
         },
         "one route",
     )
-    sending = max(send_route(sent, layout) for layout in source)
+    formats = formats_of(config.generator, architecture)
+    sending = max(send_route(sent, layout, formats) for layout in source)
     receiving = max(receive_route(received, layout.rank) for layout in target)
     bench.add("route_bytes", len(sent), "trainer rank")
     bench.add("route_cpu_s", sending, "trainer rank")
