@@ -77,9 +77,10 @@ def summarize(run_dir: str | Path) -> Summary:
     mean reward; held_out_prompts: how many prompts; interval_before, interval_after: Wilson's 95 %
     interval of the accuracy. training_reward: mean reward of the groups scored for the first step
     and for the last one.
-    steps: versions trained. wall_s: from the first process's start to the last span, summed over
-    sessions of a resumed run. tokens_per_s: response tokens of the rollouts trained, per second of
-    the steps' time. staleness_*: over trained tokens (those masked as too old are not trained).
+    steps: versions trained, also if a storage unit that was lost had all rollouts of one. wall_s:
+    from the first process's start to the last span, summed over sessions of a resumed run.
+    tokens_per_s: response tokens of the rollouts trained, per second of the steps' time.
+    staleness_*: over trained tokens (those masked as too old are not trained).
     groups_dropped: reason -> groups of which nothing was trained. both_busy_share and executors
     (busy and wait shares, mean over the executor's processes): shares of the time from the first
     step's start to the last one's end.
@@ -99,7 +100,7 @@ def summarize(run_dir: str | Path) -> Summary:
     summary = {
         **rollouts.held_out(),
         "training_reward": [rewards[0], rewards[-1]] if rewards else None,
-        "steps": len(rollouts.versions),
+        "steps": max(len(rollouts.versions), len(rewards)),
         "wall_s": length(timeline.sessions) / 1e9,
         "tokens_per_s": _ratio(rollouts.num_tokens, steps_s),
         "rollouts_trained": rollouts.num_trained,

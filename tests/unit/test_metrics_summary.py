@@ -145,6 +145,15 @@ def test_the_summary_equals_the_hand_worked_one(run_dir):
     assert not list(run_dir.glob("*.tmp"))
 
 
+def test_a_step_counts_whose_rollouts_were_lost_with_their_storage(run_dir):
+    assert summarize(run_dir)["steps"] == 3
+    log = MetricsLog(run_dir)
+    for step in (3, 4):
+        log.log(step, {"reward/mean": 1.0})
+    log.close()
+    assert summarize(run_dir)["steps"] == 4
+
+
 def test_a_run_that_stored_nothing_has_a_summary_of_nulls(tmp_path):
     summary = summarize(tmp_path)
     assert set(summary) == PROMISED
