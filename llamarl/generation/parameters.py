@@ -34,13 +34,13 @@ from llamarl.weights.layout.buckets import ALIGN_BYTES, Memory
 from llamarl.weights.layout.formats import Format
 from llamarl.weights.layout.quantized_parameters import (
     EMBEDDING,
+    HEAD,
     QuantizedParameter,
     quantized_parameters,
 )
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-HEAD = "lm_head.weight"
 SCALES = ".scales"
 
 LAYER = {

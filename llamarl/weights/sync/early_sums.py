@@ -31,9 +31,12 @@ class EarlySums:
         self._names.put(name)
 
     def finish(self, names: Iterable[str]) -> Fingerprints:
-        """Those of `names`, all of which have arrived; what `take` raised."""
+        """Those of `names`, all of which have arrived; what `take` raised. RuntimeError after
+        `stop`."""
         self._names.put(None)
         self._thread.join()
+        if self._is_stopped:
+            raise RuntimeError("the version was given up while its sums were taken")
         if self._error is not None:
             raise self._error
         return Fingerprints(

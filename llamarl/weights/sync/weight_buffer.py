@@ -210,10 +210,11 @@ class WeightBuffer:
         Waits until the bucket has arrived; RuntimeError if it no longer can.
         """
         cut = self._require_prepared(version, bucket)
-        if self._receiver is None or self._sums is None:
+        sums = self._sums  # an abort beside this call forgets them
+        if self._receiver is None or sums is None:
             return Fingerprints((name, self._fingerprint(name)) for name in cut.names)
         self._receiver.arrive(version, bucket)
-        return self._sums.finish(cut.names)
+        return sums.finish(cut.names)
 
     def commit(self, version: int, bucket: int) -> Tensor | None:
         """Make a bucket active; with the last one, returns the memory that now holds `version`.
