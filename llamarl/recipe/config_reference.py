@@ -50,6 +50,11 @@ ELSEWHERE = {
     "algorithm.filters": "filter_groups dynamic_sampling",
     "algorithm.overlong_penalty_tokens": "overlong_buffer overlong_buffer_len soft_punish_cache",
     "algorithm.mask_truncated": "mask_truncated_completions overlong_filtering",
+    "algorithm.mask_rollouts": "rollout_rs vllm_importance_sampling_mode",
+    "algorithm.mask_above": "rollout_rs_threshold",
+    "algorithm.mask_below": "vllm_importance_sampling_clip_min off_policy_mask_threshold",
+    "algorithm.tau_positive": "sapo_temperature_pos tau_pos",
+    "algorithm.tau_negative": "sapo_temperature_neg tau_neg",
     "algorithm.rho": "importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold "
     "vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
     "algorithm.clip_low": "epsilon clip_ratio clip_ratio_low eps_clip cliprange",
