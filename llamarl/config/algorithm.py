@@ -14,8 +14,10 @@ class AlgorithmConfig(Section):
 
     advantage: str = "mean"
     """What is subtracted from a reward: mean (of its group) | mean_std (the same, then divided by
-    the group's standard deviation) | leave_one_out (the mean of the others) | none | task
-    (`advantages` of the recipe's own task.py computes advantages)."""
+    the group's standard deviation) | leave_one_out (the mean of the others) | none | gdpo (mean_std
+    of each of `reward.functions` and `reward_columns` apart, before they are summed by their
+    weights; then divided by the batch's standard deviation) | task (`advantages` of the recipe's
+    own task.py computes advantages)."""
     filters: list[str] = field(default_factory=list)
     """Groups that are not trained on; others are sampled in their place, and each is counted under
     its reason: equal_rewards (all rewards are equal, so all advantages are 0: DAPO's dynamic
