@@ -43,6 +43,16 @@ class LossInputs:
         """pi / mu, float32 [N] with gradient, always finite."""
         return bounded_ratio(self.log_ratio)
 
+    @property
+    def num_trained(self) -> Tensor:
+        """Trained tokens of each rollout, at least 1, float32 [R]."""
+        return self.rollout_sums(self.weights.to(self.log_ratio.dtype)).clamp(min=1)
+
+    def rollout_sums(self, values: Tensor) -> Tensor:
+        """The sum of `values` [N] over the tokens of each rollout, [R]."""
+        zeros = values.new_zeros(len(self.rollout_lengths))
+        return zeros.index_add(0, self.rollout_index, values)
+
 
 LossTerms: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 """The loss of each token [N], with gradient; and if it clips, which tokens it clipped, [N] bool."""
