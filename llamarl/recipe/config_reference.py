@@ -52,6 +52,8 @@ ELSEWHERE = {
     "algorithm.mask_truncated": "mask_truncated_completions overlong_filtering",
     "algorithm.rho": "importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold "
     "vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
+    "algorithm.proximal": "prox_logp_method use_decoupled_loss recompute_logprob bypass_mode",
+    "algorithm.proximal_rho": "behav_imp_weight_cap behave_imp_weight_cap",
     "algorithm.clip_low": "epsilon clip_ratio clip_ratio_low eps_clip cliprange",
     "algorithm.clip_ratio_c": "delta",
     "algorithm.clip_high": "epsilon_high clip_ratio_high eps_clip_high",
@@ -66,6 +68,9 @@ ELSEWHERE = {
     "generator.kv_cache_bytes": "gpu_memory_utilization vllm_gpu_memory_utilization",
     "trainer.groups_per_step": "train_batch_size batch_size rollout_batch_size ppo_mini_batch_size "
     "per_device_train_batch_size generation_batch_size global_batch_size",
+    "trainer.num_mini_batches": "steps_per_generation ppo_n_minibatches steps_per_batch "
+    "mini_batches num_minibatches",
+    "trainer.num_passes": "num_iterations ppo_epochs update_epochs num_ppo_epochs",
     "trainer.tokens_per_micro_batch": "ppo_max_token_len_per_gpu max_tokens_per_gpu "
     "ppo_micro_batch_size_per_gpu micro_batch_size gradient_accumulation_steps",
     "trainer.compute_dtype": "bf16 mixed_precision param_dtype torch_dtype",
@@ -80,7 +85,7 @@ ELSEWHERE = {
     "trainer.reshard_after": "reshard_after_forward",
     "trainer.replicate": "dp_replicate hsdp_replicate",
     "staleness.max_staleness": "max_head_offpolicyness staleness_threshold max_off_policy_steps "
-    "max_async_level steps_per_generation",
+    "max_async_level",
     "placement.colocated": "colocate vllm_mode colocate_all hybrid_engine",
     "cluster.num_hosts": "nnodes num_nodes",
     "cluster.num_gpus_per_host": "n_gpus_per_node num_gpus_per_node gpus_per_node",
@@ -94,7 +99,6 @@ ELSEWHERE = {
 }
 """Keys and groups, and the names of the same in TRL, verl and others."""
 NOT_HERE = {
-    "a batch is always trained in one optimizer step": "num_iterations ppo_epochs",
     "all weights are trained, there are no adapters": "lora peft lora_rank lora_alpha lora_r "
     "lora_target_modules lora_dropout use_peft peft_config lora_adapter_path",
     "a group's mean reward is the baseline, there is no critic": "critic value_model vf_coef "

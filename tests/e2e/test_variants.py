@@ -73,7 +73,9 @@ def differences(rows: list[Line]) -> list[tuple[int, float]]:
     ]
 
 
-def assert_losses(run: Ended, algorithm: str, tolerance: float, **fields: Any) -> None:
+def assert_losses(
+    run: Ended, algorithm: str, tolerance: float, *, is_decoupled: bool = False, **fields: Any
+) -> None:
     """The loss of every step is that of its archived rows by `algorithm`'s formula."""
     groups: dict[tuple[int, str], list[Line]] = defaultdict(list)
     for row in run.trained:
@@ -88,8 +90,10 @@ def assert_losses(run: Ended, algorithm: str, tolerance: float, **fields: Any) -
                 log_pi = row.get("trainer_logprobs", log_mu)
                 weights = [int(v >= row["oldest_version"]) for v in versions(row)]
                 log_ref = row.get("ref_logprobs", log_pi)
+                log_prox = row.get("proximal_logprobs", log_pi) if is_decoupled else None
                 blank = [0.0] * len(log_mu)
-                rollouts.append(Sampled(log_pi, log_mu, log_ref, blank, weights, advantage))
+                columns = log_pi, log_mu, log_ref, blank
+                rollouts.append(Sampled(*columns, weights, advantage, log_prox))
                 assert row.get("loss_weights", weights) == weights
         assert len(rollouts) == GROUPS * SIZE
         assert_clipped(run, version, record)

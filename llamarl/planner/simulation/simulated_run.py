@@ -167,7 +167,7 @@ def make_inputs(
 def settling_steps(config: Config, num_steps: int) -> int:
     """Steps before the steady state: until the gate's whole run-ahead has passed through. What is
     left is a multiple of it where that is possible, for steps may end in bursts of that many."""
-    run_ahead = config.staleness.max_staleness + 1
+    run_ahead = _burst(config)
     left = num_steps - run_ahead - 1
     return num_steps - max(left // run_ahead * run_ahead, 2)
 
@@ -176,7 +176,13 @@ def fewest_steps(config: Config) -> int:
     """Enough that, once settled, one whole burst is left: for comparisons. One step more where the
     size of parts is learnt."""
     is_learnt = config.trainer.parts == "dynamic"
-    return 2 * (config.staleness.max_staleness + 1) + 1 + is_learnt
+    return 2 * _burst(config) + 1 + is_learnt
+
+
+def _burst(config: Config) -> int:
+    """Steps that the gate lets generators run ahead, in whole batches."""
+    per_batch = config.trainer.steps_per_batch
+    return -(-(config.staleness.max_staleness + 1) // per_batch) * per_batch
 
 
 def forecast(
