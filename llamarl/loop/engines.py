@@ -155,6 +155,10 @@ class Engines:
         await self._retire_used([each for each in used if each not in spared])
         return stats
 
+    async def retire_used(self) -> None:
+        """Retire all that steps learnt from, though others were to follow: none will."""
+        await self._retire_used([*self._used])
+
     async def _retire_used(self, group_ids: Sequence[int]) -> None:
         """Retire these groups, which steps learnt from."""
         alike: dict[tuple[int, int, int], list[Group]] = {}
@@ -190,7 +194,7 @@ class Engines:
     async def retire_rest(self) -> None:
         """Free all that was never retired: as trained what a step learnt from, though more were to
         follow, and the rest as unused."""
-        await self._retire_used([*self._used])
+        await self.retire_used()
         await self.rollouts.retire(self.rollouts.rows(*Purpose), {"outcome": "unused"})
 
     async def abort(self) -> None:

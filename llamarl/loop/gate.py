@@ -59,7 +59,7 @@ U(F(v) + max(0, q - C)) - S on, and what it wrote before u - S has no weight. At
 that it wrote before the last commit.
 
 S = 0 makes the loop synchronous: no replica starts a group before it serves the version of the
-step before. A run that is resumed begins with a new batch: F counts from its first version.
+step before. In a run that is resumed F counts from its first version, which begins a batch.
 
 Groups are admitted when a version is made, not when it has been published: replicas have their
 requests and hold them until they commit, so none waits for the controller when it does.
@@ -162,8 +162,10 @@ class Gate:
     def state(self, version: int) -> dict[str, object]:
         """What a run needs that resumes at `version`, which is the gate's or the next one: the
         prompts of the groups admitted and not consumed by then, in order, as [epoch, prompt_id];
-        the next free ids; and where the prompts go on."""
-        taken = self._batch[self._num_used_up(version) :]
+        the next free ids; and where the prompts go on. Amid a batch, what its steps have used is
+        consumed: a run that is resumed begins with a new batch."""
+        first = self.first_of_batch(self.version)
+        taken = self._batch[self._steps.num_used(first, version) :]
         consumed = [group for group in taken if group.group_id not in self._kept]
         groups = sorted([*self._waiting.values(), *consumed], key=lambda group: group.group_id)
         pending = [[group.prompt.epoch, group.prompt.prompt_id] for group in groups]

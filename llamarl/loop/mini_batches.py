@@ -54,6 +54,11 @@ class MiniBatches:
         in_last_pass = max(0, step - (self.steps_per_batch - self.number))
         return num_batches * self.groups_per_batch + in_last_pass * self.groups_per_step
 
+    def num_used(self, first: int, version: int) -> int:
+        """How many groups of the batch that began at version `first` are used by its steps below
+        `version`, for the last time or not."""
+        return min(version - first, self.number) * self.groups_per_step
+
     def last_use(self, group: int) -> int:
         """U: the version whose step uses group number `group` for the last time, so that
         F(U) <= group < F(U + 1)."""

@@ -189,7 +189,10 @@ class Saver:
         await asyncio.gather(*map(asyncio.shield, self._step))
 
     async def _save(self, on_copied: Callable[[], None] | None = None) -> None:
-        """Save the present state; with `on_copied`, called once that may change, from a copy."""
+        """Save the present state; with `on_copied`, called once that may change, from a copy. Amid
+        a batch the run ends with it."""
+        if self.engines.gate.first_of_batch(self.version) < self.version:
+            await self.engines.retire_used()
         taking = asyncio.get_running_loop().create_future()
         self._taking.add(taking)
         try:

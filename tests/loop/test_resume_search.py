@@ -104,6 +104,7 @@ class History:
     group_of: dict[int, int] = field(default_factory=dict)  # by row
     loop_of: dict[int, Loop] = field(default_factory=dict)  # by version that was trained
     share_of: dict[int, float] = field(default_factory=dict)  # that was to be kept, by row
+    used: dict[int, set[int]] = field(default_factory=dict)  # rows by version that learnt from them
 
     def add(self, loop: Loop) -> None:
         """A session, which began with what is known so far, is over."""
@@ -111,6 +112,10 @@ class History:
         self.group_of |= loop.group_of
         self.share_of |= dict.fromkeys(loop.prompt_of, loop.keep_rollouts)
         self.loop_of |= dict.fromkeys(range(loop.state.get("version", 0), loop.num_steps), loop)
+        again = {version: set[int]() for version in range(loop.trainer.version + 1)}
+        for batch in loop.batches:
+            again[batch.version] |= {row.row_id for row in batch.rows}
+        self.used |= {version: rows for version, rows in again.items() if rows}
 
     def cut(self, state: dict[str, Any]) -> None:
         """The next session begins with `state`: what came after it is repeated."""
@@ -133,6 +138,10 @@ class History:
         self.check_kept(lines, read_lines(folder, KEPT, ends))
         assert max((line["row_id"] for line in lines), default=-1) < state.get("next_row_id", 0)
         self.check_steps(lines, version)
+        trained = {line["row_id"] for line in lines if line["outcome"] == "trained"}
+        for each in range(version):
+            is_again = self.loop_of[each].sampler == "task"  # then some are used later too
+            assert is_again or self.used[each] <= trained, "learnt from, and not in the archive"
         evaluated = {line["version"] for line in lines if line["outcome"] == "evaluated"}
         assert max(evaluated, default=-1) == state.get("evaluated", -1)
         self.check_prompts(lines, state)
