@@ -68,3 +68,27 @@ def test_losses_of_mini_batches_are_those_around_the_policy_before_the_first(
     assert {row["version"] for row in passed if "proximal_logprobs" in row} == {1, 2, 4, 5}
     with pytest.raises(AssertionError):
         variants.assert_losses(run, "ppo", 1e-4)
+
+
+@pytest.mark.long
+def test_a_run_that_ended_amid_a_batch_goes_on_with_a_new_one(forks: Forks, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    several = [
+        *("trainer.groups_per_step=4", "trainer.num_mini_batches=2", "trainer.num_passes=2"),
+        *("staleness.max_staleness=3", "evaluation.max_prompts=16", f"run_dir={run_dir}"),
+        *("algorithm=ppo", "algorithm.proximal=recompute", "checkpoint.resume=auto"),
+        "checkpoint.every_steps=3",
+    ]
+    recipe = fours(tmp_path)
+    for num_steps, last_uses in ((5, [2, 3, 4]), (10, [2, 3, 4, 7, 8, 9])):
+        more = [*SHORT, *several, f"num_steps={num_steps}"]
+        done = forks.run("train", f"--config-dir={recipe}", *more)
+        assert done.returncode == 0, done.stderr + done.stdout
+        rows = read_rollouts(run_dir)
+        assert len({row["row_id"] for row in rows}) == len(rows)
+        trained = [row for row in rows if row["outcome"] == "trained"]
+        by_version = Counter(row["version"] for row in trained)
+        assert by_version == dict.fromkeys(last_uses, 4 * 8)
+        # After step 5 the run ended: what it used has had one pass.
+        once = {row["version"] for row in trained if row.get("num_uses", 1) == 1}
+        assert once == {version for version in last_uses if version in (4, 9)}
