@@ -45,7 +45,7 @@ class LossInputs:
         return bounded_ratio(self.log_ratio)
 
     @property
-    def log_behaviour_ratio(self) -> Tensor:
+    def log_mu_ratio(self) -> Tensor:
         """log (pi / mu), whatever the proximal log-probs are; 0 where the weight is 0."""
         return self._log_ratio(self.generator_logprobs)
 

@@ -78,12 +78,12 @@ def policy_loss(
     if config.normalization == "rollouts":
         loss = loss / inputs.rollout_lengths[inputs.rollout_index]
     with torch.no_grad():
-        ratio, log_pi_mu = inputs.ratio, inputs.log_behaviour_ratio
+        ratio, log_mu_ratio = inputs.ratio, inputs.log_mu_ratio
         values = {
             "tokens": torch.ones_like(ratio),
             "ratio": ratio,
             "clipped": clipped.to(ratio.dtype),
-            "kl": bounded_ratio(log_pi_mu) - 1 - log_pi_mu,
+            "kl": bounded_ratio(log_mu_ratio) - 1 - log_mu_ratio,
             "entropy": inputs.entropy,
             "ref_kl": ref_kl,
         }

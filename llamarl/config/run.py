@@ -224,6 +224,7 @@ class Config(Section):
         self._check_pools()
         self._check_lengths()
         self._check_groups()
+        self._check_batches()
         self._check_generators()
         self._check_processes()
         self._check_memory()
@@ -268,7 +269,6 @@ class Config(Section):
             f"the rollouts open at once ({num_open}), at most {MAX_OPEN_ROLLOUTS}"
         )
         self.require(num_open <= MAX_OPEN_ROLLOUTS, "trainer.groups_per_step", must)
-        self._check_batches()
         can_overtake = self.experience.sampler != "task" or self.staleness.late == "mask"
         must = (
             "be mask with experience.sampler=task (which may take a group later than its step, or "

@@ -23,8 +23,9 @@ U(F(v) + q) - S, and no replica below that starts them; versions of a replica on
 token's version w satisfies w >= U(F(v) + q) - S >= u - S.   QED
 With one step per batch there are (S + 1) P slots, and U(F(v) + q) = v + q // P.
 Limiting the number of open groups without the order is not enough: one slow group could be
-overtaken for ever. S counts optimizer steps, so a batch of N needs S >= N - 1 (`Config` checks it):
-then its groups have min_version <= the version before its first step, and can be written by then.
+overtaken for ever. Which versions are published has no place in the proof; every one is. S counts
+optimizer steps, so a batch of N needs S >= N - 1 (`Config` checks it): then its groups have a
+min_version up to that before its first step, and can be written by then.
 
 Within a step the order does not matter, so a sampler other than `admission` may choose among the
 settled groups of the step under way: with m groups missing, among the m oldest open ones that are

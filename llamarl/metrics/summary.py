@@ -81,7 +81,7 @@ def summarize(run_dir: str | Path) -> Summary:
     from the first process's start to the last span, summed over sessions of a resumed run.
     tokens_per_s: response tokens of the rollouts trained, once for each step that used them, per
     second of the steps' time.
-    staleness_*: over trained tokens (those masked as too old are not trained).
+    staleness_*: over trained tokens (those masked as too old are not trained), at their last use.
     groups_dropped: reason -> groups of which nothing was trained. both_busy_share and executors
     (busy and wait shares, mean over the executor's processes): shares of the time from the first
     step's start to the last one's end.
