@@ -90,13 +90,15 @@ class BatchRollout:
 class Batch:
     """Whole groups handed to the trainer, one of possibly several parts of a step.
 
-    `version` is the trainer version at use. `assignment[rank][micro_batch]` lists positions in
+    `version` is the trainer version at use, `first_version` that before the first step of the
+    groups' batch; None if that is the same. `assignment[rank][micro_batch]` lists positions in
     `rows`; every rank has the same number of micro-batches (some may be empty).
     """
 
     version: int
     rows: tuple[BatchRollout, ...]
     assignment: tuple[tuple[tuple[int, ...], ...], ...]
+    first_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,18 +30,23 @@ Glossary
                 training on (else the group is dropped); it was handed to the trainer.
     sampler     chooses which of the groups that are settled the trainer takes next.
     slot        the place of one open group: a group is open from its admission until it is dropped
-                or the step that trains it is complete. There are (S + 1) P slots.
+                or the last step that trains it is complete. With one step per batch there are
+                (S + 1) P slots.
     gate        a part of the controller: it admits groups and hands them to the trainer in order.
+    mini-batch  the P groups that one optimizer step learns from. `trainer.num_mini_batches` of them
+                make a batch, which is trained on in `trainer.num_passes` passes.
     Batch       the rollouts of an optimizer step, or of a part of it, and their place on ranks and
                 micro-batches. Metadata only.
     part        whole groups of a step that are trained before the others have arrived.
-    version     one state of the weights, numbered by the optimizer steps completed. One optimizer
-                step per batch.
-    advance     after an optimizer step: the slots of its groups become free for others.
+    version     one state of the weights, numbered by the optimizer steps completed.
+    advance     after an optimizer step: the slots of the groups that it was the last one for become
+                free for others.
     staleness   of a token: trainer version when it is used minus the version that wrote it; of a
                 rollout: of its oldest trained token.
     mu, pi      the generator's distribution and the trainer's: `generator_logprobs` and
                 `trainer_logprobs`; the frozen model's are `ref_logprobs`.
+    prox, proximal
+                the trainer's distribution before the first step of a batch: `proximal_logprobs`.
     column      one kind of array in storage, such as the token ids: one array per row.
     stage       a node of the dataflow graph that rollouts pass between generation and training: it
                 reads columns and writes columns, or drops rollouts.
@@ -106,6 +111,7 @@ REWARD = "reward"  # float64 [1]
 EPISODE_REWARD = "episode_reward"  # float64 [1], what the environment gave
 REF_LOGPROBS = "ref_logprobs"  # float32 [T]
 TRAINER_LOGPROBS = "trainer_logprobs"  # float32 [T], log pi when the row was trained
+PROXIMAL_LOGPROBS = "proximal_logprobs"  # float32 [T], log pi before the first step of the batch
 PROMPT_ID = "prompt_id"  # float64 [1]
 LOSS_WEIGHTS = "loss_weights"  # uint8 [T], 1 for a trained token, of rollouts that are kept
 CLIPPED = "clipped"  # uint8 [T], 1 for a trained token that the loss clipped, likewise

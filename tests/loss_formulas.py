@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.algorithms.losses.cispo import CISPOConfig
@@ -56,12 +56,14 @@ NO_BOUNDS = ("reinforce", "rloo", "sapo")  # these clip nothing
 NO_RATIO = ("reinforce", "rloo")
 DUAL_CLIP = 3.0
 MOST_WEIGHT = 20.0  # of dppo
+AGE_BOUND = 5.0  # of prox / mu
 KL_COEFFICIENTS = {"grpo": 0.04}
 
 
 @dataclass
 class Sampled:
-    """One rollout: log-probs and entropy by token; a token with weight 0 is only context."""
+    """One rollout: log-probs and entropy by token; a token with weight 0 is only context.
+    `log_prox` is of the policy that ratios are taken to, where that is not mu."""
 
     log_pi: list[float]
     log_mu: list[float]
@@ -69,6 +71,7 @@ class Sampled:
     entropy: list[float]
     weights: list[int]
     advantage: float
+    log_prox: list[float] | None = None
 
 
 def advantages(algorithm: str, rewards: list[float]) -> list[float]:
@@ -138,6 +141,8 @@ def token_terms(
     algorithm: str, rollout: Sampled, bounds: tuple[float, float] | None
 ) -> tuple[list[float], list[float]]:
     """(loss, derivative by log pi) of every token, without KL and entropy."""
+    if rollout.log_prox is not None:
+        return decoupled_terms(algorithm, rollout, bounds)
     low, high = bounds or PAPERS[algorithm][2:]
     a = rollout.advantage
     losses, slopes = [], []
@@ -173,6 +178,26 @@ def token_terms(
         losses.append(loss)
         slopes.append(slope)
     return losses, slopes
+
+
+def decoupled_terms(
+    algorithm: str, rollout: Sampled, bounds: tuple[float, float] | None
+) -> tuple[list[float], list[float]]:
+    """The same with prox in the place of mu, each token's loss times prox / mu, at most 5."""
+    assert rollout.log_prox is not None
+    losses, slopes = token_terms(
+        algorithm, replace(rollout, log_mu=rollout.log_prox, log_prox=None), bounds
+    )
+    pairs = zip(rollout.log_prox, rollout.log_mu, strict=True)
+    ages = [min(math.exp(prox - mu), AGE_BOUND) for prox, mu in pairs]
+    by_token = ages
+    if algorithm in ("gspo", "gmpo"):  # every token's loss moves with every log pi of the rollout
+        trained = [age for age, weight in zip(ages, rollout.weights, strict=True) if weight]
+        by_token = [sum(trained) / max(1, len(trained))] * len(ages)
+    return (
+        [loss * age for loss, age in zip(losses, ages, strict=True)],
+        [slope * age for slope, age in zip(slopes, by_token, strict=True)],
+    )
 
 
 def step(

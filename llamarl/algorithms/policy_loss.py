@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.loss_inputs import LossInputs, TokenLoss
+from llamarl.algorithms.loss_inputs import LossInputs, TokenLoss, bounded_ratio
 from llamarl.algorithms.losses import find_loss
+from llamarl.algorithms.proximal import age_weight
 from llamarl.algorithms.rollout_mask import unmasked
 from llamarl.config import AlgorithmConfig
 from llamarl.errors import TaskError
@@ -51,7 +52,8 @@ def policy_loss(
 
         sum_t w_t (algorithm's loss_t + kl_coefficient * kl_t - entropy_coefficient * entropy_t)
 
-    w is 0 too for rollouts that `algorithm.mask_rollouts` masks (`rollout_mask.py`). With
+    w is 0 too for rollouts that `algorithm.mask_rollouts` masks (`rollout_mask.py`); with proximal
+    log-probs the algorithm's loss_t is weighted as `proximal.py` says. With
     normalization `rollouts` each rollout's sum is divided by its own length. Call backward on
     `loss`, sum gradients over all rows of the step, then divide once by `denominator`.
 
@@ -70,6 +72,8 @@ def policy_loss(
             got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             must = f"loss must return one value per token, a tensor {tuple(log_ratio.shape)}"
             raise TaskError(f"{must}, got {got}")
+    if inputs.proximal_logprobs is not None:
+        loss = loss * age_weight(inputs, config.proximal_rho)
     ref_kl = torch.zeros_like(log_ratio)
     if inputs.ref_logprobs is not None:
         log_ref_ratio = torch.where(trained, inputs.trainer_logprobs - inputs.ref_logprobs, 0.0)
@@ -81,12 +85,12 @@ def policy_loss(
     if config.normalization == "rollouts":
         loss = loss / inputs.rollout_lengths[inputs.rollout_index]
     with torch.no_grad():
-        ratio = inputs.ratio
+        ratio, log_mu_ratio = inputs.ratio, inputs.log_mu_ratio
         values = {
             "tokens": torch.ones_like(ratio),
             "ratio": ratio,
             "clipped": clipped.to(ratio.dtype),
-            "kl": ratio - 1 - log_ratio,
+            "kl": bounded_ratio(log_mu_ratio) - 1 - log_mu_ratio,
             "entropy": inputs.entropy,
             "ref_kl": ref_kl,
         }

@@ -27,7 +27,7 @@ def unmasked(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
     kind = config.mask_rollouts
     if kind == "off":
         return inputs.weights
-    log_ratio = inputs.log_ratio.detach()
+    log_ratio = inputs.log_mu_ratio.detach()
     if kind == "k3":
         found = inputs.rollout_sums(bounded_ratio(log_ratio) - 1 - log_ratio) / inputs.num_trained
         is_far = (found < config.mask_below) | (found > config.mask_above)

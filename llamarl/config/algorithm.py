@@ -44,6 +44,15 @@ class AlgorithmConfig(Section):
     """Estimator of that penalty: k1 | k2 | k3 (Schulman's names)."""
     entropy_coefficient: float = number(0.0, least=-100, most=100)
     """Weight of an entropy bonus per response token."""
+    proximal: str = choice("none", "recompute", "interpolate")
+    """Decoupled PPO (arXiv 2505.24298): the policy that the ratio is taken to, and clipped around.
+    none: the generator's, with its recorded log-probs | recompute: the trainer's before the first
+    step of the batch, which computes the log-probs of the batch's other mini-batches then |
+    interpolate: an estimate of the same between the generator's and the present log-probs, by the
+    versions in between, without a forward. With the last two a weight beside the loss, prox/mu,
+    corrects for the age of the token."""
+    proximal_rho: float = number(5.0, least=1, most=1e6)
+    """Upper bound of that weight."""
     overlong_penalty_tokens: int = number(0, least=0, most=2**24)
     """DAPO's soft length penalty: the reward falls linearly to -1 over the last this many tokens
     before sampling.max_tokens; 0 switches it off."""

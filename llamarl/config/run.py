@@ -31,7 +31,8 @@ class StalenessConfig(Section):
     """How far the generator may run ahead."""
 
     max_staleness: int = number(1, least=0, most=1000)
-    """Bound S on the age, in versions, of every trained token; 0 is synchronous on-policy RL."""
+    """Bound S on the age, in versions, of every trained token; 0 is synchronous on-policy RL. Each
+    optimizer step makes a version, so where a batch has N of them S is at least N - 1."""
     late: str = choice("wait", "mask")
     """What the trainer does when the oldest group is not ready: wait (for it) | mask (train on
     other groups first; once it is ready, its tokens older than S versions get zero loss weight)."""
@@ -229,6 +230,7 @@ class Config(Section):
         self._check_pools()
         self._check_lengths()
         self._check_groups()
+        self._check_batches()
         self._check_generators()
         self._check_processes()
         self._check_memory()
@@ -282,6 +284,23 @@ class Config(Section):
             "again)"
         )
         self.require(can_overtake, "staleness.late", must)
+
+    def _check_batches(self) -> None:
+        """What several steps per batch need."""
+        trainer, num_steps = self.trainer, self.trainer.steps_per_batch
+        must = (
+            f"be at least {num_steps - 1} with trainer.num_mini_batches={trainer.num_mini_batches} "
+            f"and trainer.num_passes={trainer.num_passes} (it counts optimizer steps, and so many "
+            "come between the first and the last one of a batch)"
+        )
+        is_enough = self.staleness.max_staleness >= num_steps - 1
+        self.require(is_enough, "staleness.max_staleness", must)
+        must = (
+            "be admission or group_complete with several optimizer steps per batch (task says "
+            "itself how often a group is trained on)"
+        )
+        is_one = self.experience.sampler != "task" or num_steps == 1
+        self.require(is_one, "experience.sampler", must)
 
     def _check_generators(self) -> None:
         """What collectors, rankers, and replicas that come and go need."""

@@ -61,11 +61,17 @@ class TrainerConfig(Section):
     device: str = choice_of(DEVICES)
     """Where trainer and reference compute: cpu (gloo) | cuda (NCCL, one GPU per rank)."""
     groups_per_step: int = number(32, least=1, most=2**20)
-    """Groups (prompts with all their rollouts) in the batch of one optimizer step (P)."""
+    """Groups (prompts with all their rollouts) that one optimizer step learns from (P)."""
+    num_mini_batches: int = number(1, least=1, most=1024)
+    """Mini-batches of `groups_per_step` groups that make a batch. Each is one optimizer step, so a
+    batch is trained in `num_mini_batches` x `num_passes` steps; `algorithm.proximal` is about the
+    policy before the first of them."""
+    num_passes: int = number(1, least=1, most=1024)
+    """Times that a batch is trained on, one mini-batch after another."""
     parts: str = choice("dynamic", "fixed", "batch")
     """When forward and backward of a step start: dynamic (once enough tokens are ready to keep the
     trainer busy, which is measured during the run) | fixed (once `groups_per_part` groups are) |
-    batch (once all are). In any case one optimizer step follows from the whole batch."""
+    batch (once all are). In any case one optimizer step follows from all its groups."""
     groups_per_part: int = number(0, least=0, most=2**20)
     """Groups that `parts=fixed` waits for, and only with it; they divide `groups_per_step`."""
     tokens_per_micro_batch: int = number(4096, least=1, most=2**30)
@@ -131,6 +137,11 @@ class TrainerConfig(Section):
             "is the compiler's choice)"
         )
         self.require(is_plain or not is_selective, "compile", must)
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps from one batch."""
+        return self.num_mini_batches * self.num_passes
 
     @property
     def num_data_ranks(self) -> int:

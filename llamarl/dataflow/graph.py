@@ -42,6 +42,7 @@ from llamarl.types import (
     LOSS_WEIGHTS,
     PROMPT_ID,
     PROMPT_IDS,
+    PROXIMAL_LOGPROBS,
     REF_LOGPROBS,
     RESPONSE_IDS,
     REWARD,
@@ -255,7 +256,8 @@ def _shipped(config: Config) -> Iterator[Stage]:
         yield Stage(INFER, FrozenModel(config.model.checkpoint), writes=[REF_LOGPROBS])
         trained.append(REF_LOGPROBS)
     yield Stage(SETTLE, EXECUTORS[SETTLE], algorithm.reward_columns, [ADVANTAGE], per=GROUP)
-    yield Stage(TRAIN, EXECUTORS[TRAIN], trained, [TRAINER_LOGPROBS, LOSS_WEIGHTS, CLIPPED])
+    found = [TRAINER_LOGPROBS, PROXIMAL_LOGPROBS, LOSS_WEIGHTS, CLIPPED]
+    yield Stage(TRAIN, EXECUTORS[TRAIN], trained, found)
 
 
 def _writers(stages: Mapping[str, Stage]) -> dict[str, str]:

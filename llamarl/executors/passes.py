@@ -16,6 +16,7 @@ import torch
 from llamarl.algorithms.loss_inputs import LossInputs, TokenLoss
 from llamarl.algorithms.loss_metrics import LossMetrics
 from llamarl.algorithms.policy_loss import policy_loss
+from llamarl.algorithms.proximal import interpolated, share_of_way
 from llamarl.data.micro_batch import MicroBatch, column, concatenated, micro_batch
 from llamarl.device.devices import platform_of, send
 from llamarl.device.platform import Arrival
@@ -28,6 +29,7 @@ from llamarl.types import (
     GENERATOR_LOGPROBS,
     LOSS_WEIGHTS,
     NO_VERSION,
+    PROXIMAL_LOGPROBS,
     REF_LOGPROBS,
     SAMPLING,
     TOKEN_VERSIONS,
@@ -36,6 +38,8 @@ from llamarl.types import (
     FinishReason,
     finish_reason,
 )
+
+WAY = "way"  # no column of storage: `share_of_way` of each token
 
 
 @torch.no_grad()
@@ -86,12 +90,21 @@ class Passes:
         self._is_own_reference = spec.algorithm.has_reference and spec.config.lora.is_used
 
     def accumulate(
-        self, rows: Sequence[BatchRollout], columns: Columns, sizes: Sequence[int]
+        self,
+        rows: Sequence[BatchRollout],
+        columns: Columns,
+        sizes: Sequence[int],
+        version: int = 0,
+        first_version: int = 0,
     ) -> Columns:
-        """Forward and backward of this rank's micro-batches: `rows` cut into runs of `sizes`.
+        """Forward and backward of this rank's micro-batches: `rows` cut into runs of `sizes`, at
+        trainer version `version`, in a batch that began at `first_version`.
 
         Returns what was found of every row: TRAINER_LOGPROBS, LOSS_WEIGHTS and CLIPPED.
         """
+        if self._algorithm.proximal == "interpolate":
+            shares = [share_of_way(v, first_version, version) for v in columns[TOKEN_VERSIONS]]
+            columns = columns | {WAY: shares}
         parts = [
             self._forward_backward(rows, columns, range(start, end))
             for start, end in pairwise(accumulate(sizes, initial=0))
@@ -102,6 +115,15 @@ class Passes:
                 values = values if name == TRAINER_LOGPROBS else values.to(torch.uint8)
                 found[name] += [part.numpy() for part in values.split(lengths)]
         return found
+
+    def infer(self, columns: Columns, sizes: Sequence[int]) -> list[np.ndarray]:
+        """log pi of each response, float32, in micro-batches of so many rows. Changes nothing."""
+        cuts = pairwise(accumulate(sizes, initial=0))
+        micro_batches = [range(start, end) for start, end in cuts]
+        model, temperature = self._policy.model, self._temperature
+        found = infer(model, columns, micro_batches, temperature, self._device)
+        self._policy.finish_inference()
+        return [found[i] for i in range(len(found))]
 
     def differences(self, columns: Columns, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
         """float64 [rows of `columns`]: the largest |log pi - log mu| over what the model wrote of
@@ -140,6 +162,7 @@ class Passes:
             rollout_index=given.rollout_index,
             rollout_lengths=given.rollout_lengths,
             ref_logprobs=ref_logprobs,
+            proximal_logprobs=self._proximal(trainer_logprobs, given.columns),
             columns={name: given.columns[name] for name in self._algorithm.loss_columns},
         )
         outputs = policy_loss(inputs, self._algorithm, self._token_loss)
@@ -158,13 +181,23 @@ class Passes:
             stats = model(packed.token_ids, packed.packing, packed.targets, self._temperature)
         return stats.logprobs.index_select(0, packed.response)
 
+    def _proximal(
+        self, trainer_logprobs: torch.Tensor, given: dict[str, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """As the algorithm says; what was not stored before is pi, in a batch's first step."""
+        if self._algorithm.proximal == "none":
+            return None
+        if WAY in given:
+            return interpolated(given[GENERATOR_LOGPROBS], trainer_logprobs, given[WAY])
+        return given.get(PROXIMAL_LOGPROBS, trainer_logprobs.detach())
+
     def _loss_columns(
         self, rows: Sequence[BatchRollout], columns: Columns, indices: range
     ) -> LossColumns:
         """In host memory. Weights are 0 for observations, and tokens that are too stale, or
         truncated and to be masked."""
         names = [GENERATOR_LOGPROBS, *self._algorithm.loss_columns]
-        names += [REF_LOGPROBS] * (REF_LOGPROBS in columns)
+        names += [name for name in (REF_LOGPROBS, PROXIMAL_LOGPROBS, WAY) if name in columns]
         lengths = [len(columns[TOKEN_VERSIONS][i]) for i in indices]
         advantages = np.array([rows[i].advantage for i in indices], np.float32)
         return LossColumns(

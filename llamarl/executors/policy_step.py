@@ -121,7 +121,8 @@ class PolicyStep:
     ) -> Columns:
         """Add the gradients of this rank's `rows` of `batch`, in micro-batches of `sizes`, to the
         step; returns the columns that `Passes.accumulate` found of each row."""
-        found = self.passes.accumulate(rows, columns, sizes)
+        first = batch.version if batch.first_version is None else batch.first_version
+        found = self.passes.accumulate(rows, columns, sizes, batch.version, first)
         self._rows += batch.rows
         return found
 

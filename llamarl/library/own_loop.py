@@ -198,6 +198,13 @@ class LibraryEngines(Engines):
             check_trainable(self, group, self._sampling)
         await super().forward_backward(groups, oldest_version)
 
+    async def look_ahead(self, groups: Sequence[Group]) -> None:
+        """Store the trainer's present log-probs of groups that a later step of the batch will train
+        (`gate.num_ahead` of them), with algorithm.proximal=recompute."""
+        self._require("look_ahead", "trainer", Phase.TRAIN)
+        require(bool(self._rows(groups)), "groups", "hold at least one rollout", "none")
+        await super().look_ahead(groups)
+
     async def optim_step(
         self,
         keep: Sequence[Group] = (),

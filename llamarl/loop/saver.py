@@ -44,11 +44,12 @@ class Saver:
     _made: asyncio.Event = field(default_factory=asyncio.Event)  # by the step under way
     _step: list[asyncio.Future[object]] = field(default_factory=list)  # one at most
     _saving: asyncio.Future[None] | None = None
+    _asked: int = field(init=False)  # the version that `save` was called for last
     _end: Callable[[], None] | None = None
     _has_phases: bool = True  # else the trainer has the device for good
 
     def __post_init__(self) -> None:
-        self._saved = self.version, ""
+        self._saved, self._asked = (self.version, ""), self.version
 
     @property
     def version(self) -> int:
@@ -108,8 +109,13 @@ class Saver:
         return self.version >= self.last
 
     def is_due(self) -> bool:
-        """See `CheckpointConfig.is_due`."""
-        return self.config.is_due(self.version, self.last)
+        """See `CheckpointConfig.is_due`; what is due amid a batch is saved after its last step, for
+        a run that is resumed begins with a new batch."""
+        if self.has_last:
+            return True
+        is_between = self.engines.gate.first_of_batch(self.version) == self.version
+        since = range(self._asked + 1, self.version + 1)
+        return is_between and any(self.config.is_due(version, self.last) for version in since)
 
     async def save(self, tasks: asyncio.TaskGroup) -> None:
         """Save the trainer's version, unless that was done, once its step is logged.
@@ -117,6 +123,7 @@ class Saver:
         Returns once training may go on: the trainer's state is copied, and written meanwhile. A
         failure ends `tasks`, which do not end before the save; the next save waits for it.
         """
+        self._asked = self.version
         await self._end_step()
         while self._saving is not None and not self._saving.done():
             await asyncio.wait({self._saving})
@@ -182,7 +189,10 @@ class Saver:
         await asyncio.gather(*map(asyncio.shield, self._step))
 
     async def _save(self, on_copied: Callable[[], None] | None = None) -> None:
-        """Save the present state; with `on_copied`, called once that may change, from a copy."""
+        """Save the present state; with `on_copied`, called once that may change, from a copy. Amid
+        a batch the run ends with it."""
+        if self.engines.gate.first_of_batch(self.version) < self.version:
+            await self.engines.retire_used()
         taking = asyncio.get_running_loop().create_future()
         self._taking.add(taking)
         try:

@@ -81,7 +81,7 @@ class RunLogger:
         now_ns = time.monotonic_ns()
         self.spans.record("step", self._step_ended_ns, now_ns, "mark", version=stats.version)
         seconds = {"step": (now_ns - self._step_ended_ns) / 1e9, **self._seconds}
-        dropped = self._drops.take(len(groups))
+        dropped = self._drops.take(groups)
         self._step_ended_ns, self._seconds = now_ns, {}
         for _ in range(TURNS):
             await asyncio.sleep(0)

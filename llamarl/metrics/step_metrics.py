@@ -252,13 +252,17 @@ class Drops:
 
     def __init__(self) -> None:
         self.total: Counter[str] = Counter()
-        self.num_ready = 0
-        """Groups worth training on that no step has taken yet."""
+        self._ready: set[int] = set()  # group ids
         self._rollouts: Counter[str] = Counter()
         self._current: dict[str, list[Group]] = defaultdict(list)
         self._window: deque[str | None] = deque(maxlen=WINDOW_GROUPS)  # None: not dropped
         self._latest: dict[str, Group] = {}
         self._warned: set[str] = set()
+
+    @property
+    def num_ready(self) -> int:
+        """Groups worth training on that no step has taken yet."""
+        return len(self._ready)
 
     @property
     def num_current(self) -> int:
@@ -271,19 +275,19 @@ class Drops:
         self._rollouts.update(group.dropped.values())
         self._window.append(reason)
         if reason is None:
-            self.num_ready += 1
+            self._ready.add(group.group_id)
         else:
             self.total[reason] += 1
             self._current[reason].append(group)
             self._latest[reason] = group
             self._warn()
 
-    def take(self, num_trained: int) -> dict[str, list[Group]]:
-        """The groups dropped since the last call, by reason, at a step that trained `num_trained`.
+    def take(self, trained: Sequence[Group]) -> dict[str, list[Group]]:
+        """The groups dropped since the last call, by reason, at a step that learnt from `trained`.
 
         Includes every reason met since the start, so that its curve falls back to 0.
         """
-        self.num_ready -= num_trained
+        self._ready.difference_update(group.group_id for group in trained)
         current, self._current = self._current, defaultdict(list)
         return {reason: current[reason] for reason in self.total}
 

@@ -79,8 +79,9 @@ def summarize(run_dir: str | Path) -> Summary:
     and for the last one.
     steps: versions trained, also if a storage unit that was lost had all rollouts of one. wall_s:
     from the first process's start to the last span, summed over sessions of a resumed run.
-    tokens_per_s: response tokens of the rollouts trained, per second of the steps' time.
-    staleness_*: over trained tokens (those masked as too old are not trained).
+    tokens_per_s: response tokens of the rollouts trained, once for each step that used them, per
+    second of the steps' time.
+    staleness_*: over trained tokens (those masked as too old are not trained), at their last use.
     groups_dropped: reason -> groups of which nothing was trained. both_busy_share and executors
     (busy and wait shares, mean over the executor's processes): shares of the time from the first
     step's start to the last one's end.
@@ -148,7 +149,7 @@ class ArchivedRollouts:
     def _add_trained(self, line: dict[str, Any]) -> None:
         self.versions.add(line["version"])
         self.num_trained += 1
-        self.num_tokens += line["num_tokens"]
+        self.num_tokens += line["num_tokens"] * line.get("num_uses", 1)
         self.num_mixed += len({version for version, _ in line["spans"]}) > 1
         for version, num_tokens in line["spans"]:
             if version >= line["oldest_version"]:

@@ -57,6 +57,8 @@ ELSEWHERE = {
     "algorithm.tau_negative": "sapo_temperature_neg tau_neg",
     "algorithm.rho": "importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold "
     "vllm_importance_sampling_cap rollout_is",
+    "algorithm.proximal": "prox_logp_method use_decoupled_loss recompute_logprob bypass_mode",
+    "algorithm.proximal_rho": "behav_imp_weight_cap behave_imp_weight_cap",
     "algorithm.clip_low": "epsilon clip_ratio clip_ratio_low eps_clip cliprange",
     "algorithm.clip_ratio_c": "delta",
     "algorithm.clip_high": "epsilon_high clip_ratio_high eps_clip_high",
@@ -71,6 +73,9 @@ ELSEWHERE = {
     "generator.kv_cache_bytes": "gpu_memory_utilization vllm_gpu_memory_utilization",
     "trainer.groups_per_step": "train_batch_size batch_size rollout_batch_size ppo_mini_batch_size "
     "per_device_train_batch_size generation_batch_size global_batch_size",
+    "trainer.num_mini_batches": "steps_per_generation ppo_n_minibatches steps_per_batch "
+    "mini_batches num_minibatches",
+    "trainer.num_passes": "num_iterations ppo_epochs update_epochs num_ppo_epochs",
     "trainer.tokens_per_micro_batch": "ppo_max_token_len_per_gpu max_tokens_per_gpu "
     "ppo_micro_batch_size_per_gpu micro_batch_size gradient_accumulation_steps",
     "trainer.compute_dtype": "bf16 mixed_precision param_dtype torch_dtype",
@@ -90,7 +95,7 @@ ELSEWHERE = {
     "trainer.reshard_after": "reshard_after_forward",
     "trainer.replicate": "dp_replicate hsdp_replicate",
     "staleness.max_staleness": "max_head_offpolicyness staleness_threshold max_off_policy_steps "
-    "max_async_level steps_per_generation",
+    "max_async_level",
     "placement.colocated": "colocate vllm_mode colocate_all hybrid_engine",
     "cluster.num_hosts": "nnodes num_nodes",
     "cluster.num_gpus_per_host": "n_gpus_per_node num_gpus_per_node gpus_per_node",
@@ -104,7 +109,6 @@ ELSEWHERE = {
 }
 """Keys and groups, and the names of the same in TRL, verl and others."""
 NOT_HERE = {
-    "a batch is always trained in one optimizer step": "num_iterations ppo_epochs",
     "a group's mean reward is the baseline, there is no critic": "critic value_model vf_coef "
     "cliprange_value gae_lambda lam gamma",
 }

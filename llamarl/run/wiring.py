@@ -30,11 +30,12 @@ from llamarl.loop.controller import Controller
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.engines import Engines, Rules
 from llamarl.loop.evaluation import Evaluator
-from llamarl.loop.gate import Gate, Room
+from llamarl.loop.gate import Gate
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.nearby_units import Neighbours
 from llamarl.loop.part_size import PartSize
 from llamarl.loop.rollouts import Rollouts
+from llamarl.loop.room import Room
 from llamarl.loop.saver import Saver
 from llamarl.loop.skew import Skew
 from llamarl.loop.speeds import Speeds
@@ -172,6 +173,9 @@ class Wiring:
             late=config.staleness.late,
             carry_over_groups=config.staleness.carry_over_groups,
             max_drops_in_row=config.algorithm.max_drops_in_row,
+            num_mini_batches=config.trainer.num_mini_batches,
+            num_passes=config.trainer.num_passes,
+            looks_ahead=config.algorithm.proximal == "recompute",
             sampler=make_sampler(config.experience.sampler, self.inputs.task),
             prompts=make_prompts(config, self.inputs, state),
             spans=self.spans,

@@ -80,7 +80,9 @@ def assert_losses(
     run: Ended,
     algorithm: str,
     tolerance: float,
+    *,
     mask: Callable[[Sampled], Sampled] = lambda rollout: rollout,
+    is_decoupled: bool = False,
     **fields: Any,
 ) -> None:
     """The loss of every step is that of its archived rows by `algorithm`'s formula; `mask` takes
@@ -98,8 +100,10 @@ def assert_losses(
                 log_pi = row.get("trainer_logprobs", log_mu)
                 weights = [int(v >= row["oldest_version"]) for v in versions(row)]
                 log_ref = row.get("ref_logprobs", log_pi)
+                log_prox = row.get("proximal_logprobs", log_pi) if is_decoupled else None
                 blank = [0.0] * len(log_mu)
-                rollout = mask(Sampled(log_pi, log_mu, log_ref, blank, weights, advantage))
+                columns = log_pi, log_mu, log_ref, blank
+                rollout = mask(Sampled(*columns, weights, advantage, log_prox))
                 rollouts.append(rollout)
                 assert row.get("loss_weights", rollout.weights) == rollout.weights
         assert len(rollouts) == GROUPS * SIZE

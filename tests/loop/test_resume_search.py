@@ -27,7 +27,7 @@ from llamarl.types import Prompt
 from tests.fakes import WatchedStorage
 from tests.loop.combinations import draw
 from tests.loop.loop import Loop
-from tests.loop.test_loop_search import LIMIT_S, check, perform
+from tests.loop.test_loop_search import LIMIT_S, check, perform, steps_before
 from tests.random_search import case, searched
 
 ARCHIVE, KEPT = "archive/rollouts-0.jsonl", "archive/kept-0.jsonl"
@@ -104,6 +104,7 @@ class History:
     group_of: dict[int, int] = field(default_factory=dict)  # by row
     loop_of: dict[int, Loop] = field(default_factory=dict)  # by version that was trained
     share_of: dict[int, float] = field(default_factory=dict)  # that was to be kept, by row
+    used: dict[int, set[int]] = field(default_factory=dict)  # rows by version that learnt from them
 
     def add(self, loop: Loop) -> None:
         """A session, which began with what is known so far, is over."""
@@ -111,6 +112,10 @@ class History:
         self.group_of |= loop.group_of
         self.share_of |= dict.fromkeys(loop.prompt_of, loop.keep_rollouts)
         self.loop_of |= dict.fromkeys(range(loop.state.get("version", 0), loop.num_steps), loop)
+        again = {version: set[int]() for version in range(loop.trainer.version + 1)}
+        for batch in loop.batches:
+            again[batch.version] |= {row.row_id for row in batch.rows}
+        self.used |= {version: rows for version, rows in again.items() if rows}
 
     def cut(self, state: dict[str, Any]) -> None:
         """The next session begins with `state`: what came after it is repeated."""
@@ -133,6 +138,10 @@ class History:
         self.check_kept(lines, read_lines(folder, KEPT, ends))
         assert max((line["row_id"] for line in lines), default=-1) < state.get("next_row_id", 0)
         self.check_steps(lines, version)
+        trained = {line["row_id"] for line in lines if line["outcome"] == "trained"}
+        for each in range(version):
+            is_again = self.loop_of[each].sampler == "task"  # then some are used later too
+            assert is_again or self.used[each] <= trained, "learnt from, and not in the archive"
         evaluated = {line["version"] for line in lines if line["outcome"] == "evaluated"}
         assert max(evaluated, default=-1) == state.get("evaluated", -1)
         self.check_prompts(lines, state)
@@ -182,13 +191,16 @@ class History:
             step = [line for line in trained if line["version"] == version]
             groups = {self.group_of[line["row_id"]] for line in step}
             is_whole = len(groups) == loop.groups_per_step
-            assert is_whole or (loop.sampler == "task" and len(groups) < loop.groups_per_step)
+            # Lines tell of the last use only.
+            is_last = steps_before(loop, version)[1] == loop.num_passes - 1
+            may_be_less = loop.sampler == "task" or not is_last
+            assert is_whole or (may_be_less and len(groups) < loop.groups_per_step)
             wanted = {row for group in groups for row in rows_of[group]} - left_out
             assert {line["row_id"] for line in step} == wanted
             oldest = version - loop.max_staleness
             assert {line["oldest_version"] for line in step} <= {oldest}
             if loop.late == "wait":
-                assert min(span[0] for line in step for span in line["spans"]) >= oldest
+                assert all(span[0] >= oldest for line in step for span in line["spans"])
 
     def check_prompts(self, lines: list[dict[str, Any]], state: dict[str, Any]) -> None:
         """Those drawn so far are done or open, and each is once."""
@@ -268,6 +280,9 @@ def play(rng: random.Random, root: Path) -> None:
         history.check_all(folder)
         before, state = state, resume(loop, folder)
         assert before.get("version", 0) <= state.get("version", 0) <= loop.trainer.version
+        saved = state.get("version", 0)
+        is_between = steps_before(loop, saved)[1:] == (0, 0) or saved == loop.saver.last
+        assert is_between or session.ending != "kill", "saved amid a batch"
         if session.ending in SAVING:
             assert state.get("version", 0) == loop.trainer.version, "what was learnt is saved"
         history.cut(state)

@@ -94,6 +94,19 @@ WRONG = [
     ("sampling.max_tokens=1024", "generator.max_model_len must hold"),
     ("sampling.rollouts_per_prompt=1", "sampling.rollouts_per_prompt must be at least 2"),
     ("staleness.carry_over_groups=1", "carry_over_groups must be 0 unless staleness.late=mask"),
+    (
+        "trainer.num_mini_batches=2 trainer.num_passes=2",
+        "staleness.max_staleness must be at least 3 with trainer.num_mini_batches=2 and "
+        "trainer.num_passes=2 (it counts optimizer steps, and so many come between the first and "
+        "the last one of a batch), got 1",
+    ),
+    (
+        "trainer.num_passes=2 staleness.late=mask experience.sampler=task",
+        "experience.sampler must be admission or group_complete with several optimizer steps",
+    ),
+    ("trainer.num_passes=0", "trainer.num_passes must be at least 1, got 0"),
+    ("algorithm.proximal=always", "algorithm.proximal must be one of none, recompute, interp"),
+    ("algorithm.proximal_rho=0.5", "algorithm.proximal_rho must be at least 1, got 0.5"),
     ("staleness.max_staleness=-1", "staleness.max_staleness must be at least 0"),
     ("staleness.late=never", "staleness.late must be one of wait, mask, got 'never'"),
     ("reward.functions=[exact,format]", "reward.weights must have one weight per function"),

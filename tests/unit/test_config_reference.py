@@ -97,7 +97,7 @@ def test_the_last_part_of_a_key_and_a_path_from_elsewhere_are_explained(
 
 
 def test_a_key_without_counterpart_is_explained_and_refused_with_the_reason() -> None:
-    assert "No key here: a batch is always trained in one" in reference().about("num_iterations")
+    assert "No key here: a group's mean reward is the baseline" in reference().about("gae_lambda")
     reasons = [reference().reason_without(name) for name in ("critic.lr", "algorithm.lam")]
     assert reasons == ["a group's mean reward is the baseline, there is no critic"] * 2
     assert reference().reason_without("trainer.lr") is None

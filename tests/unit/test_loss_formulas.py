@@ -48,6 +48,7 @@ def ours(config: AlgorithmConfig, rollouts: list[Sampled], dtype=torch.float64) 
         rollout_index=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
         rollout_lengths=torch.tensor(lengths),
         ref_logprobs=packed("log_ref"),
+        proximal_logprobs=packed("log_prox") if rollouts[0].log_prox else None,
     )
     divisor = denominator(sum(lengths), len(lengths), MAX_TOKENS, config)
     loss = policy_loss(inputs, config).loss / divisor

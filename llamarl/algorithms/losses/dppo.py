@@ -68,7 +68,7 @@ ALGORITHMS = {"dppo_tv": DPPOTVConfig, "dppo_kl": DPPOKLConfig}
 def loss(inputs: LossInputs, config: DPPOConfig) -> LossTerms:
     """The loss, and the tokens that are masked or above rho, [N] each."""
     ratio = inputs.ratio.detach()
-    log_pi, log_mu = inputs.trainer_logprobs.detach(), inputs.generator_logprobs
+    log_pi, log_mu = inputs.trainer_logprobs.detach(), inputs.centre_logprobs
     moved = log_pi.exp() - log_mu.exp()
     size = binary_kl(log_pi, log_mu) if isinstance(config, DPPOKLConfig) else moved.abs()
     is_high = (inputs.advantages > 0) & (moved > 0) & (size > config.divergence_high)

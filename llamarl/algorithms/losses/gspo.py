@@ -24,8 +24,8 @@ Measured: the quickstart with staleness.max_staleness=0 (15 tokens per rollout) 
 the first step's tokens under the paper's bounds and 2 % under these with a bfloat16 generator,
 44 % and 3 % with int8.
 
-Log-probs recomputed in the trainer would give s = 1 always, because there is one optimizer step per
-batch: nothing would be clipped. So the bounds are just above the noise instead; they clip a rollout
+With algorithm.proximal=recompute s holds no such noise: it is 1 in the first step of a batch, and
+the paper's bounds fit the others. Without, the bounds are just above the noise; they clip a rollout
 whose tokens moved by 2 % on average. A run warns if its first step clips (`loss_metrics.py`).
 """
 

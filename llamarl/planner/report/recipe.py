@@ -233,8 +233,10 @@ def _renewed(section: T, written: Mapping[str, Any]) -> T:
 
 def _other_staleness(config: Config) -> tuple[str, Config]:
     """The recipe on-policy; or, if it is, as far ahead as recipes usually are."""
-    is_sync = config.staleness.max_staleness == 0
-    staleness = replace(config.staleness, max_staleness=int(is_sync))
+    num_steps = config.trainer.steps_per_batch
+    is_sync = config.staleness.max_staleness == num_steps - 1
+    other = num_steps - 1 + num_steps * is_sync
+    staleness = replace(config.staleness, max_staleness=other)
     return ASYNC if is_sync else SYNC, replace(config, staleness=staleness)
 
 

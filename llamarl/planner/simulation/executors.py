@@ -193,6 +193,16 @@ class SimulatedTrainer(Layouts):
             self._end_idle("batch")
             await self._compute(self._costs.part_s + self._passes_s(batch), "accumulate")
 
+    async def store_proximal(self, batch: Batch) -> None:
+        async with self._lock:
+            await self._travel()
+            assert batch.version == self.version, (batch.version, self.version)
+            assert not self._away, f"computed while {self._away} are off the device"
+            await self._cores.work(self._costs.store_row_s * len(batch.rows))
+            self._end_idle("batch")
+            passes_s = self._passes_s(batch) * self._costs.forward_share
+            await self._compute(self._costs.part_s + passes_s, "proximal")
+
     async def step(self) -> StepStats:
         async with self._lock:
             await self._travel()
