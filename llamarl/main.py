@@ -20,7 +20,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
@@ -47,6 +47,7 @@ from llamarl.recipe.composition import (
     to_config,
     to_yaml,
 )
+from llamarl.recipe.local_inputs import with_local_files
 from llamarl.run import control
 from llamarl.view import page
 
@@ -248,8 +249,10 @@ def _run(
             console = Console()
             show_warnings(console, shows_user_code=config.cluster.backend == "inline")
 
+            config, pinned = with_local_files(config, command[1], run_dir)
+
             def write() -> None:
-                write_provenance(run_dir, _alone(command), to_yaml(composed))
+                write_provenance(run_dir, _alone(command, pinned), to_yaml(composed, pinned))
                 logs.enter_context(kept_log(run_dir))
 
             work = job(config, run_dir, console, write)
@@ -266,12 +269,16 @@ def _run(
             _exit(_report(error, run_dir if is_run else None), command, run_dir)
 
 
-def _alone(command: list[str]) -> list[str]:
-    """What does the present job again, wherever the program is: of a multirun, that job alone."""
+def _alone(command: list[str], pinned: Mapping[str, Any]) -> list[str]:
+    """What does the present job again, wherever the program is and whatever a branch of the Hub has
+    become: of a multirun, that job alone."""
     program, name, *arguments = command
     if MULTIRUN_FLAGS & set(arguments):
         arguments = arguments_of_job(arguments)
-    return [find_program(program), name, *arguments]
+    replaced = tuple(f"{key}=" for key in pinned)
+    arguments = [each for each in arguments if not each.startswith(replaced)]
+    values = {k: f"[{','.join(v)}]" if isinstance(v, list) else v for k, v in pinned.items()}
+    return [find_program(program), name, *arguments, *(f"{k}={v}" for k, v in values.items())]
 
 
 def _raise_open_files() -> None:

@@ -10,10 +10,11 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import hydra
 import yaml
@@ -186,9 +187,12 @@ def to_config(composed: DictConfig) -> Config:
     return config
 
 
-def to_yaml(composed: DictConfig) -> str:
-    """The composed recipe as one YAML document, every value spelt out."""
-    return OmegaConf.to_yaml(composed, resolve=True)
+def to_yaml(composed: DictConfig, values: Mapping[str, Any] | None = None) -> str:
+    """The composed recipe as one YAML document, every value spelt out; some with other `values`."""
+    written = composed.copy()
+    for key, value in (values or {}).items():
+        OmegaConf.update(written, key, value)
+    return OmegaConf.to_yaml(written, resolve=True)
 
 
 def _divide(arguments: list[str]) -> tuple[list[str], list[str]]:

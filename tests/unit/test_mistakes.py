@@ -182,7 +182,7 @@ WRONG_COMMANDS = [
     ([*PLAN, "model.architecture=null"], "the checkpoint must be an existing folder"),
     (
         [*PLAN, "model.architecture=null", "model.checkpoint=Qwen/Qwen2.5-0.5B"],
-        "Hub: `hf download Qwen/Qwen2.5-0.5B --local-dir /",
+        "Hub: model.checkpoint=hf:Qwen/Qwen2.5-0.5B)",
     ),
     (
         [*PLAN, "plan.prompt_tokens=1024"],
