@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -255,7 +255,7 @@ def _check_groups(overrides: list[str]) -> None:
         if choices is not None and not override.is_sweep_override():
             value = override.value()
             if not (isinstance(value, str | dict) or override.is_delete()):
-                raise ValueError(wrong_choice(override.key_or_group, value, choices))
+                raise ValueError(_wrong_choice(override.key_or_group, value, choices))
 
 
 def _explain(error: BaseException, recipe: Path | None) -> str:
@@ -280,10 +280,12 @@ def _explain(error: BaseException, recipe: Path | None) -> str:
         case MissingConfigException(missing_cfg_file=str(name)):
             group, _, choice = name.rpartition("/")
             if choices := reference().groups.get(group):
-                return _line_with(recipe, choice) + wrong_choice(group, choice, choices)
+                return _line_with(recipe, choice) + _wrong_choice(group, choice, choices)
             return f"{_line_with(recipe, name)}defaults must name files, got {name!r}"
         case ConfigKeyError() | ConfigAttributeError():
-            return place + _unknown_key(full_key, error.object_type_str or "")
+            written = re.match(r"Could not override '([^']+)'", words)
+            key = written[1] if written and written[1].startswith(full_key) else full_key
+            return place + _unknown_key(key, error.object_type_str or "")
         case ValidationError() if full_key:
             return place + _wrong_type(full_key, error)
         case MissingMandatoryValue() if full_key:
@@ -315,6 +317,12 @@ def _syntax_error(error: yaml.YAMLError, name: str) -> str:
     path = mark.name if Path(mark.name).is_file() else name
     mistake = f"a mistake at column {mark.column + 1}: {getattr(error, 'problem', '')}"
     return f"{path}:{mark.line + 1}: must be YAML, got {mistake}"
+
+
+def _wrong_choice(group: str, choice: object, choices: Iterable[str]) -> str:
+    if reason := reference().reason_without(str(choice)):
+        return f"{group} must be one of {', '.join(choices)}, got {choice!r}: {reason}"
+    return wrong_choice(group, choice, choices)
 
 
 def _unknown_key(key: str, section: str) -> str:

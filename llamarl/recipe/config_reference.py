@@ -1,20 +1,18 @@
 """The reference of the config: every key with its type, default, limits and meaning.
 
 Owns: the description of each key, and which key an unknown name probably stands for. Does not own:
-fields, defaults or meanings, which are taken from the dataclasses and the texts under their fields.
+fields, defaults or meanings, which are taken from the dataclasses and the texts under their fields
+(`field_texts.py`), or why there is no key for something (`absent_names.py`).
 Invariant: standard library and YAML only, so help costs milliseconds.
 """
 
-import ast
 import dataclasses
 import difflib
-import inspect
 import shutil
 import textwrap
 import typing
 from collections.abc import Mapping
-from functools import cache, cached_property
-from itertools import pairwise
+from functools import cached_property
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -22,7 +20,9 @@ from typing import Any
 import yaml
 
 from llamarl import config
-from llamarl.config.check import did_you_mean, limits_of
+from llamarl.config.check import did_you_mean
+from llamarl.recipe.absent_names import FOREIGN_SECTIONS, NOT_HERE
+from llamarl.recipe.field_texts import limit_words, meaning_of, summary_of
 
 ELSEWHERE = {
     "run_dir": "output_dir default_local_dir logging_dir",
@@ -34,6 +34,7 @@ ELSEWHERE = {
     "data.prompt_field": "prompt_key prompt_column",
     "data.chat": "apply_chat_template chat_template",
     "data.system": "system_prompt",
+    "data.shuffle": "shuffle_dataset",
     "data.max_prompt_tokens": "max_prompt_length max_prompt_len",
     "data.too_long": "filter_overlong_prompts truncation",
     "reward": "reward_funcs reward_fn custom_reward_function reward_function",
@@ -69,8 +70,10 @@ ELSEWHERE = {
     "trainer.tokens_per_micro_batch": "ppo_max_token_len_per_gpu max_tokens_per_gpu "
     "ppo_micro_batch_size_per_gpu micro_batch_size gradient_accumulation_steps",
     "trainer.compute_dtype": "bf16 mixed_precision param_dtype torch_dtype",
+    "trainer.compile": "use_torch_compile torch_compile",
     "trainer.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
     "trainer.lr": "learning_rate actor_lr",
+    "trainer.optimizer": "optim optimizer_impl",
     "trainer.betas": "adam_beta1 adam_beta2",
     "trainer.eps": "adam_epsilon adam_eps",
     "trainer.warmup_steps": "lr_warmup_steps num_warmup_steps",
@@ -81,6 +84,8 @@ ELSEWHERE = {
     "trainer.replicate": "dp_replicate hsdp_replicate",
     "staleness.max_staleness": "max_head_offpolicyness staleness_threshold max_off_policy_steps "
     "max_async_level steps_per_generation",
+    "placement.offload": "param_offload optimizer_offload offload_policy free_cache_engine "
+    "vllm_enable_sleep_mode",
     "placement.colocated": "colocate vllm_mode colocate_all hybrid_engine",
     "cluster.num_hosts": "nnodes num_nodes",
     "cluster.num_gpus_per_host": "n_gpus_per_node num_gpus_per_node gpus_per_node",
@@ -93,15 +98,6 @@ ELSEWHERE = {
     "metrics.sample_rollouts": "num_completions_to_print",
 }
 """Keys and groups, and the names of the same in TRL, verl and others."""
-NOT_HERE = {
-    "a batch is always trained in one optimizer step": "num_iterations ppo_epochs",
-    "all weights are trained, there are no adapters": "lora peft lora_rank lora_alpha lora_r "
-    "lora_target_modules lora_dropout use_peft peft_config lora_adapter_path",
-    "a group's mean reward is the baseline, there is no critic": "critic value_model vf_coef "
-    "cliprange_value gae_lambda lam gamma",
-}
-"""Why there is no such key, and the names in TRL, verl and others."""
-
 TYPES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null"}
 WANTED = {
     "int": "a whole number",
@@ -210,8 +206,8 @@ class KeyReference:
         return Key(
             name=f"{section}.{name}".lstrip("."),
             type=_type_words(typing.get_type_hints(kind)[name]),
-            limits=_limit_words(kind, name),
-            meaning=_meaning(kind, name),
+            limits=limit_words(kind, name),
+            meaning=meaning_of(kind, name),
             defaults=defaults,
             choices=tuple(having),
             is_everywhere=len(having) == len(choices),
@@ -261,8 +257,9 @@ class KeyReference:
     def reason_without(self, name: str) -> str | None:
         """Why nothing here does what `name` does elsewhere; None where that is not known."""
         words = {*name.split(".")}
-        found = (reason for reason, names in NOT_HERE.items() if words & {*names.split()})
-        return next(found, None)
+        found = (why for why, names in NOT_HERE.items() if words & {*names.split()})
+        sections = (why for why, names in FOREIGN_SECTIONS.items() if name in names.split())
+        return next(found, None) or next(sections, None)
 
     def _with_leaf(self, name: str) -> list[str]:
         """The keys whose last part is that of `name`, unless its first part is a section here."""
@@ -274,10 +271,10 @@ class KeyReference:
     def _section_text(self, name: str) -> str:
         choices = self.sections[name]
         base = typing.get_type_hints(config.Config)[name]
-        lines = [f"== {name}: {_summary(base)}"]
+        lines = [f"== {name}: {summary_of(base)}"]
         for choice, each in choices.items() if name in self.groups else ():
             sets = ", ".join(f"{key}: {_as_yaml(value)}" for key, value in each.values.items())
-            said = _summary(each.section) if each.section is not base else ""
+            said = summary_of(each.section) if each.section is not base else ""
             words = f"{name}={choice}  {said}{f' Sets {sets}.' if sets else ''}"
             lines.append(_indented(words.strip()))
         head = "\n".join(lines)
@@ -295,38 +292,19 @@ class KeyReference:
         close = difflib.get_close_matches(name, [*self.keys, *self.sections], n=1, cutoff=0.8)
         leaves = {key.rpartition(".")[2]: key for key in reversed(self.keys)}
         near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
-        return close or [leaves[each] for each in near]
+        around = _first_elsewhere(name.split(".")[-2::-1])
+        return close or around or [leaves[each] for each in near]
 
 
 def _elsewhere(name: str) -> list[str]:
     """The key that a name from elsewhere stands for, in full or by its last part; or none."""
-    for words in (name, name.rpartition(".")[2]):
-        if known := [key for key, names in ELSEWHERE.items() if words in names.split()]:
-            return known
-    return []
+    return _first_elsewhere([name, name.rpartition(".")[2]])
 
 
-def _meaning(section: type, name: str) -> str:
-    """The text under a field, of this class or of one that it inherits from."""
-    classes = [each for each in section.__mro__ if each is not object]
-    texts = (_documents(inspect.getfile(each))[each.__name__].get(name) for each in classes)
-    return next((text for text in texts if text), "")
-
-
-@cache
-def _documents(path: str) -> dict[str, dict[str, str]]:
-    """Class -> field -> the text under it, as one line, of all classes in a file."""
-    body = ast.parse(Path(path).read_text()).body
-    return {node.name: _field_texts(node.body) for node in body if isinstance(node, ast.ClassDef)}
-
-
-def _field_texts(body: list[ast.stmt]) -> dict[str, str]:
-    texts = {}
-    for item, after in pairwise(body):
-        match item, after:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
-                texts[name] = " ".join(str(text).split())
-    return texts
+def _first_elsewhere(names: list[str]) -> list[str]:
+    """The key that the first of these stands for which stands for any."""
+    each = ([key for key, words in ELSEWHERE.items() if name in words.split()] for name in names)
+    return next((found for found in each if found), [])
 
 
 def _selected(entries: list[Any]) -> dict[str, str]:
@@ -358,19 +336,6 @@ def _type_words(hint: Any) -> str:
     if typing.get_origin(hint) is list:
         return f"list[{_type_words(typing.get_args(hint)[0])}]"
     return TYPES[hint]
-
-
-def _limit_words(section: type, name: str) -> str:
-    limits = limits_of(section, name)
-    if "most" not in limits:
-        return ""
-    words = "from" if "least" in limits else "above"
-    lowest = limits.get("least", limits.get("above"))
-    return f" {words} {lowest:.16g} to {limits['most']:.16g}"
-
-
-def _summary(section: type) -> str:
-    return " ".join((section.__doc__ or "").split())
 
 
 def _indented(text: str) -> str:
