@@ -38,6 +38,7 @@ from llamarl.config.check import require, require_choice
 from llamarl.errors import NoGenerator, TaskError, unwrap
 from llamarl.metrics.rendering import find_program, resume_command, shorten
 from llamarl.metrics.summary import WriteProvenance, write_provenance
+from llamarl.recipe import model_report, new_recipe
 from llamarl.recipe.composition import (
     MULTIRUN_FLAGS,
     DictConfig,
@@ -68,13 +69,17 @@ COMMANDS = {
     "check": "try the executors of a recipe on this machine, against what the CPU says",
     "graph": "print a recipe's dataflow: its stages, where they run, what goes between them",
     "launch": "print what starts a recipe on cluster.scheduler",
+    "new": "write a recipe of ten lines for a model, data and a reward (new --help)",
+    "models": "list the families of models; with a folder or hf:ORG/NAME, what runs it",
     "config": "list the keys of a recipe with their meanings; with KEY or a section, describe it",
     "status": "say what a run at work does: versions, load, faults (status --help)",
     "scale": "add generator replicas to a run at work, or remove some (scale --help)",
     "view": "write the rollouts that a run has kept as one page for a browser (view --help)",
     "worker": "serve one host of a run that is started elsewhere (worker --help)",
 }
-RUN_COMMANDS: dict[str, tuple[Callable[[list[str]], str], str]] = {  # and what their help says
+PLAIN_COMMANDS: dict[str, tuple[Callable[[list[str]], str], str]] = {  # no recipe; and their help
+    "new": (new_recipe.new, new_recipe.USAGE),
+    "models": (model_report.models, model_report.USAGE),
     "status": (control.status, control.USAGE["status"]),
     "scale": (control.scale, control.USAGE["scale"]),
     "view": (page.view, page.USAGE),
@@ -137,8 +142,8 @@ def _main(command: str, *arguments: str) -> None:
         from llamarl.cluster import daemon
 
         return daemon.main(list(arguments))
-    if command in RUN_COMMANDS:
-        words, usage = RUN_COMMANDS[command]
+    if command in PLAIN_COMMANDS:
+        words, usage = PLAIN_COMMANDS[command]
         asks_help = {"--help", "-h"} & set(arguments)
         return _show(usage if asks_help else words(list(arguments)))
     if {"--help", "-h"} & set(arguments):
@@ -248,7 +253,6 @@ def _run(
             _raise_open_files()
             console = Console()
             show_warnings(console, shows_user_code=config.cluster.backend == "inline")
-
             config, pinned = with_local_files(config, command[1], run_dir)
 
             def write() -> None:

@@ -27,9 +27,9 @@ from llamarl.recipe.field_texts import limit_words, meaning_of, summary_of
 ELSEWHERE = {
     "run_dir": "output_dir default_local_dir logging_dir",
     "num_steps": "max_steps total_training_steps num_train_steps train_steps",
-    "model.checkpoint": "model_name_or_path model_path model_id pretrained path",
+    "model.checkpoint": "model_name_or_path model_path model_id pretrained path model_revision",
     "model.tokenizer": "tokenizer_path tokenizer_name_or_path",
-    "data.prompts": "train_files train_file train_dataset dataset dataset_name",
+    "data.prompts": "train_files train_file train_dataset dataset dataset_name dataset_config",
     "data.held_out": "val_files eval_dataset eval_file test_files",
     "data.prompt_field": "prompt_key prompt_column",
     "data.chat": "apply_chat_template chat_template",

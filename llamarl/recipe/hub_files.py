@@ -50,7 +50,7 @@ def fetch_files(
             .resolved
         )
         pinned = name.at(commit)
-        sizes = _list_files(pinned, is_offline)
+    sizes = list_files(key, pinned, is_offline=is_offline)
     chosen = [*choose(sizes)]
     folder = _cached_folder(pinned)
     files = [folder / path for path in chosen]
@@ -68,9 +68,9 @@ def fetch_files(
     return files, pinned
 
 
-def _list_files(pinned: HubName, is_offline: bool) -> Mapping[str, int]:
+def list_files(key: str, pinned: HubName, *, is_offline: bool = False) -> Mapping[str, int]:
     """Path -> bytes of all files of a commit. Where neither cache nor Hub has the list, it is of
-    the files that are in the cache."""
+    the files that are in the cache. ValueError, in one line with `key`, if there is none."""
     from huggingface_hub import HfApi, RepoFile, get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -84,9 +84,11 @@ def _list_files(pinned: HubName, is_offline: bool) -> Mapping[str, int]:
     if is_offline:
         return there
     try:
-        tree = HfApi().list_repo_tree(repository, repo_type=kind, revision=commit, recursive=True)
-        return {each.path: each.size for each in tree if isinstance(each, RepoFile)}
-    except _errors():
+        with _explained(key, pinned):
+            api = HfApi()
+            tree = api.list_repo_tree(repository, repo_type=kind, revision=commit, recursive=True)
+            return {each.path: each.size for each in tree if isinstance(each, RepoFile)}
+    except ValueError:
         if not there:
             raise
         return there

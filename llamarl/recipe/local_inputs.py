@@ -79,14 +79,29 @@ def _keep(name: HubName, kept: Collection[HubName]) -> HubName:
     return same[0] if same and not name.is_pinned else name
 
 
+def path_here(key: str, text: str) -> Path | None:
+    """The file or folder that the value of a key means, if it is on this machine: a path, or a name
+    whose files were fetched before. ValueError for a name of a wrong form."""
+    if not is_hub_name(text):
+        return Path(text) if Path(text).exists() else None
+    kind: Kind = "dataset" if key in (PROMPTS, HELD_OUT) else "model"
+    name = read_name(key, text, kind)
+    with suppress(ValueError):
+        if kind == "model":
+            return fetch_model(key, name, has_weights=False, is_offline=True)[0]
+        return fetch_rows(key, name, TRAIN if key == PROMPTS else None, is_offline=True)[0]
+    return None
+
+
 def _find(config: Config, command: str, key: str, name: HubName) -> tuple[Path, HubName] | None:
     """The file or folder of `name`; None for what a forecast does without."""
     find: Callable[..., tuple[Path, HubName]]
     if key in (PROMPTS, HELD_OUT):
-        find = partial(_rows_of, key, name, TRAIN if key == PROMPTS else None)
+        find = partial(fetch_rows, key, name, TRAIN if key == PROMPTS else None)
     else:
-        choose = _is_architecture if key == ARCHITECTURE else _is_text
-        find = partial(_model_of, key, name, choose, key == CHECKPOINT and command != "plan")
+        choose = _is_architecture if key == ARCHITECTURE else is_text
+        has_weights = key == CHECKPOINT and command != "plan"
+        find = partial(fetch_model, key, name, choose, has_weights=has_weights)
     has_architecture = key == CHECKPOINT and config.model.architecture is not None
     if command == "plan" and (key == PROMPTS or has_architecture):
         with suppress(ValueError):
@@ -95,15 +110,28 @@ def _find(config: Config, command: str, key: str, name: HubName) -> tuple[Path, 
     return find()
 
 
-def _model_of(
+def is_text(path: str) -> bool:
+    """Whether a file of a model is config, index, tokenizer or licence: of the top folder, and no
+    code."""
+    parts = PurePosixPath(path).parts
+    if len(parts) == 2 and parts[0] in TOKENIZER_FILES:  # the folder of more chat templates
+        return path.endswith(TEXT_SUFFIXES)
+    is_tokenizer = any(fnmatchcase(path, pattern) for pattern in TOKENIZER_FILES)
+    is_licence = any(fnmatchcase(path, pattern) for pattern in LICENCES)
+    is_file = path.endswith(".json") or (is_tokenizer and path.endswith(TEXT_SUFFIXES))
+    return len(parts) == 1 and (is_file or is_licence)
+
+
+def fetch_model(
     key: str,
     name: HubName,
-    is_needed: Callable[[str], bool],
-    has_weights: bool,
+    is_needed: Callable[[str], bool] = is_text,
     *,
+    has_weights: bool,
     is_offline: bool = False,
 ) -> tuple[Path, HubName]:
-    """The folder of a model, with the files that are needed and perhaps the weights."""
+    """The folder of a model with the files that are needed, and perhaps the weights, and its name
+    with the commit. ValueError as `with_local_files`."""
 
     def choose_texts(paths: Collection[str]) -> list[str]:
         return [path for path in paths if is_needed(path)]
@@ -130,26 +158,15 @@ def _model_of(
     return folder, pinned
 
 
-def _is_text(path: str) -> bool:
-    """Whether it is config, index, tokenizer or licence: of the top folder, and no code."""
-    parts = PurePosixPath(path).parts
-    if len(parts) == 2 and parts[0] in TOKENIZER_FILES:  # the folder of more chat templates
-        return path.endswith(TEXT_SUFFIXES)
-    is_tokenizer = any(fnmatchcase(path, pattern) for pattern in TOKENIZER_FILES)
-    is_licence = any(fnmatchcase(path, pattern) for pattern in LICENCES)
-    is_file = path.endswith(".json") or (is_tokenizer and path.endswith(TEXT_SUFFIXES))
-    return len(parts) == 1 and (is_file or is_licence)
-
-
 def _is_architecture(path: str) -> bool:
     return path in (CONFIG_FILE, END_FILE)
 
 
-def _rows_of(
+def fetch_rows(
     key: str, name: HubName, split: str | None, *, is_offline: bool = False
 ) -> tuple[Path, HubName]:
-    """The file of a split, or a folder with its files in their order; `split` is that of a name
-    without one."""
+    """The file of a split, or a folder with its files in their order, and its name with the commit;
+    `split` is that of a name without one. ValueError as `with_local_files`."""
 
     def choose(paths: Collection[str]) -> list[str]:
         path = "/".join(name.path)

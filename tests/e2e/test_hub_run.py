@@ -60,3 +60,17 @@ def test_a_run_by_names_saves_its_commits_and_resumes_with_them(
         assert saved_names(tmp_path / "run") == expected
         assert not hub.asked
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.full
+def test_a_new_recipe_trains(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    inputs = [f"--model={CHECKPOINT}", f"--data={RECIPE / 'prompts.jsonl'}"]
+    inputs += [f"--held-out={RECIPE / 'held_out.jsonl'}", "--reward=task", "--device=cpu"]
+    code, out, err = finish(start("new", str(folder), *inputs))
+    assert code == 0, err
+    (command,) = [line.split() for line in out.splitlines() if line.startswith("try it:")]
+    given = [*command[command.index("train") :], f"run_dir={tmp_path}/run", *SMALL]
+    code, _, err = finish(start(*given))
+    assert code == 0, err
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()

@@ -21,31 +21,15 @@ from llamarl.recipe.inputs import (
     with_measured_prompts,
 )
 from llamarl.recipe.local_inputs import with_local_files
-from tests.hub_server import Hub, serving
+from tests.hub_server import Hub
 from tests.places import CHECKPOINT, RECIPE
 from tests.unit.composing import compose_recipe
-
-MODEL, DATA = "models/org/tiny", "datasets/org/sums"
-ROWS = [{"question": f"What is {i}+8?", "answer": str(i + 8)} for i in range(5)]
-JSONL = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()
-
-
-LINE = JSONL[: JSONL.index(b"\n") + 1]
-UNWANTED = ("pytorch_model.bin", "modeling_tiny.py", "tokenizer.pkl", "README.md", "x/y.json")
-WANTED = {"config.json", "tokenizer.json", "tokenizer_config.json"}
+from tests.unit.hub_client import DATA, JSONL, LINE, MODEL, ROWS, WANTED, client_of_hub
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with serving(Hub()) as hub:
-        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
-        files = {path.name: path.read_bytes() for path in CHECKPOINT.iterdir()}
-        hub.add(MODEL, files | dict.fromkeys(UNWANTED, b"{}"))
-        hub.add(DATA, {"train.jsonl": JSONL, "test.jsonl": LINE, "sums.py": b"", "x.csv": b""})
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with client_of_hub(tmp_path) as hub:
         yield hub
 
 
