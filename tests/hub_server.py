@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,13 +23,15 @@ FILE = re.compile(r"(?:/(datasets))?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 class Hub:
     """`repositories`: "models/ORG/NAME" -> commit -> path -> bytes; `branches`: such a name with
     "@main" -> commit. `gated`: those that refuse files. `cut`: paths whose next transfer breaks off
-    in the middle, so often. `wrong`: paths whose bytes are damaged on the way. `sizes`: what the
-    list says instead. `asked`: method and path of every request, `begins` of each transfer."""
+    in the middle, so often. `slow`: paths whose transfer takes a second per tenth. `wrong`: paths
+    whose bytes are damaged on the way. `sizes`: what the list says instead. `asked`: method and
+    path of every request, `begins` of each transfer."""
 
     repositories: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     cut: dict[str, int] = field(default_factory=dict)
+    slow: set[str] = field(default_factory=set)
     wrong: set[str] = field(default_factory=set)
     sizes: dict[str, int] = field(default_factory=dict)
     asked: list[tuple[str, str]] = field(default_factory=list)
@@ -145,6 +148,11 @@ def serving(hub: Hub) -> Iterator[Hub]:
                     hub.cut[path] -= 1
                     self.wfile.write(body[begin : begin + (len(body) - begin) // 2])
                     self.close_connection = True
+                elif path in hub.slow:
+                    step = len(body) // 10
+                    for start in range(0, len(body), step):
+                        self.wfile.write(body[start : start + step])
+                        time.sleep(1)
                 else:
                     self.wfile.write(body[begin:])
 

@@ -12,8 +12,9 @@ library compares sizes alone.
 import hashlib
 import os
 import shutil
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
@@ -21,6 +22,7 @@ from pathlib import Path
 from llamarl.config.check import require
 from llamarl.recipe.hub_names import HubName
 
+GRACE_S = 2.0  # for threads to remove what they have of a file when a signal ends the command
 MAX_THREADS = 8  # more would wait for the disk
 MAX_REASON_CHARS = 200
 HASHES = {64: "sha256", 40: "sha1"}  # by the digits of a file's name in the cache
@@ -36,7 +38,7 @@ def fetch_files(
     Fetches what the cache lacks, or nothing if `is_offline`. ValueError, in one line with `key`, if
     a file cannot be had, there is no room for all, or one holds other bytes than the Hub lists.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi
 
     with _explained(key, name):
         commit = (
@@ -57,15 +59,50 @@ def fetch_files(
     if missing := [path for path in chosen if not (folder / path).exists()]:
         _check_space(key, name, sum(sizes[path] for path in missing))
         with _explained(key, name):
-            snapshot_download(
-                name.repository,
-                repo_type=name.kind,
-                revision=commit,
-                allow_patterns=[escape(path) for path in missing],
-                local_files_only=is_offline,
-            )
+            _download(pinned, missing, is_offline)
     _verify(key, pinned, files)
     return files, pinned
+
+
+def _download(pinned: HubName, paths: list[str], is_offline: bool) -> None:
+    """Fetch these files; raises what the library does. It waits for its threads whatever happens,
+    so it has one here: a signal ends this call at once, and the threads at their next bytes."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import tqdm
+
+    is_ended = threading.Event()
+
+    class Bar(tqdm):
+        """What the library's threads call with all that they have fetched."""
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if is_ended.is_set():
+                raise InterruptedError("the command has ended")
+            return super().update(n)
+
+    def work() -> None:
+        try:
+            folder = snapshot_download(
+                pinned.repository,
+                repo_type=pinned.kind,
+                revision=pinned.revision,
+                allow_patterns=[escape(path) for path in paths],
+                local_files_only=is_offline,
+                tqdm_class=Bar,
+            )
+            done.set_result(folder)
+        except Exception as error:  # noqa: BLE001 - raised below
+            done.set_exception(error)
+
+    done: Future[str] = Future()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        done.result()
+    except (KeyboardInterrupt, SystemExit):
+        is_ended.set()
+        thread.join(GRACE_S)
+        raise
 
 
 def list_files(key: str, pinned: HubName, *, is_offline: bool = False) -> Mapping[str, int]:

@@ -54,7 +54,7 @@ def with_local_files(
     for a name that is wrong or cannot be had.
     """
     pinned: dict[str, Any] = {}
-    kept = _kept_names(run_dir) if config.checkpoint.resume == "auto" else []
+    resumed = run_dir if config.checkpoint.resume == "auto" else None
     for key in NEEDED.get(command, ()):
         value = attrgetter(key)(config)
         values = value if isinstance(value, list) else [value]
@@ -64,7 +64,7 @@ def with_local_files(
         paths, names = [*values], [*values]
         for i, text in enumerate(values):
             if is_hub_name(text):
-                name = _keep(read_name(key, text, kind), kept)
+                name = _keep(read_name(key, text, kind), resumed)
                 path, name = _find(config, command, key, name) or (text, name)
                 paths[i], names[i] = str(path), str(name)
         is_list = isinstance(value, list)
@@ -73,10 +73,10 @@ def with_local_files(
     return config, pinned
 
 
-def _keep(name: HubName, kept: Collection[HubName]) -> HubName:
-    """`name` with the commit that a run which resumes has had for it."""
-    same = [each for each in kept if name.at(str(each.revision)) == each]
-    return same[0] if same and not name.is_pinned else name
+def _keep(name: HubName, resumed: str | None) -> HubName:
+    """`name` with the commit that it has had in the run in this folder, which resumes."""
+    kept = [] if name.is_pinned else _kept_names(resumed)
+    return next((each for each in kept if name.at(str(each.revision)) == each), name)
 
 
 def path_here(key: str, text: str) -> Path | None:

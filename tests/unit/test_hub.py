@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,6 +161,22 @@ def test_a_transfer_that_breaks_off_goes_on_where_it_was(
     assert weights == (CHECKPOINT / "model.safetensors").read_bytes()
 
 
+@pytest.mark.full
+def test_ctrl_c_ends_a_transfer_at_once_and_leaves_no_part(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+    hub.slow.add("model.safetensors")
+    main = threading.get_ident()
+    threading.Timer(1.5, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+    begin_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        with_local_files(recipe(), "train")
+    assert time.monotonic() - begin_s < 5
+    assert "model.safetensors" in hub.fetched()
+    assert not [*tmp_path.rglob("*.incomplete")]
+
+
 def test_the_next_command_fetches_only_what_is_missing(hub: Hub) -> None:
     hub.wrong.add("model.safetensors")
     error_of(recipe())
@@ -253,6 +272,8 @@ def test_a_run_that_resumes_keeps_its_commits(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: [")
     with pytest.raises(ValueError, match=r"config\.yaml must be the config of the run, got"):
         with_local_files(resumed, "train", str(tmp_path))
+    no_names = compose_recipe(RECIPE, ["checkpoint.resume=auto"])
+    assert with_local_files(no_names, "train", str(tmp_path)) == (no_names, {})
 
 
 def test_the_files_of_a_split_are_read_in_their_order(hub: Hub) -> None:
