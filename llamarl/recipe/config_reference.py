@@ -241,12 +241,14 @@ class KeyReference:
         return "\n\n".join(texts) + "\n"
 
     def about(self, name: str) -> str:
-        """The text of a key, a section, a last part of keys, or a name from elsewhere, for which it
-        may be the reason that no key does it; ValueError for any other."""
+        """The text of a key, a section, a choice of a group, a last part of keys, or a name from
+        elsewhere, for which it may be the reason that no key does it; ValueError for any other."""
         if name in self.keys:
             return self.keys[name].text()
         if name in self.sections:
             return self._section_text(name)
+        if groups := [group for group, choices in self.groups.items() if name in choices]:
+            return "\n".join(self._choice_words(group, name) for group in groups)
         if reason := self.reason_without(name):
             return f"{name}\n{_indented(f'No key here: {reason}.')}"
         if meant := _elsewhere(name) or self._with_leaf(name):
@@ -272,14 +274,19 @@ class KeyReference:
         choices = self.sections[name]
         base = typing.get_type_hints(config.Config)[name]
         lines = [f"== {name}: {summary_of(base)}"]
-        for choice, each in choices.items() if name in self.groups else ():
-            sets = ", ".join(f"{key}: {_as_yaml(value)}" for key, value in each.values.items())
-            said = summary_of(each.section) if each.section is not base else ""
-            words = f"{name}={choice}  {said}{f' Sets {sets}.' if sets else ''}"
-            lines.append(_indented(words.strip()))
+        for choice in choices if name in self.groups else ():
+            lines.append(_indented(self._choice_words(name, choice)))
         head = "\n".join(lines)
         keys = [key.text() for key in self.keys.values() if key.name.startswith(f"{name}.")]
         return "\n\n".join([head, *keys])
+
+    def _choice_words(self, group: str, choice: str) -> str:
+        """`GROUP=CHOICE`, what it is for and the fields that it sets."""
+        each, base = self.groups[group][choice], typing.get_type_hints(config.Config)[group]
+        sets = ", ".join(f"{key}: {_as_yaml(value)}" for key, value in each.values.items())
+        said = [summary_of(each.section)] if each.section is not base else []
+        words = " ".join([*said, *([f"Sets {sets}."] if sets else [])])
+        return f"{group}={choice}  {words}".strip()
 
     def meant_by(self, name: str) -> list[str]:
         """The keys or groups that the unknown `name` may stand for, likeliest first."""

@@ -144,8 +144,9 @@ def _check_space(key: str, name: HubName, num_bytes: int) -> None:
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE).absolute()
-    there = next(folder for folder in (cache, *cache.parents) if folder.exists())
-    free = shutil.disk_usage(there).free
+    with _explained(key, name):
+        there = next(folder for folder in (cache, *cache.parents) if folder.exists())
+        free = shutil.disk_usage(there).free
     must = f"be in a cache with room for {num_bytes:,} bytes more (HF_HOME says where it is)"
     if free < num_bytes:
         raise ValueError(f"{key} must {must}, got {name} and {free:,} bytes free at {cache}")

@@ -98,6 +98,14 @@ def test_the_last_part_of_a_key_and_a_path_from_elsewhere_are_explained(
     assert reference().about(asked) == "\n\n".join(reference().keys[key].text() for key in keys)
 
 
+def test_the_choices_of_groups_are_explained() -> None:
+    for group, choices in reference().groups.items():
+        for choice in {*choices} - {*reference().sections}:
+            assert f"{group}={choice}" in reference().about(choice)
+    assert "Sets" in reference().about("colocated")
+    assert len(reference().about("task").splitlines()) == 2  # of algorithm and of reward
+
+
 def test_a_key_without_counterpart_is_explained_and_refused_with_the_reason() -> None:
     assert "No key here: a batch is always trained in one" in reference().about("num_iterations")
     reasons = [reference().reason_without(name) for name in ("lora.rank", "trainer.lora_rank")]
