@@ -13,7 +13,9 @@ class ModelConfig(Section):
     """The checkpoint, in the Hugging Face layout."""
 
     checkpoint: str = ""
-    """Folder with config.json and safetensors files; relative to the recipe's folder."""
+    """Folder with config.json and safetensors files; relative to the recipe's folder |
+    hf:ORG/NAME or hf:ORG/NAME@REVISION, a model of the Hugging Face Hub, which is fetched into the
+    cache of huggingface_hub."""
     architecture: str | None = None
     """Folder with a config.json of the same architecture, so that the recipe can be planned without
     the checkpoint; a run refuses a checkpoint that differs from it (except in the ids that end a
@@ -22,11 +24,11 @@ class ModelConfig(Section):
     """Folder of the tokenizer, if it is not the checkpoint's own."""
     adapter: str = ""
     """Folder of an adapter of this checkpoint to start from, as an export or the peft library
-    writes it; `trainer.lora` is then the adapter's, if it is not given. Empty: none, or adapters
-    that start without effect."""
+    writes it, or hf:ORG/NAME; `trainer.lora` is then the adapter's, if it is not given. Empty:
+    none, or adapters that start without effect."""
 
     def check(self) -> None:
-        self.require(bool(self.checkpoint), "checkpoint", "name a checkpoint folder")
+        self.require(bool(self.checkpoint), "checkpoint", "name a checkpoint folder or hf:ORG/NAME")
 
 
 @dataclass(kw_only=True)
@@ -34,8 +36,10 @@ class DataConfig(Section):
     """Where prompts come from."""
 
     prompts: str = ""
-    """Training prompts: a .jsonl or .parquet file, whose relative path starts at the recipe's
-    folder | task (what `prompts` in the recipe's own task.py makes)."""
+    """Training prompts: a .jsonl, .parquet or .arrow file or a folder of such, whose relative path
+    starts at the recipe's folder | hf:ORG/NAME, a data set of the Hub, with /SPLIT (else train),
+    /CONFIG/SPLIT or /FILE after it, and @REVISION at the end | task (what `prompts` in the recipe's
+    own task.py makes)."""
     held_out: str | None = None
     """Evaluation prompts in the same form; null skips evaluation."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -56,7 +60,7 @@ class DataConfig(Section):
     (such prompts of both files are left out, and a line says how many)."""
 
     def check(self) -> None:
-        self.require(bool(self.prompts), "prompts", "name a .jsonl or .parquet file, or task")
+        self.require(bool(self.prompts), "prompts", "name a file of prompts, hf:ORG/NAME or task")
         is_read = "task" in (self.prompts, self.held_out)
         must = "stay empty unless data.prompts or data.held_out is task"
         self.require(is_read or not self.options, "options", must)

@@ -1,9 +1,9 @@
 """Prompts: made of data rows, handed out in an order that can be resumed.
 
-Owns: the file formats (JSON lines, Parquet), their errors, and the order over epochs and after a
-resume. Does not own: rows that a task.py makes (`task_prompts.py`), or how often a prompt is used
-and when (the gate). Invariant: the prompt at a position is a pure function of the rows, the seed
-and the position.
+Owns: the file formats (JSON lines, Parquet, Arrow), their errors, and the order over epochs and
+after a resume. Does not own: rows that a task.py makes (`task_prompts.py`), or how often a prompt
+is used and when (the gate). Invariant: the prompt at a position is a pure function of the rows, the
+seed and the position.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ import logging
 from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -27,6 +28,7 @@ from llamarl.types import Prompt
 
 log = logging.getLogger(__name__)
 
+ARROW_MAGIC = b"ARROW1"  # begins a file of it, and not a stream
 SLACK = 10  # tokenizers drop blanks, and give one token to a word that they do not know
 NumberedRow = tuple[int, dict[str, Any]]
 """A data row and its number, from 1: the line of a .jsonl file, or the place of any other row."""
@@ -222,12 +224,29 @@ def messages_of(question: object, config: DataConfig) -> list[dict[str, Any]]:
 
 
 def read_rows(path: Path) -> Iterator[NumberedRow]:
-    """The rows of a .jsonl or .parquet file; ValueError, naming file and line, if malformed."""
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise ValueError(f"a prompt file must end in .jsonl or .parquet, got {str(path)!r}")
+    """The rows of a .jsonl, .parquet or .arrow file, or of all that a folder has, in the order of
+    their names and numbered on; ValueError, naming file and line, if malformed."""
+    if path.is_dir():
+        return _read_folder(path)
+    reader = READERS.get(path.suffix)
+    if reader is None:
+        must = "a prompt file must end in .jsonl, .parquet or .arrow"
+        raise ValueError(f"{must}, got {str(path)!r}")
     if not path.is_file():
         raise ValueError(f"the prompt file must exist, got {str(path)!r}")
-    return _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+    return reader(path)
+
+
+def _read_folder(folder: Path) -> Iterator[NumberedRow]:
+    files = sorted(path for path in folder.iterdir() if path.suffix in READERS)
+    if not files:
+        raise ValueError(f"a folder of prompts must hold {', '.join(READERS)} files, got {folder}")
+    last = 0
+    for path in files:
+        first = last
+        for number, row in read_rows(path):
+            last = first + number
+            yield last, row
 
 
 def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
@@ -246,16 +265,42 @@ def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
 
 
 def _read_parquet(path: Path) -> Iterator[NumberedRow]:
-    import pyarrow
     from pyarrow import parquet
 
+    with _arrow_errors(path, "Parquet"), parquet.ParquetFile(path) as file:
+        rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+        yield from enumerate(rows, start=1)
+
+
+def _read_arrow(path: Path) -> Iterator[NumberedRow]:
+    """Both forms: a stream, as data sets are saved, and a file with a table of contents."""
+    from pyarrow import ipc
+
+    with _arrow_errors(path, "Arrow"), path.open("rb") as file:
+        is_stream = file.read(len(ARROW_MAGIC)) != ARROW_MAGIC
+        file.seek(0)
+        reader = ipc.open_stream(file) if is_stream else ipc.open_file(file)
+        batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+
+
+@contextmanager
+def _arrow_errors(path: Path, kind: str) -> Iterator[None]:
+    import pyarrow
+
     try:
-        with parquet.ParquetFile(path) as file:
-            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
-            yield from enumerate(rows, start=1)
+        yield
     except (pyarrow.ArrowException, OSError) as error:  # a damaged page is an OSError
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path} must be a readable Parquet file, got: {reason}") from error
+        reason = (str(error).splitlines() or ["an empty file"])[0]
+        raise ValueError(f"{path} must be a readable {kind} file, got: {reason}") from error
+
+
+READERS: dict[str, Callable[[Path], Iterator[NumberedRow]]] = {
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}
+"""By the ending of a file."""
 
 
 def _show(value: object) -> str:

@@ -10,10 +10,11 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import hydra
 import yaml
@@ -39,7 +40,6 @@ from llamarl.config.pools import alone, named, pools_of
 from llamarl.config.rank_assignment import assign
 from llamarl.dataflow.samplers import check_sampler
 from llamarl.environments.rewards.functions import REWARDS, check_rewards
-from llamarl.models.adapter_inventory import read_lora
 from llamarl.recipe.config_reference import WANTED, Choice, KeyReference
 from llamarl.weights.transports.registry import TRANSPORTS, check_transport
 
@@ -173,9 +173,6 @@ def to_config(composed: DictConfig) -> Config:
     if not isinstance(config, Config):
         raise ValueError(WITHOUT_CONFIG)
     _refuse_added("", config)
-    adapter = Path(config.recipe_dir, config.model.adapter)
-    if config.model.adapter and not config.trainer.lora.is_used and adapter.is_dir():
-        config.trainer.lora = read_lora(adapter)
     check_names(config.algorithm)
     check_rewards(config.reward)
     for pool in pools_of(config.generator):
@@ -199,9 +196,12 @@ def _refuse_added(key: str, section: object) -> None:
         _refuse_added(full, value)
 
 
-def to_yaml(composed: DictConfig) -> str:
-    """The composed recipe as one YAML document, every value spelt out."""
-    return OmegaConf.to_yaml(composed, resolve=True)
+def to_yaml(composed: DictConfig, values: Mapping[str, Any] | None = None) -> str:
+    """The composed recipe as one YAML document, every value spelt out; some with other `values`."""
+    written = composed.copy()
+    for key, value in (values or {}).items():
+        OmegaConf.update(written, key, value)
+    return OmegaConf.to_yaml(written, resolve=True)
 
 
 def _divide(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -264,7 +264,7 @@ def _check_groups(overrides: list[str]) -> None:
         if choices is not None and not override.is_sweep_override():
             value = override.value()
             if not (isinstance(value, str | dict) or override.is_delete()):
-                raise ValueError(wrong_choice(override.key_or_group, value, choices))
+                raise ValueError(_wrong_choice(override.key_or_group, value, choices))
 
 
 def _explain(error: BaseException, recipe: Path | None) -> str:
@@ -289,10 +289,12 @@ def _explain(error: BaseException, recipe: Path | None) -> str:
         case MissingConfigException(missing_cfg_file=str(name)):
             group, _, choice = name.rpartition("/")
             if choices := reference().groups.get(group):
-                return _line_with(recipe, choice) + wrong_choice(group, choice, choices)
+                return _line_with(recipe, choice) + _wrong_choice(group, choice, choices)
             return f"{_line_with(recipe, name)}defaults must name files, got {name!r}"
         case ConfigKeyError() | ConfigAttributeError():
-            return place + _unknown_key(full_key, error.object_type_str or "")
+            written = re.match(r"Could not override '([^']+)'", words)
+            key = written[1] if written and written[1].startswith(full_key) else full_key
+            return place + _unknown_key(key, error.object_type_str or "")
         case ValidationError() if full_key:
             return place + _wrong_type(full_key, error)
         case MissingMandatoryValue() if full_key:
@@ -322,6 +324,12 @@ def _syntax_error(error: yaml.YAMLError, name: str) -> str:
     path = mark.name if Path(mark.name).is_file() else name
     mistake = f"a mistake at column {mark.column + 1}: {getattr(error, 'problem', '')}"
     return f"{path}:{mark.line + 1}: must be YAML, got {mistake}"
+
+
+def _wrong_choice(group: str, choice: object, choices: Iterable[str]) -> str:
+    if reason := reference().reason_without(str(choice)):
+        return f"{group} must be one of {', '.join(choices)}, got {choice!r}: {reason}"
+    return wrong_choice(group, choice, choices)
 
 
 def _unknown_key(key: str, section: str) -> str:

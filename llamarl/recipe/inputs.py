@@ -8,8 +8,6 @@ before a process starts.
 import hashlib
 import json
 import os
-import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -53,6 +51,7 @@ from llamarl.models.adapter_inventory import check_adapter
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.inventory import check_checkpoint, check_parallel
 from llamarl.models.other_architecture import AnyArchitecture
+from llamarl.recipe.hub_names import PREFIX, REPOSITORY
 from llamarl.recipe.task_source import load_task, read_graph, read_task
 from llamarl.task_file import FILE
 from llamarl.types import Prompt
@@ -63,7 +62,6 @@ SHAPES = "shapes"  # of an architecture: a checkpoint's tensors show them
 PROMPTS = "data.prompts"
 TASK = "task"  # in place of a file of prompts
 NUM_MEASURED = 256  # prompts; a plan needs only their mean length
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # ORGANISATION/MODEL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +215,7 @@ def with_measured_prompts(config: Config) -> Config:
     the prompts and the tokenizer are there. ValueError as for a run."""
     folder = _resolve(config, config.model.tokenizer or config.model.checkpoint)
     path = _place(config, config.data.prompts)
-    is_there = os.path.isfile(path) and os.path.isfile(Path(folder, "tokenizer.json"))
+    is_there = os.path.exists(path) and os.path.isfile(Path(folder, "tokenizer.json"))
     if config.plan.prompt_tokens or not is_there:
         return config
     tokenizer = load_tokenizer(folder)
@@ -264,12 +262,12 @@ def _check_allocator(config: Config) -> None:
 
 
 def _check_folder(config: Config, folder: str) -> None:
-    """ValueError with the command that downloads a model which is named as on the Hub."""
+    """ValueError, with its name, for what may be meant as a model of the Hub."""
     name = config.model.checkpoint
-    if HUB_NAME.fullmatch(name) and not os.path.isdir(folder):
+    if REPOSITORY.fullmatch(name) and not os.path.isdir(folder):
         raise ValueError(
             f"the checkpoint must be an existing folder, got {folder!r} (if {name} is a model of "
-            f"the Hub: `hf download {name} --local-dir {shlex.quote(folder)}` gets it)"
+            f"the Hub: model.checkpoint={PREFIX}{name})"
         )
 
 

@@ -20,7 +20,7 @@ from llamarl.environments.rewards.functions import REWARDS
 from llamarl.main import COMMANDS
 from llamarl.metrics.tensorboard import DESCRIPTIONS
 from llamarl.recipe.composition import reference
-from llamarl.recipe.config_reference import ELSEWHERE
+from llamarl.recipe.names_elsewhere import ELSEWHERE
 from tests.e2e.forks import Forks
 from tests.test_house import FILES, RANK, TREES, room
 from tests.unit.composing import compose_recipe
