@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from llamarl import __version__, jobs, reports
+from llamarl import __version__, jobs, merging, reports
 from llamarl.checkpoints import checkpoint
 from llamarl.checks.command import check
 from llamarl.cluster import ExecutorLost, exiting_process
@@ -71,12 +71,14 @@ COMMANDS = {
     "status": "say what a run at work does: versions, load, faults (status --help)",
     "scale": "add generator replicas to a run at work, or remove some (scale --help)",
     "view": "write the rollouts that a run has kept as one page for a browser (view --help)",
+    "merge": "add an adapter to the weights of its checkpoint (merge --help)",
     "worker": "serve one host of a run that is started elsewhere (worker --help)",
 }
 RUN_COMMANDS: dict[str, tuple[Callable[[list[str]], str], str]] = {  # and what their help says
     "status": (control.status, control.USAGE["status"]),
     "scale": (control.scale, control.USAGE["scale"]),
     "view": (page.view, page.USAGE),
+    "merge": (merging.merge, merging.USAGE),
 }
 
 OPTIONS = {  # of the commands that compose a recipe: name and value, what it does

@@ -25,4 +25,4 @@ from llamarl.config.run import (
     StalenessConfig,
     WeightsConfig,
 )
-from llamarl.config.trainer_keys import TrainerConfig, TransformersConfig
+from llamarl.config.trainer_keys import LoraConfig, TrainerConfig, TransformersConfig

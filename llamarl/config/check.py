@@ -37,13 +37,14 @@ def choice_of(choices: Sequence[str]) -> Any:
 class Section:
     """A dataclass of fields that check themselves, and a rule for those that depend on others.
 
-    `key` names it in a recipe: "data" for DataConfig and what inherits from it, "" for the root.
+    `key` names it in a recipe: "data" for DataConfig and what inherits from it, "" for the root, or
+    what the class itself says.
     """
 
     key = ""
 
     def __init_subclass__(cls) -> None:
-        if Section in cls.__bases__:
+        if Section in cls.__bases__ and "key" not in vars(cls):
             cls.key = cls.__name__.removesuffix("Config").lower()
 
     def __post_init__(self) -> None:

@@ -20,6 +20,10 @@ class ModelConfig(Section):
     completion)."""
     tokenizer: str | None = None
     """Folder of the tokenizer, if it is not the checkpoint's own."""
+    adapter: str = ""
+    """Folder of an adapter of this checkpoint to start from, as an export or the peft library
+    writes it; `trainer.lora` is then the adapter's, if it is not given. Empty: none, or adapters
+    that start without effect."""
 
     def check(self) -> None:
         self.require(bool(self.checkpoint), "checkpoint", "name a checkpoint folder")

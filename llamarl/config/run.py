@@ -219,6 +219,12 @@ class Config(Section):
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
 
+    @property
+    def has_reference_model(self) -> bool:
+        """True if a frozen copy of the model runs beside the policy. With adapters the policy is
+        its own reference."""
+        return self.algorithm.has_reference and not self.trainer.lora.is_used
+
     def check(self) -> None:
         self._check_episodes()
         self._check_pools()

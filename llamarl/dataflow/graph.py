@@ -251,7 +251,7 @@ def _shipped(config: Config) -> Iterator[Stage]:
         max_failure_rate=reward.max_failure_rate,
     )
     trained = [*written, ADVANTAGE, *algorithm.loss_columns]
-    if algorithm.has_reference:
+    if config.has_reference_model:
         yield Stage(INFER, FrozenModel(config.model.checkpoint), writes=[REF_LOGPROBS])
         trained.append(REF_LOGPROBS)
     yield Stage(SETTLE, EXECUTORS[SETTLE], algorithm.reward_columns, [ADVANTAGE], per=GROUP)

@@ -17,7 +17,7 @@ from llamarl.algorithms.loss_inputs import LossInputs, TokenLoss
 from llamarl.algorithms.loss_metrics import LossMetrics
 from llamarl.algorithms.policy_loss import policy_loss
 from llamarl.algorithms.proximal import interpolated, share_of_way
-from llamarl.data.micro_batch import column, concatenated, micro_batch
+from llamarl.data.micro_batch import MicroBatch, column, concatenated, micro_batch
 from llamarl.device.devices import platform_of, send
 from llamarl.device.platform import Arrival
 from llamarl.executors.specs import TrainerSpec
@@ -87,6 +87,7 @@ class Passes:
         self.loss_metrics = LossMetrics()
         self._policy, self._device, self._token_loss = policy, device, token_loss
         self._algorithm, self._temperature = spec.algorithm, spec.sampling.temperature
+        self._is_own_reference = spec.algorithm.has_reference and spec.config.lora.is_used
 
     def accumulate(
         self,
@@ -144,6 +145,9 @@ class Passes:
         model = self._policy.model
         host = micro_batch(columns, indices, model.num_tensor_ranks)
         packed, given = send((host, self._loss_columns(rows, columns, indices)), self._device)
+        ref_logprobs = given.columns.get(REF_LOGPROBS)
+        if self._is_own_reference:
+            ref_logprobs = self._without_adapters(packed)
         stats = model(packed.token_ids, packed.packing, packed.targets, self._temperature)
         trainer_logprobs = stats.logprobs.index_select(0, packed.response)
         if not indices:
@@ -157,7 +161,7 @@ class Passes:
             entropy=stats.entropy.index_select(0, packed.response),
             rollout_index=given.rollout_index,
             rollout_lengths=given.rollout_lengths,
-            ref_logprobs=given.columns.get(REF_LOGPROBS),
+            ref_logprobs=ref_logprobs,
             proximal_logprobs=self._proximal(trainer_logprobs, given.columns),
             columns={name: given.columns[name] for name in self._algorithm.loss_columns},
         )
@@ -177,6 +181,15 @@ class Passes:
         if WAY in given:
             return interpolated(given[GENERATOR_LOGPROBS], trainer_logprobs, given[WAY])
         return given.get(PROXIMAL_LOGPROBS, trainer_logprobs.detach())
+
+    @torch.no_grad()
+    def _without_adapters(self, packed: MicroBatch) -> torch.Tensor:
+        """log pi_ref of the response tokens, float32 [T]: the policy is its own reference."""
+        model = self._policy.model
+        assert model.adapters is not None
+        with model.adapters.off():
+            stats = model(packed.token_ids, packed.packing, packed.targets, self._temperature)
+        return stats.logprobs.index_select(0, packed.response)
 
     def _loss_columns(
         self, rows: Sequence[BatchRollout], columns: Columns, indices: range

@@ -6,6 +6,7 @@ Invariant: what lies in the memory afterwards is what a publish of the same chec
 written, bit for bit.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -13,12 +14,15 @@ import torch
 from torch import Tensor
 
 from llamarl.generation.parameters import view_box
+from llamarl.models.adapter_inventory import locate_adapter, parameter_of
 from llamarl.models.inventory import locate
 from llamarl.models.other_architecture import AnyArchitecture
 from llamarl.models.safetensors_file import FileBox, read_boxes
-from llamarl.weights.layout.boxes import ParameterLayout
+from llamarl.weights.integrity.comparison import Fingerprints
+from llamarl.weights.layout.boxes import Box, ParameterLayout
 from llamarl.weights.layout.formats import Format
 from llamarl.weights.layout.quantized_parameters import QuantizedParameter, quantized_parameters
+from llamarl.weights.quantization.frozen_sums import frozen_sums
 from llamarl.weights.quantization.rounding import quantize, row_maxima, scales_of
 
 
@@ -55,6 +59,38 @@ def load_boxes(
         for part in parts:
             start, matrix = shards[part.base]
             _write_values(flat, parameters, part, start, matrix)
+
+
+def load_adapter_boxes(
+    parameters: Mapping[str, ParameterLayout], flat: Tensor, folder: str
+) -> None:
+    """Copy a rank's boxes of an adapter's files into their places in `flat`, casting each; raises
+    as `load_boxes`."""
+    shapes = {name: layout.shape for name, layout in parameters.items()}
+
+    def boxes(name: str) -> list[FileBox]:
+        layout = parameters[parameter_of(name)]
+        return [(box.start, view_box(flat, layout, box)) for box in layout.boxes]
+
+    read_boxes(locate_adapter(Path(folder), shapes), boxes)
+
+
+def sums_of_boxes(
+    parameters: Mapping[str, ParameterLayout], flat: Tensor, rank: int, num_ranks: int
+) -> Fingerprints:
+    """The sums of what lies in `flat`, for one of a replica's ranks. What several ranks hold, which
+    are neighbours then, is the first one's to count."""
+
+    def owns(name: str) -> bool:
+        layout = parameters[name]
+        num_held = sum(math.prod(box.shape) for box in layout.boxes)
+        num_parts = -(-math.prod(layout.shape) // max(num_held, 1))
+        return rank % max(1, num_ranks // num_parts) == 0
+
+    def view(name: str, box: Box) -> Tensor:
+        return view_box(flat, parameters[name], box)
+
+    return frozen_sums(parameters, view, owns)
 
 
 def _rows(

@@ -56,9 +56,10 @@ def show_end(
     if config.checkpoint.export:
         paths["checkpoint"] = f"{run_dir}/export"
     if config.checkpoint.export and config.data.held_out is not None:
+        key = "model.adapter" if config.trainer.lora.is_used else "model.checkpoint"
         next_command = (
             f"{find_program('llamarl')} evaluate --config-dir {shorten(config.recipe_dir)} "
-            f"model.checkpoint={run_dir}/export"
+            f"{key}={run_dir}/export"
         )
     text = StringIO()
     render_summary(summary, paths, next_command, Console(file=text, width=LOG_WIDTH))

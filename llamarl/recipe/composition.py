@@ -39,6 +39,7 @@ from llamarl.config.pools import alone, named, pools_of
 from llamarl.config.rank_assignment import assign
 from llamarl.dataflow.samplers import check_sampler
 from llamarl.environments.rewards.functions import REWARDS, check_rewards
+from llamarl.models.adapter_inventory import read_lora
 from llamarl.recipe.config_reference import WANTED, Choice, KeyReference
 from llamarl.weights.transports.registry import TRANSPORTS, check_transport
 
@@ -89,7 +90,8 @@ def store_choices() -> None:
             node = OmegaConf.merge(OmegaConf.structured(choice.section), dict(choice.values))
             assert isinstance(node, DictConfig)
             for value in node.values():
-                if isinstance(value, DictConfig):  # its keys are the recipe's own
+                if isinstance(value, DictConfig) and OmegaConf.get_type(value) is dict:
+                    # Its keys are the recipe's own.
                     OmegaConf.set_struct(value, False)
             store(name=name, group=group, node=node, provider="llamarl")
 
@@ -170,11 +172,10 @@ def to_config(composed: DictConfig) -> Config:
         raise ValueError(_explain(error, None)) from error
     if not isinstance(config, Config):
         raise ValueError(WITHOUT_CONFIG)
-    for key, section in [("", config), *vars(config).items()]:
-        if dataclasses.is_dataclass(section):  # Hydra's "+key=value" adds any key
-            unknown = vars(section).keys() - {field.name for field in dataclasses.fields(section)}
-            for name in sorted(unknown):
-                raise ValueError(_unknown_key(f"{key}.{name}".lstrip("."), type(section).__name__))
+    _refuse_added("", config)
+    adapter = Path(config.recipe_dir, config.model.adapter)
+    if config.model.adapter and not config.trainer.lora.is_used and adapter.is_dir():
+        config.trainer.lora = read_lora(adapter)
     check_names(config.algorithm)
     check_rewards(config.reward)
     for pool in pools_of(config.generator):
@@ -184,6 +185,18 @@ def to_config(composed: DictConfig) -> Config:
         assign(config)
     check_sampler(config)
     return config
+
+
+def _refuse_added(key: str, section: object) -> None:
+    """ValueError for a key that Hydra's "+key=value" added to a section, or to one in it."""
+    if not dataclasses.is_dataclass(section) or isinstance(section, type):
+        return
+    known = {field.name for field in dataclasses.fields(section)}
+    for name, value in vars(section).items():
+        full = f"{key}.{name}".lstrip(".")
+        if name not in known:
+            raise ValueError(_unknown_key(full, type(section).__name__))
+        _refuse_added(full, value)
 
 
 def to_yaml(composed: DictConfig) -> str:
@@ -288,9 +301,7 @@ def _explain(error: BaseException, recipe: Path | None) -> str:
     if missing and missing[1] in reference().groups:
         return f"{recipe}: {WITHOUT_CONFIG}"
     if merge := re.search(r"is not a subclass of (\w+)\. value: (.*)", words):
-        sections = reference().sections.items()
-        kinds = {each.section.__name__: name for name, all_ in sections for each in all_.values()}
-        key = kinds.get(merge[1], merge[1])
+        key = reference().section_keys.get(merge[1], merge[1])
         return f"{_place(recipe, key) if recipe else ''}{key} must be a section, got {merge[2]}"
     known = reference().keys.get(full_key)
     if known is not None and "Cannot merge DictConfig with ListConfig" in str(error):

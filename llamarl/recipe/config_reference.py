@@ -1,20 +1,18 @@
 """The reference of the config: every key with its type, default, limits and meaning.
 
 Owns: the description of each key, and which key an unknown name probably stands for. Does not own:
-fields, defaults or meanings, which are taken from the dataclasses and the texts under their fields.
+fields, defaults or meanings, which are taken from the dataclasses and the texts under their fields
+(`field_texts.py`).
 Invariant: standard library and YAML only, so help costs milliseconds.
 """
 
-import ast
 import dataclasses
 import difflib
-import inspect
 import shutil
 import textwrap
 import typing
 from collections.abc import Mapping
 from functools import cache, cached_property
-from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -22,7 +20,8 @@ from typing import Any
 import yaml
 
 from llamarl import config
-from llamarl.config.check import did_you_mean, limits_of
+from llamarl.config.check import did_you_mean
+from llamarl.recipe.field_texts import limit_words, meaning_of, summary_of
 
 ELSEWHERE = {
     "run_dir": "output_dir default_local_dir logging_dir",
@@ -82,6 +81,11 @@ ELSEWHERE = {
     "trainer.schedule": "lr_scheduler_type lr_scheduler warmup_style",
     "trainer.min_lr_share": "min_lr_ratio",
     "trainer.max_grad_norm": "grad_clip clip_grad clip_grad_norm",
+    "trainer.lora.rank": "lora lora_rank lora_r lora.rank use_peft peft peft_config",
+    "trainer.lora.alpha": "lora_alpha",
+    "trainer.lora.dropout": "lora_dropout",
+    "trainer.lora.targets": "lora_target_modules target_modules",
+    "model.adapter": "lora_adapter_path adapter_path adapter_name_or_path",
     "trainer.reshard_after": "reshard_after_forward",
     "trainer.replicate": "dp_replicate hsdp_replicate",
     "staleness.max_staleness": "max_head_offpolicyness staleness_threshold max_off_policy_steps "
@@ -99,8 +103,6 @@ ELSEWHERE = {
 }
 """Keys and groups, and the names of the same in TRL, verl and others."""
 NOT_HERE = {
-    "all weights are trained, there are no adapters": "lora peft lora_rank lora_alpha lora_r "
-    "lora_target_modules lora_dropout use_peft peft_config lora_adapter_path",
     "a group's mean reward is the baseline, there is no critic": "critic value_model vf_coef "
     "cliprange_value gae_lambda lam gamma",
 }
@@ -198,28 +200,41 @@ class KeyReference:
         root = {"": Choice(config.Config)}
         found = {name: self._key("", name, root) for name in self._scalars}
         for section, choices in self.sections.items():
-            names = [name for each in choices.values() for name in _fields(each.section)]
+            names = [name for each in choices.values() for name in _leaves(each.section)]
             for name in dict.fromkeys(names):
                 key = self._key(section, name, choices)
                 found[key.name] = key
         return found
 
     def _key(self, section: str, name: str, choices: Mapping[str, Choice]) -> Key:
-        having = {c: each for c, each in choices.items() if name in _fields(each.section)}
-        kind = next(iter(having.values())).section
-        fields = {choice: _fields(each.section)[name] for choice, each in having.items()}
+        having = {c: each for c, each in choices.items() if name in _leaves(each.section)}
+        kind, first = _leaves(next(iter(having.values())).section)[name]
+        fields = {choice: _leaves(each.section)[name][1] for choice, each in having.items()}
         defaults = {choice: _as_yaml(_default(field)) for choice, field in fields.items()}
         if not section:
             defaults = {"": self._composed.get(name, defaults[""])}
         return Key(
             name=f"{section}.{name}".lstrip("."),
-            type=_type_words(typing.get_type_hints(kind)[name]),
-            limits=_limit_words(kind, name),
-            meaning=_meaning(kind, name),
+            type=_type_words(typing.get_type_hints(kind)[first.name]),
+            limits=limit_words(kind, first.name),
+            meaning=meaning_of(kind, first.name),
             defaults=defaults,
             choices=tuple(having),
             is_everywhere=len(having) == len(choices),
         )
+
+    @cached_property
+    def section_keys(self) -> dict[str, str]:
+        """The key of each section, by the name of its class."""
+        kinds = {
+            each.section: name for name, all_ in self.sections.items() for each in all_.values()
+        }
+        inner: dict[Any, str] = {
+            kind: vars(kind).get("key", "")
+            for section in kinds
+            for kind, _ in _leaves(section).values()
+        }
+        return {kind.__name__: key for kind, key in (inner | kinds).items()}
 
     def overview(self, width: int | None = None) -> str:
         """One line per key, then names in other projects; at most `width` characters in each."""
@@ -278,10 +293,10 @@ class KeyReference:
     def _section_text(self, name: str) -> str:
         choices = self.sections[name]
         base = typing.get_type_hints(config.Config)[name]
-        lines = [f"== {name}: {_summary(base)}"]
+        lines = [f"== {name}: {summary_of(base)}"]
         for choice, each in choices.items() if name in self.groups else ():
             sets = ", ".join(f"{key}: {_as_yaml(value)}" for key, value in each.values.items())
-            said = _summary(each.section) if each.section is not base else ""
+            said = summary_of(each.section) if each.section is not base else ""
             words = f"{name}={choice}  {said}{f' Sets {sets}.' if sets else ''}"
             lines.append(_indented(words.strip()))
         head = "\n".join(lines)
@@ -310,37 +325,25 @@ def _elsewhere(name: str) -> list[str]:
     return []
 
 
-def _meaning(section: type, name: str) -> str:
-    """The text under a field, of this class or of one that it inherits from."""
-    classes = [each for each in section.__mro__ if each is not object]
-    texts = (_documents(inspect.getfile(each))[each.__name__].get(name) for each in classes)
-    return next((text for text in texts if text), "")
-
-
-@cache
-def _documents(path: str) -> dict[str, dict[str, str]]:
-    """Class -> field -> the text under it, as one line, of all classes in a file."""
-    body = ast.parse(Path(path).read_text()).body
-    return {node.name: _field_texts(node.body) for node in body if isinstance(node, ast.ClassDef)}
-
-
-def _field_texts(body: list[ast.stmt]) -> dict[str, str]:
-    texts = {}
-    for item, after in pairwise(body):
-        match item, after:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
-                texts[name] = " ".join(str(text).split())
-    return texts
-
-
 def _selected(entries: list[Any]) -> dict[str, str]:
     """The choice of each group in a list of Hydra's defaults."""
     pairs = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
     return {name: choice for name, choice in pairs if not name.startswith("override ")}
 
 
-def _fields(section: type) -> dict[str, dataclasses.Field[Any]]:
-    return {field.name: field for field in dataclasses.fields(section)}
+@cache
+def _leaves(section: type) -> dict[str, tuple[type, dataclasses.Field[Any]]]:
+    """The class and field of each key of a section, by its name there; "lora.rank" is in a section
+    of its own."""
+    found: dict[str, tuple[type, dataclasses.Field[Any]]] = {}
+    for field in dataclasses.fields(section):
+        inner: Any = field.default_factory
+        if dataclasses.is_dataclass(inner) and section is not config.Config:
+            assert isinstance(inner, type)
+            found |= {f"{field.name}.{name}": each for name, each in _leaves(inner).items()}
+        else:
+            found[field.name] = section, field
+    return found
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -362,19 +365,6 @@ def _type_words(hint: Any) -> str:
     if typing.get_origin(hint) is list:
         return f"list[{_type_words(typing.get_args(hint)[0])}]"
     return TYPES[hint]
-
-
-def _limit_words(section: type, name: str) -> str:
-    limits = limits_of(section, name)
-    if "most" not in limits:
-        return ""
-    words = "from" if "least" in limits else "above"
-    lowest = limits.get("least", limits.get("above"))
-    return f" {words} {lowest:.16g} to {limits['most']:.16g}"
-
-
-def _summary(section: type) -> str:
-    return " ".join((section.__doc__ or "").split())
 
 
 def _indented(text: str) -> str:

@@ -49,6 +49,7 @@ from llamarl.environments.task_prompts import make_rows
 from llamarl.environments.turn_format import TurnFormats
 from llamarl.generation.vllm.limits import check_installed, check_limits, check_temperature
 from llamarl.metrics.trackers import check_trackers
+from llamarl.models.adapter_inventory import check_adapter
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.inventory import check_checkpoint, check_parallel
 from llamarl.models.other_architecture import AnyArchitecture
@@ -67,13 +68,15 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # ORGANISATION/
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a run reads, checked and ready. `checkpoint` and `tokenizer_folder` are absolute.
+    """What a run reads, checked and ready. `checkpoint`, `tokenizer_folder` and `adapter`, if
+    there is one, are absolute.
 
     `task` holds the functions of task.py that the controller calls, by name; `graph` the stages;
     `kinds` what rollouts take turns with.
     """
 
     checkpoint: str
+    adapter: str | None
     tokenizer_folder: str
     architecture: AnyArchitecture
     tokenizer: TextDecoder
@@ -98,6 +101,8 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     architecture = _check_checkpoint(config, checkpoint)
     _check_planned(config, architecture)
     _check_architecture(config, architecture)
+    adapter = _resolve(config, config.model.adapter) if config.model.adapter else None
+    check_adapter(adapter, architecture, config.trainer.lora)
     tokenizer = load_tokenizer(tokenizer_folder)
     check_tokenizer(tokenizer, architecture.vocab_size)
     split_stops(tokenizer, config.sampling.stop_strings)  # raises what is wrong with them
@@ -122,10 +127,11 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     if config.sampling.replay_lengths is not None:
         path = _resolve(config, config.sampling.replay_lengths)
         replay_lengths = read_lengths(path, config.sampling.max_tokens)
-    for folder in {checkpoint, tokenizer_folder}:  # last, as it reads every byte
+    for folder in {checkpoint, tokenizer_folder, adapter or checkpoint}:  # as it reads every byte
         manifest.verify_if_listed(Path(folder))
     return Inputs(
         checkpoint=checkpoint,
+        adapter=adapter,
         tokenizer_folder=tokenizer_folder,
         architecture=architecture,
         tokenizer=tokenizer,

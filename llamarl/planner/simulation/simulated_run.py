@@ -152,6 +152,7 @@ def make_inputs(
     """The inputs of a run that reads no files."""
     return Inputs(
         checkpoint="",
+        adapter=None,
         tokenizer_folder="",
         architecture=architecture,
         tokenizer=NoTokenizer(),
