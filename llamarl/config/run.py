@@ -264,6 +264,9 @@ class Config(Section):
         )
         has_baseline = num_rollouts >= 2 or advantage in ("none", "task")
         self.require(has_baseline, "sampling.rollouts_per_prompt", must)
+        must = "be batch with algorithm.advantage=gdpo (which needs the rewards of a whole batch)"
+        is_whole = advantage != "gdpo" or self.trainer.parts == "batch"
+        self.require(is_whole, "trainer.parts", must)
         is_warm = self.trainer.schedule == "constant" or self.trainer.warmup_steps < self.num_steps
         must = f"be below num_steps ({self.num_steps})"
         self.require(is_warm, "trainer.warmup_steps", must)

@@ -246,6 +246,7 @@ def _shipped(config: Config) -> Iterator[Stage]:
         EXECUTORS[SCORE],
         reads=(*DERIVED, SAMPLING, *of_episode),
         writes=[REWARD, PROMPT_ID, TURNS],
+        per=GROUP if GROUP in reward.functions else ROLLOUT,
         workers=reward.num_workers,
         timeout_s=reward.timeout_s,
         max_failure_rate=reward.max_failure_rate,

@@ -169,7 +169,7 @@ class Passes:
         outputs.loss.backward()
         num_written = int(self._num_written(columns, indices).sum())
         self.loss_metrics.add(outputs, num_written, [rows[i].row_id for i in indices])
-        found = torch.stack([trainer_logprobs.detach(), given.weights, outputs.clipped.float()])
+        found = torch.stack([trainer_logprobs.detach(), outputs.weights, outputs.clipped.float()])
         return packed.response_lengths, platform_of(self._device).fetch(found)
 
     def _proximal(

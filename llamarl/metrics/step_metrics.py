@@ -43,6 +43,7 @@ TRAINER_TAGS = {
     "grad_norm": "policy/grad_norm",
     "trained_tokens": TRAINED_TOKENS,
     "masked_tokens": "tokens/masked",
+    "drifted_tokens": "tokens/drifted",
     "logprob_check_rows": "logprob_check/rows",
     "logprob_check_difference": "logprob_check/difference",
     "logprob_check_tolerance": "logprob_check/tolerance",

@@ -108,7 +108,8 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "tokens/per_s": "Response tokens trained per second of the step.",
     "tokens/trained": "Response tokens trained in the step.",
     "tokens/masked": "Tokens that the model wrote of weight 0 in the loss: too old, or of a "
-    "truncated rollout.",
+    "rollout that is truncated or has drifted.",
+    "tokens/drifted": "Of these, tokens of rollouts that algorithm.mask_rollouts masks.",
     "time/step_s": "Seconds from the end of the step before to the end of this one.",
     "time/publish_s": "Seconds of the latest publish, until the generators decoded its version.",
     "time/": "Seconds that this took.",

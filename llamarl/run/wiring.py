@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from llamarl.algorithms.advantages import GDPO, over_deviation
 from llamarl.algorithms.group_filters import filter_group
 from llamarl.config import Config, VllmConfig
 from llamarl.config.pools import pool_at, pools_of
@@ -202,6 +203,7 @@ class Wiring:
                 filter_group,
                 max_tokens=config.sampling.max_tokens,
                 config=config.algorithm,
+                functions=[*zip(config.reward.functions, config.reward.weights, strict=True)],
                 task=inputs.task,
             ),
             make_batch=partial(
@@ -209,6 +211,7 @@ class Wiring:
                 num_ranks=config.trainer.num_data_ranks,
                 tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
                 attention_cost=attention_cost(inputs.architecture),
+                scale=over_deviation if config.algorithm.advantage == GDPO else list,
             ),
             make_record=partial(
                 make_record,

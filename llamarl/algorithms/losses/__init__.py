@@ -15,11 +15,11 @@ What holds for every table in these files, against TRL 1.16 (GRPOTrainer, RLOOTr
     std          Divided by n (the papers' formulas); TRL and verl divide by n - 1.
     masks        A rollout is averaged over all its tokens, those of weight 0 included, so masking
                  never increases the weight of others; TRL and verl average over unmasked tokens.
-    equal        Groups with equal rewards stay in for grpo, dr_grpo, rloo, reinforce, ppo and gspo:
-    rewards      advantage 0, but part of the divisor, and their KL and entropy terms count. They
-                 are dropped for dapo and cispo, as their papers do (dynamic sampling), and for
-                 aipo, on no paper's advice: a dropped group frees its slot for one with a gradient.
-                 TRL keeps them; verl drops them only with filter_groups.
+    equal        Groups with equal rewards stay in for most: advantage 0, but part of the divisor,
+    rewards      and their KL and entropy terms count. They are dropped for dapo and cispo, as their
+                 papers do (dynamic sampling), and for aipo, on no paper's advice: a dropped group
+                 frees its slot for one with a gradient. TRL keeps them; verl drops them only with
+                 filter_groups.
 """
 
 import importlib

@@ -51,9 +51,5 @@ ALGORITHMS = {"gspo": GSPOConfig}
 
 def loss(inputs: LossInputs, config: GSPOConfig) -> LossTerms:
     """The loss and the tokens of clipped rollouts, [N] each."""
-    log_ratio = inputs.log_ratio
-    zeros = log_ratio.new_zeros(len(inputs.rollout_lengths))
-    total = zeros.index_add(0, inputs.rollout_index, log_ratio)
-    num_trained = zeros.index_add(0, inputs.rollout_index, inputs.weights.to(zeros.dtype))
-    mean = total / num_trained.clamp(min=1)
+    mean = inputs.rollout_sums(inputs.log_ratio) / inputs.num_trained
     return clipped_surrogate(mean[inputs.rollout_index], inputs.advantages, config)

@@ -70,14 +70,16 @@ class SimulatedScorer(SimulatedExecutor):
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:
         await self._travel()
-        seconds = self._costs.score_row_s * len(items) / self._config.reward.num_workers
+        num_rows = sum(len(row_ids) for row_ids, _ in items)
+        seconds = self._costs.score_row_s * num_rows / self._config.reward.num_workers
         async with self._lock:
             with self._timeline.bar("scorer", "score"):
                 await self._cores.work(self._costs.score_call_s + seconds)
         scores = [
             self._workload.score(row_id, prompt)
-            for (row_id,), prompt in items
+            for row_ids, prompt in items
             if prompt is not None
+            for row_id in row_ids
         ]
         await self._rollouts.add_rewards(scores, self.writer)
         return scores
