@@ -34,9 +34,9 @@ class LossInputs:
 
     @property
     def centre_logprobs(self) -> Tensor:
-        """What the ratio is taken to: log prox if there is one, else log mu, float32 [N]."""
-        prox = self.proximal_logprobs
-        return self.generator_logprobs if prox is None else prox
+        """What ratios are taken to: those of mu, or the proximal ones; float32 [N]."""
+        centre = self.proximal_logprobs
+        return self.generator_logprobs if centre is None else centre
 
     @property
     def log_ratio(self) -> Tensor:
@@ -50,11 +50,6 @@ class LossInputs:
         return bounded_ratio(self.log_ratio)
 
     @property
-    def log_mu_ratio(self) -> Tensor:
-        """log (pi / mu), whatever the proximal log-probs are; 0 where the weight is 0."""
-        return self._log_ratio(self.generator_logprobs)
-
-    @property
     def num_trained(self) -> Tensor:
         """Trained tokens of each rollout, at least 1, float32 [R]."""
         return self.rollout_sums(self.weights.to(self.log_ratio.dtype)).clamp(min=1)
@@ -63,6 +58,11 @@ class LossInputs:
         """The sum of `values` [N] over the tokens of each rollout, [R]."""
         zeros = values.new_zeros(len(self.rollout_lengths))
         return zeros.index_add(0, self.rollout_index, values)
+
+    @property
+    def log_mu_ratio(self) -> Tensor:
+        """log (pi / mu), whatever the proximal log-probs are; 0 where the weight is 0."""
+        return self._log_ratio(self.generator_logprobs)
 
     def _log_ratio(self, centre: Tensor) -> Tensor:
         # Masked before exp: an overflow on a token of weight 0 would turn 0 * inf into NaN.

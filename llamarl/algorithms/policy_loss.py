@@ -52,8 +52,8 @@ def policy_loss(
 
         sum_t w_t (algorithm's loss_t + kl_coefficient * kl_t - entropy_coefficient * entropy_t)
 
-    w is 0 too for rollouts that `algorithm.mask_rollouts` masks (`rollout_mask.py`), and with
-    proximal log-probs the algorithm's loss_t is weighted as `proximal.py` says. With
+    w is 0 too for rollouts that `algorithm.mask_rollouts` masks (`rollout_mask.py`); with proximal
+    log-probs the algorithm's loss_t is weighted as `proximal.py` says. With
     normalization `rollouts` each rollout's sum is divided by its own length. Call backward on
     `loss`, sum gradients over all rows of the step, then divide once by `denominator`.
 

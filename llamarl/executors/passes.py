@@ -172,6 +172,15 @@ class Passes:
         found = torch.stack([trainer_logprobs.detach(), outputs.weights, outputs.clipped.float()])
         return packed.response_lengths, platform_of(self._device).fetch(found)
 
+    @torch.no_grad()
+    def _without_adapters(self, packed: MicroBatch) -> torch.Tensor:
+        """log pi_ref of the response tokens, float32 [T]: the policy is its own reference."""
+        model = self._policy.model
+        assert model.adapters is not None
+        with model.adapters.off():
+            stats = model(packed.token_ids, packed.packing, packed.targets, self._temperature)
+        return stats.logprobs.index_select(0, packed.response)
+
     def _proximal(
         self, trainer_logprobs: torch.Tensor, given: dict[str, torch.Tensor]
     ) -> torch.Tensor | None:
@@ -181,15 +190,6 @@ class Passes:
         if WAY in given:
             return interpolated(given[GENERATOR_LOGPROBS], trainer_logprobs, given[WAY])
         return given.get(PROXIMAL_LOGPROBS, trainer_logprobs.detach())
-
-    @torch.no_grad()
-    def _without_adapters(self, packed: MicroBatch) -> torch.Tensor:
-        """log pi_ref of the response tokens, float32 [T]: the policy is its own reference."""
-        model = self._policy.model
-        assert model.adapters is not None
-        with model.adapters.off():
-            stats = model(packed.token_ids, packed.packing, packed.targets, self._temperature)
-        return stats.logprobs.index_select(0, packed.response)
 
     def _loss_columns(
         self, rows: Sequence[BatchRollout], columns: Columns, indices: range

@@ -81,8 +81,8 @@ def assert_losses(
     algorithm: str,
     tolerance: float,
     *,
-    is_decoupled: bool = False,
     mask: Callable[[Sampled], Sampled] = lambda rollout: rollout,
+    is_decoupled: bool = False,
     **fields: Any,
 ) -> None:
     """The loss of every step is that of its archived rows by `algorithm`'s formula; `mask` takes

@@ -24,7 +24,7 @@ def random_rollouts(seed: int, spread: float) -> list[Sampled]:
 
     def away(values: list[float]) -> list[float]:
         moved = np.array(values) + random.normal(0, spread, len(values))
-        return moved.clip(max=-0.001).tolist()
+        return np.minimum(moved, -1e-3).tolist()  # of a probability below 1
 
     return [replace(r, log_prox=away(r.log_pi)) for r in without_prox(seed, spread=spread)]
 
