@@ -9,20 +9,20 @@ from tests.test_house import FILES, PACKAGE, ROOT, room
 
 # Room -> (files, lines). A change lowers these numbers; only a feature of its own raises one.
 SIZES = {
-    "algorithms": (19, 1275),
+    "algorithms": (19, 1280),
     "checkpoints": (5, 492),
     "checks": (7, 598),
     "cluster": (18, 2449),
     "config": (13, 1732),
     "data": (7, 679),
-    "dataflow": (6, 995),
+    "dataflow": (6, 1016),
     "device": (8, 734),
     "environments": (21, 2380),
     "executors": (26, 4588),
     "generation": (24, 4072),
     "lengths": (5, 423),
     "library": (5, 647),
-    "loop": (17, 2858),
+    "loop": (18, 2872),
     "metrics": (13, 2600),
     "models": (21, 3119),
     "planner": (50, 7981),
