@@ -67,16 +67,15 @@ requests and hold them until they commit, so none waits for the controller when 
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
-from llamarl.algorithms.group_filters import SOLVED
-from llamarl.dataflow.samplers import ReadyItem, Sample, Sampler, admission, draw
+from llamarl.dataflow.samplers import ReadyItem, Sample, Sampler, admission, draw, ready_item
 from llamarl.environments.prompts import PromptStream
 from llamarl.errors import TaskError
 from llamarl.groups import Group
+from llamarl.loop.drop_streak import DropStreak
 from llamarl.loop.mini_batches import MiniBatches
 from llamarl.loop.nearby_units import RowIds
 from llamarl.metrics.span import Spans
@@ -126,12 +125,12 @@ class Gate:
     _given: int = 0  # of those, to its present step and before it in the same pass
     _kept: dict[int, ReadyItem] = field(default_factory=dict)  # of those, what was not consumed
     _chosen: Sample | None = None  # what the next `take` gives
-    _drops_in_row: Counter[str] = field(default_factory=Counter)
     _last_step: int = 0  # of the group admitted last
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def __post_init__(self) -> None:
         self._row_ids = RowIds(self.next_row_id, self.num_units)
+        self._drops = DropStreak(self.max_drops_in_row)
         self._steps = MiniBatches(
             groups_per_step=self.groups_per_step,
             number=self.num_mini_batches,
@@ -210,8 +209,8 @@ class Gate:
         """The group is scored and trainable: it may be consumed, in its order."""
         group.advantages = advantages
         async with self._changed:
-            self._settled[group.group_id] = _ready_item(group)
-            self._drops_in_row.clear()
+            self._settled[group.group_id] = ready_item(group)
+            self._drops.clear()
             self._changed.notify_all()
 
     async def drop(self, group: Group, reason: str) -> None:
@@ -222,32 +221,12 @@ class Gate:
         """
         async with self._changed:
             del self._waiting[group.group_id]
-            self._drops_in_row[reason] += 1
-            self.solved = self.solved or self._find_solved()
+            self._drops.add(reason)
+            all_prompts = max(self.prompts.num_prompts, self.capacity)
+            self.solved = self.solved or self._drops.find_solved(all_prompts)
             self._changed.notify_all()
-        num_drops = self._drops_in_row.total()
-        if num_drops >= self.max_drops_in_row and not self.solved:
-            reasons = ", ".join(f"{n} x {why}" for why, n in self._drops_in_row.most_common())
-            raise RuntimeError(
-                f"no trainable group among the last {num_drops} ({reasons}), and most of them "
-                "without full marks: the reward gives no signal on these prompts; check reward, "
-                "prompts and checkpoint"
-            )
-
-    def _find_solved(self) -> str:
-        """Which groups show that nothing is left to learn, "" while more may be learnt.
-
-        That is as many solved groups in a row as there are prompts, and as may be open (some are
-        older than others); or `max_drops_in_row` drops in a row, most of them for being solved.
-        """
-        num_drops, num_solved = self._drops_in_row.total(), self._drops_in_row[SOLVED]
-        all_prompts = max(self.prompts.num_prompts, self.capacity)
-        if num_solved == num_drops >= min(all_prompts, self.max_drops_in_row):
-            return f"all of the last {num_drops} groups"
-        if num_drops < self.max_drops_in_row or 2 * num_solved <= num_drops:
-            return ""
-        others = "the others had equal rewards or failed ones"
-        return f"{num_solved} of the last {num_drops} groups ({others})"
+        if not self.solved:
+            self._drops.require_signal()
 
     async def wait_for(self, count: int) -> None:
         """Sleep until `take` could give `count` groups at once, or will never give another. The
@@ -335,8 +314,8 @@ class Gate:
 
     def _num_used_up(self, version: int) -> int:
         """Groups of the batch under way that no step from `version` on uses again."""
-        before = self._steps.num_used_up(self.first_of_batch(self.version))
-        return self._steps.num_used_up(version) - before
+        first = self.first_of_batch(self.version)
+        return self._steps.num_used_up(version) - self._steps.num_used_up(first)
 
     def _open(self, prompt: Prompt, unit: int | None) -> Group:
         # Used then at the latest, if as many of those before it as may be are carried over.
@@ -360,7 +339,8 @@ class Gate:
             return True
         ready = self._ready(at_most)
         count = min(len(ready), at_most)
-        if count < at_least or (count < at_most and _num_tokens(ready) < num_tokens):
+        is_large = count == at_most or sum(item.num_all_tokens for item in ready) >= num_tokens
+        if count < at_least or not is_large:
             return False
         self._chosen = draw(self.sampler, ready, count, at_least=count)
         if self._chosen[0] or count == 0:
@@ -380,21 +360,3 @@ class Gate:
             if self.sampler is admission:
                 ids = takewhile(self._settled.__contains__, ids)
         return [self._settled[group_id] for group_id in ids if group_id in self._settled]
-
-
-def _num_tokens(items: Iterable[ReadyItem]) -> int:
-    return sum(item.num_prompt_tokens + item.num_tokens for item in items)
-
-
-def _ready_item(group: Group) -> ReadyItem:
-    rollouts = group.rollouts.values()
-    return ReadyItem(
-        item_id=group.group_id,
-        group_id=group.group_id,
-        group_size=len(group.row_ids),
-        num_rollouts=len(group.row_ids),
-        num_prompt_tokens=sum(each.num_prompt_tokens for each in rollouts),
-        num_tokens=sum(each.num_tokens for each in rollouts),
-        oldest_version=min((span.version for each in rollouts for span in each.spans), default=0),
-        advantages=group.advantages,
-    )

@@ -96,3 +96,11 @@ def test_between_two_policies_that_move_evenly_the_interpolated_one_is_exact() -
     found = interpolated(log_mu, log_pi, share)
     assert found[:2].tolist() == pytest.approx([-3 + 3 * 0.3, -1 + 3 * 0.3])
     assert not found.requires_grad
+
+
+def test_whole_rollouts_are_masked_by_how_far_pi_is_from_mu_not_from_prox() -> None:
+    far = Sampled([-1.0], [-3.0], [-1.0], [0.5], [1], 1.0, [-1.0])
+    near = replace(far, log_mu=[-1.0], log_prox=[-3.0])
+    config = PPOConfig(mask_rollouts="geometric_mean", mask_above=2.0)
+    assert ours(config, [far]).by_log_pi == [[0.0]]
+    assert ours(replace(config, clip_high=10.0), [near]).by_log_pi != [[0.0]]
