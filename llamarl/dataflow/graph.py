@@ -257,6 +257,8 @@ def _shipped(config: Config) -> Iterator[Stage]:
         trained.append(REF_LOGPROBS)
     yield Stage(SETTLE, EXECUTORS[SETTLE], algorithm.reward_columns, [ADVANTAGE], per=GROUP)
     found = [TRAINER_LOGPROBS, PROXIMAL_LOGPROBS, LOSS_WEIGHTS, CLIPPED]
+    if algorithm.has_reference and not config.has_reference_model:
+        found.append(REF_LOGPROBS)
     yield Stage(TRAIN, EXECUTORS[TRAIN], trained, found)
 
 

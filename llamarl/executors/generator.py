@@ -100,7 +100,9 @@ class GeneratorExecutor:
         use_device(device)
         engine = self._engine()
         self._exit.callback(engine.close)
-        frozen = engine.load_base(spec.checkpoint) if spec.lora.is_used else {}
+        frozen = {}
+        if spec.lora.is_used:
+            frozen = engine.load_base(spec.checkpoint, spec.base_dtype)
         buffer = self._weight_buffer(engine, device)
         self._exit.callback(buffer.close)
         source = SourcePart(

@@ -100,7 +100,8 @@ class Passes:
         """Forward and backward of this rank's micro-batches: `rows` cut into runs of `sizes`, at
         trainer version `version`, in a batch that began at `first_version`.
 
-        Returns what was found of every row: TRAINER_LOGPROBS, LOSS_WEIGHTS and CLIPPED.
+        Returns what was found of every row: TRAINER_LOGPROBS, LOSS_WEIGHTS and CLIPPED, and
+        REF_LOGPROBS if the policy is its own reference.
         """
         if self._algorithm.proximal == "interpolate":
             shares = [share_of_way(v, first_version, version) for v in columns[TOKEN_VERSIONS]]
@@ -110,9 +111,10 @@ class Passes:
             for start, end in pairwise(accumulate(sizes, initial=0))
         ]
         found: Columns = {TRAINER_LOGPROBS: [], LOSS_WEIGHTS: [], CLIPPED: []}
+        found |= {REF_LOGPROBS: []} if self._is_own_reference else {}
         for lengths, arrival in filter(None, parts):
             for name, values in zip(found, arrival.wait(), strict=True):
-                values = values if name == TRAINER_LOGPROBS else values.to(torch.uint8)
+                values = values.to(torch.uint8) if name in (LOSS_WEIGHTS, CLIPPED) else values
                 found[name] += [part.numpy() for part in values.split(lengths)]
         return found
 
@@ -141,7 +143,7 @@ class Passes:
         self, rows: Sequence[BatchRollout], columns: Columns, indices: range
     ) -> tuple[tuple[int, ...], Arrival] | None:
         """Add one micro-batch to the gradients; returns the lengths of its responses, and of their
-        tokens float32 [3, T]: log-probs, weights, and which the loss clipped."""
+        tokens what `accumulate` finds, float32 [3 or 4, T]."""
         model = self._policy.model
         host = micro_batch(columns, indices, model.num_tensor_ranks)
         packed, given = send((host, self._loss_columns(rows, columns, indices)), self._device)
@@ -169,8 +171,10 @@ class Passes:
         outputs.loss.backward()
         num_written = int(self._num_written(columns, indices).sum())
         self.loss_metrics.add(outputs, num_written, [rows[i].row_id for i in indices])
-        found = torch.stack([trainer_logprobs.detach(), outputs.weights, outputs.clipped.float()])
-        return packed.response_lengths, platform_of(self._device).fetch(found)
+        found = [trainer_logprobs.detach(), outputs.weights, outputs.clipped.float()]
+        if self._is_own_reference and ref_logprobs is not None:
+            found.append(ref_logprobs)
+        return packed.response_lengths, platform_of(self._device).fetch(torch.stack(found))
 
     @torch.no_grad()
     def _without_adapters(self, packed: MicroBatch) -> torch.Tensor:

@@ -40,8 +40,8 @@ class GeneratorSpec:
     `checkpoint` is the folder whose config.json gives the architecture. With `load_weights` its
     weights are version 0; without, no rollout starts before the first commit. `tokenizer` is loaded
     when the first request with stop strings comes. With `lora` a publish moves adapters, the
-    weights beside them are the checkpoint's, and version 0 is that of the folder `adapter` (None:
-    the checkpoint itself). `run_dir` holds the files at which the ranks
+    weights beside them are the checkpoint's in the trainer's `base_dtype`, and version 0 is that of
+    the folder `adapter` (None: the checkpoint itself). `run_dir` holds the files at which the ranks
     meet, named by `run_id`, and what is offloaded unless `placement` names another folder.
     """
 
@@ -52,6 +52,7 @@ class GeneratorSpec:
     load_weights: bool
     tokenizer: str
     lora: LoraConfig = field(default_factory=LoraConfig)
+    base_dtype: str = "float32"
     adapter: str | None = None
     config: GeneratorConfig
     weights: WeightsConfig

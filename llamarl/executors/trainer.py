@@ -171,7 +171,7 @@ class TrainerExecutor:
             return
         all_rows, kept = [*range(len(rows))], [i for i, row in enumerate(rows) if row.is_kept]
         of_all = [name for name in (TRAINER_LOGPROBS, PROXIMAL_LOGPROBS) if name in found]
-        of_kept = [name for name in (LOSS_WEIGHTS, CLIPPED) if name in found]
+        of_kept = [name for name in (LOSS_WEIGHTS, CLIPPED, REF_LOGPROBS) if name in found]
         for names, places in ((of_all, all_rows), (of_kept, kept)):
             if names and places:
                 columns = {name: [found[name][i] for i in places] for name in names}

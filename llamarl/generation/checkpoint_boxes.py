@@ -32,9 +32,10 @@ def load_boxes(
     folder: str,
     architecture: AnyArchitecture,
     format_: Format | None = None,
+    rounded_to: torch.dtype = torch.float32,
 ) -> None:
     """Copy a rank's boxes of the checkpoint into their places in `flat`, casting each, and
-    quantising what `parameters` have in a format.
+    quantising what `parameters` have in a format; all after rounding to `rounded_to`.
 
     ValueError if the checkpoint is missing, damaged, of another architecture, or holds numbers that
     are not finite.
@@ -47,6 +48,10 @@ def load_boxes(
         return [(box.start, view_box(flat, layout, box)) for box in found if layout is not None]
 
     read_boxes(files, boxes)
+    for layout in parameters.values():
+        if getattr(torch, layout.dtype) == torch.float32 != rounded_to:
+            for box in layout.boxes:
+                _round(view_box(flat, layout, box), rounded_to)
     if format_ is None:
         return
     sharing: dict[str, list[QuantizedParameter]] = {}
@@ -55,10 +60,17 @@ def load_boxes(
             sharing.setdefault(each.scales, []).append(each)
     for scales, parts in sharing.items():
         shards = {part.base: _rows(part, parameters[part.values], files) for part in parts}
+        for _, matrix in shards.values():
+            _round(matrix, rounded_to)
         _write_scales(flat, parameters[scales], shards, format_)
         for part in parts:
             start, matrix = shards[part.base]
             _write_values(flat, parameters, part, start, matrix)
+
+
+def _round(values: Tensor, dtype: torch.dtype) -> None:
+    if dtype != torch.float32:
+        values.copy_(values.to(dtype))
 
 
 def load_adapter_boxes(

@@ -146,15 +146,18 @@ class EmbeddedEngine:
         else:
             self._load_whole(flat, folder)
 
-    def load_base(self, folder: str) -> dict[str, Fingerprints]:
+    def load_base(self, folder: str, dtype: str = "float32") -> dict[str, Fingerprints]:
         assert self._base is not None, "an engine without adapters has no weights of its own"
-        self._load_whole(self._base, folder)
+        self._load_whole(self._base, folder, getattr(torch, dtype))
         kind = key_of(self.layout.format or self.config.dtype)
         place = (0, 1) if self._group is None else (self._group.rank, self._group.num_ranks)
         return {kind: sums_of_boxes(self.layout.parameters, self._base, *place)}
 
-    def _load_whole(self, flat: Tensor, folder: str) -> None:
-        load_boxes(self.layout.parameters, flat, folder, self.architecture, self.layout.format)
+    def _load_whole(
+        self, flat: Tensor, folder: str, rounded_to: torch.dtype = torch.float32
+    ) -> None:
+        whole, architecture = self.layout, self.architecture
+        load_boxes(whole.parameters, flat, folder, architecture, whole.format, rounded_to)
 
     @torch.inference_mode()
     def process_weights(self, flat: Tensor) -> Weights:

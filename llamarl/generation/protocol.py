@@ -63,8 +63,9 @@ class Engine(Protocol):
         ValueError if they do not fit, are damaged, or hold numbers that are not finite.
         """
 
-    def load_base(self, folder: str) -> dict[str, Fingerprints]:
-        """With adapters: read the weights beside them, which stay, from a checkpoint's folder.
+    def load_base(self, folder: str, dtype: str = "float32") -> dict[str, Fingerprints]:
+        """With adapters: read the weights beside them, which stay, from a checkpoint's folder,
+        rounded to the trainer's `dtype` as there.
 
         Returns this rank's sums of them, by kind (`weights/quantization/frozen_sums.py`).
         """

@@ -106,6 +106,7 @@ class Specs:
             load_weights=EXECUTORS[TRAIN] not in self.names,
             tokenizer=self.inputs.tokenizer_folder,
             lora=config.trainer.lora,
+            base_dtype=config.trainer.compute_dtype,
             adapter=self.inputs.adapter,
             config=generator_of(config.generator, replica),
             weights=config.weights,

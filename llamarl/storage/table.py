@@ -23,13 +23,14 @@ from llamarl.types import (
     FINISH_CODES,
     LOSS_WEIGHTS,
     PROXIMAL_LOGPROBS,
+    REF_LOGPROBS,
     TRAINER_LOGPROBS,
     FinishReason,
 )
 
 CUT = FINISH_CODES[FinishReason.SEGMENT]  # of a partial row
-# Of the last step that used the rollout.
-OF_A_STEP = {TRAINER_LOGPROBS, PROXIMAL_LOGPROBS, LOSS_WEIGHTS, CLIPPED}
+# Of the last step that used the rollout; where the policy is its own reference, those of this too.
+OF_A_STEP = {TRAINER_LOGPROBS, PROXIMAL_LOGPROBS, REF_LOGPROBS, LOSS_WEIGHTS, CLIPPED}
 NOWHERE = -1  # the slab of a cell that was not written
 
 

@@ -150,11 +150,12 @@ class VllmEngine:
             return load_adapter_boxes(self.memory.parameters, flat, folder)
         load_boxes(self.memory.parameters, flat, folder, self.architecture, self._format)
 
-    def load_base(self, folder: str) -> dict[str, Fingerprints]:
+    def load_base(self, folder: str, dtype: str = "float32") -> dict[str, Fingerprints]:
         whole = self._whole
         device = next(iter(self._runner.kv_caches)).device
         flat = torch.zeros(whole.num_elements, dtype=whole.dtype, device=device)
-        load_boxes(whole.parameters, flat, folder, self.architecture, self._format)
+        number = getattr(torch, dtype)
+        load_boxes(whole.parameters, flat, folder, self.architecture, self._format, number)
         sums = sums_of_boxes(whole.parameters, flat, *self._place)
         with self._without_adapters():
             views = self._views(flat)
