@@ -38,7 +38,7 @@ NEEDED = {
     "train": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, PROMPTS, HELD_OUT),
     "check": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, PROMPTS, HELD_OUT),
     "evaluate": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, HELD_OUT),
-    "plan": (CHECKPOINT, TOKENIZER, ARCHITECTURE, PROMPTS),
+    "plan": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, PROMPTS),
 }
 """By command, the keys whose files it reads; the other commands read none."""
 README = "README.md"
@@ -111,7 +111,8 @@ def _find(config: Config, command: str, key: str, name: HubName) -> tuple[Path, 
         find = partial(fetch_rows, key, name, TRAIN if key == PROMPTS else None)
     else:
         choose = _is_architecture if key == ARCHITECTURE else is_text
-        has_weights = key in (CHECKPOINT, ADAPTER) and command != "plan"
+        # An adapter's are few, and no adapter without them is read.
+        has_weights = key == ADAPTER or (key == CHECKPOINT and command != "plan")
         find = partial(fetch_model, key, name, choose, has_weights=has_weights)
     has_architecture = key == CHECKPOINT and config.model.architecture is not None
     if command == "plan" and (key == PROMPTS or has_architecture):
