@@ -29,6 +29,7 @@ from llamarl.errors import NoGenerator
 from llamarl.groups import Evaluation
 from llamarl.loop.engines import Engines, Unobserved
 from llamarl.metrics.console import Progress
+from llamarl.metrics.held_out import append_results, result_line
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.rendering import (
     find_program,
@@ -38,7 +39,6 @@ from llamarl.metrics.rendering import (
     show_finished_run,
 )
 from llamarl.metrics.span import Spans
-from llamarl.metrics.step_metrics import with_interval
 from llamarl.metrics.summary import SUMMARY_FILE, WriteProvenance
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.memory.fit import check_fit
@@ -99,7 +99,7 @@ async def evaluate(
     config: Config, run_dir: str, console: Console, write_provenance: WriteProvenance
 ) -> Evaluation:
     """Score the checkpoint on the held-out prompts, without a trainer."""
-    require(config.data.held_out is not None, "data.held_out", "name a file to evaluate on", None)
+    require(bool(config.held_out_sets), "data.held_out", "name a file to evaluate on", None)
     inputs = read_inputs(config, needs_prompts=False)
     with claim(run_dir, is_new=True):
         write_provenance()
@@ -114,14 +114,9 @@ async def evaluate(
                 wiring = Wiring(config, inputs, fleet.executors, run_dir, spans)
                 with contextlib.closing(spans):
                     result = await fleet.guard(_evaluate(wiring))
-    console.print(
-        f"accuracy {with_interval(result.accuracy, result.num_prompts)}  "
-        f"reward {result.reward:.4f}  mean length {result.mean_tokens:.1f}  "
-        f"truncated {result.truncated_share:.1%}  "
-        f"failed rewards (counted as wrong) {result.num_failed}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    append_results(run_dir, result)
+    for name, found in [("", result), *result.sets.items()]:
+        console.print(result_line(name, found), markup=False, highlight=False, soft_wrap=True)
     command = f"{find_program('llamarl')} view {shorten(run_dir)}"
     words = f"each prompt with its completion and reward: {command}"
     console.print(words, markup=False, highlight=False, soft_wrap=True)

@@ -55,6 +55,9 @@ ROWS = tuple(
 )
 FORMS = {
     "reward": Form({"prompt": ("Prompt",), "completion": ("str",)}, ("float", "int", "bool"), True),
+    "majority_answer": Form(
+        {"prompt": ("Prompt",), "completion": ("str",)}, ("str | None", "str", "Optional[str]")
+    ),
     "episode_reward": Form(
         {
             "prompt": ("Prompt",),

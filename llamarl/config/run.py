@@ -4,6 +4,7 @@ Owns: these sections, and the rules between sections. Does not own: the other se
 rules between two sections are in `Config.check` and what it calls, and nowhere else.
 """
 
+import re
 from dataclasses import dataclass, field
 
 from llamarl.config.algorithm import AlgorithmConfig
@@ -23,6 +24,8 @@ from llamarl.config.reward import RewardConfig
 from llamarl.config.trainer_keys import TrainerConfig
 from llamarl.device.names import GPU, is_gpu
 
+HELD_OUT = "held_out"  # the name of a held-out set that has no other
+SET_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,39}", re.ASCII)
 MAX_OPEN_ROLLOUTS = 2**20  # about a gigabyte of the controller's memory
 
 
@@ -123,8 +126,17 @@ class EvaluationConfig(Section):
 
     every_steps: int = number(0, least=0, most=10**9)
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    sets: dict[str, str] = field(default_factory=dict)
+    """Several held-out sets in place of `data.held_out`, by name: {gsm8k: gsm8k.jsonl, math500:
+    math500.parquet}. Each has its own accuracy beside that of all prompts together."""
     max_prompts: int = number(0, least=0, most=10**9)
-    """Use only the first this many held-out prompts; 0 means all."""
+    """Use only the first this many prompts of each held-out set; 0 means all."""
+    rollouts_per_prompt: int = number(1, least=1, most=256)
+    """Rollouts n of each held-out prompt. Above 1 the accuracy is their mean (avg@n), and pass@k
+    and maj@k are reported: whether one of k rollouts is right, and whether the answer is that most
+    of k give. Needs a `temperature` above 0."""
+    at_k: list[int] = field(default_factory=list, metadata={"least": 1, "most": 256})
+    """Every k of pass@k and maj@k, at most `rollouts_per_prompt`; [] is that number alone."""
     temperature: float = number(0.0, least=0, most=100)
     """Softmax temperature of held-out completions; 0 is greedy."""
     top_p: float = number(1.0, above=0, most=1)
@@ -136,6 +148,20 @@ class EvaluationConfig(Section):
     def check(self) -> None:
         is_sampled = self.temperature == 0 or self.temperature >= 1e-3
         self.require(is_sampled, "temperature", "be 0 (greedy) or at least 0.001")
+        num_rollouts = self.rollouts_per_prompt
+        must = f"be above 0 with evaluation.rollouts_per_prompt={num_rollouts} (greedy ones: equal)"
+        self.require(num_rollouts == 1 or self.temperature > 0, "temperature", must)
+        must = f"be at most evaluation.rollouts_per_prompt ({num_rollouts})"
+        self.require(max(self.at_k, default=1) <= num_rollouts, "at_k", must)
+        is_once = len({*self.at_k}) == len(self.at_k)
+        self.require(is_once, "at_k", "name each k once")
+        for name, path in self.sets.items():
+            is_name = SET_NAME.fullmatch(str(name)) is not None
+            must = "be up to 40 letters, digits, dots, - and _"
+            require(is_name, "a name in evaluation.sets", must, name)
+            is_file = isinstance(path, str) and path.endswith((".jsonl", ".parquet"))
+            must = "be a .jsonl or .parquet file"
+            require(is_file, f"evaluation.sets.{name}", must, path)
 
 
 @dataclass(kw_only=True)
@@ -218,7 +244,15 @@ class Config(Section):
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
 
+    @property
+    def held_out_sets(self) -> dict[str, str]:
+        """The file of each held-out set, or "task", by its name: HELD_OUT is that of
+        data.held_out."""
+        one = {} if self.data.held_out is None else {HELD_OUT: self.data.held_out}
+        return self.evaluation.sets or one
+
     def check(self) -> None:
+        self._check_evaluation()
         self._check_episodes()
         self._check_pools()
         self._check_lengths()
@@ -226,6 +260,12 @@ class Config(Section):
         self._check_generators()
         self._check_processes()
         self._check_memory()
+
+    def _check_evaluation(self) -> None:
+        """Where held-out prompts come from."""
+        must = "be null with evaluation.sets, which name every held-out set"
+        is_one = self.data.held_out is None or not self.evaluation.sets
+        self.require(is_one, "data.held_out", must)
 
     def _check_episodes(self) -> None:
         """What turns need, and what needs turns."""

@@ -10,7 +10,7 @@ import logging
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ from rich.table import Table
 from rich.text import Text
 
 from llamarl.config import Config
+from llamarl.groups import Share
+from llamarl.metrics.estimates import with_margin
+from llamarl.metrics.held_out import is_shaped, share_words
 from llamarl.metrics.shares import Shares
 from llamarl.metrics.step_metrics import in_words
 from llamarl.metrics.summary import SUMMARY_FILE, summarize
@@ -36,7 +39,7 @@ CURVE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 LABEL_WIDTH = 17
 MARGINS = len("| ") + len("  ") + len(" |")  # of a row of the panel: left, between, right
 LOG_WIDTH = 84
-NEAR = 0.005  # a reward this near to the accuracy is not shown beside it
+WHEN = "before", "after"
 
 Fact = tuple[str, RenderableType]
 """A label and its value."""
@@ -55,7 +58,7 @@ def show_end(
     next_command = f"{find_program('tensorboard')} --logdir {shorten(run_dir)}"
     if config.checkpoint.export:
         paths["checkpoint"] = f"{run_dir}/export"
-    if config.checkpoint.export and config.data.held_out is not None:
+    if config.checkpoint.export and config.held_out_sets:
         next_command = (
             f"{find_program('llamarl')} evaluate --config-dir {shorten(config.recipe_dir)} "
             f"model.checkpoint={run_dir}/export"
@@ -159,14 +162,14 @@ def draw_shares(shares: Shares, console: Console) -> Text:
     return bar.append(label + ", ".join(words), "dim") if words else bar
 
 
-def draw_curve(values: Sequence[float], form: str, console: Console) -> Text:
-    """The latest value, and one block per value, scaled from the smallest to the largest; none on
-    ASCII consoles."""
+def draw_curve(values: Sequence[float], latest: str, console: Console) -> Text:
+    """The `latest` value in words, and one block per value, scaled from the smallest to the
+    largest; none on ASCII consoles."""
     low, high = min(values), max(values)
     scale = (len(CURVE_BLOCKS) - 1) / ((high - low) or 1.0)
     blocks = "".join(CURVE_BLOCKS[round((value - low) * scale)] for value in values)
     shown = "" if console.options.ascii_only else blocks
-    return Text(f"{values[-1]:{form}}  ", "bold").append(shown, "not bold cyan")
+    return Text(f"{latest:<11}  ", "bold").append(shown, "not bold cyan")
 
 
 def duration(seconds: float) -> str:
@@ -187,13 +190,6 @@ def one_line(text: str, width: int, encoding: str, *, keeps_end: bool = False) -
     if keeps_end:
         return "..." + set_cell_size(line[::-1], room)[::-1]
     return set_cell_size(line, room) + "..."
-
-
-def is_shaped(reward: float | None, accuracy: float | None) -> bool:
-    """True if the reward says more than the accuracy."""
-    if reward is None or accuracy is None:
-        return reward is not None
-    return abs(reward - accuracy) > NEAR or (accuracy == 0 and reward != 0)
 
 
 def shorten(path: str) -> str:
@@ -232,15 +228,24 @@ def _held_out(summary: Mapping[str, Any]) -> list[Fact]:
         if first is None or last is None:
             return []
         return [("training reward", Text(f"{first:.3f} first step   {last:.3f} last step"))]
-    rewards = summary["reward_before"], summary["reward_after"]
-    accuracies = summary["accuracy_before"], summary["accuracy_after"]
-    reward, accuracy = _before_after(rewards, ".3f"), _before_after(accuracies, ".1%")
+    rewards = [summary[f"reward_{when}"] for when in WHEN]
+    accuracies = [summary[f"accuracy_{when}"] for when in WHEN]
+    ends = [summary[f"interval_{when}"] for when in WHEN]
+    shares = [e and [a, *e] for a, e in zip(accuracies, ends, strict=True)]
+    reward, accuracy = _before_after(rewards, "{:.3f}".format), _before_after(shares, _margin)
     facts = scores("held-out", reward, accuracy, *zip(rewards, accuracies, strict=True))
     if len(facts) > 1:
         accuracy.append("   (full marks)", "dim")
-    return facts
+    return facts + [
+        (share_words(name), _before_after((of_name.get(when) for when in WHEN), _margin))
+        for name, of_name in summary["held_out_shares"].items()
+    ]
 
 
-def _before_after(values: Iterable[float | None], form: str) -> Text:
-    before, after = ("-" if value is None else format(value, form) for value in values)
+def _margin(share: Sequence[float]) -> str:
+    return with_margin(Share(*share))
+
+
+def _before_after(values: Iterable[Any], words: Callable[[Any], str]) -> Text:
+    before, after = ("-" if value is None else words(value) for value in values)
     return Text.assemble((before, "bold"), " before   ", (after, "bold green"), " after")

@@ -209,7 +209,7 @@ class Wiring:
             make_record=partial(
                 make_record,
                 prompts=config.data.prompts,
-                held_out=config.data.held_out or "",
+                held_out=config.held_out_sets,
                 functions=config.reward.functions,
                 prompt_field=config.data.prompt_field,
             ),
@@ -286,14 +286,18 @@ class Wiring:
 
     def make_evaluator(self, engines: Engines) -> Evaluator:
         """The evaluation of the held-out prompts, of which there may be none."""
-        config = self.config
+        config, evaluation = self.config, self.config.evaluation
+        num_rollouts = evaluation.rollouts_per_prompt
         return Evaluator(
             prompts=self.inputs.held_out,
             sampling=evaluation_sampling(config, self.inputs),
             seed=config.seed,
+            num_rollouts=num_rollouts,
+            at_k=evaluation.at_k or [num_rollouts] * (num_rollouts > 1),
+            sets=[*evaluation.sets],
             has_turns=self.inputs.graph.has_episodes,
             engines=engines,
-            every_steps=config.evaluation.every_steps,
+            every_steps=evaluation.every_steps,
             version=self.state.get("evaluated", -1),
             rows_per_replica=min(p.generator.max_num_seqs for p in pools_of(config.generator)),
         )

@@ -234,7 +234,7 @@ class Loop:
         self.trainer = self.executors.trainer.executor
         self.trainer.version = self.state.get("version", 0)
         held_out = [
-            Prompt(prompt_id=i, text="", token_ids=(2, i), is_held_out=True)
+            Prompt(prompt_id=i, text="", token_ids=(2, i), held_out="held_out")
             for i in range(self.num_held_out)
         ]
         self.inputs = make_inputs(self.prompts or workload.prompts(), graph, LLAMA, held_out)

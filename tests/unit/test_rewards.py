@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -12,6 +13,8 @@ from llamarl.environments.rewards import format as format_reward
 from llamarl.environments.rewards import math as math_reward
 from llamarl.environments.rewards.answer import normal_form
 from llamarl.environments.rewards.functions import (
+    ANSWER,
+    NO_ANSWER,
     check_answers,
     check_rewards,
     load_functions,
@@ -25,8 +28,9 @@ STOPPED = [1.0, 0, 1.0, 64, 7, FINISH_CODES[FinishReason.STOP]]
 
 def grade(functions, prompt, completion):
     """What the service answers for the stage `score` with these functions."""
-    config = RewardConfig(functions=list(functions), weights=[0.5] * len(functions))
-    stage = Stage(SCORE, "x", ["prompt", "completion", "sampling"], ["reward", *functions])
+    names = [name for name in functions if name != ANSWER]
+    config = RewardConfig(functions=names, weights=[0.5] * len(names))
+    stage = Stage(SCORE, "x", ["prompt", "completion", "sampling"], ["reward", *names, ANSWER])
     score = make_score(functions, config)
     return run_now(answer(score, stage, prompt, [None, completion, STOPPED], [1]))
 
@@ -123,7 +127,7 @@ def test_math_compares_values_not_spellings(answer, completion, expected):
 @pytest.mark.parametrize("answer", [None, "", "  ", "####", True, ["42"], {"a": 1}])
 @pytest.mark.parametrize("name", ["exact", "math"])
 def test_an_unusable_expected_answer_raises_and_is_no_zero(name, answer):
-    (function,) = load_functions(RewardConfig(functions=[name]), None).values()
+    function = load_functions(RewardConfig(functions=[name]), None)[name]
     with pytest.raises((TypeError, ValueError), match="line 3"):
         function(prompt(answer=answer), "Answer: 42", True, CONFIG)
     with pytest.raises(KeyError, match="line 3: the row must have the field 'answer'"):
@@ -138,7 +142,40 @@ def test_an_expected_answer_that_is_no_mathematics_raises():
 def test_a_task_is_run_from_its_source_and_called_with_prompt_and_completion():
     source = "def reward(prompt, completion):\n    return completion.count(prompt.fields['word'])\n"
     functions = load_functions(RewardConfig(functions=["task"]), source)
-    assert grade(functions, prompt(word="a"), "banana") == {"rows": [[1.5, 3.0]]}
+    assert grade(functions, prompt(word="a"), "banana") == {"rows": [[1.5, 3.0, NO_ANSWER]]}
+
+
+VOTE = (
+    "def reward(prompt, completion):\n    return 1.0\n"
+    "def majority_answer(prompt, completion):\n    return completion[-1]\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "alike", "other", "silent"),
+    [
+        ("exact", ["so Answer: 1,000", "Answer: 1000.0"], "Answer: 10", "no idea"),
+        ("math", ["it is $\\frac{1}{2}$", "$0.5$", "1/2"], "$0.25$", "no idea"),
+        ("task", ["it is 4", "now 4"], "it is 5", None),
+    ],
+)
+def test_equal_answers_of_held_out_rollouts_have_equal_numbers(name, alike, other, silent):
+    functions = load_functions(RewardConfig(functions=[name]), VOTE)
+
+    def number(completion, held_out="test"):
+        asked = replace(prompt(answer="4"), held_out=held_out)
+        return grade(functions, asked, completion)["rows"][0][-1]
+
+    assert len({number(completion) for completion in alike}) == 1
+    assert number(alike[0]) >= 0
+    assert number(alike[0]) != number(other)
+    assert silent is None or number(silent) == NO_ANSWER
+    assert number(alike[0], held_out="") == NO_ANSWER, "training pays nothing for it"
+
+
+def test_a_first_function_without_answers_has_none():
+    functions = load_functions(RewardConfig(functions=["format", "exact"], weights=[1, 1]), None)
+    assert ANSWER not in functions
 
 
 def test_a_task_without_a_reward_function_is_refused():
@@ -153,7 +190,7 @@ def test_a_task_without_a_reward_function_is_refused():
 )
 def test_any_real_number_is_a_reward(value, expected):
     found = grade({"f": lambda *_: value}, prompt(), "")
-    assert found == {"rows": [[expected / 2, expected]]}
+    assert found == {"rows": [[expected / 2, expected, NO_ANSWER]]}
 
 
 @pytest.mark.parametrize(

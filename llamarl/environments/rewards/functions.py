@@ -6,11 +6,13 @@ section names is imported (math-verify takes half a second, and task.py runs onl
 of the stage).
 """
 
+import hashlib
 import importlib
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ Reward = Callable[..., Any]
 takes (prompt, completion), and may be a coroutine."""
 TASK = "task"  # the recipe's own task.py
 ENVIRONMENT = "environment"  # what the episode's environment gave
+ANSWER = "majority_answer"  # of a task.py, and what the stage gives beside the rewards
+NO_ANSWER = -1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,27 +56,47 @@ REWARDS: dict[str, Needs] = {
 
 
 def load_functions(config: RewardConfig, task_source: str | None) -> dict[str, Reward]:
-    """The functions `config` names, by name and in its order. ValueError unless a task.py has a
-    function `reward` of two arguments; what its text raises is passed on."""
+    """The functions `config` names, by name and in its order; as ANSWER, what finds the answer in a
+    completion if the first one has such. ValueError unless a task.py has a function `reward` of two
+    arguments; what its text raises is passed on."""
     functions: dict[str, Reward] = {}
+    answers: dict[str, Reward] = {}
     for name in config.functions:
         if name == ENVIRONMENT:
             continue
         if name == TASK:
             assert task_source is not None, "reward.functions=[task] comes with a task.py"
-            functions[name] = find(load_module(task_source), "reward")
+            task = load_module(task_source)
+            functions[name] = find(task, "reward")
+            if hasattr(task, ANSWER):
+                answers[name] = find(task, ANSWER)
         else:
             module = importlib.import_module(f"llamarl.environments.rewards.{name}")
             functions[name] = module.reward
+            if REWARDS[name].answer:
+                answers[name] = partial(_answer, module.answer, config)
+    if config.functions[0] in answers:
+        functions[ANSWER] = answers[config.functions[0]]
     return functions
+
+
+def _answer(
+    find_answer: Callable[[str, RewardConfig], str | None],
+    config: RewardConfig,
+    prompt: Prompt,
+    completion: str,
+) -> str | None:
+    """With the arguments that `majority_answer` of a task.py gets."""
+    return find_answer(completion, config)
 
 
 def make_score(
     functions: dict[str, Reward], config: RewardConfig
 ) -> Callable[..., Awaitable[tuple[float, ...]]]:
     """What the stage `score` runs: (prompt, completion, SAMPLING cell, and of an episode the reward
-    of its environment) -> the weighted sum, then what each function gave. InvalidReturnError for
-    what is no finite number."""
+    of its environment) -> the weighted sum, then what each function gave, and last the number of
+    the answer of a held-out prompt (`NO_ANSWER`: it has none). InvalidReturnError for what is no
+    finite number."""
 
     async def score(
         prompt: Prompt, completion: str, sampling: Sequence[float], *of_episode: float
@@ -89,9 +113,20 @@ def make_score(
             found = await value if inspect.isawaitable(value) else value
             parts[name] = checked_number(found, name)
         pairs = zip(config.functions, config.weights, strict=True)
-        return sum(weight * parts[name] for name, weight in pairs), *parts.values()
+        has_answer = prompt.is_held_out and ANSWER in functions
+        answer = functions[ANSWER](prompt, completion) if has_answer else None
+        total = sum(weight * parts[name] for name, weight in pairs)
+        return total, *parts.values(), _number_of(answer)
 
     return score
+
+
+def _number_of(answer: object) -> float:
+    """A whole number, which a float holds: the same for equal answers, others for others."""
+    if answer is None:
+        return NO_ANSWER
+    digest = hashlib.blake2b(str(answer).strip().encode(errors="replace"), digest_size=6)
+    return float(int.from_bytes(digest.digest()))
 
 
 def check_rewards(config: RewardConfig) -> None:

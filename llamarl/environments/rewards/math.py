@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
+from sympy import Float, nsimplify
 
 from llamarl.config import RewardConfig
 from llamarl.environments.rewards.answer import NUMBER, expected_answer, normal_form
@@ -30,8 +31,23 @@ def reward(prompt: Prompt, completion: str, finished: bool, config: RewardConfig
     it is not a mathematical expression.
     """
     expected = _parse_expected(expected_answer(prompt, config))
-    found = parse(BARE_PERCENT.sub(PERCENT, completion), parsing_timeout=None, raise_on_error=True)
+    found = _parse(completion)
     return float(verify(expected, found, timeout_seconds=None, raise_on_error=True))
+
+
+def answer(completion: str, config: RewardConfig) -> str | None:
+    """The answer that math-verify finds in the completion, in one spelling as far as that needs no
+    algebra (0.5 is 1/2, but x + 1 is not 1 + x in another order of text); None if it finds none."""
+    found = next(iter(_parse(completion)), None)
+    if isinstance(found, Float):
+        found = nsimplify(found, rational=True)
+    return None if found is None else str(found)
+
+
+def _parse(completion: str) -> list[Any]:
+    text = BARE_PERCENT.sub(PERCENT, completion)
+    found: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
+    return found
 
 
 @lru_cache(maxsize=1024)
