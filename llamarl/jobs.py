@@ -91,7 +91,8 @@ async def _train(
         async with _started(config, inputs, run_dir, progress, names) as (fleet, signals):
             controller = await sessions.run(fleet, signals, start)
             progress.show_phase("stopping the executors")
-    end = {"version": controller.saver.version, "solved": controller.gate.solved}
+    version, gate = controller.saver.version, controller.gate
+    end = {"version": version, "solved": gate.solved, "ended": gate.ended}
     return show_end(config, run_dir, end, console)
 
 
@@ -198,7 +199,11 @@ def _check_disk(config: Config, inputs: Inputs, run_dir: str) -> None:
     """ValueError unless weights, optimizer state and export of every kept checkpoint fit."""
     shapes = parameter_shapes(inputs.architecture).values()
     model_bytes = sum(math.prod(shape) for shape in shapes) * FLOAT32_BYTES
-    needed = model_bytes * (3 * (max(1, config.checkpoint.keep) + 1) + 1)
+    kept = config.checkpoint
+    num_saved = max(1, kept.keep) + 1 + 2 * bool(kept.best)  # the best, and what may become it
+    every = kept.export_every_steps
+    num_exported = 1 + bool(kept.best) + (config.num_steps // every if every else 0)
+    needed = model_bytes * (3 * num_saved + num_exported)
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(run_dir).free
     if free < needed:

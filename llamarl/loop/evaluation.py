@@ -10,12 +10,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llamarl.environments.requests import make_requests
 from llamarl.groups import Evaluation, Group
 from llamarl.loop.engines import Engines
+from llamarl.metrics.best_version import BestVersion
 from llamarl.metrics.held_out import result_of, summed_up
 from llamarl.types import FinishReason, Prompt, Purpose, Request, Sampling, StageStatus
 
@@ -28,7 +29,8 @@ Whole = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 @dataclass(kw_only=True)
 class Evaluator:
     """Asks for `num_rollouts` of each held-out prompt and waits until all are scored. What is found
-    is told of all, of each of the `sets` that the recipe names, and for each k in `at_k`.
+    is told of all, of each of the `sets` that the recipe names, and for each k in `at_k`. The run
+    ends when `best` says so.
 
     `version` is the last one evaluated (-1: none), also before a resume. As many replicas as run
     all prompts at once, `rows_per_replica` each, keep the version meanwhile; of the last version,
@@ -46,6 +48,7 @@ class Evaluator:
     every_steps: int = 0
     version: int = -1
     rows_per_replica: int = 1
+    best: BestVersion = field(default_factory=BestVersion)
 
     def __post_init__(self) -> None:
         self._begun = self.version
@@ -58,6 +61,10 @@ class Evaluator:
         every = self.every_steps
         has_passed = every > 0 and version // every > self._begun // every
         return self._begun < 0 or has_passed or version == last
+
+    def is_wanted(self, version: int) -> bool:
+        """Whether `version` is one of every `every_steps`: so will be due, unless it is lost."""
+        return bool(self.prompts) and self.every_steps > 0 and version % self.every_steps == 0
 
     async def evaluate(
         self, version: int, *, is_last: bool = False, whole: Whole = asyncio.shield
@@ -88,7 +95,8 @@ class Evaluator:
                 await whole(self.engines.retire(groups, "unused"))
                 self.engines.observer.log_evaluation(None)
             else:
-                await whole(self._end(result, groups))
+                is_saved = is_last or self.is_wanted(version)
+                await whole(self._end(result, groups, is_saved))
         return result
 
     def _requests(self, group: Group) -> list[Request]:
@@ -101,8 +109,9 @@ class Evaluator:
         )
         return [replace(request, purpose=Purpose.EVALUATE) for request in asked]
 
-    async def _end(self, result: Evaluation, groups: Sequence[Group]) -> None:
-        """Retire the rows and log the result: both, or neither before a state that is saved."""
+    async def _end(self, result: Evaluation, groups: Sequence[Group], is_saved: bool) -> None:
+        """Retire the rows and log the result: both, or neither before a state that is saved. Only a
+        version whose checkpoint `is_saved` may be the best."""
         alike: dict[tuple[str, bool], list[Group]] = {}
         for group in groups:
             for row_id in group.row_ids:
@@ -114,6 +123,10 @@ class Evaluator:
             )
         self.version = result.version
         self.engines.observer.log_evaluation(result)
+        if is_saved:
+            self.best.add(result)
+        if why := self.best.why_over:
+            await self.engines.gate.end(why)
 
     def _result(self, version: int, groups: Sequence[Group]) -> Evaluation | None:
         rows = [rollout for group in groups for rollout in group.rollouts.values()]

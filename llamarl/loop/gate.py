@@ -133,6 +133,8 @@ class Gate:
     """The trainer has nothing to do until more groups are ready."""
     solved: str = ""
     """Which groups show that nothing is left to learn."""
+    ended: str = ""
+    """Why the run ends before its last step, although more may be learnt."""
     _waiting: dict[int, Group] = field(default_factory=dict)  # admitted, not consumed, in order
     _settled: dict[int, ReadyItem] = field(default_factory=dict)  # of those, what may be taken
     _taken: list[Group] = field(default_factory=list)  # by steps whose version is not yet made
@@ -186,12 +188,12 @@ class Gate:
             with self.spans.span("gate", "wait"):
                 async with self._changed:
                     await self._changed.wait_for(
-                        lambda: self.num_open < self.capacity and not self.solved
+                        lambda: self.num_open < self.capacity and not self._is_over
                     )
                 has_room = self.has_room is None or await self.has_room()
             limit = self.capacity if has_room else min(self.capacity, self.groups_per_step)
             num_free = limit - self.num_open
-            if num_free > 0 and not self.solved:
+            if num_free > 0 and not self._is_over:
                 units = self.plan_units(num_free) if self.plan_units else [None] * num_free
                 return [self._open(next(self.prompts), unit) for unit in units]
             with self.spans.span("gate", "wait"):
@@ -240,10 +242,20 @@ class Gate:
         others = "the others had equal rewards or failed ones"
         return f"{num_solved} of the last {num_drops} groups ({others})"
 
+    async def end(self, why: str) -> None:
+        """Admit nothing more, and give the trainer nothing more: no further step begins."""
+        async with self._changed:
+            self.ended = why
+            self._changed.notify_all()
+
+    @property
+    def _is_over(self) -> bool:
+        return bool(self.solved or self.ended)
+
     async def wait_for(self, count: int) -> None:
         """Sleep until `take` could give `count` groups at once, or will never give another."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._choose(count, count) or bool(self.solved))
+            await self._changed.wait_for(lambda: self._choose(count, count) or self._is_over)
 
     async def take(self, at_least: int, at_most: int, num_tokens: int = 0) -> list[Group]:
         """The next groups to train on, as the sampler chooses; waits until `at_least` with
@@ -252,19 +264,20 @@ class Gate:
         By `admission`, in order: `late="wait"` stops at the first group that is not settled,
         `late="mask"` passes over it. An empty list once the prompts are solved and fewer than
         `at_most` are settled: a last step would not be whole. TaskError for an invalid sample, or
-        none although no other group can become ready before the step.
+        none although no other group can become ready before the step. Once the run has `ended` the
+        list is empty.
         """
         async with self._changed:
             with self.spans.span("batch", "wait"):
                 self.is_waited_for = True
                 try:
                     await self._changed.wait_for(
-                        lambda: self._choose(at_least, at_most, num_tokens) or bool(self.solved)
+                        lambda: self._is_over or self._choose(at_least, at_most, num_tokens)
                     )
                 finally:
                     self.is_waited_for = False
             (taken, consumed), self._chosen = self._chosen or ([], []), None
-            if self.solved and len(taken) < at_most:
+            if self.ended or (self.solved and len(taken) < at_most):
                 return []
             groups = [self._waiting[group_id] for group_id in taken]
             self._taken += groups

@@ -16,6 +16,7 @@ from llamarl.metrics.step_metrics import Scalars
 from llamarl.types import FinishReason, StageStatus
 
 RESULTS_FILE = "evaluations.jsonl"
+EVALUATION = "evaluation/"
 ACCURACY, PASS_AT, MAJORITY_AT = "accuracy", "pass_at_", "maj_at_"
 NEAR = 0.005  # a reward this near to the accuracy is not shown beside it
 
@@ -75,7 +76,7 @@ def _share(name: str, results: Sequence[HeldOutResult]) -> Share:
     return share_of(sums, counts)
 
 
-def evaluation_scalars(evaluated: Evaluation, prefix: str = "evaluation/") -> Scalars:
+def evaluation_scalars(evaluated: Evaluation, prefix: str = EVALUATION) -> Scalars:
     """The values by tag: of all prompts, and of each named set under evaluation/<set>/."""
     scalars: Scalars = {}
     for name, (value, low, high) in evaluated.shares.items():

@@ -22,8 +22,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from llamarl.checkpoints import checkpoint
 from llamarl.config import Config
 from llamarl.groups import Share
+from llamarl.metrics.best_version import best_version
 from llamarl.metrics.estimates import with_margin
 from llamarl.metrics.held_out import is_shaped, share_words
 from llamarl.metrics.shares import Shares
@@ -50,7 +52,7 @@ def show_end(
 ) -> dict[str, Any]:
     """Summarize a run that has ended and print the table, the paths of its results, what to try
     next and, if it stopped before its last step, why; returns the summary. `state` has its version
-    and, if so, what is "solved"."""
+    and, if so, what is "solved", or why it "ended" early."""
     summary = summarize(run_dir)
     paths = {"metrics": f"{run_dir}/metrics.jsonl", "timeline": f"{run_dir}/trace.json"}
     if "tensorboard" in config.metrics.trackers:
@@ -58,6 +60,9 @@ def show_end(
     next_command = f"{find_program('tensorboard')} --logdir {shorten(run_dir)}"
     if config.checkpoint.export:
         paths["checkpoint"] = f"{run_dir}/export"
+    if (best := checkpoint.marked_best(run_dir)) is not None:
+        name = "export-best" if config.checkpoint.export else f"checkpoints/{checkpoint.BEST}"
+        paths[f"best (v{checkpoint.version_of(best)})"] = f"{run_dir}/{name}"
     if config.checkpoint.export and config.held_out_sets:
         next_command = (
             f"{find_program('llamarl')} evaluate --config-dir {shorten(config.recipe_dir)} "
@@ -67,17 +72,26 @@ def show_end(
     render_summary(summary, paths, next_command, Console(file=text, width=LOG_WIDTH))
     log.info("%s", text.getvalue())
     render_summary(summary, paths, next_command, console)
-    if state.get("solved") and state["version"] < config.num_steps:
+    if state["version"] < config.num_steps and (why := _why_early(config, state)):
         where = f"stopped at step {state['version']} of {config.num_steps}"
-        why = "answered with full marks, so nothing is left to learn from these prompts"
-        console.out(f"{where}: {state['solved']} were {why}", highlight=False)
+        console.out(f"{where}: {why}", highlight=False)
     return summary
+
+
+def _why_early(config: Config, state: Mapping[str, Any]) -> str:
+    """Why a run stopped before its last step; "" if it did not mean to."""
+    if solved := state.get("solved"):
+        why = "answered with full marks, so nothing is left to learn from these prompts"
+        return f"{solved} were {why}"
+    key, patience, saved = config.checkpoint.best, config.evaluation.patience, state.get("best", {})
+    return state.get("ended") or best_version(key, patience, saved).why_over
 
 
 def is_finished(config: Config, run_dir: str, state: dict[str, Any]) -> bool:
     """True if the run whose checkpoint holds `state` has left all its results in the folder."""
-    is_trained = state.get("version") == config.num_steps or "solved" in state
-    has_export = Path(run_dir, "export").is_dir() or not config.checkpoint.export
+    is_trained = state.get("version") == config.num_steps or bool(_why_early(config, state))
+    names = ["export", *["export-best"] * bool(config.checkpoint.best)]
+    has_export = all(Path(run_dir, name).is_dir() for name in names) or not config.checkpoint.export
     return is_trained and has_export and Path(run_dir, SUMMARY_FILE).is_file()
 
 

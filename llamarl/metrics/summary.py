@@ -25,6 +25,7 @@ import numpy as np
 
 from llamarl.json_file import parse
 from llamarl.metrics.estimates import share_of
+from llamarl.metrics.held_out import EVALUATION
 from llamarl.metrics.intervals import length
 from llamarl.metrics.shares import by_executor, read_timeline
 from llamarl.metrics.span import Span, SpanReader, executor_of, span_files
@@ -38,7 +39,6 @@ TRACE_FILE = "trace.json"
 ARCHIVE_FOLDER = "archive"
 ARCHIVE_FILES = "rollouts-*.jsonl"
 REWARD, RATIO_MEAN, RATIO_CLIPPED = "reward/mean", "ratio/mean", "ratio/clipped_share"
-EVALUATION = "evaluation/"
 READ_TAGS = (REWARD, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS, EVALUATION)  # of metrics.jsonl
 PACKAGES = ("llamarl", "torch", "torchmonarch", "transformers", "safetensors", "hydra-core")
 TRACKS = ("work", "publish", "mark")  # busy and wait spans share a track: they alternate
