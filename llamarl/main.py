@@ -48,7 +48,7 @@ from llamarl.recipe.composition import (
     to_yaml,
 )
 from llamarl.run import control
-from llamarl.view import page
+from llamarl.view import compare, page
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +71,14 @@ COMMANDS = {
     "status": "say what a run at work does: versions, load, faults (status --help)",
     "scale": "add generator replicas to a run at work, or remove some (scale --help)",
     "view": "write the rollouts that a run has kept as one page for a browser (view --help)",
+    "compare": "draw the curves of several runs, and say what differs (compare --help)",
     "worker": "serve one host of a run that is started elsewhere (worker --help)",
 }
 RUN_COMMANDS: dict[str, tuple[Callable[[list[str]], str], str]] = {  # and what their help says
     "status": (control.status, control.USAGE["status"]),
     "scale": (control.scale, control.USAGE["scale"]),
     "view": (page.view, page.USAGE),
+    "compare": (compare.compare, compare.USAGE),
 }
 
 OPTIONS = {  # of the commands that compose a recipe: name and value, what it does
