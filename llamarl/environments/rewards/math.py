@@ -4,11 +4,11 @@ math-verify. 0 means that the answers differ or the completion has none; every o
 
 import logging
 import re
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
-from sympy import Float, nsimplify
 
 from llamarl.config import RewardConfig
 from llamarl.environments.rewards.answer import NUMBER, expected_answer, normal_form
@@ -37,10 +37,10 @@ def reward(prompt: Prompt, completion: str, finished: bool, config: RewardConfig
 
 def answer(completion: str, config: RewardConfig) -> str | None:
     """The answer that math-verify finds in the completion, in one spelling as far as that needs no
-    algebra (0.5 is 1/2, but x + 1 is not 1 + x in another order of text); None if it finds none."""
-    found = next(iter(_parse(completion)), None)
-    if isinstance(found, Float):
-        found = nsimplify(found, rational=True)
+    algebra (0.5 and 1/2 are one answer, 2(x + 1) and 2x + 2 are two); None if it finds none."""
+    found: Any = next(iter(_parse(completion)), None)
+    if getattr(found, "is_Float", False) and found.is_finite:
+        found = Fraction(str(found))
     return None if found is None else str(found)
 
 
