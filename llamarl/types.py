@@ -35,6 +35,9 @@ Glossary
     Batch       the rollouts of an optimizer step, or of a part of it, and their place on ranks and
                 micro-batches. Metadata only.
     part        whole groups of a step that are trained before the others have arrived.
+    held-out set
+                prompts for evaluations alone, with a name; accuracy, pass@k and maj@k are of each
+                set and of all together.
     version     one state of the weights, numbered by the optimizer steps completed. One optimizer
                 step per batch.
     advance     after an optimizer step: the slots of its groups become free for others.

@@ -314,8 +314,11 @@ def _trained_share(scalars: Scalars) -> Share:
 def _shares(evaluations: Sequence[Evaluation], name: str) -> Text:
     """Such as "43.0% +-4.3 (v0)  98.4% +-1.4 (v30)"; `name` as `accuracy` or `gsm8k/accuracy`."""
     of_set, _, key = name.rpartition("/")
-    found = [(each.version, each.sets.get(of_set, each).shares.get(key)) for each in evaluations]
-    words = [f"{with_margin(share)} (v{version})" for version, share in found if share]
+    words = []
+    for each in evaluations:
+        found = each.sets.get(of_set) if of_set else each
+        if found is not None and key in found.shares:
+            words.append(f"{with_margin(found.shares[key])} (v{each.version})")
     return Text("  ".join(words), "bold")
 
 

@@ -102,8 +102,10 @@ def test_a_run_that_gets_no_better_ends_early_and_goes_on_with_more_patience(
         line["step"] for line in read_lines(tmp_path / "metrics.jsonl") if "reward/mean" in line
     ]
     assert steps == [*range(1, 13)]
-    marked = checkpoint.marked_best(tmp_path)
-    assert marked is not None
+    results = read_lines(tmp_path / "evaluations.jsonl")
+    places = [(each["version"], each["held_out"], each["prompt_id"]) for each in results]
+    assert len(places) == len({*places}) == 13 * 12, "each prompt under each version, once"
+    assert checkpoint.marked_best(tmp_path) is not None
 
 
 @pytest.mark.full

@@ -143,6 +143,30 @@ def test_progress_shows_shaped_rewards_beside_the_accuracy():
         assert words in text
 
 
+def test_named_sets_and_several_rollouts_have_rows_and_lines_of_their_own():
+    both = evaluated(3, 0.5, 0.5)
+    shares = both.shares | {"pass_at_4": Share(0.75, 0.7, 0.8), "maj_at_4": Share(0.6, 0.5, 0.7)}
+    one = replace(both, shares=shares, num_prompts=25)
+    both = replace(one, sets={"gsm8k": one}, num_prompts=50)
+    plain = Console(width=200, record=True, file=io.StringIO())
+    Progress(3, live=False, console=plain).show_evaluation(both)
+    lines = [line.partition("] ")[2] for line in plain.export_text().splitlines()]
+    more = "pass@4 75.0% (70.0% to 80.0%), maj@4 60.0% (50.0% to 70.0%) at version 3"
+    assert lines == [
+        f"held-out accuracy 50.0% of 50 x 2 (40.4% to 59.6%), {more}",
+        f"held-out gsm8k accuracy 50.0% of 25 x 4 (40.4% to 59.6%), {more}",
+    ]
+    console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
+    progress = Progress(3, live=True, console=console)
+    progress.show_evaluation(evaluated(0, 0.25, 0.25))
+    progress.show_evaluation(both)
+    console.print(progress._render())
+    text = console.export_text()
+    assert "held-out accuracy  25.0% +-9.3 (v0)  50.0% +-9.6 (v3)" in text
+    assert "pass@4             75.0% +-5.0 (v3)" in text
+    assert "gsm8k accuracy     50.0% +-9.6 (v3)" in text, "earlier ones had no such set"
+
+
 def test_progress_shows_turns_and_tools_of_episodes():
     scalars = {
         "episode/turns": 2.5,
