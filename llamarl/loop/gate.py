@@ -245,7 +245,7 @@ class Gate:
     async def end(self, why: str) -> None:
         """Admit nothing more, and give the trainer nothing more: no further step begins."""
         async with self._changed:
-            self.ended = why
+            self.ended = self.ended or why
             self._changed.notify_all()
 
     @property
