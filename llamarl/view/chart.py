@@ -6,7 +6,7 @@ markup.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from xml.sax.saxutils import escape
 
 Points = Sequence[tuple[float, float]]
@@ -48,9 +48,11 @@ def chart(
     *,
     lowest: float = 0.0,
     marked: Sequence[str] = (),
+    bars: Sequence[tuple[float, float, float, str]] = (),
 ) -> str:
     """One chart from `lowest` to `highest`. Curves that have a name get it at the lower right; of
-    those in `marked` each point is marked, and has its value."""
+    those in `marked` each point is marked, and has its value. `bars` are intervals: step, low, high
+    and colour."""
     last = max((step for _, points, _ in curves for step, _ in points), default=1) or 1
     height = (highest - lowest) or 1.0
 
@@ -60,6 +62,40 @@ def chart(
     def y(value: float) -> float:
         return round(HEIGHT - BOTTOM - (value - lowest) / height * (HEIGHT - TOP - BOTTOM), 1)
 
+    parts = _axes(title, lowest, height, last, x, y)
+    parts += [
+        f'<line x1="{x(step)}" x2="{x(step)}" y1="{y(low)}" y2="{y(high)}" stroke="{colour}" '
+        f'stroke-width="6" stroke-opacity="0.35"/>'
+        for step, low, high, colour in bars
+    ]
+    for place, (label, points, colour) in enumerate(curves):
+        line = " ".join(f"{x(step)},{y(value)}" for step, value in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        if label in marked:
+            parts += [
+                f'<circle cx="{x(step)}" cy="{y(value)}" r="3.5" fill="{colour}"/>'
+                f'<text x="{x(step)}" y="{y(value) + (16 if step else -9)}" fill="{colour}" '
+                f'text-anchor="{"start" if not step else "end" if step == last else "middle"}">'
+                f"{value:.1f}</text>"
+                for step, value in points
+            ]
+        if label:
+            parts.append(
+                f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - BOTTOM - 26 + LINE * place}" '
+                f'fill="{colour}" text-anchor="end">{escape(label)}</text>'
+            )
+    return "".join(parts)
+
+
+def _axes(
+    title: str,
+    lowest: float,
+    height: float,
+    last: float,
+    x: Callable[[float], float],
+    y: Callable[[float], float],
+) -> list[str]:
+    """The title, and lines and numbers of both axes."""
     parts = [f'<text x="{LEFT}" y="20" fill="#333" font-weight="bold">{escape(title)}</text>']
     for tick in range(5):
         value = lowest + height * tick / 4
@@ -78,23 +114,7 @@ def chart(
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" fill="#666" '
         f'text-anchor="middle">optimizer step</text>'
     )
-    for place, (label, points, colour) in enumerate(curves):
-        line = " ".join(f"{x(step)},{y(value)}" for step, value in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        if label in marked:
-            parts += [
-                f'<circle cx="{x(step)}" cy="{y(value)}" r="3.5" fill="{colour}"/>'
-                f'<text x="{x(step)}" y="{y(value) + (16 if step else -9)}" fill="{colour}" '
-                f'text-anchor="{"start" if not step else "end" if step == last else "middle"}">'
-                f"{value:.1f}</text>"
-                for step, value in points
-            ]
-        if label:
-            parts.append(
-                f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - BOTTOM - 26 + LINE * place}" '
-                f'fill="{colour}" text-anchor="end">{escape(label)}</text>'
-            )
-    return "".join(parts)
+    return parts
 
 
 def round_up(value: float) -> float:

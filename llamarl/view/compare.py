@@ -163,7 +163,14 @@ def draw(runs: Sequence[ComparedRun]) -> str:
         values = [value for _, points, _ in curves for _, value in points]
         if values:
             highest = 100.0 if factor == 100 else round_up(max(values))
-            charts.append(chart(title, highest, curves, lowest=min(0.0, *values)))
+            bars = [
+                (step, factor * line[f"{tag}_low"], factor * line[f"{tag}_high"], colour)
+                for run, colour in zip(runs, colours, strict=True)
+                for step, line in run.steps.items()
+                if line.keys() >= {f"{tag}_low", f"{tag}_high"}
+            ]
+            lowest = min(0.0, *values)
+            charts.append(chart(title, highest, curves, lowest=lowest, bars=bars))
     return picture(charts, [*zip((run.name for run in runs), colours, strict=True)])
 
 
