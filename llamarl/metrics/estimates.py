@@ -6,7 +6,7 @@ of a prompt, and its interval follows from how much prompts differ.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -36,17 +36,19 @@ def majority_at(k: int, answers: Sequence[Hashable | None], correct: Sequence[bo
     and none comes more often.
     """
     sizes = Counter(answer for answer in answers if answer is not None)
-    shares: defaultdict[Hashable, float] = defaultdict(float)
+    right: Counter[int] = Counter()  # samples, by how frequent their answer is: such win alike
     for answer, is_correct in zip(answers, correct, strict=True):
-        shares[answer] += is_correct / sizes[answer] if answer is not None else 0.0
+        if answer is not None and is_correct:
+            right[sizes[answer]] += 1
     num_silent = len(answers) - sizes.total()
     total = 0.0
-    for answer, size in sizes.items():
-        others = [other for each, other in sizes.items() if each != answer]
-        for m in range(1, min(size, k) + 1) if shares[answer] else ():
+    for size, num_correct in right.items():
+        others = [*sizes.values()]
+        others.remove(size)
+        for m in range(1, min(size, k) + 1):
             ways = _ways(others, num_silent, m, k - m)
             won = float((ways / np.arange(1, len(ways) + 1)).sum())
-            total += shares[answer] * math.comb(size, m) * won
+            total += num_correct / size * math.comb(size, m) * won
     return total / math.comb(len(answers), k)
 
 

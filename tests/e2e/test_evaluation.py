@@ -22,6 +22,7 @@ SMALL = [
 RESUME = "checkpoint.resume=auto"
 
 
+@pytest.mark.full
 def test_each_set_has_its_accuracy_and_the_best_version_is_kept_and_exported(
     forks: Forks, tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_each_set_has_its_accuracy_and_the_best_version_is_kept_and_exported(
 RESUME = "checkpoint.resume=auto"
 
 
+@pytest.mark.full
 def test_a_run_that_gets_no_better_ends_early_and_goes_on_with_more_patience(
     forks: Forks, tmp_path: Path
 ) -> None:
