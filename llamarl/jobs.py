@@ -29,6 +29,7 @@ from llamarl.errors import NoGenerator
 from llamarl.groups import Evaluation
 from llamarl.loop.engines import Engines, Unobserved
 from llamarl.metrics.console import Progress
+from llamarl.metrics.held_out import append_results, result_line
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.rendering import (
     find_program,
@@ -38,7 +39,6 @@ from llamarl.metrics.rendering import (
     show_finished_run,
 )
 from llamarl.metrics.span import Spans
-from llamarl.metrics.step_metrics import with_interval
 from llamarl.metrics.summary import SUMMARY_FILE, WriteProvenance
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.memory.fit import check_fit
@@ -91,7 +91,8 @@ async def _train(
         async with _started(config, inputs, run_dir, progress, names) as (fleet, signals):
             controller = await sessions.run(fleet, signals, start)
             progress.show_phase("stopping the executors")
-    end = {"version": controller.saver.version, "solved": controller.gate.solved}
+    version, gate = controller.saver.version, controller.gate
+    end = {"version": version, "solved": gate.solved, "ended": gate.ended}
     return show_end(config, run_dir, end, console)
 
 
@@ -99,7 +100,7 @@ async def evaluate(
     config: Config, run_dir: str, console: Console, write_provenance: WriteProvenance
 ) -> Evaluation:
     """Score the checkpoint on the held-out prompts, without a trainer."""
-    require(config.data.held_out is not None, "data.held_out", "name a file to evaluate on", None)
+    require(bool(config.held_out_sets), "data.held_out", "name a file to evaluate on", None)
     inputs = read_inputs(config, needs_prompts=False)
     with claim(run_dir, is_new=True):
         write_provenance()
@@ -114,14 +115,9 @@ async def evaluate(
                 wiring = Wiring(config, inputs, fleet.executors, run_dir, spans)
                 with contextlib.closing(spans):
                     result = await fleet.guard(_evaluate(wiring))
-    console.print(
-        f"accuracy {with_interval(result.accuracy, result.num_prompts)}  "
-        f"reward {result.reward:.4f}  mean length {result.mean_tokens:.1f}  "
-        f"truncated {result.truncated_share:.1%}  "
-        f"failed rewards (counted as wrong) {result.num_failed}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    append_results(run_dir, result)
+    for name, found in [("", result), *result.sets.items()]:
+        console.print(result_line(name, found), markup=False, highlight=False, soft_wrap=True)
     command = f"{find_program('llamarl')} view {shorten(run_dir)}"
     words = f"each prompt with its completion and reward: {command}"
     console.print(words, markup=False, highlight=False, soft_wrap=True)
@@ -203,7 +199,11 @@ def _check_disk(config: Config, inputs: Inputs, run_dir: str) -> None:
     """ValueError unless weights, optimizer state and export of every kept checkpoint fit."""
     shapes = parameter_shapes(inputs.architecture).values()
     model_bytes = sum(math.prod(shape) for shape in shapes) * FLOAT32_BYTES
-    needed = model_bytes * (3 * (max(1, config.checkpoint.keep) + 1) + 1)
+    kept = config.checkpoint
+    num_saved = max(1, kept.keep) + 1 + 2 * bool(kept.best)  # the best, and what may become it
+    every = kept.export_every_steps
+    num_exported = 1 + bool(kept.best) + (config.num_steps // every if every else 0)
+    needed = model_bytes * (3 * num_saved + num_exported)
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(run_dir).free
     if free < needed:

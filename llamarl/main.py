@@ -50,7 +50,7 @@ from llamarl.recipe.composition import (
 )
 from llamarl.recipe.local_inputs import with_local_files
 from llamarl.run import control
-from llamarl.view import page
+from llamarl.view import compare, page
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ COMMANDS = {
     "scale": "add generator replicas to a run at work, or remove some (scale --help)",
     "view": "write the rollouts that a run has kept as one page for a browser (view --help)",
     "merge": "add an adapter to the weights of its checkpoint (merge --help)",
+    "compare": "draw the curves of several runs, and say what differs (compare --help)",
     "worker": "serve one host of a run that is started elsewhere (worker --help)",
 }
 PLAIN_COMMANDS: dict[str, tuple[Callable[[list[str]], str], str]] = {  # no recipe; and their help
@@ -85,6 +86,7 @@ PLAIN_COMMANDS: dict[str, tuple[Callable[[list[str]], str], str]] = {  # no reci
     "scale": (control.scale, control.USAGE["scale"]),
     "view": (page.view, page.USAGE),
     "merge": (merging.merge, merging.USAGE),
+    "compare": (compare.compare, compare.USAGE),
 }
 
 OPTIONS = {  # of the commands that compose a recipe: name and value, what it does

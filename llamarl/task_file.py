@@ -58,6 +58,9 @@ FORMS = {
     "group_reward": Form(
         {"prompt": ("Prompt",), "completions": ("list[str]", "Sequence[str]")}, NUMBERS, True
     ),
+    "majority_answer": Form(
+        {"prompt": ("Prompt",), "completion": ("str",)}, ("str | None", "str", "Optional[str]")
+    ),
     "episode_reward": Form(
         {
             "prompt": ("Prompt",),

@@ -38,6 +38,9 @@ Glossary
     Batch       the rollouts of an optimizer step, or of a part of it, and their place on ranks and
                 micro-batches. Metadata only.
     part        whole groups of a step that are trained before the others have arrived.
+    held-out set
+                prompts for evaluations alone, with a name; accuracy, pass@k and maj@k are of each
+                set and of all together.
     version     one state of the weights, numbered by the optimizer steps completed.
     advance     after an optimizer step: the slots of the groups that it was the last one for become
                 free for others.
@@ -153,8 +156,9 @@ class Prompt:
     """One tokenized question.
 
     `prompt_id` is its line in the data file and `epoch` how often the file was walked before;
-    `fields` is the whole data row, which reward functions read. `is_held_out`: of data.held_out;
-    `is_kept`: its rollouts are kept whole in the archive (experience.keep_rollouts).
+    `fields` is the whole data row, which reward functions read. `held_out` names its held-out set,
+    "" for training; `is_kept`: its rollouts are kept whole in the archive
+    (experience.keep_rollouts).
     """
 
     prompt_id: int
@@ -162,8 +166,13 @@ class Prompt:
     token_ids: tuple[int, ...]
     fields: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
-    is_held_out: bool = False
+    held_out: str = ""
     is_kept: bool = False
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it is asked in evaluations only."""
+        return bool(self.held_out)
 
     @property
     def is_recorded(self) -> bool:
@@ -360,6 +369,7 @@ class StageResult:
     on which a stage of the recipe's own failed, is dropped. The stage `score` writes REWARD, the
     weighted sum of the `parts` by function; if it failed there is none, or 0 with
     `reward.on_failure: zero`. `correct`: the first function gave full marks, which accuracy counts.
+    `answer` of a held-out rollout is equal where answers are; None: it has none.
     """
 
     row_id: int
@@ -369,6 +379,7 @@ class StageResult:
     error: str = ""
     parts: dict[str, float] = field(default_factory=dict)
     correct: bool = False
+    answer: int | None = None
 
     @property
     def reward(self) -> float:

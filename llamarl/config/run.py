@@ -7,9 +7,10 @@ rules between two sections are in `Config.check` and what it calls, and nowhere 
 from dataclasses import dataclass, field
 
 from llamarl.config.algorithm import AlgorithmConfig
-from llamarl.config.check import DAY_S, Section, choice, number, require
+from llamarl.config.check import DAY_S, Section, choice, number, require, require_choice
 from llamarl.config.cluster import ClusterConfig
 from llamarl.config.environment_keys import EnvironmentConfig
+from llamarl.config.evaluation_keys import HELD_OUT, CheckpointConfig, EvaluationConfig
 from llamarl.config.generator_keys import (
     DispatchConfig,
     GeneratorConfig,
@@ -119,58 +120,6 @@ class ExperienceConfig(Section):
 
 
 @dataclass(kw_only=True)
-class EvaluationConfig(Section):
-    """Held-out evaluation on one fixed version."""
-
-    every_steps: int = number(0, least=0, most=10**9)
-    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
-    max_prompts: int = number(0, least=0, most=10**9)
-    """Use only the first this many held-out prompts; 0 means all."""
-    temperature: float = number(0.0, least=0, most=100)
-    """Softmax temperature of held-out completions; 0 is greedy."""
-    top_p: float = number(1.0, above=0, most=1)
-    """Keep only the likeliest tokens with this total probability; 1 is off. Unlike
-    `sampling.top_p` it may be below 1."""
-    max_tokens: int = number(0, least=0, most=2**24)
-    """Longest completion; 0 takes sampling.max_tokens."""
-
-    def check(self) -> None:
-        is_sampled = self.temperature == 0 or self.temperature >= 1e-3
-        self.require(is_sampled, "temperature", "be 0 (greedy) or at least 0.001")
-
-
-@dataclass(kw_only=True)
-class CheckpointConfig(Section):
-    """Which states of the trainer are saved to disk, and when."""
-
-    every_steps: int = number(10, least=0, most=10**9)
-    """Steps between checkpoints; 0 saves only when the run ends. After a kill or the loss of the
-    trainer the steps since the newest one are repeated: five on average by default. The trainer
-    waits only until its state is copied to host memory (12 bytes per parameter, over all ranks).
-    Take more where the disk needs longer for a checkpoint than these steps take, for a save waits
-    for the one before."""
-    grace_s: float = number(15.0, least=0, most=DAY_S)
-    """After SIGTERM the step under way may take this long to end, then what is complete is saved.
-    Schedulers kill 30 s or later after it: leave time for the save."""
-    save_s: float = number(600.0, least=0.1, most=DAY_S)
-    """Longest time of the save when a run ends early; after that the newest checkpoint is the
-    result. A second Ctrl-C ends it at once."""
-    keep: int = number(2, least=0, most=10**6)
-    """Newest checkpoints kept; 0 keeps all."""
-    resume: str = "off"
-    """off | auto (the newest committed checkpoint of run_dir, if any) | a checkpoint folder."""
-    export: bool = True
-    """Write the final weights in the Hugging Face layout."""
-    export_dtype: str = choice("float32", "bfloat16")
-    """What the exported weights are rounded to: float32 (as they were trained) | bfloat16 (half
-    the size)."""
-
-    def is_due(self, version: int, last: int) -> bool:
-        """True at the last version and at every multiple of `every_steps`."""
-        return version == last or (self.every_steps > 0 and version % self.every_steps == 0)
-
-
-@dataclass(kw_only=True)
 class MetricsConfig(Section):
     """What is recorded."""
 
@@ -225,7 +174,15 @@ class Config(Section):
         its own reference."""
         return self.algorithm.has_reference and not self.trainer.lora.is_used
 
+    @property
+    def held_out_sets(self) -> dict[str, str]:
+        """The file of each held-out set, or "task", by its name: HELD_OUT is that of
+        data.held_out."""
+        one = {} if self.data.held_out is None else {HELD_OUT: self.data.held_out}
+        return self.evaluation.sets or one
+
     def check(self) -> None:
+        self._check_evaluation()
         self._check_episodes()
         self._check_pools()
         self._check_lengths()
@@ -234,6 +191,20 @@ class Config(Section):
         self._check_generators()
         self._check_processes()
         self._check_memory()
+
+    def _check_evaluation(self) -> None:
+        """Where held-out prompts come from."""
+        must = "be null with evaluation.sets, which name every held-out set"
+        is_one = self.data.held_out is None or not self.evaluation.sets
+        self.require(is_one, "data.held_out", must)
+        if self.checkpoint.best:
+            must = "stay empty without data.held_out or evaluation.sets"
+            self.require(bool(self.held_out_sets), "checkpoint.best", must)
+            has_answers = self.reward.functions[0] in ("exact", "math", "task")
+            metrics = self.evaluation.metrics(has_answers)
+            require_choice("checkpoint.best", self.checkpoint.best, metrics)
+        is_judged = bool(self.checkpoint.best) or not self.evaluation.patience
+        self.require(is_judged, "evaluation.patience", "be 0 without checkpoint.best")
 
     def _check_episodes(self) -> None:
         """What turns need, and what needs turns."""

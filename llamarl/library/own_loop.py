@@ -227,12 +227,12 @@ class LibraryEngines(Engines):
         await super().retire(groups, outcome, **details)
 
     async def evaluate(self) -> Evaluation:
-        """Answer the held-out prompts, each once, with the version published last: as
-        `evaluation.*` says. NoGenerator if replicas were lost with some of them."""
+        """Answer the held-out prompts with the version published last, as `evaluation.*` says.
+        NoGenerator if replicas were lost with some of them."""
         self._require("evaluate", "generator")
         self._require("evaluate", "scorer")
         self._require_generators("evaluate")
-        self.config.require(bool(self.held_out), "data.held_out", "name a file to evaluate on")
+        require(bool(self.held_out), "data.held_out", "name a file to evaluate on", None)
         version = self.version if self.publisher is None else self.published
         evaluating = self._evaluator.evaluate(version, is_last=True)
         found = await self.rollouts.until_failed(evaluating)

@@ -119,6 +119,8 @@ class Gate:
     """The trainer has nothing to do until more groups are ready."""
     solved: str = ""
     """Which groups show that nothing is left to learn."""
+    ended: str = ""
+    """Why the run ends before its last step, although more may be learnt."""
     _waiting: dict[int, Group] = field(default_factory=dict)  # admitted, not consumed, in order
     _settled: dict[int, ReadyItem] = field(default_factory=dict)  # of those, what may be taken
     _batch: list[Group] = field(default_factory=list)  # what the one under way has taken
@@ -192,14 +194,14 @@ class Gate:
             with self.spans.span("gate", "wait"):
                 async with self._changed:
                     await self._changed.wait_for(
-                        lambda: self.num_open < self.capacity and not self.solved
+                        lambda: self.num_open < self.capacity and not self._is_over
                     )
                 has_room = self.has_room is None or await self.has_room()
             limit = self.capacity
             if not has_room:
                 limit = min(limit, self._steps.num_needed(self.version))
             num_free = limit - self.num_open
-            if num_free > 0 and not self.solved:
+            if num_free > 0 and not self._is_over:
                 units = self.plan_units(num_free) if self.plan_units else [None] * num_free
                 return [self._open(next(self.prompts), unit) for unit in units]
             with self.spans.span("gate", "wait"):
@@ -228,12 +230,22 @@ class Gate:
         if not self.solved:
             self._drops.require_signal()
 
+    async def end(self, why: str) -> None:
+        """Admit nothing more, and give the trainer nothing more: no further step begins."""
+        async with self._changed:
+            self.ended = self.ended or why
+            self._changed.notify_all()
+
+    @property
+    def _is_over(self) -> bool:
+        return bool(self.solved or self.ended)
+
     async def wait_for(self, count: int) -> None:
         """Sleep until `take` could give `count` groups at once, or will never give another. The
         groups of a later pass are there."""
         async with self._changed:
             await self._changed.wait_for(
-                lambda: self._is_given or self._choose(count, count) or bool(self.solved)
+                lambda: self._is_given or self._choose(count, count) or self._is_over
             )
 
     async def take(self, at_least: int, at_most: int, num_tokens: int = 0) -> list[Group]:
@@ -243,10 +255,11 @@ class Gate:
         By `admission`, in order: `late="wait"` stops at the first group that is not settled,
         `late="mask"` passes over it. An empty list once the prompts are solved and fewer than
         `at_most` are settled: a last step would not be whole. TaskError for an invalid sample, or
-        none although no other group can become ready before the step.
+        none although no other group can become ready before the step. Once the run has `ended` the
+        list is empty.
         """
         async with self._changed:
-            if self._is_given:
+            if self._is_given and not self.ended:
                 again = self._batch[self._given : self._given + at_most]
                 self._given += len(again)
                 return again
@@ -254,12 +267,12 @@ class Gate:
                 self.is_waited_for = True
                 try:
                     await self._changed.wait_for(
-                        lambda: self._choose(at_least, at_most, num_tokens) or bool(self.solved)
+                        lambda: self._choose(at_least, at_most, num_tokens) or self._is_over
                     )
                 finally:
                     self.is_waited_for = False
             (taken, consumed), self._chosen = self._chosen or ([], []), None
-            if self.solved and len(taken) < at_most:
+            if self.ended or (self.solved and len(taken) < at_most):
                 return []
             groups = [self._waiting[group_id] for group_id in taken]
             self._batch += groups

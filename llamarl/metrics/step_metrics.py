@@ -1,13 +1,12 @@
 """The metrics of one optimizer step: metadata of its rollouts in, values by tag out.
 
-Owns: the tags and what each means, counts of dropped groups and the early warning, the interval of
-an accuracy. Does not own: where the values go (`trackers.py`) or where times come from, the filter
+Owns: the tags and what each means, counts of dropped groups and the early warning. Does not own:
+where the values go (`trackers.py`) or where times come from, the filter
 (`algorithms/group_filters.py`), or ending a run whose groups are all dropped (`gate.py`).
 Invariant: the same rows and statistics give the same values; one warning per reason for drops.
 """
 
 import logging
-import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from textwrap import indent
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from llamarl.groups import Group, StepStats
 from llamarl.metrics.episode_metrics import episode_scalars
+from llamarl.metrics.estimates import share_of
 from llamarl.types import FinishReason, RolloutInfo, StageResult, StageStatus
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ TRAINER_TAGS = {
     "logprob_check_difference": "logprob_check/difference",
     "logprob_check_tolerance": "logprob_check/tolerance",
 }
-Z_95 = 1.959964  # standard deviations on either side that hold 95 % of a normal distribution
 
 CODE = " " * 4  # begins each line of a code block in Markdown
 
@@ -93,7 +92,7 @@ def step_scalars(
     scalars["groups/carried_over"] = sum(is_older(group, oldest_version) for group in groups)
     scores = [score for group in finished for score in group.scores.values()]
     rewards = np.array([score.reward for score in scores])
-    scalars |= _scores(scores, rewards)
+    scalars |= _scores(scores, rewards) | _accuracy(finished)
     scalars |= _lengths(all_rows, lengths)
     scalars |= _staleness(staleness, rows)
     for name, value in stats.scalars.items():
@@ -164,8 +163,17 @@ def _scores(scores: list[StageResult], rewards: NDArray[np.float64]) -> Scalars:
     if (found := np.flatnonzero(~np.isnan(rewards))).size:
         scalars["reward/mean"] = float(rewards[found].mean())
         scalars["reward/std"] = float(rewards[found].std())
-        scalars["accuracy/train"] = float(np.mean([scores[i].correct for i in found]))
     return scalars | _means("reward_parts", [scores[i].parts for i in found])
+
+
+def _accuracy(groups: Sequence[Group]) -> Scalars:
+    """With its interval: rollouts of one group are alike."""
+    correct = [[s.correct for s in group.scores.values() if s.has_reward] for group in groups]
+    correct = [of_group for of_group in correct if of_group]
+    if not correct:
+        return {}
+    value, low, high = share_of([*map(sum, correct)], [*map(len, correct)])
+    return {"accuracy/train": value, "accuracy/train_low": low, "accuracy/train_high": high}
 
 
 def _lengths(rows: list[RolloutInfo], lengths: list[int]) -> Scalars:
@@ -229,22 +237,6 @@ def _describe(row: RolloutInfo, score: StageResult) -> str:
     versions = ", ".join(str(span.version) for span in row.spans)
     finish = f"{row.finish_reason.value} after {row.num_generated} tokens"
     return f"{reward}, {finish}, version{'s' * (len(row.spans) > 1)} {versions}"
-
-
-def interval(share: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of `count` samples, within 0 and 1.
-
-    (p + z^2 / 2n  -+  z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
-    """
-    spread = Z_95 * math.sqrt(share * (1 - share) / count + Z_95**2 / (4 * count**2))
-    centre, scale = share + Z_95**2 / (2 * count), 1 + Z_95**2 / count
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
-
-
-def with_interval(share: float, count: int) -> str:
-    """Such as "98.4 % of 512 (97.0 to 99.2)"."""
-    low, high = interval(share, count)
-    return f"{share:.1%} of {count} ({low:.1%} to {high:.1%})"
 
 
 class Drops:

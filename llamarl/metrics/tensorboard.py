@@ -52,10 +52,17 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "reward/values": "Number of rollouts by reward.",
     "accuracy/train": "Share of the rollouts finished in the step to which the first reward "
     "function gave full marks (reward.full_marks or more).",
+    "accuracy/train_low": "Lower end of the 95 % interval of accuracy/train, whose rollouts of one "
+    "prompt are alike.",
+    "accuracy/train_high": "Upper end of that interval.",
     "evaluation/accuracy": "Share of held-out completions to which the first reward function gave "
     "full marks (reward.full_marks or more).",
-    "evaluation/accuracy_low": "Lower end of the 95 % interval of evaluation/accuracy (Wilson).",
+    "evaluation/accuracy_low": "Lower end of the 95 % interval of evaluation/accuracy: Wilson's; "
+    "with several rollouts per prompt, of as many independent ones as would say as much.",
     "evaluation/accuracy_high": "Upper end of that interval.",
+    "evaluation/": "pass_at_k: share of prompts of which one of k rollouts has full marks; "
+    "maj_at_k: of which the answer that most of k rollouts give has; _low and _high: their "
+    "interval. After the name of a held-out set, any of these for that set.",
     "evaluation/prompts": "Held-out prompts of the evaluation: always all of them.",
     "evaluation/reward": "Mean reward on held-out prompts.",
     "evaluation/length": "Mean tokens of a held-out completion.",

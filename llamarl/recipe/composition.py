@@ -84,7 +84,9 @@ CHOICES: dict[str, dict[str, Choice]] = {
 def store_choices() -> None:
     """Register the choices, and the dataclass of a whole recipe, with Hydra."""
     store = ConfigStore.instance().store
-    store(name="schema", node=Config, provider="llamarl")
+    whole = OmegaConf.structured(Config)
+    OmegaConf.set_struct(whole.evaluation.sets, False)  # its keys are the recipe's own
+    store(name="schema", node=whole, provider="llamarl")
     for group, choices in CHOICES.items():
         for name, choice in choices.items():
             node = OmegaConf.merge(OmegaConf.structured(choice.section), dict(choice.values))

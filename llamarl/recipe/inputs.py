@@ -114,12 +114,12 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     prompts, held_out = [], []
     if needs_prompts:
         prompts = _read_prompts(config, tokenizer, kinds, task_source)
-    if config.data.held_out is not None:
-        held_out = _read_prompts(config, tokenizer, kinds, task_source, held_out=True)
-        held_out = held_out[: config.evaluation.max_prompts or len(held_out)]
-        held_out = [replace(prompt, is_held_out=True) for prompt in held_out]
-        share, seed = config.experience.keep_rollouts, config.seed
-        held_out = [replace(each, is_kept=is_kept(each, share, seed)) for each in held_out]
+    for name in config.held_out_sets:
+        found = _read_prompts(config, tokenizer, kinds, task_source, held_out=name)
+        found = found[: config.evaluation.max_prompts or len(found)]
+        held_out += [replace(prompt, held_out=name) for prompt in found]
+    share, seed = config.experience.keep_rollouts, config.seed
+    held_out = [replace(each, is_kept=is_kept(each, share, seed)) for each in held_out]
     check_lengths(config, prompts, held_out)
     replay_lengths = []
     if config.sampling.replay_lengths is not None:
@@ -331,15 +331,14 @@ def _read_prompts(
     kinds: Kinds,
     task_source: str | None,
     *,
-    held_out: bool = False,
+    held_out: str = "",
     most: int | None = None,
 ) -> list[Prompt]:
-    """The prompts to train on or those `held_out`, or the first `most`, checked for what rewards
-    need. With data.too_long=drop only those that leave room for a completion."""
+    """The prompts to train on or those of the set `held_out`, or the first `most`, checked for what
+    rewards need. With data.too_long=drop only those that leave room for a completion."""
     data, options = config.data, {}
     section = "evaluation" if held_out else "sampling"
-    source = data.held_out if held_out else data.prompts
-    assert source is not None, "a run without held-out prompts does not ask for them"
+    source = config.held_out_sets[held_out] if held_out else data.prompts
     place = _place(config, source)
     tools = partial(schemas_of, kinds=kinds) if kinds else no_tools
     context, max_tokens = context_of(config), _max_tokens(config)[section]
@@ -350,7 +349,7 @@ def _read_prompts(
         options = {"limit": limit}
     if source == TASK:
         assert task_source is not None, "data.prompts=task comes with a task.py"
-        made = make_rows(task_source, data.options, held_out=held_out)
+        made = make_rows(task_source, data.options, held_out=bool(held_out))
         rows: Iterable[NumberedRow] = enumerate(made, start=1)
         place = f"{place}: prompts"
     else:

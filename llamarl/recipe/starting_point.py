@@ -12,6 +12,7 @@ from typing import Any
 from llamarl.checkpoints import checkpoint, positions
 from llamarl.config import Config
 from llamarl.config.check import require
+from llamarl.metrics.best_version import is_sound
 from llamarl.recipe.inputs import Inputs, check_identity, identity, make_prompts
 
 LOGGER = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ def _read(folder: Path) -> dict[str, Any]:
     is_version = type(evaluated) is int and -1 <= evaluated <= state["version"]
     check(is_version, "evaluated", "be a version")
     check(type(state.get("solved", "")) is str, "solved", "be text")
+    best = state.get("best", {})
+    check(is_sound(best, state["version"]), "best", "be a version, its value and a count")
     check(isinstance(state.get("identity"), dict), "identity", "be an object")
     check(positions.is_sound(state.get("positions")), "positions", "list parts")
     return state

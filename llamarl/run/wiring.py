@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.algorithms.advantages import GDPO, over_deviation
 from llamarl.algorithms.group_filters import filter_group
+from llamarl.checkpoints import checkpoint
 from llamarl.config import Config, VllmConfig
 from llamarl.config.pools import pool_at, pools_of
 from llamarl.config.rank_assignment import far_sites, num_storage_units, units_near
@@ -39,6 +40,7 @@ from llamarl.loop.room import Room
 from llamarl.loop.saver import Saver
 from llamarl.loop.skew import Skew
 from llamarl.loop.speeds import Speeds
+from llamarl.metrics.best_version import BestVersion, best_version
 from llamarl.metrics.console import Progress
 from llamarl.metrics.recent_spans import DecodeSteps, RecentSpans
 from llamarl.metrics.run_logger import RunLogger
@@ -185,6 +187,7 @@ class Wiring:
             num_units=num_storage_units(config),
             plan_units=dispatch.balance.plan_units,
             has_room=Room(self.executors.storage),
+            ended=self.make_best().why_over,
         )
 
     def make_rules(self) -> Rules:
@@ -216,7 +219,7 @@ class Wiring:
             make_record=partial(
                 make_record,
                 prompts=config.data.prompts,
-                held_out=config.data.held_out or "",
+                held_out=config.held_out_sets,
                 functions=config.reward.functions,
                 prompt_field=config.data.prompt_field,
             ),
@@ -293,17 +296,29 @@ class Wiring:
 
     def make_evaluator(self, engines: Engines) -> Evaluator:
         """The evaluation of the held-out prompts, of which there may be none."""
-        config = self.config
+        config, evaluation = self.config, self.config.evaluation
         return Evaluator(
             prompts=self.inputs.held_out,
             sampling=evaluation_sampling(config, self.inputs),
             seed=config.seed,
+            num_rollouts=evaluation.rollouts_per_prompt,
+            at_k=evaluation.ks,
+            sets=[*evaluation.sets],
             has_turns=self.inputs.graph.has_episodes,
             engines=engines,
-            every_steps=config.evaluation.every_steps,
+            every_steps=evaluation.every_steps,
             version=self.state.get("evaluated", -1),
+            best=self.make_best(),
             rows_per_replica=min(p.generator.max_num_seqs for p in pools_of(config.generator)),
         )
+
+    def make_best(self) -> BestVersion:
+        """The best version, which goes on from `state` if its checkpoint is in this folder."""
+        saved = self.state.get("best", {})
+        is_there = checkpoint.find(self.run_dir, saved.get("version", 0)) is not None
+        config = self.config
+        key, patience = config.checkpoint.best, config.evaluation.patience
+        return best_version(key, patience, saved if is_there else {})
 
     def make_colocation(self) -> Colocation:
         """Who has the device when."""

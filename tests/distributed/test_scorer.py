@@ -231,16 +231,16 @@ def test_full_marks_are_on_the_scale_that_the_recipe_says(folder, full_marks, co
 
 
 @pytest.mark.parametrize(
-    ("is_kept", "is_held_out", "is_written"),
-    [(False, False, False), (True, False, True), (False, True, True)],
+    ("is_kept", "held_out", "is_written"),
+    [(False, "", False), (True, "", True), (False, "test", True)],
 )
 def test_the_texts_of_rollouts_that_are_recorded_are_written_beside_the_prompt_id(
-    folder, is_kept, is_held_out, is_written
+    folder, is_kept, held_out, is_written
 ):
     storage = WatchedStorage()
     for row_id, text in enumerate(["gr\u00fcn", "bad"]):
         put(storage, folder, row_id, text)
-    prompt = replace(PROMPT, is_held_out=is_held_out, is_kept=is_kept)
+    prompt = replace(PROMPT, held_out=held_out, is_kept=is_kept)
     run_scorer(
         folder,
         storage,

@@ -172,7 +172,10 @@ class Loop:
     sample: Sampler = admission
     """With `sampler="task"`."""
     evaluate_every: int = 0
+    patience: int = 0
     save_every: int = 0
+    keep: int = 2
+    best: str = ""
     exports: bool = False
     save_s: float = 600.0
     num_held_out: int = 0
@@ -237,7 +240,7 @@ class Loop:
         self.trainer = self.executors.trainer.executor
         self.trainer.version = self.state.get("version", 0)
         held_out = [
-            Prompt(prompt_id=i, text="", token_ids=(2, i), is_held_out=True)
+            Prompt(prompt_id=i, text="", token_ids=(2, i), held_out="held_out")
             for i in range(self.num_held_out)
         ]
         self.inputs = make_inputs(self.prompts or workload.prompts(), graph, LLAMA, held_out)
@@ -255,7 +258,7 @@ class Loop:
 
     def _config(self) -> Config:
         return make_recipe(
-            data=DataConfig(prompts="x", chat=True),
+            data=DataConfig(prompts="x", held_out="y" if self.num_held_out else None, chat=True),
             environment=EnvironmentConfig(
                 tools=["task"] if self.most_turns else [], max_restarts=MANY
             ),
@@ -301,9 +304,13 @@ class Loop:
                 carry_over_groups=self.carry_over_groups,
             ),
             experience=ExperienceConfig(sampler=self.sampler, keep_rollouts=self.keep_rollouts),
-            evaluation=EvaluationConfig(every_steps=self.evaluate_every),
+            evaluation=EvaluationConfig(every_steps=self.evaluate_every, patience=self.patience),
             checkpoint=CheckpointConfig(
-                every_steps=self.save_every, save_s=self.save_s, export=self.exports
+                every_steps=self.save_every,
+                save_s=self.save_s,
+                export=self.exports,
+                keep=self.keep,
+                best=self.best,
             ),
         )
 

@@ -82,6 +82,39 @@ def test_a_run_whose_prompts_are_solved_is_finished(
     assert loop.storage.count("trained") == version * 4 * 2
 
 
+@pytest.mark.parametrize("is_colocated", [False, True])
+def test_a_run_that_gets_no_better_ends_with_its_best_version_kept(
+    is_colocated: bool, tmp_path: Path
+) -> None:
+    """Of five held-out answers two or three are right, by turns."""
+    loop = Loop(
+        prompts=PROMPTS,
+        num_held_out=5,
+        num_steps=40,
+        evaluate_every=1,
+        best="accuracy",
+        patience=2,
+        keep=1,
+        exports=True,
+        is_colocated=is_colocated,
+    )
+    run(loop.run(tmp_path))
+    evaluations = loop.run_logger.evaluations
+    best = max(evaluations[1:], key=lambda each: (each.accuracy, -each.version)).version
+    assert loop.gate.ended.startswith("evaluation/accuracy was not above the")
+    assert loop.trainer.version < 40
+    assert evaluations[-1].version == loop.trainer.version, "the last version is evaluated, too"
+    assert [checkpoint.version_of(path) for path in checkpoint.committed(tmp_path)] == sorted(
+        {best, loop.trainer.version}
+    )
+    marked = checkpoint.marked_best(tmp_path)
+    assert marked is not None
+    assert checkpoint.version_of(marked) == best
+    assert saved(tmp_path)["best"]["num_since"] >= 2
+    calls = loop.process("trainer").num_calls
+    assert (calls["export"], calls["restore"]) == (2, int(best != loop.trainer.version))
+
+
 def test_a_few_hopeless_prompts_among_solved_ones_end_a_run_well_too(tmp_path: Path) -> None:
     loop = solving(hopeless=frozenset({3, 4, 5}), max_drops_in_row=200)
     run(loop.run(tmp_path))

@@ -43,7 +43,7 @@ def check(loop: Loop) -> None:
     """Every step was made once of whole groups within the bound, every rollout has one outcome
     (`WatchedStorage` asserts the one), and evaluations are whole."""
     first, last = loop.state.get("version", 0), loop.trainer.version
-    assert last == loop.num_steps or loop.gate.solved
+    assert last == loop.num_steps or loop.gate.solved or loop.gate.ended
     assert loop.run_logger.versions == [*range(first + 1, last + 1)]
     check_steps(loop)
     assert max(loop.staleness(), default=0) <= loop.max_staleness

@@ -100,6 +100,10 @@ class History:
 
     prompts: Sequence[Prompt]
     num_held_out: int
+    num_steps: int
+    evaluate_every: int
+    patience: int | None
+    """If the best version is kept."""
     prompt_of: dict[int, tuple[int, int]] = field(default_factory=dict)  # by row
     group_of: dict[int, int] = field(default_factory=dict)  # by row
     loop_of: dict[int, Loop] = field(default_factory=dict)  # by version that was trained
@@ -124,9 +128,12 @@ class History:
         self.group_of = {row: each for row, each in self.group_of.items() if row < end}
 
     def check_all(self, folder: Path) -> None:
-        """A run could go on from each of its checkpoints."""
+        """A run could go on from each of its checkpoints, and has that of the best version."""
         for path in checkpoint.committed(folder):
-            self.check(folder, checkpoint.read_state(path))
+            state = checkpoint.read_state(path)
+            self.check(folder, state)
+            if path == checkpoint.latest(folder) and (known := state.get("best")):
+                assert checkpoint.find(folder, known["version"]) is not None
 
     def check(self, folder: Path, state: dict[str, Any]) -> None:
         """The files hold all that was done before `state`, once, and what is open is in it."""
@@ -144,6 +151,12 @@ class History:
             assert is_again or self.used[each] <= trained, "learnt from, and not in the archive"
         evaluated = {line["version"] for line in lines if line["outcome"] == "evaluated"}
         assert max(evaluated, default=-1) == state.get("evaluated", -1)
+        if self.patience is not None:
+            known = state.get("best", {})
+            *_, is_over = best_of(self, lines, self.num_steps)
+            is_end = is_over or "solved" in state
+            best, num_since, _ = best_of(self, lines, version if is_end else self.num_steps)
+            assert (known.get("version", 0), known.get("num_since", 0)) == (best, num_since)
         self.check_prompts(lines, state)
 
     def check_lines(self, archived: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -216,6 +229,29 @@ class History:
         assert sorted([*closed.values(), *waiting]) == expected
 
 
+def best_of(history: History, lines: list[dict[str, Any]], end: int) -> tuple[int, int, bool]:
+    """The version with the best accuracy, the first of equal ones; how many were evaluated after
+    it; and whether these ended the run. Only versions that have a checkpoint count: those of every
+    so many steps, and the one that the run ended with, if it did at `end`."""
+    of_version: dict[int, list[int]] = {}
+    for line in lines:
+        if line["outcome"] == "evaluated":
+            of_version.setdefault(line["version"], []).append(line["correct"])
+    best, most, num_since, is_over = 0, -1.0, 0, False
+    for version, marks in sorted(of_version.items()):
+        is_regular = history.evaluate_every and version % history.evaluate_every == 0
+        if is_regular and version:  # amid a batch nothing is saved
+            is_regular = steps_before(history.loop_of[version - 1], version)[1:] == (0, 0)
+        if version == 0 or not (is_regular or version == end):
+            continue
+        accuracy = sum(marks) / len(marks)
+        num_since += 1
+        if accuracy > most:
+            best, most, num_since = version, accuracy, 0
+        is_over |= 0 < (history.patience or 0) <= num_since
+    return best, num_since, is_over
+
+
 def read_lines(folder: Path, name: str, ends: dict[str, int] | None = None) -> list[dict[str, Any]]:
     """The lines of a file, up to the byte where it ends."""
     path = folder / name
@@ -243,7 +279,11 @@ def play(rng: random.Random, root: Path) -> None:
         "num_held_out": rng.choice([0, 3]),
         "prompts": prompts,
     }
-    history = History(prompts, fixed["num_held_out"])
+    if fixed["num_held_out"] and rng.random() < 0.7:
+        patience = rng.choice([0, 1, 2]) if fixed["evaluate_every"] else 0
+        fixed |= {"best": "accuracy", "keep": rng.choice([1, 2, 0]), "patience": patience}
+    numbers = (fixed[name] for name in ("num_held_out", "num_steps", "evaluate_every"))
+    history = History(prompts, *numbers, fixed.get("patience"))
     folder, state = root / "0", dict[str, Any]()
     folder.mkdir()
     for number in range(1, MOST_SESSIONS + 1):
@@ -294,6 +334,8 @@ def play(rng: random.Random, root: Path) -> None:
     history.check_steps(lines, last)
     evaluated = {line["version"] for line in lines if line["outcome"] == "evaluated"}
     assert not history.num_held_out or max(evaluated) == last
+    *_, is_over = best_of(history, lines, last)
+    assert bool(loop.gate.ended) == is_over
 
 
 @searched(few=40, many=4000)

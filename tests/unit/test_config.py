@@ -130,6 +130,39 @@ WRONG = [
     ("generator.num_collectors=2", "generator.num_collectors must be at most generator.num_re"),
     ("trainer.groups_per_step=100000", "the rollouts open at once (1600000), at most 1048576"),
     ("evaluation.temperature=1e-9", "evaluation.temperature must be 0 (greedy) or at least"),
+    ("evaluation.rollouts_per_prompt=4", "evaluation.temperature must be above 0 with evaluation"),
+    (
+        "evaluation.rollouts_per_prompt=4 evaluation.temperature=1 evaluation.at_k=[1,8]",
+        "evaluation.at_k must be at most evaluation.rollouts_per_prompt (4), got [1, 8]",
+    ),
+    ("evaluation.at_k=[1,1]", "evaluation.at_k must name each k once"),
+    ("evaluation.at_k=[0]", "evaluation.at_k must be at least 1, got [0]"),
+    (
+        "data.held_out=x.jsonl evaluation.sets={a:a.jsonl}",
+        "data.held_out must be null with evaluation.sets",
+    ),
+    (
+        "data.held_out=null evaluation.sets={a/b:a.jsonl}",
+        "evaluation.sets must have names of up to 40 letters, digits, dots, - and _, got {'a/b'",
+    ),
+    ("evaluation.sets={a:a.txt}", "evaluation.sets must have a .jsonl or .parquet file for each"),
+    ("evaluation.patience=2", "evaluation.patience must be 0 without evaluation.every_steps"),
+    (
+        "evaluation.patience=2 evaluation.every_steps=1",
+        "evaluation.patience must be 0 without checkpoint.best, got 2",
+    ),
+    (
+        "data.held_out=null checkpoint.best=accuracy",
+        "checkpoint.best must stay empty without data.held_out or evaluation.sets",
+    ),
+    (
+        "data.held_out=x.jsonl checkpoint.best=accuracy_",
+        "accuracy, reward, got 'accuracy_' (did you mean accuracy?)",
+    ),
+    (
+        "data.held_out=x.jsonl checkpoint.best=pass_at_4",
+        "checkpoint.best must be one of accuracy, reward, got",
+    ),
     ("trainer.betas=[nan,0.9]", "trainer.betas must be a finite number, got [nan, 0.9]"),
     ("sampling.stop_strings=['']", "sampling.stop_strings must not be empty, got ['']"),
     ("generator.elastic=[1]", "generator.elastic must be [] or [fewest, most] with 1 <= fewest"),

@@ -48,7 +48,8 @@ KEY = re.compile(r"([a-z_]+)\.([a-z_]+)(?:=.*)?")
 OWN_RECIPE = "recipes/mine"
 MADE_LATER = (OWN_RECIPE, "runs/", "docs/_build", ".venv")  # what a reader or a run makes
 OF_A_RUN = {"command.txt", "metrics.jsonl", "summary.json", "trace.json", "config.yaml"} | {
-    "logs/scorer-0.log"
+    "logs/scorer-0.log",
+    "evaluations.jsonl",
 }
 OF_A_RECIPE = {"task.py", "run.yaml", "config.json", "tokenizer_config.json", "tokenizer.json"} | {
     "adapter_config.json"

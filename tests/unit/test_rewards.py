@@ -2,6 +2,7 @@ import asyncio
 import math
 import sys
 import time
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -15,6 +16,8 @@ from llamarl.environments.rewards import format as format_reward
 from llamarl.environments.rewards import math as math_reward
 from llamarl.environments.rewards.answer import normal_form
 from llamarl.environments.rewards.functions import (
+    ANSWER,
+    NO_ANSWER,
     check_answers,
     check_rewards,
     load_functions,
@@ -28,8 +31,9 @@ STOPPED = [1.0, 0, 1.0, 64, 7, FINISH_CODES[FinishReason.STOP]]
 
 def grade(functions, prompt, completion):
     """What the service answers for the stage `score` with these functions."""
-    config = RewardConfig(functions=list(functions), weights=[0.5] * len(functions))
-    stage = Stage(SCORE, "x", ["prompt", "completion", "sampling"], ["reward", *functions])
+    names = [name for name in functions if name != ANSWER]
+    config = RewardConfig(functions=names, weights=[0.5] * len(names))
+    stage = Stage(SCORE, "x", ["prompt", "completion", "sampling"], ["reward", *names, ANSWER])
     score = make_score(functions, config)
     return run_now(answer(score, stage, prompt, [None, completion, STOPPED], [1]))
 
@@ -126,7 +130,7 @@ def test_math_compares_values_not_spellings(answer, completion, expected):
 @pytest.mark.parametrize("answer", [None, "", "  ", "####", True, ["42"], {"a": 1}])
 @pytest.mark.parametrize("name", ["exact", "math"])
 def test_an_unusable_expected_answer_raises_and_is_no_zero(name, answer):
-    (function,) = load_functions(RewardConfig(functions=[name]), None).values()
+    function = load_functions(RewardConfig(functions=[name]), None)[name]
     with pytest.raises((TypeError, ValueError), match="line 3"):
         function(prompt(answer=answer), "Answer: 42", True, CONFIG)
     with pytest.raises(KeyError, match="line 3: the row must have the field 'answer'"):
@@ -141,7 +145,40 @@ def test_an_expected_answer_that_is_no_mathematics_raises():
 def test_a_task_is_run_from_its_source_and_called_with_prompt_and_completion():
     source = "def reward(prompt, completion):\n    return completion.count(prompt.fields['word'])\n"
     functions = load_functions(RewardConfig(functions=["task"]), source)
-    assert grade(functions, prompt(word="a"), "banana") == {"rows": [[1.5, 3.0]]}
+    assert grade(functions, prompt(word="a"), "banana") == {"rows": [[1.5, 3.0, NO_ANSWER]]}
+
+
+VOTE = (
+    "def reward(prompt, completion):\n    return 1.0\n"
+    "def majority_answer(prompt, completion):\n    return completion[-1]\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "alike", "other", "silent"),
+    [
+        ("exact", ["so Answer: 1,000", "Answer: 1000.0"], "Answer: 10", "no idea"),
+        ("math", ["it is $\\frac{1}{2}$", "$0.5$", "1/2"], "$0.25$", "no idea"),
+        ("task", ["it is 4", "now 4"], "it is 5", None),
+    ],
+)
+def test_equal_answers_of_held_out_rollouts_have_equal_numbers(name, alike, other, silent):
+    functions = load_functions(RewardConfig(functions=[name]), VOTE)
+
+    def number(completion, held_out="test"):
+        asked = replace(prompt(answer="4"), held_out=held_out)
+        return grade(functions, asked, completion)["rows"][0][-1]
+
+    assert len({number(completion) for completion in alike}) == 1
+    assert number(alike[0]) >= 0
+    assert number(alike[0]) != number(other)
+    assert silent is None or number(silent) == NO_ANSWER
+    assert number(alike[0], held_out="") == NO_ANSWER, "training pays nothing for it"
+
+
+def test_a_first_function_without_answers_has_none():
+    functions = load_functions(RewardConfig(functions=["format", "exact"], weights=[1, 1]), None)
+    assert ANSWER not in functions
 
 
 GROUP_TASK = """
@@ -164,7 +201,7 @@ def grade_group(source, functions, completions, of_episodes=(), is_async=False):
     config = RewardConfig(functions=functions, weights=weights)
     score = make_score(load_functions(config, source), config)
     reads = ["prompt", "completion", "sampling", *(["episode_reward"] * bool(of_episodes))]
-    stage = Stage(SCORE, "x", reads, ["reward", *functions], per="group")
+    stage = Stage(SCORE, "x", reads, ["reward", *functions, ANSWER], per="group")
     count = len(completions)
     columns = [[None] * count, completions, [STOPPED] * count, *([of_episodes] * bool(of_episodes))]
     answering = answer(score, stage, prompt(word="a"), columns, [1] * count)
@@ -173,10 +210,10 @@ def grade_group(source, functions, completions, of_episodes=(), is_async=False):
 
 def test_a_group_reward_sees_all_completions_of_a_prompt_beside_rewards_of_each():
     got = grade_group(GROUP_TASK, ["group", "task"], ["aa", "a", "bb"])
-    assert got == {"rows": [[12.0, 1.0, 2.0], [1.0, 0.0, 1.0], [12.0, 1.0, 2.0]]}
+    assert got == {"rows": [[12.0, 1.0, 2.0, -1.0], [1.0, 0.0, 1.0, -1.0], [12.0, 1.0, 2.0, -1.0]]}
     assert sys.modules["task"].calls == [["aa", "a", "bb"]]
     got = grade_group(GROUP_TASK, ["environment", "group"], ["aa", "a"], [0.5, 0.25])
-    assert got == {"rows": [[6.0, 0.5, 1.0], [2.5, 0.25, 0.0]]}
+    assert got == {"rows": [[6.0, 0.5, 1.0, -1.0], [2.5, 0.25, 0.0, -1.0]]}
 
 
 def test_group_rewards_and_rewards_of_each_may_be_coroutines():
@@ -187,7 +224,7 @@ def test_group_rewards_and_rewards_of_each_may_be_coroutines():
     start_s = time.monotonic()
     got = grade_group(slow, ["group", "task"], ["aa", "a"] * 10, is_async=True)
     assert time.monotonic() - start_s < 2, "20 x 0.2 s one after another are 4 s"
-    assert got["rows"][:2] == [[12.0, 1.0, 2.0], [1.0, 0.0, 1.0]]
+    assert got["rows"][:2] == [[12.0, 1.0, 2.0, -1.0], [1.0, 0.0, 1.0, -1.0]]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +265,7 @@ def test_a_task_without_a_reward_function_is_refused():
 )
 def test_any_real_number_is_a_reward(value, expected):
     found = grade({"f": lambda *_: value}, prompt(), "")
-    assert found == {"rows": [[expected / 2, expected]]}
+    assert found == {"rows": [[expected / 2, expected, NO_ANSWER]]}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from llamarl.checkpoints import checkpoint
 from llamarl.config import CheckpointConfig
 from llamarl.loop.colocation import Colocation
 from llamarl.loop.saver import Saver
+from llamarl.metrics.best_version import BestVersion
 from llamarl.metrics.span import Spans
 from tests.fakes import SHARD, SavingTrainer
 
@@ -110,11 +111,11 @@ class Gate:
 
 def saver_of(trainer, run_dir, version=0):
     return Saver(
-        config=CheckpointConfig(keep=0),
+        config=CheckpointConfig(keep=0, every_steps=1),
         run_dir=str(run_dir),
         engines=SimpleNamespace(trainer=trainer, gate=Gate(), version=version),
         colocation=Colocation(),
-        evaluator=SimpleNamespace(version=-1),
+        evaluator=SimpleNamespace(version=-1, best=BestVersion(), is_wanted=lambda version: False),
         spans=Spans("controller", None),
         last=9,
     )

@@ -10,6 +10,7 @@ import importlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ TASK = "task"  # the recipe's own task.py
 OF_GROUP = "group"  # its function for all rollouts of a prompt at once
 OWN = {TASK: "reward", OF_GROUP: "group_reward"}  # the functions of task.py behind these names
 ENVIRONMENT = "environment"  # what the episode's environment gave
+ANSWER = "majority_answer"  # of a task.py, and what the stage gives beside the rewards
+NO_ANSWER = -1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +56,11 @@ REWARDS: dict[str, Needs] = {
 
 
 def load_functions(config: RewardConfig, task_source: str | None) -> dict[str, Reward]:
-    """The functions `config` names, by name and in its order. ValueError unless a task.py has those
-    of them that are its own, in their form; what its text raises is passed on."""
+    """The functions `config` names, by name and in its order; as ANSWER, what finds the answer in a
+    completion if the first one has such. ValueError unless a task.py has those of them that are its
+    own, in their form; what its text raises is passed on."""
     functions: dict[str, Reward] = {}
+    answers: dict[str, Reward] = {}
     own = None
     for name in config.functions:
         if name == ENVIRONMENT:
@@ -64,10 +69,26 @@ def load_functions(config: RewardConfig, task_source: str | None) -> dict[str, R
             assert task_source is not None, f"reward.functions=[{name}] comes with a task.py"
             own = own or load_module(task_source)
             functions[name] = find(own, OWN[name])
+            if hasattr(own, ANSWER):
+                answers[name] = find(own, ANSWER)
         else:
             module = importlib.import_module(f"llamarl.environments.rewards.{name}")
             functions[name] = module.reward
+            if REWARDS[name].answer:
+                answers[name] = partial(_answer, module.answer, config)
+    if config.functions[0] in answers:
+        functions[ANSWER] = answers[config.functions[0]]
     return functions
+
+
+def _answer(
+    find_answer: Callable[[str, RewardConfig], str | None],
+    config: RewardConfig,
+    prompt: Prompt,
+    completion: str,
+) -> str | None:
+    """With the arguments that `majority_answer` of a task.py gets."""
+    return find_answer(completion, config)
 
 
 def check_rewards(config: RewardConfig) -> None:

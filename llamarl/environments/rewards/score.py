@@ -5,12 +5,20 @@ the processes (`executors/stage.py`). Invariant: only finite numbers leave.
 """
 
 import asyncio
+import hashlib
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from llamarl.config import RewardConfig
-from llamarl.environments.rewards.functions import ENVIRONMENT, OF_GROUP, TASK, Reward
+from llamarl.environments.rewards.functions import (
+    ANSWER,
+    ENVIRONMENT,
+    NO_ANSWER,
+    OF_GROUP,
+    TASK,
+    Reward,
+)
 from llamarl.types import FinishReason, Prompt, finish_reason
 from llamarl.user_code.calls import InvalidReturnError, checked_number, shown
 
@@ -19,8 +27,9 @@ def make_score(
     functions: Mapping[str, Reward], config: RewardConfig
 ) -> Callable[..., Awaitable[tuple[Any, ...]]]:
     """(prompt, completion, SAMPLING cell, and of an episode the reward of its environment) -> the
-    weighted sum, then what each function gave; with `group_reward` a list of each -> a list of
-    each. InvalidReturnError for what is no finite number."""
+    weighted sum, then what each function gave, and last the number of the answer of a held-out
+    prompt (`NO_ANSWER`: it has none); with `group_reward` a list of each -> a list of each.
+    InvalidReturnError for what is no finite number."""
     are_coroutines = any(map(inspect.iscoroutinefunction, functions.values()))
 
     async def score(
@@ -37,7 +46,10 @@ def make_score(
             found = await _awaited(functions[name](prompt, completion, *more))
             parts[name] = checked_number(found, name)
         pairs = zip(config.functions, config.weights, strict=True)
-        return sum(weight * parts[name] for name, weight in pairs), *parts.values()
+        has_answer = prompt.is_held_out and ANSWER in functions
+        answer = functions[ANSWER](prompt, completion) if has_answer else None
+        total = sum(weight * parts[name] for name, weight in pairs)
+        return total, *parts.values(), _number_of(answer)
 
     async def score_rollout(
         prompt: Prompt, completion: str, sampling: Sequence[float], *of_episode: float
@@ -60,6 +72,14 @@ def make_score(
         return tuple(zip(*rows, strict=True))
 
     return score_group if OF_GROUP in functions else score_rollout
+
+
+def _number_of(answer: object) -> float:
+    """A whole number, which a float holds: the same for equal answers, others for others."""
+    if answer is None:
+        return NO_ANSWER
+    digest = hashlib.blake2b(str(answer).strip().encode(errors="replace"), digest_size=6)
+    return float(int.from_bytes(digest.digest()))
 
 
 async def _awaited(found: Any) -> Any:

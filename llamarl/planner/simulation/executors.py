@@ -230,6 +230,10 @@ class SimulatedTrainer(Layouts):
     async def export(self, folder: str, dtype: str) -> None:
         assert not self._away, f"exported while {self._away} are off the device"
 
+    async def restore(self, folder: str) -> int:
+        assert not self._away, f"restored while {self._away} are off the device"
+        return self.version
+
     async def infer(self, row_ids: list[int]) -> list[float]:
         async with self._lock:
             self._end_idle("batch")

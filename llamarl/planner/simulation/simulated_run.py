@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from llamarl.config import Config, DispatchConfig
+from llamarl.config import CheckpointConfig, Config, DispatchConfig
 from llamarl.config.pools import number_of, pools_of
-from llamarl.config.run import CheckpointConfig
 from llamarl.dataflow.graph import Graph, make_graph
 from llamarl.dataflow.samplers import admission
 from llamarl.lengths.ranker import Ranker
