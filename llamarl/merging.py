@@ -10,6 +10,8 @@ from pathlib import Path
 from llamarl.config.check import require
 from llamarl.json_file import read_object
 from llamarl.models.adapter_inventory import CONFIG_FILE, read_lora
+from llamarl.recipe.hub_names import REPOSITORY, HubName
+from llamarl.recipe.local_inputs import fetch_model
 
 USAGE = (
     "usage: llamarl merge ADAPTER FOLDER [--checkpoint FOLDER] [--dtype float32|bfloat16]\n\n"
@@ -35,8 +37,7 @@ def merge(arguments: list[str]) -> str:
     require(is_whole, "arguments", must, " ".join(arguments))
     adapter, folder = options.places
     lora = read_lora(adapter, "ADAPTER")
-    named = read_object(Path(adapter, CONFIG_FILE)).get("base_model_name_or_path")
-    checkpoint = options.checkpoint or str(named or "")
+    checkpoint = options.checkpoint or _named_by(adapter)
     must = f"be the folder of the checkpoint of {adapter}"
     require(Path(checkpoint, "config.json").is_file(), "--checkpoint", must, checkpoint)
     require(not Path(folder).exists(), "FOLDER", "not exist yet", folder)
@@ -44,3 +45,14 @@ def merge(arguments: list[str]) -> str:
 
     adapter_files.merge(checkpoint, adapter, folder, options.dtype)
     return f"{folder} is {checkpoint} with an adapter of rank {lora.rank}\n"
+
+
+def _named_by(adapter: str) -> str:
+    """The checkpoint's folder, as the adapter names it: a folder, or a model of the Hub, whose
+    weights are fetched unless they are in its cache."""
+    values = read_object(Path(adapter, CONFIG_FILE))
+    name, revision = values.get("base_model_name_or_path") or "", values.get("revision")
+    if not isinstance(name, str) or Path(name).is_dir() or not REPOSITORY.fullmatch(name):
+        return str(name)
+    named = HubName(kind="model", repository=name, revision=revision and str(revision))
+    return str(fetch_model("--checkpoint", named, has_weights=True)[0])

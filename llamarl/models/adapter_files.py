@@ -6,6 +6,7 @@ read by peft as the same model, and a folder under its final name is complete.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -33,6 +34,9 @@ from llamarl.models.families import LORA_A, LORA_B
 from llamarl.models.inventory import locate, parameter_shapes
 from llamarl.models.other_architecture import AnyArchitecture, read_any_architecture
 from llamarl.models.safetensors_file import FileBox, read_boxes
+
+SNAPSHOT = re.compile(r".*/models--(.+?)--(.+)/snapshots/([0-9a-f]{40})")
+"""The folder of a model in the cache of huggingface_hub."""
 
 
 @torch.no_grad()
@@ -115,8 +119,7 @@ def _config(
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": checkpoint,
-        "revision": None,
+        **_named(checkpoint),
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
@@ -129,6 +132,14 @@ def _config(
         "use_dora": False,
         "use_rslora": False,
     }
+
+
+def _named(checkpoint: str) -> dict[str, object]:
+    """Name and revision of the checkpoint: on the Hub, if its folder is one of the Hub's cache."""
+    name, revision = checkpoint, None
+    if found := SNAPSHOT.fullmatch(checkpoint):
+        name, revision = f"{found[1]}/{found[2]}", found[3]
+    return {"base_model_name_or_path": name, "revision": revision}
 
 
 def _targets(modules: list[str], lora: LoraConfig) -> list[str]:

@@ -19,6 +19,7 @@ from huggingface_hub import constants
 
 from llamarl.config import Config, LoraConfig
 from llamarl.environments.prompts import read_rows
+from llamarl.merging import merge
 from llamarl.models import adapter_files
 from llamarl.models.architecture import read_architecture
 from llamarl.recipe.hub_names import read_name
@@ -326,3 +327,21 @@ def test_an_adapter_is_fetched_with_what_it_says_of_itself(hub: Hub, tmp_path: P
     hub.add("models/org/other", {"config.json": b"{}"})
     line = error_of(recipe("model.adapter=hf:org/other"))
     assert line == "model.adapter must hold adapter_config.json, got hf:org/other without"
+
+
+def test_an_export_beside_a_model_of_the_hub_names_it_and_is_merged_with_it(
+    hub: Hub, tmp_path: Path
+) -> None:
+    config, _ = with_local_files(recipe(), "train")
+    folder, commit = config.model.checkpoint, hub.branches[f"{MODEL}@main"]
+    lora = LoraConfig(rank=3)
+    adapters = random_adapters(read_architecture(folder), lora).items()
+    adapter_files.save(
+        tmp_path / "adapter", adapters, lora=lora, source_folder=folder, dtype=torch.float32
+    )
+    values = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert values["base_model_name_or_path"] == "org/tiny"
+    assert values["revision"] == commit
+    said = merge([str(tmp_path / "adapter"), str(tmp_path / "whole")])
+    assert said.startswith(f"{tmp_path}/whole is {folder} with an adapter of rank 3")
+    assert (tmp_path / "whole" / "model.safetensors").is_file()
