@@ -60,3 +60,18 @@ def test_a_resumed_run_of_adapters_goes_on_as_if_it_had_not_stopped(
     cut = run(forks, tmp_path / "cut", *same, "num_steps=4", "checkpoint.resume=auto")
     files = [each / "export" / "adapter_model.safetensors" for each in (whole, cut)]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.long
+def test_adapters_learn_what_whole_weights_learn(forks: Forks, tmp_path: Path) -> None:
+    """The quickstart with half its steps, whose accuracy begins at 43 %."""
+    done = forks.run(
+        "train",
+        f"--config-dir={RECIPE}",
+        f"run_dir={tmp_path / 'run'}",
+        *("trainer.lora.rank=16", "trainer.lr=2e-3", "num_steps=15", "evaluation.every_steps=0"),
+    )
+    assert done.returncode == 0, done.stderr
+    found = summary(tmp_path / "run")
+    assert found["accuracy_before"] < 0.5
+    assert found["accuracy_after"] > 0.8
