@@ -36,7 +36,7 @@ class OwnWeights:
         self, source: "Module | Mapping[str, Tensor]", version: int | None
     ) -> PublishStats:
         """Bring these tensors to the generators as `version` (None: the next one). ValueError for a
-        wrong name or shape."""
+        wrong name or shape, or where generators expect adapters."""
         from llamarl.models.hf import as_parameters  # here, for it imports torch
 
         engines = self.engines
@@ -45,6 +45,8 @@ class OwnWeights:
             raise RuntimeError("source must come without the trainer among executors, got both")
         if version <= engines.version:
             raise RuntimeError(f"version must be above {engines.version}, got {version}")
+        lora = self.wiring.config.trainer.lora
+        lora.require(not lora.is_used, "rank", "be 0 where weights of the caller's are published")
         tensors = as_parameters(source, self.wiring.inputs.architecture)
         if self._source is None:
             self._source = await self._open(tensors)
