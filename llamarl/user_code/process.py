@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 OWN_FRAMES = (  # of a stack, not shown
     *("llamarl/user_code/", "llamarl/dataflow/", "llamarl/task_file.py"),
-    "llamarl/environments/rewards/functions.py",
+    "llamarl/environments/rewards/score.py",
     *("asyncio/base_events.py", "asyncio/events.py", "asyncio/runners.py", "<frozen runpy>"),
 )
 STACK_S = 0.5  # time for a hung worker to write its stack

@@ -10,6 +10,7 @@ from typing import Any
 from llamarl.config import RewardConfig
 from llamarl.dataflow.graph import SCORE, Stage
 from llamarl.dataflow.task_stages import as_data
+from llamarl.environments.rewards.functions import ANSWER
 from llamarl.types import REWARD, Prompt, StageResult
 from llamarl.user_code.calls import Call, Failure, UserCode
 from llamarl.user_code.pool import WorkerPool
@@ -36,7 +37,7 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, task_source: str | None = None) -> None:
         self._functions, self._full_marks = config.functions, config.full_marks
-        reads, writes = ["prompt", "completion", "sampling"], [REWARD, *config.functions]
+        reads, writes = ["prompt", "completion", "sampling"], [REWARD, *config.functions, ANSWER]
         stage = Stage(SCORE, "scorer", reads, writes, timeout_s=config.timeout_s)
         data = as_data(stage, "scorer")
         code = UserCode(
@@ -61,7 +62,7 @@ class RewardPool:
                 failed = StageResult(row_id=item.row_id, status=found.status, error=found.error)
                 results.append(failed)
                 continue
-            reward, *parts = found
+            reward, *parts, _ = found
             named = dict(zip(self._functions, parts, strict=True))
             is_correct = parts[0] >= self._full_marks
             results.append(
