@@ -29,6 +29,7 @@ from llamarl.errors import NoGenerator
 from llamarl.groups import Evaluation
 from llamarl.loop.engines import Engines, Unobserved
 from llamarl.metrics.console import Progress
+from llamarl.metrics.file_bars import tokenizing_bar
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.rendering import (
     find_program,
@@ -42,7 +43,8 @@ from llamarl.metrics.step_metrics import with_interval
 from llamarl.metrics.summary import SUMMARY_FILE, WriteProvenance
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.memory.fit import check_fit
-from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
+from llamarl.recipe.inputs import Inputs, make_prompts, read_frozen, read_inputs
+from llamarl.recipe.prompt_inputs import with_last_step
 from llamarl.recipe.starting_point import starting_point
 from llamarl.run.fleet import Fleet
 from llamarl.run.sessions import Sessions, Start
@@ -53,6 +55,7 @@ from llamarl.run.wiring import Wiring
 log = logging.getLogger(__name__)
 
 FLOAT32_BYTES = 4
+HOUR_S = 3600.0
 CLAIM_S = 5.0  # longest wait for the processes of a killed run to end
 
 
@@ -60,10 +63,14 @@ async def train(
     config: Config, run_dir: str, console: Console, write_provenance: WriteProvenance
 ) -> dict[str, Any]:
     """Run the loop to its last step; returns the summary, which also lies in `run_dir`."""
-    inputs = read_inputs(config)
+    with tokenizing_bar(console) as show:
+        inputs = read_inputs(config, show=show)
+    config = with_last_step(config, len(inputs.prompts))
     check_fit(config, inputs.architecture, read_frozen(config, inputs.graph))
     with claim(run_dir, is_new=config.checkpoint.resume != "auto"):
         state, folder = starting_point(config, inputs, run_dir)
+        if make_prompts(config, inputs, state).num_left < config.trainer.groups_per_step:
+            state["ended_by"] = "num_epochs"
         if config.checkpoint.resume == "auto" and is_finished(config, run_dir, state):
             return show_finished_run(config, run_dir, state, console)
         _check_disk(config, inputs, run_dir)
@@ -85,13 +92,17 @@ async def _train(
     live = config.metrics.live
     progress = Progress(config.num_steps, live=live, recent_spans=recent_spans, console=console)
     spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
-    sessions = Sessions(config, inputs, run_dir, progress, spans, recent_spans)
+    deadline_s = math.inf
+    if config.max_hours:
+        deadline_s = asyncio.get_running_loop().time() + config.max_hours * HOUR_S
+    sessions = Sessions(config, inputs, run_dir, progress, spans, recent_spans, deadline_s)
     names = name_executors(inputs.graph)
     with progress, contextlib.closing(spans):
         async with _started(config, inputs, run_dir, progress, names) as (fleet, signals):
             controller = await sessions.run(fleet, signals, start)
             progress.show_phase("stopping the executors")
-    end = {"version": controller.saver.version, "solved": controller.gate.solved}
+    saver = controller.saver
+    end = {"version": saver.version, "solved": controller.gate.solved, "ended_by": saver.ended_by}
     return show_end(config, run_dir, end, console)
 
 
@@ -100,7 +111,8 @@ async def evaluate(
 ) -> Evaluation:
     """Score the checkpoint on the held-out prompts, without a trainer."""
     require(config.data.held_out is not None, "data.held_out", "name a file to evaluate on", None)
-    inputs = read_inputs(config, needs_prompts=False)
+    with tokenizing_bar(console) as show:
+        inputs = read_inputs(config, needs_prompts=False, show=show)
     with claim(run_dir, is_new=True):
         write_provenance()
         keep_tokenizer(inputs.tokenizer_folder, run_dir)

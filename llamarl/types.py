@@ -86,6 +86,7 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.data_row import value_at
 from llamarl.wire_form import light
 
 Columns = dict[str, list[np.ndarray]]
@@ -141,14 +142,18 @@ def finish_reason(sampling: np.ndarray | Sequence[float]) -> FinishReason:
     return [*FINISH_CODES][int(sampling[-1])]
 
 
+SOURCE_ROWS = 2**32  # that a source may have; the ids of the next one's prompts begin there
+
+
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One tokenized question.
 
-    `prompt_id` is its line in the data file and `epoch` how often the file was walked before;
-    `fields` is the whole data row, which reward functions read. `is_held_out`: of data.held_out;
-    `is_kept`: its rollouts are kept whole in the archive (experience.keep_rollouts).
+    `prompt_id` is its line in its source, from 1, plus SOURCE_ROWS for each source before that one;
+    `epoch` how often the source was walked before. `fields` is the whole data row, which reward
+    functions read. `is_held_out`: of data.held_out; `is_kept`: its rollouts are kept whole in the
+    archive (experience.keep_rollouts).
     """
 
     prompt_id: int
@@ -160,6 +165,16 @@ class Prompt:
     is_kept: bool = False
 
     @property
+    def source(self) -> int:
+        """The place of its source in data.prompts; below 0 for a question of the caller's own."""
+        return self.prompt_id // SOURCE_ROWS
+
+    @property
+    def line(self) -> int:
+        """Its line in its source."""
+        return self.prompt_id % SOURCE_ROWS if self.prompt_id > 0 else self.prompt_id
+
+    @property
     def is_recorded(self) -> bool:
         """Whether its rollouts can be read after the run: kept ones, and all of evaluations."""
         return self.is_kept or self.is_held_out
@@ -167,7 +182,10 @@ class Prompt:
     def question(self, field: str) -> str:
         """The question as this field of the row has it, of a chat the last message; else the whole
         prompt, which begins with the same words of the template in every row."""
-        question = self.fields.get(field)
+        try:
+            question = value_at(self.fields, field)
+        except KeyError:
+            return self.text
         if isinstance(question, list) and question:
             question = question[-1].get("content")
         return question if isinstance(question, str) else self.text

@@ -27,6 +27,7 @@ from llamarl.planner.memory.fit import check_fit
 from llamarl.protocols import RunObserver
 from llamarl.recipe.composition import compose, to_config, to_yaml
 from llamarl.recipe.inputs import read_frozen, read_inputs
+from llamarl.recipe.prompt_inputs import with_last_step
 from llamarl.run.starter import name_executors, running_cluster, spawn_executors
 from llamarl.run.wiring import Wiring
 
@@ -67,6 +68,7 @@ async def running_engines(
     must = "be off under a loop of one's own, which calls load_state"
     config.require(config.checkpoint.resume == "off", "checkpoint.resume", must)
     inputs = read_inputs(config)
+    config = with_last_step(config, len(inputs.prompts))
     known = name_executors(inputs.graph)
     chosen = known if executors is None else set(executors)
     must = f"be some of {', '.join(sorted(known))}"

@@ -135,7 +135,8 @@ class Engines:
             those = consumed.setdefault(oldest, {})
             those |= {each.group_id: each for each in groups if each.group_id not in spared}
         all_groups = [group for groups, _ in trained for group in groups]
-        await self.observer.log_step(stats, all_groups, min(consumed, default=0), dict(found or {}))
+        metrics = {**(found or {}), **self.gate.prompts.take_metrics()}
+        await self.observer.log_step(stats, all_groups, min(consumed, default=0), metrics)
         for oldest, by_id in consumed.items():
             await self.retire([*by_id.values()], "trained", version=before, oldest_version=oldest)
         return stats

@@ -62,9 +62,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
-from llamarl.algorithms.group_filters import SOLVED
+from llamarl.algorithms.group_filters import EQUAL_REWARDS, SOLVED
 from llamarl.dataflow.samplers import ReadyItem, Sample, Sampler, admission, draw
-from llamarl.environments.prompts import PromptStream
+from llamarl.environments.prompt_stream import PromptStream
 from llamarl.errors import TaskError
 from llamarl.groups import Group
 from llamarl.loop.nearby_units import RowIds
@@ -133,6 +133,8 @@ class Gate:
     """The trainer has nothing to do until more groups are ready."""
     solved: str = ""
     """Which groups show that nothing is left to learn."""
+    ran_out: bool = False
+    """The epochs are over, and fewer groups are left than a step needs."""
     _waiting: dict[int, Group] = field(default_factory=dict)  # admitted, not consumed, in order
     _settled: dict[int, ReadyItem] = field(default_factory=dict)  # of those, what may be taken
     _taken: list[Group] = field(default_factory=list)  # by steps whose version is not yet made
@@ -186,20 +188,25 @@ class Gate:
             with self.spans.span("gate", "wait"):
                 async with self._changed:
                     await self._changed.wait_for(
-                        lambda: self.num_open < self.capacity and not self.solved
+                        lambda: self.num_open < self.capacity and not self._has_end
                     )
                 has_room = self.has_room is None or await self.has_room()
             limit = self.capacity if has_room else min(self.capacity, self.groups_per_step)
             num_free = limit - self.num_open
-            if num_free > 0 and not self.solved:
+            if num_free > 0 and not self._has_end:
                 units = self.plan_units(num_free) if self.plan_units else [None] * num_free
-                return [self._open(next(self.prompts), unit) for unit in units]
+                opened = [self._open(*each) for each in zip(units, self.prompts, strict=False)]
+                async with self._changed:
+                    self._changed.notify_all()  # the prompts may have come to their end
+                if opened:
+                    return opened
             with self.spans.span("gate", "wait"):
                 await asyncio.sleep(ROOM_PAUSE_S)
 
     async def settle(self, group: Group, advantages: tuple[float, ...]) -> None:
         """The group is scored and trainable: it may be consumed, in its order."""
         group.advantages = advantages
+        self.prompts.learn(group.prompt, has_signal=any(advantages))
         async with self._changed:
             self._settled[group.group_id] = _ready_item(group)
             self._drops_in_row.clear()
@@ -211,6 +218,8 @@ class Gate:
         When too many groups in a row were dropped, the run must end. If their prompts are
         solved, `solved` says so and `take` has nothing more to give; else RuntimeError.
         """
+        if reason in (SOLVED, EQUAL_REWARDS):
+            self.prompts.learn(group.prompt, has_signal=False)
         async with self._changed:
             del self._waiting[group.group_id]
             self._drops_in_row[reason] += 1
@@ -243,7 +252,7 @@ class Gate:
     async def wait_for(self, count: int) -> None:
         """Sleep until `take` could give `count` groups at once, or will never give another."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._choose(count, count) or bool(self.solved))
+            await self._changed.wait_for(lambda: self._choose(count, count) or self._lacks(count))
 
     async def take(self, at_least: int, at_most: int, num_tokens: int = 0) -> list[Group]:
         """The next groups to train on, as the sampler chooses; waits until `at_least` with
@@ -251,20 +260,21 @@ class Gate:
 
         By `admission`, in order: `late="wait"` stops at the first group that is not settled,
         `late="mask"` passes over it. An empty list once the prompts are solved and fewer than
-        `at_most` are settled: a last step would not be whole. TaskError for an invalid sample, or
-        none although no other group can become ready before the step.
+        `at_most` are settled, or at their end: a last step would not be whole. TaskError for an
+        invalid sample, or none although no other group can become ready before the step.
         """
         async with self._changed:
             with self.spans.span("batch", "wait"):
                 self.is_waited_for = True
                 try:
                     await self._changed.wait_for(
-                        lambda: self._choose(at_least, at_most, num_tokens) or bool(self.solved)
+                        lambda: self._choose(at_least, at_most, num_tokens) or self._lacks(at_most)
                     )
                 finally:
                     self.is_waited_for = False
             (taken, consumed), self._chosen = self._chosen or ([], []), None
-            if self.solved and len(taken) < at_most:
+            if self._lacks(at_most) and len(taken) < at_most:
+                self.ran_out = not self.solved
                 return []
             groups = [self._waiting[group_id] for group_id in taken]
             self._taken += groups
@@ -299,7 +309,17 @@ class Gate:
         """Groups that were admitted and are neither consumed nor dropped."""
         return len(self._waiting) + len(self._taken) - len(self._kept)
 
-    def _open(self, prompt: Prompt, unit: int | None) -> Group:
+    @property
+    def _has_end(self) -> bool:
+        """No other group will be admitted."""
+        return bool(self.solved) or self.prompts.is_exhausted
+
+    def _lacks(self, count: int) -> bool:
+        """Whether so many groups will never be ready."""
+        num_left = len(self._waiting) - len(self._kept)
+        return bool(self.solved) or (self.prompts.is_exhausted and num_left < count)
+
+    def _open(self, unit: int | None, prompt: Prompt) -> Group:
         # Used then at the latest, if as many of those before it as may be are carried over.
         num_before = max(0, self.num_open - self.carry_over_groups)
         step = self.version + num_before // self.groups_per_step

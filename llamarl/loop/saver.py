@@ -8,6 +8,7 @@ trained nor dropped by then, and records that hold that version's step and all t
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,8 +28,8 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class Saver:
-    """Saves one run. `last` is the version to end with; the one that the run starts with counts as
-    saved."""
+    """Saves one run. `last` is the version to end with: the first one that is made after the event
+    loop's `deadline_s`, if that comes before; the one that the run starts with counts as saved."""
 
     config: CheckpointConfig
     run_dir: str
@@ -37,7 +38,8 @@ class Saver:
     evaluator: Evaluator
     spans: Spans
     last: int
-    _saved: tuple[int, str] = field(init=False)  # version and `Gate.solved`
+    deadline_s: float = math.inf
+    _saved: tuple[int, str] = field(init=False)  # version, and why it is the last one
     _under_way: set[asyncio.Future[Any]] = field(default_factory=set)
     _whole: set[asyncio.Future[None]] = field(default_factory=set)
     _taking: set[asyncio.Future[None]] = field(default_factory=set)  # states, one at most
@@ -45,6 +47,7 @@ class Saver:
     _step: list[asyncio.Future[object]] = field(default_factory=list)  # one at most
     _saving: asyncio.Future[None] | None = None
     _end: Callable[[], None] | None = None
+    _is_over: bool = False  # for the deadline has come
     _has_phases: bool = True  # else the trainer has the device for good
 
     def __post_init__(self) -> None:
@@ -54,6 +57,13 @@ class Saver:
     def version(self) -> int:
         """The trainer's."""
         return self.engines.version
+
+    @property
+    def ended_by(self) -> str:
+        """The limit that has made a version the last one, other than `num_steps`; or ""."""
+        if self.engines.gate.ran_out:
+            return "num_epochs"
+        return "max_hours" if self._is_over else ""
 
     async def start_step(self, step: Coroutine[Any, Any, object]) -> None:
         """Start `step`, once the one before has ended, and wait until it has called `made`.
@@ -95,6 +105,9 @@ class Saver:
     def made(self) -> None:
         """The trainer has made the next version."""
         self._made.set()
+        if asyncio.get_running_loop().time() >= self.deadline_s:
+            self._is_over = self.version < self.last
+            self.last = min(self.last, self.version)
         if self._end is not None:
             self._end()
 
@@ -192,7 +205,8 @@ class Saver:
             self._taking.discard(taking)
             taking.set_result(None)
         version, solved = self.version, self.engines.gate.solved
-        if (version, solved) == self._saved:
+        end = solved or self.ended_by
+        if (version, end) == self._saved:
             return
         state: dict[str, Any] = {"version": version, "evaluated": self.evaluator.version}
         state |= self.engines.gate.state(version)
@@ -202,7 +216,7 @@ class Saver:
             trainer = self.engines.trainer
             assert trainer is not None
             await checkpoint.save(self.run_dir, trainer, state, self.config.keep, on_copied)
-        self._saved = version, solved
+        self._saved = version, end
 
     def _protect(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Start `work` as a task that goes on when the run is cancelled."""

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llamarl.config import Config
+from llamarl.config.run import MOST_STEPS
 from llamarl.metrics.shares import Shares
 from llamarl.metrics.step_metrics import in_words
 from llamarl.metrics.summary import SUMMARY_FILE, summarize
@@ -35,6 +36,8 @@ BUSY_WIDTH = len(" 100% busy")
 CURVE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 LABEL_WIDTH = 17
 MARGINS = len("| ") + len("  ") + len(" |")  # of a row of the panel: left, between, right
+SOURCE_FORMS = {"dropped_share": "{:.0%} dropped", "reward": "reward {:.3f}"}
+SOURCE_FORMS["length"] = "{:.0f} tokens"
 LOG_WIDTH = 84
 NEAR = 0.005  # a reward this near to the accuracy is not shown beside it
 
@@ -47,8 +50,14 @@ def show_end(
 ) -> dict[str, Any]:
     """Summarize a run that has ended and print the table, the paths of its results, what to try
     next and, if it stopped before its last step, why; returns the summary. `state` has its version
-    and, if so, what is "solved"."""
-    summary = summarize(run_dir)
+    and, if so, the limit that it was "ended_by", or what is "solved"."""
+    name = state.get("ended_by") or "num_steps"
+    why = f"{name}={getattr(config, name):,g}"
+    is_early = state["version"] < config.num_steps
+    if (solved := state.get("solved")) and is_early:
+        words = "answered with full marks, so nothing is left to learn from these prompts"
+        why = f"{solved} were {words}"
+    summary = summarize(run_dir, why)
     paths = {"metrics": f"{run_dir}/metrics.jsonl", "timeline": f"{run_dir}/trace.json"}
     if "tensorboard" in config.metrics.trackers:
         paths = {"TensorBoard": f"{run_dir}/tensorboard", **paths}
@@ -64,16 +73,16 @@ def show_end(
     render_summary(summary, paths, next_command, Console(file=text, width=LOG_WIDTH))
     log.info("%s", text.getvalue())
     render_summary(summary, paths, next_command, console)
-    if state.get("solved") and state["version"] < config.num_steps:
-        where = f"stopped at step {state['version']} of {config.num_steps}"
-        why = "answered with full marks, so nothing is left to learn from these prompts"
-        console.out(f"{where}: {state['solved']} were {why}", highlight=False)
+    if is_early:
+        of = f" of {config.num_steps}" if config.num_steps < MOST_STEPS else ""
+        console.out(f"stopped at step {state['version']}{of}: {why}", highlight=False)
     return summary
 
 
 def is_finished(config: Config, run_dir: str, state: dict[str, Any]) -> bool:
     """True if the run whose checkpoint holds `state` has left all its results in the folder."""
     is_trained = state.get("version") == config.num_steps or "solved" in state
+    is_trained = is_trained or state.get("ended_by") == "num_epochs"
     has_export = Path(run_dir, "export").is_dir() or not config.checkpoint.export
     return is_trained and has_export and Path(run_dir, SUMMARY_FILE).is_file()
 
@@ -215,6 +224,7 @@ def _results(summary: Mapping[str, Any]) -> list[Fact]:
     rows.append(("rollouts", Text(f"{summary['rollouts_trained']:,} trained")))
     if summary["groups_dropped"]:
         rows.append(("groups dropped", Text(in_words(summary["groups_dropped"]))))
+    rows += [(f"of {name}", Text(_source(numbers))) for name, numbers in summary["sources"].items()]
     if summary["staleness_mean"] is not None:
         words = f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']} versions"
         mixed = f"{summary['mixed_version_share']:.0%} of rollouts mix versions"
@@ -223,6 +233,14 @@ def _results(summary: Mapping[str, Any]) -> list[Fact]:
         both = f"generator and trainer busy at once {summary['both_busy_share']:.0%} of the time"
         rows.append(("overlap", Text(both)))
     return rows
+
+
+def _source(numbers: Mapping[str, float]) -> str:
+    """Such as `640 groups, 31% dropped, reward 0.512, 143 tokens`."""
+    words = [f"{numbers['groups']:,.0f} groups"]
+    for name, form in SOURCE_FORMS.items():
+        words += [form.format(numbers[name])] if name in numbers else []
+    return ", ".join(words)
 
 
 def _held_out(summary: Mapping[str, Any]) -> list[Fact]:

@@ -26,6 +26,7 @@ import numpy as np
 from llamarl.json_file import parse
 from llamarl.metrics.intervals import length
 from llamarl.metrics.shares import by_executor, read_timeline
+from llamarl.metrics.source_metrics import SOURCE_TAGS, sum_sources
 from llamarl.metrics.span import Span, SpanReader, executor_of, span_files
 from llamarl.metrics.step_metrics import TRAINED_TOKENS, interval
 from llamarl.metrics.trackers import METRICS_FILE, read_metrics
@@ -37,7 +38,7 @@ TRACE_FILE = "trace.json"
 ARCHIVE_FOLDER = "archive"
 ARCHIVE_FILES = "rollouts-*.jsonl"
 REWARD, RATIO_MEAN, RATIO_CLIPPED = "reward/mean", "ratio/mean", "ratio/clipped_share"
-READ_TAGS = (REWARD, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS)  # of metrics.jsonl
+READ_TAGS = (REWARD, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS, *SOURCE_TAGS)  # of metrics.jsonl
 PACKAGES = ("llamarl", "torch", "torchmonarch", "transformers", "safetensors", "hydra-core")
 TRACKS = ("work", "publish", "mark")  # busy and wait spans share a track: they alternate
 TRACK_OF = {"busy": 0, "wait": 0, "publish": 1}  # by category; any other is a mark
@@ -66,7 +67,7 @@ def write_provenance(run_dir: str | Path, command: Sequence[str], config_yaml: s
     (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
 
 
-def summarize(run_dir: str | Path) -> Summary:
+def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
     """Compute the summary, write it to `run_dir/summary.json` in one move and return it.
 
     `trace.json` is written beside it from the same spans, which are read once.
@@ -81,12 +82,14 @@ def summarize(run_dir: str | Path) -> Summary:
     from the first process's start to the last span, summed over sessions of a resumed run.
     tokens_per_s: response tokens of the rollouts trained, per second of the steps' time.
     staleness_*: over trained tokens (those masked as too old are not trained).
-    groups_dropped: reason -> groups of which nothing was trained. both_busy_share and executors
-    (busy and wait shares, mean over the executor's processes): shares of the time from the first
-    step's start to the last one's end.
+    groups_dropped: reason -> groups of which nothing was trained. sources: of several sources of
+    prompts, by name, the groups finished, the share dropped, the mean reward and length.
+    both_busy_share and executors (busy and wait shares, mean over the executor's processes): shares
+    of the time from the first step's start to the last one's end.
     tokens_during_publish: tokens decoded during publishes. (Both it and both_busy_share: over the
     part of the run whose spans are kept one by one.) ratio_*: means over trained tokens, from
-    metrics.jsonl. A figure is null where nothing was stored for it.
+    metrics.jsonl. A figure is null where nothing was stored for it. ended_by is what the caller
+    knows: which limit ended the run.
     """
     run_dir = Path(run_dir)
     with TraceFile(run_dir / SPANS_FOLDER, run_dir / TRACE_FILE) as trace:
@@ -101,10 +104,12 @@ def summarize(run_dir: str | Path) -> Summary:
         **rollouts.held_out(),
         "training_reward": [rewards[0], rewards[-1]] if rewards else None,
         "steps": max(len(rollouts.versions), len(rewards)),
+        "ended_by": ended_by,
         "wall_s": length(timeline.sessions) / 1e9,
         "tokens_per_s": _ratio(rollouts.num_tokens, steps_s),
         "rollouts_trained": rollouts.num_trained,
         "groups_dropped": {reason: len(ids) for reason, ids in sorted(rollouts.dropped.items())},
+        "sources": sum_sources([*steps.values()]),
         "staleness_mean": _ratio(total_staleness, rollouts.staleness.total()),
         "staleness_max": max(rollouts.staleness, default=None),
         "both_busy_share": timeline.both_busy_share() if steps_s else None,

@@ -143,7 +143,8 @@ def read_metrics(
     path: str | Path, tags: Collection[str] | None = None
 ) -> dict[int, dict[str, Any]]:
     """Step -> merged line of a metrics.jsonl, later lines winning; unfinished and damaged ones are
-    skipped. With `tags`, only these are kept of each line, so that its texts take no memory."""
+    skipped. With `tags`, only these are kept of each line, and those that begin with one of them as
+    a word, so that its texts take no memory."""
     steps: dict[int, dict[str, Any]] = {}
     with Path(path).open("rb") as file:
         for text in file:
@@ -153,7 +154,8 @@ def read_metrics(
                 continue
             if isinstance(line, dict) and type(step := line.get("step")) is int:
                 if tags is not None:
-                    line = {tag: line[tag] for tag in tags if tag in line}
+                    kept = [tag for tag in line if tag in tags or tag.partition("/")[0] in tags]
+                    line = {tag: line[tag] for tag in kept}
                 steps.setdefault(step, {}).update(line)
     return dict(sorted(steps.items()))
 

@@ -27,16 +27,22 @@ from llamarl.config.check import did_you_mean, limits_of
 ELSEWHERE = {
     "run_dir": "output_dir default_local_dir logging_dir",
     "num_steps": "max_steps total_training_steps num_train_steps train_steps",
+    "num_epochs": "num_train_epochs total_epochs",
+    "max_hours": "max_time max_walltime",
     "model.checkpoint": "model_name_or_path model_path model_id pretrained path",
     "model.tokenizer": "tokenizer_path tokenizer_name_or_path",
     "data.prompts": "train_files train_file train_dataset dataset dataset_name",
     "data.held_out": "val_files eval_dataset eval_file test_files",
     "data.prompt_field": "prompt_key prompt_column",
+    "reward.answer_field": "answer_key ground_truth_key label_key",
     "data.chat": "apply_chat_template chat_template",
     "data.system": "system_prompt",
     "data.max_prompt_tokens": "max_prompt_length max_prompt_len",
-    "data.too_long": "filter_overlong_prompts truncation",
-    "reward": "reward_funcs reward_fn custom_reward_function reward_function",
+    "data.overlong": "filter_overlong_prompts truncation too_long",
+    "data.chat_template_kwargs": "apply_chat_template_kwargs",
+    "data.repeat_share": "curriculum",
+    "data.weights": "interleave_datasets interleave_probs probabilities",
+    "reward": "reward_funcs reward_fn_key reward_fn custom_reward_function reward_function",
     "reward.weights": "reward_weights",
     "environment.tools": "environment_factory tool_config_path rollout_func",
     "environment.calls": "tool_parser tool_call_parser",
@@ -102,7 +108,14 @@ NOT_HERE = {
 }
 """Why there is no such key, and the names in TRL, verl and others."""
 
-TYPES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null"}
+TYPES = {
+    Any: "str|list[str]",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    type(None): "null",
+}
 WANTED = {
     "int": "a whole number",
     "float": "a number",
@@ -111,6 +124,7 @@ WANTED = {
     "bool|null": "true, false or null",
     "str|null": "text or null",
     "list[str]": "a list of texts",
+    "str|list[str]": "text or a list of texts",
     "list[float]": "a list of numbers",
     "list[int]": "a list of whole numbers",
     "section": "keys with their values",

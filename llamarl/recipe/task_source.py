@@ -73,7 +73,7 @@ def named_functions(config: Config) -> set[str]:
     """The functions of task.py that the recipe names."""
     algorithm = config.algorithm
     is_named = {
-        "prompts": "task" in (config.data.prompts, config.data.held_out),
+        "prompts": "task" in (*config.data.sources, config.data.held_out),
         "reward": "task" in config.reward.functions,
         "loss": isinstance(algorithm, TaskConfig),
         "advantages": algorithm.advantage == "task",

@@ -30,7 +30,8 @@ from llamarl.executors.specs import (
     StorageSpec,
     TrainerSpec,
 )
-from llamarl.recipe.inputs import Inputs, context_of
+from llamarl.recipe.inputs import Inputs
+from llamarl.recipe.prompt_inputs import context_of
 from llamarl.storage.loader import SOCKETS
 from llamarl.storage.store import Store
 from llamarl.weights.layout.formats import formats_of

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from llamarl.checkpoints import checkpoint
-from llamarl.environments.prompts import PromptStream
+from llamarl.environments.prompt_stream import PromptStream
 from llamarl.planner.simulation.clock import run
 from llamarl.types import REWARD, Prompt, StageResult
 from tests.fakes import WatchedStorage

@@ -16,7 +16,7 @@ from typing import Any
 
 from llamarl.checkpoints import checkpoint, positions
 from llamarl.data.kept_rollouts import is_kept
-from llamarl.environments.prompts import PromptStream
+from llamarl.environments.prompt_stream import PromptStream
 from llamarl.errors import ExecutorLost
 from llamarl.groups import StepStats
 from llamarl.metrics.run_logger import TURNS

@@ -17,8 +17,8 @@ from llamarl.recipe.inputs import (
     identity,
     read_inputs,
     read_planned_architecture,
-    with_measured_prompts,
 )
+from llamarl.recipe.prompt_inputs import with_measured_prompts
 from tests.places import RECIPE
 from tests.tiny_checkpoints import write_reference
 from tests.unit.composing import compose_recipe
@@ -215,7 +215,7 @@ def test_prompts_that_leave_no_room_for_a_completion_are_an_error_or_left_out(
         with_measured_prompts(config)
     assert not caplog.records
 
-    config = replace_fields(config, data=replace_fields(config.data, too_long="drop"))
+    config = replace_fields(config, data=replace_fields(config.data, overlong="drop"))
     assert with_measured_prompts(config).plan.prompt_tokens < 20
     assert not caplog.records, "a plan reads the first prompts only"
     inputs = read_inputs(config)

@@ -97,6 +97,7 @@ class Gate:
     """A gate whose state is the number of groups drawn so far."""
 
     solved = ""
+    ran_out = False
 
     def __init__(self):
         self.num_drawn = 0
