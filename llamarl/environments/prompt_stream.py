@@ -14,12 +14,13 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from llamarl.data.kept_rollouts import is_kept
-from llamarl.types import Prompt
+from llamarl.types import SOURCE_ROWS, Prompt
 
 
 @dataclass
@@ -54,8 +55,9 @@ class SourceWalk:
 class PromptStream(Iterator[Prompt]):
     """Hands out prompts, each one once per epoch, with `Prompt.epoch` set.
 
-    With `weights`, each of the sources, which have `sizes` prompts, is walked on its own: next
-    comes a prompt of the source that is furthest behind its share. Without, all are walked as one.
+    With `weights`, each of the sources is walked on its own: next comes a prompt of the source that
+    is furthest behind its share. Without, all are walked as one. `prompts` are in the order of
+    their ids.
     `position` counts the prompts drawn. With `shuffle`, each epoch's order is drawn from (seed,
     epoch) alone; else it is file order. It ends after `num_epochs` times as many prompts as there
     are; 0: never.
@@ -77,7 +79,6 @@ class PromptStream(Iterator[Prompt]):
         seed: int,
         shuffle: bool,
         keep: float = 0.0,
-        sizes: Sequence[int] = (),
         weights: Sequence[float] = (),
         num_epochs: float = 0.0,
         repeat_share: float = 1.0,
@@ -92,7 +93,7 @@ class PromptStream(Iterator[Prompt]):
         self._identity = dict(identity or {})
         self._repeat_share = repeat_share
         self._limit = math.ceil(num_epochs * self.num_prompts) if num_epochs else math.inf
-        self._walks = _make_walks(self.num_prompts, sizes, weights)
+        self._walks = _make_walks(prompts, weights)
         for walk, counts in zip(self._walks, walks or [(position, position)], strict=False):
             walk.num_passed, walk.num_drawn = counts
         if walks and len(walks) != len(self._walks):
@@ -178,7 +179,7 @@ class PromptStream(Iterator[Prompt]):
         return int.from_bytes(digest[:8]) >= self._repeat_share * 2**64
 
     def _find(self, prompt_id: int) -> int:
-        place = bisect_left(self._prompts, prompt_id, key=lambda prompt: prompt.prompt_id)
+        place = _place(self._prompts, prompt_id)
         if place < self.num_prompts and self._prompts[place].prompt_id == prompt_id:
             return place
         raise ValueError(f"open prompts must be among data.prompts, got line {prompt_id}")
@@ -188,17 +189,21 @@ class PromptStream(Iterator[Prompt]):
         return replace(prompt, is_kept=is_kept(prompt, self._keep, self._seed))
 
 
-def _make_walks(
-    num_prompts: int, sizes: Sequence[int], weights: Sequence[float]
-) -> list[SourceWalk]:
+def _make_walks(prompts: Sequence[Prompt], weights: Sequence[float]) -> list[SourceWalk]:
     if not weights:
-        return [SourceWalk(0, num_prompts, 1.0, "")]
-    firsts = np.cumsum([0, *sizes]).tolist()
-    total = sum(weights)
+        return [SourceWalk(0, len(prompts), 1.0, "")]
+    starts = [_place(prompts, source * SOURCE_ROWS) for source in range(len(weights) + 1)]
     return [
-        SourceWalk(firsts[i], size, weight / total, f" {i}")
-        for i, (size, weight) in enumerate(zip(sizes, weights, strict=True))
+        SourceWalk(start, stop - start, weight / sum(weights), f" {source}")
+        for source, ((start, stop), weight) in enumerate(
+            zip(pairwise(starts), weights, strict=True)
+        )
     ]
+
+
+def _place(prompts: Sequence[Prompt], prompt_id: int) -> int:
+    """That of the first prompt with this id or a later one."""
+    return bisect_left(prompts, prompt_id, key=lambda prompt: prompt.prompt_id)
 
 
 def _unpack(text: str, count: int) -> np.ndarray[Any, np.dtype[np.bool_]]:

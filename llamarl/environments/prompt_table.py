@@ -102,9 +102,7 @@ class PromptTable(Sequence[Prompt]):
 
     def __init__(self, sources: Sequence[PromptRows]) -> None:
         self._sources = sources
-        self.sizes = [len(each.index) for each in sources]
-        """Prompts of each source."""
-        self._ends = [*accumulate(self.sizes)]
+        self._ends = [*accumulate(len(each.index) for each in sources)]
         for each in sources:
             weakref.finalize(self, os.close, each.file)
 

@@ -288,13 +288,11 @@ def _check_models(config: Config, graph: Graph, architecture: AnyArchitecture) -
 
 def make_prompts(config: Config, inputs: Inputs, state: dict[str, Any]) -> PromptStream:
     """The prompts still to be generated for, from `state` on."""
-    sizes = inputs.prompts.sizes if isinstance(inputs.prompts, PromptTable) else ()
     return PromptStream(
         inputs.prompts,
         seed=config.seed,
         shuffle=config.data.shuffle,
         keep=config.experience.keep_rollouts,
-        sizes=sizes,
         weights=config.data.weights,
         num_epochs=config.num_epochs,
         repeat_share=config.data.repeat_share,

@@ -85,6 +85,11 @@ def _read(folder: Path) -> dict[str, Any]:
         check(is_count, name, f"be a whole number from 0 to {MAX_COUNT}")
     for name in ("pending", "backlog"):
         check(_are_pairs(state.get(name)), name, "list pairs of epoch and prompt")
+    walks = state.get("walks")
+    is_sound = _are_pairs(walks) and all(0 <= drawn <= passed for passed, drawn in walks or [])
+    is_sound = is_sound and sum(drawn for _, drawn in walks or []) == state["position"]
+    check(is_sound, "walks", "list pairs of prompts passed and drawn, position in all")
+    check(type(state.get("silent", "")) is str, "silent", "be text")
     first = [*map(tuple, state["pending"]), *map(tuple, state["backlog"])]
     doubled = len(first) - len(set(first))
     check(not doubled, "open prompts", "differ", f"{doubled} that are there twice")

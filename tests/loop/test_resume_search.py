@@ -230,6 +230,8 @@ def play(rng: random.Random, root: Path) -> None:
         "evaluate_every": rng.choice([0, 1, 3]),
         "num_held_out": rng.choice([0, 3]),
         "prompts": prompts,
+        "num_epochs": rng.choice([0, 0, 0.5, 2.5]),
+        "repeat_share": 1.0,
     }
     history = History(prompts, fixed["num_held_out"])
     folder, state = root / "0", dict[str, Any]()

@@ -85,8 +85,7 @@ def test_every_source_has_given_its_share_after_every_prompt(
     weights: list[float], count: int
 ) -> None:
     sizes = [3] * len(weights)
-    options = {"sizes": sizes, "weights": weights}
-    stream = PromptStream(prompts_of(*sizes), seed=0, shuffle=True, **options)  # type: ignore[arg-type]
+    stream = PromptStream(prompts_of(*sizes), seed=0, shuffle=True, weights=weights)
     found: Counter[int] = Counter()
     for number in range(1, count + 1):
         found[next(stream).source] += 1
@@ -96,13 +95,13 @@ def test_every_source_has_given_its_share_after_every_prompt(
 
 
 def test_each_source_has_epochs_of_its_own_with_weights_and_a_common_one_without() -> None:
-    prompts, sizes = prompts_of(2, 10), [2, 10]
-    weighted = PromptStream(prompts, seed=0, shuffle=True, sizes=sizes, weights=[1, 1])
+    prompts = prompts_of(2, 10)
+    weighted = PromptStream(prompts, seed=0, shuffle=True, weights=[1, 1])
     drawn = take(weighted, 20)
     assert Counter(each.source for each in drawn) == {0: 10, 1: 10}
     assert {each.epoch for each in drawn if each.source == 0} == {0, 1, 2, 3, 4}
     assert {each.epoch for each in drawn if each.source == 1} == {0}
-    common = PromptStream(prompts, seed=0, shuffle=True, sizes=sizes)
+    common = PromptStream(prompts, seed=0, shuffle=True)
     assert Counter(each.source for each in take(common, 12)) == {0: 2, 1: 10}
     assert next(common).epoch == 1
 
@@ -156,7 +155,6 @@ def play(rng: random.Random) -> None:
     options: dict[str, Any] = {
         "seed": rng.randrange(3),
         "shuffle": rng.random() < 0.5,
-        "sizes": sizes,
         "weights": [rng.choice([0.5, 1, 3]) for _ in sizes] if rng.random() < 0.6 else [],
         "num_epochs": rng.choice([0, 0.5, 2, 3.3]),
         "repeat_share": rng.choice([1.0, 0.5, 0.2]),
