@@ -22,7 +22,7 @@ SIZES = {
     "generation": (21, 3585),
     "lengths": (5, 423),
     "library": (5, 644),
-    "loop": (15, 2690),
+    "loop": (15, 2694),
     "metrics": (15, 2727),
     "models": (18, 2590),
     "planner": (50, 7862),

@@ -134,7 +134,8 @@ class Gate:
     solved: str = ""
     """Which groups show that nothing is left to learn."""
     ran_out: bool = False
-    """The epochs are over, and fewer groups are left than a step needs."""
+    """The epochs are over, and fewer groups are left than a step needs, or the sampler wants none
+    of them."""
     _waiting: dict[int, Group] = field(default_factory=dict)  # admitted, not consumed, in order
     _settled: dict[int, ReadyItem] = field(default_factory=dict)  # of those, what may be taken
     _taken: list[Group] = field(default_factory=list)  # by steps whose version is not yet made
@@ -317,7 +318,8 @@ class Gate:
     def _lacks(self, count: int) -> bool:
         """Whether so many groups will never be ready."""
         num_left = len(self._waiting) - len(self._kept)
-        return bool(self.solved) or (self.prompts.is_exhausted and num_left < count)
+        is_over = self.prompts.is_exhausted and num_left < count
+        return bool(self.solved) or self.ran_out or is_over
 
     def _open(self, unit: int | None, prompt: Prompt) -> Group:
         # Used then at the latest, if as many of those before it as may be are carried over.
@@ -348,7 +350,9 @@ class Gate:
             return True
         self._chosen = None
         is_all = len(ready) == len(self._waiting) - len(self._kept)
-        if is_all and self.num_open == self.capacity and not self.solved:
+        if is_all and self.prompts.is_exhausted:  # no other choice will come
+            self.ran_out = True
+        elif is_all and self.num_open == self.capacity and not self.solved:
             must = f"take {count} groups once all that may be open are ready"
             raise TaskError(f"what sample of {FILE} returns must {must} ({len(ready)}), got none")
         return False
