@@ -5,7 +5,8 @@ units, trainer ranks and generator weight buffers) or behaviour. Invariant: noth
 torch, so a process that only moves metadata never loads it.
 
 Glossary
-    Prompt      one question of the data set, tokenized.
+    source      where prompts come from: files of rows, or the recipe's own task.py.
+    Prompt      one question of a source, tokenized.
     Rollout     one completion of a prompt: token ids, generator log-probs, weight versions as
                 spans, sampling parameters, finish reason. `row_id` names it everywhere, for its
                 arrays are one row of storage. It is asked for by a Request; in a generator it is

@@ -78,11 +78,12 @@ class DataConfig(Section):
 
     @property
     def source_names(self) -> list[str]:
-        """What metrics call each source: its file's name without its ending, with a number if
-        another source has the same."""
+        """What metrics call each source: its file's name without its ending, with its place if two
+        have the same."""
         stems = [NOT_IN_TAGS.sub("_", PurePath(each).stem) for each in self.sources]
-        numbered = [f"{stem}_{place}" for place, stem in enumerate(stems)]
-        return [n if stems.count(s) > 1 else s for s, n in zip(stems, numbered, strict=True)]
+        if len({*stems}) == len(stems):
+            return stems
+        return [f"{stem}_{place}" for place, stem in enumerate(stems)]
 
     def check(self) -> None:
         must = "name a .jsonl or .parquet file, or task, or be a list of such"
