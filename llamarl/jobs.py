@@ -90,7 +90,7 @@ async def _train(
     spans_folder = f"{run_dir}/spans"
     recent_spans = RecentSpans(spans_folder)
     live = config.metrics.live
-    progress = Progress(config.num_steps, live=live, recent_spans=recent_spans, console=console)
+    progress = Progress(config.last_step, live=live, recent_spans=recent_spans, console=console)
     spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
     deadline_s = math.inf
     if config.max_hours:

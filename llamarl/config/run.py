@@ -245,10 +245,15 @@ class Config(Section):
         has_other = self.num_epochs or self.max_hours
         return self.num_steps or (MOST_STEPS if has_other else DEFAULT_STEPS)
 
+    @property
+    def last_step(self) -> int | None:
+        """`most_steps`; None if there is no such limit."""
+        return self.most_steps if self.most_steps < MOST_STEPS else None
+
     def _check_steps(self) -> None:
         """What needs to know which step is the last one."""
         is_constant = self.trainer.schedule == "constant"
-        is_known = self.most_steps < MOST_STEPS or self.num_epochs > 0
+        is_known = self.last_step is not None or self.num_epochs > 0
         must = "be constant without num_steps or num_epochs (it would have no end)"
         self.require(is_known or is_constant, "trainer.schedule", must)
         is_warm = is_constant or self.trainer.warmup_steps < self.most_steps

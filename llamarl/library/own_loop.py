@@ -292,7 +292,7 @@ class LibraryEngines(Engines):
 
     async def save_if_due(self) -> str | None:
         """`save_state` at every multiple of `checkpoint.every_steps`, and at `num_steps`."""
-        is_due = self.config.checkpoint.is_due(self.version, self.config.num_steps)
+        is_due = self.config.checkpoint.is_due(self.version, self.config.most_steps)
         return await self.save_state() if is_due else None
 
     async def load_state(self, folder: str | Path) -> int:

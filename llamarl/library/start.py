@@ -107,7 +107,7 @@ def _observing(wiring: Wiring, has_metrics: bool) -> Iterator[RunObserver]:
     config, run_dir = wiring.config, wiring.run_dir
     recent = RecentSpans(f"{run_dir}/spans")
     trackers = open_trackers(config.metrics.trackers, Path(run_dir), flatten(config), 0)
-    progress = Progress(config.num_steps, live=config.metrics.live, recent_spans=recent)
+    progress = Progress(config.last_step, live=config.metrics.live, recent_spans=recent)
     with closing(MetricsLog(run_dir, trackers)) as log, progress:
         run_logger = wiring.make_run_logger(log, progress, recent)
         run_logger.start(0)

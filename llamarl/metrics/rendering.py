@@ -23,7 +23,6 @@ from rich.table import Table
 from rich.text import Text
 
 from llamarl.config import Config
-from llamarl.config.run import MOST_STEPS
 from llamarl.metrics.shares import Shares
 from llamarl.metrics.step_metrics import in_words
 from llamarl.metrics.summary import SUMMARY_FILE, summarize
@@ -53,7 +52,7 @@ def show_end(
     and, if so, the limit that it was "ended_by", or what is "solved"."""
     name = state.get("ended_by") or "num_steps"
     why = f"{name}={getattr(config, name):,g}"
-    is_early = state["version"] < config.num_steps
+    is_early = state["version"] < config.most_steps
     if (solved := state.get("solved")) and is_early:
         words = "answered with full marks, so nothing is left to learn from these prompts"
         why = f"{solved} were {words}"
@@ -74,14 +73,14 @@ def show_end(
     log.info("%s", text.getvalue())
     render_summary(summary, paths, next_command, console)
     if is_early:
-        of = f" of {config.num_steps}" if config.num_steps < MOST_STEPS else ""
+        of = "" if config.last_step is None else f" of {config.last_step}"
         console.out(f"stopped at step {state['version']}{of}: {why}", highlight=False)
     return summary
 
 
 def is_finished(config: Config, run_dir: str, state: dict[str, Any]) -> bool:
     """True if the run whose checkpoint holds `state` has left all its results in the folder."""
-    is_trained = state.get("version") == config.num_steps or "solved" in state
+    is_trained = state.get("version") == config.most_steps or "solved" in state
     is_trained = is_trained or state.get("ended_by") == "num_epochs"
     has_export = Path(run_dir, "export").is_dir() or not config.checkpoint.export
     return is_trained and has_export and Path(run_dir, SUMMARY_FILE).is_file()

@@ -44,7 +44,7 @@ def starting_point(
     if folder is None:
         return {}, None
     must = f"be at least the checkpoint's version ({state['version']})"
-    config.require(state["version"] <= config.num_steps, "num_steps", must)
+    config.require(state["version"] <= config.most_steps, "num_steps", must)
     check_identity(state["identity"], identity(config, inputs))
     make_prompts(config, inputs, state)  # refuses open prompts that are not in the files
     if resume == "auto":

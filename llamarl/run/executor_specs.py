@@ -87,7 +87,7 @@ class Specs:
             placement=config.placement,
             storage=self.storage,
             run_dir=self.run_dir,
-            num_steps=config.num_steps,
+            num_steps=config.most_steps,
             seed=config.seed,
             formats=formats_of(config.generator, inputs.architecture),
             rdma=_rdma(config),

@@ -119,7 +119,7 @@ class Wiring:
             colocation=colocation,
             evaluator=evaluator,
             spans=self.spans,
-            last=config.num_steps,
+            last=config.most_steps,
             deadline_s=deadline_s,
         )
         limits = config.generator.elastic

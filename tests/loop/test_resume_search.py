@@ -198,10 +198,14 @@ class History:
             if line["outcome"] in ("trained", "dropped") and not line.get("left_out")
         }
         waiting = [tuple(pair) for name in ("pending", "backlog") for pair in state.get(name, [])]
+        found = sorted([*closed.values(), *waiting])
+        if "silent" in state:  # some were passed over
+            assert len({*found}) == len(found) == state["position"]
+            return
         stream = PromptStream(self.prompts, seed=0, shuffle=True)
         drawn = [next(stream) for _ in range(state.get("position", 0))]
         expected = sorted((prompt.epoch, prompt.prompt_id) for prompt in drawn)
-        assert sorted([*closed.values(), *waiting]) == expected
+        assert found == expected
 
 
 def read_lines(folder: Path, name: str, ends: dict[str, int] | None = None) -> list[dict[str, Any]]:
@@ -231,7 +235,7 @@ def play(rng: random.Random, root: Path) -> None:
         "num_held_out": rng.choice([0, 3]),
         "prompts": prompts,
         "num_epochs": rng.choice([0, 0, 0.5, 2.5]),
-        "repeat_share": 1.0,
+        "repeat_share": rng.choice([1.0, 0.3]),
     }
     history = History(prompts, fixed["num_held_out"])
     folder, state = root / "0", dict[str, Any]()
@@ -280,7 +284,8 @@ def play(rng: random.Random, root: Path) -> None:
     history.check_kept(lines, read_lines(folder, KEPT))
     history.check_steps(lines, last)
     evaluated = {line["version"] for line in lines if line["outcome"] == "evaluated"}
-    assert not history.num_held_out or max(evaluated) == last
+    is_evaluated = not history.num_held_out or max(evaluated, default=-1) == last
+    assert is_evaluated or (loop.saver.ended_by and last == 0)  # see `check`
 
 
 @searched(few=40, many=4000)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 
 from llamarl.config import Config
-from llamarl.config.run import MOST_STEPS
 from llamarl.planner.forecast import BestSplit, Decomposition, Forecast, StepForecast
 from llamarl.planner.hardware import HOUR_S, Cost
 from llamarl.planner.report.bands import band_words
@@ -57,14 +56,13 @@ def verdict_lines(config: Config, forecast: Forecast) -> Iterator[str]:
     elif forecast.measured_step_s is None and forecast.decomposition is not None:
         yield "next best change: none of those tried shortens the step by 2 %"
     if forecast.num_gpus:
-        num_steps = config.num_steps if config.num_epochs else config.most_steps
+        num_steps = config.num_steps if config.num_epochs else config.last_step or 0
         words = f"GPU hours: {_shown(forecast.gpu_hours)} a step"
         price = forecast.cost.per_hour * step.step_s / HOUR_S if forecast.cost is not None else 0
-        is_known = 0 < num_steps < MOST_STEPS
-        if is_known:
+        if num_steps:
             words += f", {_shown(num_steps * forecast.gpu_hours)} for {num_steps:,} steps"
         if forecast.cost is not None:
-            whole = f" and {_shown(num_steps * price)}" if is_known else ""
+            whole = f" and {_shown(num_steps * price)}" if num_steps else ""
             words += f"; cost: {_shown(price)}{whole} ({forecast.cost.unit})"
         yield words
 
