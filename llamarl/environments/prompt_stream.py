@@ -180,7 +180,7 @@ class PromptStream(Iterator[Prompt]):
 
     def _find(self, prompt_id: int) -> int:
         place = _place(self._prompts, prompt_id)
-        if place < self.num_prompts and self._prompts[place].prompt_id == prompt_id:
+        if place < len(self._prompts) and self._prompts[place].prompt_id == prompt_id:
             return place
         raise ValueError(f"open prompts must be among data.prompts, got line {prompt_id}")
 

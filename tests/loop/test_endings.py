@@ -306,3 +306,15 @@ def test_the_step_in_which_the_hours_are_over_is_the_last_one(
     assert all(time_s < deadline_s for time_s in made[:-1])
     assert made[-1] >= deadline_s
     assert loop.run_logger.evaluations[-1].version == loop.trainer.version
+
+
+def test_what_was_dropped_after_the_last_save_is_not_asked_again_once_the_epochs_are_over(
+    tmp_path: Path,
+) -> None:
+    loop = solving(save_every=1, num_epochs=1.4)
+    run(loop.run(tmp_path))
+    assert loop.saver.ended_by == "num_epochs"
+    assert loop.storage.count("dropped") > 4
+    state = saved(tmp_path)
+    assert state["version"] == loop.trainer.version
+    assert make_prompts(loop.config, loop.inputs, state).num_left < 4

@@ -274,6 +274,7 @@ def test_a_run_cannot_go_on_with_other_prompts(recipe: Path) -> None:
     for change, words in {
         "seed=1": "seed must be 0, as in the checkpoint, got 1",
         "data.shuffle=false": r"data\.shuffle must be true, as in the checkpoint, got false",
+        "data.weights=[1]": r"data\.weights must be \[\], as in the checkpoint, got \[1\.0\]",
         "trainer.optimizer=sgd": r'optimizer must be "adamw", as in the checkpoint, got "sgd"',
     }.items():
         with pytest.raises(ValueError, match=words):
