@@ -42,6 +42,7 @@ from llamarl.metrics.span import Spans
 from llamarl.metrics.step_metrics import with_interval
 from llamarl.metrics.summary import SUMMARY_FILE, WriteProvenance
 from llamarl.models.inventory import parameter_shapes
+from llamarl.planner.hardware import HOUR_S
 from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.inputs import Inputs, make_prompts, read_frozen, read_inputs
 from llamarl.recipe.prompt_inputs import with_last_step
@@ -55,7 +56,6 @@ from llamarl.run.wiring import Wiring
 log = logging.getLogger(__name__)
 
 FLOAT32_BYTES = 4
-HOUR_S = 3600.0
 CLAIM_S = 5.0  # longest wait for the processes of a killed run to end
 
 
@@ -63,6 +63,8 @@ async def train(
     config: Config, run_dir: str, console: Console, write_provenance: WriteProvenance
 ) -> dict[str, Any]:
     """Run the loop to its last step; returns the summary, which also lies in `run_dir`."""
+    now_s = asyncio.get_running_loop().time()
+    deadline_s = now_s + config.max_hours * HOUR_S if config.max_hours else math.inf
     with tokenizing_bar(console) as show:
         inputs = read_inputs(config, show=show)
     config = with_last_step(config, len(inputs.prompts))
@@ -81,20 +83,22 @@ async def train(
         if folder is not None:
             words = f"resumed from version {state['version']} in {shorten(folder)}"
             console.print(words, markup=False, highlight=False, soft_wrap=True)
-        return await _train(config, inputs, run_dir, console, (state, folder))
+        return await _train(config, inputs, run_dir, console, (state, folder), deadline_s)
 
 
 async def _train(
-    config: Config, inputs: Inputs, run_dir: str, console: Console, start: Start
+    config: Config,
+    inputs: Inputs,
+    run_dir: str,
+    console: Console,
+    start: Start,
+    deadline_s: float,
 ) -> dict[str, Any]:
     spans_folder = f"{run_dir}/spans"
     recent_spans = RecentSpans(spans_folder)
     live = config.metrics.live
     progress = Progress(config.last_step, live=live, recent_spans=recent_spans, console=console)
     spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
-    deadline_s = math.inf
-    if config.max_hours:
-        deadline_s = asyncio.get_running_loop().time() + config.max_hours * HOUR_S
     sessions = Sessions(config, inputs, run_dir, progress, spans, recent_spans, deadline_s)
     names = name_executors(inputs.graph)
     with progress, contextlib.closing(spans):

@@ -66,7 +66,7 @@ class DataConfig(Section):
     `evaluation.max_tokens`) leaves of `generator.max_model_len`: error (it names the line) | drop
     (such prompts are left out) | truncate (only their last tokens are kept). A line says how many
     were left out or cut."""
-    repeat_share: float = number(1.0, above=0, most=1)
+    repeat_share: float = number(1.0, least=0.001, most=1)
     """Curriculum: a prompt whose latest group gave no signal, as all its rewards were equal (all
     right, or all wrong), is asked again with this probability in each later epoch; once a group of
     it gives a signal, in each. 1: every prompt is asked in every epoch."""

@@ -92,7 +92,7 @@ def test_a_run_ends_by_its_drops_before_its_epochs_have_as_many_steps(
     own = ["algorithm.filters=[task]", "num_epochs=3"]
     summary, done = train(forks, recipe, tmp_path / "run", *own)
     assert summary["ended_by"] == "num_epochs=3"
-    assert summary["groups_dropped"] == {"all": 24}, "3 left make no step"
+    assert 24 <= summary["groups_dropped"]["all"] <= 27, "3 that are left make no step"
     assert "stopped at step 0 of 6: num_epochs=3" in done.stdout
 
 
