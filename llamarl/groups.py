@@ -5,6 +5,7 @@ Owns: these records. Does not own: rollouts and their requests (`types.py`). Inv
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from llamarl.types import Prompt, RolloutInfo, StageResult
 from llamarl.wire_form import light
@@ -90,13 +91,15 @@ class BatchRollout:
 class Batch:
     """Whole groups handed to the trainer, one of possibly several parts of a step.
 
-    `version` is the trainer version at use. `assignment[rank][micro_batch]` lists positions in
+    `version` is the trainer version at use, `first_version` that before the first step of the
+    groups' batch; None if that is the same. `assignment[rank][micro_batch]` lists positions in
     `rows`; every rank has the same number of micro-batches (some may be empty).
     """
 
     version: int
     rows: tuple[BatchRollout, ...]
     assignment: tuple[tuple[tuple[int, ...], ...], ...]
+    first_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +111,54 @@ class StepStats:
     scalars: dict[str, float]
 
 
+class Share(NamedTuple):
+    """A share of samples, and its 95 % interval (`metrics/estimates.py`)."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutResult:
+    """What the rollouts of one held-out prompt reached, one entry per rollout.
+
+    A reward that failed is None, and its rollout not correct. `answers` are equal where the answers
+    are; None where there is none. `shares` has the prompt's own accuracy, pass_at_k and maj_at_k.
+    """
+
+    held_out: str
+    prompt_id: int
+    correct: tuple[bool, ...]
+    rewards: tuple[float | None, ...]
+    answers: tuple[int | None, ...]
+    num_tokens: tuple[int, ...]
+    is_truncated: tuple[bool, ...]
+    shares: dict[str, float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Held-out results of one version.
+    """Held-out results of one version: of all prompts and, if the recipe names several sets, of
+    those of each set.
 
-    `accuracy` and `reward` are means over all `num_prompts`; the `num_failed` whose reward failed
-    count as wrong, with the reward 0.
+    `shares` has the accuracy, with several rollouts of a prompt the mean over them (avg@n), and
+    pass_at_k and maj_at_k by name. `reward` and the others are means over all rollouts too; the
+    `num_failed` rollouts whose reward failed count as wrong, with the reward 0.
     """
 
     version: int
-    accuracy: float
+    shares: dict[str, Share]
     reward: float
     mean_tokens: float
     truncated_share: float
     num_prompts: int
+    num_rollouts: int
     num_failed: int
+    sets: "dict[str, Evaluation]" = field(default_factory=dict)
+    results: tuple[HeldOutResult, ...] = ()
+
+    @property
+    def accuracy(self) -> float:
+        """The share of rollouts to which the first reward function gave full marks."""
+        return self.shares["accuracy"].value

@@ -30,6 +30,7 @@ from llamarl.groups import Evaluation
 from llamarl.loop.engines import Engines, Unobserved
 from llamarl.metrics.console import Progress
 from llamarl.metrics.file_bars import tokenizing_bar
+from llamarl.metrics.held_out import append_results, result_line
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.rendering import (
     find_program,
@@ -39,13 +40,12 @@ from llamarl.metrics.rendering import (
     show_finished_run,
 )
 from llamarl.metrics.span import Spans
-from llamarl.metrics.step_metrics import with_interval
 from llamarl.metrics.summary import SUMMARY_FILE, WriteProvenance
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.hardware import HOUR_S
 from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.inputs import Inputs, make_prompts, read_frozen, read_inputs
-from llamarl.recipe.prompt_inputs import with_last_step
+from llamarl.recipe.prompt_inputs import mini_batches, with_last_step
 from llamarl.recipe.starting_point import starting_point
 from llamarl.run.fleet import Fleet
 from llamarl.run.sessions import Sessions, Start
@@ -67,12 +67,15 @@ async def train(
     deadline_s = now_s + config.max_hours * HOUR_S if config.max_hours else math.inf
     with tokenizing_bar(console) as show:
         inputs = read_inputs(config, show=show)
-    config = with_last_step(config, len(inputs.prompts))
+    whole, config = config, with_last_step(config, len(inputs.prompts))
     check_fit(config, inputs.architecture, read_frozen(config, inputs.graph))
     with claim(run_dir, is_new=config.checkpoint.resume != "auto"):
         state, folder = starting_point(config, inputs, run_dir)
-        if make_prompts(config, inputs, state).num_left < config.trainer.groups_per_step:
-            state["ended_by"] = "num_epochs"
+        prompts = make_prompts(config, inputs, state)
+        if config.num_steps < whole.most_steps:
+            state["limit"] = prompts.limit
+        if prompts.limit and not mini_batches(config).num_steps(int(prompts.num_left)):
+            state["ended"] = prompts.limit
         if config.checkpoint.resume == "auto" and is_finished(config, run_dir, state):
             return show_finished_run(config, run_dir, state, console)
         _check_disk(config, inputs, run_dir)
@@ -105,8 +108,9 @@ async def _train(
         async with _started(config, inputs, run_dir, progress, names) as (fleet, signals):
             controller = await sessions.run(fleet, signals, start)
             progress.show_phase("stopping the executors")
-    saver = controller.saver
-    end = {"version": saver.version, "solved": controller.gate.solved, "ended_by": saver.ended_by}
+    version, gate = controller.saver.version, controller.gate
+    end = {"version": version, "solved": gate.solved, "ended": gate.ended}
+    end |= {"limit": start[0].get("limit")}
     return show_end(config, run_dir, end, console)
 
 
@@ -114,7 +118,7 @@ async def evaluate(
     config: Config, run_dir: str, console: Console, write_provenance: WriteProvenance
 ) -> Evaluation:
     """Score the checkpoint on the held-out prompts, without a trainer."""
-    require(config.data.held_out is not None, "data.held_out", "name a file to evaluate on", None)
+    require(bool(config.held_out_sets), "data.held_out", "name a file to evaluate on", None)
     with tokenizing_bar(console) as show:
         inputs = read_inputs(config, needs_prompts=False, show=show)
     with claim(run_dir, is_new=True):
@@ -130,14 +134,9 @@ async def evaluate(
                 wiring = Wiring(config, inputs, fleet.executors, run_dir, spans)
                 with contextlib.closing(spans):
                     result = await fleet.guard(_evaluate(wiring))
-    console.print(
-        f"accuracy {with_interval(result.accuracy, result.num_prompts)}  "
-        f"reward {result.reward:.4f}  mean length {result.mean_tokens:.1f}  "
-        f"truncated {result.truncated_share:.1%}  "
-        f"failed rewards (counted as wrong) {result.num_failed}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    append_results(run_dir, result)
+    for name, found in [("", result), *result.sets.items()]:
+        console.print(result_line(name, found), markup=False, highlight=False, soft_wrap=True)
     command = f"{find_program('llamarl')} view {shorten(run_dir)}"
     words = f"each prompt with its completion and reward: {command}"
     console.print(words, markup=False, highlight=False, soft_wrap=True)
@@ -219,7 +218,11 @@ def _check_disk(config: Config, inputs: Inputs, run_dir: str) -> None:
     """ValueError unless weights, optimizer state and export of every kept checkpoint fit."""
     shapes = parameter_shapes(inputs.architecture).values()
     model_bytes = sum(math.prod(shape) for shape in shapes) * FLOAT32_BYTES
-    needed = model_bytes * (3 * (max(1, config.checkpoint.keep) + 1) + 1)
+    kept = config.checkpoint
+    num_saved = max(1, kept.keep) + 1 + 2 * bool(kept.best)  # the best, and what may become it
+    every = kept.export_every_steps
+    num_exported = 1 + bool(kept.best) + ((config.last_step or 0) // every if every else 0)
+    needed = model_bytes * (3 * num_saved + num_exported)
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(run_dir).free
     if free < needed:

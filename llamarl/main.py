@@ -20,14 +20,14 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
 from rich.console import Console
 
-from llamarl import __version__, jobs, reports
+from llamarl import __version__, jobs, merging, reports
 from llamarl.checkpoints import checkpoint
 from llamarl.checks.command import check
 from llamarl.cluster import ExecutorLost, exiting_process
@@ -38,6 +38,7 @@ from llamarl.config.check import require, require_choice
 from llamarl.errors import NoGenerator, TaskError, unwrap
 from llamarl.metrics.rendering import find_program, resume_command, shorten
 from llamarl.metrics.summary import WriteProvenance, write_provenance
+from llamarl.recipe import model_report, new_recipe
 from llamarl.recipe.composition import (
     MULTIRUN_FLAGS,
     DictConfig,
@@ -47,8 +48,9 @@ from llamarl.recipe.composition import (
     to_config,
     to_yaml,
 )
+from llamarl.recipe.local_inputs import with_local_files
 from llamarl.run import control
-from llamarl.view import page
+from llamarl.view import compare, page
 
 log = logging.getLogger(__name__)
 
@@ -67,16 +69,24 @@ COMMANDS = {
     "check": "try the executors of a recipe on this machine, against what the CPU says",
     "graph": "print a recipe's dataflow: its stages, where they run, what goes between them",
     "launch": "print what starts a recipe on cluster.scheduler",
+    "new": "write a recipe of ten lines for a model, data and a reward (new --help)",
+    "models": "list the families of models; with a folder or hf:ORG/NAME, what runs it",
     "config": "list the keys of a recipe with their meanings; with KEY or a section, describe it",
     "status": "say what a run at work does: versions, load, faults (status --help)",
     "scale": "add generator replicas to a run at work, or remove some (scale --help)",
     "view": "write the rollouts that a run has kept as one page for a browser (view --help)",
+    "merge": "add an adapter to the weights of its checkpoint (merge --help)",
+    "compare": "draw the curves of several runs, and say what differs (compare --help)",
     "worker": "serve one host of a run that is started elsewhere (worker --help)",
 }
-RUN_COMMANDS: dict[str, tuple[Callable[[list[str]], str], str]] = {  # and what their help says
+PLAIN_COMMANDS: dict[str, tuple[Callable[[list[str]], str], str]] = {  # no recipe; and their help
+    "new": (new_recipe.new, new_recipe.USAGE),
+    "models": (model_report.models, model_report.USAGE),
     "status": (control.status, control.USAGE["status"]),
     "scale": (control.scale, control.USAGE["scale"]),
     "view": (page.view, page.USAGE),
+    "merge": (merging.merge, merging.USAGE),
+    "compare": (compare.compare, compare.USAGE),
 }
 
 OPTIONS = {  # of the commands that compose a recipe: name and value, what it does
@@ -136,8 +146,8 @@ def _main(command: str, *arguments: str) -> None:
         from llamarl.cluster import daemon
 
         return daemon.main(list(arguments))
-    if command in RUN_COMMANDS:
-        words, usage = RUN_COMMANDS[command]
+    if command in PLAIN_COMMANDS:
+        words, usage = PLAIN_COMMANDS[command]
         asks_help = {"--help", "-h"} & set(arguments)
         return _show(usage if asks_help else words(list(arguments)))
     if {"--help", "-h"} & set(arguments):
@@ -247,9 +257,10 @@ def _run(
             _raise_open_files()
             console = Console()
             show_warnings(console, shows_user_code=config.cluster.backend == "inline")
+            config, pinned = with_local_files(config, command[1], run_dir)
 
             def write() -> None:
-                write_provenance(run_dir, _alone(command), to_yaml(composed))
+                write_provenance(run_dir, _alone(command, pinned), to_yaml(composed, pinned))
                 logs.enter_context(kept_log(run_dir))
 
             work = job(config, run_dir, console, write)
@@ -266,12 +277,16 @@ def _run(
             _exit(_report(error, run_dir if is_run else None), command, run_dir)
 
 
-def _alone(command: list[str]) -> list[str]:
-    """What does the present job again, wherever the program is: of a multirun, that job alone."""
+def _alone(command: list[str], pinned: Mapping[str, Any]) -> list[str]:
+    """What does the present job again, wherever the program is and whatever a branch of the Hub has
+    become: of a multirun, that job alone."""
     program, name, *arguments = command
     if MULTIRUN_FLAGS & set(arguments):
         arguments = arguments_of_job(arguments)
-    return [find_program(program), name, *arguments]
+    replaced = tuple(f"{key}=" for key in pinned)
+    arguments = [each for each in arguments if not each.startswith(replaced)]
+    values = {k: f"[{','.join(v)}]" if isinstance(v, list) else v for k, v in pinned.items()}
+    return [find_program(program), name, *arguments, *(f"{k}={v}" for k, v in values.items())]
 
 
 def _raise_open_files() -> None:

@@ -105,6 +105,9 @@ class Trainer(Checkpointed, Protocol):
     async def accumulate(self, batch: Batch) -> None:
         """Fetch the rows, run forward and backward, add to the gradients of the current step."""
 
+    async def store_proximal(self, batch: Batch) -> None:
+        """Fetch the rows and store their log-probs under the present version: the proximal ones."""
+
     async def step(self) -> StepStats:
         """Scale the summed gradients once, clip, update; the version grows by one."""
 

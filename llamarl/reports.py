@@ -59,7 +59,8 @@ def plan(
         memory = render_memory(config, forecast_memory(config, architecture, frozen))
         console.print(memory, markup=False, highlight=False, soft_wrap=True, end="")
         return
-    published = published_figures(architecture)
+    # The paper trains all weights.
+    published = None if config.trainer.lora.is_used else published_figures(architecture)
     forecast = forecast_recipe(
         config,
         architecture,

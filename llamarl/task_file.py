@@ -5,12 +5,12 @@ the text is read (`recipe/inputs.py`), its check before a run (`dataflow/task_st
 the functions mean (`algorithms/`, `environments/`, `dataflow/`). Invariant: what is wrong with
 the text is one line, with the user's own line.
 
-The text travels by content to every process that runs one of its functions: `reward` and those of
-the list `stages` to processes of their own, `episode_reward` to those of environments, `prompts`
-to one that ends when it has made them, `advantages`, `drop`, `sample` and trackers to the
-controller, `loss` to the trainer's. It may import what is installed there, but not its neighbours
-in the recipe's folder. It is the user's own code: in each of these processes it may do whatever
-that process may.
+The text travels by content to every process that runs one of its functions: `reward`,
+`group_reward` and those of the list `stages` to processes of their own, `episode_reward` to those
+of environments, `prompts` to one that ends when it has made them, `advantages`, `drop`, `sample`
+and trackers to the controller, `loss` to the trainer's. It may import what is installed there, but
+not its neighbours in the recipe's folder. It is the user's own code: in each of these processes it
+may do whatever that process may.
 """
 
 import inspect
@@ -55,6 +55,12 @@ ROWS = tuple(
 )
 FORMS = {
     "reward": Form({"prompt": ("Prompt",), "completion": ("str",)}, ("float", "int", "bool"), True),
+    "group_reward": Form(
+        {"prompt": ("Prompt",), "completions": ("list[str]", "Sequence[str]")}, NUMBERS, True
+    ),
+    "majority_answer": Form(
+        {"prompt": ("Prompt",), "completion": ("str",)}, ("str | None", "str", "Optional[str]")
+    ),
     "episode_reward": Form(
         {
             "prompt": ("Prompt",),

@@ -31,18 +31,26 @@ Glossary
                 training on (else the group is dropped); it was handed to the trainer.
     sampler     chooses which of the groups that are settled the trainer takes next.
     slot        the place of one open group: a group is open from its admission until it is dropped
-                or the step that trains it is complete. There are (S + 1) P slots.
+                or the last step that trains it is complete. With one step per batch there are
+                (S + 1) P slots.
     gate        a part of the controller: it admits groups and hands them to the trainer in order.
+    mini-batch  the P groups that one optimizer step learns from. `trainer.num_mini_batches` of them
+                make a batch, which is trained on in `trainer.num_passes` passes.
     Batch       the rollouts of an optimizer step, or of a part of it, and their place on ranks and
                 micro-batches. Metadata only.
     part        whole groups of a step that are trained before the others have arrived.
-    version     one state of the weights, numbered by the optimizer steps completed. One optimizer
-                step per batch.
-    advance     after an optimizer step: the slots of its groups become free for others.
+    held-out set
+                prompts for evaluations alone, with a name; accuracy, pass@k and maj@k are of each
+                set and of all together.
+    version     one state of the weights, numbered by the optimizer steps completed.
+    advance     after an optimizer step: the slots of the groups that it was the last one for become
+                free for others.
     staleness   of a token: trainer version when it is used minus the version that wrote it; of a
                 rollout: of its oldest trained token.
     mu, pi      the generator's distribution and the trainer's: `generator_logprobs` and
                 `trainer_logprobs`; the frozen model's are `ref_logprobs`.
+    prox, proximal
+                the trainer's distribution before the first step of a batch: `proximal_logprobs`.
     column      one kind of array in storage, such as the token ids: one array per row.
     stage       a node of the dataflow graph that rollouts pass between generation and training: it
                 reads columns and writes columns, or drops rollouts.
@@ -87,7 +95,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.data_row import value_at
+from llamarl.data_row import find_value
 from llamarl.wire_form import light
 
 Columns = dict[str, list[np.ndarray]]
@@ -108,6 +116,7 @@ REWARD = "reward"  # float64 [1]
 EPISODE_REWARD = "episode_reward"  # float64 [1], what the environment gave
 REF_LOGPROBS = "ref_logprobs"  # float32 [T]
 TRAINER_LOGPROBS = "trainer_logprobs"  # float32 [T], log pi when the row was trained
+PROXIMAL_LOGPROBS = "proximal_logprobs"  # float32 [T], log pi before the first step of the batch
 PROMPT_ID = "prompt_id"  # float64 [1]
 LOSS_WEIGHTS = "loss_weights"  # uint8 [T], 1 for a trained token, of rollouts that are kept
 CLIPPED = "clipped"  # uint8 [T], 1 for a trained token that the loss clipped, likewise
@@ -153,8 +162,8 @@ class Prompt:
 
     `prompt_id` is its line in its source, from 1, plus SOURCE_ROWS for each source before that one;
     `epoch` how often the source was walked before. `fields` is the whole data row, which reward
-    functions read. `is_held_out`: of data.held_out; `is_kept`: its rollouts are kept whole in the
-    archive (experience.keep_rollouts).
+    functions read. `held_out` names its held-out set, "" for training; `is_kept`: its rollouts are
+    kept whole in the archive (experience.keep_rollouts).
     """
 
     prompt_id: int
@@ -162,7 +171,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     fields: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
-    is_held_out: bool = False
+    held_out: str = ""
     is_kept: bool = False
 
     @property
@@ -176,6 +185,11 @@ class Prompt:
         return self.prompt_id % SOURCE_ROWS if self.prompt_id > 0 else self.prompt_id
 
     @property
+    def is_held_out(self) -> bool:
+        """Whether it is asked in evaluations only."""
+        return bool(self.held_out)
+
+    @property
     def is_recorded(self) -> bool:
         """Whether its rollouts can be read after the run: kept ones, and all of evaluations."""
         return self.is_kept or self.is_held_out
@@ -183,10 +197,7 @@ class Prompt:
     def question(self, field: str) -> str:
         """The question as this field of the row has it, of a chat the last message; else the whole
         prompt, which begins with the same words of the template in every row."""
-        try:
-            question = value_at(self.fields, field)
-        except KeyError:
-            return self.text
+        question = find_value(self.fields, field)
         if isinstance(question, list) and question:
             question = question[-1].get("content")
         return question if isinstance(question, str) else self.text
@@ -261,19 +272,6 @@ class VersionSpan:
 
     version: int
     num_tokens: int
-
-
-def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
-    """Runs of equal versions in `versions` int [T], as if no observation stood between them."""
-    versions = versions[versions != NO_VERSION]
-    if not len(versions):
-        return ()
-    starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
-    ends = [*starts[1:], len(versions)]
-    return tuple(
-        VersionSpan(version=int(versions[start]), num_tokens=end - start)
-        for start, end in zip(starts, ends, strict=True)
-    )
 
 
 class StageStatus(StrEnum):
@@ -373,6 +371,7 @@ class StageResult:
     on which a stage of the recipe's own failed, is dropped. The stage `score` writes REWARD, the
     weighted sum of the `parts` by function; if it failed there is none, or 0 with
     `reward.on_failure: zero`. `correct`: the first function gave full marks, which accuracy counts.
+    `answer` of a held-out rollout is equal where answers are; None: it has none.
     """
 
     row_id: int
@@ -382,6 +381,7 @@ class StageResult:
     error: str = ""
     parts: dict[str, float] = field(default_factory=dict)
     correct: bool = False
+    answer: int | None = None
 
     @property
     def reward(self) -> float:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.algorithms.losses.cispo import CISPOConfig
 from llamarl.algorithms.losses.clip import DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
+from llamarl.algorithms.losses.dppo import DPPOKLConfig, DPPOTVConfig
+from llamarl.algorithms.losses.gmpo import GMPOConfig
 from llamarl.algorithms.losses.gspo import GSPOConfig
 from llamarl.algorithms.losses.reinforce import ReinforceConfig, RLOOConfig
+from llamarl.algorithms.losses.sapo import SAPOConfig
 from llamarl.config import AlgorithmConfig
 
 CONFIGS: dict[str, AlgorithmConfig] = {
@@ -27,8 +30,13 @@ CONFIGS: dict[str, AlgorithmConfig] = {
     "dapo": DAPOConfig(),
     "cispo": CISPOConfig(),
     "gspo": GSPOConfig(),
+    "gmpo": GMPOConfig(),
+    "sapo": SAPOConfig(),
+    "dppo_tv": DPPOTVConfig(),
+    "dppo_kl": DPPOKLConfig(),
 }
-# algorithm: (baseline, the sum is averaged over, lower bound of the ratio, upper bound)
+# algorithm: (baseline, the sum is averaged over, lower bound, upper bound); the bounds are of the
+# ratio, but of its log for gmpo, and of how far a probability may fall and rise for dppo
 PAPERS = {
     "aipo": ("mean", "tokens", None, 4.0),
     "reinforce": ("mean", "tokens", None, None),
@@ -39,14 +47,23 @@ PAPERS = {
     "dapo": ("standardised", "tokens", 0.8, 1.28),
     "cispo": ("standardised", "tokens", None, 5.0),
     "gspo": ("standardised", "rollouts", 0.985, 1.02),
+    "gmpo": ("standardised", "rollouts", -0.4, 0.4),
+    "sapo": ("standardised", "rollouts", None, None),
+    "dppo_tv": ("mean", "constant", 0.15, 0.15),
+    "dppo_kl": ("mean", "constant", 0.05, 0.05),
 }
+NO_BOUNDS = ("reinforce", "rloo", "sapo")  # these clip nothing
+NO_RATIO = ("reinforce", "rloo")
 DUAL_CLIP = 3.0
+MOST_WEIGHT = 20.0  # of dppo
+AGE_BOUND = 5.0  # of prox / mu
 KL_COEFFICIENTS = {"grpo": 0.04}
 
 
 @dataclass
 class Sampled:
-    """One rollout: log-probs and entropy by token; a token with weight 0 is only context."""
+    """One rollout: log-probs and entropy by token; a token with weight 0 is only context.
+    `log_prox` is of the policy that ratios are taken to, where that is not mu."""
 
     log_pi: list[float]
     log_mu: list[float]
@@ -54,6 +71,7 @@ class Sampled:
     entropy: list[float]
     weights: list[int]
     advantage: float
+    log_prox: list[float] | None = None
 
 
 def advantages(algorithm: str, rewards: list[float]) -> list[float]:
@@ -81,6 +99,32 @@ def surrogate(ratio: float, advantage: float, low: float, high: float) -> tuple[
     return -ratio * advantage, -ratio * advantage
 
 
+def soft_gate(ratio: float, advantage: float) -> tuple[float, float]:
+    """(SAPO's loss, its derivative by the log of the ratio)."""
+    tau = 1.0 if advantage > 0 else 1.05
+    x = min(tau * (ratio - 1) / 2, 300.0)  # beyond that cosh overflows
+    return -2 / tau * (1 + math.tanh(x)) * advantage, -ratio / math.cosh(x) ** 2 * advantage
+
+
+def may_move(algorithm: str, pi: float, mu: float, advantage: float) -> bool:
+    """Whether DPPO lets a token become likelier (advantage above 0), or less likely."""
+    most = PAPERS[algorithm][3 if advantage > 0 else 2]
+    if (pi < mu) == (advantage > 0) or pi == mu:
+        return True  # it moved the other way
+    if algorithm == "dppo_tv":
+        return abs(pi - mu) <= most
+    return mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi)) <= most
+
+
+def geometric(logs: list[float], advantage: float, low: float, high: float) -> tuple[float, bool]:
+    """(GMPO's ratio of a rollout, whether dual clip bounds it), from the logs of its tokens'."""
+    bounded = [min(x, high) if advantage > 0 else max(x, low) for x in logs]
+    ratio = math.exp(statistics.fmean(bounded)) if logs and advantage else 1.0
+    if advantage < 0 and ratio > DUAL_CLIP:
+        return DUAL_CLIP, True
+    return ratio, False
+
+
 def divergence(d: float, estimator: str) -> tuple[float, float]:
     """(estimate of KL(pi || ref), what multiplies grad log pi) at d = log pi - log ref."""
     if estimator == "k1":
@@ -97,6 +141,8 @@ def token_terms(
     algorithm: str, rollout: Sampled, bounds: tuple[float, float] | None
 ) -> tuple[list[float], list[float]]:
     """(loss, derivative by log pi) of every token, without KL and entropy."""
+    if rollout.log_prox is not None:
+        return decoupled_terms(algorithm, rollout, bounds)
     low, high = bounds or PAPERS[algorithm][2:]
     a = rollout.advantage
     losses, slopes = [], []
@@ -115,11 +161,43 @@ def token_terms(
             # n trained tokens have this loss each, and log s moves by 1/n with every log pi.
             s = math.exp(sum(trained) / len(trained)) if trained else 1.0
             loss, slope = surrogate(s, a, low, high)
+        elif algorithm == "gmpo":
+            m, is_bounded = geometric(trained, a, low, high)
+            x = log_pi - log_mu
+            is_flat = is_bounded or (x > high if a > 0 else x < low)
+            loss, slope = -m * a, 0.0 if is_flat else -m * a
+        elif algorithm == "sapo":
+            loss, slope = soft_gate(math.exp(log_pi - log_mu), a)
+        elif algorithm in ("dppo_tv", "dppo_kl"):
+            weight = min(math.exp(log_pi - log_mu), MOST_WEIGHT)
+            if not may_move(algorithm, math.exp(log_pi), math.exp(log_mu), a):
+                weight = 0.0
+            loss, slope = -weight * a * log_pi, -weight * a
         else:
             loss, slope = surrogate(math.exp(log_pi - log_mu), a, low, high)
         losses.append(loss)
         slopes.append(slope)
     return losses, slopes
+
+
+def decoupled_terms(
+    algorithm: str, rollout: Sampled, bounds: tuple[float, float] | None
+) -> tuple[list[float], list[float]]:
+    """The same with prox in the place of mu, each token's loss times prox / mu, at most 5."""
+    assert rollout.log_prox is not None
+    losses, slopes = token_terms(
+        algorithm, replace(rollout, log_mu=rollout.log_prox, log_prox=None), bounds
+    )
+    pairs = zip(rollout.log_prox, rollout.log_mu, strict=True)
+    ages = [min(math.exp(prox - mu), AGE_BOUND) for prox, mu in pairs]
+    by_token = ages
+    if algorithm in ("gspo", "gmpo"):  # every token's loss moves with every log pi of the rollout
+        trained = [age for age, weight in zip(ages, rollout.weights, strict=True) if weight]
+        by_token = [sum(trained) / max(1, len(trained))] * len(ages)
+    return (
+        [loss * age for loss, age in zip(losses, ages, strict=True)],
+        [slope * age for slope, age in zip(slopes, by_token, strict=True)],
+    )
 
 
 def step(

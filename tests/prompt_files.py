@@ -8,7 +8,7 @@ from typing import Any
 from llamarl.config import DataConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.environments.prompt_cache import PromptSource, read_source
-from llamarl.environments.prompt_files import check_files
+from llamarl.environments.prompt_files import find_files
 from llamarl.environments.prompt_table import PromptTable
 from llamarl.types import Prompt
 
@@ -16,12 +16,11 @@ from llamarl.types import Prompt
 def source_of(
     path: str | Path, config: DataConfig, tokenizer: Tokenizer, **options: Any
 ) -> PromptSource:
-    check_files([Path(path)])
     fields = {"kinds": {}} | options
     return PromptSource(
         name="p",
         place=str(path),
-        files=[Path(path)],
+        files=find_files(Path(path)),
         data=config,
         tokenizer=tokenizer,
         **fields,

@@ -37,7 +37,7 @@ FLOORS: list[set[str]] = [
     {"recipe"},
     {"run"},
     {"planner", "view"},
-    {"jobs", "reports"},
+    {"jobs", "reports", "merging"},
     {"library"},
     {"checks"},
     {"main"},

@@ -97,7 +97,7 @@ class ViewedRun:
             prompt_ids = self.tokenizer.encode(f"{prompt.text}{ADDED}", special=False)
             cells[PROMPT_IDS] = np.array(prompt_ids, np.int32)
             record = make_record(
-                group, row_id, outcome, prompts=["train.jsonl"], held_out="test.jsonl"
+                group, row_id, outcome, prompts=["train.jsonl"], held_out={"test": "test.jsonl"}
             )
             cells[RECORD] = as_cell(record)
             kept = {name: [cell] for name, cell in cells.items() if name not in lacks}
@@ -150,7 +150,7 @@ async def _write(folder: Path) -> None:
     await run.add(attack, [[(ATTACK, 2)]], dropped, [0.0], group_id=12, lacks=without_pass)
     for version, rewards in ((0, [0.0, 1.0]), (8, [1.0, 0.0])):
         for line, reward in enumerate(rewards, start=1):
-            held_out = prompt_of(line, f"held {line}? {ATTACK}", is_held_out=True)
+            held_out = prompt_of(line, f"held {line}? {ATTACK}", held_out="test")
             outcome: Outcome = {"outcome": "evaluated", "version": version}
             await run.add(held_out, [[(f"said {reward:g}", version)]], outcome, [reward])
     await run.unit.close()

@@ -4,10 +4,10 @@
 
 Simulated with the real order of prompts, as a stand-in for Llama 3.2 1B Instruct on GSM8K: 7473
 prompts, groups of 8, 64 groups a step. The chance that a rollout of a prompt is right is drawn from
-Beta(0.4, 0.5), whose mean is the 44.4 % that the model's card states for GSM8K; most prompts are
-nearly always right or nearly always wrong. All rollouts are taken to be equally long. The policy
-either stays as it is, or learns: the log-odds of every prompt grow by 2 over the run, which brings
-the mean to about 67 %. A group whose rollouts are all right or all wrong is dropped.
+Beta(0.4, 0.5), whose mean is about 44 % (published for Llama 3.2 1B Instruct, 8-shot); most prompts
+are nearly always right or nearly always wrong. All rollouts are taken to be equally long. The
+policy either stays as it is, or learns: the log-odds of every prompt grow by 2 over the run, which
+brings the mean to about 67 %. A group whose rollouts are all right or all wrong is dropped.
 
 `trained_share` is groups trained over groups generated, which is that share of the tokens;
 `later_share` the same from the second epoch on, where a repeat_share has an effect; `epochs` how

@@ -27,7 +27,6 @@ import termios
 from collections.abc import Iterable, Sequence
 from fcntl import ioctl
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 import bars
 from harness import ROOT
@@ -35,16 +34,14 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
+from llamarl.view.chart import COLOURS, chart, picture
+
 PICTURES = ROOT / "docs" / "pictures"
 RECIPE = "recipes/quickstart"
 COLUMNS, LINES = 92, 24
 REDRAWN = re.compile(r"(?:\r?\x1b\[(?:\d*A|2K))+")  # the display goes up and clears its lines
 OTHER_CONTROL = re.compile(r"\x1b\[\?[0-9]*[a-z]|\r")
-Points = list[tuple[float, float]]
-
-WIDTH, HEIGHT = 440, 250  # of one chart, pixels
-LEFT, RIGHT, TOP, BOTTOM = 46, 14, 34, 40
-BLUE, ORANGE, GREY = "#2f7ed8", "#e07b39", "#8a8f98"
+BLUE, ORANGE, *_, GREY = COLOURS
 
 
 def main() -> None:
@@ -131,70 +128,19 @@ def draw_curves(run_dir: Path) -> None:
     percent = [(step, 100 * share) for step, share in held_out]
     sampled = [(step, 100 * share) for step, share in trained]
     charts = [
-        chart("accuracy, %", 100, [("training", sampled, GREY), ("held out", percent, BLUE)]),
-        chart("answer length, tokens", 40, [("held out", lengths, ORANGE)]),
+        chart(
+            "accuracy, %",
+            100,
+            [("training", sampled, GREY), ("held out", percent, BLUE)],
+            marked=["held out"],
+        ),
+        chart("answer length, tokens", 40, [("held out", lengths, ORANGE)], marked=["held out"]),
     ]
-    width = WIDTH * len(charts)
-    body = "".join(
-        f'<g transform="translate({WIDTH * place} 0)">{each}</g>'
-        for place, each in enumerate(charts)
-    )
-    write(
-        "learning.svg",
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" '
-        f'width="{width}" height="{HEIGHT}" font-family="sans-serif" font-size="12">'
-        f'<rect width="100%" height="100%" fill="#ffffff"/>{body}</svg>\n',
-    )
+    write("learning.svg", picture(charts))
 
 
-def series(lines: Iterable[dict[str, float]], tag: str) -> Points:
+def series(lines: Iterable[dict[str, float]], tag: str) -> list[tuple[float, float]]:
     return [(line["step"], line[tag]) for line in lines if tag in line and "step" in line]
-
-
-def chart(title: str, highest: float, curves: Sequence[tuple[str, Points, str]]) -> str:
-    """One chart from 0 to `highest`; the curves are labelled at their ends."""
-    last = max(step for _, points, _ in curves for step, _ in points)
-
-    def x(step: float) -> float:
-        return round(LEFT + step / last * (WIDTH - LEFT - RIGHT), 1)
-
-    def y(value: float) -> float:
-        return round(HEIGHT - BOTTOM - value / highest * (HEIGHT - TOP - BOTTOM), 1)
-
-    parts = [f'<text x="{LEFT}" y="20" fill="#333" font-weight="bold">{escape(title)}</text>']
-    for tick in range(5):
-        value = highest * tick / 4
-        parts.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value)}" y2="{y(value)}" '
-            f'stroke="#e3e5e8"/>'
-            f'<text x="{LEFT - 6}" y="{y(value) + 4}" fill="#666" '
-            f'text-anchor="end">{value:g}</text>'
-        )
-    for step in range(0, int(last) + 1, 10):
-        parts.append(
-            f'<text x="{x(step)}" y="{HEIGHT - BOTTOM + 18}" fill="#666" '
-            f'text-anchor="middle">{step}</text>'
-        )
-    parts.append(
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" fill="#666" '
-        f'text-anchor="middle">optimizer step</text>'
-    )
-    for place, (label, points, colour) in enumerate(curves):
-        line = " ".join(f"{x(step)},{y(value)}" for step, value in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        if label == "held out":
-            parts += [
-                f'<circle cx="{x(step)}" cy="{y(value)}" r="3.5" fill="{colour}"/>'
-                f'<text x="{x(step)}" y="{y(value) + (16 if step else -9)}" fill="{colour}" '
-                f'text-anchor="{"start" if not step else "end" if step == last else "middle"}">'
-                f"{value:.1f}</text>"
-                for step, value in points
-            ]
-        parts.append(
-            f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - BOTTOM - 26 + 16 * place}" fill="{colour}" '
-            f'text-anchor="end">{escape(label)}</text>'
-        )
-    return "".join(parts)
 
 
 def write(name: str, text: str) -> None:

@@ -26,6 +26,7 @@ ORDER = (  # of the table; what is not here comes last
     *(
         "quickstart",
         "generate",
+        "adapters",
         "training",
         "weights",
         "routes",

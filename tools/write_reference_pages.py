@@ -16,7 +16,8 @@ from pathlib import Path
 from llamarl import types
 from llamarl.metrics.tensorboard import DESCRIPTIONS, chart_tag
 from llamarl.recipe.composition import reference
-from llamarl.recipe.config_reference import ELSEWHERE, Choice, Key
+from llamarl.recipe.config_reference import Choice, Key
+from llamarl.recipe.names_elsewhere import ELSEWHERE
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TERM = re.compile(r"^    (\S.*?)(?: {2,}(.*))?$")

@@ -13,6 +13,9 @@ from llamarl.config import AlgorithmConfig
 Advantages = Callable[[Sequence[float]], Sequence[float]]
 """The rewards of a group's rollouts, two or more of them and finite -> their advantages."""
 
+WeightedRewards = Sequence[tuple[float, Sequence[float]]]
+"""Several rewards of a group's rollouts: the weight of each, and what it gave them."""
+
 STD_EPSILON = 1e-6  # in units of reward: bounds the advantages of nearly equal rewards
 
 
@@ -70,6 +73,25 @@ def none(rewards: Sequence[float]) -> Sequence[float]:
     return rewards
 
 
+def apart(rewards: WeightedRewards) -> list[float]:
+    """A_i = sum_k w_k (r_ki - mean(r_k)) / (std(r_k) + e): GDPO (arXiv 2601.05242), eq. 4, 5.
+
+    Summed first, rewards (1, 0) and (0, 1) are equal, and what varies most hides the others.
+    """
+    weighted = [(weight, mean_std(values)) for weight, values in rewards]
+    return [
+        math.fsum(weight * values[i] for weight, values in weighted)
+        for i in range(len(rewards[0][1]))
+    ]
+
+
+def over_deviation(advantages: Sequence[float]) -> list[float]:
+    """A_i / (std(A) + e) over a batch of whole groups, so that their size does not grow with the
+    number of rewards: GDPO, eq. 6. Its mean is 0, because that of each group is."""
+    std = math.sqrt(math.fsum(a * a for a in advantages) / max(1, len(advantages)))
+    return [a / (std + STD_EPSILON) for a in advantages]
+
+
 ADVANTAGES: dict[str, Advantages] = {
     "mean": mean,
     "mean_std": mean_std,
@@ -77,3 +99,5 @@ ADVANTAGES: dict[str, Advantages] = {
     "none": none,
 }
 """By their names in `algorithm.advantage`."""
+
+GDPO = "gdpo"  # another name there: `apart` of each group, then `over_deviation` of the batch

@@ -12,7 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from llamarl.algorithms.advantages import ADVANTAGES, shaped_rewards
+from llamarl.algorithms.advantages import (
+    ADVANTAGES,
+    GDPO,
+    apart,
+    shaped_rewards,
+)
 from llamarl.config import AlgorithmConfig
 from llamarl.config.check import require_choice
 from llamarl.config.reward import LARGEST
@@ -50,7 +55,7 @@ FILTERS: dict[str, GroupFilter] = {EQUAL_REWARDS: equal_rewards}
 
 def check_names(config: AlgorithmConfig) -> None:
     """ValueError unless the advantage and the filters that the recipe selects exist."""
-    require_choice("algorithm.advantage", config.advantage, [*ADVANTAGES, TASK])
+    require_choice("algorithm.advantage", config.advantage, [*ADVANTAGES, GDPO, TASK])
     for name in config.filters:
         require_choice("algorithm.filters", name, [*FILTERS, TASK])
 
@@ -60,6 +65,7 @@ def filter_group(
     *,
     max_tokens: int,
     config: AlgorithmConfig,
+    functions: Sequence[tuple[str, float]] = (),
     task: Mapping[str, Callable[..., Any]] = EMPTY,
 ) -> Verdict:
     """The group's advantages, or why it is dropped: the first reason of `config.filters`.
@@ -70,9 +76,9 @@ def filter_group(
     other rollouts would favour those that reward code happens to handle, so the whole group is
     dropped.
 
-    `max_tokens` is the longest completion, which the overlong penalty counts back from; `task` are
-    the functions of task.py that the recipe names. TaskError if one of them fails or returns an
-    invalid value.
+    `max_tokens` is the longest completion, which the overlong penalty counts back from; `functions`
+    are the reward functions with their weights; `task` are the functions of task.py that the recipe
+    names. TaskError if one of them fails or returns an invalid value.
     """
     row_ids = [row_id for row_id in group.row_ids if row_id not in group.dropped]
     if len(row_ids) < min(len(group.row_ids), LEAST_ROLLOUTS.get(config.advantage, 2)):
@@ -84,12 +90,18 @@ def filter_group(
     rewards = shaped_rewards(summed, num_tokens, max_tokens, config)
     if not all(abs(reward) <= LARGEST for reward in rewards):  # NaN: none was given
         return Dropped(FAILED_REWARD)
+    if config.advantage == GDPO:
+        columns = _weighted_rewards(group, row_ids, config, functions)
+        penalties = shaped_rewards([0.0] * len(rewards), num_tokens, max_tokens, config)
+        advantages = tuple(apart([*columns, (1.0, penalties)]))
+    else:
+        advantages = _advantages(rewards, config.advantage, task)
     scored = ScoredGroup(
         prompt=group.prompt,
         rollouts=rollouts,
         scores=scores,
         rewards=rewards,
-        advantages=_advantages(rewards, config.advantage, task),
+        advantages=advantages,
     )
     for name in config.filters:
         reason = _drop_by_task(scored, task) if name == TASK else FILTERS[name](scored)
@@ -100,10 +112,30 @@ def filter_group(
 
 def _summed_rewards(group: Group, row_ids: Sequence[int], config: AlgorithmConfig) -> list[float]:
     """The weighted sum of each rollout's reward columns; NaN if its reward failed."""
-    pairs = zip(config.reward_columns, config.reward_column_weights, strict=True)
-    used = [(name, weight) for name, weight in pairs if weight]
-    found = (group.numbers.get(i, {}) | {REWARD: group.scores[i].reward} for i in row_ids)
-    return [sum([weight * numbers[name] for name, weight in used]) for numbers in found]
+    columns = _weighted_rewards(group, row_ids, config)
+    return [sum([weight * values[i] for weight, values in columns]) for i in range(len(row_ids))]
+
+
+def _weighted_rewards(
+    group: Group,
+    row_ids: Sequence[int],
+    config: AlgorithmConfig,
+    functions: Sequence[tuple[str, float]] = (),
+) -> list[tuple[float, list[float]]]:
+    """The reward columns with a weight, but for the column "reward" what each of `functions` gave,
+    if it is known; 0 for a rollout whose reward failed."""
+    scores = [group.scores[i] for i in row_ids]
+    are_known = any(name in score.parts for score in scores for name, _ in functions)
+    found: list[tuple[float, list[float]]] = []
+    for column, weight in zip(config.reward_columns, config.reward_column_weights, strict=True):
+        if weight and column != REWARD:
+            found.append((weight, [group.numbers[i][column] for i in row_ids]))
+        elif weight and not are_known:
+            found.append((weight, [score.reward for score in scores]))
+        elif weight:
+            for name, share in functions:
+                found.append((weight * share, [score.parts.get(name, 0.0) for score in scores]))
+    return found
 
 
 def _advantages(

@@ -29,19 +29,44 @@ class LossInputs:
     rollout_index: Tensor  # int64 [N], which rollout (0..R-1) a token belongs to
     rollout_lengths: Tensor  # int64 [R]
     ref_logprobs: Tensor | None = None  # float32 [N]
+    proximal_logprobs: Tensor | None = None  # float32 [N], without gradient; None: those of mu
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # algorithm.loss_columns, each [N]
 
     @property
+    def centre_logprobs(self) -> Tensor:
+        """What ratios are taken to: those of mu, or the proximal ones; float32 [N]."""
+        centre = self.proximal_logprobs
+        return self.generator_logprobs if centre is None else centre
+
+    @property
     def log_ratio(self) -> Tensor:
-        """log (pi / mu), float32 [N] with gradient; 0 where the weight is 0."""
-        # Masked before exp: an overflow on a token of weight 0 would turn 0 * inf into NaN.
-        log_ratio = self.trainer_logprobs - self.generator_logprobs
-        return log_ratio.masked_fill(self.weights <= 0, 0.0)
+        """log of `ratio`, float32 [N] with gradient; 0 where the weight is 0."""
+        return self._log_ratio(self.centre_logprobs)
 
     @property
     def ratio(self) -> Tensor:
-        """pi / mu, float32 [N] with gradient, always finite."""
+        """pi / mu, or pi / prox with proximal log-probs; float32 [N] with gradient, always
+        finite."""
         return bounded_ratio(self.log_ratio)
+
+    @property
+    def num_trained(self) -> Tensor:
+        """Trained tokens of each rollout, at least 1, float32 [R]."""
+        return self.rollout_sums(self.weights.to(self.log_ratio.dtype)).clamp(min=1)
+
+    def rollout_sums(self, values: Tensor) -> Tensor:
+        """The sum of `values` [N] over the tokens of each rollout, [R]."""
+        zeros = values.new_zeros(len(self.rollout_lengths))
+        return zeros.index_add(0, self.rollout_index, values)
+
+    @property
+    def log_mu_ratio(self) -> Tensor:
+        """log (pi / mu), whatever the proximal log-probs are; 0 where the weight is 0."""
+        return self._log_ratio(self.generator_logprobs)
+
+    def _log_ratio(self, centre: Tensor) -> Tensor:
+        # Masked before exp: an overflow on a token of weight 0 would turn 0 * inf into NaN.
+        return (self.trainer_logprobs - centre).masked_fill(self.weights <= 0, 0.0)
 
 
 LossTerms: TypeAlias = "Tensor | tuple[Tensor, Tensor]"

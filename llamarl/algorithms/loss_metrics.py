@@ -12,8 +12,8 @@ import torch
 
 from llamarl.algorithms.policy_loss import LossOutputs
 
-ON_POLICY_CLIPPED_SHARE = 0.05  # of trained tokens; equal engines clip none before the first update
-_SUMS = ("tokens", "ratio", "clipped", "kl", "entropy", "ref_kl")
+ON_POLICY_CLIPPED_SHARE = 0.05  # of tokens; equal engines clip none before the first update
+_SUMS = ("tokens", "ratio", "clipped", "kl", "entropy", "ref_kl", "drifted")
 
 
 class LossMetrics:
@@ -41,7 +41,7 @@ class LossMetrics:
         return next((pair for pair in pairs if not math.isfinite(pair[0])), None)
 
     def vector(self) -> torch.Tensor:
-        """float64 [9] on the CPU: summed loss, the sums, response tokens, largest ratio."""
+        """float64 [10] on the CPU: summed loss, the sums, response tokens, largest ratio."""
         if not self._parts:
             return torch.zeros(len(_SUMS) + 3, dtype=torch.float64)
         largest = torch.stack(self._maxima).max().double().reshape(1)
@@ -49,17 +49,20 @@ class LossMetrics:
 
 
 def statistics(vectors: torch.Tensor, denominator: float) -> dict[str, float]:
-    """Scalars of a step from the `vector` of every rank, float64 [ranks, 9].
+    """Scalars of a step from the `vector` of every rank, float64 [ranks, 10].
 
     `loss` is the summed loss over `denominator`. ratio, kl (generator to trainer) and entropy are
-    means over trained tokens, `masked_tokens` are those of weight 0 that a forward saw.
+    means over trained tokens, `masked_tokens` are those of weight 0 that a forward saw, and
+    `drifted_tokens` those of them that `algorithm.mask_rollouts` masked.
     """
-    loss, tokens, ratio, clipped, kl, entropy, ref_kl, seen = vectors[:, :-1].sum(0).tolist()
+    sums = vectors[:, :-1].sum(0).tolist()
+    loss, tokens, ratio, clipped, kl, entropy, ref_kl, drifted, seen = sums
     trained = max(tokens, 1.0)
     return {
         "loss": loss / denominator,
         "trained_tokens": tokens,
         "masked_tokens": seen - tokens,
+        "drifted_tokens": drifted,
         "ratio_mean": ratio / trained,
         "ratio_max": vectors[:, -1].max().item(),
         "ratio_clipped_share": clipped / trained,
@@ -70,16 +73,22 @@ def statistics(vectors: torch.Tensor, denominator: float) -> dict[str, float]:
 
 
 def on_policy_warning(scalars: dict[str, float]) -> str | None:
-    """A warning if the first step clips, although its rollouts come from the weights it trains.
+    """A warning if the first step clips or masks, although its rollouts come from the weights it
+    trains.
 
-    Before the first update every ratio should be 1, so what is clipped is the numerical difference
-    between generator and trainer.
+    Before the first update every ratio should be 1, so what is clipped, or in rollouts that
+    `algorithm.mask_rollouts` masked, is the numerical difference between generator and trainer.
     """
-    share = scalars["ratio_clipped_share"]
+    trained, drifted = scalars["trained_tokens"], scalars["drifted_tokens"]
+    shares = {
+        "clipped": scalars["ratio_clipped_share"],
+        "masked": drifted / max(trained + drifted, 1.0),
+    }
+    word, share = max(shares.items(), key=lambda pair: pair[1])
     if share <= ON_POLICY_CLIPPED_SHARE:
         return None
     return (
-        f"the first step clipped {share:.0%} of its tokens although generator and trainer had the "
+        f"the first step {word} {share:.0%} of its tokens although generator and trainer had the "
         f"same weights (largest ratio {scalars['ratio_max']:.3g}): their log-probs differ by more "
         "than the bounds of the algorithm; widen those, or raise generator.dtype"
     )
@@ -96,6 +105,13 @@ def empty_step_warning(scalars: dict[str, float], masks_truncated: bool) -> str 
         " or in rollouts cut at sampling.max_tokens (raise that, or set "
         "algorithm.mask_truncated=false)"
     )
+    drifted = scalars["drifted_tokens"]
+    if drifted == scalars["masked_tokens"]:
+        return (
+            f"a step changed no weight: all {drifted:.0f} tokens that could be trained are of "
+            "rollouts that algorithm.mask_rollouts masks: widen mask_below and mask_above, or "
+            "lower trainer.lr or staleness.max_staleness"
+        )
     return (
         f"a step changed no weight: all {scalars['masked_tokens']:.0f} tokens that could be "
         "trained are masked. They are older than staleness.max_staleness allows (raise it, take "

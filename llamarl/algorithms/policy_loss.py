@@ -1,7 +1,8 @@
 """From the tokens of a micro-batch to the loss of a step.
 
 Owns: the KL and entropy terms, the sums reported with a loss and the number the step's gradient is
-divided by. Does not own: the losses themselves (`losses/`), advantages, collectives, masks.
+divided by. Does not own: the losses themselves (`losses/`), advantages, collectives, which tokens
+are masked.
 Invariant: a loss is a sum over tokens, so the gradient of a step is the same however it is cut into
 micro-batches and ranks; `denominator` scales it once at the end.
 
@@ -11,13 +12,15 @@ sampling temperature.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.loss_inputs import LossInputs, TokenLoss
+from llamarl.algorithms.loss_inputs import LossInputs, TokenLoss, bounded_ratio
 from llamarl.algorithms.losses import find_loss
+from llamarl.algorithms.proximal import age_weight
+from llamarl.algorithms.rollout_mask import unmasked
 from llamarl.config import AlgorithmConfig
 from llamarl.errors import TaskError
 
@@ -29,15 +32,17 @@ class LossOutputs:
     """The loss of these tokens, not yet divided, and detached scalars to reduce over ranks.
 
     `sums` are to be summed over micro-batches and ranks: tokens (of weight 1), ratio, clipped
-    (tokens whose ratio the algorithm clipped), kl (mu to pi, estimator k3), entropy, ref_kl.
-    `ratio_max` is a maximum, 0 without trained tokens; `clipped` says which tokens those are, bool
-    [N].
+    (tokens whose ratio the algorithm clipped), kl (mu to pi, estimator k3), entropy, ref_kl, and
+    drifted (tokens of rollouts that `algorithm.mask_rollouts` masked). `ratio_max` is a maximum, 0
+    without trained tokens; `clipped` says which tokens those are, bool [N]; `weights` are those of
+    the inputs, without what was masked.
     """
 
     loss: Tensor
     sums: dict[str, Tensor]
     ratio_max: Tensor
     clipped: Tensor
+    weights: Tensor
 
 
 def policy_loss(
@@ -47,7 +52,9 @@ def policy_loss(
 
         sum_t w_t (algorithm's loss_t + kl_coefficient * kl_t - entropy_coefficient * entropy_t)
 
-    With normalization `rollouts` each rollout's sum is divided by its own length. Call backward on
+    w is 0 too for rollouts that `algorithm.mask_rollouts` masks (`rollout_mask.py`); with proximal
+    log-probs the algorithm's loss_t is weighted as `proximal.py` says. With
+    normalization `rollouts` each rollout's sum is divided by its own length. Call backward on
     `loss`, sum gradients over all rows of the step, then divide once by `denominator`.
 
     Raises ValueError if there is a KL penalty but no `ref_logprobs`, TaskError for a loss of
@@ -55,6 +62,8 @@ def policy_loss(
     """
     if config.has_reference and inputs.ref_logprobs is None:
         raise ValueError("ref_logprobs must be given for algorithm.kl_coefficient > 0, got None")
+    was_trained = inputs.weights > 0
+    inputs = replace(inputs, weights=unmasked(inputs, config))
     trained, log_ratio = inputs.weights > 0, inputs.log_ratio
     terms = (token_loss or find_loss(config))(inputs, config)
     loss, clipped = terms if isinstance(terms, tuple) else (terms, torch.zeros_like(trained))
@@ -63,6 +72,8 @@ def policy_loss(
             got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             must = f"loss must return one value per token, a tensor {tuple(log_ratio.shape)}"
             raise TaskError(f"{must}, got {got}")
+    if inputs.proximal_logprobs is not None:
+        loss = loss * age_weight(inputs, config.proximal_rho)
     ref_kl = torch.zeros_like(log_ratio)
     if inputs.ref_logprobs is not None:
         log_ref_ratio = torch.where(trained, inputs.trainer_logprobs - inputs.ref_logprobs, 0.0)
@@ -74,21 +85,24 @@ def policy_loss(
     if config.normalization == "rollouts":
         loss = loss / inputs.rollout_lengths[inputs.rollout_index]
     with torch.no_grad():
-        ratio = inputs.ratio
+        ratio, log_mu_ratio = inputs.ratio, inputs.log_mu_ratio
         values = {
             "tokens": torch.ones_like(ratio),
             "ratio": ratio,
             "clipped": clipped.to(ratio.dtype),
-            "kl": ratio - 1 - log_ratio,
+            "kl": bounded_ratio(log_mu_ratio) - 1 - log_mu_ratio,
             "entropy": inputs.entropy,
             "ref_kl": ref_kl,
         }
         sums = {name: torch.where(trained, value, 0.0).sum() for name, value in values.items()}
+        sums["drifted"] = (was_trained & ~trained).to(ratio.dtype).sum()
         largest = torch.where(trained, ratio, 0.0)
         ratio_max = torch.cat([largest, ratio.new_zeros(1)]).max()
     total = torch.where(trained, loss, 0.0).sum()
     clipped = trained & (clipped.detach() > 0)
-    return LossOutputs(loss=total, sums=sums, ratio_max=ratio_max, clipped=clipped)
+    return LossOutputs(
+        loss=total, sums=sums, ratio_max=ratio_max, clipped=clipped, weights=inputs.weights
+    )
 
 
 def kl_penalty(log_ref_ratio: Tensor, estimator: str) -> Tensor:

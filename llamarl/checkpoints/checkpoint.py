@@ -1,9 +1,10 @@
 """Checkpoints of a run on disk: made, committed, found, pruned.
 
 Owns: the folders `<run_dir>/checkpoints/step-<version>` and the controller's state inside them
-(version, data position, pending prompts). Does not own: what the trainer writes into the folder.
-Invariant: a folder called step-... is complete; an unfinished one has another name until one atomic
-rename, so a kill at any moment leaves the newest committed checkpoint as it was.
+(version, data position, pending prompts), and the mark of the best one. Does not own: what the
+trainer writes into the folder. Invariant: a folder called step-... is complete; an unfinished one
+has another name until one atomic rename, so a kill at any moment leaves the newest committed
+checkpoint as it was.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from llamarl.json_file import read_object
 from llamarl.protocols import Checkpointed
 
 STATE_FILE = "controller.json"
+BEST = "best"  # a link beside the checkpoints
 _UNFINISHED = "unfinished-"
 _DAMAGED = "damaged-"
 _COMMITTED = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -34,13 +36,16 @@ async def save(
     state: Mapping[str, Any],
     keep: int,
     on_copied: Callable[[], None] | None = None,
+    best: Callable[[], int] = lambda: 0,
+    is_spared: Callable[[int], bool] = lambda version: False,
 ) -> Path:
     """Save the trainer and `state` as one checkpoint of state["version"]; returns its folder.
 
     With `on_copied`, which is called as soon as training may go on, it goes on from a snapshot;
     if there is no memory for one it is not called. Also saves the positions of the files that the
-    run appends to. The newest `keep` checkpoints stay (0: all). A save that fails leaves no
-    unfinished folder, which would keep a full disk full.
+    run appends to. The newest `keep` checkpoints stay (0: all), the `best` one, which is marked,
+    and those of versions that are spared; `best` and `is_spared` are asked once this one is
+    committed. A save that fails leaves no unfinished folder, which would keep a full disk full.
     """
     num_bytes = positions.measure(run_dir)  # first: they must end where `state` does
     before = latest(run_dir)
@@ -56,7 +61,9 @@ async def save(
         folder_saved = await asyncio.to_thread(commit, folder, state)  # flushing may take seconds
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # after a commit it has another name
-    prune(run_dir, keep)
+    version = best()
+    mark_best(run_dir, version)
+    prune(run_dir, keep, lambda each: each == version or is_spared(each))
     return folder_saved
 
 
@@ -70,7 +77,7 @@ def begin(run_dir: str | Path, version: int) -> Path:
     with _clear_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         for stale in root.glob(_UNFINISHED + "*"):
-            shutil.rmtree(stale)
+            stale.unlink() if stale.is_symlink() else shutil.rmtree(stale)
         previous = latest(run_dir)
         files = previous.rglob("*") if previous is not None else ()
         if shutil.disk_usage(root).free < sum(file.stat().st_size for file in files):
@@ -153,10 +160,39 @@ def holds_run(run_dir: str | Path) -> bool:
     return latest(run_dir) is not None or any(positions.measure(run_dir).values())
 
 
-def prune(run_dir: str | Path, keep: int) -> None:
-    """Remove all but the newest `keep` committed checkpoints; 0 keeps all."""
+def prune(
+    run_dir: str | Path, keep: int, is_spared: Callable[[int], bool] = lambda version: False
+) -> None:
+    """Remove all but the newest `keep` committed checkpoints, and those of versions that are
+    spared; 0 keeps all."""
     for path in committed(run_dir)[:-keep] if keep else ():
-        _remove(path)
+        if not is_spared(version_of(path)):
+            _remove(path)
+
+
+def find(run_dir: str | Path, version: int) -> Path | None:
+    """The committed checkpoint of this version, if there is one."""
+    return next((path for path in committed(run_dir) if version_of(path) == version), None)
+
+
+def marked_best(run_dir: str | Path) -> Path | None:
+    """The checkpoint that is marked as the best one, or None."""
+    folder = Path(run_dir, "checkpoints", BEST).resolve()
+    return folder if _COMMITTED.fullmatch(folder.name) and folder.is_dir() else None
+
+
+def mark_best(run_dir: str | Path, version: int) -> None:
+    """Let checkpoints/best be a link to that of this version; there is none without it."""
+    mark, folder = Path(run_dir, "checkpoints", BEST), find(run_dir, version)
+    if mark.is_dir() and not mark.is_symlink():  # what it led to, in a copy of the run
+        shutil.rmtree(mark)
+    if folder is None:
+        mark.unlink(missing_ok=True)
+        return
+    unfinished = mark.with_name(f"{_UNFINISHED}{BEST}")
+    unfinished.unlink(missing_ok=True)
+    unfinished.symlink_to(folder.name)
+    os.replace(unfinished, mark)
 
 
 def _saved_positions(folder: Path) -> dict[str, positions.Parts]:

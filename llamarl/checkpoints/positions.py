@@ -1,4 +1,5 @@
-"""The files that a run writes line by line (metrics, archive), as far as a checkpoint reaches.
+"""The files that a run writes line by line (metrics, evaluations, archive), as far as a checkpoint
+reaches.
 
 Owns: measuring these files at a checkpoint, verifying and cutting them when a run resumes. Does not
 own: what is in the lines. Invariant: a measured part ends with a whole line, and a resumed run
@@ -14,7 +15,7 @@ from typing import Any, TypeGuard
 
 from llamarl.json_file import parse
 
-PATTERNS = ("metrics.jsonl", "archive/*.jsonl")
+PATTERNS = ("metrics.jsonl", "evaluations.jsonl", "archive/*.jsonl")
 MAX_PARTS = 64  # more are hashed again, as one part
 PAGE_BYTES = 2**20
 

@@ -69,6 +69,7 @@ def tiny_config(config: Config, checkpoint: str, tokenizer: str) -> Config:
         config,
         model=replace(config.model, checkpoint=checkpoint, tokenizer=tokenizer, architecture=None),
         data=replace(config.data, held_out=None),
+        evaluation=replace(config.evaluation, sets={}),
         algorithm=algorithm,
         generator=replace(generator, **small),
         trainer=replace(trainer, tokens_per_micro_batch=num_tokens, groups_per_step=NUM_PROMPTS),

@@ -37,13 +37,14 @@ def choice_of(choices: Sequence[str]) -> Any:
 class Section:
     """A dataclass of fields that check themselves, and a rule for those that depend on others.
 
-    `key` names it in a recipe: "data" for DataConfig and what inherits from it, "" for the root.
+    `key` names it in a recipe: "data" for DataConfig and what inherits from it, "" for the root, or
+    what the class itself says.
     """
 
     key = ""
 
     def __init_subclass__(cls) -> None:
-        if Section in cls.__bases__:
+        if Section in cls.__bases__ and "key" not in vars(cls):
             cls.key = cls.__name__.removesuffix("Config").lower()
 
     def __post_init__(self) -> None:
@@ -67,10 +68,7 @@ def limits_of(section: type, name: str) -> Limits:
 
 
 def broken(limits: Limits, value: object) -> str | None:
-    """What `value` must be instead, or None if it lies within the limits."""
-    if isinstance(value, str):
-        choices = limits.get("choices", (value,))
-        return None if value in choices else "be one of " + ", ".join(choices)
+    """What a number must be instead, or None if it lies within the limits, or is none."""
     if not isinstance(value, int | float):
         return None
     if not math.isfinite(value):
@@ -104,6 +102,7 @@ def check_fields(section: str, config: Any) -> None:
             if isinstance(each, str):
                 require(bool(each) or field.default == "", key, "not be empty", value)
                 require(_can_be_written(each), key, "be text without null characters", value)
+                require_choice(key, each, limits.get("choices", (each,)))
             must = broken(limits, each)
             require(must is None, key, must or "", value)
 

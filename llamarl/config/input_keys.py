@@ -18,16 +18,22 @@ class ModelConfig(Section):
     """The checkpoint, in the Hugging Face layout."""
 
     checkpoint: str = ""
-    """Folder with config.json and safetensors files; relative to the recipe's folder."""
+    """Folder with config.json and safetensors files; relative to the recipe's folder |
+    hf:ORG/NAME or hf:ORG/NAME@REVISION, a model of the Hugging Face Hub, which is fetched into the
+    cache of huggingface_hub."""
     architecture: str | None = None
     """Folder with a config.json of the same architecture, so that the recipe can be planned without
     the checkpoint; a run refuses a checkpoint that differs from it (except in the ids that end a
     completion)."""
     tokenizer: str | None = None
     """Folder of the tokenizer, if it is not the checkpoint's own."""
+    adapter: str = ""
+    """Folder of an adapter of this checkpoint to start from, as an export or the peft library
+    writes it, or hf:ORG/NAME; `trainer.lora` is then the adapter's, if it is not given. Empty:
+    none, or adapters that start without effect."""
 
     def check(self) -> None:
-        self.require(bool(self.checkpoint), "checkpoint", "name a checkpoint folder")
+        self.require(bool(self.checkpoint), "checkpoint", "name a checkpoint folder or hf:ORG/NAME")
 
 
 @dataclass(kw_only=True)
@@ -35,9 +41,10 @@ class DataConfig(Section):
     """Where prompts come from."""
 
     prompts: Any = ""
-    """Training prompts, one source or a list of several: each is a .jsonl or .parquet file, whose
-    relative path starts at the recipe's folder | task (what `prompts` in the recipe's own task.py
-    makes)."""
+    """Training prompts, one source or a list of several: each is a .jsonl, .parquet or .arrow file
+    or a folder of such, whose relative path starts at the recipe's folder | hf:ORG/NAME, a data set
+    of the Hub, with /SPLIT (else train), /CONFIG/SPLIT or /FILE after it, and @REVISION at the
+    end | task (what `prompts` in the recipe's own task.py makes)."""
     weights: list[float] = field(default_factory=list, metadata={"above": 0, "most": 1e9})
     """How often prompts come from each source of `prompts`, in its order: any numbers, of which the
     shares count. After every prompt each source has given its share to within one or two. Each is
@@ -86,7 +93,7 @@ class DataConfig(Section):
         return [f"{stem}_{place}" for place, stem in enumerate(stems)]
 
     def check(self) -> None:
-        must = "name a .jsonl or .parquet file, or task, or be a list of such"
+        must = "name a file of prompts, hf:ORG/NAME or task, or be a list of such"
         is_named = all(isinstance(each, str) and each for each in self.sources)
         self.require(bool(self.sources) and is_named, "prompts", must)
         is_once = len({*self.sources}) == len(self.sources)

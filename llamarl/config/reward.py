@@ -16,7 +16,8 @@ class RewardConfig(Section):
 
     functions: list[str] = field(default_factory=lambda: ["math"])
     """Reward functions: math | exact | format | code (the program in the completion passes tests) |
-    task (the recipe's own task.py) | environment (what the episode's environment gives, and
+    task (`reward` of the recipe's own task.py) | group (`group_reward` there, which scores all
+    rollouts of a prompt at once) | environment (what the episode's environment gives, and
     `episode_reward` of task.py). In an episode the others get the model's last turn. Accuracy is
     the share of completions to which the first one gives full marks."""
     weights: list[float] = field(

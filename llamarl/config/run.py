@@ -7,9 +7,10 @@ rules between two sections are in `Config.check` and what it calls, and nowhere 
 from dataclasses import dataclass, field
 
 from llamarl.config.algorithm import AlgorithmConfig
-from llamarl.config.check import DAY_S, Section, choice, number, require
+from llamarl.config.check import DAY_S, Section, choice, number, require, require_choice
 from llamarl.config.cluster import ClusterConfig
 from llamarl.config.environment_keys import EnvironmentConfig
+from llamarl.config.evaluation_keys import HELD_OUT, CheckpointConfig, EvaluationConfig
 from llamarl.config.generator_keys import (
     DispatchConfig,
     GeneratorConfig,
@@ -32,7 +33,8 @@ class StalenessConfig(Section):
     """How far the generator may run ahead."""
 
     max_staleness: int = number(1, least=0, most=1000)
-    """Bound S on the age, in versions, of every trained token; 0 is synchronous on-policy RL."""
+    """Bound S on the age, in versions, of every trained token; 0 is synchronous on-policy RL. Each
+    optimizer step makes a version, so where a batch has N of them S is at least N - 1."""
     late: str = choice("wait", "mask")
     """What the trainer does when the oldest group is not ready: wait (for it) | mask (train on
     other groups first; once it is ready, its tokens older than S versions get zero loss weight)."""
@@ -119,58 +121,6 @@ class ExperienceConfig(Section):
 
 
 @dataclass(kw_only=True)
-class EvaluationConfig(Section):
-    """Held-out evaluation on one fixed version."""
-
-    every_steps: int = number(0, least=0, most=10**9)
-    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
-    max_prompts: int = number(0, least=0, most=10**9)
-    """Use only the first this many held-out prompts; 0 means all."""
-    temperature: float = number(0.0, least=0, most=100)
-    """Softmax temperature of held-out completions; 0 is greedy."""
-    top_p: float = number(1.0, above=0, most=1)
-    """Keep only the likeliest tokens with this total probability; 1 is off. Unlike
-    `sampling.top_p` it may be below 1."""
-    max_tokens: int = number(0, least=0, most=2**24)
-    """Longest completion; 0 takes sampling.max_tokens."""
-
-    def check(self) -> None:
-        is_sampled = self.temperature == 0 or self.temperature >= 1e-3
-        self.require(is_sampled, "temperature", "be 0 (greedy) or at least 0.001")
-
-
-@dataclass(kw_only=True)
-class CheckpointConfig(Section):
-    """Which states of the trainer are saved to disk, and when."""
-
-    every_steps: int = number(10, least=0, most=10**9)
-    """Steps between checkpoints; 0 saves only when the run ends. After a kill or the loss of the
-    trainer the steps since the newest one are repeated: five on average by default. The trainer
-    waits only until its state is copied to host memory (12 bytes per parameter, over all ranks).
-    Take more where the disk needs longer for a checkpoint than these steps take, for a save waits
-    for the one before."""
-    grace_s: float = number(15.0, least=0, most=DAY_S)
-    """After SIGTERM the step under way may take this long to end, then what is complete is saved.
-    Schedulers kill 30 s or later after it: leave time for the save."""
-    save_s: float = number(600.0, least=0.1, most=DAY_S)
-    """Longest time of the save when a run ends early; after that the newest checkpoint is the
-    result. A second Ctrl-C ends it at once."""
-    keep: int = number(2, least=0, most=10**6)
-    """Newest checkpoints kept; 0 keeps all."""
-    resume: str = "off"
-    """off | auto (the newest committed checkpoint of run_dir, if any) | a checkpoint folder."""
-    export: bool = True
-    """Write the final weights in the Hugging Face layout."""
-    export_dtype: str = choice("float32", "bfloat16")
-    """What the exported weights are rounded to: float32 (as they were trained) | bfloat16 (half
-    the size)."""
-
-    def is_due(self, version: int, last: int) -> bool:
-        """True at the last version and at every multiple of `every_steps`."""
-        return version == last or (self.every_steps > 0 and version % self.every_steps == 0)
-
-
-@dataclass(kw_only=True)
 class MetricsConfig(Section):
     """What is recorded."""
 
@@ -229,12 +179,27 @@ class Config(Section):
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
 
+    @property
+    def has_reference_model(self) -> bool:
+        """True if a frozen copy of the model runs beside the policy. With adapters the policy is
+        its own reference."""
+        return self.algorithm.has_reference and not self.trainer.lora.is_used
+
+    @property
+    def held_out_sets(self) -> dict[str, str]:
+        """The file of each held-out set, or "task", by its name: HELD_OUT is that of
+        data.held_out."""
+        one = {} if self.data.held_out is None else {HELD_OUT: self.data.held_out}
+        return self.evaluation.sets or one
+
     def check(self) -> None:
         self._check_steps()
+        self._check_evaluation()
         self._check_episodes()
         self._check_pools()
         self._check_lengths()
         self._check_groups()
+        self._check_batches()
         self._check_generators()
         self._check_processes()
         self._check_memory()
@@ -259,6 +224,20 @@ class Config(Section):
         is_warm = is_constant or self.trainer.warmup_steps < self.most_steps
         must = f"be below num_steps ({self.most_steps})"
         self.require(is_warm, "trainer.warmup_steps", must)
+
+    def _check_evaluation(self) -> None:
+        """Where held-out prompts come from."""
+        must = "be null with evaluation.sets, which name every held-out set"
+        is_one = self.data.held_out is None or not self.evaluation.sets
+        self.require(is_one, "data.held_out", must)
+        if self.checkpoint.best:
+            must = "stay empty without data.held_out or evaluation.sets"
+            self.require(bool(self.held_out_sets), "checkpoint.best", must)
+            has_answers = self.reward.functions[0] in ("exact", "math", "task")
+            metrics = self.evaluation.metrics(has_answers)
+            require_choice("checkpoint.best", self.checkpoint.best, metrics)
+        is_judged = bool(self.checkpoint.best) or not self.evaluation.patience
+        self.require(is_judged, "evaluation.patience", "be 0 without checkpoint.best")
 
     def _check_episodes(self) -> None:
         """What turns need, and what needs turns."""
@@ -289,6 +268,9 @@ class Config(Section):
         )
         has_baseline = num_rollouts >= 2 or advantage in ("none", "task")
         self.require(has_baseline, "sampling.rollouts_per_prompt", must)
+        must = "be batch with algorithm.advantage=gdpo (which needs the rewards of a whole batch)"
+        is_whole = advantage != "gdpo" or self.trainer.parts == "batch"
+        self.require(is_whole, "trainer.parts", must)
         num_open = self.trainer.groups_per_step * (self.staleness.max_staleness + 1)
         num_open = (num_open + self.staleness.carry_over_groups) * num_rollouts
         must = (
@@ -303,6 +285,23 @@ class Config(Section):
             "again)"
         )
         self.require(can_overtake, "staleness.late", must)
+
+    def _check_batches(self) -> None:
+        """What several steps per batch need."""
+        trainer, num_steps = self.trainer, self.trainer.steps_per_batch
+        must = (
+            f"be at least {num_steps - 1} with trainer.num_mini_batches={trainer.num_mini_batches} "
+            f"and trainer.num_passes={trainer.num_passes} (it counts optimizer steps, and so many "
+            "come between the first and the last one of a batch)"
+        )
+        is_enough = self.staleness.max_staleness >= num_steps - 1
+        self.require(is_enough, "staleness.max_staleness", must)
+        must = (
+            "be admission or group_complete with several optimizer steps per batch (task says "
+            "itself how often a group is trained on)"
+        )
+        is_one = self.experience.sampler != "task" or num_steps == 1
+        self.require(is_one, "experience.sampler", must)
 
     def _check_generators(self) -> None:
         """What collectors, rankers, and replicas that come and go need."""

@@ -1,13 +1,48 @@
 """The trainer: batch, optimizer, precision.
 
 Owns: the fields of `trainer`. Does not own: the loss (`algorithm.py`). Invariant: of these fields
-only compute_dtype changes the gradient of a given batch before clipping.
+only compute_dtype, lora.alpha and lora.dropout change the gradient of a given batch and given
+parameters before clipping.
 """
 
 from dataclasses import dataclass, field
 
 from llamarl.config.check import Section, choice, choice_of, number
 from llamarl.device.names import DEVICES, dtype_for
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(kw_only=True)
+class LoraConfig(Section):
+    """Low-rank adapters: beside each target matrix W two small ones are trained, and W stays. The
+    layer computes W x + (alpha / rank) B A x, where B starts as zeros."""
+
+    key = "trainer.lora"
+
+    rank: int = number(0, least=0, most=4096)
+    """Rows of A and columns of B; 0 trains all weights."""
+    alpha: float = number(32.0, above=0, most=1e6)
+    """The adapter's output is multiplied by alpha / rank."""
+    dropout: float = number(0.0, least=0, most=0.9)
+    """Share of the inputs of A that a training pass drops. Above 0 the trainer's log-probs are not
+    those of the policy that generators sample from, and ratios are noisy."""
+    targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """Which matrices get an adapter: all-linear (every linear layer of the decoder's layers; never
+    embedding and head), or ends of their names, such as [q_proj, v_proj] or [self_attn.q_proj]."""
+
+    def check(self) -> None:
+        self.require(bool(self.targets), "targets", "name at least one matrix")
+
+    @property
+    def is_used(self) -> bool:
+        """Whether adapters are trained, not all weights."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """What the adapter's output is multiplied by."""
+        return self.alpha / self.rank
 
 
 @dataclass(kw_only=True)
@@ -26,11 +61,17 @@ class TrainerConfig(Section):
     device: str = choice_of(DEVICES)
     """Where trainer and reference compute: cpu (gloo) | cuda (NCCL, one GPU per rank)."""
     groups_per_step: int = number(32, least=1, most=2**20)
-    """Groups (prompts with all their rollouts) in the batch of one optimizer step (P)."""
+    """Groups (prompts with all their rollouts) that one optimizer step learns from (P)."""
+    num_mini_batches: int = number(1, least=1, most=1024)
+    """Mini-batches of `groups_per_step` groups that make a batch. Each is one optimizer step, so a
+    batch is trained in `num_mini_batches` x `num_passes` steps; `algorithm.proximal` is about the
+    policy before the first of them."""
+    num_passes: int = number(1, least=1, most=1024)
+    """Times that a batch is trained on, one mini-batch after another."""
     parts: str = choice("dynamic", "fixed", "batch")
     """When forward and backward of a step start: dynamic (once enough tokens are ready to keep the
     trainer busy, which is measured during the run) | fixed (once `groups_per_part` groups are) |
-    batch (once all are). In any case one optimizer step follows from the whole batch."""
+    batch (once all are). In any case one optimizer step follows from all its groups."""
     groups_per_part: int = number(0, least=0, most=2**20)
     """Groups that `parts=fixed` waits for, and only with it; they divide `groups_per_step`."""
     tokens_per_micro_batch: int = number(4096, least=1, most=2**30)
@@ -67,6 +108,8 @@ class TrainerConfig(Section):
     """Share of `lr` that a linear or cosine schedule falls towards."""
     max_grad_norm: float = number(1.0, least=1e-9, most=1e9)
     """Gradients are clipped to this global norm."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters, which are trained instead of all weights if lora.rank is above 0."""
 
     def check(self) -> None:
         self.compute_dtype = dtype_for(self.device, self.compute_dtype)
@@ -94,6 +137,11 @@ class TrainerConfig(Section):
             "is the compiler's choice)"
         )
         self.require(is_plain or not is_selective, "compile", must)
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps from one batch."""
+        return self.num_mini_batches * self.num_passes
 
     @property
     def num_data_ranks(self) -> int:

@@ -7,7 +7,8 @@ function of seed, epoch and prompt, so a run that resumes chooses alike, and kee
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,13 @@ def make_record(
     outcome: Outcome,
     *,
     prompts: Sequence[str] = (),
-    held_out: str = "",
+    held_out: Mapping[str, str] = MappingProxyType({}),
     functions: Sequence[str] = (),
     prompt_field: str = "",
 ) -> dict[str, Any]:
     """What the archive says of a rollout beside its arrays: its prompt, from the sources `prompts`
-    or `held_out`, with its question in `prompt_field`, and what became of it. `rewards` has each of
-    the reward `functions`, None without a result.
+    or the file of its set in `held_out`, with its question in `prompt_field`, and what became of
+    it. `rewards` has each of the reward `functions`, None without a result.
 
     `step` is the one that trained it, or should have; of an evaluation, the version.
     """
@@ -49,7 +50,7 @@ def make_record(
         "group_id": None if prompt.is_held_out else group.group_id,
         "is_held_out": prompt.is_held_out,
         "is_kept": prompt.is_kept,
-        "prompt_file": held_out if prompt.is_held_out else _source(prompt, prompts),
+        "prompt_file": _source(prompt, prompts, held_out),
         "prompt_id": prompt.line,
         "epoch": prompt.epoch,
         "prompt": prompt.text,
@@ -64,8 +65,10 @@ def make_record(
     }
 
 
-def _source(prompt: Prompt, names: Sequence[str]) -> str:
+def _source(prompt: Prompt, names: Sequence[str], held_out: Mapping[str, str]) -> str:
     """Empty for a question of the caller's own."""
+    if prompt.is_held_out:
+        return held_out.get(prompt.held_out, "")
     return names[prompt.source] if 0 <= prompt.source < len(names) else ""
 
 

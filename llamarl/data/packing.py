@@ -11,7 +11,7 @@ not only what a rank gets in all.
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llamarl.data.partition import partition
 from llamarl.groups import Batch, BatchRollout, Group
@@ -29,12 +29,15 @@ def make_batch(
     num_ranks: int,
     tokens_per_micro_batch: int,
     attention_cost: float = 0.0,
+    scale: Callable[[Sequence[float]], Sequence[float]] = list,
 ) -> Batch:
     """The rows of `groups` for trainer version `version`, packed onto ranks and micro-batches.
 
     Tokens written by a version below `oldest_version` get zero loss weight. `attention_cost` is
-    that of `pack`.
+    that of `pack`; `scale` is applied to the advantages of all groups together.
     """
+    members = [(group, row_id) for group in groups for row_id in group.row_ids]
+    advantages = scale([advantage for group in groups for advantage in group.advantages])
     rows = tuple(
         BatchRollout(
             row_id=row_id,
@@ -46,8 +49,7 @@ def make_batch(
             oldest_version=oldest_version,
             is_kept=group.prompt.is_kept,
         )
-        for group in groups
-        for row_id, advantage in zip(group.row_ids, group.advantages, strict=True)
+        for (group, row_id), advantage in zip(members, advantages, strict=True)
     )
     lengths = [row.num_prompt_tokens + row.num_tokens for row in rows]
     assignment = pack(lengths, num_ranks, tokens_per_micro_batch, attention_cost)

@@ -17,6 +17,7 @@ from llamarl.types import (
     LOSS_WEIGHTS,
     PROMPT_ID,
     PROMPT_IDS,
+    PROXIMAL_LOGPROBS,
     RECORD,
     REF_LOGPROBS,
     RESPONSE_IDS,
@@ -84,6 +85,7 @@ COLUMNS = {
         Column(RECORD, "uint8", TEXT),
         Column(REF_LOGPROBS, "float32", RESPONSE),
         Column(TRAINER_LOGPROBS, "float32", RESPONSE),
+        Column(PROXIMAL_LOGPROBS, "float32", RESPONSE),
         Column(LOSS_WEIGHTS, "uint8", RESPONSE),
         Column(CLIPPED, "uint8", RESPONSE),
     )

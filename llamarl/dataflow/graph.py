@@ -42,6 +42,7 @@ from llamarl.types import (
     LOSS_WEIGHTS,
     PROMPT_ID,
     PROMPT_IDS,
+    PROXIMAL_LOGPROBS,
     REF_LOGPROBS,
     RESPONSE_IDS,
     REWARD,
@@ -245,16 +246,20 @@ def _shipped(config: Config) -> Iterator[Stage]:
         EXECUTORS[SCORE],
         reads=(*DERIVED, SAMPLING, *of_episode),
         writes=[REWARD, PROMPT_ID, TURNS],
+        per=GROUP if GROUP in reward.functions else ROLLOUT,
         workers=reward.num_workers,
         timeout_s=reward.timeout_s,
         max_failure_rate=reward.max_failure_rate,
     )
     trained = [*written, ADVANTAGE, *algorithm.loss_columns]
-    if algorithm.has_reference:
+    if config.has_reference_model:
         yield Stage(INFER, FrozenModel(config.model.checkpoint), writes=[REF_LOGPROBS])
         trained.append(REF_LOGPROBS)
     yield Stage(SETTLE, EXECUTORS[SETTLE], algorithm.reward_columns, [ADVANTAGE], per=GROUP)
-    yield Stage(TRAIN, EXECUTORS[TRAIN], trained, [TRAINER_LOGPROBS, LOSS_WEIGHTS, CLIPPED])
+    found = [TRAINER_LOGPROBS, PROXIMAL_LOGPROBS, LOSS_WEIGHTS, CLIPPED]
+    if algorithm.has_reference and not config.has_reference_model:
+        found.append(REF_LOGPROBS)
+    yield Stage(TRAIN, EXECUTORS[TRAIN], trained, found)
 
 
 def _writers(stages: Mapping[str, Stage]) -> dict[str, str]:

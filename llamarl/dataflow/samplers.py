@@ -21,6 +21,7 @@ from llamarl.config import Config
 from llamarl.config.check import require, require_choice
 from llamarl.data.partition import partition_in_equal_counts
 from llamarl.errors import TaskError
+from llamarl.groups import Group
 from llamarl.task_file import FILE
 
 TASK = "task"  # the recipe's own task.py
@@ -45,6 +46,26 @@ class ReadyItem:
     oldest_version: int = 0
     advantages: tuple[float, ...] = ()
     times_taken: int = 0
+
+    @property
+    def num_all_tokens(self) -> int:
+        """Those of prompts and responses together."""
+        return self.num_prompt_tokens + self.num_tokens
+
+
+def ready_item(group: Group) -> ReadyItem:
+    """A settled group as a trainer's sampler sees it."""
+    rollouts = group.rollouts.values()
+    return ReadyItem(
+        item_id=group.group_id,
+        group_id=group.group_id,
+        group_size=len(group.row_ids),
+        num_rollouts=len(group.row_ids),
+        num_prompt_tokens=sum(each.num_prompt_tokens for each in rollouts),
+        num_tokens=sum(each.num_tokens for each in rollouts),
+        oldest_version=min((span.version for each in rollouts for span in each.spans), default=0),
+        advantages=group.advantages,
+    )
 
 
 Sample = tuple[Sequence[int], Sequence[int]]

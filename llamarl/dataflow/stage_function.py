@@ -21,12 +21,13 @@ from llamarl.dataflow.columns import NUMBER, PROMPT_RECORD, Column
 from llamarl.dataflow.graph import GROUP, Drop, Stage
 from llamarl.dataflow.task_stages import from_data
 from llamarl.environments.rewards import functions as rewards
+from llamarl.environments.rewards import score
 from llamarl.task_file import load_module
 from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.calls import InvalidReturnError, shown, user_traceback
 
 Answer = dict[str, Any]
-OWN_FILES = (__file__, rewards.__file__)
+OWN_FILES = (__file__, score.__file__)
 
 
 def load(setup: dict[str, Any]) -> Callable[..., Answer | Coroutine[Any, Any, Answer]]:
@@ -42,7 +43,7 @@ def load(setup: dict[str, Any]) -> Callable[..., Answer | Coroutine[Any, Any, An
     else:
         config = RewardConfig(**setup["reward"])
         functions = rewards.load_functions(config, source)
-        function = rewards.make_score(functions, config)
+        function = score.make_score(functions, config)
         is_coroutine = any(map(inspect.iscoroutinefunction, functions.values()))
 
     async def serve(prompt: Prompt | None, columns: list[Any], lengths: list[int]) -> Answer:

@@ -60,7 +60,7 @@ class PromptStream(Iterator[Prompt]):
     their ids.
     `position` counts the prompts drawn. With `shuffle`, each epoch's order is drawn from (seed,
     epoch) alone; else it is file order. It ends after `num_epochs` times as many prompts as there
-    are; 0: never.
+    are, which `limit` says; 0: never.
 
     With a `repeat_share` below 1, a prompt without a signal, as `learn` says, comes in a later
     epoch with this probability alone.
@@ -92,7 +92,8 @@ class PromptStream(Iterator[Prompt]):
         self._prompts, self._seed, self._shuffle, self._keep = prompts, seed, shuffle, keep
         self._identity = dict(identity or {})
         self._repeat_share = repeat_share
-        self._limit = math.ceil(num_epochs * self.num_prompts) if num_epochs else math.inf
+        self.limit = f"num_epochs={num_epochs:g}" if num_epochs else ""
+        self._most = math.ceil(num_epochs * self.num_prompts) if num_epochs else math.inf
         self._walks = _make_walks(prompts, weights)
         for walk, counts in zip(self._walks, walks or [(position, position)], strict=False):
             walk.num_passed, walk.num_drawn = counts
@@ -111,7 +112,7 @@ class PromptStream(Iterator[Prompt]):
     @property
     def num_left(self) -> float:
         """Prompts that will come at most; infinity without an end."""
-        return len(self._first) + max(0, self._limit - self._num_passed)
+        return len(self._first) + max(0, self._most - self._num_passed)
 
     @property
     def is_exhausted(self) -> bool:

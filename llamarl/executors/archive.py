@@ -18,13 +18,14 @@ from typing import Any, TextIO
 import numpy as np
 
 from llamarl.dataflow.columns import COLUMNS
-from llamarl.episode import conversation
+from llamarl.episode import conversation, version_spans
 from llamarl.types import (
     CLIPPED,
     GENERATOR_LOGPROBS,
     LOSS_WEIGHTS,
     PROMPT_ID,
     PROMPT_IDS,
+    PROXIMAL_LOGPROBS,
     RECORD,
     REF_LOGPROBS,
     RESPONSE_IDS,
@@ -35,12 +36,11 @@ from llamarl.types import (
     TURNS,
     Outcome,
     finish_reason,
-    version_spans,
 )
 
 TOKEN_COLUMNS = (
     *(PROMPT_IDS, RESPONSE_IDS, TOKEN_VERSIONS, GENERATOR_LOGPROBS),
-    *(REF_LOGPROBS, TRAINER_LOGPROBS, LOSS_WEIGHTS, CLIPPED),
+    *(REF_LOGPROBS, TRAINER_LOGPROBS, PROXIMAL_LOGPROBS, LOSS_WEIGHTS, CLIPPED),
 )
 
 

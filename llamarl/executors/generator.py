@@ -100,6 +100,9 @@ class GeneratorExecutor:
         use_device(device)
         engine = self._engine()
         self._exit.callback(engine.close)
+        frozen = {}
+        if spec.lora.is_used:
+            frozen = engine.load_base(spec.checkpoint, spec.base_dtype)
         buffer = self._weight_buffer(engine, device)
         self._exit.callback(buffer.close)
         source = SourcePart(
@@ -119,7 +122,9 @@ class GeneratorExecutor:
         decoding = Decoding(engine, buffer, mover, spans, output, thread, loop, **place)
         self._exit.callback(decoding.end_idle)
         if spec.load_weights:
-            engine.load(buffer.active, spec.checkpoint)
+            folder = spec.adapter if spec.lora.is_used else spec.checkpoint
+            if folder is not None:
+                engine.load(buffer.active, folder)
             buffer.version = 0
             engine.commit(engine.process_weights(buffer.active), 0)
             source.label(0)
@@ -130,6 +135,7 @@ class GeneratorExecutor:
             spans,
             loop,
             is_processed_early=spec.weights.staging != "bucket",
+            frozen=frozen,
         )
         if isinstance(thread, Lockstep):
             thread.join(self._meeting("commands"))
@@ -142,7 +148,7 @@ class GeneratorExecutor:
         """The engine of this rank. ValueError if it cannot run the checkpoint or config here."""
         spec, config = self._spec, self._spec.config
         place: dict[str, Any] = {"rank": self._rank, "num_ranks": self._num_ranks}
-        place["rendezvous"] = self._meeting("engine")
+        place |= {"rendezvous": self._meeting("engine"), "lora": spec.lora}
         if isinstance(config, VllmConfig):
             from llamarl.generation.vllm.vllm_engine import VllmEngine  # here, for it imports vLLM
 

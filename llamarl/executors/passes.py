@@ -16,7 +16,8 @@ import torch
 from llamarl.algorithms.loss_inputs import LossInputs, TokenLoss
 from llamarl.algorithms.loss_metrics import LossMetrics
 from llamarl.algorithms.policy_loss import policy_loss
-from llamarl.data.micro_batch import column, concatenated, micro_batch
+from llamarl.algorithms.proximal import interpolated, share_of_way
+from llamarl.data.micro_batch import MicroBatch, column, concatenated, micro_batch
 from llamarl.device.devices import platform_of, send
 from llamarl.device.platform import Arrival
 from llamarl.executors.specs import TrainerSpec
@@ -28,6 +29,7 @@ from llamarl.types import (
     GENERATOR_LOGPROBS,
     LOSS_WEIGHTS,
     NO_VERSION,
+    PROXIMAL_LOGPROBS,
     REF_LOGPROBS,
     SAMPLING,
     TOKEN_VERSIONS,
@@ -36,6 +38,8 @@ from llamarl.types import (
     FinishReason,
     finish_reason,
 )
+
+WAY = "way"  # no column of storage: `share_of_way` of each token
 
 
 @torch.no_grad()
@@ -83,24 +87,45 @@ class Passes:
         self.loss_metrics = LossMetrics()
         self._policy, self._device, self._token_loss = policy, device, token_loss
         self._algorithm, self._temperature = spec.algorithm, spec.sampling.temperature
+        self._is_own_reference = spec.algorithm.has_reference and spec.config.lora.is_used
 
     def accumulate(
-        self, rows: Sequence[BatchRollout], columns: Columns, sizes: Sequence[int]
+        self,
+        rows: Sequence[BatchRollout],
+        columns: Columns,
+        sizes: Sequence[int],
+        version: int = 0,
+        first_version: int = 0,
     ) -> Columns:
-        """Forward and backward of this rank's micro-batches: `rows` cut into runs of `sizes`.
+        """Forward and backward of this rank's micro-batches: `rows` cut into runs of `sizes`, at
+        trainer version `version`, in a batch that began at `first_version`.
 
-        Returns what was found of every row: TRAINER_LOGPROBS, LOSS_WEIGHTS and CLIPPED.
+        Returns what was found of every row: TRAINER_LOGPROBS, LOSS_WEIGHTS and CLIPPED, and
+        REF_LOGPROBS if the policy is its own reference.
         """
+        if self._algorithm.proximal == "interpolate":
+            shares = [share_of_way(v, first_version, version) for v in columns[TOKEN_VERSIONS]]
+            columns = columns | {WAY: shares}
         parts = [
             self._forward_backward(rows, columns, range(start, end))
             for start, end in pairwise(accumulate(sizes, initial=0))
         ]
         found: Columns = {TRAINER_LOGPROBS: [], LOSS_WEIGHTS: [], CLIPPED: []}
+        found |= {REF_LOGPROBS: []} if self._is_own_reference else {}
         for lengths, arrival in filter(None, parts):
             for name, values in zip(found, arrival.wait(), strict=True):
-                values = values if name == TRAINER_LOGPROBS else values.to(torch.uint8)
+                values = values.to(torch.uint8) if name in (LOSS_WEIGHTS, CLIPPED) else values
                 found[name] += [part.numpy() for part in values.split(lengths)]
         return found
+
+    def infer(self, columns: Columns, sizes: Sequence[int]) -> list[np.ndarray]:
+        """log pi of each response, float32, in micro-batches of so many rows. Changes nothing."""
+        cuts = pairwise(accumulate(sizes, initial=0))
+        micro_batches = [range(start, end) for start, end in cuts]
+        model, temperature = self._policy.model, self._temperature
+        found = infer(model, columns, micro_batches, temperature, self._device)
+        self._policy.finish_inference()
+        return [found[i] for i in range(len(found))]
 
     def differences(self, columns: Columns, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
         """float64 [rows of `columns`]: the largest |log pi - log mu| over what the model wrote of
@@ -118,10 +143,13 @@ class Passes:
         self, rows: Sequence[BatchRollout], columns: Columns, indices: range
     ) -> tuple[tuple[int, ...], Arrival] | None:
         """Add one micro-batch to the gradients; returns the lengths of its responses, and of their
-        tokens float32 [3, T]: log-probs, weights, and which the loss clipped."""
+        tokens what `accumulate` finds, float32 [3 or 4, T]."""
         model = self._policy.model
         host = micro_batch(columns, indices, model.num_tensor_ranks)
         packed, given = send((host, self._loss_columns(rows, columns, indices)), self._device)
+        ref_logprobs = given.columns.get(REF_LOGPROBS)
+        if self._is_own_reference:
+            ref_logprobs = self._without_adapters(packed)
         stats = model(packed.token_ids, packed.packing, packed.targets, self._temperature)
         trainer_logprobs = stats.logprobs.index_select(0, packed.response)
         if not indices:
@@ -135,15 +163,37 @@ class Passes:
             entropy=stats.entropy.index_select(0, packed.response),
             rollout_index=given.rollout_index,
             rollout_lengths=given.rollout_lengths,
-            ref_logprobs=given.columns.get(REF_LOGPROBS),
+            ref_logprobs=ref_logprobs,
+            proximal_logprobs=self._proximal(trainer_logprobs, given.columns),
             columns={name: given.columns[name] for name in self._algorithm.loss_columns},
         )
         outputs = policy_loss(inputs, self._algorithm, self._token_loss)
         outputs.loss.backward()
         num_written = int(self._num_written(columns, indices).sum())
         self.loss_metrics.add(outputs, num_written, [rows[i].row_id for i in indices])
-        found = torch.stack([trainer_logprobs.detach(), given.weights, outputs.clipped.float()])
-        return packed.response_lengths, platform_of(self._device).fetch(found)
+        found = [trainer_logprobs.detach(), outputs.weights, outputs.clipped.float()]
+        if self._is_own_reference and ref_logprobs is not None:
+            found.append(ref_logprobs)
+        return packed.response_lengths, platform_of(self._device).fetch(torch.stack(found))
+
+    @torch.no_grad()
+    def _without_adapters(self, packed: MicroBatch) -> torch.Tensor:
+        """log pi_ref of the response tokens, float32 [T]: the policy is its own reference."""
+        model = self._policy.model
+        assert model.adapters is not None
+        with model.adapters.off():
+            stats = model(packed.token_ids, packed.packing, packed.targets, self._temperature)
+        return stats.logprobs.index_select(0, packed.response)
+
+    def _proximal(
+        self, trainer_logprobs: torch.Tensor, given: dict[str, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """As the algorithm says; what was not stored before is pi, in a batch's first step."""
+        if self._algorithm.proximal == "none":
+            return None
+        if WAY in given:
+            return interpolated(given[GENERATOR_LOGPROBS], trainer_logprobs, given[WAY])
+        return given.get(PROXIMAL_LOGPROBS, trainer_logprobs.detach())
 
     def _loss_columns(
         self, rows: Sequence[BatchRollout], columns: Columns, indices: range
@@ -151,7 +201,7 @@ class Passes:
         """In host memory. Weights are 0 for observations, and tokens that are too stale, or
         truncated and to be masked."""
         names = [GENERATOR_LOGPROBS, *self._algorithm.loss_columns]
-        names += [REF_LOGPROBS] * (REF_LOGPROBS in columns)
+        names += [name for name in (REF_LOGPROBS, PROXIMAL_LOGPROBS, WAY) if name in columns]
         lengths = [len(columns[TOKEN_VERSIONS][i]) for i in indices]
         advantages = np.array([rows[i].advantage for i in indices], np.float32)
         return LossColumns(

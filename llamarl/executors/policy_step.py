@@ -9,7 +9,7 @@ reads them.
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -36,7 +36,9 @@ from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
 from llamarl.models.process_group import join, leave
 from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Columns
+from llamarl.weights.layout.formats import Format
 from llamarl.weights.layout.shards import cut_rows, shard_boxes
+from llamarl.weights.quantization.frozen_sums import shard_sums
 from llamarl.weights.transports.available import available_bytes
 from llamarl.weights.transports.shared_memory import this_host
 
@@ -68,7 +70,9 @@ class PolicyStep:
         join(spec.rendezvous, rank, num_ranks, device)
         resources.callback(leave)
         mesh = make_mesh(device.type, spec.config)
-        self.policy = Policy.load(spec.checkpoint, mesh, spec.config, spec.seed, spec.tokenizer)
+        folders = spec.tokenizer, spec.adapter
+        self.policy = Policy.load(spec.checkpoint, mesh, spec.config, spec.seed, *folders)
+        frozen = self.policy.frozen
         self.passes = Passes(self.policy, device, spec, token_loss)
         self.source = SourcePart(
             rank,
@@ -76,9 +80,10 @@ class PolicyStep:
             config=spec.weights,
             rdma=spec.rdma,
             spans=spans,
-            formats=spec.formats,
+            formats=() if frozen else [kind for kind in spec.kinds if isinstance(kind, Format)],
             cut=cut_rows(self.policy.parameters),
             num_ranks=num_ranks,
+            frozen=self._sums_of(frozen) if frozen else None,
         )
         resources.callback(self.source.close)
         self.version = 0
@@ -86,6 +91,11 @@ class PolicyStep:
         self._rows: list[BatchRollout] = []  # of the current step, on all ranks
         self._is_whole = True  # False while an update runs
         self._was_empty = False  # the last step trained no token
+
+    def _sums_of(self, frozen: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, int]]:
+        """Of weights beside adapters, for replicas of each kind."""
+        place = self._rank, self._num_ranks, self._spec.config.replicate
+        return shard_sums(frozen, self._spec.kinds, *place)
 
     def share(self, batch: Batch) -> list[tuple[int, ...]]:
         """The micro-batches of this rank's data rank without the rows that have no gradient.
@@ -111,7 +121,8 @@ class PolicyStep:
     ) -> Columns:
         """Add the gradients of this rank's `rows` of `batch`, in micro-batches of `sizes`, to the
         step; returns the columns that `Passes.accumulate` found of each row."""
-        found = self.passes.accumulate(rows, columns, sizes)
+        first = batch.version if batch.first_version is None else batch.first_version
+        found = self.passes.accumulate(rows, columns, sizes, batch.version, first)
         self._rows += batch.rows
         return found
 

@@ -7,7 +7,7 @@ the controller's process makes these records and never loads it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from llamarl.config import (
@@ -15,6 +15,7 @@ from llamarl.config import (
     DataConfig,
     EnvironmentConfig,
     GeneratorConfig,
+    LoraConfig,
     PlacementConfig,
     RewardConfig,
     SamplingConfig,
@@ -26,7 +27,7 @@ from llamarl.environments.contained import ProgramLimits
 from llamarl.environments.definition import Kinds
 from llamarl.executors.environment_link import Environments
 from llamarl.protocols import ColumnStore, GeneratorReplica
-from llamarl.weights.layout.formats import Format
+from llamarl.weights.layout.formats import Kind
 
 if TYPE_CHECKING:
     from llamarl.weights.transports.ends import Rdma
@@ -38,7 +39,9 @@ class GeneratorSpec:
 
     `checkpoint` is the folder whose config.json gives the architecture. With `load_weights` its
     weights are version 0; without, no rollout starts before the first commit. `tokenizer` is loaded
-    when the first request with stop strings comes. `run_dir` holds the files at which the ranks
+    when the first request with stop strings comes. With `lora` a publish moves adapters, the
+    weights beside them are the checkpoint's in the trainer's `base_dtype`, and version 0 is that of
+    the folder `adapter` (None: the checkpoint itself). `run_dir` holds the files at which the ranks
     meet, named by `run_id`, and what is offloaded unless `placement` names another folder.
     """
 
@@ -48,6 +51,9 @@ class GeneratorSpec:
     checkpoint: str
     load_weights: bool
     tokenizer: str
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    base_dtype: str = "float32"
+    adapter: str | None = None
     config: GeneratorConfig
     weights: WeightsConfig
     placement: PlacementConfig
@@ -82,8 +88,10 @@ class TrainerSpec:
     run_dir: str
     num_steps: int
     seed: int
-    formats: tuple[Format, ...] = ()
-    """Of the generators' matrices in eight bits."""
+    adapter: str | None = None
+    """Folder of the adapter to start from, with lora; None: one that changes nothing."""
+    kinds: tuple[Kind, ...] = ()
+    """What the generators' weights are in; beside adapters, those that no publish moves."""
     rdma: Rdma | None = None
     """What weights.transport=rdma works with."""
 

@@ -25,6 +25,7 @@ from llamarl.dataflow.columns import (
 )
 from llamarl.dataflow.graph import GROUP
 from llamarl.dataflow.task_stages import as_data
+from llamarl.environments.rewards.functions import ANSWER, NO_ANSWER
 from llamarl.episode import last_turn, turns_of
 from llamarl.executors.specs import StageSpec
 from llamarl.executors.stage_calls import FailureRate, WorkSpans
@@ -59,8 +60,9 @@ class StageExecutor:
         self._spec, stage, reward = spec, spec.stage, spec.reward
         computed = [column for column in stage.writes if column.name not in RECORDED]
         self._parts = dict.fromkeys(reward.functions if reward is not None else ())
+        self._aside = dict.fromkeys([*self._parts, *[ANSWER] * (reward is not None)])  # not stored
         # As its function sees it:
-        self._stage = replace(stage, writes=(*computed, *map(Column, self._parts)))
+        self._stage = replace(stage, writes=(*computed, *map(Column, self._aside)))
         self._numbers = [column.name for column in computed if column.length == NUMBER]
         self._storage = RecordingStore(spec.storage, spans)
         self._tokenizer: Tokenizer | None = None
@@ -125,18 +127,20 @@ class StageExecutor:
             status, error = found.status, found.error
             return StageResult(row_id=row_id, status=status, error=error, numbers=numbers)
         parts = {name: float(found[name][0]) for name in self._parts}
+        answer = found[ANSWER][0] if ANSWER in found else NO_ANSWER
         return StageResult(
             row_id=row_id,
             numbers={name: float(found[name][0]) for name in self._numbers},
             parts=parts,
             correct=reward is not None and parts[reward.functions[0]] >= reward.full_marks,
+            answer=None if answer == NO_ANSWER else int(answer),
         )
 
     def _cells(self, result: StageResult, found: Failure | str | Cells) -> Cells:
         """What storage gets of what was found."""
         cells = {name: np.array([number]) for name, number in result.numbers.items()}
         if isinstance(found, dict):
-            cells |= {name: cell for name, cell in found.items() if name not in self._parts}
+            cells |= {name: cell for name, cell in found.items() if name not in self._aside}
         return cells
 
     def _shown(self, prompt: Prompt, columns: Columns, place: int) -> Cells:

@@ -23,6 +23,7 @@ from llamarl.types import (
     GENERATOR_LOGPROBS,
     LOSS_WEIGHTS,
     PROMPT_IDS,
+    PROXIMAL_LOGPROBS,
     REF_LOGPROBS,
     RESPONSE_IDS,
     SAMPLING,
@@ -40,9 +41,10 @@ class TrainerExecutor:
         self._rank, self._num_ranks = rank, num_ranks
         self._storage = RecordingStore(spec.storage, spans)
         self._columns = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
-        if spec.algorithm.has_reference:
+        if spec.algorithm.has_reference and not spec.config.lora.is_used:
             self._columns.append(REF_LOGPROBS)
         self._columns += spec.algorithm.loss_columns
+        self._recomputes = spec.algorithm.proximal == "recompute"
         self._thread = ComputeThread(f"trainer-{rank}")
         self._resources = ExitStack()  # what `close` gives back, however far `start` came
         self._lock = asyncio.Lock()
@@ -84,25 +86,43 @@ class TrainerExecutor:
 
         RuntimeError if the batch is meant for another version.
         """
+        is_later = batch.first_version not in (None, batch.version)
+        names = self._columns + [PROXIMAL_LOGPROBS] * (is_later and self._recomputes)
         async with self._turn() as policy_step:
-            if batch.version != policy_step.version:
-                raise RuntimeError(
-                    f"batch for version {batch.version} came at {policy_step.version}"
-                )
-            micro_batches = policy_step.share(batch)
-            rows = [batch.rows[i] for positions in micro_batches for i in positions]
-            row_ids = [row.row_id for row in rows]
-            columns = await self._storage.read(row_ids, self._columns)
-            _check(rows, columns)
-            self._end_idle()
+            rows, sizes, columns = await self._fetch(policy_step, batch, names)
             num_tokens = sum(row.num_tokens for row in rows)
-            sizes = [len(positions) for positions in micro_batches]
             with self._spans.span("accumulate", version=policy_step.version, tokens=num_tokens):
                 found = await self._thread.run(
                     lambda: policy_step.accumulate(batch, rows, columns, sizes)
                 )
-            if self._rank % self._spec.config.tensor_parallel == 0:
-                await self._store(rows, found)
+            if self._recomputes and not is_later and self._spec.config.num_passes > 1:
+                found[PROXIMAL_LOGPROBS] = found[TRAINER_LOGPROBS]
+            await self._store(rows, found)
+
+    async def store_proximal(self, batch: Batch) -> None:
+        """Fetch this rank's rows, store their log-probs under the present version.
+
+        RuntimeError if the batch is meant for another version.
+        """
+        async with self._turn() as policy_step:
+            names = [PROMPT_IDS, RESPONSE_IDS]
+            rows, sizes, columns = await self._fetch(policy_step, batch, names)
+            with self._spans.span("proximal", version=policy_step.version):
+                found = await self._thread.run(lambda: policy_step.passes.infer(columns, sizes))
+            await self._store(rows, {PROXIMAL_LOGPROBS: found})
+
+    async def _fetch(
+        self, policy_step: PolicyStep, batch: Batch, names: Sequence[str]
+    ) -> tuple[list[BatchRollout], list[int], Columns]:
+        """This rank's rows, how many are in each micro-batch, and their columns."""
+        if batch.version != policy_step.version:
+            raise RuntimeError(f"batch for version {batch.version} came at {policy_step.version}")
+        micro_batches = policy_step.share(batch)
+        rows = [batch.rows[i] for positions in micro_batches for i in positions]
+        columns = await self._storage.read([row.row_id for row in rows], [*names])
+        _check(rows, columns)
+        self._end_idle()
+        return rows, [len(positions) for positions in micro_batches], columns
 
     async def step(self) -> StepStats:
         """See `PolicyStep.step`."""
@@ -146,9 +166,14 @@ class TrainerExecutor:
             return await self._thread.run(partial(policy_step.infer, columns))
 
     async def _store(self, rows: Sequence[BatchRollout], found: Columns) -> None:
+        """Of tensor-parallel ranks, which found the same, one stores it."""
+        if self._rank % self._spec.config.tensor_parallel:
+            return
         all_rows, kept = [*range(len(rows))], [i for i, row in enumerate(rows) if row.is_kept]
-        for names, places in (([TRAINER_LOGPROBS], all_rows), ([LOSS_WEIGHTS, CLIPPED], kept)):
-            if places:
+        of_all = [name for name in (TRAINER_LOGPROBS, PROXIMAL_LOGPROBS) if name in found]
+        of_kept = [name for name in (LOSS_WEIGHTS, CLIPPED, REF_LOGPROBS) if name in found]
+        for names, places in ((of_all, all_rows), (of_kept, kept)):
+            if names and places:
                 columns = {name: [found[name][i] for i in places] for name in names}
                 await self._storage.write([rows[i].row_id for i in places], columns)
 

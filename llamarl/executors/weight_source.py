@@ -1,7 +1,8 @@
 """The part of an executor that other executors get weights from: a trainer's rank, or a
 generator's, which passes on what it received."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class SourcePart:
 
     `buffers` and `parameters` are the Writer's. The owner labels them with the version that they
     hold. A trainer also sends its matrices in these `formats`: `cut` and `num_ranks` are those of
-    ShardScales. `check` raises if the executor is not fit to be asked.
+    ShardScales. `frozen` are the sums of weights that no publish moves. `check` raises if the
+    executor is not fit to be asked.
     """
 
     def __init__(
@@ -40,7 +42,9 @@ class SourcePart:
         formats: Sequence[Format] = (),
         cut: Collection[str] = (),
         num_ranks: int = 1,
+        frozen: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
+        self._frozen = frozen or {}
         self._scales = None
         if formats:
             device = next(iter(buffers.values())).device
@@ -66,7 +70,7 @@ class SourcePart:
     async def source_layout(self) -> RankLayout:
         """Where this rank keeps its boxes of the parameters."""
         self._check()
-        return self._writer.layout()
+        return replace(self._writer.layout(), frozen=self._frozen)
 
     async def connect_target(self, replica: int, route: Route | None) -> None:
         """Keep the route to `replica`, this rank's part of it (None: forget the replica); waits for

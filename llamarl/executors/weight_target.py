@@ -6,6 +6,8 @@ what comes before a commit runs on threads beside decoding; a commit runs betwee
 """
 
 import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +26,7 @@ class TargetPart:
     """protocols.WeightTarget for one rank; `source` passes on what is committed here.
 
     With `is_processed_early` the engine makes what a commit needs beside decoding, before it.
+    `frozen` are the sums of weights that no publish moves, by kind.
     """
 
     def __init__(
@@ -35,7 +38,9 @@ class TargetPart:
         loop: asyncio.AbstractEventLoop,
         *,
         is_processed_early: bool,
+        frozen: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
+        self._frozen = frozen or {}
         self._buffer, self._decoding, self._source = buffer, decoding, source
         self._spans, self._loop = spans, loop
         self._is_processed_early = is_processed_early
@@ -50,7 +55,7 @@ class TargetPart:
     async def target_layout(self) -> RankLayout:
         """Where this rank wants every parameter, and in which buckets."""
         self._decoding.check()
-        return self._buffer.layout()
+        return replace(self._buffer.layout(), frozen=self._frozen)
 
     async def connect_source(self, route: Route) -> None:
         """Receive over `route` from now on; waits for its other ranks."""

@@ -6,6 +6,7 @@ Invariant: what lies in the memory afterwards is what a publish of the same chec
 written, bit for bit.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -13,12 +14,15 @@ import torch
 from torch import Tensor
 
 from llamarl.generation.parameters import view_box
+from llamarl.models.adapter_inventory import locate_adapter, parameter_of
 from llamarl.models.inventory import locate
 from llamarl.models.other_architecture import AnyArchitecture
 from llamarl.models.safetensors_file import FileBox, read_boxes
-from llamarl.weights.layout.boxes import ParameterLayout
+from llamarl.weights.integrity.comparison import Fingerprints
+from llamarl.weights.layout.boxes import Box, ParameterLayout
 from llamarl.weights.layout.formats import Format
 from llamarl.weights.layout.quantized_parameters import QuantizedParameter, quantized_parameters
+from llamarl.weights.quantization.frozen_sums import frozen_sums
 from llamarl.weights.quantization.rounding import quantize, row_maxima, scales_of
 
 
@@ -28,9 +32,10 @@ def load_boxes(
     folder: str,
     architecture: AnyArchitecture,
     format_: Format | None = None,
+    rounded_to: torch.dtype = torch.float32,
 ) -> None:
     """Copy a rank's boxes of the checkpoint into their places in `flat`, casting each, and
-    quantising what `parameters` have in a format.
+    quantising what `parameters` have in a format; all after rounding to `rounded_to`.
 
     ValueError if the checkpoint is missing, damaged, of another architecture, or holds numbers that
     are not finite.
@@ -43,6 +48,10 @@ def load_boxes(
         return [(box.start, view_box(flat, layout, box)) for box in found if layout is not None]
 
     read_boxes(files, boxes)
+    for layout in parameters.values():
+        if getattr(torch, layout.dtype) == torch.float32 != rounded_to:
+            for box in layout.boxes:
+                _round(view_box(flat, layout, box), rounded_to)
     if format_ is None:
         return
     sharing: dict[str, list[QuantizedParameter]] = {}
@@ -51,10 +60,49 @@ def load_boxes(
             sharing.setdefault(each.scales, []).append(each)
     for scales, parts in sharing.items():
         shards = {part.base: _rows(part, parameters[part.values], files) for part in parts}
+        for _, matrix in shards.values():
+            _round(matrix, rounded_to)
         _write_scales(flat, parameters[scales], shards, format_)
         for part in parts:
             start, matrix = shards[part.base]
             _write_values(flat, parameters, part, start, matrix)
+
+
+def _round(values: Tensor, dtype: torch.dtype) -> None:
+    if dtype != torch.float32:
+        values.copy_(values.to(dtype))
+
+
+def load_adapter_boxes(
+    parameters: Mapping[str, ParameterLayout], flat: Tensor, folder: str
+) -> None:
+    """Copy a rank's boxes of an adapter's files into their places in `flat`, casting each; raises
+    as `load_boxes`."""
+    shapes = {name: layout.shape for name, layout in parameters.items()}
+
+    def boxes(name: str) -> list[FileBox]:
+        layout = parameters[parameter_of(name)]
+        return [(box.start, view_box(flat, layout, box)) for box in layout.boxes]
+
+    read_boxes(locate_adapter(Path(folder), shapes), boxes)
+
+
+def sums_of_boxes(
+    parameters: Mapping[str, ParameterLayout], flat: Tensor, rank: int, num_ranks: int
+) -> Fingerprints:
+    """The sums of what lies in `flat`, for one of a replica's ranks. What several ranks hold, which
+    are neighbours then, is the first one's to count."""
+
+    def owns(name: str) -> bool:
+        layout = parameters[name]
+        num_held = sum(math.prod(box.shape) for box in layout.boxes)
+        num_parts = -(-math.prod(layout.shape) // max(num_held, 1))
+        return rank % max(1, num_ranks // num_parts) == 0
+
+    def view(name: str, box: Box) -> Tensor:
+        return view_box(flat, parameters[name], box)
+
+    return frozen_sums(parameters, view, owns)
 
 
 def _rows(

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llamarl.device.devices import platform_of
+from llamarl.generation.adapted import AdaptedMatrix
 from llamarl.generation.cpu_kv_cache import CpuKVCache
 from llamarl.generation.padded_kv_cache import PaddedKVCache
 from llamarl.generation.parameters import LayerWeights, Matrix, Weights
-from llamarl.generation.quantized import QuantizedMatrix, widened_mm
+from llamarl.generation.quantized import widened_mm
 from llamarl.models.architecture import Architecture
 from llamarl.models.process_group import JOIN, form_group, meet
 from llamarl.models.transformer import rope_tables
@@ -258,9 +259,9 @@ def float32_product(x: Tensor, matrix: Matrix) -> Tensor:
 
     For logits: rounding them to bfloat16 would change log-probs by hundredths, and so pi/mu.
     """
-    if isinstance(matrix, QuantizedMatrix):
-        return matrix.product(x, torch.float32)
-    return widened_mm(x, matrix)
+    if isinstance(matrix, Tensor):
+        return widened_mm(x, matrix)
+    return matrix.product(x, torch.float32)
 
 
 def product(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -273,7 +274,10 @@ def product(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
 
 def add_product(total: Tensor, x: Tensor, matrix: Matrix) -> None:
     """Add `x` times `matrix` to `total`, in place."""
-    if isinstance(matrix, Tensor):
+    if isinstance(matrix, AdaptedMatrix):
+        add_product(total, x, matrix.base)
+        matrix.add(total, x)
+    elif isinstance(matrix, Tensor):
         torch.addmm(total, x, matrix, out=total)
     else:
         total.add_(matrix.product(x))

@@ -18,9 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.config import EmbeddedConfig
+from llamarl.config import EmbeddedConfig, LoraConfig
 from llamarl.device.devices import compute_device, platform_of
-from llamarl.generation.checkpoint_boxes import load_boxes
+from llamarl.generation.adapter_layout import AdapterLayout
+from llamarl.generation.checkpoint_boxes import (
+    load_adapter_boxes,
+    load_boxes,
+    sums_of_boxes,
+)
 from llamarl.generation.cpu_kv_cache import PLAN_STEPS, CpuKVCache
 from llamarl.generation.decoder import Cache, Decoder, TensorParallelGroup
 from llamarl.generation.model_runner import EagerRunner, ModelRunner, PaddedRunner
@@ -47,7 +52,9 @@ from llamarl.generation.scheduler import (
 )
 from llamarl.models.architecture import Architecture
 from llamarl.types import FinishReason, Request
+from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.layout.formats import format_of
+from llamarl.weights.quantization.frozen_sums import key_of
 
 PREFILL_TOKENS = 8192  # most tokens of one packed prefill: bounds its activations
 
@@ -56,7 +63,8 @@ class EmbeddedEngine:
     """One tensor-parallel rank of one replica; a `generation.protocol.Engine`.
 
     The ranks meet at the file `rendezvous`, which no other replica uses, and must get the same
-    calls in the same order. `is_padded` chooses the model runner (None: by device). ValueError if
+    calls in the same order. `is_padded` chooses the model runner (None: by device). With `lora`
+    a publish fills adapters alone, and the matrices beside them are the engine's own. ValueError if
     the ranks cannot split the model evenly, or if `config.device` is cuda and there is none.
     """
 
@@ -69,6 +77,7 @@ class EmbeddedEngine:
         num_ranks: int = 1,
         rendezvous: str = "",
         is_padded: bool | None = None,
+        lora: LoraConfig | None = None,
         decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.architecture, self.config = architecture, config
@@ -79,6 +88,12 @@ class EmbeddedEngine:
         self.num_prefilled_tokens = 0  # since the start
         self._device = compute_device(config.device, "generator.device")
         self.memory = self.layout.memory
+        self._adapters: AdapterLayout | None = None
+        self._base: Tensor | None = None  # flat, as `layout` says; with adapters
+        if lora is not None and lora.is_used:
+            self._adapters = AdapterLayout(architecture, lora, config.dtype, rank, num_ranks)
+            whole, self.memory = self.memory, self._adapters.memory
+            self._base = torch.zeros(whole.num_elements, dtype=whole.dtype, device=self._device)
         self._dtype = DTYPES[config.dtype]
         a = architecture
         widest = max(a.hidden_size, a.intermediate_size, a.num_heads * a.head_dim)
@@ -126,12 +141,30 @@ class EmbeddedEngine:
         return self.version >= 0 and self._queue.num_startable(self.version) > 0
 
     def load(self, flat: Tensor, folder: str) -> None:
-        load_boxes(self.layout.parameters, flat, folder, self.architecture, self.layout.format)
+        if self._adapters is not None:
+            load_adapter_boxes(self._adapters.parameters, flat, folder)
+        else:
+            self._load_whole(flat, folder)
+
+    def load_base(self, folder: str, dtype: str = "float32") -> dict[str, Fingerprints]:
+        assert self._base is not None, "an engine without adapters has no weights of its own"
+        self._load_whole(self._base, folder, getattr(torch, dtype))
+        kind = key_of(self.layout.format or self.config.dtype)
+        place = (0, 1) if self._group is None else (self._group.rank, self._group.num_ranks)
+        return {kind: sums_of_boxes(self.layout.parameters, self._base, *place)}
+
+    def _load_whole(
+        self, flat: Tensor, folder: str, rounded_to: torch.dtype = torch.float32
+    ) -> None:
+        whole, architecture = self.layout, self.architecture
+        load_boxes(whole.parameters, flat, folder, architecture, whole.format, rounded_to)
 
     @torch.inference_mode()
     def process_weights(self, flat: Tensor) -> Weights:
-        """Views of `flat` (see `layout`)."""
-        return bind(self.layout, self.architecture, flat, self._scratch)
+        """Views of `flat`, and with adapters of the weights beside them."""
+        whole = flat if self._base is None else self._base
+        weights = bind(self.layout, self.architecture, whole, self._scratch)
+        return weights if self._adapters is None else self._adapters.adapt(weights, flat)
 
     @torch.inference_mode()
     def commit(self, processed: Weights | Tensor, version: int) -> int:
@@ -170,11 +203,13 @@ class EmbeddedEngine:
                 self._stop(slot, FinishReason.ABORTED)
 
     def movable(self, tag: str) -> list[Tensor]:
-        """The KV cache: all weights are in the flat memory. Graphs are captured again
-        afterwards."""
+        """The KV cache, or weights beside adapters: all others are in the flat memory. Graphs are
+        captured again afterwards."""
         self._finish_steps()
         self._runner.forget()
-        return [self._cache.keys, self._cache.values] if tag == "kv" else []
+        if tag == "kv":
+            return [self._cache.keys, self._cache.values]
+        return [] if self._base is None else [self._base]
 
     def forget_prompts(self) -> None:
         self._prefixes.clear()

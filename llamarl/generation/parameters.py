@@ -25,6 +25,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from llamarl.generation.adapted import AdaptedMatrix
 from llamarl.generation.quantized import QuantizedMatrix
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import FUSED, split_dimension
@@ -151,7 +152,7 @@ class BufferLayout:
         offset = self._reserve(fused, (num_outputs, num_inputs), form.dtype)
         for part, shape in zip(parts, shapes, strict=True):
             start = self._start(part.base)
-            layout = _one_box(
+            layout = one_box(
                 self._shapes[part.base], form.dtype, start, shape, offset, (shape[1], 1)
             )
             self.parameters[part.values] = layout
@@ -163,7 +164,7 @@ class BufferLayout:
             if not form.is_per_tensor:
                 rows = self._shapes[part.base][0], self._start(part.base)[0], shape[0]
                 whole, start, size = ((each,) for each in rows)
-            layout = _one_box(whole, form.scale_dtype, start, size, offset, (1,))
+            layout = one_box(whole, form.scale_dtype, start, size, offset, (1,))
             self.parameters[part.scales] = layout
             offset += 0 if form.is_per_tensor else shape[0]
 
@@ -178,24 +179,34 @@ class BufferLayout:
     def _put(self, name: str, offset: int, strides: tuple[int, ...]) -> None:
         """Record that this rank's box of parameter `name` lies at `offset` with `strides`."""
         size, start = self._local_shape(name), self._start(name)
-        self.parameters[name] = _one_box(
+        self.parameters[name] = one_box(
             self._shapes[name], self.dtype, start, size, offset, strides
         )
 
     def _start(self, name: str) -> tuple[int, ...]:
-        start, split = [0] * len(self._shapes[name]), split_dimension(name)
-        if split is not None:
-            start[split] = self._rank * self._local_shape(name)[split]
-        return tuple(start)
+        return start_of(name, self._local_shape(name), self._rank)
 
     def _local_shape(self, name: str) -> tuple[int, ...]:
-        shape, split = list(self._shapes[name]), split_dimension(name)
-        if split is not None:
-            shape[split] //= self._num_ranks
-        return tuple(shape)
+        return local_shape(name, self._shapes[name], self._num_ranks)
 
 
-def _one_box(
+def local_shape(name: str, shape: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
+    """Of one tensor-parallel rank's equal part of a parameter."""
+    split = split_dimension(name)
+    return tuple(
+        size // num_ranks if dimension == split else size for dimension, size in enumerate(shape)
+    )
+
+
+def start_of(name: str, size: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The global index at which this rank's part of a parameter, of shape `size`, begins."""
+    split = split_dimension(name)
+    return tuple(
+        rank * extent if dimension == split else 0 for dimension, extent in enumerate(size)
+    )
+
+
+def one_box(
     shape: tuple[int, ...],
     dtype: str,
     start: tuple[int, ...],
@@ -203,6 +214,7 @@ def _one_box(
     offset: int,
     strides: tuple[int, ...],
 ) -> ParameterLayout:
+    """A parameter of which a rank holds one box, of shape `size` from `start` on."""
     stop = tuple(first + extent for first, extent in zip(start, size, strict=True))
     box = Box(start=start, stop=stop, buffer=BUFFER, offset=offset, strides=strides)
     return ParameterLayout(shape=shape, dtype=dtype, boxes=(box,))
@@ -214,7 +226,7 @@ def view_box(flat: Tensor, layout: ParameterLayout, box: Box) -> Tensor:
     return flat.as_strided(box.shape, box.strides, box.offset)
 
 
-Matrix = Tensor | QuantizedMatrix
+Matrix = Tensor | QuantizedMatrix | AdaptedMatrix
 
 
 @dataclass(slots=True, kw_only=True)
@@ -305,6 +317,9 @@ def tensors(weights: Weights) -> Iterator[Tensor]:
     for record in records:
         for field in fields(record):
             value = getattr(record, field.name)
+            if isinstance(value, AdaptedMatrix):
+                yield from (value.down, value.up)
+                value = value.base
             if isinstance(value, QuantizedMatrix):
                 yield from (value.values, value.scales)
             elif isinstance(value, Tensor):

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from llamarl.types import FinishReason, Request, TurnResult
+from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.layout.buckets import Memory
 
 
@@ -41,7 +42,8 @@ class RequestOutput:
 
 class Engine(Protocol):
     """One rank of one replica's engine. `version` is -1 until the first commit, and nothing starts
-    before that. `decode_text` turns ids into text and is needed only for stop strings."""
+    before that. `decode_text` turns ids into text and is needed only for stop strings. With
+    adapters `memory` holds these alone."""
 
     memory: Memory
     version: int
@@ -56,9 +58,16 @@ class Engine(Protocol):
         """True if the next step would do something."""
 
     def load(self, flat: Tensor, folder: str) -> None:
-        """Fill `flat` [num_elements] with the weights of a checkpoint folder.
+        """Fill `flat` [num_elements] with the weights of a checkpoint's folder, or an adapter's.
 
         ValueError if they do not fit, are damaged, or hold numbers that are not finite.
+        """
+
+    def load_base(self, folder: str, dtype: str = "float32") -> dict[str, Fingerprints]:
+        """With adapters: read the weights beside them, which stay, from a checkpoint's folder,
+        rounded to the trainer's `dtype` as there.
+
+        Returns this rank's sums of them, by kind (`weights/quantization/frozen_sums.py`).
         """
 
     def process_weights(self, flat: Tensor) -> Any:

@@ -200,6 +200,13 @@ class LibraryEngines(Engines):
             check_trainable(self, group, self._sampling)
         await super().forward_backward(groups, oldest_version)
 
+    async def look_ahead(self, groups: Sequence[Group]) -> None:
+        """Store the trainer's present log-probs of groups that a later step of the batch will train
+        (`gate.num_ahead` of them), with algorithm.proximal=recompute."""
+        self._require("look_ahead", "trainer", Phase.TRAIN)
+        require(bool(self._rows(groups)), "groups", "hold at least one rollout", "none")
+        await super().look_ahead(groups)
+
     async def optim_step(
         self,
         keep: Sequence[Group] = (),
@@ -222,12 +229,12 @@ class LibraryEngines(Engines):
         await super().retire(groups, outcome, **details)
 
     async def evaluate(self) -> Evaluation:
-        """Answer the held-out prompts, each once, with the version published last: as
-        `evaluation.*` says. NoGenerator if replicas were lost with some of them."""
+        """Answer the held-out prompts with the version published last, as `evaluation.*` says.
+        NoGenerator if replicas were lost with some of them."""
         self._require("evaluate", "generator")
         self._require("evaluate", "scorer")
         self._require_generators("evaluate")
-        self.config.require(bool(self.held_out), "data.held_out", "name a file to evaluate on")
+        require(bool(self.held_out), "data.held_out", "name a file to evaluate on", None)
         version = self.version if self.publisher is None else self.published
         evaluating = self._evaluator.evaluate(version, is_last=True)
         found = await self.rollouts.until_failed(evaluating)

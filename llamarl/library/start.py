@@ -27,6 +27,7 @@ from llamarl.planner.memory.fit import check_fit
 from llamarl.protocols import RunObserver
 from llamarl.recipe.composition import compose, to_config, to_yaml
 from llamarl.recipe.inputs import read_frozen, read_inputs
+from llamarl.recipe.local_inputs import with_local_files
 from llamarl.recipe.prompt_inputs import with_last_step
 from llamarl.run.starter import name_executors, running_cluster, spawn_executors
 from llamarl.run.wiring import Wiring
@@ -50,7 +51,8 @@ async def start_engines(
     shown as by `llamarl train`. ValueError, in one line, for what the caller must change.
     """
     composed = compose(recipe, overrides, run_dir)
-    running = running_engines(to_config(composed), to_yaml(composed), executors, metrics)
+    config, pinned = with_local_files(to_config(composed), "train")
+    running = running_engines(config, to_yaml(composed, pinned), executors, metrics)
     async with running as engines:
         yield engines
 

@@ -1,9 +1,7 @@
 """The loop. Read it from top to bottom: that is the order in which a rollout lives.
 
-Owns: the order of the verbs. Does not own: what a verb does (`engines.py`), the life of a rollout
-inside `roll_out` (`rollouts.py`), who may start and who is next (`gate.py`), or how anything else
-is done; every collaborator arrives built. Invariant: the coroutines here share nothing but the
-gate; an exception in any of them ends all.
+Owns: the order of the verbs. Does not own: what a verb does (`engines.py`) or who is next
+(`gate.py`). Invariant: the coroutines share nothing but the gate; an exception in one ends all.
 
     admit -> roll out: generate, score, ... -> settle -> train -> advance, publish -> admit
 """
@@ -65,8 +63,7 @@ class Controller:
         await self.saver.whole(self._settle(group))
 
     async def _settle(self, group: Group) -> None:
-        """The group gets its advantages and waits for the trainer; or it is dropped, and another
-        prompt takes its place."""
+        """The group gets its advantages and waits; or it is dropped, and frees its slot."""
         if (reason := await self.engines.settle(group)) is None:
             return await self.gate.settle(group, group.advantages)
         try:
@@ -75,7 +72,7 @@ class Controller:
             await self.engines.retire([group], "dropped", reason=reason, group_id=group.group_id)
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
-        """One optimizer step per batch; a version is published while the next one is trained."""
+        """One optimizer step per mini-batch; a version is published while the next is trained."""
         publishing: list[asyncio.Task[None]] = []  # one at most
         while not self.saver.has_last:
             async with self.colocation.phase(Phase.TRAIN, self._wait_for_batch):
@@ -97,20 +94,25 @@ class Controller:
 
     async def _accumulate(self) -> bool:
         """Train on the parts of a step as they become ready; False if it will not be whole."""
-        oldest, missing = self.gate.oldest_version(self.engines.version), self.gate.groups_per_step
-        while missing:
-            num_groups, num_tokens = self.part_size.least(missing)
-            if not (groups := await self.gate.take(num_groups, missing, num_tokens)):
+        oldest = self.gate.oldest_version(self.engines.version)
+        missing, ahead = self.gate.groups_per_step, self.gate.num_ahead
+        while most := missing or ahead:
+            num_groups, num_tokens = self.part_size.least(most)
+            if not (groups := await self.gate.take(num_groups, most, num_tokens)):
                 return False
-            with self.part_size.timed(groups):
-                await self.engines.forward_backward(groups, oldest)
-            missing -= len(groups)
+            if missing:
+                with self.part_size.timed(groups):
+                    await self.engines.forward_backward(groups, oldest)
+                missing -= len(groups)
+            else:  # the batch's later steps have their proximal log-probs from before the first
+                await self.engines.look_ahead(groups)
+                ahead -= len(groups)
         return True
 
     async def _wait_for_batch(self) -> None:
         """Until the generators can spare their device: nothing is evaluated, all is written."""
         await asyncio.gather(*self._evaluating)
-        await self.gate.wait_for(self.gate.groups_per_step)
+        await self.gate.wait_for(self.gate.groups_per_step + self.gate.num_ahead)
 
     async def _publish(self, version: int, tasks: asyncio.TaskGroup) -> None:
         """Give `version` to the generators; those that evaluate an older one take it afterwards."""

@@ -3,13 +3,13 @@ settle them, accumulate gradients, make a version, bring it to the generators.
 
 Owns: what each verb asks of which executor, and what it logs and retires. Does not own: the order
 of the verbs (the controller, or a caller's own loop), the life of a rollout (`rollouts.py`), or who
-may start when (`gate.py`). Invariant: what a step learnt from is retired once, after the step is
+may start when (`gate.py`). Invariant: what steps learnt from is retired once, after the last one is
 logged, and never while it may be trained on again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llamarl.data.kept_rollouts import make_record
@@ -75,6 +75,9 @@ class Engines:
     version: int
     _trained: list[tuple[Sequence[Group], int]] = field(default_factory=list)
     """What the step under way was accumulated from, and the oldest version that it learns from."""
+    _used: dict[int, tuple[Group, tuple[int, int, int]]] = field(default_factory=dict)
+    """By group id, what steps learnt from that is not retired: the version at the last use, the
+    oldest version learnt from then, and the number of uses."""
 
     async def connect(self) -> None:
         """Connect generators to the trainer: every route fits, or it raises."""
@@ -112,8 +115,18 @@ class Engines:
         """Add the gradients of settled groups to the step under way. Tokens of a version below
         `oldest_version` get no weight."""
         assert self.trainer is not None
-        await self.trainer.accumulate(self.rules.make_batch(groups, self.version, oldest_version))
+        await self.trainer.accumulate(self._make_batch(groups, oldest_version))
         self._trained.append((groups, oldest_version))
+
+    async def look_ahead(self, groups: Sequence[Group]) -> None:
+        """Have the trainer's present log-probs of settled groups stored, which later steps of their
+        batch take the ratio to."""
+        assert self.trainer is not None
+        await self.trainer.store_proximal(self._make_batch(groups, 0))
+
+    def _make_batch(self, groups: Sequence[Group], oldest_version: int) -> Batch:
+        batch = self.rules.make_batch(groups, self.version, oldest_version)
+        return replace(batch, first_version=self.gate.first_of_batch(self.version))
 
     async def optim_step(
         self,
@@ -122,29 +135,46 @@ class Engines:
         made: Callable[[], None] = lambda: None,
     ) -> StepStats:
         """Make the next version from the gradients, log it with what else was `found`, and retire
-        the groups that they are of: but for those to `keep` for a later step, and those that the
-        gate's sampler has not consumed. `made` is called as soon as the trainer may go on."""
+        the groups that they are of: but for those to `keep` for a later step, those that a later
+        pass uses, and those that the gate's sampler has not consumed. `made` is called as soon as
+        the trainer may go on."""
         assert self.trainer is not None
         trained, self._trained = self._trained, []
         spared = {group.group_id for group in (*keep, *self.gate.kept)}
         stats = await self.trainer.step()  # publishes under way go on from a snapshot
         before, self.version = self.version, stats.version
         made()
-        consumed: dict[int, dict[int, Group]] = {}
         for groups, oldest in trained:
-            those = consumed.setdefault(oldest, {})
-            those |= {each.group_id: each for each in groups if each.group_id not in spared}
+            for each in groups:
+                num_uses = self._used[each.group_id][1][2] if each.group_id in self._used else 0
+                self._used[each.group_id] = each, (before, oldest, num_uses + 1)
         all_groups = [group for groups, _ in trained for group in groups]
+        oldest = min((oldest for _, oldest in trained), default=0)
         metrics = {**(found or {}), **self.gate.prompts.take_metrics()}
-        await self.observer.log_step(stats, all_groups, min(consumed, default=0), metrics)
-        for oldest, by_id in consumed.items():
-            await self.retire([*by_id.values()], "trained", version=before, oldest_version=oldest)
+        await self.observer.log_step(stats, all_groups, oldest, metrics)
+        used = dict.fromkeys(group.group_id for group in all_groups)
+        await self._retire_used([each for each in used if each not in spared])
         return stats
+
+    async def retire_used(self) -> None:
+        """Retire all that steps learnt from, though others were to follow: none will."""
+        await self._retire_used([*self._used])
+
+    async def _retire_used(self, group_ids: Sequence[int]) -> None:
+        """Retire these groups, which steps learnt from."""
+        alike: dict[tuple[int, int, int], list[Group]] = {}
+        for group, use in [self._used.pop(group_id) for group_id in group_ids]:
+            alike.setdefault(use, []).append(group)
+        for (version, oldest, num_uses), groups in alike.items():
+            again = {"num_uses": num_uses} if num_uses > 1 else {}
+            await self.retire(groups, "trained", version=version, oldest_version=oldest, **again)
 
     async def retire(
         self, groups: Sequence[Group], outcome: str, **details: str | int | float
     ) -> None:
         """Free the groups' arrays; the archive says what became of them."""
+        for group in groups:
+            self._used.pop(group.group_id, None)
         row_ids = [row_id for group in groups for row_id in group.row_ids]
         await self._record(groups, {"outcome": outcome, **details}, {*row_ids})
         await self.rollouts.retire(row_ids, {"outcome": outcome, **details})
@@ -163,7 +193,9 @@ class Engines:
             await self.rollouts.record(records)
 
     async def retire_rest(self) -> None:
-        """Free all that was never retired, as unused."""
+        """Free all that was never retired: as trained what a step learnt from, though more were to
+        follow, and the rest as unused."""
+        await self.retire_used()
         await self.rollouts.retire(self.rollouts.rows(*Purpose), {"outcome": "unused"})
 
     async def abort(self) -> None:

@@ -10,13 +10,15 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llamarl.environments.requests import make_requests
 from llamarl.groups import Evaluation, Group
 from llamarl.loop.engines import Engines
-from llamarl.types import FinishReason, Prompt, Purpose, Request, Sampling, StageResult, StageStatus
+from llamarl.metrics.best_version import BestVersion
+from llamarl.metrics.held_out import result_of, summed_up
+from llamarl.types import FinishReason, Prompt, Purpose, Request, Sampling, StageStatus
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,9 @@ Whole = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 
 @dataclass(kw_only=True)
 class Evaluator:
-    """Asks for one rollout per held-out prompt and waits until all are scored.
+    """Asks for `num_rollouts` of each held-out prompt and waits until all are scored. What is found
+    is told of all, of each of the `sets` that the recipe names, and for each k in `at_k`. The run
+    ends when `best` says so.
 
     `version` is the last one evaluated (-1: none), also before a resume. As many replicas as run
     all prompts at once, `rows_per_replica` each, keep the version meanwhile; of the last version,
@@ -36,11 +40,15 @@ class Evaluator:
     prompts: list[Prompt]
     sampling: Sampling
     seed: int
+    num_rollouts: int = 1
+    at_k: Sequence[int] = ()
+    sets: Sequence[str] = ()
     has_turns: bool = False
     engines: Engines
     every_steps: int = 0
     version: int = -1
     rows_per_replica: int = 1
+    best: BestVersion = field(default_factory=BestVersion)
 
     def __post_init__(self) -> None:
         self._begun = self.version
@@ -54,6 +62,15 @@ class Evaluator:
         has_passed = every > 0 and version // every > self._begun // every
         return self._begun < 0 or has_passed or version == last
 
+    def is_wanted(self, version: int) -> bool:
+        """Whether `version` is one of every `every_steps`: so will be due, unless it is lost."""
+        return bool(self.prompts) and self.every_steps > 0 and version % self.every_steps == 0
+
+    def _is_saved(self, version: int) -> bool:
+        """Whether such a version has a checkpoint: amid a batch nothing is saved."""
+        is_between = self.engines.gate.first_of_batch(version) == version
+        return is_between and self.is_wanted(version)
+
     async def evaluate(
         self, version: int, *, is_last: bool = False, whole: Whole = asyncio.shield
     ) -> Evaluation | None:
@@ -65,23 +82,26 @@ class Evaluator:
         failed.
         """
         before, self._begun = self._begun, version
-        num_replicas = None if is_last else math.ceil(len(self.prompts) / self.rows_per_replica)
-        row_ids = self.engines.gate.allocate_rows(len(self.prompts))
+        num_rows = len(self.prompts) * self.num_rollouts
+        num_replicas = None if is_last else math.ceil(num_rows / self.rows_per_replica)
+        row_ids = self.engines.gate.allocate_rows(num_rows)
         groups = [
-            Group(group_id=-1, prompt=prompt, row_ids=(row_id,), min_version=version)
-            for row_id, prompt in zip(row_ids, self.prompts, strict=True)
+            Group(group_id=-1, prompt=prompt, row_ids=of_prompt, min_version=version)
+            for place, prompt in enumerate(self.prompts)
+            if (of_prompt := row_ids[place :: len(self.prompts)])
         ]
         with self.engines.hold(version, num_replicas):
             async with asyncio.TaskGroup() as tasks:
                 for group in groups:
                     tasks.create_task(self.engines.rollouts.roll_out(group, self._requests(group)))
-            result = _result(version, groups)
+            result = self._result(version, groups)
             if result is None:
                 self._begun = before
                 await whole(self.engines.retire(groups, "unused"))
+                self.engines.observer.log_evaluation(None)
             else:
-                await whole(self._retire(version, groups))
-        self.engines.observer.log_evaluation(result)
+                is_saved = is_last or self._is_saved(version)
+                await whole(self._end(result, groups, is_saved))
         return result
 
     def _requests(self, group: Group) -> list[Request]:
@@ -94,40 +114,39 @@ class Evaluator:
         )
         return [replace(request, purpose=Purpose.EVALUATE) for request in asked]
 
-    async def _retire(self, version: int, groups: Sequence[Group]) -> None:
-        for correct in (True, False):
-            those = [each for each in groups if _score(each).correct is correct]
-            await self.engines.retire(those, "evaluated", version=version, correct=int(correct))
-        self.version = version
+    async def _end(self, result: Evaluation, groups: Sequence[Group], is_saved: bool) -> None:
+        """Retire the rows and log the result: both, or neither before a state that is saved. Only a
+        version whose checkpoint `is_saved` may be the best."""
+        alike: dict[tuple[str, bool], list[Group]] = {}
+        for group in groups:
+            for row_id in group.row_ids:
+                kind = group.prompt.held_out, group.scores[row_id].correct
+                alike.setdefault(kind, []).append(replace(group, row_ids=(row_id,)))
+        for (name, correct), those in alike.items():
+            await self.engines.retire(
+                those, "evaluated", version=result.version, correct=int(correct), held_out=name
+            )
+        self.version = result.version
+        self.engines.observer.log_evaluation(result)
+        if is_saved:
+            self.best.add(result)
+        if why := self.best.why_over:
+            await self.engines.gate.end(why)
 
-
-def _score(group: Group) -> StageResult:
-    return group.scores[group.row_ids[0]]
-
-
-def _result(version: int, groups: Sequence[Group]) -> Evaluation | None:
-    rows = [rollout for group in groups for rollout in group.rollouts.values()]
-    if num_lost := sum(row.finish_reason is FinishReason.ABORTED for row in rows):
-        words = (
-            "version %d has no held-out accuracy, for generators were lost with %d of the %d "
-            "prompts: the next version, if there is one, is evaluated"
-        )
-        log.warning(words, version, num_lost, len(rows))
-        return None
-    scores = list(map(_score, groups))
-    foreign = {span.version for row in rows for span in row.spans} - {version}
-    if foreign:
-        raise RuntimeError(f"evaluation of version {version} met tokens of {sorted(foreign)}")
-    good = [score for score in scores if score.status is StageStatus.OK]
-    if not good:
-        raise RuntimeError(f"every reward of the evaluation failed: {scores[0].error}")
-    num_prompts = len(scores)
-    return Evaluation(
-        version=version,
-        accuracy=sum(score.correct for score in good) / num_prompts,
-        reward=sum(score.reward for score in good) / num_prompts,
-        mean_tokens=sum(row.num_generated for row in rows) / len(rows),
-        truncated_share=sum(r.finish_reason is FinishReason.LENGTH for r in rows) / len(rows),
-        num_prompts=num_prompts,
-        num_failed=num_prompts - len(good),
-    )
+    def _result(self, version: int, groups: Sequence[Group]) -> Evaluation | None:
+        rows = [rollout for group in groups for rollout in group.rollouts.values()]
+        if num_lost := sum(row.finish_reason is FinishReason.ABORTED for row in rows):
+            words = (
+                "version %d has no held-out accuracy, for generators were lost with %d of the %d "
+                "rollouts: the next version, if there is one, is evaluated"
+            )
+            log.warning(words, version, num_lost, len(rows))
+            return None
+        foreign = {span.version for row in rows for span in row.spans} - {version}
+        if foreign:
+            raise RuntimeError(f"evaluation of version {version} met tokens of {sorted(foreign)}")
+        scores = [score for group in groups for score in group.scores.values()]
+        if all(score.status is not StageStatus.OK for score in scores):
+            raise RuntimeError(f"every reward of the evaluation failed: {scores[0].error}")
+        results = [result_of(group, self.at_k) for group in groups]
+        return summed_up(version, results, self.at_k, self.sets)

@@ -1,7 +1,8 @@
 """The moments at which a run is saved: after due steps, and when it ends early.
 
-Owns: which steps are due, which version and state a checkpoint of a running loop holds, and the
-work that an end must wait for. Does not own: folders (`checkpoint.py`) or signals (`signals.py`).
+Owns: which steps are due to be saved or exported, which version and state a checkpoint of a running
+loop holds, and the work that an end must wait for. Does not own: folders (`checkpoint.py`), which
+version is the best (`best_version.py`) or signals (`signals.py`).
 Invariant: a saved state names the trainer's version, every prompt that was drawn and neither
 trained nor dropped by then, and records that hold that version's step and all that was dropped.
 """
@@ -29,7 +30,8 @@ T = TypeVar("T")
 @dataclass(kw_only=True)
 class Saver:
     """Saves one run. `last` is the version to end with: the first one that is made after the event
-    loop's `deadline_s`, if that comes before; the one that the run starts with counts as saved."""
+    loop's `deadline_s`, if that comes before, and `limit` names this end; the one that the run
+    starts with counts as saved."""
 
     config: CheckpointConfig
     run_dir: str
@@ -39,31 +41,26 @@ class Saver:
     spans: Spans
     last: int
     deadline_s: float = math.inf
-    _saved: tuple[int, str] = field(init=False)  # version, and why it is the last one
+    limit: str = ""
+    _saved: tuple[int, str, int] = field(init=False)  # version, why it is last, evaluations since
+    _exported: int = -1  # the version that was last, while training
     _under_way: set[asyncio.Future[Any]] = field(default_factory=set)
     _whole: set[asyncio.Future[None]] = field(default_factory=set)
     _taking: set[asyncio.Future[None]] = field(default_factory=set)  # states, one at most
     _made: asyncio.Event = field(default_factory=asyncio.Event)  # by the step under way
     _step: list[asyncio.Future[object]] = field(default_factory=list)  # one at most
     _saving: asyncio.Future[None] | None = None
+    _asked: int = field(init=False)  # the version that `save` was called for last
     _end: Callable[[], None] | None = None
-    _is_over: bool = False  # for the deadline has come
     _has_phases: bool = True  # else the trainer has the device for good
 
     def __post_init__(self) -> None:
-        self._saved = self.version, ""
+        self._saved, self._asked = (self.version, "", self.evaluator.best.num_since), self.version
 
     @property
     def version(self) -> int:
         """The trainer's."""
         return self.engines.version
-
-    @property
-    def ended_by(self) -> str:
-        """The limit that has made a version the last one, other than `num_steps`; or ""."""
-        if self.engines.gate.ran_out:
-            return "num_epochs"
-        return "max_hours" if self._is_over else ""
 
     async def start_step(self, step: Coroutine[Any, Any, object]) -> None:
         """Start `step`, once the one before has ended, and wait until it has called `made`.
@@ -83,6 +80,10 @@ class Saver:
         if task.done():
             task.result()
         self._step = [task]
+        is_late = asyncio.get_running_loop().time() >= self.deadline_s
+        if is_late and not self.has_last:
+            self.last = self.version
+            await self.engines.gate.end(self.limit)
 
     async def whole(self, work: Coroutine[Any, Any, None]) -> None:
         """Do work that changes both the state and the records. It is done even if the run is
@@ -105,9 +106,6 @@ class Saver:
     def made(self) -> None:
         """The trainer has made the next version."""
         self._made.set()
-        if asyncio.get_running_loop().time() >= self.deadline_s:
-            self._is_over = self.version < self.last
-            self.last = min(self.last, self.version)
         if self._end is not None:
             self._end()
 
@@ -121,16 +119,34 @@ class Saver:
         return self.version >= self.last
 
     def is_due(self) -> bool:
-        """See `CheckpointConfig.is_due`."""
-        return self.config.is_due(self.version, self.last)
+        """Whether to save or export the trainer's version."""
+        return self._is_save_due() or self.config.is_export_due(self.version)
+
+    def _is_save_due(self) -> bool:
+        """See `CheckpointConfig`; what is evaluated may turn out to be the best. What is due amid a
+        batch is saved after its last step, for a run that is resumed begins with a new batch."""
+        if self.has_last:
+            return True
+        is_between = self.engines.gate.first_of_batch(self.version) == self.version
+        may_be_best = bool(self.config.best) and self.evaluator.is_wanted(self.version)
+        since = range(self._asked + 1, self.version + 1)
+        is_due = any(self.config.is_due(version, self.last) for version in since)
+        return is_between and (may_be_best or is_due)
 
     async def save(self, tasks: asyncio.TaskGroup) -> None:
-        """Save the trainer's version, unless that was done, once its step is logged.
+        """Export and save the trainer's version, as far as that is due and was not done, once its
+        step is logged.
 
         Returns once training may go on: the trainer's state is copied, and written meanwhile. A
         failure ends `tasks`, which do not end before the save; the next save waits for it.
         """
+        is_save_due, self._asked = self._is_save_due(), self.version
         await self._end_step()
+        if self.config.is_export_due(self.version) and self._exported != self.version:
+            self._exported = self.version
+            await self._export(f"exports/step-{self.version:08d}")
+        if not is_save_due:
+            return
         while self._saving is not None and not self._saving.done():
             await asyncio.wait({self._saving})
         copied = asyncio.Event()
@@ -143,20 +159,33 @@ class Saver:
             tasks.create_task(_wait_for(saving))
 
     async def export(self) -> None:
-        """Write the trainer's weights in the Hugging Face layout, if the config wants them. This
-        needs no generators: those that are lost by now have made room."""
+        """Mark the best version, and write the last one and that in the Hugging Face layout, if the
+        config wants them. This needs no generators: those that are lost by now have made room."""
+        best = self.evaluator.best.version
+        checkpoint.mark_best(self.run_dir, best)
+        checkpoint.prune(self.run_dir, self.config.keep, lambda version: version == best)
         if not self.config.export:
             return
         try:
             async with self.colocation.phase(Phase.TRAIN) if self._has_phases else nullcontext():
-                await self._export()
+                await self._export_results()
         except NoGenerator:
             await self.colocation.recall()
-            await self._export()
+            await self._export_results()
 
-    async def _export(self) -> None:
+    async def _export_results(self) -> None:
+        """The best version comes last, for its weights take the place of the trainer's."""
+        await self._export("export")
+        best = self.evaluator.best.version
+        if (folder := checkpoint.find(self.run_dir, best)) is not None:
+            assert self.engines.trainer is not None
+            if best != self.version:
+                await self.engines.trainer.restore(str(folder))
+            await self._export("export-best")
+
+    async def _export(self, name: str) -> None:
         assert self.engines.trainer is not None
-        await self.engines.trainer.export(f"{self.run_dir}/export", self.config.export_dtype)
+        await self.engines.trainer.export(f"{self.run_dir}/{name}", self.config.export_dtype)
 
     @asynccontextmanager
     async def saving(self) -> AsyncIterator[None]:
@@ -195,7 +224,10 @@ class Saver:
         await asyncio.gather(*map(asyncio.shield, self._step))
 
     async def _save(self, on_copied: Callable[[], None] | None = None) -> None:
-        """Save the present state; with `on_copied`, called once that may change, from a copy."""
+        """Save the present state; with `on_copied`, called once that may change, from a copy. Amid
+        a batch the run ends with it."""
+        if self.engines.gate.first_of_batch(self.version) < self.version:
+            await self.engines.retire_used()
         taking = asyncio.get_running_loop().create_future()
         self._taking.add(taking)
         try:
@@ -204,19 +236,34 @@ class Saver:
         finally:  # what follows is done before any other task runs, up to the end of the copies
             self._taking.discard(taking)
             taking.set_result(None)
-        version, solved = self.version, self.engines.gate.solved
-        end = solved or self.ended_by
-        if (version, end) == self._saved:
+        gate, version, best = self.engines.gate, self.version, self.evaluator.best
+        now = version, gate.solved or gate.ended, best.num_since
+        if now == self._saved:
             return
         state: dict[str, Any] = {"version": version, "evaluated": self.evaluator.version}
-        state |= self.engines.gate.state(version)
-        if solved:
-            state["solved"] = solved
+        state |= {"best": best.state(), **gate.state(version)}
+        known = best.version
+        if gate.solved:
+            state["solved"] = gate.solved
         with self.spans.span("checkpoint", "mark", version=version):
             trainer = self.engines.trainer
             assert trainer is not None
-            await checkpoint.save(self.run_dir, trainer, state, self.config.keep, on_copied)
-        self._saved = version, end
+            await checkpoint.save(
+                self.run_dir,
+                trainer,
+                state,
+                self.config.keep,
+                on_copied,
+                best=lambda: best.version,
+                is_spared=lambda each: each == known or self._may_be_best(each),
+            )
+        self._saved = now
+
+    def _may_be_best(self, version: int) -> bool:
+        """Whether a checkpoint's version is still to be evaluated."""
+        is_last = version == self.last and self.has_last
+        is_wanted = bool(self.config.best) and (is_last or self.evaluator.is_wanted(version))
+        return is_wanted and version > self.evaluator.version
 
     def _protect(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Start `work` as a task that goes on when the run is cancelled."""

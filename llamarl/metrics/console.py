@@ -13,7 +13,7 @@ import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -26,13 +26,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from llamarl.groups import Evaluation
+from llamarl.groups import Evaluation, Share
 from llamarl.metrics import rendering
 from llamarl.metrics.episode_metrics import tools_in_words
+from llamarl.metrics.estimates import with_margin
+from llamarl.metrics.held_out import ACCURACY, in_lines, share_words
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.shares import Shares
 from llamarl.metrics.span import executor_of
-from llamarl.metrics.step_metrics import Drops, Scalars, in_words, with_interval
+from llamarl.metrics.step_metrics import Drops, Scalars, in_words
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +46,10 @@ CURVE_STEPS = 24
 RECENT_STEPS = 10  # whose pace the time left follows
 SHOWN_EVALUATIONS = 3
 SHOWN_EXECUTORS = ("generator", "trainer")
+TRAINING = "accuracy/train"
 STEP_FIGURES = (  # of a line: label, tag, format
     ("reward", "reward/mean", "{:.3f}"),
-    ("accuracy", "accuracy/train", "{:.1%}"),
+    ("accuracy", TRAINING, ""),  # with its interval
     ("turns", "episode/turns", "{:.2f}"),
     ("staleness", "staleness/mean", "{:.2f}"),
     ("tokens/s", "tokens/per_s", "{:,.0f}"),
@@ -84,7 +87,7 @@ class Progress:
         self._first_step = self._step = 0
         self._phase = "starting"
         self._scalars: Scalars = {}
-        self._scores: deque[tuple[float, float]] = deque(maxlen=CURVE_STEPS)  # reward, accuracy
+        self._scores: deque[tuple[float, Share]] = deque(maxlen=CURVE_STEPS)  # reward, accuracy
         self._evaluations: deque[Evaluation] = deque(maxlen=SHOWN_EVALUATIONS)
         self._drops = Drops()
         self._startup: Startup | None = None
@@ -160,8 +163,8 @@ class Progress:
         """Version `step` is trained; `scalars` as `step_metrics.step_scalars` tags them."""
         self._step, self._scalars = step, scalars
         self._ends_s.append(time.monotonic())
-        if "accuracy/train" in scalars:
-            self._scores.append((scalars["reward/mean"], scalars["accuracy/train"]))
+        if TRAINING in scalars:
+            self._scores.append((scalars["reward/mean"], _trained_share(scalars)))
         is_due = time.monotonic() - self._printed_s >= LINE_INTERVAL_S
         if is_due or step in (self._first_step + 1, self._num_steps):
             self._update_shares()
@@ -170,10 +173,8 @@ class Progress:
     def show_evaluation(self, evaluated: Evaluation) -> None:
         """What a version reached on the held-out prompts."""
         self._evaluations.append(evaluated)
-        accuracy, reward = evaluated.accuracy, evaluated.reward
-        shaped = f"reward {reward:.3f}, " if rendering.is_shaped(reward, accuracy) else ""
-        words = with_interval(accuracy, evaluated.num_prompts)
-        self._print_line(f"held-out {shaped}accuracy {words} at version {evaluated.version}")
+        for words in in_lines(evaluated):
+            self._print_line(f"held-out {words} at version {evaluated.version}")
         if self._sample:
             self._print_line(f"sample: {self._sample}")
 
@@ -205,7 +206,9 @@ class Progress:
     def _step_line(self) -> str:
         known = [figure for figure in STEP_FIGURES if figure[1] in self._scalars]
         parts = [f"step {self._step}{self._of}"]
-        parts += [f"{label} {form.format(self._scalars[tag])}" for label, tag, form in known]
+        for label, tag, form in known:
+            shown = form.format(self._scalars[tag])
+            parts.append(f"{label} {shown if form else with_margin(_trained_share(self._scalars))}")
         if self._drops.total:
             parts.append(self._dropped())
         if self._shares:
@@ -282,25 +285,43 @@ class Progress:
     def _trained(self) -> list[rendering.Fact]:
         if not self._scores:
             return []
-        rewards, accuracies = zip(*self._scores, strict=True)
-        reward = rendering.draw_curve(rewards, "6.3f", self.console)
-        accuracy = rendering.draw_curve(accuracies, "6.1%", self.console)
-        return rendering.scores("training", reward, accuracy, self._scores[-1])
+        rewards, shares = zip(*self._scores, strict=True)
+        accuracies = [share.value for share in shares]
+        reward = rendering.draw_curve(rewards, f"{rewards[-1]:.3f}", self.console)
+        accuracy = rendering.draw_curve(accuracies, with_margin(shares[-1]), self.console)
+        return rendering.scores("training", reward, accuracy, (rewards[-1], accuracies[-1]))
 
     def _held_out(self) -> list[rendering.Fact]:
         if not self._evaluations:
             return []
         found = list(self._evaluations)  # the display has a thread of its own
         rewards = Text("  ".join(f"{each.reward:.3f} (v{each.version})" for each in found), "bold")
-        shares = Text("  ".join(f"{each.accuracy:.1%} (v{each.version})" for each in found), "bold")
         pairs = [(each.reward, each.accuracy) for each in found]
-        return rendering.scores("held-out", rewards, shares, *pairs)
+        facts = rendering.scores("held-out", rewards, _shares(found, ACCURACY), *pairs)
+        more = [name for name in found[-1].shares if name != ACCURACY]
+        more += [f"{name}/{ACCURACY}" for name in found[-1].sets]
+        return facts + [(share_words(name), _shares(found, name)) for name in more]
 
     def _dropped(self) -> str:
         """Such as `dropped 180: 160 solved, 20 equal rewards (60 since the last step)`."""
         current = self._drops.num_current
         since = f" ({current:,} since the last step)" if current else ""
         return f"dropped {in_words(self._drops.total)}{since}"
+
+
+def _trained_share(scalars: Scalars) -> Share:
+    return Share(*(scalars[f"{TRAINING}{end}"] for end in ("", "_low", "_high")))
+
+
+def _shares(evaluations: Sequence[Evaluation], name: str) -> Text:
+    """Such as "43.0% +-4.3 (v0)  98.4% +-1.4 (v30)"; `name` as `accuracy` or `gsm8k/accuracy`."""
+    of_set, _, key = name.rpartition("/")
+    words = []
+    for each in evaluations:
+        found = each.sets.get(of_set) if of_set else each
+        if found is not None and key in found.shares:
+            words.append(f"{with_margin(found.shares[key])} (v{each.version})")
+    return Text("  ".join(words), "bold")
 
 
 class Startup:

@@ -10,7 +10,7 @@ import logging
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from llamarl.checkpoints import checkpoint
 from llamarl.config import Config
+from llamarl.groups import Share
+from llamarl.metrics.best_version import best_version
+from llamarl.metrics.estimates import with_margin
+from llamarl.metrics.held_out import is_shaped, share_words
 from llamarl.metrics.shares import Shares
 from llamarl.metrics.step_metrics import in_words
 from llamarl.metrics.summary import SUMMARY_FILE, summarize
@@ -38,7 +43,7 @@ MARGINS = len("| ") + len("  ") + len(" |")  # of a row of the panel: left, betw
 SOURCE_FORMS = {"dropped_share": "{:.0%} dropped", "reward": "reward {:.3f}"}
 SOURCE_FORMS["length"] = "{:.0f} tokens"
 LOG_WIDTH = 84
-NEAR = 0.005  # a reward this near to the accuracy is not shown beside it
+WHEN = "before", "after"
 
 Fact = tuple[str, RenderableType]
 """A label and its value."""
@@ -49,40 +54,51 @@ def show_end(
 ) -> dict[str, Any]:
     """Summarize a run that has ended and print the table, the paths of its results, what to try
     next and, if it stopped before its last step, why; returns the summary. `state` has its version
-    and, if so, the limit that it was "ended_by", or what is "solved"."""
-    name = state.get("ended_by") or "num_steps"
-    why = f"{name}={getattr(config, name):,g}"
+    and, if so, what is "solved", or why it "ended" early; "limit" names what the last step is by,
+    other than num_steps."""
     is_early = state["version"] < config.most_steps
-    if (solved := state.get("solved")) and is_early:
-        words = "answered with full marks, so nothing is left to learn from these prompts"
-        why = f"{solved} were {words}"
-    summary = summarize(run_dir, why)
+    why = _why_early(config, state) if is_early else ""
+    limit = state.get("limit") or f"num_steps={config.most_steps}"
+    summary = summarize(run_dir, why or limit)
     paths = {"metrics": f"{run_dir}/metrics.jsonl", "timeline": f"{run_dir}/trace.json"}
     if "tensorboard" in config.metrics.trackers:
         paths = {"TensorBoard": f"{run_dir}/tensorboard", **paths}
     next_command = f"{find_program('tensorboard')} --logdir {shorten(run_dir)}"
     if config.checkpoint.export:
         paths["checkpoint"] = f"{run_dir}/export"
-    if config.checkpoint.export and config.data.held_out is not None:
+    if (best := checkpoint.marked_best(run_dir)) is not None:
+        name = "export-best" if config.checkpoint.export else f"checkpoints/{checkpoint.BEST}"
+        paths[f"best (v{checkpoint.version_of(best)})"] = f"{run_dir}/{name}"
+    if config.checkpoint.export and config.held_out_sets:
+        key = "model.adapter" if config.trainer.lora.is_used else "model.checkpoint"
         next_command = (
             f"{find_program('llamarl')} evaluate --config-dir {shorten(config.recipe_dir)} "
-            f"model.checkpoint={run_dir}/export"
+            f"{key}={run_dir}/export"
         )
     text = StringIO()
     render_summary(summary, paths, next_command, Console(file=text, width=LOG_WIDTH))
     log.info("%s", text.getvalue())
     render_summary(summary, paths, next_command, console)
-    if is_early:
+    if why:
         of = "" if config.last_step is None else f" of {config.last_step}"
         console.out(f"stopped at step {state['version']}{of}: {why}", highlight=False)
     return summary
 
 
+def _why_early(config: Config, state: Mapping[str, Any]) -> str:
+    """Why a run stopped before its last step; "" if it did not mean to."""
+    if solved := state.get("solved"):
+        why = "answered with full marks, so nothing is left to learn from these prompts"
+        return f"{solved} were {why}"
+    key, patience, saved = config.checkpoint.best, config.evaluation.patience, state.get("best", {})
+    return state.get("ended") or best_version(key, patience, saved).why_over
+
+
 def is_finished(config: Config, run_dir: str, state: dict[str, Any]) -> bool:
     """True if the run whose checkpoint holds `state` has left all its results in the folder."""
-    is_trained = state.get("version") == config.most_steps or "solved" in state
-    is_trained = is_trained or state.get("ended_by") == "num_epochs"
-    has_export = Path(run_dir, "export").is_dir() or not config.checkpoint.export
+    is_trained = state.get("version") == config.most_steps or bool(_why_early(config, state))
+    names = ["export", *["export-best"] * bool(config.checkpoint.best)]
+    has_export = all(Path(run_dir, name).is_dir() for name in names) or not config.checkpoint.export
     return is_trained and has_export and Path(run_dir, SUMMARY_FILE).is_file()
 
 
@@ -167,14 +183,14 @@ def draw_shares(shares: Shares, console: Console) -> Text:
     return bar.append(label + ", ".join(words), "dim") if words else bar
 
 
-def draw_curve(values: Sequence[float], form: str, console: Console) -> Text:
-    """The latest value, and one block per value, scaled from the smallest to the largest; none on
-    ASCII consoles."""
+def draw_curve(values: Sequence[float], latest: str, console: Console) -> Text:
+    """The `latest` value in words, and one block per value, scaled from the smallest to the
+    largest; none on ASCII consoles."""
     low, high = min(values), max(values)
     scale = (len(CURVE_BLOCKS) - 1) / ((high - low) or 1.0)
     blocks = "".join(CURVE_BLOCKS[round((value - low) * scale)] for value in values)
     shown = "" if console.options.ascii_only else blocks
-    return Text(f"{values[-1]:{form}}  ", "bold").append(shown, "not bold cyan")
+    return Text(f"{latest:<11}  ", "bold").append(shown, "not bold cyan")
 
 
 def duration(seconds: float) -> str:
@@ -195,13 +211,6 @@ def one_line(text: str, width: int, encoding: str, *, keeps_end: bool = False) -
     if keeps_end:
         return "..." + set_cell_size(line[::-1], room)[::-1]
     return set_cell_size(line, room) + "..."
-
-
-def is_shaped(reward: float | None, accuracy: float | None) -> bool:
-    """True if the reward says more than the accuracy."""
-    if reward is None or accuracy is None:
-        return reward is not None
-    return abs(reward - accuracy) > NEAR or (accuracy == 0 and reward != 0)
 
 
 def shorten(path: str) -> str:
@@ -249,15 +258,24 @@ def _held_out(summary: Mapping[str, Any]) -> list[Fact]:
         if first is None or last is None:
             return []
         return [("training reward", Text(f"{first:.3f} first step   {last:.3f} last step"))]
-    rewards = summary["reward_before"], summary["reward_after"]
-    accuracies = summary["accuracy_before"], summary["accuracy_after"]
-    reward, accuracy = _before_after(rewards, ".3f"), _before_after(accuracies, ".1%")
+    rewards = [summary[f"reward_{when}"] for when in WHEN]
+    accuracies = [summary[f"accuracy_{when}"] for when in WHEN]
+    ends = [summary[f"interval_{when}"] for when in WHEN]
+    shares = [e and [a, *e] for a, e in zip(accuracies, ends, strict=True)]
+    reward, accuracy = _before_after(rewards, "{:.3f}".format), _before_after(shares, _margin)
     facts = scores("held-out", reward, accuracy, *zip(rewards, accuracies, strict=True))
     if len(facts) > 1:
         accuracy.append("   (full marks)", "dim")
-    return facts
+    return facts + [
+        (share_words(name), _before_after((of_name.get(when) for when in WHEN), _margin))
+        for name, of_name in summary["held_out_shares"].items()
+    ]
 
 
-def _before_after(values: Iterable[float | None], form: str) -> Text:
-    before, after = ("-" if value is None else format(value, form) for value in values)
+def _margin(share: Sequence[float]) -> str:
+    return with_margin(Share(*share))
+
+
+def _before_after(values: Iterable[Any], words: Callable[[Any], str]) -> Text:
+    before, after = ("-" if value is None else words(value) for value in values)
     return Text.assemble((before, "bold"), " before   ", (after, "bold green"), " after")

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from llamarl.groups import Dropped, Evaluation, Group, StepStats, Verdict
 from llamarl.metrics.console import Progress
+from llamarl.metrics.held_out import append_results, evaluation_scalars
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.span import Spans
-from llamarl.metrics.step_metrics import Drops, Scalars, interval, sample_rows, step_scalars
+from llamarl.metrics.step_metrics import Drops, Scalars, sample_rows, step_scalars
 from llamarl.metrics.trackers import MetricsLog
 
 TURNS = 8  # of the event loop, in which it sends the next batch, unless that must wait anyway
@@ -62,18 +63,8 @@ class RunLogger:
         """A held-out evaluation has ended; None: generators were lost with prompts of it."""
         if evaluated is None:
             return
-        low, high = interval(evaluated.accuracy, evaluated.num_prompts)
-        scalars = {
-            "evaluation/accuracy": evaluated.accuracy,
-            "evaluation/accuracy_low": low,
-            "evaluation/accuracy_high": high,
-            "evaluation/prompts": evaluated.num_prompts,
-            "evaluation/reward": evaluated.reward,
-            "evaluation/length": evaluated.mean_tokens,
-            "evaluation/truncated_share": evaluated.truncated_share,
-            "evaluation/failed": evaluated.num_failed,
-        }
-        self.log.log(evaluated.version, scalars)
+        self.log.log(evaluated.version, evaluation_scalars(evaluated))
+        append_results(self.log.run_dir, evaluated)
         self.progress.show_evaluation(evaluated)
 
     async def log_step(
@@ -83,7 +74,7 @@ class RunLogger:
         now_ns = time.monotonic_ns()
         self.spans.record("step", self._step_ended_ns, now_ns, "mark", version=stats.version)
         seconds = {"step": (now_ns - self._step_ended_ns) / 1e9, **self._seconds}
-        dropped = self._drops.take(len(groups))
+        dropped = self._drops.take(groups)
         self._step_ended_ns, self._seconds = now_ns, {}
         for _ in range(TURNS):
             await asyncio.sleep(0)

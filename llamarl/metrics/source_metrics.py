@@ -12,7 +12,7 @@ from llamarl.groups import Group
 GROUPS, DROPPED, REWARD, LENGTH = (
     f"source_{name}" for name in ("groups", "dropped_share", "reward", "length")
 )
-SOURCE_TAGS = GROUPS, DROPPED, REWARD, LENGTH  # their first words
+SOURCE_TAGS = tuple(f"{name}/" for name in (GROUPS, DROPPED, REWARD, LENGTH))  # their beginnings
 
 
 def source_scalars(

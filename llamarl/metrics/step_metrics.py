@@ -1,13 +1,12 @@
 """The metrics of one optimizer step: metadata of its rollouts in, values by tag out.
 
-Owns: the tags and what each means, counts of dropped groups and the early warning, the interval of
-an accuracy. Does not own: where the values go (`trackers.py`) or where times come from, the filter
+Owns: the tags and what each means, counts of dropped groups and the early warning. Does not own:
+where the values go (`trackers.py`) or where times come from, the filter
 (`algorithms/group_filters.py`), or ending a run whose groups are all dropped (`gate.py`).
 Invariant: the same rows and statistics give the same values; one warning per reason for drops.
 """
 
 import logging
-import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from textwrap import indent
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from llamarl.data_row import find_value
 from llamarl.groups import Group, StepStats
 from llamarl.metrics.episode_metrics import episode_scalars
+from llamarl.metrics.estimates import share_of
 from llamarl.metrics.source_metrics import source_scalars
 from llamarl.types import FinishReason, RolloutInfo, StageResult, StageStatus
 
@@ -45,11 +45,11 @@ TRAINER_TAGS = {
     "grad_norm": "policy/grad_norm",
     "trained_tokens": TRAINED_TOKENS,
     "masked_tokens": "tokens/masked",
+    "drifted_tokens": "tokens/drifted",
     "logprob_check_rows": "logprob_check/rows",
     "logprob_check_difference": "logprob_check/difference",
     "logprob_check_tolerance": "logprob_check/tolerance",
 }
-Z_95 = 1.959964  # standard deviations on either side that hold 95 % of a normal distribution
 
 CODE = " " * 4  # begins each line of a code block in Markdown
 
@@ -96,7 +96,7 @@ def step_scalars(
     scalars["groups/carried_over"] = sum(is_older(group, oldest_version) for group in groups)
     scores = [score for group in finished for score in group.scores.values()]
     rewards = np.array([score.reward for score in scores])
-    scalars |= _scores(scores, rewards)
+    scalars |= _scores(scores, rewards) | _accuracy(finished)
     scalars |= _lengths(all_rows, lengths)
     scalars |= _staleness(staleness, rows)
     for name, value in stats.scalars.items():
@@ -169,8 +169,17 @@ def _scores(scores: list[StageResult], rewards: NDArray[np.float64]) -> Scalars:
     if (found := np.flatnonzero(~np.isnan(rewards))).size:
         scalars["reward/mean"] = float(rewards[found].mean())
         scalars["reward/std"] = float(rewards[found].std())
-        scalars["accuracy/train"] = float(np.mean([scores[i].correct for i in found]))
     return scalars | _means("reward_parts", [scores[i].parts for i in found])
+
+
+def _accuracy(groups: Sequence[Group]) -> Scalars:
+    """With its interval: rollouts of one group are alike."""
+    correct = [[s.correct for s in group.scores.values() if s.has_reward] for group in groups]
+    correct = [of_group for of_group in correct if of_group]
+    if not correct:
+        return {}
+    value, low, high = share_of([*map(sum, correct)], [*map(len, correct)])
+    return {"accuracy/train": value, "accuracy/train_low": low, "accuracy/train_high": high}
 
 
 def _lengths(rows: list[RolloutInfo], lengths: list[int]) -> Scalars:
@@ -236,34 +245,22 @@ def _describe(row: RolloutInfo, score: StageResult) -> str:
     return f"{reward}, {finish}, version{'s' * (len(row.spans) > 1)} {versions}"
 
 
-def interval(share: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of `count` samples, within 0 and 1.
-
-    (p + z^2 / 2n  -+  z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
-    """
-    spread = Z_95 * math.sqrt(share * (1 - share) / count + Z_95**2 / (4 * count**2))
-    centre, scale = share + Z_95**2 / (2 * count), 1 + Z_95**2 / count
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
-
-
-def with_interval(share: float, count: int) -> str:
-    """Such as "98.4 % of 512 (97.0 to 99.2)"."""
-    low, high = interval(share, count)
-    return f"{share:.1%} of {count} ({low:.1%} to {high:.1%})"
-
-
 class Drops:
     """Counts the groups of one run, dropped and kept."""
 
     def __init__(self) -> None:
         self.total: Counter[str] = Counter()
-        self.num_ready = 0
-        """Groups worth training on that no step has taken yet."""
+        self._ready: set[int] = set()  # group ids
         self._rollouts: Counter[str] = Counter()
         self._current: dict[str, list[Group]] = defaultdict(list)
         self._window: deque[str | None] = deque(maxlen=WINDOW_GROUPS)  # None: not dropped
         self._latest: dict[str, Group] = {}
         self._warned: set[str] = set()
+
+    @property
+    def num_ready(self) -> int:
+        """Groups worth training on that no step has taken yet."""
+        return len(self._ready)
 
     @property
     def num_current(self) -> int:
@@ -276,19 +273,19 @@ class Drops:
         self._rollouts.update(group.dropped.values())
         self._window.append(reason)
         if reason is None:
-            self.num_ready += 1
+            self._ready.add(group.group_id)
         else:
             self.total[reason] += 1
             self._current[reason].append(group)
             self._latest[reason] = group
             self._warn()
 
-    def take(self, num_trained: int) -> dict[str, list[Group]]:
-        """The groups dropped since the last call, by reason, at a step that trained `num_trained`.
+    def take(self, trained: Sequence[Group]) -> dict[str, list[Group]]:
+        """The groups dropped since the last call, by reason, at a step that learnt from `trained`.
 
         Includes every reason met since the start, so that its curve falls back to 0.
         """
-        self.num_ready -= num_trained
+        self._ready.difference_update(group.group_id for group in trained)
         current, self._current = self._current, defaultdict(list)
         return {reason: current[reason] for reason in self.total}
 

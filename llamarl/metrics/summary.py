@@ -24,11 +24,13 @@ from typing import Any, Self
 import numpy as np
 
 from llamarl.json_file import parse
+from llamarl.metrics.estimates import share_of
+from llamarl.metrics.held_out import EVALUATION
 from llamarl.metrics.intervals import length
 from llamarl.metrics.shares import by_executor, read_timeline
 from llamarl.metrics.source_metrics import SOURCE_TAGS, sum_sources
 from llamarl.metrics.span import Span, SpanReader, executor_of, span_files
-from llamarl.metrics.step_metrics import TRAINED_TOKENS, interval
+from llamarl.metrics.step_metrics import TRAINED_TOKENS
 from llamarl.metrics.trackers import METRICS_FILE, read_metrics
 
 LOGGER = logging.getLogger(__name__)
@@ -38,7 +40,8 @@ TRACE_FILE = "trace.json"
 ARCHIVE_FOLDER = "archive"
 ARCHIVE_FILES = "rollouts-*.jsonl"
 REWARD, RATIO_MEAN, RATIO_CLIPPED = "reward/mean", "ratio/mean", "ratio/clipped_share"
-READ_TAGS = (REWARD, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS, *SOURCE_TAGS)  # of metrics.jsonl
+OF_STEPS = REWARD, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS
+READ_TAGS = (*OF_STEPS, EVALUATION, *SOURCE_TAGS)  # of metrics.jsonl
 PACKAGES = ("llamarl", "torch", "torchmonarch", "transformers", "safetensors", "hydra-core")
 TRACKS = ("work", "publish", "mark")  # busy and wait spans share a track: they alternate
 TRACK_OF = {"busy": 0, "wait": 0, "publish": 1}  # by category; any other is a mark
@@ -75,13 +78,15 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
     accuracy_before, accuracy_after: share of full marks by the first reward function among the
     held-out rollouts, where a failed reward counts as wrong, of version 0 and of the last version
     evaluated, which is version_after; null where there was none. reward_before, reward_after: their
-    mean reward; held_out_prompts: how many prompts; interval_before, interval_after: Wilson's 95 %
-    interval of the accuracy. training_reward: mean reward of the groups scored for the first step
-    and for the last one.
+    mean reward; held_out_prompts: how many prompts; interval_before, interval_after: the 95 %
+    interval of the accuracy (`estimates.py`). held_out_shares: by name, of pass_at_k and maj_at_k,
+    and of each named set, the value and the ends of its interval before and after.
+    training_reward: mean reward of the groups scored for the first step and for the last one.
     steps: versions trained, also if a storage unit that was lost had all rollouts of one. wall_s:
     from the first process's start to the last span, summed over sessions of a resumed run.
-    tokens_per_s: response tokens of the rollouts trained, per second of the steps' time.
-    staleness_*: over trained tokens (those masked as too old are not trained).
+    tokens_per_s: response tokens of the rollouts trained, once for each step that used them, per
+    second of the steps' time.
+    staleness_*: over trained tokens (those masked as too old are not trained), at their last use.
     groups_dropped: reason -> groups of which nothing was trained. sources: of several sources of
     prompts, by name, the groups finished, the share dropped, the mean reward and length.
     both_busy_share and executors (busy and wait shares, mean over the executor's processes): shares
@@ -101,7 +106,8 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
     rewards = [step[REWARD] for step in steps.values() if REWARD in step]
     total_staleness = sum(age * count for age, count in rollouts.staleness.items())
     summary = {
-        **rollouts.held_out(),
+        **(held_out := rollouts.held_out()),
+        "held_out_shares": _shares(steps, held_out["version_after"]),
         "training_reward": [rewards[0], rewards[-1]] if rewards else None,
         "steps": max(len(rollouts.versions), len(rewards)),
         "ended_by": ended_by,
@@ -136,8 +142,10 @@ class ArchivedRollouts:
     num_tokens: int = 0
     staleness: Counter[int] = field(default_factory=Counter)  # of trained tokens
     dropped: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    # By version evaluated: (full marks, reward) of its rollouts.
-    evaluated: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    # By version evaluated and prompt: (full marks, reward) of its rollouts.
+    evaluated: dict[int, dict[Any, list[Any]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    )
 
     def add(self, line: dict[str, Any]) -> None:
         """Count one retired rollout."""
@@ -148,12 +156,13 @@ class ArchivedRollouts:
         elif line["outcome"] == "evaluated":
             reward = line["reward"] or 0.0  # null: it failed
             correct = line.get("correct", reward >= 1.0)
-            self.evaluated[line["version"]].append((bool(correct), reward))
+            prompt = line.get("held_out"), line["prompt_id"]
+            self.evaluated[line["version"]][prompt].append((bool(correct), reward))
 
     def _add_trained(self, line: dict[str, Any]) -> None:
         self.versions.add(line["version"])
         self.num_trained += 1
-        self.num_tokens += line["num_tokens"]
+        self.num_tokens += line["num_tokens"] * line.get("num_uses", 1)
         self.num_mixed += len({version for version, _ in line["spans"]}) > 1
         for version, num_tokens in line["spans"]:
             if version >= line["oldest_version"]:
@@ -164,14 +173,30 @@ class ArchivedRollouts:
         last = max(self.evaluated, default=0) or None
         found: dict[str, Any] = {"version_after": last, "held_out_prompts": None}
         for name, version in (("before", 0), ("after", last)):
-            pairs = [] if version is None else self.evaluated.get(version, [])
+            prompts = {} if version is None else self.evaluated.get(version, {})
+            pairs = [pair for of_prompt in prompts.values() for pair in of_prompt]
             accuracy, reward = np.mean(pairs, axis=0).tolist() if pairs else (None, None)
             found[f"accuracy_{name}"], found[f"reward_{name}"] = accuracy, reward
             found[f"interval_{name}"] = None
-            if accuracy is not None:
-                found[f"interval_{name}"] = [*interval(accuracy, len(pairs))]
-                found["held_out_prompts"] = len(pairs)
+            if prompts:
+                sums = [sum(correct for correct, _ in each) for each in prompts.values()]
+                found[f"interval_{name}"] = [*share_of(sums, [*map(len, prompts.values())])][1:]
+                found["held_out_prompts"] = len(prompts)
         return found
+
+
+def _shares(steps: dict[int, dict[str, Any]], last: int | None) -> dict[str, dict[str, Any]]:
+    """Of the first and the last version evaluated, every share but the accuracy of all prompts."""
+    found: dict[str, dict[str, Any]] = {}
+    for when, version in (("before", 0), ("after", last)):
+        line = steps.get(version, {}) if version is not None else {}
+        for tag, value in line.items():
+            ends = [line.get(f"{tag}_{end}") for end in ("low", "high")]
+            share, name = [value, *ends], tag.removeprefix(EVALUATION)
+            is_share = tag != name and all(isinstance(each, int | float) for each in share)
+            if is_share and name != "accuracy":
+                found.setdefault(name, {})[when] = share
+    return found
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -53,10 +53,17 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "reward/values": "Number of rollouts by reward.",
     "accuracy/train": "Share of the rollouts finished in the step to which the first reward "
     "function gave full marks (reward.full_marks or more).",
+    "accuracy/train_low": "Lower end of the 95 % interval of accuracy/train, whose rollouts of one "
+    "prompt are alike.",
+    "accuracy/train_high": "Upper end of that interval.",
     "evaluation/accuracy": "Share of held-out completions to which the first reward function gave "
     "full marks (reward.full_marks or more).",
-    "evaluation/accuracy_low": "Lower end of the 95 % interval of evaluation/accuracy (Wilson).",
+    "evaluation/accuracy_low": "Lower end of the 95 % interval of evaluation/accuracy: Wilson's; "
+    "with several rollouts per prompt, of as many independent ones as would say as much.",
     "evaluation/accuracy_high": "Upper end of that interval.",
+    "evaluation/": "pass_at_k: share of prompts of which one of k rollouts has full marks; "
+    "maj_at_k: of which the answer that most of k rollouts give has; _low and _high: their "
+    "interval. After the name of a held-out set, any of these for that set.",
     "evaluation/prompts": "Held-out prompts of the evaluation: always all of them.",
     "evaluation/reward": "Mean reward on held-out prompts.",
     "evaluation/length": "Mean tokens of a held-out completion.",
@@ -116,7 +123,8 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "tokens/per_s": "Response tokens trained per second of the step.",
     "tokens/trained": "Response tokens trained in the step.",
     "tokens/masked": "Tokens that the model wrote of weight 0 in the loss: too old, or of a "
-    "truncated rollout.",
+    "rollout that is truncated or has drifted.",
+    "tokens/drifted": "Of these, tokens of rollouts that algorithm.mask_rollouts masks.",
     "time/step_s": "Seconds from the end of the step before to the end of this one.",
     "time/publish_s": "Seconds of the latest publish, until the generators decoded its version.",
     "time/": "Seconds that this took.",

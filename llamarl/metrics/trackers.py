@@ -100,7 +100,8 @@ class MetricsLog:
     """
 
     def __init__(self, run_dir: str | Path, trackers: Mapping[str, Tracker] | None = None) -> None:
-        path = Path(run_dir) / METRICS_FILE
+        self.run_dir = Path(run_dir)
+        path = self.run_dir / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         self._jsonl = path.open("a+")
         end = self._jsonl.tell()
@@ -143,8 +144,8 @@ def read_metrics(
     path: str | Path, tags: Collection[str] | None = None
 ) -> dict[int, dict[str, Any]]:
     """Step -> merged line of a metrics.jsonl, later lines winning; unfinished and damaged ones are
-    skipped. With `tags`, only these are kept of each line, and those that begin with one of them as
-    a word, so that its texts take no memory."""
+    skipped. With `tags`, only these are kept of each line, so that its texts take no memory; one
+    with a / at its end stands for all that begin so."""
     steps: dict[int, dict[str, Any]] = {}
     with Path(path).open("rb") as file:
         for text in file:
@@ -154,10 +155,13 @@ def read_metrics(
                 continue
             if isinstance(line, dict) and type(step := line.get("step")) is int:
                 if tags is not None:
-                    kept = [tag for tag in line if tag in tags or tag.partition("/")[0] in tags]
-                    line = {tag: line[tag] for tag in kept}
+                    line = {tag: value for tag, value in line.items() if _is_among(tag, tags)}
                 steps.setdefault(step, {}).update(line)
     return dict(sorted(steps.items()))
+
+
+def _is_among(tag: str, tags: Collection[str]) -> bool:
+    return tag in tags or any(each.endswith("/") and tag.startswith(each) for each in tags)
 
 
 @dataclass(frozen=True)

@@ -91,12 +91,25 @@ _SPLITS = {
 }
 
 
+LORA_A, LORA_B = "lora_A", "lora_B"
+"""The modules of an adapter, beside the weight of its matrix: [rank, inputs], [outputs, rank]."""
+
+
 def split_dimension(name: str) -> int | None:
     """The dimension of the parameter `name` that tensor-parallel ranks divide; None if each rank
-    holds all of it: norms, and biases of matrices that are divided along their inputs."""
-    module, kind = name.split(".")[-2:]
+    holds all of it: norms, biases of matrices that are divided along their inputs, and the half of
+    an adapter that its matrix's divided dimension does not touch."""
+    *_, outer, module, kind = ("", *name.split("."))
+    if module in (LORA_A, LORA_B):
+        split = _SPLITS.get(outer)
+        return split if split == (1 if module == LORA_A else 0) else None
     split = _SPLITS.get(module)
     return None if split == 1 and kind == "bias" else split
+
+
+def is_adapter(name: str) -> bool:
+    """Whether this parameter is one of an adapter's two."""
+    return name.endswith((f".{LORA_A}.weight", f".{LORA_B}.weight"))
 
 
 load_extensions("llamarl.families")

@@ -77,11 +77,12 @@ class _TokenStats(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
         """Of logits z: d log p_t / dz = onehot(t) - p and d entropy / dz = -p (log p + entropy)."""
         hidden, weight, index, is_held, entropy, peaks, log_totals = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        is_trained = ctx.needs_input_grad[1]  # beside adapters the head is frozen
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
         for part in _chunks(hidden, weight):
             log_p = _logits(hidden[part], weight, ctx.temperature)
             log_p -= (peaks[part] + log_totals[part])[:, None]
@@ -100,11 +101,14 @@ class _TokenStats(torch.autograd.Function):
                 grad.scatter_add_(1, index[part, None], own[:, None])
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
+            if grad_weight is None:
+                continue
             if weight.dtype == torch.float32:
                 grad_weight.addmm_(grad.t(), hidden[part])
             else:
                 grad_weight += grad.t() @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        whole = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, whole, None, None, None
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:

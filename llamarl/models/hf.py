@@ -50,7 +50,7 @@ def load_into(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
                 f"{name} of the model must have the shape that it has in {folder}, "
                 f"{expected.get(name)}, got {shapes.get(name)}"
             )
-    read_boxes(locate(Path(folder), architecture), lambda name: [_local_box(tensors[name])])
+    read_boxes(locate(Path(folder), architecture), lambda name: [local_box(tensors[name])])
 
 
 def as_parameters(
@@ -79,7 +79,7 @@ def as_parameters(
     return {name: found[name].detach().contiguous() for name in shapes}
 
 
-def _local_box(target: torch.Tensor) -> FileBox:
+def local_box(target: torch.Tensor) -> FileBox:
     """Where in the file `target` begins; of a DTensor its rank's part."""
     if not isinstance(target, DTensor):
         return (0,) * target.ndim, target
@@ -107,7 +107,7 @@ def save(
     """
     source = Path(source_folder)
     shapes = parameter_shapes(read_any_architecture(source))
-    with _replacing(Path(folder)) as unfinished:
+    with replacing(Path(folder)) as unfinished:
         num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
         check_space(unfinished.parent, num_bytes, "the weights need")
         copy_files(source, MODEL_FILES, unfinished)
@@ -143,19 +143,20 @@ def _write_weights(
         file = split.tensor_to_filename[name]
         held[file][name] = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
         if len(held[file]) == len(split.filename_to_tensors[file]):
-            _write_file(folder / file, held.pop(file))
+            write_file(folder / file, held.pop(file))
     if missing:
         raise RuntimeError(f"tensors to save must be all parameters, got none of {sorted(missing)}")
 
 
-def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write one safetensors file and flush it to disk; OSError if there is no room."""
+def write_file(path: Path, tensors: dict[str, torch.Tensor], beside: str = "config.json") -> None:
+    """Write one safetensors file and flush it to disk; OSError if there is no room. Who may read
+    the file `beside` it may read this one."""
     try:
         save_file(tensors, path, {"format": "pt"})
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
-    shutil.copymode(path.with_name("config.json"), path)  # else its owner alone could read it
+    shutil.copymode(path.with_name(beside), path)  # else its owner alone could read it
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -176,7 +177,7 @@ def check_space(folder: str | Path, num_bytes: int, needs: str) -> None:
 
 
 @contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path) -> Iterator[Path]:
     """An empty folder beside `folder` that takes its place if the block succeeds."""
     folder = folder.absolute()
     unfinished = folder.with_name(f".{folder.name}.unfinished")

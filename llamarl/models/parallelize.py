@@ -9,6 +9,7 @@ Ranks are numbered through the mesh with `tensor` fastest, so that the ranks of 
 group are neighbours (one host), then `shard`, then `replicate`.
 """
 
+from collections.abc import Mapping
 from operator import attrgetter
 
 import torch
@@ -27,6 +28,8 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from llamarl.config import TrainerConfig
+from llamarl.models.adapter_inventory import adapter_shapes
+from llamarl.models.adapters import attach
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import LINEARS, split_dimension
 from llamarl.models.inventory import parameter_shapes
@@ -49,11 +52,12 @@ def parameter_placements(
     """Parameter name -> (mesh shape, one placement per mesh dimension); needs no process group.
 
     Rank r is at the r-th coordinate of the mesh in row-major order. Weights, gradients and moments
-    have the same placements.
+    have the same placements. Adapters are among them.
     """
     shape = mesh_shape(config)
     found: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {}
-    for name in parameter_shapes(architecture):
+    names = [*parameter_shapes(architecture), *adapter_shapes(architecture, config.lora)]
+    for name in names:
         split = split_dimension(name)
         tensor = Replicate() if split is None else Shard(split)
         is_cut_twice = "tensor" in shape and tensor == Shard(0)
@@ -75,17 +79,26 @@ def make_mesh(device_type: str, config: TrainerConfig) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def parallelize(model: TrainedModel, mesh: DeviceMesh, config: TrainerConfig) -> None:
-    """Make `model` parallel, in place.
+def parallelize(
+    model: TrainedModel,
+    mesh: DeviceMesh,
+    config: TrainerConfig,
+    adapters: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Make `model` parallel, in place, and give it `adapters` of these shapes, if there are any.
 
     Parameters (of any dtype, or still on the meta device) become DTensors placed as
     `parameter_placements` says; forward and backward run in `config.compute_dtype`. A mesh of one
-    rank is no special case.
+    rank is no special case, but that FSDP leaves frozen weights alone then, in the dtype they have.
     """
     assert mesh.mesh_dim_names is not None
-    if "tensor" in mesh.mesh_dim_names:
+    is_split = "tensor" in mesh.mesh_dim_names
+    if is_split:
         assert isinstance(model, Transformer)
         _split(model, mesh["tensor"])
+    if adapters:
+        tensor_mesh = mesh["tensor"] if is_split else None
+        model.adapters = attach(model.root, adapters, config.lora, tensor_mesh)
     model.set_checkpointing(config.activation_checkpointing)
     for layer in model.layers:
         if config.compile != "none":
@@ -137,6 +150,7 @@ def _compile(layer: Layer, backend: str) -> None:
 
 def _shard(model: TrainedModel, mesh: DeviceMesh, config: TrainerConfig) -> None:
     """FSDP2 over `shard`, copies over `replicate`: one unit per layer and one for the rest."""
+    ignored = _left_alone(model, config)
     is_replicated = "replicate" in (mesh.mesh_dim_names or ())
     data_mesh = mesh["replicate", "shard"] if is_replicated else mesh["shard"]
     # Inputs are not cast: token ids are integers, and the rotation tables stay float32.
@@ -148,14 +162,33 @@ def _shard(model: TrainedModel, mesh: DeviceMesh, config: TrainerConfig) -> None
     # With one shard, gathering again for the backward pass would only copy.
     reshards = config.reshard_after == "forward" and config.num_shard_ranks > 1
     for layer in model.layers:
-        fully_shard(layer, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshards)
-    fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(
+            layer,
+            mesh=data_mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshards,
+            ignored_params=ignored,
+        )
+    fully_shard(
+        model,
+        mesh=data_mesh,
+        mp_policy=policy,
+        reshard_after_forward=False,
+        ignored_params=ignored,
+    )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if config.reshard_after == "step":  # then a change of the weights calls `reshard`
                 module.set_reshard_after_backward(False)
+
+
+def _left_alone(model: TrainedModel, config: TrainerConfig) -> set[nn.Parameter]:
+    """Frozen weights of which each rank has all: gathering them would only make a second copy."""
+    if model.adapters is None or config.num_shard_ranks > 1:
+        return set()
+    return {parameter for parameter in model.parameters() if not parameter.requires_grad}
 
 
 def reshard(model: nn.Module) -> None:

@@ -3,11 +3,13 @@
 Owns: everything that an optimizer step changes. Does not own: batches and losses (the trainer).
 Invariant: master weights, gradients and moments are float32 shards (DTensors) that stay the same
 tensors for the whole run, so a publish may read them between two steps; no rank holds the whole
-model.
+model. With adapters these alone are trained, published and saved; the weights beside them are
+shards in the compute dtype and never change.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 import torch
@@ -19,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from llamarl.config import TrainerConfig
 from llamarl.device.devices import send
-from llamarl.models import hf
+from llamarl.models import adapter_files, hf
+from llamarl.models.adapters import initialize
 from llamarl.models.dcp_index import SavedShards
 from llamarl.models.loading import load_model
 from llamarl.models.parallelize import gather, reshard
@@ -46,9 +49,14 @@ class Policy:
         self._tokenizer = tokenizer
         self._num_ranks = dist.get_world_size()
         self._gathers_once = config.reshard_after == "step"
+        self._lora = config.lora
         self.model = model
         self.parameters: dict[str, DTensor] = {}
+        self.frozen: dict[str, torch.Tensor] = {}
         for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                self.frozen[name] = parameter
+                continue
             assert isinstance(parameter, DTensor), name
             self.parameters[name] = parameter
         self._optimizer = _make_optimizer(list(self.parameters.values()), config)
@@ -62,20 +70,29 @@ class Policy:
         config: TrainerConfig,
         seed: int,
         tokenizer: str | None = None,
+        adapter: str | None = None,
     ) -> Self:
-        """The weights of a checkpoint, sharded over `mesh`. ValueError if it is missing or does not
-        fit."""
+        """The weights of a checkpoint, sharded over `mesh`; with `config.lora` and the `adapter` in
+        a folder (None: one that changes nothing). ValueError if one is missing or does not fit."""
         torch.manual_seed(seed)
         device = torch.device(mesh.device_type)
-        model = load_model(checkpoint, config, device, mesh, torch.float32)
-        return cls(model, config, checkpoint, tokenizer)
+        is_adapted = config.lora.is_used
+        dtype = getattr(torch, config.compute_dtype) if is_adapted else torch.float32
+        model = load_model(checkpoint, config, device, mesh, dtype)
+        policy = cls(model, config, checkpoint, tokenizer)
+        if is_adapted and adapter is not None:
+            adapter_files.load_into(policy.parameters, adapter)
+        elif is_adapted:
+            initialize(policy.parameters, seed)
+        return policy
 
     def movable(self, tag: str) -> list[torch.Tensor]:
         """This rank's memory of one tag, "weights" or "state" (gradients and moments), which may
         leave the device between two passes. Gathered weights that a pass left are freed here."""
         if tag == "weights":
             reshard(self.model)
-            return [parameter.to_local().detach() for parameter in self.parameters.values()]
+            trained = [parameter.to_local().detach() for parameter in self.parameters.values()]
+            return trained + [_local(parameter).detach() for parameter in self.frozen.values()]
         state: list[torch.Tensor | None] = []
         for parameter in self.parameters.values():
             state += [parameter.grad, *self._optimizer.state[parameter].values()]
@@ -146,13 +163,15 @@ class Policy:
         return int(state["version"])
 
     def export(self, folder: str, dtype: str) -> None:
-        """Write the weights, rounded to `dtype`, in the Hugging Face layout; rank 0 writes.
+        """Write the weights, rounded to `dtype`, in the Hugging Face layout, or the adapters as
+        peft does; rank 0 writes.
 
         Tensor by tensor: beside its shards no rank ever holds more than one whole parameter.
         """
         whole = ((name, gather(parameter)) for name, parameter in self.parameters.items())
         if dist.get_rank() == 0:
-            hf.save(
+            save = partial(adapter_files.save, lora=self._lora) if self.frozen else hf.save
+            save(
                 folder,
                 whole,
                 source_folder=self._checkpoint,
@@ -175,6 +194,10 @@ class Policy:
             for key, value in self._optimizer.state[parameter].items():
                 state[f"optimizer.{name}.{key}"] = value
         return state
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _num_copies(tensor: DTensor) -> int:

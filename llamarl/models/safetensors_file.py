@@ -78,19 +78,23 @@ def _open(path: Path, framework: str) -> safe_open:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint: one, or those that its index names. ValueError if one is missing
-    or the index is damaged."""
-    if (folder / INDEX_FILE).is_file():
-        index = read_object(folder / INDEX_FILE)
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{folder / INDEX_FILE} must have a weight_map, got {weight_map!r}")
-        names = sorted({str(name) for name in weight_map.values()})
-    else:
-        names = [SINGLE_FILE]
+    """The files of a checkpoint. ValueError if one is missing or the index is damaged."""
+    names = weight_names(folder)
     for name in names:
-        if Path(name).name != name:
-            raise ValueError(f"{folder / INDEX_FILE} must name files beside it, got {name!r}")
         if not (folder / name).is_file():
             raise ValueError(f"the checkpoint {folder} must hold {name}, got a folder without it")
     return [folder / name for name in names]
+
+
+def weight_names(folder: Path) -> list[str]:
+    """Their names: one, or those that its index names. ValueError if the index is damaged."""
+    if not (folder / INDEX_FILE).is_file():
+        return [SINGLE_FILE]
+    weight_map = read_object(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{folder / INDEX_FILE} must have a weight_map, got {weight_map!r}")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{folder / INDEX_FILE} must name files beside it, got {name!r}")
+    return names

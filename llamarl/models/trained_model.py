@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from llamarl.models.adapters import AdapterSwitch
 from llamarl.models.attention import Packing
 from llamarl.models.head import TokenStats
 
@@ -17,11 +18,19 @@ from llamarl.models.head import TokenStats
 class TrainedModel(nn.Module, ABC):
     """A language model on packed rollouts, built on the meta device.
 
-    Its `named_parameters` have the names and shapes of the checkpoint's tensors.
+    Its `named_parameters` have the names and shapes of the checkpoint's tensors, and of adapters if
+    it has any; `adapters` switches these off and on.
     """
+
+    adapters: AdapterSwitch | None = None
 
     num_tensor_ranks = 1
     """Ranks that split the model by tensor parallel: it computes a multiple of as many tokens."""
+
+    @property
+    def root(self) -> nn.Module:
+        """The module whose submodules have the names of the checkpoint."""
+        return self
 
     @property
     @abstractmethod

@@ -96,6 +96,10 @@ class TransformersModel(TrainedModel):
         return self
 
     @property
+    def root(self) -> nn.Module:
+        return self.causal
+
+    @property
     def layers(self) -> Sequence[nn.Module]:
         return self._layers
 

@@ -10,10 +10,11 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import hydra
 import yaml
@@ -83,13 +84,16 @@ CHOICES: dict[str, dict[str, Choice]] = {
 def store_choices() -> None:
     """Register the choices, and the dataclass of a whole recipe, with Hydra."""
     store = ConfigStore.instance().store
-    store(name="schema", node=Config, provider="llamarl")
+    whole = OmegaConf.structured(Config)
+    OmegaConf.set_struct(whole.evaluation.sets, False)  # its keys are the recipe's own
+    store(name="schema", node=whole, provider="llamarl")
     for group, choices in CHOICES.items():
         for name, choice in choices.items():
             node = OmegaConf.merge(OmegaConf.structured(choice.section), dict(choice.values))
             assert isinstance(node, DictConfig)
             for value in node.values():
-                if isinstance(value, DictConfig):  # its keys are the recipe's own
+                if isinstance(value, DictConfig) and OmegaConf.get_type(value) is dict:
+                    # Its keys are the recipe's own.
                     OmegaConf.set_struct(value, False)
             store(name=name, group=group, node=node, provider="llamarl")
 
@@ -170,11 +174,7 @@ def to_config(composed: DictConfig) -> Config:
         raise ValueError(_explain(error, None)) from error
     if not isinstance(config, Config):
         raise ValueError(WITHOUT_CONFIG)
-    for key, section in [("", config), *vars(config).items()]:
-        if dataclasses.is_dataclass(section):  # Hydra's "+key=value" adds any key
-            unknown = vars(section).keys() - {field.name for field in dataclasses.fields(section)}
-            for name in sorted(unknown):
-                raise ValueError(_unknown_key(f"{key}.{name}".lstrip("."), type(section).__name__))
+    _refuse_added("", config)
     check_names(config.algorithm)
     check_rewards(config.reward)
     for pool in pools_of(config.generator):
@@ -186,9 +186,24 @@ def to_config(composed: DictConfig) -> Config:
     return config
 
 
-def to_yaml(composed: DictConfig) -> str:
-    """The composed recipe as one YAML document, every value spelt out."""
-    return OmegaConf.to_yaml(composed, resolve=True)
+def _refuse_added(key: str, section: object) -> None:
+    """ValueError for a key that Hydra's "+key=value" added to a section, or to one in it."""
+    if not dataclasses.is_dataclass(section) or isinstance(section, type):
+        return
+    known = {field.name for field in dataclasses.fields(section)}
+    for name, value in vars(section).items():
+        full = f"{key}.{name}".lstrip(".")
+        if name not in known:
+            raise ValueError(_unknown_key(full, type(section).__name__))
+        _refuse_added(full, value)
+
+
+def to_yaml(composed: DictConfig, values: Mapping[str, Any] | None = None) -> str:
+    """The composed recipe as one YAML document, every value spelt out; some with other `values`."""
+    written = composed.copy()
+    for key, value in (values or {}).items():
+        OmegaConf.update(written, key, value)
+    return OmegaConf.to_yaml(written, resolve=True)
 
 
 def _divide(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -251,7 +266,7 @@ def _check_groups(overrides: list[str]) -> None:
         if choices is not None and not override.is_sweep_override():
             value = override.value()
             if not (isinstance(value, str | dict) or override.is_delete()):
-                raise ValueError(wrong_choice(override.key_or_group, value, choices))
+                raise ValueError(_wrong_choice(override.key_or_group, value, choices))
 
 
 def _explain(error: BaseException, recipe: Path | None) -> str:
@@ -276,10 +291,12 @@ def _explain(error: BaseException, recipe: Path | None) -> str:
         case MissingConfigException(missing_cfg_file=str(name)):
             group, _, choice = name.rpartition("/")
             if choices := reference().groups.get(group):
-                return _line_with(recipe, choice) + wrong_choice(group, choice, choices)
+                return _line_with(recipe, choice) + _wrong_choice(group, choice, choices)
             return f"{_line_with(recipe, name)}defaults must name files, got {name!r}"
         case ConfigKeyError() | ConfigAttributeError():
-            return place + _unknown_key(full_key, error.object_type_str or "")
+            written = re.match(r"Could not override '([^']+)'", words)
+            key = written[1] if written and written[1].startswith(full_key) else full_key
+            return place + _unknown_key(key, error.object_type_str or "")
         case ValidationError() if full_key:
             return place + _wrong_type(full_key, error)
         case MissingMandatoryValue() if full_key:
@@ -288,9 +305,7 @@ def _explain(error: BaseException, recipe: Path | None) -> str:
     if missing and missing[1] in reference().groups:
         return f"{recipe}: {WITHOUT_CONFIG}"
     if merge := re.search(r"is not a subclass of (\w+)\. value: (.*)", words):
-        sections = reference().sections.items()
-        kinds = {each.section.__name__: name for name, all_ in sections for each in all_.values()}
-        key = kinds.get(merge[1], merge[1])
+        key = reference().section_keys.get(merge[1], merge[1])
         return f"{_place(recipe, key) if recipe else ''}{key} must be a section, got {merge[2]}"
     known = reference().keys.get(full_key)
     if known is not None and "Cannot merge DictConfig with ListConfig" in str(error):
@@ -311,6 +326,12 @@ def _syntax_error(error: yaml.YAMLError, name: str) -> str:
     path = mark.name if Path(mark.name).is_file() else name
     mistake = f"a mistake at column {mark.column + 1}: {getattr(error, 'problem', '')}"
     return f"{path}:{mark.line + 1}: must be YAML, got {mistake}"
+
+
+def _wrong_choice(group: str, choice: object, choices: Iterable[str]) -> str:
+    if reason := reference().reason_without(str(choice)):
+        return f"{group} must be one of {', '.join(choices)}, got {choice!r}: {reason}"
+    return wrong_choice(group, choice, choices)
 
 
 def _unknown_key(key: str, section: str) -> str:

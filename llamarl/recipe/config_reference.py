@@ -1,20 +1,19 @@
 """The reference of the config: every key with its type, default, limits and meaning.
 
 Owns: the description of each key, and which key an unknown name probably stands for. Does not own:
-fields, defaults or meanings, which are taken from the dataclasses and the texts under their fields.
+fields, defaults or meanings, which are taken from the dataclasses and the texts under their fields
+(`field_texts.py`), which names in other projects stand for it (`names_elsewhere.py`), or why there
+is no key for something (`absent_names.py`).
 Invariant: standard library and YAML only, so help costs milliseconds.
 """
 
-import ast
 import dataclasses
 import difflib
-import inspect
 import shutil
 import textwrap
 import typing
 from collections.abc import Mapping
 from functools import cache, cached_property
-from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -22,91 +21,10 @@ from typing import Any
 import yaml
 
 from llamarl import config
-from llamarl.config.check import did_you_mean, limits_of
-
-ELSEWHERE = {
-    "run_dir": "output_dir default_local_dir logging_dir",
-    "num_steps": "max_steps total_training_steps num_train_steps train_steps",
-    "num_epochs": "num_train_epochs total_epochs",
-    "max_hours": "max_time max_walltime",
-    "model.checkpoint": "model_name_or_path model_path model_id pretrained path",
-    "model.tokenizer": "tokenizer_path tokenizer_name_or_path",
-    "data.prompts": "train_files train_file train_dataset dataset dataset_name",
-    "data.held_out": "val_files eval_dataset eval_file test_files",
-    "data.prompt_field": "prompt_key prompt_column",
-    "reward.answer_field": "answer_key ground_truth_key label_key",
-    "data.chat": "apply_chat_template chat_template",
-    "data.system": "system_prompt",
-    "data.max_prompt_tokens": "max_prompt_length max_prompt_len",
-    "data.overlong": "filter_overlong_prompts truncation too_long",
-    "data.chat_template_kwargs": "apply_chat_template_kwargs",
-    "data.repeat_share": "curriculum",
-    "data.weights": "interleave_datasets interleave_probs probabilities",
-    "reward": "reward_funcs reward_fn_key reward_fn custom_reward_function reward_function",
-    "reward.weights": "reward_weights",
-    "environment.tools": "environment_factory tool_config_path rollout_func",
-    "environment.calls": "tool_parser tool_call_parser",
-    "environment.max_turns": "max_tool_calling_iterations max_assistant_turns",
-    "algorithm": "loss_type adv_estimator policy_loss loss_mode importance_sampling_level",
-    "algorithm.advantage": "scale_rewards norm_adv_by_std_in_grpo",
-    "algorithm.normalization": "loss_agg_mode loss_reduction",
-    "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef kl_penalty_coef",
-    "algorithm.kl_estimator": "kl_loss_type kl_penalty use_bias_correction_kl",
-    "algorithm.entropy_coefficient": "entropy_coeff entropy_coef",
-    "algorithm.filters": "filter_groups dynamic_sampling",
-    "algorithm.overlong_penalty_tokens": "overlong_buffer overlong_buffer_len soft_punish_cache",
-    "algorithm.mask_truncated": "mask_truncated_completions overlong_filtering",
-    "algorithm.rho": "importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold "
-    "vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
-    "algorithm.clip_low": "epsilon clip_ratio clip_ratio_low eps_clip cliprange",
-    "algorithm.clip_ratio_c": "delta",
-    "algorithm.clip_high": "epsilon_high clip_ratio_high eps_clip_high",
-    "sampling.rollouts_per_prompt": "num_generations n n_samples_per_prompt group_size num_samples",
-    "sampling.max_tokens": "max_completion_length max_response_length max_new_tokens",
-    "sampling.stop_strings": "stop stop_words",
-    "generator": "use_vllm rollout_backend inference_engine actor_rollout_ref.rollout.name",
-    "generator.num_ranks": "tensor_model_parallel_size vllm_tensor_parallel_size",
-    "generator.num_replicas": "num_engines rollout_num_engines vllm_num_engines",
-    "generator.max_num_seqs": "max_running_requests",
-    "generator.max_model_len": "vllm_max_model_length max_seq_len",
-    "generator.kv_cache_bytes": "gpu_memory_utilization vllm_gpu_memory_utilization",
-    "trainer.groups_per_step": "train_batch_size batch_size rollout_batch_size ppo_mini_batch_size "
-    "per_device_train_batch_size generation_batch_size global_batch_size",
-    "trainer.tokens_per_micro_batch": "ppo_max_token_len_per_gpu max_tokens_per_gpu "
-    "ppo_micro_batch_size_per_gpu micro_batch_size gradient_accumulation_steps",
-    "trainer.compute_dtype": "bf16 mixed_precision param_dtype torch_dtype",
-    "trainer.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
-    "trainer.lr": "learning_rate actor_lr",
-    "trainer.betas": "adam_beta1 adam_beta2",
-    "trainer.eps": "adam_epsilon adam_eps",
-    "trainer.warmup_steps": "lr_warmup_steps num_warmup_steps",
-    "trainer.schedule": "lr_scheduler_type lr_scheduler warmup_style",
-    "trainer.min_lr_share": "min_lr_ratio",
-    "trainer.max_grad_norm": "grad_clip clip_grad clip_grad_norm",
-    "trainer.reshard_after": "reshard_after_forward",
-    "trainer.replicate": "dp_replicate hsdp_replicate",
-    "staleness.max_staleness": "max_head_offpolicyness staleness_threshold max_off_policy_steps "
-    "max_async_level steps_per_generation",
-    "placement.colocated": "colocate vllm_mode colocate_all hybrid_engine",
-    "cluster.num_hosts": "nnodes num_nodes",
-    "cluster.num_gpus_per_host": "n_gpus_per_node num_gpus_per_node gpus_per_node",
-    "evaluation.every_steps": "eval_steps test_freq eval_interval",
-    "checkpoint.every_steps": "save_steps save_freq save_interval",
-    "checkpoint.keep": "save_total_limit max_actor_ckpt_to_keep",
-    "checkpoint.resume": "resume_from_checkpoint resume_mode",
-    "metrics.trackers": "report_to logger",
-    "experience.keep_rollouts": "log_completions rollout_data_dir validation_data_dir",
-    "metrics.sample_rollouts": "num_completions_to_print",
-}
-"""Keys and groups, and the names of the same in TRL, verl and others."""
-NOT_HERE = {
-    "a batch is always trained in one optimizer step": "num_iterations ppo_epochs",
-    "all weights are trained, there are no adapters": "lora peft lora_rank lora_alpha lora_r "
-    "lora_target_modules lora_dropout use_peft peft_config lora_adapter_path",
-    "a group's mean reward is the baseline, there is no critic": "critic value_model vf_coef "
-    "cliprange_value gae_lambda lam gamma",
-}
-"""Why there is no such key, and the names in TRL, verl and others."""
+from llamarl.config.check import did_you_mean
+from llamarl.recipe.absent_names import FOREIGN_SECTIONS, NOT_HERE
+from llamarl.recipe.field_texts import limit_words, meaning_of, summary_of
+from llamarl.recipe.names_elsewhere import ELSEWHERE
 
 TYPES = {
     Any: "str|list[str]",
@@ -208,28 +126,41 @@ class KeyReference:
         root = {"": Choice(config.Config)}
         found = {name: self._key("", name, root) for name in self._scalars}
         for section, choices in self.sections.items():
-            names = [name for each in choices.values() for name in _fields(each.section)]
+            names = [name for each in choices.values() for name in _leaves(each.section)]
             for name in dict.fromkeys(names):
                 key = self._key(section, name, choices)
                 found[key.name] = key
         return found
 
     def _key(self, section: str, name: str, choices: Mapping[str, Choice]) -> Key:
-        having = {c: each for c, each in choices.items() if name in _fields(each.section)}
-        kind = next(iter(having.values())).section
-        fields = {choice: _fields(each.section)[name] for choice, each in having.items()}
+        having = {c: each for c, each in choices.items() if name in _leaves(each.section)}
+        kind, first = _leaves(next(iter(having.values())).section)[name]
+        fields = {choice: _leaves(each.section)[name][1] for choice, each in having.items()}
         defaults = {choice: _as_yaml(_default(field)) for choice, field in fields.items()}
         if not section:
             defaults = {"": self._composed.get(name, defaults[""])}
         return Key(
             name=f"{section}.{name}".lstrip("."),
-            type=_type_words(typing.get_type_hints(kind)[name]),
-            limits=_limit_words(kind, name),
-            meaning=_meaning(kind, name),
+            type=_type_words(typing.get_type_hints(kind)[first.name]),
+            limits=limit_words(kind, first.name),
+            meaning=meaning_of(kind, first.name),
             defaults=defaults,
             choices=tuple(having),
             is_everywhere=len(having) == len(choices),
         )
+
+    @cached_property
+    def section_keys(self) -> dict[str, str]:
+        """The key of each section, by the name of its class."""
+        kinds = {
+            each.section: name for name, all_ in self.sections.items() for each in all_.values()
+        }
+        inner: dict[Any, str] = {
+            kind: vars(kind).get("key", "")
+            for section in kinds
+            for kind, _ in _leaves(section).values()
+        }
+        return {kind.__name__: key for kind, key in (inner | kinds).items()}
 
     def overview(self, width: int | None = None) -> str:
         """One line per key, then names in other projects; at most `width` characters in each."""
@@ -259,12 +190,14 @@ class KeyReference:
         return "\n\n".join(texts) + "\n"
 
     def about(self, name: str) -> str:
-        """The text of a key, a section, a last part of keys, or a name from elsewhere, for which it
-        may be the reason that no key does it; ValueError for any other."""
+        """The text of a key, a section, a choice of a group, a last part of keys, or a name from
+        elsewhere, for which it may be the reason that no key does it; ValueError for any other."""
         if name in self.keys:
             return self.keys[name].text()
         if name in self.sections:
             return self._section_text(name)
+        if groups := [group for group, choices in self.groups.items() if name in choices]:
+            return "\n".join(self._choice_words(group, name) for group in groups)
         if reason := self.reason_without(name):
             return f"{name}\n{_indented(f'No key here: {reason}.')}"
         if meant := _elsewhere(name) or self._with_leaf(name):
@@ -275,8 +208,9 @@ class KeyReference:
     def reason_without(self, name: str) -> str | None:
         """Why nothing here does what `name` does elsewhere; None where that is not known."""
         words = {*name.split(".")}
-        found = (reason for reason, names in NOT_HERE.items() if words & {*names.split()})
-        return next(found, None)
+        found = (why for why, names in NOT_HERE.items() if words & {*names.split()})
+        sections = (why for why, names in FOREIGN_SECTIONS.items() if name in names.split())
+        return next(found, None) or next(sections, None)
 
     def _with_leaf(self, name: str) -> list[str]:
         """The keys whose last part is that of `name`, unless its first part is a section here."""
@@ -288,15 +222,20 @@ class KeyReference:
     def _section_text(self, name: str) -> str:
         choices = self.sections[name]
         base = typing.get_type_hints(config.Config)[name]
-        lines = [f"== {name}: {_summary(base)}"]
-        for choice, each in choices.items() if name in self.groups else ():
-            sets = ", ".join(f"{key}: {_as_yaml(value)}" for key, value in each.values.items())
-            said = _summary(each.section) if each.section is not base else ""
-            words = f"{name}={choice}  {said}{f' Sets {sets}.' if sets else ''}"
-            lines.append(_indented(words.strip()))
+        lines = [f"== {name}: {summary_of(base)}"]
+        for choice in choices if name in self.groups else ():
+            lines.append(_indented(self._choice_words(name, choice)))
         head = "\n".join(lines)
         keys = [key.text() for key in self.keys.values() if key.name.startswith(f"{name}.")]
         return "\n\n".join([head, *keys])
+
+    def _choice_words(self, group: str, choice: str) -> str:
+        """`GROUP=CHOICE`, what it is for and the fields that it sets."""
+        each, base = self.groups[group][choice], typing.get_type_hints(config.Config)[group]
+        sets = ", ".join(f"{key}: {_as_yaml(value)}" for key, value in each.values.items())
+        said = [summary_of(each.section)] if each.section is not base else []
+        words = " ".join([*said, *([f"Sets {sets}."] if sets else [])])
+        return f"{group}={choice}  {words}".strip()
 
     def meant_by(self, name: str) -> list[str]:
         """The keys or groups that the unknown `name` may stand for, likeliest first."""
@@ -309,38 +248,19 @@ class KeyReference:
         close = difflib.get_close_matches(name, [*self.keys, *self.sections], n=1, cutoff=0.8)
         leaves = {key.rpartition(".")[2]: key for key in reversed(self.keys)}
         near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
-        return close or [leaves[each] for each in near]
+        around = _first_elsewhere(name.split(".")[-2::-1])
+        return close or around or [leaves[each] for each in near]
 
 
 def _elsewhere(name: str) -> list[str]:
     """The key that a name from elsewhere stands for, in full or by its last part; or none."""
-    for words in (name, name.rpartition(".")[2]):
-        if known := [key for key, names in ELSEWHERE.items() if words in names.split()]:
-            return known
-    return []
+    return _first_elsewhere([name, name.rpartition(".")[2]])
 
 
-def _meaning(section: type, name: str) -> str:
-    """The text under a field, of this class or of one that it inherits from."""
-    classes = [each for each in section.__mro__ if each is not object]
-    texts = (_documents(inspect.getfile(each))[each.__name__].get(name) for each in classes)
-    return next((text for text in texts if text), "")
-
-
-@cache
-def _documents(path: str) -> dict[str, dict[str, str]]:
-    """Class -> field -> the text under it, as one line, of all classes in a file."""
-    body = ast.parse(Path(path).read_text()).body
-    return {node.name: _field_texts(node.body) for node in body if isinstance(node, ast.ClassDef)}
-
-
-def _field_texts(body: list[ast.stmt]) -> dict[str, str]:
-    texts = {}
-    for item, after in pairwise(body):
-        match item, after:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
-                texts[name] = " ".join(str(text).split())
-    return texts
+def _first_elsewhere(names: list[str]) -> list[str]:
+    """The key that the first of these stands for which stands for any."""
+    each = ([key for key, words in ELSEWHERE.items() if name in words.split()] for name in names)
+    return next((found for found in each if found), [])
 
 
 def _selected(entries: list[Any]) -> dict[str, str]:
@@ -349,8 +269,19 @@ def _selected(entries: list[Any]) -> dict[str, str]:
     return {name: choice for name, choice in pairs if not name.startswith("override ")}
 
 
-def _fields(section: type) -> dict[str, dataclasses.Field[Any]]:
-    return {field.name: field for field in dataclasses.fields(section)}
+@cache
+def _leaves(section: type) -> dict[str, tuple[type, dataclasses.Field[Any]]]:
+    """The class and field of each key of a section, by its name there; "lora.rank" is in a section
+    of its own."""
+    found: dict[str, tuple[type, dataclasses.Field[Any]]] = {}
+    for field in dataclasses.fields(section):
+        inner: Any = field.default_factory
+        if dataclasses.is_dataclass(inner) and section is not config.Config:
+            assert isinstance(inner, type)
+            found |= {f"{field.name}.{name}": each for name, each in _leaves(inner).items()}
+        else:
+            found[field.name] = section, field
+    return found
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -372,19 +303,6 @@ def _type_words(hint: Any) -> str:
     if typing.get_origin(hint) is list:
         return f"list[{_type_words(typing.get_args(hint)[0])}]"
     return TYPES[hint]
-
-
-def _limit_words(section: type, name: str) -> str:
-    limits = limits_of(section, name)
-    if "most" not in limits:
-        return ""
-    words = "from" if "least" in limits else "above"
-    lowest = limits.get("least", limits.get("above"))
-    return f" {words} {lowest:.16g} to {limits['most']:.16g}"
-
-
-def _summary(section: type) -> str:
-    return " ".join((section.__doc__ or "").split())
 
 
 def _indented(text: str) -> str:

@@ -7,8 +7,6 @@ before a process starts.
 
 import json
 import os
-import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -39,9 +37,11 @@ from llamarl.environments.requests import read_lengths
 from llamarl.environments.turn_format import TurnFormats
 from llamarl.generation.vllm.limits import check_installed, check_limits, check_temperature
 from llamarl.metrics.trackers import check_trackers
+from llamarl.models.adapter_inventory import check_adapter
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.inventory import check_checkpoint, check_parallel
 from llamarl.models.other_architecture import AnyArchitecture
+from llamarl.recipe.hub_names import PREFIX, REPOSITORY
 from llamarl.recipe.prompt_inputs import check_length, read_prompts, resolve
 from llamarl.recipe.task_source import load_task, read_graph, read_task
 from llamarl.types import Prompt
@@ -50,18 +50,19 @@ from llamarl.weights.transports.registry import TRANSPORTS
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
 SHAPES = "shapes"  # of an architecture: a checkpoint's tensors show them
 PROMPTS = "data.prompts"
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # ORGANISATION/MODEL
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a run reads, checked and ready. `checkpoint` and `tokenizer_folder` are absolute.
+    """What a run reads, checked and ready. `checkpoint`, `tokenizer_folder` and `adapter`, if
+    there is one, are absolute.
 
     `task` holds the functions of task.py that the controller calls, by name; `graph` the stages;
     `kinds` what rollouts take turns with.
     """
 
     checkpoint: str
+    adapter: str | None
     tokenizer_folder: str
     architecture: AnyArchitecture
     tokenizer: TextDecoder
@@ -89,6 +90,8 @@ def read_inputs(
     architecture = _check_checkpoint(config, checkpoint)
     _check_planned(config, architecture)
     _check_architecture(config, architecture)
+    adapter = resolve(config, config.model.adapter) if config.model.adapter else None
+    check_adapter(adapter, architecture, config.trainer.lora)
     tokenizer = load_tokenizer(tokenizer_folder, config.data.chat_template_kwargs)
     check_tokenizer(tokenizer, architecture.vocab_size)
     split_stops(tokenizer, config.sampling.stop_strings)  # raises what is wrong with them
@@ -104,22 +107,23 @@ def read_inputs(
     if needs_prompts:
         prompts = read()
         check_length(config, "sampling", prompts.longest)
-    if config.data.held_out is not None:
-        table = read(held_out=True)
-        some = table[: config.evaluation.max_prompts or len(table)]
-        some = [replace(prompt, is_held_out=True) for prompt in some]
-        share, seed = config.experience.keep_rollouts, config.seed
-        held_out = [replace(each, is_kept=is_kept(each, share, seed)) for each in some]
-        longest = max(len(prompt.token_ids) for prompt in held_out)
-        check_length(config, "evaluation", longest)
+    for name in config.held_out_sets:
+        found = read(held_out=name)
+        some = found[: config.evaluation.max_prompts or len(found)]
+        held_out += [replace(prompt, held_out=name) for prompt in some]
+    share, seed = config.experience.keep_rollouts, config.seed
+    held_out = [replace(each, is_kept=is_kept(each, share, seed)) for each in held_out]
+    longest = max((len(prompt.token_ids) for prompt in held_out), default=0)
+    check_length(config, "evaluation", longest)
     replay_lengths = []
     if config.sampling.replay_lengths is not None:
         path = resolve(config, config.sampling.replay_lengths)
         replay_lengths = read_lengths(path, config.sampling.max_tokens)
-    for folder in {checkpoint, tokenizer_folder}:  # last, as it reads every byte
+    for folder in {checkpoint, tokenizer_folder, adapter or checkpoint}:  # as it reads every byte
         manifest.verify_if_listed(Path(folder))
     return Inputs(
         checkpoint=checkpoint,
+        adapter=adapter,
         tokenizer_folder=tokenizer_folder,
         architecture=architecture,
         tokenizer=tokenizer,
@@ -227,12 +231,12 @@ def _check_allocator(config: Config) -> None:
 
 
 def _check_folder(config: Config, folder: str) -> None:
-    """ValueError with the command that downloads a model which is named as on the Hub."""
+    """ValueError, with its name, for what may be meant as a model of the Hub."""
     name = config.model.checkpoint
-    if HUB_NAME.fullmatch(name) and not os.path.isdir(folder):
+    if REPOSITORY.fullmatch(name) and not os.path.isdir(folder):
         raise ValueError(
             f"the checkpoint must be an existing folder, got {folder!r} (if {name} is a model of "
-            f"the Hub: `hf download {name} --local-dir {shlex.quote(folder)}` gets it)"
+            f"the Hub: model.checkpoint={PREFIX}{name})"
         )
 
 

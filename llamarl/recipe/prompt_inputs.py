@@ -23,9 +23,10 @@ from llamarl.environments.prompt_cache import (
     read_source,
     show_nothing,
 )
-from llamarl.environments.prompt_files import check_files
+from llamarl.environments.prompt_files import find_files
 from llamarl.environments.prompt_table import PromptRows, PromptTable
 from llamarl.environments.task_prompts import make_rows
+from llamarl.loop.mini_batches import MiniBatches
 from llamarl.recipe.task_source import read_graph, read_task
 from llamarl.task_file import FILE
 
@@ -39,11 +40,9 @@ def resolve(config: Config, path: str) -> str:
 
 
 def source_files(config: Config, source: str) -> list[Path]:
-    """The local files of a source of data.prompts or data.held_out. ValueError unless they are
-    there."""
-    files = [Path(resolve(config, source))]
-    check_files(files)
-    return files
+    """The local files of a source of data.prompts or of held-out prompts. ValueError unless they
+    are there."""
+    return find_files(Path(resolve(config, source)))
 
 
 def read_prompts(
@@ -52,12 +51,13 @@ def read_prompts(
     kinds: Kinds,
     task_source: str | None,
     *,
-    held_out: bool = False,
+    held_out: str = "",
     most: int | None = None,
     show: ShowPieces = show_nothing,
 ) -> PromptTable:
-    """The prompts to train on or those `held_out`, or the first `most` of the first source, checked
-    for what rewards need. With data.overlong other than error, all leave room for a completion."""
+    """The prompts to train on or those of the set `held_out`, or the first `most` of the first
+    source, checked for what rewards need. With data.overlong other than error, all leave room for a
+    completion."""
     data, limit = config.data, "data.max_prompt_tokens"
     section = "evaluation" if held_out else "sampling"
     context, max_tokens = context_of(config), _max_tokens(config)[section]
@@ -65,20 +65,21 @@ def read_prompts(
     if data.overlong != "error" and room < data.max_prompt_tokens:
         data = replace(data, max_prompt_tokens=room)
         limit = f"generator.max_model_len={context} less {section}.max_tokens={max_tokens}"
-    names = [data.held_out or ""] if held_out else data.sources[: 1 if most else None]
+    held_out_sets = config.held_out_sets
+    names = [held_out_sets[held_out]] if held_out else data.sources[: 1 if most else None]
     found: list[PromptRows] = []
     for name in names:
         rules: dict[str, Any] = {"limit": limit, "kinds": kinds, "reward": config.reward}
         if name == TASK:
             assert task_source is not None, "data.prompts=task comes with a task.py"
-            made = make_rows(task_source, data.options, held_out=held_out)
+            made = make_rows(task_source, data.options, held_out=bool(held_out))
             place = f"{resolve(config, FILE)}: prompts"
             source = PromptSource(
                 name=name, place=place, made=made, data=data, tokenizer=tokenizer, **rules
             )
         else:
             files = source_files(config, name)
-            place = ", ".join(map(str, files))
+            place = resolve(config, name)
             source = PromptSource(
                 name=name, place=place, files=files, data=data, tokenizer=tokenizer, **rules
             )
@@ -89,13 +90,25 @@ def read_prompts(
 def with_last_step(config: Config, num_prompts: int) -> Config:
     """The recipe with its limit of steps as `num_steps`: num_epochs of so many prompts allow no
     more. ValueError if they allow none."""
-    num_drawn, per_step = math.ceil(config.num_epochs * num_prompts), config.trainer.groups_per_step
     num_steps = config.most_steps
     if config.num_epochs:
-        must = f"hold a step of trainer.groups_per_step={per_step} prompts, of which there are"
-        config.require(num_drawn >= per_step, "num_epochs", f"{must} {num_prompts}")
-        num_steps = min(num_steps, num_drawn // per_step)
+        steps = mini_batches(config)
+        allowed = steps.num_steps(math.ceil(config.num_epochs * num_prompts))
+        num_needed = steps.num_needed(0)
+        must = f"hold a first step, of {num_needed} prompts, of which there are {num_prompts}"
+        config.require(allowed > 0, "num_epochs", must)
+        num_steps = min(num_steps, allowed)
     return replace(config, num_steps=num_steps)
+
+
+def mini_batches(config: Config) -> MiniBatches:
+    """Which steps use which groups."""
+    return MiniBatches(
+        groups_per_step=config.trainer.groups_per_step,
+        number=config.trainer.num_mini_batches,
+        num_passes=config.trainer.num_passes,
+        looks_ahead=config.algorithm.proximal == "recompute",
+    )
 
 
 def context_of(config: Config) -> int:
@@ -122,7 +135,7 @@ def with_measured_prompts(config: Config) -> Config:
     folder = resolve(config, config.model.tokenizer or config.model.checkpoint)
     first = config.data.sources[0]
     path = resolve(config, FILE if first == TASK else first)
-    is_there = os.path.isfile(path) and os.path.isfile(Path(folder, "tokenizer.json"))
+    is_there = os.path.exists(path) and os.path.isfile(Path(folder, "tokenizer.json"))
     if config.plan.prompt_tokens or not is_there:
         return config
     tokenizer = load_tokenizer(folder, config.data.chat_template_kwargs)

@@ -12,6 +12,7 @@ from typing import Any
 from llamarl.checkpoints import checkpoint, positions
 from llamarl.config import Config
 from llamarl.config.check import require
+from llamarl.metrics.best_version import is_sound
 from llamarl.recipe.inputs import Inputs, check_identity, identity, make_prompts
 
 LOGGER = logging.getLogger(__name__)
@@ -86,9 +87,9 @@ def _read(folder: Path) -> dict[str, Any]:
     for name in ("pending", "backlog"):
         check(_are_pairs(state.get(name)), name, "list pairs of epoch and prompt")
     walks = state.get("walks")
-    is_sound = _are_pairs(walks) and all(0 <= drawn <= passed for passed, drawn in walks or [])
-    is_sound = is_sound and sum(drawn for _, drawn in walks or []) == state["position"]
-    check(is_sound, "walks", "list pairs of prompts passed and drawn, position in all")
+    are_walks = _are_pairs(walks) and all(0 <= drawn <= passed for passed, drawn in walks or [])
+    are_walks = are_walks and sum(drawn for _, drawn in walks or []) == state["position"]
+    check(are_walks, "walks", "list pairs of prompts passed and drawn, position in all")
     check(type(state.get("silent", "")) is str, "silent", "be text")
     first = [*map(tuple, state["pending"]), *map(tuple, state["backlog"])]
     doubled = len(first) - len(set(first))
@@ -101,6 +102,8 @@ def _read(folder: Path) -> dict[str, Any]:
     is_version = type(evaluated) is int and -1 <= evaluated <= state["version"]
     check(is_version, "evaluated", "be a version")
     check(type(state.get("solved", "")) is str, "solved", "be text")
+    best = state.get("best", {})
+    check(is_sound(best, state["version"]), "best", "be a version, its value and a count")
     check(isinstance(state.get("identity"), dict), "identity", "be an object")
     check(positions.is_sound(state.get("positions")), "positions", "list parts")
     return state

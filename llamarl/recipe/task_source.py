@@ -16,6 +16,7 @@ from llamarl.dataflow.graph import ENVIRONMENT, Graph, make_graph
 from llamarl.dataflow.task_stages import check_task
 from llamarl.environments.definition import TOOLS, Kinds
 from llamarl.environments.ready_tools import READY
+from llamarl.environments.rewards.functions import OWN
 from llamarl.metrics.trackers import TRACKERS
 from llamarl.task_file import FILE, STAGES, load
 
@@ -73,8 +74,8 @@ def named_functions(config: Config) -> set[str]:
     """The functions of task.py that the recipe names."""
     algorithm = config.algorithm
     is_named = {
-        "prompts": "task" in (*config.data.sources, config.data.held_out),
-        "reward": "task" in config.reward.functions,
+        "prompts": "task" in (*config.data.sources, *config.held_out_sets.values()),
+        **{own: name in config.reward.functions for name, own in OWN.items()},
         "loss": isinstance(algorithm, TaskConfig),
         "advantages": algorithm.advantage == "task",
         "drop": "task" in algorithm.filters,

@@ -8,12 +8,12 @@ the files at which ranks meet.
 import os
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llamarl.cluster import Executor
-from llamarl.config import Config
+from llamarl.config import Config, LoraConfig
 from llamarl.config.pools import generator_of
 from llamarl.config.rank_assignment import Device, far_sites, num_storage_units
 from llamarl.dataflow.graph import EXECUTORS, SCORE, TRAIN, FrozenModel, Stage
@@ -34,7 +34,7 @@ from llamarl.recipe.inputs import Inputs
 from llamarl.recipe.prompt_inputs import context_of
 from llamarl.storage.loader import SOCKETS
 from llamarl.storage.store import Store
-from llamarl.weights.layout.formats import formats_of
+from llamarl.weights.layout.formats import kinds_of
 from llamarl.weights.transports.registry import TRANSPORTS
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ class Specs:
             run_dir=self.run_dir,
             num_steps=config.most_steps,
             seed=config.seed,
-            formats=formats_of(config.generator, inputs.architecture),
+            adapter=inputs.adapter,
+            kinds=kinds_of(config.generator, inputs.architecture),
             rdma=_rdma(config),
         )
 
@@ -105,6 +106,9 @@ class Specs:
             checkpoint=self.inputs.checkpoint,
             load_weights=EXECUTORS[TRAIN] not in self.names,
             tokenizer=self.inputs.tokenizer_folder,
+            lora=config.trainer.lora,
+            base_dtype=config.trainer.compute_dtype,
+            adapter=self.inputs.adapter,
             config=generator_of(config.generator, replica),
             weights=config.weights,
             placement=config.placement,
@@ -160,7 +164,7 @@ class Specs:
                 checkpoint=os.path.abspath(Path(config.recipe_dir, stage.run.checkpoint)),
                 column=stage.writes[0].name,
                 rendezvous=f"{self.run_dir}/.rendezvous-{stage.name}-{_new_id()}",
-                config=config.trainer,
+                config=replace(config.trainer, lora=LoraConfig()),
                 sampling=config.sampling,
                 storage=storage,
             )

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from llamarl.algorithms.advantages import GDPO, over_deviation
 from llamarl.algorithms.group_filters import filter_group
+from llamarl.checkpoints import checkpoint
 from llamarl.config import Config, VllmConfig
 from llamarl.config.pools import pool_at, pools_of
 from llamarl.config.rank_assignment import far_sites, num_storage_units, units_near
@@ -30,14 +32,16 @@ from llamarl.loop.controller import Controller
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.engines import Engines, Rules
 from llamarl.loop.evaluation import Evaluator
-from llamarl.loop.gate import Gate, Room
+from llamarl.loop.gate import Gate
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.nearby_units import Neighbours
 from llamarl.loop.part_size import PartSize
 from llamarl.loop.rollouts import Rollouts
+from llamarl.loop.room import Room
 from llamarl.loop.saver import Saver
 from llamarl.loop.skew import Skew
 from llamarl.loop.speeds import Speeds
+from llamarl.metrics.best_version import BestVersion, best_version
 from llamarl.metrics.console import Progress
 from llamarl.metrics.recent_spans import DecodeSteps, RecentSpans
 from llamarl.metrics.run_logger import RunLogger
@@ -121,6 +125,7 @@ class Wiring:
             spans=self.spans,
             last=config.most_steps,
             deadline_s=deadline_s,
+            limit=f"max_hours={config.max_hours:g}",
         )
         limits = config.generator.elastic
         elasticity = Elasticity(limits=limits, gate=gate, dispatch=dispatch) if limits else None
@@ -178,6 +183,9 @@ class Wiring:
             late=config.staleness.late,
             carry_over_groups=config.staleness.carry_over_groups,
             max_drops_in_row=config.algorithm.max_drops_in_row,
+            num_mini_batches=config.trainer.num_mini_batches,
+            num_passes=config.trainer.num_passes,
+            looks_ahead=config.algorithm.proximal == "recompute",
             sampler=make_sampler(config.experience.sampler, self.inputs.task),
             prompts=make_prompts(config, self.inputs, state),
             spans=self.spans,
@@ -187,6 +195,7 @@ class Wiring:
             num_units=num_storage_units(config),
             plan_units=dispatch.balance.plan_units,
             has_room=Room(self.executors.storage),
+            ended=self.make_best().why_over,
         )
 
     def make_rules(self) -> Rules:
@@ -205,6 +214,7 @@ class Wiring:
                 filter_group,
                 max_tokens=config.sampling.max_tokens,
                 config=config.algorithm,
+                functions=[*zip(config.reward.functions, config.reward.weights, strict=True)],
                 task=inputs.task,
             ),
             make_batch=partial(
@@ -212,11 +222,12 @@ class Wiring:
                 num_ranks=config.trainer.num_data_ranks,
                 tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
                 attention_cost=attention_cost(inputs.architecture),
+                scale=over_deviation if config.algorithm.advantage == GDPO else list,
             ),
             make_record=partial(
                 make_record,
                 prompts=config.data.sources,
-                held_out=config.data.held_out or "",
+                held_out=config.held_out_sets,
                 functions=config.reward.functions,
                 prompt_field=config.data.prompt_field,
             ),
@@ -293,17 +304,29 @@ class Wiring:
 
     def make_evaluator(self, engines: Engines) -> Evaluator:
         """The evaluation of the held-out prompts, of which there may be none."""
-        config = self.config
+        config, evaluation = self.config, self.config.evaluation
         return Evaluator(
             prompts=self.inputs.held_out,
             sampling=evaluation_sampling(config, self.inputs),
             seed=config.seed,
+            num_rollouts=evaluation.rollouts_per_prompt,
+            at_k=evaluation.ks,
+            sets=[*evaluation.sets],
             has_turns=self.inputs.graph.has_episodes,
             engines=engines,
-            every_steps=config.evaluation.every_steps,
+            every_steps=evaluation.every_steps,
             version=self.state.get("evaluated", -1),
+            best=self.make_best(),
             rows_per_replica=min(p.generator.max_num_seqs for p in pools_of(config.generator)),
         )
+
+    def make_best(self) -> BestVersion:
+        """The best version, which goes on from `state` if its checkpoint is in this folder."""
+        saved = self.state.get("best", {})
+        is_there = checkpoint.find(self.run_dir, saved.get("version", 0)) is not None
+        config = self.config
+        key, patience = config.checkpoint.best, config.evaluation.patience
+        return best_version(key, patience, saved if is_there else {})
 
     def make_colocation(self) -> Colocation:
         """Who has the device when."""

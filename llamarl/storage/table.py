@@ -18,10 +18,19 @@ from llamarl.dataflow.columns import COLUMNS
 from llamarl.errors import NotStored
 from llamarl.storage.cells import Cells, widths
 from llamarl.storage.slabs import Slab, Slabs
-from llamarl.types import CLIPPED, FINISH_CODES, LOSS_WEIGHTS, TRAINER_LOGPROBS, FinishReason
+from llamarl.types import (
+    CLIPPED,
+    FINISH_CODES,
+    LOSS_WEIGHTS,
+    PROXIMAL_LOGPROBS,
+    REF_LOGPROBS,
+    TRAINER_LOGPROBS,
+    FinishReason,
+)
 
 CUT = FINISH_CODES[FinishReason.SEGMENT]  # of a partial row
-OF_A_STEP = {TRAINER_LOGPROBS, LOSS_WEIGHTS, CLIPPED}  # of the last one that used the rollout
+# Of the last step that used the rollout; where the policy is its own reference, those of this too.
+OF_A_STEP = {TRAINER_LOGPROBS, PROXIMAL_LOGPROBS, REF_LOGPROBS, LOSS_WEIGHTS, CLIPPED}
 NOWHERE = -1  # the slab of a cell that was not written
 
 

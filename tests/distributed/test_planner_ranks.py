@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from llamarl.config import EmbeddedConfig, TrainerConfig
+from llamarl.config import EmbeddedConfig, LoraConfig, TrainerConfig
 from llamarl.models.architecture import read_architecture
 from llamarl.models.attention import make_packing
 from llamarl.models.parallelize import make_mesh
@@ -24,11 +24,17 @@ from tests.tiny_checkpoints import write_checkpoint
 from tests.unit.planner_recipes import make_recipe
 
 TOKENS, CONTEXT = 60, 25
+LORA = LoraConfig(rank=4, targets=["q_proj", "o_proj", "down_proj"])
 LAYOUTS = {
     "shard": TrainerConfig(num_ranks=4, optimizer="sgd"),
     "replicate x shard": TrainerConfig(num_ranks=4, replicate=2),
     "tensor": TrainerConfig(num_ranks=4, tensor_parallel=4),
     "shard x tensor": TrainerConfig(num_ranks=4, tensor_parallel=2, reshard_after="backward"),
+    "adapters, shard": TrainerConfig(num_ranks=4, lora=LORA),
+    "adapters, shard x tensor": TrainerConfig(num_ranks=4, tensor_parallel=2, lora=LORA),
+    "adapters, replicate x tensor": TrainerConfig(
+        num_ranks=4, tensor_parallel=2, replicate=2, lora=LORA
+    ),
 }
 
 

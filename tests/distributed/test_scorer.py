@@ -67,7 +67,8 @@ def put(storage, folder, row_id, text, finish=FinishReason.STOP):
 
 
 def run_scorer(folder, storage, config, calls, *, task_source=None, spans=None, prompt=PROMPT):
-    """Start, make the calls (lists of row ids) one after another, close."""
+    """Start, make the calls (lists of items: row ids, or tuples of a group's) one after another,
+    close."""
 
     async def run():
         scorer = StageExecutor(
@@ -85,7 +86,8 @@ def run_scorer(folder, storage, config, calls, *, task_source=None, spans=None, 
         )
         await scorer.start()
         try:
-            return [await scorer.process([((row,), prompt) for row in rows]) for rows in calls]
+            items = [[(i if isinstance(i, tuple) else (i,), prompt) for i in ids] for ids in calls]
+            return [await scorer.process(each) for each in items]
         finally:
             await scorer.close()
 
@@ -229,16 +231,16 @@ def test_full_marks_are_on_the_scale_that_the_recipe_says(folder, full_marks, co
 
 
 @pytest.mark.parametrize(
-    ("is_kept", "is_held_out", "is_written"),
-    [(False, False, False), (True, False, True), (False, True, True)],
+    ("is_kept", "held_out", "is_written"),
+    [(False, "", False), (True, "", True), (False, "test", True)],
 )
 def test_the_texts_of_rollouts_that_are_recorded_are_written_beside_the_prompt_id(
-    folder, is_kept, is_held_out, is_written
+    folder, is_kept, held_out, is_written
 ):
     storage = WatchedStorage()
     for row_id, text in enumerate(["gr\u00fcn", "bad"]):
         put(storage, folder, row_id, text)
-    prompt = replace(PROMPT, is_held_out=is_held_out, is_kept=is_kept)
+    prompt = replace(PROMPT, held_out=held_out, is_kept=is_kept)
     run_scorer(
         folder,
         storage,
@@ -275,3 +277,29 @@ def test_a_reward_may_be_a_coroutine_beside_functions(folder):
     assert [score.reward for score in scores[:2]] == [1.5, 0.9]
     assert [score.correct for score in scores[:3]] == [True, False, False]
     assert all("ZeroDivisionError" in score.error for score in scores[2::3])
+
+
+def test_a_group_is_scored_in_one_call_and_fails_as_one(folder, caplog):
+    storage = WatchedStorage()
+    texts = ["6*7=42. Answer: 42", "Answer: 41", "Answer: 42", "bad", "Answer: 42"]
+    for row_id, text in enumerate(texts):
+        put(storage, folder, row_id, text)
+    source = (
+        "def group_reward(prompt, completions):\n"
+        "    return [1 / (len(each) - 3) == 1 / (len(completions[-1]) - 3)"
+        " for each in completions]\n"
+    )
+    config = RewardConfig(functions=["exact", "group"], weights=[1.0, 0.5])
+    (scores,) = run_scorer(folder, storage, config, [[(0, 1, 2), (3, 4)]], task_source=source)
+    assert [score.reward for score in scores[:3]] == [1.0, 0.5, 1.5]
+    assert [score.correct for score in scores[:3]] == [True, False, True]
+    assert scores[1].parts == {"exact": 0.0, "group": 1.0}
+    assert [score.status for score in scores[3:]] == [StageStatus.RAISED] * 2
+    assert "ZeroDivisionError" in scores[3].error
+    rewards = {
+        row: float(cells[REWARD][0]) for row, cells in storage.rows.items() if REWARD in cells
+    }
+    assert rewards == {0: 1.0, 1: 0.5, 2: 1.5}
+    assert {row: cells[PROMPT_ID][0] for row, cells in storage.rows.items()} == dict.fromkeys(
+        range(5), 1.0
+    )

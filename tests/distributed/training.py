@@ -57,6 +57,9 @@ class Job:
     steps: list  # of lists of batches
     trainer: TrainerConfig
     algorithm: object = field(default_factory=lambda: AIPOConfig(rho=2.0))
+    ahead: dict = field(
+        default_factory=dict
+    )  # by step, the batch whose proximal log-probs it finds
     restore: str | None = None
     save: str | None = None  # before the last step
     export: str | None = None
@@ -138,6 +141,8 @@ async def train(rank, num_ranks, job):
             await executor.save(job.save)
         for batch in batches:
             await executor.accumulate(batch)
+        if number in job.ahead:
+            await executor.store_proximal(job.ahead[number])
         seen["gradients"].append(
             {n: gather(p.grad).numpy().copy() for n, p in parameters.items() if p.grad is not None}
         )

@@ -132,7 +132,35 @@ def test_a_group_that_the_sampler_does_not_consume_is_trained_on_again(tmp_path:
     again = ["experience.sampler=task", "staleness.late=mask", "trainer.groups_per_step=1"]
     run(work, tmp_path / "run", *again, recipe=recipe)
     by_row = {line["row_id"]: line for line in read_archive(tmp_path / "run")}
-    assert [by_row[row_id].get("version") for row_id in range(16)] == [1] * 8 + [None] * 8
+    assert [by_row[row_id].get("version") for row_id in range(16)] == [1] * 8 + [2] * 8
+    assert [by_row[row_id].get("num_uses") for row_id in range(16)] == [2] * 8 + [None] * 8
+
+
+def test_a_loop_walks_through_a_batch_in_passes_and_finds_its_proximal_log_probs(
+    tmp_path: Path,
+) -> None:
+    async def work(engines: LibraryEngines) -> None:
+        await engines.sync_weights()
+        gate, taken = engines.gate, []
+        for group in await engines.generate(await gate.admit()):
+            group.advantages = (1.0, -1.0) * 4
+            await gate.settle(group, group.advantages)
+        with pytest.raises(ValueError, match="groups must hold at least one rollout, got 'none'"):
+            await engines.look_ahead([])
+        for _ in range(4):
+            groups = await gate.take(1, 1)
+            taken += [group.group_id for group in groups]
+            await engines.forward_backward(groups)
+            if gate.num_ahead:
+                await engines.look_ahead(await gate.take(gate.num_ahead, gate.num_ahead))
+            await gate.advance((await engines.optim_step()).version)
+        assert taken == [0, 1, 0, 1]
+
+    several = ["trainer.num_mini_batches=2", "trainer.num_passes=2", "trainer.groups_per_step=1"]
+    several += ["staleness.max_staleness=3", "algorithm=ppo", "algorithm.proximal=recompute"]
+    run(work, tmp_path, *several)
+    by_row = {line["row_id"]: line for line in read_archive(tmp_path)}
+    assert [by_row[row_id]["version"] for row_id in range(16)] == [2] * 8 + [3] * 8
 
 
 @pytest.mark.parametrize(

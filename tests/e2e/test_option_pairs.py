@@ -28,12 +28,16 @@ ALGORITHMS = [
     "aipo",
     "cispo",
     "dapo",
+    "dppo_kl",
+    "dppo_tv",
     "dr_grpo",
+    "gmpo",
     "grpo",
     "gspo",
     "ppo",
     "reinforce",
     "rloo",
+    "sapo",
     "task",
 ]
 POOLS = "['num_ranks=1', 'quantization=int8 max_num_seqs=16']"
@@ -62,6 +66,12 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "tensor parallel": ["trainer.num_ranks=2", "trainer.tensor_parallel=2"],
         "transformers": ["trainer=transformers"],
     },
+    "weights": {
+        "all": [],
+        "adapters": ["trainer.lora.rank=4"],
+        "adapters of some": ["trainer.lora.rank=3", "trainer.lora.targets=[q_proj,up_proj]"],
+    },
+    "steps per batch": {"one": [], "two": ["trainer.num_mini_batches=2"]},
     "compute": {"float32": [], "bfloat16": ["trainer.compute_dtype=bfloat16"]},
     "checkpointing": {
         "none": [],
@@ -119,6 +129,8 @@ REFUSED: dict[Pair, str] = {
     pair(("placement", "colocated"), ("replicas", "pools")): "placement.colocated must be False",
     pair(("placement", "colocated"), ("replicas", "elastic")): "generator.elastic must be []",
     pair(("sampler", "task"), ("late", "wait")): "staleness.late must be mask",
+    pair(("steps per batch", "two"), ("staleness", "0")): "staleness.max_staleness must be at",
+    pair(("steps per batch", "two"), ("sampler", "task")): "experience.sampler must be",
     pair(("generator ranks", "2"), ("replicas", "pools")): "",  # a pool says how many it has
 }
 COMMON = [

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tests.e2e.forks import Forks
 from tests.json_lines import read_lines
 from tests.loss_formulas import Sampled, advantages, step
 from tests.places import RECIPE
+from tests.unit.test_rollout_mask import masked
 from tests.unit.test_transformers_model import write_family
 
 GROUPS, SIZE, MAX_TOKENS = 4, 8, 96
@@ -73,8 +76,17 @@ def differences(rows: list[Line]) -> list[tuple[int, float]]:
     ]
 
 
-def assert_losses(run: Ended, algorithm: str, tolerance: float, **fields: Any) -> None:
-    """The loss of every step is that of its archived rows by `algorithm`'s formula."""
+def assert_losses(
+    run: Ended,
+    algorithm: str,
+    tolerance: float,
+    *,
+    mask: Callable[[Sampled], Sampled] = lambda rollout: rollout,
+    is_decoupled: bool = False,
+    **fields: Any,
+) -> None:
+    """The loss of every step is that of its archived rows by `algorithm`'s formula; `mask` takes
+    the weights of rollouts that are masked as a whole."""
     groups: dict[tuple[int, str], list[Line]] = defaultdict(list)
     for row in run.trained:
         groups[row["version"], str(row["prompt_ids"])].append(row)
@@ -88,9 +100,12 @@ def assert_losses(run: Ended, algorithm: str, tolerance: float, **fields: Any) -
                 log_pi = row.get("trainer_logprobs", log_mu)
                 weights = [int(v >= row["oldest_version"]) for v in versions(row)]
                 log_ref = row.get("ref_logprobs", log_pi)
+                log_prox = row.get("proximal_logprobs", log_pi) if is_decoupled else None
                 blank = [0.0] * len(log_mu)
-                rollouts.append(Sampled(log_pi, log_mu, log_ref, blank, weights, advantage))
-                assert row.get("loss_weights", weights) == weights
+                columns = log_pi, log_mu, log_ref, blank
+                rollout = mask(Sampled(*columns, weights, advantage, log_prox))
+                rollouts.append(rollout)
+                assert row.get("loss_weights", rollout.weights) == rollout.weights
         assert len(rollouts) == GROUPS * SIZE
         assert_clipped(run, version, record)
         want, _, _ = step(algorithm, rollouts, max_tokens=MAX_TOKENS, **fields)
@@ -216,6 +231,26 @@ def test_segments_in_bucketed_publishes_and_cispo_in_bfloat16(forks: Forks, tmp_
     # The trainer rounds, the generator does not.
     first = [row for row in run.trained if row["version"] == 0]
     assert 1e-3 < max(apart for _, apart in differences(first)) < 0.5
+
+
+@pytest.mark.long
+def test_sapo_without_the_rollouts_that_have_drifted(forks: Forks, tmp_path: Path) -> None:
+    run = train(
+        forks,
+        tmp_path,
+        *("num_steps=4", "algorithm=sapo", "trainer.lr=2e-3", "staleness.max_staleness=2"),
+        *(
+            "algorithm.mask_rollouts=product",
+            "algorithm.mask_below=0.7",
+            "algorithm.mask_above=1.4",
+        ),
+    )
+    assert run.summary["steps"] == 4
+    mask = partial(masked, kind="product", low=0.7, high=1.4, negative_only=False)
+    assert_losses(run, "sapo", 1e-4, mask)
+    drifted = [record["tokens/drifted"] for record in run.steps]
+    assert drifted[0] == 0 < max(drifted)
+    assert [record["tokens/masked"] for record in run.steps] == drifted
 
 
 @pytest.mark.long

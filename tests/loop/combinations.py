@@ -105,6 +105,7 @@ def _options(rng: random.Random) -> dict[str, Any]:
         "costs": _costs(rng),
     }
     options |= _replicas(rng)
+    options |= _batches(rng, options)
     if rng.random() < 0.4:
         options |= _episodes(rng)
     least = 1
@@ -135,9 +136,25 @@ def _splitting(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
         "prompts": None,
         "max_staleness": 0,
         "groups_per_step": 8,
+        "num_mini_batches": 1,
+        "num_passes": 1,
         "rollouts_per_prompt": 2,
         "drop_share": 0.0,
         "costs": replace(options["costs"], decode_row_s=0.01),
+    }
+
+
+def _batches(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+    """How many optimizer steps follow from a batch."""
+    proximal = rng.choice(["none", "recompute", "interpolate"])
+    if options["sampler"] == "task" or rng.random() < 0.5:
+        return {"proximal": proximal}
+    mini_batches, passes = rng.choice([(2, 1), (3, 1), (1, 2), (2, 2), (3, 2), (1, 3)])
+    return {
+        "num_mini_batches": mini_batches,
+        "num_passes": passes,
+        "proximal": proximal,
+        "max_staleness": options["max_staleness"] + mini_batches * passes - 1,
     }
 
 

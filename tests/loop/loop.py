@@ -159,6 +159,9 @@ class Loop:
     carry_over_groups: int = 0
     num_steps: int = 50
     groups_per_step: int = 4
+    num_mini_batches: int = 1
+    num_passes: int = 1
+    proximal: str = "none"
     parts: str = "dynamic"
     groups_per_part: int = 0
     """Makes parts fixed."""
@@ -170,7 +173,10 @@ class Loop:
     sample: Sampler = admission
     """With `sampler="task"`."""
     evaluate_every: int = 0
+    patience: int = 0
     save_every: int = 0
+    keep: int = 2
+    best: str = ""
     exports: bool = False
     save_s: float = 600.0
     num_held_out: int = 0
@@ -239,12 +245,13 @@ class Loop:
         self.trainer = self.executors.trainer.executor
         self.trainer.version = self.state.get("version", 0)
         held_out = [
-            Prompt(prompt_id=i, text="", token_ids=(2, i), is_held_out=True)
+            Prompt(prompt_id=i, text="", token_ids=(2, i), held_out="held_out")
             for i in range(self.num_held_out)
         ]
         self.inputs = make_inputs(self.prompts or workload.prompts(), graph, LLAMA, held_out)
         self.inputs = replace(self.inputs, task={**self.inputs.task, "sample": self.sample})
         self.batches: list[Batch] = []
+        self.ahead: dict[int, int] = {}  # version at which a row's proximal log-probs were stored
         self.part_starts: dict[int, list[float]] = defaultdict(list)
         self.prompt_of: dict[int, tuple[int, int]] = {}  # by row
         self.group_of: dict[int, int] = {}  # by row
@@ -256,13 +263,19 @@ class Loop:
 
     def _config(self) -> Config:
         return make_recipe(
-            data=DataConfig(prompts="x", chat=True, repeat_share=self.repeat_share),
+            data=DataConfig(
+                prompts="x",
+                held_out="y" if self.num_held_out else None,
+                chat=True,
+                repeat_share=self.repeat_share,
+            ),
             num_epochs=self.num_epochs,
             environment=EnvironmentConfig(
                 tools=["task"] if self.most_turns else [], max_restarts=MANY
             ),
             num_steps=self.num_steps,
             algorithm=AIPOConfig(
+                proximal=self.proximal,
                 max_drops_in_row=self.max_drops_in_row,
                 reward_columns=[*self.reward_columns],
                 reward_column_weights=[1.0] * len(self.reward_columns),
@@ -279,6 +292,8 @@ class Loop:
             trainer=TrainerConfig(
                 num_ranks=2,
                 groups_per_step=self.groups_per_step,
+                num_mini_batches=self.num_mini_batches,
+                num_passes=self.num_passes,
                 parts="fixed" if self.groups_per_part else self.parts,
                 groups_per_part=self.groups_per_part,
                 tokens_per_micro_batch=self.tokens_per_micro_batch,
@@ -300,9 +315,13 @@ class Loop:
                 carry_over_groups=self.carry_over_groups,
             ),
             experience=ExperienceConfig(sampler=self.sampler, keep_rollouts=self.keep_rollouts),
-            evaluation=EvaluationConfig(every_steps=self.evaluate_every),
+            evaluation=EvaluationConfig(every_steps=self.evaluate_every, patience=self.patience),
             checkpoint=CheckpointConfig(
-                every_steps=self.save_every, save_s=self.save_s, export=self.exports
+                every_steps=self.save_every,
+                save_s=self.save_s,
+                export=self.exports,
+                keep=self.keep,
+                best=self.best,
             ),
         )
 
@@ -320,6 +339,7 @@ class Loop:
         self.gate, self.saver = controller.gate, controller.saver
         engines = controller.engines
         make_requests, make_batch = engines.rules.make_requests, engines.rules.make_batch
+        look_ahead = engines.look_ahead
 
         def note_requests(group: Group) -> list[Request]:
             prompt = group.prompt
@@ -336,6 +356,14 @@ class Loop:
             self.part_starts[version].append(asyncio.get_running_loop().time())
             return batch
 
+        async def note_look_ahead(groups: Sequence[Group]) -> None:
+            try:
+                await look_ahead(groups)
+            finally:
+                batch = self.batches.pop()
+                self.ahead |= {row.row_id: batch.version for row in batch.rows}
+
+        engines.look_ahead = note_look_ahead  # type: ignore[method-assign]
         engines.rules = replace(engines.rules, make_requests=note_requests, make_batch=note_batch)
         await engines.connect()
         try:

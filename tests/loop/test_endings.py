@@ -85,6 +85,39 @@ def test_a_run_whose_prompts_are_solved_is_finished(
     assert loop.storage.count("trained") == version * 4 * 2
 
 
+@pytest.mark.parametrize("is_colocated", [False, True])
+def test_a_run_that_gets_no_better_ends_with_its_best_version_kept(
+    is_colocated: bool, tmp_path: Path
+) -> None:
+    """Of five held-out answers two or three are right, by turns."""
+    loop = Loop(
+        prompts=PROMPTS,
+        num_held_out=5,
+        num_steps=40,
+        evaluate_every=1,
+        best="accuracy",
+        patience=2,
+        keep=1,
+        exports=True,
+        is_colocated=is_colocated,
+    )
+    run(loop.run(tmp_path))
+    evaluations = loop.run_logger.evaluations
+    best = max(evaluations[1:], key=lambda each: (each.accuracy, -each.version)).version
+    assert loop.gate.ended.startswith("evaluation/accuracy was not above the")
+    assert loop.trainer.version < 40
+    assert evaluations[-1].version == loop.trainer.version, "the last version is evaluated, too"
+    assert [checkpoint.version_of(path) for path in checkpoint.committed(tmp_path)] == sorted(
+        {best, loop.trainer.version}
+    )
+    marked = checkpoint.marked_best(tmp_path)
+    assert marked is not None
+    assert checkpoint.version_of(marked) == best
+    assert saved(tmp_path)["best"]["num_since"] >= 2
+    calls = loop.process("trainer").num_calls
+    assert (calls["export"], calls["restore"]) == (2, int(best != loop.trainer.version))
+
+
 def test_a_few_hopeless_prompts_among_solved_ones_end_a_run_well_too(tmp_path: Path) -> None:
     loop = solving(hopeless=frozenset({3, 4, 5}), max_drops_in_row=200)
     run(loop.run(tmp_path))
@@ -275,7 +308,7 @@ def test_what_is_dropped_as_a_run_ends_is_archived_before_it_has_ended(
 def test_a_run_ends_with_the_last_whole_step_of_its_epochs(tmp_path: Path) -> None:
     loop = Loop(num_held_out=3, num_replicas=2, prompts=PROMPTS, num_epochs=2, exports=True)
     run(loop.run(tmp_path))
-    assert (loop.trainer.version, loop.saver.ended_by) == (14, "num_epochs"), "58 are 14 times 4"
+    assert (loop.trainer.version, loop.gate.ended) == (14, "num_epochs=2"), "58 are 14 times 4"
     assert Counter(loop.prompt_of.values()) == {
         (epoch, prompt.prompt_id): 2 for epoch in (0, 1) for prompt in PROMPTS
     }
@@ -301,7 +334,7 @@ def test_the_step_in_which_the_hours_are_over_is_the_last_one(
 
     loop.trainer.step = timed
     run(loop.run(tmp_path))
-    assert loop.saver.ended_by == "max_hours"
+    assert loop.gate.ended == loop.saver.limit
     assert len(made) == loop.trainer.version == saved(tmp_path)["version"]
     assert all(time_s < deadline_s for time_s in made[:-1])
     assert made[-1] >= deadline_s
@@ -313,7 +346,7 @@ def test_what_was_dropped_after_the_last_save_is_not_asked_again_once_the_epochs
 ) -> None:
     loop = solving(save_every=1, num_epochs=1.4)
     run(loop.run(tmp_path))
-    assert loop.saver.ended_by == "num_epochs"
+    assert loop.gate.ended == "num_epochs=1.4"
     assert loop.storage.count("dropped") > 4
     state = saved(tmp_path)
     assert state["version"] == loop.trainer.version

@@ -43,7 +43,7 @@ def check(loop: Loop) -> None:
     """Every step was made once of whole groups within the bound, every rollout has one outcome
     (`WatchedStorage` asserts the one), and evaluations are whole."""
     first, last = loop.state.get("version", 0), loop.trainer.version
-    assert last == loop.num_steps or loop.gate.solved or loop.saver.ended_by
+    assert last == loop.num_steps or loop.gate.solved or loop.gate.ended
     assert loop.run_logger.versions == [*range(first + 1, last + 1)]
     check_steps(loop)
     assert max(loop.staleness(), default=0) <= loop.max_staleness
@@ -56,7 +56,7 @@ def check(loop: Loop) -> None:
     assert {each.num_prompts for each in loop.run_logger.evaluations} <= {loop.num_held_out}
     is_evaluated = not loop.num_held_out or evaluated[-1] == last
     # A run that is over before its first step has one evaluation, which lost replicas may cost it.
-    assert is_evaluated or (loop.saver.ended_by and last == first and loop.faults)
+    assert is_evaluated or (loop.gate.ended and last == first and loop.faults)
 
 
 def check_steps(loop: Loop) -> None:
@@ -77,10 +77,41 @@ def check_steps(loop: Loop) -> None:
             result = loop.workload.pass_stage(stage, row)
             assert (result.reason, result.status) == ("", StageStatus.OK), "it was dropped"
     if loop.sampler != "task":
-        assert len({row for _, row in trained}) == len(trained), "a rollout was trained on twice"
+        check_batches(loop, {*trained})
     if loop.sampler == "admission" and loop.late == "wait":
-        order = [row.group_id for batch in loop.batches for row in batch.rows]
+        first_pass = [each for each in loop.batches if steps_before(loop, each.version)[1] == 0]
+        order = [row.group_id for batch in first_pass for row in batch.rows]
         assert order == sorted(order)
+
+
+def steps_before(loop: Loop, version: int) -> tuple[int, int, int]:
+    """(first version of the batch, whole passes before this step, steps before it in its pass)."""
+    first = loop.state.get("version", 0)
+    per_batch = loop.num_mini_batches * loop.num_passes
+    step = (version - first) % per_batch
+    return version - step, step // loop.num_mini_batches, step % loop.num_mini_batches
+
+
+def check_batches(loop: Loop, trained: set[tuple[int, int]]) -> None:
+    """A rollout is trained once in each pass of one batch, by the same step of each; and if the
+    ratio is taken to the policy before the first step, its log-probs were found then."""
+    uses: dict[int, list[int]] = {}
+    for version, row in sorted(trained):
+        uses.setdefault(row, []).append(version)
+    last = loop.trainer.version - 1
+    for row, versions in uses.items():
+        first = versions[0]
+        start, num_passes, place = steps_before(loop, first)
+        assert num_passes == 0
+        wanted = [first + loop.num_mini_batches * i for i in range(loop.num_passes)]
+        # The step that was begun last may have used it without making a version.
+        made = [version for version in wanted if version <= last]
+        assert made == [version for version in versions if version <= last]
+        if loop.proximal == "recompute" and place > 0:
+            assert loop.ahead[row] == start
+    for batch in loop.batches:
+        if batch.first_version is not None:
+            assert batch.first_version == steps_before(loop, batch.version)[0]
 
 
 def check_outcomes(loop: Loop) -> None:
@@ -90,10 +121,9 @@ def check_outcomes(loop: Loop) -> None:
     last_step = {row.row_id: batch.version for batch in made for row in batch.rows}
     outcomes = loop.storage.outcomes
     trained = {row: o["version"] for row, o in outcomes.items() if o["outcome"] == "trained"}
-    assert trained.items() <= last_step.items()
-    unconsumed = last_step.keys() - trained.keys()
-    assert loop.sampler == "task" or not unconsumed
-    assert {outcomes[row]["outcome"] for row in unconsumed} <= {"unused"}
+    assert trained == last_step
+    uses = Counter(row.row_id for batch in made for row in batch.rows)
+    assert all(outcomes[row].get("num_uses", 1) == num for row, num in uses.items())
     assert loop.prompt_of.keys() <= outcomes.keys(), "a rollout without an outcome"
     assert "lost" not in {found["outcome"] for found in outcomes.values()}
     rows_left = loop.storage._table.groups([*outcomes])

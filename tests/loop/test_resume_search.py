@@ -19,6 +19,7 @@ from llamarl.data.kept_rollouts import is_kept
 from llamarl.environments.prompt_stream import PromptStream
 from llamarl.errors import ExecutorLost
 from llamarl.groups import StepStats
+from llamarl.metrics.held_out import EVALUATION
 from llamarl.metrics.run_logger import TURNS
 from llamarl.metrics.trackers import METRICS_FILE, MetricsLog
 from llamarl.planner.simulation.clock import run
@@ -27,7 +28,7 @@ from llamarl.types import Prompt
 from tests.fakes import WatchedStorage
 from tests.loop.combinations import draw
 from tests.loop.loop import Loop
-from tests.loop.test_loop_search import LIMIT_S, check, perform
+from tests.loop.test_loop_search import LIMIT_S, check, perform, steps_before
 from tests.random_search import case, searched
 
 ARCHIVE, KEPT = "archive/rollouts-0.jsonl", "archive/kept-0.jsonl"
@@ -100,10 +101,15 @@ class History:
 
     prompts: Sequence[Prompt]
     num_held_out: int
+    num_steps: int
+    evaluate_every: int
+    patience: int | None
+    """If the best version is kept."""
     prompt_of: dict[int, tuple[int, int]] = field(default_factory=dict)  # by row
     group_of: dict[int, int] = field(default_factory=dict)  # by row
     loop_of: dict[int, Loop] = field(default_factory=dict)  # by version that was trained
     share_of: dict[int, float] = field(default_factory=dict)  # that was to be kept, by row
+    used: dict[int, set[int]] = field(default_factory=dict)  # rows by version that learnt from them
 
     def add(self, loop: Loop) -> None:
         """A session, which began with what is known so far, is over."""
@@ -111,6 +117,10 @@ class History:
         self.group_of |= loop.group_of
         self.share_of |= dict.fromkeys(loop.prompt_of, loop.keep_rollouts)
         self.loop_of |= dict.fromkeys(range(loop.state.get("version", 0), loop.num_steps), loop)
+        again = {version: set[int]() for version in range(loop.trainer.version + 1)}
+        for batch in loop.batches:
+            again[batch.version] |= {row.row_id for row in batch.rows}
+        self.used |= {version: rows for version, rows in again.items() if rows}
 
     def cut(self, state: dict[str, Any]) -> None:
         """The next session begins with `state`: what came after it is repeated."""
@@ -119,9 +129,12 @@ class History:
         self.group_of = {row: each for row, each in self.group_of.items() if row < end}
 
     def check_all(self, folder: Path) -> None:
-        """A run could go on from each of its checkpoints."""
+        """A run could go on from each of its checkpoints, and has that of the best version."""
         for path in checkpoint.committed(folder):
-            self.check(folder, checkpoint.read_state(path))
+            state = checkpoint.read_state(path)
+            self.check(folder, state)
+            if path == checkpoint.latest(folder) and (known := state.get("best")):
+                assert checkpoint.find(folder, known["version"]) is not None
 
     def check(self, folder: Path, state: dict[str, Any]) -> None:
         """The files hold all that was done before `state`, once, and what is open is in it."""
@@ -133,8 +146,18 @@ class History:
         self.check_kept(lines, read_lines(folder, KEPT, ends))
         assert max((line["row_id"] for line in lines), default=-1) < state.get("next_row_id", 0)
         self.check_steps(lines, version)
+        trained = {line["row_id"] for line in lines if line["outcome"] == "trained"}
+        for each in range(version):
+            is_again = self.loop_of[each].sampler == "task"  # then some are used later too
+            assert is_again or self.used[each] <= trained, "learnt from, and not in the archive"
         evaluated = {line["version"] for line in lines if line["outcome"] == "evaluated"}
         assert max(evaluated, default=-1) == state.get("evaluated", -1)
+        if self.patience is not None:
+            known = state.get("best", {})
+            *_, is_over = best_of(self, lines, self.num_steps)
+            is_end = is_over or "solved" in state
+            best, num_since, _ = best_of(self, lines, version if is_end else self.num_steps)
+            assert (known.get("version", 0), known.get("num_since", 0)) == (best, num_since)
         self.check_prompts(lines, state)
 
     def check_lines(self, archived: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -182,13 +205,16 @@ class History:
             step = [line for line in trained if line["version"] == version]
             groups = {self.group_of[line["row_id"]] for line in step}
             is_whole = len(groups) == loop.groups_per_step
-            assert is_whole or (loop.sampler == "task" and len(groups) < loop.groups_per_step)
+            # Lines tell of the last use only.
+            is_last = steps_before(loop, version)[1] == loop.num_passes - 1
+            may_be_less = loop.sampler == "task" or not is_last
+            assert is_whole or (may_be_less and len(groups) < loop.groups_per_step)
             wanted = {row for group in groups for row in rows_of[group]} - left_out
             assert {line["row_id"] for line in step} == wanted
             oldest = version - loop.max_staleness
             assert {line["oldest_version"] for line in step} <= {oldest}
             if loop.late == "wait":
-                assert min(span[0] for line in step for span in line["spans"]) >= oldest
+                assert all(span[0] >= oldest for line in step for span in line["spans"])
 
     def check_prompts(self, lines: list[dict[str, Any]], state: dict[str, Any]) -> None:
         """Those drawn so far are done or open, and each is once."""
@@ -206,6 +232,29 @@ class History:
         drawn = [next(stream) for _ in range(state.get("position", 0))]
         expected = sorted((prompt.epoch, prompt.prompt_id) for prompt in drawn)
         assert found == expected
+
+
+def best_of(history: History, lines: list[dict[str, Any]], end: int) -> tuple[int, int, bool]:
+    """The version with the best accuracy, the first of equal ones; how many were evaluated after
+    it; and whether these ended the run. Only versions that have a checkpoint count: those of every
+    so many steps, and the one that the run ended with, if it did at `end`."""
+    of_version: dict[int, list[int]] = {}
+    for line in lines:
+        if line["outcome"] == "evaluated":
+            of_version.setdefault(line["version"], []).append(line["correct"])
+    best, most, num_since, is_over = 0, -1.0, 0, False
+    for version, marks in sorted(of_version.items()):
+        is_regular = history.evaluate_every and version % history.evaluate_every == 0
+        if is_regular and version:  # amid a batch nothing is saved
+            is_regular = steps_before(history.loop_of[version - 1], version)[1:] == (0, 0)
+        if version == 0 or not (is_regular or version == end):
+            continue
+        accuracy = sum(marks) / len(marks)
+        num_since += 1
+        if accuracy > most:
+            best, most, num_since = version, accuracy, 0
+        is_over |= 0 < (history.patience or 0) <= num_since
+    return best, num_since, is_over
 
 
 def read_lines(folder: Path, name: str, ends: dict[str, int] | None = None) -> list[dict[str, Any]]:
@@ -237,7 +286,11 @@ def play(rng: random.Random, root: Path) -> None:
         "num_epochs": rng.choice([0, 0, 0.5, 2.5]),
         "repeat_share": rng.choice([1.0, 0.3]),
     }
-    history = History(prompts, fixed["num_held_out"])
+    if fixed["num_held_out"] and rng.random() < 0.7:
+        patience = rng.choice([0, 1, 2]) if fixed["evaluate_every"] else 0
+        fixed |= {"best": "accuracy", "keep": rng.choice([1, 2, 0]), "patience": patience}
+    numbers = (fixed[name] for name in ("num_held_out", "num_steps", "evaluate_every"))
+    history = History(prompts, *numbers, fixed.get("patience"))
     folder, state = root / "0", dict[str, Any]()
     folder.mkdir()
     for number in range(1, MOST_SESSIONS + 1):
@@ -274,6 +327,9 @@ def play(rng: random.Random, root: Path) -> None:
         history.check_all(folder)
         before, state = state, resume(loop, folder)
         assert before.get("version", 0) <= state.get("version", 0) <= loop.trainer.version
+        saved = state.get("version", 0)
+        is_between = steps_before(loop, saved)[1:] == (0, 0) or saved == loop.saver.last
+        assert is_between or session.ending != "kill", "saved amid a batch"
         if session.ending in SAVING:
             assert state.get("version", 0) == loop.trainer.version, "what was learnt is saved"
         history.cut(state)
@@ -285,7 +341,10 @@ def play(rng: random.Random, root: Path) -> None:
     history.check_steps(lines, last)
     evaluated = {line["version"] for line in lines if line["outcome"] == "evaluated"}
     is_evaluated = not history.num_held_out or max(evaluated, default=-1) == last
-    assert is_evaluated or (loop.saver.ended_by and last == 0)  # see `check`
+    assert is_evaluated or (loop.gate.ended and last == 0)  # see `check`
+    *_, is_over = best_of(history, lines, last)
+    why = loop.gate.ended
+    assert why if is_over else not why.startswith(EVALUATION)
 
 
 @searched(few=40, many=4000)

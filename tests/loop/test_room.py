@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.loop.gate import ROOM_PAUSE_S, Room
+from llamarl.loop.gate import ROOM_PAUSE_S
+from llamarl.loop.room import Room
 from llamarl.planner.simulation.clock import run
 from tests.fakes import WatchedStorage
 from tests.loop.loop import Loop

@@ -19,6 +19,7 @@ from llamarl.types import (
     LOSS_WEIGHTS,
     NO_VERSION,
     PROMPT_IDS,
+    PROXIMAL_LOGPROBS,
     RECORD,
     REF_LOGPROBS,
     RESPONSE_IDS,
@@ -45,7 +46,7 @@ SAID = [
 
 def recorded(rng: np.random.Generator, num_tokens: int, is_kept: bool) -> Columns:
     """A row with everything, of two versions and an observation."""
-    wide = rng.integers(0, 2**32, (3, num_tokens), np.uint32).view(np.float32)
+    wide = rng.integers(0, 2**32, (4, num_tokens), np.uint32).view(np.float32)
     versions = np.sort(rng.integers(2, 5, num_tokens)).astype(np.int32)
     versions[num_tokens // 2] = NO_VERSION
     return {
@@ -55,6 +56,7 @@ def recorded(rng: np.random.Generator, num_tokens: int, is_kept: bool) -> Column
         GENERATOR_LOGPROBS: [wide[0]],
         REF_LOGPROBS: [wide[1]],
         TRAINER_LOGPROBS: [wide[2]],
+        PROXIMAL_LOGPROBS: [wide[3]],
         LOSS_WEIGHTS: [(versions != NO_VERSION).astype(np.uint8)],
         CLIPPED: [rng.integers(0, 2, num_tokens).astype(np.uint8)],
         TURNS: [as_cell(SAID)],

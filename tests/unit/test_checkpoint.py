@@ -14,7 +14,10 @@ from llamarl.checkpoints import checkpoint, manifest, positions
 from llamarl.checkpoints.checkpoint import (
     begin,
     commit,
+    committed,
     latest,
+    mark_best,
+    marked_best,
     prune,
     read_state,
 )
@@ -70,6 +73,27 @@ def test_prune_keeps_the_newest_and_zero_keeps_all(tmp_path):
     prune(tmp_path, 2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-00000003", "step-00000004"]
+
+
+def test_the_best_checkpoint_is_marked_and_spared(tmp_path):
+    for version in range(1, 6):
+        save(tmp_path, version)
+    assert marked_best(tmp_path) is None
+    for version in (1, 2):
+        mark_best(tmp_path, version)
+        mark = tmp_path / "checkpoints" / "best"
+        assert marked_best(tmp_path) == (tmp_path / f"checkpoints/step-0000000{version}").resolve()
+        assert read_state(mark)["version"] == version, "a run may resume from it by this name"
+    prune(tmp_path, 1, lambda version: version in (2, 3))
+    names = sorted(path.name for path in committed(tmp_path))
+    assert names == ["step-00000002", "step-00000003", "step-00000005"]
+    copied = tmp_path / "copy"
+    shutil.copytree(tmp_path / "checkpoints", copied / "checkpoints")  # the mark is a folder now
+    mark_best(copied, 5)
+    assert marked_best(copied).name == "step-00000005"
+    mark_best(tmp_path, 4)
+    assert marked_best(tmp_path) is None, "its checkpoint is not there"
+    assert not mark.is_symlink()
 
 
 def test_commit_refuses_the_state_of_another_version(tmp_path):

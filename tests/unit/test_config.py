@@ -89,10 +89,24 @@ WRONG = [
     ("sampling.top_k=5", "sampling.top_k must be 0 in training"),
     ("sampling.temperature=0", "sampling.temperature must be at least 0.001, got 0.0"),
     ("trainer.groups_per_part=4", "trainer.groups_per_part must be 0 with trainer.parts=dyn"),
+    ("algorithm.advantage=gdpo", "trainer.parts must be batch with algorithm.advantage=gdpo"),
     ("trainer.parts=fixed", "trainer.groups_per_part must divide trainer.groups_per_step"),
     ("sampling.max_tokens=1024", "generator.max_model_len must hold"),
     ("sampling.rollouts_per_prompt=1", "sampling.rollouts_per_prompt must be at least 2"),
     ("staleness.carry_over_groups=1", "carry_over_groups must be 0 unless staleness.late=mask"),
+    (
+        "trainer.num_mini_batches=2 trainer.num_passes=2",
+        "staleness.max_staleness must be at least 3 with trainer.num_mini_batches=2 and "
+        "trainer.num_passes=2 (it counts optimizer steps, and so many come between the first and "
+        "the last one of a batch), got 1",
+    ),
+    (
+        "trainer.num_passes=2 staleness.late=mask experience.sampler=task",
+        "experience.sampler must be admission or group_complete with several optimizer steps",
+    ),
+    ("trainer.num_passes=0", "trainer.num_passes must be at least 1, got 0"),
+    ("algorithm.proximal=always", "algorithm.proximal must be one of none, recompute, interp"),
+    ("algorithm.proximal_rho=0.5", "algorithm.proximal_rho must be at least 1, got 0.5"),
     ("staleness.max_staleness=-1", "staleness.max_staleness must be at least 0"),
     ("staleness.late=never", "staleness.late must be one of wait, mask, got 'never'"),
     ("reward.functions=[exact,format]", "reward.weights must have one weight per function"),
@@ -119,6 +133,39 @@ WRONG = [
     ("generator.num_collectors=2", "generator.num_collectors must be at most generator.num_re"),
     ("trainer.groups_per_step=100000", "the rollouts open at once (1600000), at most 1048576"),
     ("evaluation.temperature=1e-9", "evaluation.temperature must be 0 (greedy) or at least"),
+    ("evaluation.rollouts_per_prompt=4", "evaluation.temperature must be above 0 with evaluation"),
+    (
+        "evaluation.rollouts_per_prompt=4 evaluation.temperature=1 evaluation.at_k=[1,8]",
+        "evaluation.at_k must be at most evaluation.rollouts_per_prompt (4), got [1, 8]",
+    ),
+    ("evaluation.at_k=[1,1]", "evaluation.at_k must name each k once"),
+    ("evaluation.at_k=[0]", "evaluation.at_k must be at least 1, got [0]"),
+    (
+        "data.held_out=x.jsonl evaluation.sets={a:a.jsonl}",
+        "data.held_out must be null with evaluation.sets",
+    ),
+    (
+        "data.held_out=null evaluation.sets={a/b:a.jsonl}",
+        "evaluation.sets must have names of up to 40 letters, digits, dots, - and _, got {'a/b'",
+    ),
+    ("evaluation.sets={a:a.txt}", "evaluation.sets must have a .jsonl or .parquet file for each"),
+    ("evaluation.patience=2", "evaluation.patience must be 0 without evaluation.every_steps"),
+    (
+        "evaluation.patience=2 evaluation.every_steps=1",
+        "evaluation.patience must be 0 without checkpoint.best, got 2",
+    ),
+    (
+        "data.held_out=null checkpoint.best=accuracy",
+        "checkpoint.best must stay empty without data.held_out or evaluation.sets",
+    ),
+    (
+        "data.held_out=x.jsonl checkpoint.best=accuracy_",
+        "accuracy, reward, got 'accuracy_' (did you mean accuracy?)",
+    ),
+    (
+        "data.held_out=x.jsonl checkpoint.best=pass_at_4",
+        "checkpoint.best must be one of accuracy, reward, got",
+    ),
     ("trainer.betas=[nan,0.9]", "trainer.betas must be a finite number, got [nan, 0.9]"),
     ("sampling.stop_strings=['']", "sampling.stop_strings must not be empty, got ['']"),
     ("generator.elastic=[1]", "generator.elastic must be [] or [fewest, most] with 1 <= fewest"),

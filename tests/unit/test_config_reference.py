@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import yaml
 
-from llamarl.config import Config
-from llamarl.recipe.composition import reference
-from llamarl.recipe.config_reference import ELSEWHERE
-from tests.places import ROOT
+from llamarl.recipe.absent_names import FOREIGN_SECTIONS, NOT_HERE
+from llamarl.recipe.composition import compose, reference, to_config
+from llamarl.recipe.names_elsewhere import ELSEWHERE
+from tests.places import RECIPE, ROOT
 from tests.unit.test_config import MINIMUM, make_config
 
 
@@ -30,18 +32,18 @@ def test_every_key_has_type_default_and_meaning() -> None:
         assert " ".join(key.text().split()).count(key.meaning) == 1
 
 
-def fields_of(config: Config) -> dict[str, object]:
+def fields_of(config: Any) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, value in vars(config).items():
         is_section = hasattr(value, "__dataclass_fields__")
-        fields = vars(value).items() if is_section else [("", value)]
-        found |= {f"{name}.{field}".rstrip("."): each for field, each in fields}
+        inner = fields_of(value) if is_section else {"": value}
+        found |= {f"{name}.{field}".rstrip("."): each for field, each in inner.items()}
     return found
 
 
 def test_keys_of_one_choice_and_defaults_that_differ_are_marked() -> None:
     keys = reference().keys
-    assert "only with algorithm=aipo\n" in keys["algorithm.rho"].text()
+    assert "algorithm=aipo|dppo_kl|dppo_tv\n" in keys["algorithm.rho"].text()
     assert "default mean (" in keys["algorithm.advantage"].text()
     assert "rloo: leave_one_out" in keys["algorithm.advantage"].text()
     assert "from 0 to 1," in keys["trainer.min_lr_share"].text()
@@ -96,11 +98,75 @@ def test_the_last_part_of_a_key_and_a_path_from_elsewhere_are_explained(
     assert reference().about(asked) == "\n\n".join(reference().keys[key].text() for key in keys)
 
 
+def test_the_choices_of_groups_are_explained() -> None:
+    for group, choices in reference().groups.items():
+        for choice in {*choices} - {*reference().sections}:
+            assert f"{group}={choice}" in reference().about(choice)
+    assert "Sets" in reference().about("colocated")
+    assert len(reference().about("task").splitlines()) == 2  # of algorithm and of reward
+
+
 def test_a_key_without_counterpart_is_explained_and_refused_with_the_reason() -> None:
-    assert "No key here: a batch is always trained in one" in reference().about("num_iterations")
-    reasons = [reference().reason_without(name) for name in ("lora.rank", "trainer.lora_rank")]
-    assert reasons == ["all weights are trained, there are no adapters"] * 2
+    assert "No key here: a group's mean reward is the baseline" in reference().about("gae_lambda")
+    reasons = [reference().reason_without(name) for name in ("critic.lr", "algorithm.lam")]
+    assert reasons == ["a group's mean reward is the baseline, there is no critic"] * 2
     assert reference().reason_without("trainer.lr") is None
+
+
+def test_names_without_counterpart_are_none_here_and_have_one_reason() -> None:
+    both = [*NOT_HERE.values(), *FOREIGN_SECTIONS.values()]
+    names = [name for words in both for name in words.split()]
+    assert len(names) == len(set(names))
+    leaves = {key.rpartition(".")[2] for key in {*reference().keys, *reference().sections}}
+    choices = {choice for each in reference().groups.values() for choice in each}
+    elsewhere = {name for words in ELSEWHERE.values() for name in words.split()}
+    assert not {*names} & (leaves | choices | elsewhere)
+
+
+def test_a_reason_names_only_keys_and_pages_that_exist() -> None:
+    for reason in (*NOT_HERE, *FOREIGN_SECTIONS):
+        for word in re.findall(r"\b[a-z]+\.[a-z_]+\b", reason):
+            assert word in reference().keys or word.endswith(".md"), reason
+        for page in re.findall(r"docs/[\w/-]+\.md", reason):
+            assert (ROOT / page).is_file(), page
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        (
+            "lora.rank=8",
+            "lora.rank must be a known key, got an unknown one (did you mean trainer.lora.rank?)",
+        ),
+        (
+            "+lora.rank=8",
+            "lora must be a known key, got an unknown one (did you mean trainer.lora.rank?)",
+        ),
+        ("learning_rate=1e-4", "learning_rate must be .* (did you mean trainer.lr?)"),
+        ("actor_rollout_ref.actor.optim.lr=1", "actor_rollout_ref.actor.optim.lr must be .*er.lr?"),
+        ("actor_rollout_ref.rollout.n=8", "did you mean sampling.rollouts_per_prompt?"),
+        ("+actor_rollout_ref=8", "other names here (docs/coming-from-trl-and-verl.md)"),
+        ("algorithm.filter_groups.enable=true", "did you mean algorithm.filters?"),
+        ("critic.optim.lr=1", "there is no critic"),
+        ("deepspeed=zero3.json", "the trainer is sharded by FSDP2"),
+        ("algorithm=gae", "got 'gae': a group's mean reward is the baseline"),
+        ("algorithm=dpo", "got 'dpo': only rewards train the policy"),
+        ("algorithm=grp0", "got 'grp0' (did you mean grpo?)"),
+        ("generator=sglang", "got 'sglang': new weights are copied into"),
+        ("trainer=megatron", "got 'megatron': the trainer is sharded by FSDP2"),
+        ("trainer.optimizer=adam", "one of adamw, sgd, got 'adam' (did you mean adamw?)"),
+        ("sampling.min_p=0.1", "min_p must be a known key, got an unknown one: training draws"),
+    ],
+)
+def test_an_argument_for_another_framework_is_answered_in_one_line(
+    written: str, words: str
+) -> None:
+    with pytest.raises(ValueError, match=" must ") as caught:
+        to_config(compose(RECIPE, [written]))
+    line = str(caught.value)
+    wanted = [re.escape(each).replace(r"\.\*", ".*") for each in words.split("|")]
+    assert re.search("|".join(wanted), line), line
+    assert "\n" not in line
 
 
 def llamarl(command: str, **environment: str) -> subprocess.CompletedProcess[str]:

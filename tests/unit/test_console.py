@@ -19,12 +19,12 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from llamarl.groups import Evaluation
+from llamarl.groups import Evaluation, Share
 from llamarl.metrics.console import Progress
+from llamarl.metrics.estimates import interval, with_interval
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
-from llamarl.metrics.step_metrics import interval, with_interval
 from llamarl.metrics.trackers import MetricsLog
 from llamarl.types import Prompt
 from tests.signals import restore_ctrl_c
@@ -35,13 +35,22 @@ from tests.unit.test_metrics_time import write_spans
 def evaluated(version: int, accuracy: float, reward: float) -> Evaluation:
     return Evaluation(
         version=version,
-        accuracy=accuracy,
+        shares={"accuracy": Share(accuracy, *interval(accuracy, 100))},
         reward=reward,
         mean_tokens=4.0,
         truncated_share=0.0,
         num_prompts=100,
+        num_rollouts=100,
         num_failed=0,
     )
+
+
+def trained(accuracy: float) -> dict[str, float]:
+    return {
+        "accuracy/train": accuracy,
+        "accuracy/train_low": accuracy - 0.05,
+        "accuracy/train_high": accuracy + 0.025,
+    }
 
 
 def show(draw) -> str:
@@ -56,8 +65,8 @@ def drive(progress: Progress) -> None:
         progress.start_training(0)
         progress.show_evaluation(evaluated(0, 0.48, 0.48))
         for step in (1, 2, 3):
-            scalars = {"reward/mean": 0.5, "accuracy/train": 0.25 * step, "staleness/mean": 1.0}
-            progress.show_step(step, {**scalars, "staleness/max": 2, "tokens/per_s": 1234.0})
+            scalars = {"reward/mean": 0.5, "staleness/mean": 1.0, "staleness/max": 2}
+            progress.show_step(step, scalars | trained(0.25 * step) | {"tokens/per_s": 1234.0})
 
 
 def test_the_time_left_follows_the_recent_steps_and_a_present_one_that_takes_longer(monkeypatch):
@@ -91,7 +100,13 @@ def test_without_a_terminal_progress_is_whole_lines(tmp_path):
     assert "starting 4 processes" in lines[0]
     assert "held-out accuracy 48.0% of 100 (38.5% to 57.7%) at version 0" in lines[1]
     assert "step 1/3" in lines[2]
-    for words in ("step 3/3", "accuracy 75.0%", "tokens/s 1,234", "busy trainer 100%", "eta 0:00"):
+    for words in (
+        "step 3/3",
+        "accuracy 75.0% +-5.0",
+        "tokens/s 1,234",
+        "busy trainer 100%",
+        "eta 0:00",
+    ):
         assert words in lines[3]
 
 
@@ -104,7 +119,13 @@ def test_on_a_terminal_progress_is_a_display_that_fits():
         console.print(progress._render())
         text = console.export_text()
         assert max(len(line) for line in text.splitlines()) == width
-        for words in ("step 3/3", "75.0%", "48.0% (v0)", "mean 1.00  max 2", "1,234 tokens/s"):
+        for words in (
+            "step 3/3",
+            "75.0% +-5.0",
+            "48.0% +-9.7 (v0)",
+            "mean 1.00  max 2",
+            "1,234 tokens/s",
+        ):
             assert words in text
 
 
@@ -114,12 +135,36 @@ def test_progress_shows_shaped_rewards_beside_the_accuracy():
     assert "held-out reward 0.250, accuracy 0.0% of 100 (0.0% to 3.7%) at" in plain.export_text()
     console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
     progress = Progress(3, live=True, console=console)
-    progress.show_step(1, {"reward/mean": 0.125, "accuracy/train": 0.0})
+    progress.show_step(1, {"reward/mean": 0.125} | trained(0.0))
     progress.show_evaluation(evaluated(1, 0.0, 0.25))
     console.print(progress._render())
     text = console.export_text()
     for words in ("training reward", "0.125", "held-out reward    0.250 (v1)"):
         assert words in text
+
+
+def test_named_sets_and_several_rollouts_have_rows_and_lines_of_their_own():
+    both = evaluated(3, 0.5, 0.5)
+    shares = both.shares | {"pass_at_4": Share(0.75, 0.7, 0.8), "maj_at_4": Share(0.6, 0.5, 0.7)}
+    one = replace(both, shares=shares, num_prompts=25)
+    both = replace(one, sets={"gsm8k": one}, num_prompts=50)
+    plain = Console(width=200, record=True, file=io.StringIO())
+    Progress(3, live=False, console=plain).show_evaluation(both)
+    lines = [line.partition("] ")[2] for line in plain.export_text().splitlines()]
+    more = "pass@4 75.0% (70.0% to 80.0%), maj@4 60.0% (50.0% to 70.0%) at version 3"
+    assert lines == [
+        f"held-out accuracy 50.0% of 50 x 2 (40.4% to 59.6%), {more}",
+        f"held-out gsm8k accuracy 50.0% of 25 x 4 (40.4% to 59.6%), {more}",
+    ]
+    console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
+    progress = Progress(3, live=True, console=console)
+    progress.show_evaluation(evaluated(0, 0.25, 0.25))
+    progress.show_evaluation(both)
+    console.print(progress._render())
+    text = console.export_text()
+    assert "held-out accuracy  25.0% +-9.3 (v0)  50.0% +-9.6 (v3)" in text
+    assert "pass@4             75.0% +-5.0 (v3)" in text
+    assert "gsm8k accuracy     50.0% +-9.6 (v3)" in text, "earlier ones had no such set"
 
 
 def test_progress_shows_turns_and_tools_of_episodes():
@@ -254,7 +299,8 @@ def test_a_log_file_shows_a_sample_with_each_evaluation():
 )
 def test_the_interval_is_wilsons(share: float, count: int, low: float, high: float) -> None:
     assert interval(share, count) == pytest.approx((low, high), abs=1e-4)
-    assert with_interval(0.5, 10) == "50.0% of 10 (23.7% to 76.3%)"
+    words = with_interval(Share(0.5, *interval(0.5, 10)), "10")
+    assert words == "50.0% of 10 (23.7% to 76.3%)"
 
 
 def test_a_sample_begins_with_the_question_not_with_the_template() -> None:

@@ -20,7 +20,7 @@ from llamarl.environments.rewards.functions import REWARDS
 from llamarl.main import COMMANDS
 from llamarl.metrics.tensorboard import DESCRIPTIONS
 from llamarl.recipe.composition import reference
-from llamarl.recipe.config_reference import ELSEWHERE
+from llamarl.recipe.names_elsewhere import ELSEWHERE
 from tests.e2e.forks import Forks
 from tests.test_house import FILES, RANK, TREES, room
 from tests.unit.composing import compose_recipe
@@ -48,9 +48,12 @@ KEY = re.compile(r"([a-z_]+)\.([a-z_]+)(?:=.*)?")
 OWN_RECIPE = "recipes/mine"
 MADE_LATER = (OWN_RECIPE, "runs/", "docs/_build", ".venv")  # what a reader or a run makes
 OF_A_RUN = {"command.txt", "metrics.jsonl", "summary.json", "trace.json", "config.yaml"} | {
-    "logs/scorer-0.log"
+    "logs/scorer-0.log",
+    "evaluations.jsonl",
 }
-OF_A_RECIPE = {"task.py", "run.yaml", "config.json", "tokenizer_config.json", "tokenizer.json"}
+OF_A_RECIPE = {"task.py", "run.yaml", "config.json", "tokenizer_config.json", "tokenizer.json"} | {
+    "adapter_config.json"
+}
 TAGS = {*DESCRIPTIONS, "pi/mu"}
 SECTIONS_ELSEWHERE = {"actor_rollout_ref", "custom_reward_function"}  # of verl
 FOREIGN_PROGRAMS = {"pip", "hf", "tensorboard", "git", "sbatch"}
@@ -121,7 +124,8 @@ def test_keys_named_in_the_text_are_keys(page: Path) -> None:
             if key and key[1] in known.sections and not PATH.fullmatch(word):
                 name = f"{key[1]}.{key[2]}"
                 is_of_verl = page.name == "coming-from-trl-and-verl.md"
-                assert name in known.keys or is_of_verl, f"{name_of(page)}: {word}"
+                is_section = name in known.section_keys.values()
+                assert name in known.keys or is_section or is_of_verl, f"{name_of(page)}: {word}"
 
 
 def test_make_commands_name_targets() -> None:

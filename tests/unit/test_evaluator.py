@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from llamarl.data.kept_rollouts import make_record
 from llamarl.groups import Evaluation
 from llamarl.loop.engines import Engines, Unobserved
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.nearby_units import RowIds
 from llamarl.loop.rollouts import Rollouts
+from llamarl.metrics.held_out import RESULTS_FILE, append_results
 from llamarl.types import (
     REWARD,
+    TOKEN_VERSIONS,
     FinishReason,
     Prompt,
     Request,
@@ -24,6 +30,7 @@ from llamarl.types import (
     StageStatus,
 )
 from tests.fakes import RolloutSetting, stopped
+from tests.json_lines import read_lines
 
 ROWS = (10, 11, 12, 13)
 
@@ -45,8 +52,10 @@ class EvaluatorSetting(RolloutSetting):
 
     def make_evaluator(self) -> Evaluator:
         engines = Engines(
-            rules=None,  # type: ignore[arg-type]
-            gate=SimpleNamespace(allocate_rows=RowIds(10, 1).take),  # type: ignore[arg-type]
+            rules=SimpleNamespace(make_record=make_record),  # type: ignore[arg-type]
+            gate=SimpleNamespace(  # type: ignore[arg-type]
+                allocate_rows=RowIds(10, 1).take, first_of_batch=lambda version: version
+            ),
             dispatch=self.dispatch,  # type: ignore[arg-type]
             rollouts=self.rollouts,
             trainer=None,
@@ -143,3 +152,92 @@ def test_without_any_rollout_there_is_no_result() -> None:
     setting.is_lost = lambda row_id: True
     assert setting.evaluate() is None
     assert not setting.rollouts.open
+
+
+def test_several_rollouts_of_prompts_of_several_sets_are_told_apart() -> None:
+    setting = EvaluatorSetting()
+    asked = [("easy", 1), ("easy", 2), ("hard", 1)]
+    setting.evaluator = replace(
+        setting.evaluator,
+        prompts=[Prompt(prompt_id=i, text="", token_ids=(i,), held_out=name) for name, i in asked],
+        num_rollouts=4,
+        at_k=[1, 2, 4],
+        sets=["easy", "hard"],
+    )
+    answers = {"easy 1": "aaab", "easy 2": "bbba", "hard 1": "ccdd"}  # a and c are right
+    rows = {
+        10 + place + 3 * i: f"{name} {number}"
+        for i in range(4)
+        for place, (name, number) in enumerate(asked)
+    }
+
+    def score(row_id: int) -> StageResult:
+        answer = answers[rows[row_id]][(row_id - 10) // 3]
+        is_right = answer in "ac"
+        return StageResult(
+            row_id=row_id, numbers={REWARD: float(is_right)}, correct=is_right, answer=ord(answer)
+        )
+
+    setting.score = score
+    setting.storage.put({row_id: {TOKEN_VERSIONS: np.full(2, 3, np.int32)} for row_id in rows})
+    result = setting.evaluate()
+    assert result is not None
+    assert setting.held == [(3, 4)], "12 rollouts, 3 at a replica"
+    assert (result.num_prompts, result.num_rollouts, result.accuracy) == (3, 12, 0.5)
+    seeds = {request.seed for request in setting.dispatch.asked}
+    assert len(seeds) == 8, "by line and place"
+    easy, hard = result.sets["easy"], result.sets["hard"]
+    values = {name: share.value for name, share in easy.shares.items()}
+    assert values == pytest.approx(
+        {
+            "accuracy": 0.5,
+            "pass_at_1": 0.5,
+            "pass_at_2": (1 + 0.5) / 2,
+            "pass_at_4": 1.0,
+            "maj_at_1": 0.5,
+            "maj_at_2": (0.75 + 0.25) / 2,
+            "maj_at_4": 0.5,
+        }
+    )
+    assert hard.shares["maj_at_4"].value == 0.5, "two answers, as often"
+    assert (easy.num_prompts, hard.num_prompts) == (2, 1)
+    outcomes = [setting.storage.outcomes[row_id] for row_id in sorted(rows)]
+    assert [each["held_out"] for each in outcomes] == ["easy", "easy", "hard"] * 4
+    assert [each["correct"] for each in outcomes] == [1, 0, 1, 1, 0, 1, 1, 0, 0, 0, 1, 0]
+
+
+def test_each_prompt_under_each_version_is_a_line_of_evaluations_jsonl(tmp_path: Path) -> None:
+    setting = EvaluatorSetting()
+    setting.score = lambda row_id: StageResult(
+        row_id=row_id, numbers={REWARD: 0.5}, answer=[7, 7, 9, None][row_id - 10]
+    )
+    setting.evaluator = replace(setting.evaluator, num_rollouts=2, at_k=[2])
+    setting.evaluator.prompts = setting.evaluator.prompts[:2]
+    result = setting.evaluate()
+    assert result is not None
+    append_results(tmp_path, result)
+    append_results(tmp_path, replace(result, version=4))
+    first, second, *later = read_lines(tmp_path / RESULTS_FILE)
+    assert first == {
+        "version": 3,
+        "held_out": "",
+        "prompt_id": 0,
+        "accuracy": 0.0,
+        "pass_at_2": 0.0,
+        "maj_at_2": 0.0,
+        "correct": [False, False],
+        "rewards": [0.5, 0.5],
+        "answers": [0, 1],
+        "num_tokens": [2, 2],
+        "is_truncated": [False, False],
+    }
+    assert second["answers"] == [0, None]
+    assert [line["version"] for line in later] == [4, 4]
+
+
+def test_without_answers_there_is_no_majority() -> None:
+    setting = EvaluatorSetting()
+    setting.evaluator = replace(setting.evaluator, num_rollouts=2, at_k=[2])
+    result = setting.evaluate()
+    assert result is not None
+    assert [*result.shares] == ["accuracy", "pass_at_2"]

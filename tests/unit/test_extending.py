@@ -53,7 +53,7 @@ from tests.tiny_checkpoints import (
 from tests.tiny_checkpoints import load as load_model
 from tests.unit.composing import compose_recipe
 
-PAGES = ("loss", "advantage", "group_filter", "reward", "sampler", "prompts")
+PAGES = ("loss", "advantage", "group_filter", "reward", "group_reward", "sampler", "prompts")
 
 
 def block(page: str, language: str) -> str:
@@ -155,6 +155,14 @@ def test_the_reward_of_the_page_grades() -> None:
     assert reward(prompt, "word " * 30 + "Answer: 4") == pytest.approx(1 - 0.12)
 
 
+def test_the_group_reward_of_the_page_prefers_the_shortest_right_one() -> None:
+    function = load(block("group_reward", "python"), ["group_reward"])["group_reward"]
+    prompt = Prompt(prompt_id=0, text="", token_ids=(), fields={"answer": 4})
+    texts = ["2 + 2 = 4. Answer: 4", "Answer: 5", "Answer: 4", "no"]
+    assert function(prompt, texts) == [1.0, 0.0, 1.5, 0.0]
+    assert function(prompt, ["no"]) == [0.0]
+
+
 def test_the_sampler_of_the_page_prefers_groups_that_differ_but_takes_the_oldest() -> None:
     task = load(block("sampler", "python"), ["sample"])
     ready = [
@@ -182,6 +190,7 @@ sampling: {max_tokens: 96}
 generator: {max_model_len: 128}
 trainer: {groups_per_step: 2}
 algorithm: {advantage: task, filters: [task]}
+reward: {functions: [task, group], weights: [1, 0.1]}
 experience: {sampler: task}
 staleness: {late: mask}
 """
@@ -196,10 +205,14 @@ def run_of(folder: Path, forks: Forks, more: str = "") -> subprocess.CompletedPr
 
 
 @pytest.mark.full
-def test_a_run_learns_by_the_five_functions_of_the_pages(tmp_path: Path, forks: Forks) -> None:
+def test_a_run_learns_by_the_functions_of_the_pages(tmp_path: Path, forks: Forks) -> None:
     done = run_of(tmp_path, forks)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "export").is_dir()
+    (step,) = read_lines(tmp_path / "run" / "metrics.jsonl")[-1:]
+    parts = {name: step[f"reward_parts/{name}"] for name in ("task", "group")}
+    assert 0 < parts["group"] <= 1.5
+    assert step["reward/mean"] == pytest.approx(parts["task"] + 0.1 * parts["group"])
 
 
 @pytest.mark.long

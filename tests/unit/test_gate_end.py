@@ -39,14 +39,14 @@ def test_a_step_that_can_never_be_whole_is_not_waited_for() -> None:
         assert len(await gate.take(2, 2)) == 2
         await gate.advance(1)
         (last,) = await gate.admit()
-        assert not gate.ran_out
+        assert not gate.ended
         assert len(await gate.take(1, 2)) == 2, "the last whole step"
         await gate.advance(2)
         taking = asyncio.create_task(gate.take(1, 2))
         await asyncio.sleep(0.01)
         assert taking.done()
         assert not taking.result(), "its group is still being written"
-        assert gate.ran_out
+        assert gate.ended == "num_epochs=1"
         await gate.drop(last, "failed_reward")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(gate.admit(), 0.01)
@@ -65,7 +65,7 @@ def test_a_trainer_that_waits_is_told_that_all_prompts_left_are_passed_over() ->
         assert not taking.done(), "more may come"
         admitting = asyncio.create_task(gate.admit())
         assert await asyncio.wait_for(taking, 1) == []
-        assert gate.ran_out
+        assert gate.ended == "num_epochs=2"
         admitting.cancel()
 
     asyncio.run(scenario())
@@ -85,7 +85,7 @@ def test_a_sampler_that_wants_none_of_the_last_groups_ends_the_run() -> None:
         assert not taking.done(), "another one may become ready"
         await gate.settle(first, (1.0, -1.0))
         assert await asyncio.wait_for(taking, 1) == []
-        assert gate.ran_out
+        assert gate.ended == "num_epochs=1"
 
     asyncio.run(scenario())
 

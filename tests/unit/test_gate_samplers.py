@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,9 +21,11 @@ from tests.unit.test_gate import ids
 from tests.unit.test_gate import make_gate as gate_with
 
 
-def make_gate(sampler: Sampler, max_staleness: int = 1, late: str = "mask", size: int = 2) -> Gate:
+def make_gate(
+    sampler: Sampler, max_staleness: int = 1, late: str = "mask", size: int = 2, **more: Any
+) -> Gate:
     fields = {"rollouts_per_group": 2, "max_drops_in_row": 10**6, "num_prompts": 7}
-    return gate_with(max_staleness, size, late, sampler=sampler, **fields)
+    return gate_with(max_staleness, size, late, sampler=sampler, **fields, **more)
 
 
 def write(group: Group, versions: Sequence[int]) -> None:
@@ -61,23 +64,35 @@ def of_any_mind(chosen: random.Random, max_staleness: int) -> Sampler:
     return sample
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
-    max_staleness=st.integers(0, 3),
+    spare=st.integers(0, 3),
     size=st.integers(1, 4),
+    shape=st.sampled_from([(1, 1), (1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (3, 2)]),
+    looks_ahead=st.booleans(),
     kind=st.sampled_from(["admission wait", "admission mask", "group_complete wait", "any mask"]),
     seed=st.integers(0, 2**32),
 )
 def test_with_every_sampler_no_token_is_trained_too_late_and_no_group_is_lost_or_consumed_twice(
-    max_staleness: int, size: int, kind: str, seed: int
+    spare: int, size: int, shape: tuple[int, int], looks_ahead: bool, kind: str, seed: int
 ) -> None:
     chosen = random.Random(seed)
     name, late = kind.split()
     samplers = {"admission": admission, "group_complete": group_complete}
+    num_mini_batches, num_passes = (1, 1) if name == "any" else shape
+    per_batch = num_mini_batches * num_passes
+    max_staleness = per_batch - 1 + spare
     gate = make_gate(
-        samplers.get(name) or of_any_mind(chosen, max_staleness), max_staleness, late, size
+        samplers.get(name) or of_any_mind(chosen, max_staleness),
+        max_staleness,
+        late,
+        size,
+        num_mini_batches=num_mini_batches,
+        num_passes=num_passes,
+        looks_ahead=looks_ahead,
     )
     open_, unsettled, consumed, dropped = list[int](), list[Group](), list[int](), list[int]()
+    used, prompt_of = set[int](), dict[int, list[int]]()
 
     async def arrive() -> None:
         """Some groups are admitted, and some of those settle or are dropped, in any order."""
@@ -85,7 +100,10 @@ def test_with_every_sampler_no_token_is_trained_too_late_and_no_group_is_lost_or
             new = await asyncio.wait_for(gate.admit(), 1)
             unsettled.extend(new)
             open_.extend(ids(new))
-        assert len(open_) == gate.capacity
+            prompt_of.update(
+                (each.group_id, [each.prompt.epoch, each.prompt.prompt_id]) for each in new
+            )
+        assert len(open_) == gate.num_open == gate.capacity
         for group in chosen.sample(unsettled, len(unsettled)):
             if group.min_version <= gate.version and chosen.random() < 0.5:
                 unsettled.remove(group)
@@ -98,18 +116,38 @@ def test_with_every_sampler_no_token_is_trained_too_late_and_no_group_is_lost_or
                 else:
                     await gate.settle(group, (1.0, -1.0))
 
+    async def take(num_missing: int) -> list[Group]:
+        taken: list[Group] = []
+        for _ in range(1000):
+            await arrive()
+            missing = num_missing - len(taken)
+            taken += await try_to_take(gate, chosen.randint(1, missing), missing)
+            if len(taken) == num_missing:
+                break
+        assert len({*ids(taken)}) == num_missing, "a step is never whole, or has a group twice"
+        return taken
+
+    def assert_pending(version: int) -> None:
+        """What steps have used is done, if the run ends here, also amid a batch."""
+        left = [prompt_of[group_id] for group_id in sorted({*open_} - used)]
+        assert gate.state(version)["pending"] == left
+
     async def scenario() -> None:
-        for version in range(10):
-            batch: list[Group] = []
-            for _ in range(1000):
-                await arrive()
-                missing = size - len(batch)
-                part = await try_to_take(gate, chosen.randint(1, missing), missing)
-                batch += part
-                if len(batch) == size:
-                    break
-            assert len({*ids(batch)}) == size, "a step is never whole, or has a group twice"
+        first_pass: dict[int, list[int]] = {}
+        ahead: list[int] = []
+        for version in range(3 * per_batch + 8):
+            batch = await take(size)
+            num_before, place = divmod(version % per_batch, num_mini_batches)
+            if num_before == 0:
+                first_pass[place] = ids(batch)
+                if place and looks_ahead:
+                    assert ids(batch) == ahead[:size]
+                    del ahead[:size]
+            assert ids(batch) == first_pass[place]
             assert {*ids(batch)}.isdisjoint(consumed), "trained again after it was consumed"
+            if gate.num_ahead:
+                ahead = sorted(ids(await take(gate.num_ahead)))
+            assert gate.num_ahead == 0 or (looks_ahead and version % per_batch == 0)
             oldest = gate.oldest_version(version)
             rows = make_batch(batch, version, oldest, num_ranks=1, tokens_per_micro_batch=9).rows
             for row, group in zip(rows[::2], batch, strict=True):
@@ -117,16 +155,18 @@ def test_with_every_sampler_no_token_is_trained_too_late_and_no_group_is_lost_or
                 trained = [span for span in spans if span.version >= row.oldest_version]
                 assert all(version - span.version <= max_staleness for span in trained)
                 assert late == "mask" or len(trained) == len(spans), "needs the mask"
+                assert late == "mask" or version <= group.step
             kept = {*ids(gate.kept)}
-            assert kept <= {*ids(batch)}
             done = [group_id for group_id in ids(batch) if group_id not in kept]
-            assert name == "any" or done == ids(batch)
+            is_last = num_before == num_passes - 1
+            assert name == "any" or done == (ids(batch) if is_last else [])
+            used.update(done if name == "any" else ids(batch))
+            assert_pending(version + 1)
             await gate.advance(version + 1)
             consumed.extend(done)
             for group_id in done:
                 open_.remove(group_id)
-        pending = gate.state(gate.version)["pending"]
-        assert len(pending) == len(open_)  # type: ignore[arg-type]
+            assert_pending(version + 1)
         assert sorted([*open_, *consumed, *dropped]) == [*range(gate.next_group_id)]
 
     asyncio.run(scenario())

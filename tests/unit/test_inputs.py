@@ -101,7 +101,7 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
     "checkpoint is a name": (
         nothing,
         ["model.checkpoint=meta-llama/Llama-3.2-1B"],
-        r"existing folder, .* `hf download meta-llama/Llama-3\.2-1B --local-dir /",
+        r"existing folder, .* model\.checkpoint=hf:meta-llama/Llama-3\.2-1B\)",
     ),
     "another architecture than planned": (
         planned(rms_norm_eps=1e-6),

@@ -51,7 +51,11 @@ def test_a_record_says_what_became_of_a_rollout() -> None:
     group.scores[4] = StageResult(row_id=4, status=StageStatus.RAISED, error="KeyError: 'answer'")
     group.numbers[3], group.episodes[3] = {"quality": 2.0}, {"turns": 3.0}
     group.advantages = (0.75, -0.75)
-    names = {"prompts": ["train.jsonl"], "held_out": "test.jsonl", "functions": ["exact", "brief"]}
+    names = {
+        "prompts": ["train.jsonl"],
+        "held_out": {"test": "test.jsonl"},
+        "functions": ["exact", "brief"],
+    }
     right = make_record(group, 3, {"outcome": "trained", "version": 6}, **names)
     assert (right["step"], right["group_id"], right["advantage"]) == (7, 8, 0.75)
     assert (right["prompt_file"], right["prompt_id"], right["prompt"]) == ("train.jsonl", 5, "2+2=")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +15,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from llamarl import metrics
-from llamarl.groups import Dropped, Group, Kept, StepStats
+from llamarl.groups import Dropped, Evaluation, Group, Kept, StepStats
 from llamarl.metrics.console import Progress
+from llamarl.metrics.held_out import result_of, summed_up
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import SpanReader, Spans
 from llamarl.metrics.step_metrics import (
@@ -87,6 +87,8 @@ def test_a_step_is_recorded_with_hand_worked_numbers():
         "reward/mean": 1.0,  # 1.25, 0.25 and 1.5; the hung one is no zero
         "reward/std": (0.0625 + 0.5625 + 0.25) ** 0.5 / 3**0.5,
         "accuracy/train": 2 / 3,
+        "accuracy/train_low": 0.2076596,  # of 3 rollouts of 2 prompts, as of 3 independent ones
+        "accuracy/train_high": 0.9385081,
         "reward_parts/exact": 2 / 3,
         "reward_parts/format": 1.0,
         "reward_failures/raised": 0,
@@ -273,15 +275,9 @@ def test_metrics_load_neither_torch_nor_tensorflow():
     assert done.stdout.strip() == "[]"
 
 
-@dataclass(frozen=True)
-class FinishedEvaluation:
-    version: int = 6
-    accuracy: float = 0.625
-    reward: float = 0.5
-    mean_tokens: float = 12.0
-    truncated_share: float = 0.0
-    num_prompts: int = 16
-    num_failed: int = 1
+def finished_evaluation() -> Evaluation:
+    groups = [make_group(i, [make_row(i, (6, 12))], [float(i < 10)]) for i in range(16)]
+    return summed_up(6, [result_of(group, ()) for group in groups], ())
 
 
 def test_the_run_logger_turns_events_into_metrics_and_step_marks(tmp_path):
@@ -306,7 +302,7 @@ def test_the_run_logger_turns_events_into_metrics_and_step_marks(tmp_path):
         run_logger.log_group(TRAINED, Kept((0.5, -0.5)))
         run_logger.log_publish(0.25)
         asyncio.run(run_logger.log_step(STATS, [TRAINED], 4, {}))
-        run_logger.log_evaluation(FinishedEvaluation())
+        run_logger.log_evaluation(finished_evaluation())
         asyncio.run(run_logger.log_step(StepStats(version=7, scalars={}), [TRAINED], 5, {}))
     spans.close()
     log.close()

@@ -34,6 +34,7 @@ PROMISED = {
     "interval_after",
     "version_after",
     "held_out_prompts",
+    "held_out_shares",
     "training_reward",
     "reward_before",
     "reward_after",
@@ -55,18 +56,19 @@ PROMISED = {
 }
 
 
-def trained(version: int, spans: list[list[int]], oldest_version: int = 0) -> dict:
+def trained(version: int, spans: list[list[int]], oldest_version: int = 0, **more: int) -> dict:
     num_tokens = sum(count for _, count in spans)
     outcome = {"outcome": "trained", "version": version, "oldest_version": oldest_version}
-    return {**outcome, "num_tokens": num_tokens, "spans": spans, "reward": 1.0}
+    return {**outcome, "num_tokens": num_tokens, "spans": spans, "reward": 1.0, **more}
 
 
 def dropped(group_id: int, reason: str) -> dict:
     return {"outcome": "dropped", "reason": reason, "group_id": group_id, "reward": None}
 
 
-def evaluated(version: int, reward: float | None, **more: int) -> dict:
-    return {"outcome": "evaluated", "version": version, "reward": reward, **more}
+def evaluated(prompt_id: int, version: int, reward: float | None, **more: int) -> dict:
+    line = {"outcome": "evaluated", "version": version, "reward": reward, "prompt_id": prompt_id}
+    return {**line, **more}
 
 
 @pytest.fixture
@@ -74,13 +76,13 @@ def run_dir(tmp_path):
     archive = tmp_path / "archive"
     archive.mkdir()
     lines = [
-        evaluated(0, 1.0),
-        evaluated(0, 0.0),
-        evaluated(0, None),
+        evaluated(1, 0, 1.0),
+        evaluated(2, 0, 0.0),
+        evaluated(3, 0, None),
         trained(0, [[0, 10]]),
-        trained(1, [[0, 4], [1, 6]]),
+        trained(1, [[0, 4], [1, 6]], num_uses=2),
         dropped(3, "equal_rewards"),
-        evaluated(2, 1.0),
+        evaluated(1, 2, 1.0),
     ]
     write_lines(archive / "rollouts-0.jsonl", lines)
     lines = [
@@ -90,8 +92,8 @@ def run_dir(tmp_path):
         dropped(5, "failed_reward"),
         trained(2, [[0, 50], [1, 20]], oldest_version=1),  # the oldest 50 were masked
         {"outcome": "unused", "spans": []},
-        evaluated(2, 0.5, correct=1),  # full marks are the first function's, not the sum
-        evaluated(1, 0.0),
+        evaluated(2, 2, 0.5, correct=1),  # full marks are the first function's, not the sum
+        evaluated(1, 1, 0.0),
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"outcome": "trai'
     (archive / "rollouts-1.jsonl").write_text(text)
@@ -124,10 +126,11 @@ def test_the_summary_equals_the_hand_worked_one(run_dir):
         "interval_after": [pytest.approx(0.3424, abs=1e-4), 1.0],
         "version_after": 2,
         "held_out_prompts": 2,
+        "held_out_shares": {},
         "training_reward": [0.25, 0.75],
         "steps": 3,
         "wall_s": 15.0,
-        "tokens_per_s": 9.0,
+        "tokens_per_s": 10.0,
         "rollouts_trained": 3,
         "groups_dropped": {"equal_rewards": 2, "failed_reward": 1},
         "ended_by": "",
@@ -182,7 +185,12 @@ def test_the_final_table_shows_everything_and_keeps_paths_and_command_whole(run_
     paths = {"TensorBoard": "/somewhere/" + "deep/" * 20, "exported model": "runs/x/export"}
     command = "llamarl train --config-dir recipes/quickstart " + "a.b=1 " * 10 + "end=1"
     text = show(lambda console: render_summary(summary, paths, command, console))
-    for words in ("33.3% before", "100.0% after", "0:15", "3: 2 equal rewards, 1 failed reward"):
+    for words in (
+        "33.3% +-45.9 before",
+        "100.0% +-65.8 after",
+        "0:15",
+        "3: 2 equal rewards, 1 failed reward",
+    ):
         assert words in text
     for words in ("trainer", "60% busy", "40% batch", "mean 0.60, max 1", "67%", "20%"):
         assert words in text
@@ -237,14 +245,16 @@ def test_drops_are_shown_while_a_step_still_waits_for_its_groups():
     drops = Drops()
     for group_id in range(180):
         drops.add(scored(group_id, 1.0, 1.0), "solved" if group_id >= 20 else "equal_rewards")
-    for group_id in range(12):
-        drops.add(scored(group_id, 0.0, 1.0), None)
+    ready = [scored(group_id, 0.0, 1.0) for group_id in range(12)]
+    for group in ready:
+        drops.add(group, None)
     progress.show_drops(drops)
     console.print(progress._render())
     text = console.export_text()
     assert "180: 160 solved, 20 equal rewards" in text
     assert "12 ready, 180 dropped" in text
-    drops.take(8)
+    for _ in range(2):  # a later pass uses them again
+        drops.take(ready[:8])
     console.print(progress._render())
     text = console.export_text()
     assert "180: 160 solved, 20 equal rewards" in text
@@ -305,7 +315,7 @@ def test_a_shaped_reward_leads_and_one_equal_to_the_accuracy_is_left_out(run_dir
     shaped = final(accuracy_before=0.0, accuracy_after=0.0, reward_before=0.1, reward_after=0.334)
     reward, accuracy = (line for line in shaped if "held-out" in line)
     assert "held-out reward    0.100 before   0.334 after" in reward
-    assert "0.0% before   0.0% after   (full marks)" in accuracy
+    assert "0.0% +-79.2 before   0.0% +-100.0 after   (full marks)" in accuracy
     plain = final(accuracy_before=0.5, accuracy_after=1.0, reward_before=0.501, reward_after=1.0)
     assert [line for line in plain if "held-out reward" in line] == []
     early = final(accuracy_before=0.0, accuracy_after=0.0, reward_before=0.0, reward_after=0.002)

@@ -65,7 +65,10 @@ OF_THE_SAME_KINDS = [  # as the first ones below
             "beta=0.1",
             "beta must be a known key, got an unknown one (did you mean algorithm.kl_coef",
         ),
-        ("lora.rank=8", "lora must be a known key, got an unknown one: all weights are trained"),
+        (
+            "lora.rank=8",
+            "lora.rank must be a known key, got an unknown one (did you mean trainer.lora.rank?)",
+        ),
         ("+trainer.zebra=8", "got an unknown one: `llamarl config trainer` lists all"),
         ("algorithm.clip_low=0.1", "algorithm.clip_low must come with algorithm=cispo|dapo|"),
         ("num_steps=ten", "num_steps must be a whole number, got 'ten'"),
@@ -182,7 +185,7 @@ WRONG_COMMANDS = [
     ([*PLAN, "model.architecture=null"], "the checkpoint must be an existing folder"),
     (
         [*PLAN, "model.architecture=null", "model.checkpoint=Qwen/Qwen2.5-0.5B"],
-        "Hub: `hf download Qwen/Qwen2.5-0.5B --local-dir /",
+        "Hub: model.checkpoint=hf:Qwen/Qwen2.5-0.5B)",
     ),
     (
         [*PLAN, "plan.prompt_tokens=1024"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamarl.config import EmbeddedConfig, WeightsConfig
+from llamarl.config import EmbeddedConfig, LoraConfig, TrainerConfig, WeightsConfig
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.parameters import tensors
 from llamarl.planner.memory.generator_memory import forecast_generator
@@ -27,12 +27,14 @@ FIELDS = {"max_num_seqs": 4, "max_model_len": 64}
     ],
 )
 @pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("rank", [0, 3])
 def test_a_rank_holds_what_is_forecast_while_the_next_version_is_prepared(
-    quantization: str, staging: str, is_padded: bool
+    quantization: str, staging: str, is_padded: bool, rank: int
 ) -> None:
     weights = WeightsConfig(staging=staging, bucket_bytes=1 << 13)
     config = EmbeddedConfig(quantization=quantization, **FIELDS)  # type: ignore[arg-type]
-    engine = EmbeddedEngine(LLAMA, config, is_padded=is_padded)
+    trainer = TrainerConfig(lora=LoraConfig(rank=rank))
+    engine = EmbeddedEngine(LLAMA, config, is_padded=is_padded, lora=trainer.lora)
     weight_buffer = WeightBuffer(engine.memory, weights, replica=0, rank=0, run_id="memory")
     try:
         held = [block.flat for block in weight_buffer._blocks]
@@ -41,7 +43,8 @@ def test_a_rank_holds_what_is_forecast_while_the_next_version_is_prepared(
         if staging != "bucket":  # whose parts are copied into the live memory
             made.append(engine.process_weights(weight_buffer.staging))
         held += [tensor for each in made for tensor in tensors(each)]
-        forecast = forecast_generator(make_recipe(generator=config, weights=weights), LLAMA)
+        recipe = make_recipe(generator=config, weights=weights, trainer=trainer)
+        forecast = forecast_generator(recipe, LLAMA)
         expected = sum((forecast.weights | forecast.host).values())
         # Norms in float32 are beside the weight buffer, and few: the forecast leaves them out.
         norms = 4 * (2 * LLAMA.num_layers + 1) * LLAMA.hidden_size * len(made)

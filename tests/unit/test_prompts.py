@@ -137,8 +137,8 @@ def damaged_page():
     ("name", "content", "words"),
     [
         ("none.jsonl", None, "must exist"),
-        ("folder.jsonl", ..., "the prompt file must exist"),
-        ("none.csv", None, r"must end in \.jsonl or \.parquet"),
+        ("folder.jsonl", ..., "a folder of prompts must hold"),
+        ("none.csv", None, r"must end in \.jsonl, \.parquet or \.arrow"),
         ("empty.jsonl", b"\n", "at least one prompt, got none"),
         ("bad.parquet", b"\n", "must be a readable Parquet file"),
         ("page.parquet", damaged_page(), r"page\.parquet must be a readable Parquet file"),

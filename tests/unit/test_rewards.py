@@ -1,4 +1,8 @@
+import asyncio
 import math
+import sys
+import time
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -12,11 +16,13 @@ from llamarl.environments.rewards import format as format_reward
 from llamarl.environments.rewards import math as math_reward
 from llamarl.environments.rewards.answer import normal_form
 from llamarl.environments.rewards.functions import (
+    ANSWER,
+    NO_ANSWER,
     check_answer,
     check_rewards,
     load_functions,
-    make_score,
 )
+from llamarl.environments.rewards.score import make_score
 from llamarl.types import FINISH_CODES, FinishReason, Prompt, StageStatus
 
 CONFIG = RewardConfig(functions=["exact"])
@@ -25,8 +31,9 @@ STOPPED = [1.0, 0, 1.0, 64, 7, FINISH_CODES[FinishReason.STOP]]
 
 def grade(functions, prompt, completion):
     """What the service answers for the stage `score` with these functions."""
-    config = RewardConfig(functions=list(functions), weights=[0.5] * len(functions))
-    stage = Stage(SCORE, "x", ["prompt", "completion", "sampling"], ["reward", *functions])
+    names = [name for name in functions if name != ANSWER]
+    config = RewardConfig(functions=names, weights=[0.5] * len(names))
+    stage = Stage(SCORE, "x", ["prompt", "completion", "sampling"], ["reward", *names, ANSWER])
     score = make_score(functions, config)
     return run_now(answer(score, stage, prompt, [None, completion, STOPPED], [1]))
 
@@ -123,7 +130,7 @@ def test_math_compares_values_not_spellings(answer, completion, expected):
 @pytest.mark.parametrize("answer", [None, "", "  ", "####", True, ["42"], {"a": 1}])
 @pytest.mark.parametrize("name", ["exact", "math"])
 def test_an_unusable_expected_answer_raises_and_is_no_zero(name, answer):
-    (function,) = load_functions(RewardConfig(functions=[name]), None).values()
+    function = load_functions(RewardConfig(functions=[name]), None)[name]
     with pytest.raises((TypeError, ValueError), match="line 3"):
         function(prompt(answer=answer), "Answer: 42", True, CONFIG)
     with pytest.raises(KeyError, match="line 3: the row must have the field 'answer'"):
@@ -138,7 +145,112 @@ def test_an_expected_answer_that_is_no_mathematics_raises():
 def test_a_task_is_run_from_its_source_and_called_with_prompt_and_completion():
     source = "def reward(prompt, completion):\n    return completion.count(prompt.fields['word'])\n"
     functions = load_functions(RewardConfig(functions=["task"]), source)
-    assert grade(functions, prompt(word="a"), "banana") == {"rows": [[1.5, 3.0]]}
+    assert grade(functions, prompt(word="a"), "banana") == {"rows": [[1.5, 3.0, NO_ANSWER]]}
+
+
+VOTE = (
+    "def reward(prompt, completion):\n    return 1.0\n"
+    "def majority_answer(prompt, completion):\n    return completion[-1]\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "alike", "other", "silent"),
+    [
+        ("exact", ["so Answer: 1,000", "Answer: 1000.0"], "Answer: 10", "no idea"),
+        ("math", ["it is $\\frac{1}{2}$", "$0.5$", "1/2"], "$0.25$", "no idea"),
+        ("task", ["it is 4", "now 4"], "it is 5", None),
+    ],
+)
+def test_equal_answers_of_held_out_rollouts_have_equal_numbers(name, alike, other, silent):
+    functions = load_functions(RewardConfig(functions=[name]), VOTE)
+
+    def number(completion, held_out="test"):
+        asked = replace(prompt(answer="4"), held_out=held_out)
+        return grade(functions, asked, completion)["rows"][0][-1]
+
+    assert len({number(completion) for completion in alike}) == 1
+    assert number(alike[0]) >= 0
+    assert number(alike[0]) != number(other)
+    assert silent is None or number(silent) == NO_ANSWER
+    assert number(alike[0], held_out="") == NO_ANSWER, "training pays nothing for it"
+
+
+def test_a_first_function_without_answers_has_none():
+    functions = load_functions(RewardConfig(functions=["format", "exact"], weights=[1, 1]), None)
+    assert ANSWER not in functions
+
+
+GROUP_TASK = """
+import asyncio
+calls = []
+
+def reward(prompt, completion):
+    return len(completion)
+
+def group_reward(prompt, completions):
+    calls.append(completions)
+    longest = max(map(len, completions))
+    return [len(each) == longest for each in completions]
+"""
+
+
+def grade_group(source, functions, completions, of_episodes=(), is_async=False):
+    """What the service answers for a group with these functions of the task, weighted 10, 1, ..."""
+    weights = [10.0 / 10**i for i in range(len(functions))]
+    config = RewardConfig(functions=functions, weights=weights)
+    score = make_score(load_functions(config, source), config)
+    reads = ["prompt", "completion", "sampling", *(["episode_reward"] * bool(of_episodes))]
+    stage = Stage(SCORE, "x", reads, ["reward", *functions, ANSWER], per="group")
+    count = len(completions)
+    columns = [[None] * count, completions, [STOPPED] * count, *([of_episodes] * bool(of_episodes))]
+    answering = answer(score, stage, prompt(word="a"), columns, [1] * count)
+    return asyncio.run(answering) if is_async else run_now(answering)
+
+
+def test_a_group_reward_sees_all_completions_of_a_prompt_beside_rewards_of_each():
+    got = grade_group(GROUP_TASK, ["group", "task"], ["aa", "a", "bb"])
+    assert got == {"rows": [[12.0, 1.0, 2.0, -1.0], [1.0, 0.0, 1.0, -1.0], [12.0, 1.0, 2.0, -1.0]]}
+    assert sys.modules["task"].calls == [["aa", "a", "bb"]]
+    got = grade_group(GROUP_TASK, ["environment", "group"], ["aa", "a"], [0.5, 0.25])
+    assert got == {"rows": [[6.0, 0.5, 1.0, -1.0], [2.5, 0.25, 0.0, -1.0]]}
+
+
+def test_group_rewards_and_rewards_of_each_may_be_coroutines():
+    slow = GROUP_TASK.replace("def ", "async def ").replace(
+        "    return len", "    await pause()\n    return len"
+    )
+    slow += "\nasync def pause():\n    await asyncio.sleep(0.2)\n"
+    start_s = time.monotonic()
+    got = grade_group(slow, ["group", "task"], ["aa", "a"] * 10, is_async=True)
+    assert time.monotonic() - start_s < 2, "20 x 0.2 s one after another are 4 s"
+    assert got["rows"][:2] == [[12.0, 1.0, 2.0, -1.0], [1.0, 0.0, 1.0, -1.0]]
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ("[1, 2, 3]", "must have one number per completion (2), got [1, 2, 3]"),
+        ("0.5", "must have one number per completion (2), got 0.5"),
+        ("[1, float('nan')]", "must be a finite number for group"),
+        ("[1, None]", "must be a finite number for group"),
+    ],
+)
+def test_what_is_no_number_for_each_completion_is_invalid(found, message):
+    source = f"def group_reward(prompt, completions):\n    return {found}\n"
+    got = grade_group(source, ["group"], ["a", "b"])
+    assert got["status"] == StageStatus.INVALID
+    assert message in got["error"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_one_failure_is_that_of_the_group(is_async):
+    source = GROUP_TASK.replace("return len(completion)", "return 1 / (len(completion) - 1)")
+    if is_async:
+        source = source.replace("def ", "async def ")
+    got = grade_group(source, ["group", "task"], ["aa", "a"], is_async=is_async)
+    assert got["status"] == StageStatus.RAISED
+    assert "ZeroDivisionError" in got["error"]
 
 
 def test_a_task_without_a_reward_function_is_refused():
@@ -153,7 +265,7 @@ def test_a_task_without_a_reward_function_is_refused():
 )
 def test_any_real_number_is_a_reward(value, expected):
     found = grade({"f": lambda *_: value}, prompt(), "")
-    assert found == {"rows": [[expected / 2, expected]]}
+    assert found == {"rows": [[expected / 2, expected, NO_ANSWER]]}
 
 
 @pytest.mark.parametrize(

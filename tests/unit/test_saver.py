@@ -12,6 +12,7 @@ from llamarl.checkpoints import checkpoint
 from llamarl.config import CheckpointConfig
 from llamarl.loop.colocation import Colocation
 from llamarl.loop.saver import Saver
+from llamarl.metrics.best_version import BestVersion
 from llamarl.metrics.span import Spans
 from tests.fakes import SHARD, SavingTrainer
 
@@ -94,13 +95,16 @@ def test_a_run_that_is_cancelled_as_it_ends_still_does_whole_what_it_began():
 
 
 class Gate:
-    """A gate whose state is the number of groups drawn so far."""
+    """A gate whose state is the number of groups drawn so far; a batch is one step."""
 
     solved = ""
-    ran_out = False
+    ended = ""
 
     def __init__(self):
         self.num_drawn = 0
+
+    def first_of_batch(self, version):
+        return version
 
     def state(self, version):
         return {"next_group_id": self.num_drawn}
@@ -108,11 +112,11 @@ class Gate:
 
 def saver_of(trainer, run_dir, version=0):
     return Saver(
-        config=CheckpointConfig(keep=0),
+        config=CheckpointConfig(keep=0, every_steps=1),
         run_dir=str(run_dir),
         engines=SimpleNamespace(trainer=trainer, gate=Gate(), version=version),
         colocation=Colocation(),
-        evaluator=SimpleNamespace(version=-1),
+        evaluator=SimpleNamespace(version=-1, best=BestVersion(), is_wanted=lambda version: False),
         spans=Spans("controller", None),
         last=9,
     )

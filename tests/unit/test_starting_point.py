@@ -92,6 +92,12 @@ WRONG: dict[str, tuple[Damage, str]] = {
     "evaluated later": (state(evaluated=2), "evaluated in .* must be a version, got 2"),
     "evaluated never": (state(evaluated=[]), "evaluated in .* must be a version"),
     "solved": (state(solved=True), "solved in .* must be text"),
+    "best without value": (state(best={"version": 1}), "best in .* must be a version, its value"),
+    "best later": (
+        state(best={"metric": "accuracy", "version": 2, "value": 0.5, "num_since": 0}),
+        "best in .* must be a version, its value",
+    ),
+    "best of none": (state(best=[1]), "best in .* must be a version, its value"),
     "no identity": (state(identity=None), "identity in .* must be an object"),
     "empty identity": (state(identity={}), "must say what seed was"),
     "positions": (

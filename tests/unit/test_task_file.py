@@ -57,6 +57,12 @@ from llamarl.task_file import FORMS, load
             "got episode_reward(messages, environment): too many positional arguments",
         ),
         ("def episode_reward(prompt, messages, env): ...", "episode_reward", "messages, env)"),
+        (
+            "def group_reward(prompt, completion): return 1",
+            "group_reward",
+            "task.py:1: group_reward must be group_reward(prompt: Prompt, completions: list[str]) "
+            "-> Sequence[float], got group_reward(prompt, completion)",
+        ),
         ("episode_reward = 3", "episode_reward", "must define episode_reward(prompt: Prompt, "),
         ("def drop(group) -> bool: return", "drop", "got drop(group) -> bool"),
         (

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from llamarl.config import VllmConfig
+from llamarl.config import LoraConfig, VllmConfig
 from llamarl.generation.parameters import DTYPES
 from llamarl.generation.protocol import RequestOutput
 from llamarl.generation.vllm.vllm_engine import VllmEngine
@@ -26,6 +26,7 @@ def make_engine(
     rank: int = 0,
     num_ranks: int = 1,
     keeps_addresses: bool | None = None,
+    lora: LoraConfig | None = None,
     **changes,
 ) -> VllmEngine:
     return VllmEngine(
@@ -36,6 +37,7 @@ def make_engine(
         rendezvous=str(rendezvous or ""),
         run_id="test",
         keeps_addresses=keeps_addresses,
+        lora=lora,
     )
 
 

@@ -45,6 +45,9 @@ class Rank:
         self.engine.load(flat, folder)
         return flat
 
+    def load_base(self, folder: str):
+        return self.engine.load_base(folder)
+
     def differs_from_own_loader(self, folder: str) -> list[str]:
         """Parameters that vLLM's own loader would fill otherwise."""
         held = {n: t.data.clone() for n, t in self.engine._model.named_parameters()}

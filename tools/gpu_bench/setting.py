@@ -13,18 +13,20 @@ import torch
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.config import (
+    CheckpointConfig,
     ClusterConfig,
     Config,
     DataConfig,
     EmbeddedConfig,
+    MetricsConfig,
     ModelConfig,
     PlacementConfig,
     RewardConfig,
     SamplingConfig,
+    StalenessConfig,
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.config.run import CheckpointConfig, MetricsConfig, StalenessConfig
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.process_group import check_gpu

@@ -10,16 +10,16 @@ What holds for every table in these files, against TRL 1.16 (GRPOTrainer, RLOOTr
     mu           Here the probability that the generator recorded when it sampled the token, so r
                  corrects staleness and engine in one, as in verl's bypass mode. By default TRL and
                  verl recompute "old" log-probs in the trainer at the start of a step (and can
-                 multiply a truncated or masked old / mu on top); with one optimizer step per batch,
-                 as here, their r is then always 1.
+                 multiply a truncated or masked old / mu on top); with one optimizer step per batch
+                 their r is then always 1. `algorithm.proximal` does the same here (`proximal.py`).
     std          Divided by n (the papers' formulas); TRL and verl divide by n - 1.
     masks        A rollout is averaged over all its tokens, those of weight 0 included, so masking
                  never increases the weight of others; TRL and verl average over unmasked tokens.
-    equal        Groups with equal rewards stay in for grpo, dr_grpo, rloo, reinforce, ppo and gspo:
-    rewards      advantage 0, but part of the divisor, and their KL and entropy terms count. They
-                 are dropped for dapo and cispo, as their papers do (dynamic sampling), and for
-                 aipo, on no paper's advice: a dropped group frees its slot for one with a gradient.
-                 TRL keeps them; verl drops them only with filter_groups.
+    equal        Groups with equal rewards stay in for most: advantage 0, but part of the divisor,
+    rewards      and their KL and entropy terms count. They are dropped for dapo and cispo, as their
+                 papers do (dynamic sampling), and for aipo, on no paper's advice: a dropped group
+                 frees its slot for one with a gradient. TRL keeps them; verl drops them only with
+                 filter_groups.
 """
 
 import importlib

@@ -24,7 +24,8 @@ class AIPOConfig(AlgorithmConfig):
 
     filters: list[str] = field(default_factory=lambda: ["equal_rewards"])
     rho: float = number(4.0, least=1, most=1e6)
-    """Upper bound of pi/mu, at least 1; the paper advises 2 to 10."""
+    """Upper bound of pi/mu as a weight, at least 1; the papers advise 2 to 10 for aipo, and a large
+    one for dppo."""
 
 
 ALGORITHMS = {"aipo": AIPOConfig}

@@ -48,12 +48,17 @@ class ClipConfig(AlgorithmConfig):
 
 
 @dataclass(kw_only=True)
-class SurrogateConfig(ClipConfig):
-    """Fields of the losses that differentiate the clipped ratio."""
+class DualClipConfig(AlgorithmConfig):
+    """The field of the losses that differentiate a ratio."""
 
     clip_ratio_c: float = number(3.0, above=1, most=1e9)
     """Dual clip: with a negative advantage a ratio above this counts as this and gives no gradient.
     Above 1; 1e9 switches it off, and a single token may then outweigh the batch."""
+
+
+@dataclass(kw_only=True)
+class SurrogateConfig(ClipConfig, DualClipConfig):
+    """Fields of the losses that differentiate the clipped ratio."""
 
 
 @dataclass(kw_only=True)

@@ -24,8 +24,8 @@ Measured: the quickstart with staleness.max_staleness=0 (15 tokens per rollout) 
 the first step's tokens under the paper's bounds and 2 % under these with a bfloat16 generator,
 44 % and 3 % with int8.
 
-Log-probs recomputed in the trainer would give s = 1 always, because there is one optimizer step per
-batch: nothing would be clipped. So the bounds are just above the noise instead; they clip a rollout
+With algorithm.proximal=recompute s holds no such noise: it is 1 in the first step of a batch, and
+the paper's bounds fit the others. Without, the bounds are just above the noise; they clip a rollout
 whose tokens moved by 2 % on average. A run warns if its first step clips (`loss_metrics.py`).
 """
 
@@ -51,9 +51,5 @@ ALGORITHMS = {"gspo": GSPOConfig}
 
 def loss(inputs: LossInputs, config: GSPOConfig) -> LossTerms:
     """The loss and the tokens of clipped rollouts, [N] each."""
-    log_ratio = inputs.log_ratio
-    zeros = log_ratio.new_zeros(len(inputs.rollout_lengths))
-    total = zeros.index_add(0, inputs.rollout_index, log_ratio)
-    num_trained = zeros.index_add(0, inputs.rollout_index, inputs.weights.to(zeros.dtype))
-    mean = total / num_trained.clamp(min=1)
+    mean = inputs.rollout_sums(inputs.log_ratio) / inputs.num_trained
     return clipped_surrogate(mean[inputs.rollout_index], inputs.advantages, config)

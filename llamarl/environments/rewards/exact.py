@@ -14,6 +14,10 @@ def reward(prompt: Prompt, completion: str, finished: bool, config: RewardConfig
     expected = normal_form(expected_answer(prompt, config))
     if config.require_stop and not finished:
         return 0.0
+    return float(answer(completion, config) == expected)
+
+
+def answer(completion: str, config: RewardConfig) -> str | None:
+    """Group 1 of `config.pattern` in the completion, in one spelling; None if there is none."""
     match = re.search(config.pattern, completion)
-    found = match[1] if match is not None else None
-    return float(found is not None and normal_form(found) == expected)
+    return None if match is None or match[1] is None else normal_form(match[1])

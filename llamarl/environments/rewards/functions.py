@@ -1,16 +1,16 @@
-"""The rewards by name, whether a reward section can work at all, and what the stage `score` runs.
+"""The rewards by name, and whether a reward section can work at all.
 
-Owns: the table of rewards, the checks made before any process starts, the weighted sum. Does not
-own: the functions, one file each, or the processes (`executors/stage.py`). Invariant: only what the
-section names is imported (math-verify takes half a second, and task.py runs only in the processes
+Owns: the table of rewards, and the checks made before any process starts. Does not own: the
+functions, one file each, or their calls (`score.py`). Invariant: only what the section names is
+imported (math-verify takes half a second, and task.py runs only in the processes
 of the stage).
 """
 
 import importlib
-import inspect
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llamarl.config import RewardConfig
@@ -18,14 +18,17 @@ from llamarl.config.check import require, require_choice
 from llamarl.environments.rewards.answer import expected_answer
 from llamarl.environments.rewards.code import read_tests
 from llamarl.task_file import find, load_module
-from llamarl.types import FinishReason, Prompt, finish_reason
-from llamarl.user_code.calls import checked_number
+from llamarl.types import Prompt
 
 Reward = Callable[..., Any]
-"""(prompt, completion, finished, config) -> reward, see the package's docstring; that of a task.py
-takes (prompt, completion), and may be a coroutine."""
+"""(prompt, completion, finished, config) -> reward, see the package's docstring; those of a task.py
+take (prompt, completion), or (prompt, completions) and give one each, and may be coroutines."""
 TASK = "task"  # the recipe's own task.py
+OF_GROUP = "group"  # its function for all rollouts of a prompt at once
+OWN = {TASK: "reward", OF_GROUP: "group_reward"}  # the functions of task.py behind these names
 ENVIRONMENT = "environment"  # what the episode's environment gave
+ANSWER = "majority_answer"  # of a task.py, and what the stage gives beside the rewards
+NO_ANSWER = -1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,52 +48,46 @@ REWARDS: dict[str, Needs] = {
     "format": Needs(num_groups=0),
     "code": Needs(tests=True),
     TASK: Needs(),
+    OF_GROUP: Needs(),
     ENVIRONMENT: Needs(),
 }
 """By their names in `reward.functions`, which are those of their files here."""
 
 
 def load_functions(config: RewardConfig, task_source: str | None) -> dict[str, Reward]:
-    """The functions `config` names, by name and in its order. ValueError unless a task.py has a
-    function `reward` of two arguments; what its text raises is passed on."""
+    """The functions `config` names, by name and in its order; as ANSWER, what finds the answer in a
+    completion if the first one has such. ValueError unless a task.py has those of them that are its
+    own, in their form; what its text raises is passed on."""
     functions: dict[str, Reward] = {}
+    answers: dict[str, Reward] = {}
+    own = None
     for name in config.functions:
         if name == ENVIRONMENT:
             continue
-        if name == TASK:
-            assert task_source is not None, "reward.functions=[task] comes with a task.py"
-            functions[name] = find(load_module(task_source), "reward")
+        if name in OWN:
+            assert task_source is not None, f"reward.functions=[{name}] comes with a task.py"
+            own = own or load_module(task_source)
+            functions[name] = find(own, OWN[name])
+            if hasattr(own, ANSWER):
+                answers[name] = find(own, ANSWER)
         else:
             module = importlib.import_module(f"llamarl.environments.rewards.{name}")
             functions[name] = module.reward
+            if REWARDS[name].answer:
+                answers[name] = partial(_answer, module.answer, config)
+    if config.functions[0] in answers:
+        functions[ANSWER] = answers[config.functions[0]]
     return functions
 
 
-def make_score(
-    functions: dict[str, Reward], config: RewardConfig
-) -> Callable[..., Awaitable[tuple[float, ...]]]:
-    """What the stage `score` runs: (prompt, completion, SAMPLING cell, and of an episode the reward
-    of its environment) -> the weighted sum, then what each function gave. InvalidReturnError for
-    what is no finite number."""
-
-    async def score(
-        prompt: Prompt, completion: str, sampling: Sequence[float], *of_episode: float
-    ) -> tuple[float, ...]:
-        finished = finish_reason(sampling) is FinishReason.STOP
-        parts = {}
-        for name in config.functions:
-            if name == ENVIRONMENT:
-                (parts[name],) = of_episode
-                continue
-            function = functions[name]
-            more = () if name == TASK else (finished, config)
-            value = function(prompt, completion, *more)
-            found = await value if inspect.isawaitable(value) else value
-            parts[name] = checked_number(found, name)
-        pairs = zip(config.functions, config.weights, strict=True)
-        return sum(weight * parts[name] for name, weight in pairs), *parts.values()
-
-    return score
+def _answer(
+    find_answer: Callable[[str, RewardConfig], str | None],
+    config: RewardConfig,
+    prompt: Prompt,
+    completion: str,
+) -> str | None:
+    """With the arguments that `majority_answer` of a task.py gets."""
+    return find_answer(completion, config)
 
 
 def check_rewards(config: RewardConfig) -> None:

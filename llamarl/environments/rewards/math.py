@@ -4,6 +4,7 @@ math-verify. 0 means that the answers differ or the completion has none; every o
 
 import logging
 import re
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -30,8 +31,23 @@ def reward(prompt: Prompt, completion: str, finished: bool, config: RewardConfig
     it is not a mathematical expression.
     """
     expected = _parse_expected(expected_answer(prompt, config))
-    found = parse(BARE_PERCENT.sub(PERCENT, completion), parsing_timeout=None, raise_on_error=True)
+    found = _parse(completion)
     return float(verify(expected, found, timeout_seconds=None, raise_on_error=True))
+
+
+def answer(completion: str, config: RewardConfig) -> str | None:
+    """The answer that math-verify finds in the completion, in one spelling as far as that needs no
+    algebra (0.5 and 1/2 are one answer, 2(x + 1) and 2x + 2 are two); None if it finds none."""
+    found: Any = next(iter(_parse(completion)), None)
+    if getattr(found, "is_Float", False) and found.is_finite:
+        found = Fraction(str(found))
+    return None if found is None else str(found)
+
+
+def _parse(completion: str) -> list[Any]:
+    text = BARE_PERCENT.sub(PERCENT, completion)
+    found: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
+    return found
 
 
 @lru_cache(maxsize=1024)

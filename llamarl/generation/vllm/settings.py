@@ -13,15 +13,17 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from llamarl.config import VllmConfig
+from llamarl.config import LoraConfig, VllmConfig
 from llamarl.device.devices import compute_device, platform_of
 from llamarl.device.names import INTERFACE_VARIABLES
 from llamarl.generation.vllm.limits import check_limits, memory_share
+from llamarl.generation.vllm.vllm_adapters import adapter_arguments
 from llamarl.models.other_architecture import AnyArchitecture
 
 PREFILL_TOKENS = 8192  # most tokens of one step: bounds the activations of long prompts
@@ -59,8 +61,10 @@ def make_core(
     num_ranks: int,
     rendezvous: str,
     run_id: str,
+    lora: LoraConfig,
 ) -> Any:
-    """vLLM's EngineCore with random weights, in this process, as `rank` of `num_ranks`.
+    """vLLM's EngineCore with random weights, in this process, as `rank` of `num_ranks`, with a slot
+    for one adapter if `lora` is used.
 
     `rendezvous` is a path that no other replica uses; with one rank it may be empty. ValueError,
     in one line, if vLLM cannot run this checkpoint with this config on this machine.
@@ -86,7 +90,8 @@ def make_core(
 
     try:
         _register(architecture)
-        arguments = _arguments(checkpoint, config, num_ranks, RankExecutor)
+        adapters = adapter_arguments(architecture, lora)
+        arguments = _arguments(checkpoint, config, num_ranks, RankExecutor, adapters)
         if config.device == "cpu":
             _keep_weights_plain()
         else:
@@ -121,10 +126,17 @@ def _leave_groups() -> None:
     disable_envs_cache()
 
 
-def _arguments(checkpoint: str, config: VllmConfig, num_ranks: int, executor: type) -> Any:
+def _arguments(
+    checkpoint: str,
+    config: VllmConfig,
+    num_ranks: int,
+    executor: type,
+    adapters: Mapping[str, Any],
+) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     return EngineArgs(
+        **adapters,
         model=checkpoint,
         skip_tokenizer_init=True,
         load_format="dummy",

@@ -17,14 +17,19 @@ the one that a publish fills.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llamarl.config import VllmConfig
-from llamarl.generation.checkpoint_boxes import load_boxes
+from llamarl.config import LoraConfig, VllmConfig
+from llamarl.generation.checkpoint_boxes import (
+    load_adapter_boxes,
+    load_boxes,
+    sums_of_boxes,
+)
 from llamarl.generation.parameters import DTYPES
 from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.generation.scheduler import (
@@ -37,11 +42,15 @@ from llamarl.generation.vllm.limits import check_installed, check_temperature
 from llamarl.generation.vllm.recorder import record
 from llamarl.generation.vllm.settings import end_core, make_core, set_environment
 from llamarl.generation.vllm.staging import check_quantiser, is_as_loaded, process
+from llamarl.generation.vllm.vllm_adapters import VllmAdapters, adapter_request
 from llamarl.generation.vllm.vllm_requests import VllmRollout, start
+from llamarl.models.adapter_inventory import adapter_shapes
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.other_architecture import read_any_architecture
 from llamarl.types import FinishReason, Request
+from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.layout.formats import format_of
+from llamarl.weights.quantization.frozen_sums import key_of
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +73,7 @@ class VllmEngine:
         num_ranks: int,
         rendezvous: str,
         run_id: str,
+        lora: LoraConfig | None = None,
         keeps_addresses: bool | None = None,
     ) -> None:
         check_installed()
@@ -72,6 +82,7 @@ class VllmEngine:
         self.version = -1
         self.decode_text: Callable[[Sequence[int]], str] | None = None
         self._config = config
+        lora = lora or LoraConfig()
         self._core = make_core(
             checkpoint,
             config,
@@ -80,11 +91,30 @@ class VllmEngine:
             num_ranks=num_ranks,
             rendezvous=rendezvous,
             run_id=run_id,
+            lora=lora,
         )
         self._runner = self._core.model_executor.driver_worker.model_runner
         self._model = self._runner.get_model()
-        self._parameters = dict(self._model.named_parameters())
         self._format = format_of(config, self.architecture)
+        self._place = rank, num_ranks
+        self._adapters: VllmAdapters | None = None
+        self._adapter = adapter_request() if lora.is_used else None  # of every rollout
+        self._base: Tensor | None = None  # flat memory beside adapters, if layers read it
+        if lora.is_used:
+            shapes = adapter_shapes(self.architecture, lora)
+            self._adapters = VllmAdapters(self._runner, lora, shapes, DTYPES[config.dtype])
+        with self._without_adapters():
+            self._record(checkpoint, keeps_addresses)
+        self.memory = self._whole if self._adapters is None else self._adapters.memory
+        self._queue = Queue()
+        self._running: dict[str, VllmRollout] = {}
+        self._num_started = 0
+        self._done: list[RequestOutput] = []
+
+    def _record(self, checkpoint: str, keeps_addresses: bool | None) -> None:
+        """Find out where the whole model lies in flat memory, and how vLLM gets it from there."""
+        config = self._config
+        self._parameters = dict(self._model.named_parameters())
         shapes, dtype = parameter_shapes(self.architecture), DTYPES[config.dtype]
         recording = record(self._model, shapes, dtype, self._format)
         self._places, self._turned = recording.places, recording.turned
@@ -96,14 +126,14 @@ class VllmEngine:
             log.warning("vLLM %s the weights of %s: they are staged", how, checkpoint)
         if keeps_addresses is None:
             keeps_addresses = not config.enforce_eager  # graphs read where they were captured
-        self.memory = replace(recording.memory, is_staged=self._is_derived or keeps_addresses)
-        if not self.memory.is_staged:  # views of the flat memory will replace them
+        self._whole = replace(recording.memory, is_staged=self._is_derived or keeps_addresses)
+        if not self._whole.is_staged:  # views of the flat memory will replace them
             for parameter in self._parameters.values():
                 parameter.data = parameter.data.new_empty(0)
-        self._queue = Queue()
-        self._running: dict[str, VllmRollout] = {}
-        self._num_started = 0
-        self._done: list[RequestOutput] = []
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        """Inside the block the model is as vLLM builds it without them."""
+        return nullcontext() if self._adapters is None else self._adapters.detached()
 
     @property
     def num_running(self) -> int:
@@ -116,11 +146,30 @@ class VllmEngine:
         return self.version >= 0 and self._queue.num_startable(self.version) > 0
 
     def load(self, flat: Tensor, folder: str) -> None:
+        if self._adapters is not None:
+            return load_adapter_boxes(self.memory.parameters, flat, folder)
         load_boxes(self.memory.parameters, flat, folder, self.architecture, self._format)
+
+    def load_base(self, folder: str, dtype: str = "float32") -> dict[str, Fingerprints]:
+        whole = self._whole
+        device = next(iter(self._runner.kv_caches)).device
+        flat = torch.zeros(whole.num_elements, dtype=whole.dtype, device=device)
+        number = getattr(torch, dtype)
+        load_boxes(whole.parameters, flat, folder, self.architecture, self._format, number)
+        sums = sums_of_boxes(whole.parameters, flat, *self._place)
+        with self._without_adapters():
+            views = self._views(flat)
+            self._install(views)
+            self._check_bound(views)
+        self._base = None if whole.is_staged else flat
+        return {key_of(self._format or self._config.dtype): sums}
 
     def process_weights(self, flat: Tensor) -> dict[str, Tensor]:
         """vLLM's parameters as views of `flat`: in the form they are loaded in or, quantised, in
-        the form it computes with."""
+        the form it computes with; with adapters, these."""
+        return self._views(flat) if self._adapters is None else self._adapters.views(flat)
+
+    def _views(self, flat: Tensor) -> dict[str, Tensor]:
         views = {name: place.view(flat) for name, place in self._places.items()}
         return views | {name: views[name].t() for name in self._turned}
 
@@ -128,20 +177,27 @@ class VllmEngine:
         """See `Engine`. With kv_after_commit=recompute every running rollout is preempted, and its
         keys and values are recomputed before its next token."""
         self._drain()
-        if self._is_derived:
-            process(self._model, self._core.vllm_config.model_config, processed)
-        elif self.memory.is_staged:
-            for name, view in processed.items():
-                self._parameters[name].data.copy_(view)
+        if self._adapters is not None:
+            self._adapters.commit(processed)
         else:
-            for name, view in processed.items():
-                self._parameters[name].data = view
-        if self.version < 0:
-            self._check_bound(processed)
+            self._install(processed)
+            if self.version < 0:
+                self._check_bound(processed)
         if self._config.kv_after_commit == "recompute":
             self._core.reset_prefix_cache(reset_running_requests=True)
         self.version = version
         return self.num_running
+
+    def _install(self, views: Mapping[str, Tensor]) -> None:
+        """Let vLLM compute with the whole model that lies in these views."""
+        if self._is_derived:
+            process(self._model, self._core.vllm_config.model_config, views)
+        elif self._whole.is_staged:
+            for name, view in views.items():
+                self._parameters[name].data.copy_(view)
+        else:
+            for name, view in views.items():
+                self._parameters[name].data = view
 
     def submit(self, request: Request, written: PartialOutput | None = None) -> None:
         """Queue a rollout; ValueError also if vLLM would sample at another temperature."""
@@ -167,7 +223,9 @@ class VllmEngine:
             free = self._config.max_num_seqs - len(self._running)
             for waiting in self._queue.take(self.version, free):
                 number, self._num_started = self._num_started, self._num_started + 1
-                running, request = start(waiting, number, self.version, self._config.max_model_len)
+                running, request = start(
+                    waiting, number, self.version, self._config.max_model_len, self._adapter
+                )
                 self._running[running.key] = running
                 self._core.add_request(*self._core.preprocess_add_request(request))
         return 0
@@ -183,7 +241,8 @@ class VllmEngine:
         """The KV cache, or the weights that are not views of the flat memory."""
         if tag == "kv":
             return list(self._runner.kv_caches)
-        return [each.data for each in self._parameters.values()] if self.memory.is_staged else []
+        own = [] if self._base is None else [self._base]
+        return [each.data for each in self._parameters.values()] if self._whole.is_staged else own
 
     def forget_prompts(self) -> None:
         if not self._core.reset_prefix_cache():
@@ -210,7 +269,7 @@ class VllmEngine:
         """At the first commit: RuntimeError unless vLLM's parameters equal the flat memory."""
         held = dict(self._model.named_parameters())
         as_loaded = {n for n in processed if is_as_loaded(held[n], processed[n])}
-        is_copied = self.memory.is_staged
+        is_copied = self._whole.is_staged
         for name in as_loaded if self._is_derived else processed:
             mine, theirs = held[name].data, processed[name]
             theirs = theirs.to(mine.device) if is_copied else theirs  # it may be host memory

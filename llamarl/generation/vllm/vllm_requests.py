@@ -50,9 +50,13 @@ def priority(request: Request) -> int:
 
 
 def start(
-    waiting: QueuedRequest, number: int, version: int, max_model_len: int
+    waiting: QueuedRequest,
+    number: int,
+    version: int,
+    max_model_len: int,
+    adapter: Any = None,
 ) -> tuple[VllmRollout, Any]:
-    """The rollout's state, and vLLM's request for its next segment.
+    """The rollout's state, and vLLM's request for its next segment, which may use an adapter.
 
     `number` counts these requests: among equal priorities the lowest starts first.
     """
@@ -87,7 +91,7 @@ def start(
         pooling_params=None,
         arrival_time=float(number),
         priority=priority(request),
-        lora_request=None,
+        lora_request=adapter,
         cache_salt=str(version),  # a prompt's keys and values are shared only within a version
         data_parallel_rank=None,
     )

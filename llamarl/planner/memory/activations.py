@@ -36,9 +36,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from llamarl.config import Config
+from llamarl.config import Config, LoraConfig
 from llamarl.device.devices import PLATFORMS, MetaPlatform, send
 from llamarl.device.names import CPU, GPU
+from llamarl.models.adapter_inventory import adapter_shapes
+from llamarl.models.adapters import attach
 from llamarl.models.architecture import Architecture
 from llamarl.models.attention import SPLIT_RATIO, make_packing, packed_attention
 from llamarl.models.parallelize import _split as split
@@ -133,6 +135,7 @@ def _measure_all(
             trainer.tensor_parallel,
             kernel,
             is_trained,
+            (trainer.lora.rank, trainer.lora.dropout, *trainer.lora.targets),
         )
         for lengths in fullest_packings(num_tokens, longest, kernel)
     ]
@@ -201,17 +204,25 @@ def _measure(
     num_tensor_ranks: int,
     kernel: str,
     is_trained: bool,
+    adapters: tuple[Any, ...],
 ) -> _Measured:
+    """`adapters`: rank, dropout and targets of `trainer.lora`."""
+    rank, dropout, *targets = adapters
+    lora = LoraConfig(rank=rank, dropout=dropout, targets=targets)
     with _tensor_mesh(num_tensor_ranks) as mesh:
         with META:
             model = Transformer(architecture).to(getattr(torch, compute_dtype))
         if mesh is not None:
             split(model, mesh)
+        if lora.is_used:
+            attach(model, adapter_shapes(architecture, lora), lora, mesh)
+            model.to(getattr(torch, compute_dtype))
         for layer in model.model.layers:
             assert isinstance(layer, Layer)
             layer.checkpointing = checkpointing
             layer.self_attn.attend = AttentionKernel(kernel).attend
-        for parameter in model.parameters():  # `trainer_memory.py` counts whole gradients
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:  # `trainer_memory.py` counts whole gradients
             parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
         watch = Watch(model.parameters(), META)
         peaks: list[int] = []
@@ -237,8 +248,10 @@ def _measure(
             if not is_trained:
                 return _Measured(saved, 0, watch.peak_bytes, 0, 0)
             (stats.logprobs.sum() + stats.entropy.sum()).backward()
-        head_peak, layers_peak = peaks
-        return _Measured(saved, ends[1] - ends[0], head_peak, layers_peak, watch.peak_bytes)
+            peaks.append(watch.restart())  # a frozen embedding has no gradient: the layers' is last
+        head_peak, layers_peak, *rest = peaks
+        embedding_peak = rest[0] if rest else 0
+        return _Measured(saved, ends[1] - ends[0], head_peak, layers_peak, embedding_peak)
 
 
 def fullest_packings(num_tokens: int, longest: int, kernel: str) -> list[tuple[int, ...]]:

@@ -70,7 +70,7 @@ def upper_bound_bytes(
     model_bytes = _model_bytes(a)
     longest = max(pool.generator.max_model_len for pool in pools_of(config.generator))
     num_tokens = 2 * max(trainer.tokens_per_micro_batch, longest)
-    models = [*[a] * config.algorithm.has_reference, *frozen.values()]
+    models = [*[a] * config.has_reference_model, *frozen.values()]
     trainer_bytes = 16 * model_bytes + 6 * sum(map(_model_bytes, models))
     trainer_bytes += num_tokens * sum(map(_token_bytes, [a, *models]))
     kept_bytes = len(pools_of(config.generator)) * model_bytes

@@ -17,7 +17,7 @@ from llamarl.generation.engine import PREFILL_TOKENS
 from llamarl.generation.padded_kv_cache import PaddedKVCache
 from llamarl.generation.parameters import DTYPES
 from llamarl.models.architecture import Architecture
-from llamarl.planner.memory.shardings import weight_buffer
+from llamarl.planner.memory.shardings import published_buffer, weight_buffer
 from llamarl.planner.memory.trainer_memory import Kinds
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.reshard import DTYPE_BYTES
@@ -42,9 +42,14 @@ class GeneratorMemory:
 def forecast_generator(config: Config, architecture: Architecture) -> GeneratorMemory:
     """Of the fullest rank."""
     generator = config.generator
-    buffers = (weight_buffer(config, architecture, rank) for rank in range(generator.num_ranks))
+    ranks = range(generator.num_ranks)
+    buffers = (published_buffer(config, architecture, rank) for rank in ranks)
     parameters, num_bytes = max(buffers, key=lambda each: each[1])
     weights: Kinds = {}
+    kept = num_bytes
+    if config.trainer.lora.is_used:  # the weights beside adapters are the engine's own
+        weights["base"] = max(weight_buffer(config, architecture, rank)[1] for rank in ranks)
+        kept += weights["base"]
     host: Kinds = {}
     in_host = config.weights.staging == "host" and is_gpu(generator.device)
     staging = host if in_host else weights
@@ -54,7 +59,7 @@ def forecast_generator(config: Config, architecture: Architecture) -> GeneratorM
     staging["staging"] = size
     return GeneratorMemory(
         weights=weights,
-        kept=num_bytes,
+        kept=kept,
         kv_cache=kv_cache_bytes(config, architecture),
         working=_working(config, architecture),
         host=host,

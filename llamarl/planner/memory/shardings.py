@@ -16,7 +16,8 @@ padding.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -28,7 +29,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from llamarl.config import Config, VllmConfig
 from llamarl.config.pools import alone, pool_at
 from llamarl.config.rank_assignment import Device, assign
+from llamarl.generation.adapter_layout import AdapterLayout
 from llamarl.generation.parameters import BufferLayout
+from llamarl.models.adapter_inventory import adapter_shapes, trained_shapes
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import split_dimension
 from llamarl.models.inventory import parameter_shapes
@@ -44,6 +47,7 @@ Shape = tuple[int, ...]
 def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayout]:
     """The layout of each trainer rank, as `shard_boxes` makes it there, in order of rank."""
     layout = lru_cache(maxsize=None)(_layout)  # ranks that hold the same share it
+    trained = trained_shapes(architecture, config.trainer.lora)
     return [
         rank_layout(
             rank,
@@ -51,6 +55,7 @@ def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayo
             {
                 name: layout(shape, size, start, "float32", name, 0)
                 for name, shape, size, start in _local_boxes(config, architecture, rank)
+                if name in trained
             },
         )
         for rank, device in enumerate(assign(config)["trainer"])
@@ -64,18 +69,35 @@ def generator_layouts(
     own = alone(config, pool_at(config.generator, replica))
     devices = assign(config)[f"generator-{replica}"]
     return [
-        rank_layout(rank, device, weight_buffer(own, architecture, rank)[0])
+        rank_layout(rank, device, published_buffer(own, architecture, rank)[0])
         for rank, device in enumerate(devices)
     ]
+
+
+def published_buffer(
+    config: Config, architecture: Architecture, rank: int
+) -> tuple[dict[str, ParameterLayout], int]:
+    """(boxes by parameter, bytes in all) of the memory that a publish fills on a generator rank:
+    adapters, or all weights."""
+    generator, lora = config.generator, config.trainer.lora
+    if not lora.is_used:
+        return weight_buffer(config, architecture, rank)
+    if isinstance(generator, VllmConfig):
+        plain = replace(generator, quantization="none")
+        return _vllm_weight_buffer(architecture, plain, rank, adapter_shapes(architecture, lora))
+    place = generator.dtype, rank, generator.num_ranks
+    memory = AdapterLayout(architecture, lora, *place).memory
+    return memory.parameters, memory.num_elements * memory.dtype.itemsize
 
 
 def weight_buffer(
     config: Config, architecture: Architecture, rank: int
 ) -> tuple[dict[str, ParameterLayout], int]:
-    """(boxes by parameter, bytes in all) of the weight buffer of one generator rank."""
+    """The same of all weights of one generator rank."""
     generator = config.generator
     if isinstance(generator, VllmConfig):
-        return _vllm_weight_buffer(architecture, generator, rank)
+        shapes = parameter_shapes(architecture)
+        return _vllm_weight_buffer(architecture, generator, rank, shapes)
     form = format_of(generator, architecture)
     layout = BufferLayout(architecture, generator.dtype, rank, generator.num_ranks, form)
     memory = layout.memory
@@ -92,7 +114,7 @@ def _local_boxes(
     config: Config, architecture: Architecture, rank: int
 ) -> Iterator[tuple[str, Shape, Shape, Shape]]:
     """(name, shape, shape and first index of what the trainer rank holds) of each parameter."""
-    shapes = parameter_shapes(architecture)
+    shapes = parameter_shapes(architecture) | adapter_shapes(architecture, config.trainer.lora)
     for name, (mesh, kinds) in parameter_placements(architecture, config.trainer).items():
         place = tuple(map(int, np.unravel_index(rank, mesh)))  # meshes count row after row
         yield name, shapes[name], *local_box(shapes[name], mesh, place, kinds)
@@ -146,10 +168,10 @@ def rank_layout(rank: int, device: Device, parameters: dict[str, ParameterLayout
 
 
 def _vllm_weight_buffer(
-    architecture: Architecture, generator: VllmConfig, rank: int
+    architecture: Architecture, generator: VllmConfig, rank: int, shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, ParameterLayout], int]:
     """Boxes of one vLLM rank, one after the other: see the module."""
-    shapes, form = parameter_shapes(architecture), format_of(generator, architecture)
+    form = format_of(generator, architecture)
     made = {} if form is None else {e.base: e for e in quantized_parameters(shapes, form)}
     parameters: dict[str, ParameterLayout] = {}
     end = 0
@@ -183,7 +205,7 @@ def _vllm_box(
     start, size = [0] * len(shape), list(shape)
     if dim is not None:
         parts, part = num_ranks, rank
-        is_kv = name.split(".")[-2] in ("k_proj", "v_proj")
+        is_kv = not {"k_proj", "v_proj"}.isdisjoint(name.split("."))
         if is_kv and num_ranks > architecture.num_kv_heads:
             parts = architecture.num_kv_heads
             part = rank * parts // num_ranks

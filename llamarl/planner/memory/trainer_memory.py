@@ -15,14 +15,15 @@ and head, which stays gathered from forward to backward):
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import Replicate
 
-from llamarl.config import Config, TrainerConfig
+from llamarl.config import Config, LoraConfig, TrainerConfig
 from llamarl.config.pools import pools_of
 from llamarl.device.devices import platform_of
+from llamarl.models.adapter_inventory import adapter_shapes, trained_shapes
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.parallelize import mesh_shape, parameter_placements
@@ -58,26 +59,31 @@ def forecast_trainer(
 ) -> TrainerMemory:
     """Of the fullest rank."""
     trainer = config.trainer
-    weights = MASTER_BYTES * sum(local_elements(config, architecture, 0).values())
-    state = {"gradients": weights}
-    if trainer.optimizer == "adamw":
-        num_steps = len(parameter_shapes(architecture))  # one float32 each, besides two moments
-        state["optimizer"] = 2 * weights + MASTER_BYTES * num_steps
+    names = trained_shapes(architecture, trainer.lora).keys()
+    elements = local_elements(config, architecture, 0)
+    num_trained = sum(elements[name] for name in names)
+    trained = MASTER_BYTES * num_trained
+    beside = DTYPE_BYTES[trainer.compute_dtype] * (sum(elements.values()) - num_trained)
+    state = {"gradients": trained}
+    if trainer.optimizer == "adamw":  # one float32 each, besides two moments
+        state["optimizer"] = 2 * trained + MASTER_BYTES * len(names)
+    weights = trained + beside
     lasting = {"weights": weights, **state}
     if not config.placement.colocated:  # else a sync phase waits for all targets, so none is late
-        lasting["snapshot"] = weights
+        lasting["snapshot"] = trained
     if not TRANSPORTS[config.weights.transport].is_mapped:
-        kept = _packed_bytes(config, weights // MASTER_BYTES)
+        kept = _packed_bytes(config, num_trained)
         lasting["transfer"] = 2 * config.weights.bucket_bytes + kept
-    if any(pool.generator.quantization != "none" for pool in pools_of(config.generator)):
+    is_quantised = any(p.generator.quantization != "none" for p in pools_of(config.generator))
+    if is_quantised and not trainer.lora.is_used:
         tile_bytes = QUANTISED_BYTES * platform_of(trainer.device).num_tiled
         lasting["transfer"] = lasting.get("transfer", 0) + tile_bytes
-    models = {"reference": architecture} if config.algorithm.has_reference else {}
+    models = {"reference": architecture} if config.has_reference_model else {}
     models |= {STAGE + name: model for name, model in frozen.items()}
     return TrainerMemory(
         weights=weights,
         state=state,
-        moments=tuple(lasting | kinds for kinds in _moments(config, architecture, weights)),
+        moments=tuple(lasting | kinds for kinds in _moments(config, architecture, trained)),
         frozen={kind: _frozen_bytes(config, model) for kind, model in models.items()},
     )
 
@@ -92,17 +98,21 @@ def _packed_bytes(config: Config, num_elements: int) -> int:
     return min(config.weights.packed_bytes, num_elements * items)
 
 
-def _moments(config: Config, architecture: Architecture, weights: int) -> Iterable[Kinds]:
+def _moments(config: Config, architecture: Architecture, trained: int) -> Iterable[Kinds]:
     """What is there for a while: in the head's backward, a layer's, the embedding's, and in an
-    optimizer step."""
+    optimizer step of `trained` bytes."""
     trainer = config.trainer
     item = DTYPE_BYTES[trainer.compute_dtype]
-    block, root = group_elements(trainer, architecture)
+    names = trained_shapes(architecture, trainer.lora).keys()
+    is_left_alone = trainer.lora.is_used and trainer.num_shard_ranks == 1  # by FSDP: the frozen
+    block, root = group_elements(trainer, architecture, names if is_left_alone else None)
+    block_reduced, root_reduced = group_elements(trainer, architecture, names)
     num_gathered = _num_gathered(trainer, architecture)
     gathered = item * (root + num_gathered * block)
     is_resharded = num_gathered < architecture.num_layers
     beside_head = item * (root + block) if is_resharded else gathered  # the last one's copy-out
-    head = root if architecture.tie_embeddings else root // 2  # its gradient waits for the end
+    # The head's gradient waits for the end.
+    head = root_reduced if architecture.tie_embeddings else root_reduced // 2
     activations = forecast_activations(config, architecture)
     yield {
         "unsharded": beside_head,
@@ -113,23 +123,29 @@ def _moments(config: Config, architecture: Architecture, weights: int) -> Iterab
         "unsharded": gathered,
         "activations": activations.saved_bytes,
         "recomputation": activations.block_bytes,
-        "reduction": block * (item + MASTER_BYTES) + head * item,
+        "reduction": block_reduced * (item + MASTER_BYTES) + head * item,
     }
     yield {
         "unsharded": gathered if trainer.reshard_after == "step" else item * root,
         "activations": activations.embedding_bytes,
-        "reduction": root * (item + MASTER_BYTES),
+        "reduction": root_reduced * (item + MASTER_BYTES),
     }
     if trainer.optimizer == "sgd" and trainer.weight_decay:
-        yield {"optimizer": weights}  # torch adds decay and gradients in a list of their own
+        yield {"optimizer": trained}  # torch adds decay and gradients in a list of their own
 
 
-def group_elements(trainer: TrainerConfig, architecture: Architecture) -> tuple[int, int]:
-    """Elements of one gathered layer, and of the gathered rest, on a tensor-parallel rank."""
+def group_elements(
+    trainer: TrainerConfig, architecture: Architecture, names: Collection[str] | None = None
+) -> tuple[int, int]:
+    """Elements of one gathered layer, and of the gathered rest, on a tensor-parallel rank; of the
+    parameters `names` alone, if given."""
     found = dict.fromkeys(("layer", "rest"), 0)
     mesh = mesh_shape(trainer)
     placements = parameter_placements(architecture, trainer)
-    for name, shape in parameter_shapes(architecture).items():
+    shapes = parameter_shapes(architecture) | adapter_shapes(architecture, trainer.lora)
+    for name, shape in shapes.items():
+        if names is not None and name not in names:
+            continue
         if name.startswith(ANY_LAYER) and not name.startswith(LAYER):
             continue
         tensor = placements[name][1][-1] if "tensor" in mesh else Replicate()
@@ -150,7 +166,8 @@ def _num_gathered(trainer: TrainerConfig, architecture: Architecture) -> int:
 
 def _frozen_bytes(config: Config, architecture: Architecture) -> int:
     """Of a frozen model, parallel like the trainer but for a single rank, whose model is plain."""
-    trainer = config.trainer
+    trainer = replace(config.trainer, lora=LoraConfig())
+    config = replace(config, trainer=trainer)
     num_elements, gathered = sum(local_elements(config, architecture, 0).values()), 0
     if trainer.num_ranks > 1:
         block, root = group_elements(trainer, architecture)

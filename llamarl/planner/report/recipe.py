@@ -7,10 +7,11 @@ architecture and, if asked to, a finished run's folder.
 
 import math
 import statistics
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -38,6 +39,8 @@ from llamarl.planner.simulation.roofline import hardware_costs
 from llamarl.planner.simulation.simulated_run import simulate
 from llamarl.planner.simulation.variants import best_share, best_split, decompose
 from llamarl.planner.simulation.workload import with_lengths
+
+T = TypeVar("T")
 
 SYNC, ASYNC, COLOCATED = "sync", "async", "sync, colocated"
 
@@ -211,11 +214,7 @@ def run_config(run_dir: str, config: Config) -> Config:
         raise ValueError(f"--trace must name a run's folder, got {run_dir!r} without config.yaml")
     written = yaml.safe_load(path.read_text())
     try:
-        sections = {
-            name: replace(getattr(config, name), **value) if isinstance(value, dict) else value
-            for name, value in written.items()
-        }
-        return replace(config, **sections)
+        return _renewed(config, written)
     except (AttributeError, TypeError) as error:
         raise ValueError(
             f"--trace must name a run of this recipe, with the same engine and algorithm, got "
@@ -223,10 +222,21 @@ def run_config(run_dir: str, config: Config) -> Config:
         ) from error
 
 
+def _renewed(section: T, written: Mapping[str, Any]) -> T:
+    """A section with these values, and so the sections in it."""
+    values = {
+        name: _renewed(own, value) if is_dataclass(own := getattr(section, name)) else value
+        for name, value in written.items()
+    }
+    return replace(section, **values)  # type: ignore[type-var]
+
+
 def _other_staleness(config: Config) -> tuple[str, Config]:
     """The recipe on-policy; or, if it is, as far ahead as recipes usually are."""
-    is_sync = config.staleness.max_staleness == 0
-    staleness = replace(config.staleness, max_staleness=int(is_sync))
+    num_steps = config.trainer.steps_per_batch
+    is_sync = config.staleness.max_staleness == num_steps - 1
+    other = num_steps - 1 + num_steps * is_sync
+    staleness = replace(config.staleness, max_staleness=other)
     return ASYNC if is_sync else SYNC, replace(config, staleness=staleness)
 
 

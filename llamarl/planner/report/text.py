@@ -106,6 +106,12 @@ def assumptions(config: Config, forecast: Forecast) -> list[str]:
         f"A step trains {config.trainer.groups_per_step} groups of {sampling.rollouts_per_prompt} "
         f"rollouts; {plan.num_steps} steps are simulated with the run's own controller.",
     ]
+    if config.trainer.steps_per_batch > 1:
+        words.append(
+            f"A batch is {config.trainer.num_mini_batches} mini-batches of so many groups, trained "
+            f"in {config.trainer.num_passes} passes: {config.trainer.steps_per_batch} steps, which "
+            "are counted one by one."
+        )
     if config.environment.is_used:
         words.append(
             f"An episode has {plan.num_turns} turns and observations of {plan.observation_tokens} "

@@ -33,8 +33,9 @@ that states neither, in static batches without graphs."""
 
 
 def synchronous(config: Config) -> Config:
-    """The recipe on-policy: generators do not run ahead."""
-    return replace(config, staleness=replace(config.staleness, max_staleness=0))
+    """The recipe on-policy: generators run ahead no further than to a whole batch."""
+    least = config.trainer.steps_per_batch - 1
+    return replace(config, staleness=replace(config.staleness, max_staleness=least))
 
 
 def baseline_of(config: Config, architecture: Architecture) -> Variant | None:
@@ -118,7 +119,8 @@ def _baselines(config: Config, architecture: Architecture) -> Iterator[Config]:
     device = gpu(config.cluster.planned_gpu, config.trainer.device)
     workload = make_workload(config)
     context = workload.prompt_tokens + sum(workload.lengths) / len(workload.lengths)
-    num_rollouts = config.trainer.groups_per_step * config.sampling.rollouts_per_prompt
+    num_groups = config.trainer.groups_per_step * config.trainer.num_mini_batches
+    num_rollouts = num_groups * config.sampling.rollouts_per_prompt
     for degree in (1 << i for i in range(MAX_DEGREE.bit_length())):
         if num_gpus % degree:
             continue

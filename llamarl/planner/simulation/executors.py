@@ -70,14 +70,16 @@ class SimulatedScorer(SimulatedExecutor):
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:
         await self._travel()
-        seconds = self._costs.score_row_s * len(items) / self._config.reward.num_workers
+        num_rows = sum(len(row_ids) for row_ids, _ in items)
+        seconds = self._costs.score_row_s * num_rows / self._config.reward.num_workers
         async with self._lock:
             with self._timeline.bar("scorer", "score"):
                 await self._cores.work(self._costs.score_call_s + seconds)
         scores = [
             self._workload.score(row_id, prompt)
-            for (row_id,), prompt in items
+            for row_ids, prompt in items
             if prompt is not None
+            for row_id in row_ids
         ]
         await self._rollouts.add_rewards(scores, self.writer)
         return scores
@@ -191,6 +193,16 @@ class SimulatedTrainer(Layouts):
             self._end_idle("batch")
             await self._compute(self._costs.part_s + self._passes_s(batch), "accumulate")
 
+    async def store_proximal(self, batch: Batch) -> None:
+        async with self._lock:
+            await self._travel()
+            assert batch.version == self.version, (batch.version, self.version)
+            assert not self._away, f"computed while {self._away} are off the device"
+            await self._cores.work(self._costs.store_row_s * len(batch.rows))
+            self._end_idle("batch")
+            passes_s = self._passes_s(batch) * self._costs.forward_share
+            await self._compute(self._costs.part_s + passes_s, "proximal")
+
     async def step(self) -> StepStats:
         async with self._lock:
             await self._travel()
@@ -217,6 +229,10 @@ class SimulatedTrainer(Layouts):
 
     async def export(self, folder: str, dtype: str) -> None:
         assert not self._away, f"exported while {self._away} are off the device"
+
+    async def restore(self, folder: str) -> int:
+        assert not self._away, f"restored while {self._away} are off the device"
+        return self.version
 
     async def infer(self, row_ids: list[int]) -> list[float]:
         async with self._lock:

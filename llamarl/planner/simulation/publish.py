@@ -32,9 +32,9 @@ from llamarl.planner.forecast import PublishForecast
 from llamarl.planner.hardware import gpu
 from llamarl.planner.memory.shardings import (
     generator_layouts,
+    published_buffer,
     rank_layout,
     trainer_layouts,
-    weight_buffer,
 )
 from llamarl.planner.memory.trainer_memory import LAYER
 from llamarl.planner.simulation.delivery import (
@@ -317,5 +317,5 @@ def _num_buckets(config: Config, architecture: Architecture) -> int:
     """That are prepared and committed one by one."""
     if config.weights.staging != "bucket":
         return 1
-    parameters, _ = weight_buffer(config, architecture, 0)
+    parameters, _ = published_buffer(config, architecture, 0)
     return len(buckets.cut_buckets(parameters, config.weights.bucket_bytes))

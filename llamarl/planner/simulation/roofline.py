@@ -5,11 +5,13 @@ own: those of passes (`trainer_times.py`) and decode steps (`generator_times.py`
 publish (`publish.py`) or memory (`memory/`). Invariant: every second follows from bytes or
 arithmetic, a peak of `hardware.py` and a constant of `efficiency.py`."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 from llamarl.config import Config
 from llamarl.config.pools import alone, pools_of
+from llamarl.models.adapter_inventory import trained_shapes
 from llamarl.models.architecture import Architecture
 from llamarl.planner import hardware
 from llamarl.planner.efficiency import LAW, REWARD_S
@@ -56,9 +58,11 @@ def trainer_costs(config: Config, architecture: Architecture) -> dict[str, Any]:
     hidden_s = num_gathers * times.gather_s + times.reduce_s
     forward_s = times.token_s * times.forward_token_share
     forward_square_s = times.attention_s * times.forward_square_share
+    # With adapters the policy is its own reference: one more forward pass in each micro-batch.
+    is_own = config.algorithm.has_reference and not config.has_reference_model
     return {
-        "token_s": times.token_s,
-        "square_s": times.attention_s,
+        "token_s": times.token_s + is_own * forward_s,
+        "square_s": times.attention_s + is_own * forward_square_s,
         "hidden_s": hidden_s,
         # The first layer's traffic has nothing to go on beside.
         "micro_batch_s": hidden_s / architecture.num_layers + times.latency_s,
@@ -94,7 +98,8 @@ def _over_cards_s(config: Config, architecture: Architecture) -> float:
 
 def _published_bytes(config: Config, architecture: Architecture) -> float:
     """Versions travel in the generator's dtype and are quantised there."""
-    return sizes(architecture).total * DTYPE_BYTES[config.generator.dtype]
+    shapes = trained_shapes(architecture, config.trainer.lora).values()
+    return sum(map(math.prod, shapes)) * DTYPE_BYTES[config.generator.dtype]
 
 
 def _moves(config: Config, architecture: Architecture) -> dict[str, Any]:
@@ -105,12 +110,19 @@ def _moves(config: Config, architecture: Architecture) -> dict[str, Any]:
     gpu = hardware.gpu(config.cluster.planned_gpu, trainer.device)
     rate = gpu.host_link_bytes_per_s * LAW.link
     local = sizes(architecture).total / (trainer.num_shard_ranks * trainer.tensor_parallel)
+    # Beside adapters weights are in the compute dtype, and have no moments.
+    lora, weight_item, share = trainer.lora, float(MASTER_BYTES), 1.0
+    if lora.is_used:
+        shapes = trained_shapes(architecture, lora).values()
+        weight_item = DTYPE_BYTES[trainer.compute_dtype]
+        share = sum(map(math.prod, shapes)) / sizes(architecture).total
     weights_bytes = generator_bytes(config, architecture)
     if generator.quantization != "none":
         weights_bytes += _published_bytes(config, architecture) / generator.num_ranks
     return {
-        "trainer weights": MASTER_BYTES * local / rate,
-        "trainer state": 2 * MASTER_BYTES * local / rate,  # both moments; gradients are freed
+        "trainer weights": weight_item * local / rate,
+        # Both moments; gradients are freed.
+        "trainer state": 2 * MASTER_BYTES * local * share / rate,
         "generator weights": weights_bytes / rate,
         "generator kv": 0.0,  # nothing runs then, so nothing is kept
     }

@@ -61,7 +61,7 @@ class SimulatedCluster:
         # One GPU per trainer rank, which the reference computes on too: each has half of it then.
         self.trainer_device = self._shared or Cores(config.trainer.num_ranks)
         # Where replicas have the same GPUs it takes time from these too.
-        is_shared = config.placement.colocated and config.algorithm.has_reference
+        is_shared = config.placement.colocated and config.has_reference_model
         self.replica_device = self.trainer_device if is_shared else self._shared
         self._config, self._pools = config, pools_of(config.generator)
         places = rank_assignment.assign(config)

@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from llamarl.config import Config, DispatchConfig
+from llamarl.config import CheckpointConfig, Config, DispatchConfig
 from llamarl.config.pools import number_of, pools_of
-from llamarl.config.run import CheckpointConfig
 from llamarl.dataflow.graph import Graph, make_graph
 from llamarl.dataflow.samplers import admission
 from llamarl.lengths.ranker import Ranker
@@ -48,8 +47,9 @@ def simulate(
     num_skipped: int | None = None,
     ranker: Ranker | None = None,
 ) -> StepForecast:
-    """The steady state of `num_steps` (default: plan.num_steps) steps of `config`, without the
-    first `num_skipped` (default: until the gate's run-ahead has passed through).
+    """The steady state of `num_steps` (default: plan.num_steps; a batch's and one more at least)
+    steps of `config`, without the first `num_skipped` (default: until the gate's run-ahead has
+    passed through).
 
     `workload` defaults to what config.plan assumes. Evaluation, checkpoints and export are left
     out. Of a large cluster a fraction is simulated (`fraction.py`). Without `ranker` no length is
@@ -57,6 +57,7 @@ def simulate(
     """
     workload = workload or make_workload(config)
     steps = config.plan.num_steps if num_steps is None else num_steps
+    steps = max(steps, config.trainer.steps_per_batch + 1)
     k = fraction.divisor(config, costs)
     part = fraction.take(config, costs, k)
     timeline = clock.run(run(*part, architecture, workload, steps, ranker))
@@ -150,6 +151,7 @@ def make_inputs(
     """The inputs of a run that reads no files."""
     return Inputs(
         checkpoint="",
+        adapter=None,
         tokenizer_folder="",
         architecture=architecture,
         tokenizer=NoTokenizer(),
@@ -166,17 +168,25 @@ def make_inputs(
 
 def settling_steps(config: Config, num_steps: int) -> int:
     """Steps before the steady state: until the gate's whole run-ahead has passed through. What is
-    left is a multiple of it where that is possible, for steps may end in bursts of that many."""
-    run_ahead = config.staleness.max_staleness + 1
+    left is a multiple of it where that is possible, for steps may end in bursts of that many, and
+    whole batches in any case."""
+    run_ahead, per_batch = _burst(config), config.trainer.steps_per_batch
     left = num_steps - run_ahead - 1
-    return num_steps - max(left // run_ahead * run_ahead, 2)
+    whole = left // run_ahead * run_ahead or left // per_batch * per_batch
+    return num_steps - max(whole, -(-2 // per_batch) * per_batch)
 
 
 def fewest_steps(config: Config) -> int:
     """Enough that, once settled, one whole burst is left: for comparisons. One step more where the
     size of parts is learnt."""
     is_learnt = config.trainer.parts == "dynamic"
-    return 2 * (config.staleness.max_staleness + 1) + 1 + is_learnt
+    return 2 * _burst(config) + 1 + is_learnt
+
+
+def _burst(config: Config) -> int:
+    """Steps that the gate lets generators run ahead, in whole batches."""
+    per_batch = config.trainer.steps_per_batch
+    return -(-(config.staleness.max_staleness + 1) // per_batch) * per_batch
 
 
 def forecast(

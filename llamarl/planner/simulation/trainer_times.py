@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from llamarl.config import Config
+from llamarl.models.adapter_inventory import trained_shapes
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner import hardware
@@ -117,13 +118,17 @@ def trainer_times(config: Config, architecture: Architecture) -> TrainerTimes:
     dtype, item = trainer.compute_dtype, DTYPE_BYTES[trainer.compute_dtype]
     checkpointing, kernels = trainer.activation_checkpointing, config.plan.kernels
     is_fused = kernels == "fused" or (kernels == "auto" and trainer.compile == "inductor")
-    products = 4 if checkpointing == "full" else 3  # a backward is two
+    num_trained = _num_trained(config, architecture)
+    is_frozen = trainer.lora.is_used  # the gradient of a frozen matrix is that of its input alone
+    products = (4 if checkpointing == "full" else 3) - is_frozen  # a backward is two
     again = int(checkpointing != "none")
     attention = 1 + BACKWARD_ATTENTION / LAW.backward_attention + (checkpointing == "full")
     touches = 1 + BACKWARD_TOUCHES + again
     flops, memory = gemm_flops(gpu, dtype, a, tensor), gpu.memory_bytes_per_s * LAW.elementwise
-    gemm_s = 2 * products * count.layers / tensor / flops
-    head_s = 2 * 4 * count.head / tensor / (gpu.flops[dtype] * gpu.gemm * LAW.gemm)
+    work = products * count.layers + (products + 1) * num_trained * is_frozen
+    gemm_s = 2 * work / tensor / flops
+    head_products = 4 - is_frozen
+    head_s = 2 * head_products * count.head / tensor / (gpu.flops[dtype] * gpu.gemm * LAW.gemm)
     loss_s = head_s + LOSS_TOUCHES * 4 * a.vocab_size / tensor / memory
     form = FUSED if is_fused else EAGER
     elementwise_s = touches * touched_bytes(a, form, item) / tensor / memory
@@ -135,8 +140,8 @@ def trainer_times(config: Config, architecture: Architecture) -> TrainerTimes:
     latency_s = num_moves * a.num_layers * collectives.latency_s(config, tensor, COLLECTIVE_S)
     gather_s, reduce_s = _sharding(config, architecture, gpu)
     num_kernels = FUSED_KERNELS if is_fused else EAGER_KERNELS
-    local = count.total / (trainer.num_shard_ranks * tensor)
-    forward_s = (gemm_s / products + tensor_s / 3 + elementwise_s / touches) + head_s / 4
+    local = num_trained / (trainer.num_shard_ranks * tensor)
+    forward_s = gemm_s / products + tensor_s / 3 + elementwise_s / touches + head_s / head_products
     return TrainerTimes(
         gemm_s=gemm_s,
         elementwise_s=elementwise_s,
@@ -156,6 +161,12 @@ def trainer_times(config: Config, architecture: Architecture) -> TrainerTimes:
     )
 
 
+def _num_trained(config: Config, architecture: Architecture) -> int:
+    """Numbers that have gradients and moments."""
+    shapes = trained_shapes(architecture, config.trainer.lora)
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
 def _attention(config: Config, gpu: hardware.Gpu, dtype: str) -> float:
     return gpu.attention_flops(config.plan.attention, dtype)
 
@@ -168,9 +179,10 @@ def _sharding(config: Config, architecture: Architecture, gpu: hardware.Gpu) -> 
     elements = count.total / tensor * (shard - 1) / shard
     start_s = architecture.num_layers * collectives.latency_s(config, shard, COLLECTIVE_S, tensor)
     gather_s = elements * DTYPE_BYTES[trainer.compute_dtype] / rate + start_s
-    reduce_s = elements * MASTER_BYTES / rate + start_s
+    trained = _num_trained(config, architecture)
+    reduce_s = elements * trained / count.total * MASTER_BYTES / rate + start_s
     if trainer.replicate > 1:
-        local_bytes = count.total / tensor / shard * MASTER_BYTES
+        local_bytes = trained / tensor / shard * MASTER_BYTES
         share = 2 * (trainer.replicate - 1) / trainer.replicate
         rate = collectives.rate(config, gpu, trainer.replicate, shard * tensor)
         reduce_s += share * local_bytes / rate

@@ -222,30 +222,35 @@ function showEvaluations(wanted) {
   for (const rollout of data.rollouts.filter((each) => each.is_held_out)) {
     versions.add(rollout.step);
     if (!rows.has(rollout.prompt)) rows.set(rollout.prompt, new Map());
-    rows.get(rollout.prompt).set(rollout.step, rollout);
+    const found = rows.get(rollout.prompt);
+    found.set(rollout.step, [...(found.get(rollout.step) || []), rollout]);
   }
   const columns = [...versions].sort((a, b) => a - b);
   const head = make("tr", {}, ...["line", "prompt", ...columns.map((v) => `version ${v}`)].map((text) => Object.assign(make("th"), { textContent: text })));
+  const isRight = (cell) => 2 * cell.filter((each) => each.correct).length >= cell.length;
   const kinds = {
-    wrong: (cells) => !cells[cells.length - 1].correct,
-    learnt: (cells) => !cells[0].correct && cells[cells.length - 1].correct,
-    lost: (cells) => cells[0].correct && !cells[cells.length - 1].correct,
+    wrong: (cells) => !isRight(cells[cells.length - 1]),
+    learnt: (cells) => !isRight(cells[0]) && isRight(cells[cells.length - 1]),
+    lost: (cells) => isRight(cells[0]) && !isRight(cells[cells.length - 1]),
   };
   const kind = kinds[wanted.kind] || (() => true);
   const chosen = [...rows].filter(([, found]) => kind(columns.map((v) => found.get(v)).filter(Boolean)))
-    .sort(([a], [b]) => data.prompts[a].prompt_id - data.prompts[b].prompt_id);
+    .sort(([a], [b]) => data.prompts[a].prompt_file.localeCompare(data.prompts[b].prompt_file)
+      || data.prompts[a].prompt_id - data.prompts[b].prompt_id);
+  const isOneFile = new Set([...rows.keys()].map((index) => data.prompts[index].prompt_file)).size < 2;
   at("num-prompts").textContent = `${chosen.length.toLocaleString("en")} of ${rows.size.toLocaleString("en")} prompts`;
   at("kind").value = wanted.kind in kinds ? wanted.kind : "";
   at("prompts").replaceChildren(head, ...chosen.map(([index, found]) => {
     const prompt = data.prompts[index], text = make("td", { class: "question" });
     text.textContent = prompt.question;
-    const line = Object.assign(make("td"), { textContent: prompt.prompt_id });
+    const line = Object.assign(make("td"), { textContent: isOneFile ? prompt.prompt_id : place(prompt) });
     return make("tr", {}, line, text, ...columns.map((version) => {
-      const rollout = found.get(version), cell = make("td");
-      if (!rollout) return cell;
-      const button = make("button", { type: "button", "data-row": rollout.row_id, class: `mark ${grade(rollout)}` });
-      button.textContent = number(rollout.reward);
-      cell.append(button);
+      const cell = make("td");
+      for (const rollout of found.get(version) || []) {
+        const button = make("button", { type: "button", "data-row": rollout.row_id, class: `mark ${grade(rollout)}` });
+        button.textContent = number(rollout.reward);
+        cell.append(button);
+      }
       return cell;
     }));
   }));

@@ -66,12 +66,31 @@ def compare(
     wrong = sorted(
         name for name in written.keys() | found.keys() if written.get(name) != found.get(name)
     )
-    names = ", ".join(wrong[:MAX_NAMED])
-    more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
     raise FingerprintMismatch(
-        f"publish of version {version} to generator {replica}{way}: {names}{more} must arrive "
+        f"publish of version {version} to generator {replica}{way}: {_named(wrong)} must arrive "
         f"as written, fingerprint {_hex(written, wrong[0])}, got {_hex(found, wrong[0])}"
     )
+
+
+def compare_frozen(
+    source: Iterable[Mapping[str, Mapping[str, int]]],
+    target: Iterable[Mapping[str, Mapping[str, int]]],
+    replica: int,
+) -> None:
+    """FingerprintMismatch, naming the parameters, unless a replica has the weights beside adapters
+    that the trainer has. Both are the sums of each rank, by kind and name."""
+    ranks = [*target]
+    held = [*source]
+    for kind in dict.fromkeys(kind for rank in ranks for kind in rank):
+        found = add_up(dict(rank.get(kind, {})) for rank in ranks)
+        expected = add_up(dict(rank.get(kind, {})) for rank in held)
+        wrong = sorted(name for name in found if found[name] != expected.get(name))
+        if wrong:
+            raise FingerprintMismatch(
+                f"the weights beside adapters of generator {replica} must be the trainer's, got "
+                f"others for {_named(wrong)}, fingerprint {_hex(found, wrong[0])} instead of "
+                f"{_hex(expected, wrong[0])}"
+            )
 
 
 def add_up(ranks: Iterable[dict[str, int]]) -> Fingerprints:
@@ -80,6 +99,11 @@ def add_up(ranks: Iterable[dict[str, int]]) -> Fingerprints:
     for fingerprints in ranks:
         total.merge(fingerprints)
     return total
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def _hex(fingerprints: dict[str, int], name: str) -> str:

@@ -13,8 +13,8 @@ stop=(256, 256), buffer="model...q_proj.weight", offset=0, strides=(256, 1))`.
 
 import operator
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Self
 
@@ -62,12 +62,16 @@ class RankLayout:
     `buckets` are the names of the parameters that a target prepares, receives and commits together,
     in order; every parameter is in one of them, and all ranks of a replica have equal buckets. A
     source has one bucket. Boxes of different buckets may share staging memory.
+
+    `frozen` are this rank's sums of weights that no publish moves, by kind and name: a target has
+    those of its own kind, a source those of all.
     """
 
     rank: int
     host: str
     parameters: dict[str, ParameterLayout]
     buckets: tuple[tuple[str, ...], ...]
+    frozen: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 class Copy(NamedTuple):

@@ -74,7 +74,16 @@ def format_of(generator: GeneratorConfig, architecture: AnyArchitecture) -> Form
     )
 
 
+Kind = str | Format
+"""What a replica's weights are in: a dtype, or a format of its matrices."""
+
+
+def kinds_of(generator: GeneratorConfig, architecture: AnyArchitecture) -> tuple[Kind, ...]:
+    """Those of all pools, each once."""
+    pools = [pool.generator for pool in pools_of(generator)]
+    return tuple(dict.fromkeys(format_of(each, architecture) or each.dtype for each in pools))
+
+
 def formats_of(generator: GeneratorConfig, architecture: AnyArchitecture) -> tuple[Format, ...]:
     """Those of all pools, each once."""
-    found = (format_of(pool.generator, architecture) for pool in pools_of(generator))
-    return tuple(dict.fromkeys(each for each in found if each is not None))
+    return tuple(kind for kind in kinds_of(generator, architecture) if isinstance(kind, Format))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from llamarl.errors import ReplicaLost, StaleVersion
 from llamarl.metrics.span import Spans
+from llamarl.weights.integrity.comparison import compare_frozen
 from llamarl.weights.layout.boxes import RankLayout
 from llamarl.weights.layout.split_route import SplitRoute
 from llamarl.weights.sync.replica_sync import PeerRelay, ReplicaSync, Source, SourceLost
@@ -77,6 +78,7 @@ class Replicas:
         try:
             for replica, generator in generators.items():
                 self.syncs[replica] = await self._meet(replica, generator)
+                await self._compare_frozen(self.syncs[replica])
             self._assign_sources()
             joined = [self.syncs[replica] for replica in generators]
             routes = [await self._route(sync) for sync in joined]
@@ -121,6 +123,13 @@ class Replicas:
             change=self.change,
             stagger=self._staggers[replica % len(self._staggers)],
         )
+
+    async def _compare_frozen(self, sync: ReplicaSync) -> None:
+        """FingerprintMismatch unless the weights that no publish moves are the trainer's."""
+        target = [layout.frozen for layout in sync.target]
+        if any(target):
+            source = await sync.layout_of(self._trainer)
+            compare_frozen([layout.frozen for layout in source], target, sync.replica)
 
     def _shared(self, layout: RankLayout) -> RankLayout:
         """The layout; its parameters are those of a replica that looks alike, held once for all."""

@@ -1,0 +1,133 @@
+"""Adapters beside the matrices of a model, and the model without them.
+
+Owns: the computation of adapters, and their first values. Does not own: which there are
+(`adapter_inventory.py`), or sharding over data-parallel ranks (`parallelize.py`). Invariant: with
+the adapters off the model computes bit for bit what its checkpoint does, so it is its own
+reference.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from llamarl.config import LoraConfig
+from llamarl.models.adapter_inventory import adapted_modules
+from llamarl.models.families import LORA_A, LORA_B, is_adapter, split_dimension
+
+
+@dataclass(eq=False)
+class AdapterSwitch:
+    """Whether the adapters of a model take part in its passes."""
+
+    is_on: bool = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The block computes the model of the checkpoint."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+
+def attach(
+    root: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    lora: LoraConfig,
+    mesh: DeviceMesh | None = None,
+) -> AdapterSwitch:
+    """Give modules of `root` adapters of these `shapes`, float32, on the meta device; all else is
+    frozen.
+
+    `mesh` is that of tensor parallel, which divides the matrices already. Frozen weights may have
+    any dtype: FSDP brings all to the compute dtype.
+    """
+    switch = AdapterSwitch()
+    root.requires_grad_(False)
+    for module in adapted_modules(shapes):
+        linear = root.get_submodule(module)
+        assert isinstance(linear, nn.Linear), module
+        for part in (LORA_A, LORA_B):
+            name = f"{module}.{part}.weight"
+            num_outputs, num_inputs = shapes[name]
+            half = nn.Linear(num_inputs, num_outputs, False, "meta", torch.float32)
+            if mesh is not None:
+                split = split_dimension(name)
+                place = [Replicate() if split is None else Shard(split)]
+                half.weight = nn.Parameter(distribute_tensor(half.weight, mesh, place))
+            linear.add_module(part, half)
+        # Before the hook with which tensor parallel hands on the matrix's output.
+        linear.register_forward_hook(_Addend(switch, lora), prepend=True)
+    return switch
+
+
+@dataclass(frozen=True, eq=False)
+class _Addend:
+    """A hook behind a matrix: adds scale * B A x to its output."""
+
+    switch: AdapterSwitch
+    lora: LoraConfig
+
+    def __call__(self, linear: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+        if not self.switch.is_on:
+            return out
+        a, b = (linear.get_parameter(f"{half}.weight") for half in (LORA_A, LORA_B))
+        (x,) = inputs
+        if not isinstance(out, DTensor):
+            return torch.add(out, self._product(x, a, b), alpha=self.lora.scale)
+        # Each rank's part of B A x, or its addend, whichever the matrix's own product gives it.
+        local = self._product(_local(x), _local(a), _local(b))
+        added = DTensor.from_local(local, out.device_mesh, out.placements, run_check=False)
+        return torch.add(out, added, alpha=self.lora.scale)
+
+    def _product(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        x = F.dropout(x, self.lora.dropout, training=torch.is_grad_enabled())
+        return F.linear(F.linear(x, a), b)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part. The gradient of what all ranks hold is the sum of theirs, because each
+    comes by one part of the other half."""
+    assert isinstance(tensor, DTensor)
+    is_whole = all(placement.is_replicate() for placement in tensor.placements)
+    return tensor.to_local(grad_placements=[Partial()] if is_whole else None)
+
+
+@torch.no_grad()
+def initialize(parameters: Mapping[str, Tensor], seed: int) -> None:
+    """Set adapters to their first values: A uniform within 1 / sqrt(inputs), B zeros, as PEFT does.
+
+    They follow from seed and name alone, not from the sharding.
+    """
+    for name, parameter in parameters.items():
+        if not is_adapter(name):
+            continue
+        whole = torch.zeros(parameter.shape)
+        if name.endswith(f".{LORA_A}.weight"):
+            digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+            whole.uniform_(-1.0, 1.0, generator=generator).div_(math.sqrt(parameter.shape[1]))
+        write(parameter, whole)
+
+
+@torch.no_grad()
+def write(parameter: Tensor, whole: Tensor) -> None:
+    """Copy `whole` into a parameter, of a sharded one into this rank's part."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    (chunk,) = parameter.__create_chunk_list__()  # torch's own offsets: strided shards too
+    place = tuple(
+        slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
+    )
+    parameter.to_local().copy_(whole[place])

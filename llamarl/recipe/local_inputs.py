@@ -1,0 +1,253 @@
+"""A recipe whose names of the Hub stand for files on this machine.
+
+Owns: which keys may hold such a name, and what each command needs of it. Does not own: the names
+(`hub_names.py`), the files (`hub_files.py`, `hub_splits.py`) or reading them (`inputs.py`).
+Invariant: nothing is fetched unless a key names it, never code or a pickle, and no weights for a
+forecast; after `with_local_files` a run knows paths alone, and its saved config the commits.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from operator import attrgetter
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from llamarl.checkpoints.tokenizer_files import END_FILE, TOKENIZER_FILES
+from llamarl.config import Config
+from llamarl.models.adapter_inventory import ADAPTER_FILE, read_lora
+from llamarl.models.adapter_inventory import CONFIG_FILE as ADAPTER_CONFIG
+from llamarl.models.safetensors_file import weight_names
+from llamarl.recipe.hub_files import fetch_files
+from llamarl.recipe.hub_names import HubName, Kind, is_hub_name, read_name
+from llamarl.recipe.hub_splits import TRAIN, choose_files, default_config, is_rows_file, read_splits
+
+CHECKPOINT = "model.checkpoint"
+ADAPTER = "model.adapter"
+TOKENIZER = "model.tokenizer"
+ARCHITECTURE = "model.architecture"
+PROMPTS = "data.prompts"
+HELD_OUT = "data.held_out"
+NEEDED = {
+    "train": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, PROMPTS, HELD_OUT),
+    "check": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, PROMPTS, HELD_OUT),
+    "evaluate": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, HELD_OUT),
+    "plan": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, PROMPTS),
+}
+"""By command, the keys whose files it reads; the other commands read none."""
+README = "README.md"
+CONFIG_FILE = "config.json"
+LICENCES = ("LICENSE*", "NOTICE*")  # an export has them too
+TEXT_SUFFIXES = (".json", ".model", ".txt", ".jinja")  # of a tokenizer's files
+
+
+def with_local_files(
+    config: Config, command: str, run_dir: str | None = None
+) -> tuple[Config, dict[str, Any]]:
+    """`config` with paths for names, and by key each name with its commit.
+
+    Fetches what the command needs and the cache lacks: for `plan` no weights, and no prompts. A run
+    that resumes in `run_dir` keeps its commits, wherever a branch is now. ValueError, in one line,
+    for a name that is wrong or cannot be had.
+    """
+    pinned: dict[str, Any] = {}
+    resumed = run_dir if config.checkpoint.resume == "auto" else None
+    for key in NEEDED.get(command, ()):
+        value = attrgetter(key)(config)
+        values = value if isinstance(value, list) else [value]
+        if not any(map(is_hub_name, values)):
+            continue
+        kind: Kind = "dataset" if key in (PROMPTS, HELD_OUT) else "model"
+        paths, names = [*values], [*values]
+        for i, text in enumerate(values):
+            if is_hub_name(text):
+                name = _keep(read_name(key, text, kind), resumed)
+                path, name = _find(config, command, key, name) or (text, name)
+                paths[i], names[i] = str(path), str(name)
+        is_list = isinstance(value, list)
+        config = _with_value(config, key, paths if is_list else paths[0])
+        pinned[key] = names if is_list else names[0]
+    return _with_lora(config), pinned
+
+
+def _with_lora(config: Config) -> Config:
+    """With `trainer.lora` as the adapter to start from has it, unless the recipe gives it."""
+    folder = Path(config.recipe_dir, config.model.adapter)
+    if not config.model.adapter or config.trainer.lora.is_used or not folder.is_dir():
+        return config
+    return replace(config, trainer=replace(config.trainer, lora=read_lora(folder)))
+
+
+def _keep(name: HubName, resumed: str | None) -> HubName:
+    """`name` with the commit that it has had in the run in this folder, which resumes."""
+    kept = [] if name.is_pinned else _kept_names(resumed)
+    return next((each for each in kept if name.at(str(each.revision)) == each), name)
+
+
+def path_here(key: str, text: str) -> Path | None:
+    """The file or folder that the value of a key means, if it is on this machine: a path, or a name
+    whose files were fetched before. ValueError for a name of a wrong form."""
+    if not is_hub_name(text):
+        return Path(text) if Path(text).exists() else None
+    kind: Kind = "dataset" if key in (PROMPTS, HELD_OUT) else "model"
+    name = read_name(key, text, kind)
+    with suppress(ValueError):
+        if kind == "model":
+            return fetch_model(key, name, has_weights=False, is_offline=True)[0]
+        return fetch_rows(key, name, TRAIN if key == PROMPTS else None, is_offline=True)[0]
+    return None
+
+
+def _find(config: Config, command: str, key: str, name: HubName) -> tuple[Path, HubName] | None:
+    """The file or folder of `name`; None for what a forecast does without."""
+    find: Callable[..., tuple[Path, HubName]]
+    if key in (PROMPTS, HELD_OUT):
+        find = partial(fetch_rows, key, name, TRAIN if key == PROMPTS else None)
+    else:
+        choose = _is_architecture if key == ARCHITECTURE else is_text
+        # An adapter's are few, and no adapter without them is read.
+        has_weights = key == ADAPTER or (key == CHECKPOINT and command != "plan")
+        find = partial(fetch_model, key, name, choose, has_weights=has_weights)
+    has_architecture = key == CHECKPOINT and config.model.architecture is not None
+    if command == "plan" and (key == PROMPTS or has_architecture):
+        with suppress(ValueError):
+            return find(is_offline=True)
+        return None
+    return find()
+
+
+def is_text(path: str) -> bool:
+    """Whether a file of a model is config, index, tokenizer or licence: of the top folder, and no
+    code."""
+    parts = PurePosixPath(path).parts
+    if len(parts) == 2 and parts[0] in TOKENIZER_FILES:  # the folder of more chat templates
+        return path.endswith(TEXT_SUFFIXES)
+    is_tokenizer = any(fnmatchcase(path, pattern) for pattern in TOKENIZER_FILES)
+    is_licence = any(fnmatchcase(path, pattern) for pattern in LICENCES)
+    is_file = path.endswith(".json") or (is_tokenizer and path.endswith(TEXT_SUFFIXES))
+    return len(parts) == 1 and (is_file or is_licence)
+
+
+def fetch_model(
+    key: str,
+    name: HubName,
+    is_needed: Callable[[str], bool] = is_text,
+    *,
+    has_weights: bool,
+    is_offline: bool = False,
+) -> tuple[Path, HubName]:
+    """The folder of a model with the files that are needed, and perhaps the weights, and its name
+    with the commit. ValueError as `with_local_files`."""
+
+    def choose_texts(paths: Collection[str]) -> list[str]:
+        return [path for path in paths if is_needed(path)]
+
+    def choose_weights(paths: Collection[str]) -> list[str]:
+        names = [ADAPTER_FILE] if key == ADAPTER else weight_names(folder)
+        if others := [each for each in names if not each.endswith(".safetensors")]:
+            raise ValueError(f"{key} must have safetensors in its index, got {others[0]!r}")
+        if not {*names} <= {*paths}:
+            others = [path for path in paths if path.endswith((".bin", ".pt", ".pth"))]
+            got = f"{others[0]} alone, which is a pickle" if others else "no such files"
+            raise ValueError(f"{key} must hold {min({*names} - {*paths})}, got {name} with {got}")
+        return names
+
+    files, pinned = fetch_files(key, name, choose_texts, is_offline=is_offline)
+    wanted = ADAPTER_CONFIG if key == ADAPTER else CONFIG_FILE
+    beside = [path for path in files if path.name == wanted]
+    if key != TOKENIZER and not beside:
+        raise ValueError(f"{key} must hold {wanted}, got {name} without")
+    if not files:
+        raise ValueError(f"{key} must hold a tokenizer, got {name} without")
+    folder = next(path.parent for path in (*beside, *files))
+    if has_weights:
+        fetch_files(key, pinned, choose_weights, is_offline=is_offline)
+    return folder, pinned
+
+
+def _is_architecture(path: str) -> bool:
+    return path in (CONFIG_FILE, END_FILE)
+
+
+def fetch_rows(
+    key: str, name: HubName, split: str | None, *, is_offline: bool = False
+) -> tuple[Path, HubName]:
+    """The file of a split, or a folder with its files in their order, and its name with the commit;
+    `split` is that of a name without one. ValueError as `with_local_files`."""
+
+    def choose(paths: Collection[str]) -> list[str]:
+        path = "/".join(name.path)
+        if is_rows_file(path) and path in paths:
+            return [path]
+        try:
+            splits = read_splits(readme, paths)
+            return choose_files(name.path, splits, default_config(readme, splits), split)
+        except ValueError as error:
+            raise ValueError(f"{key} must {error}, got {name}") from None
+
+    texts, pinned = fetch_files(key, name, lambda paths: {README} & {*paths}, is_offline=is_offline)
+    readme = texts[0].read_text("utf-8", "replace") if texts else ""
+    files, pinned = fetch_files(key, pinned, choose, is_offline=is_offline)
+    return _linked(key, pinned, files), pinned
+
+
+def _linked(key: str, pinned: HubName, files: list[Path]) -> Path:
+    """A link to the file, or a folder of links whose names have the order of the files; the name of
+    either is that of the data set and the split."""
+    from huggingface_hub import cached_assets_path
+
+    owner, _, called = "/".join((pinned.repository, *pinned.path)).partition("/")
+    called = called.replace("/", "-").removesuffix(files[0].suffix)
+    digest = hashlib.sha256("\n".join(map(str, files)).encode()).hexdigest()[:12]
+    try:
+        folder = cached_assets_path("llamarl", f"datasets--{owner}", digest)
+        if len(files) == 1:
+            return _link(folder / f"{called}{files[0].suffix}", files[0])
+        for i, path in enumerate(files):
+            _link(folder / called / f"{i:05d}{path.suffix}", path)
+    except OSError as error:
+        if len(files) == 1:
+            return files[0]
+        must = "be where links to its files can be made (HF_ASSETS_CACHE)"
+        raise ValueError(f"{key} must {must}, got {error} for {pinned}") from error
+    return folder / called
+
+
+def _link(link: Path, path: Path) -> Path:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # made before: the folder's name has what it leads to
+        os.symlink(path, link)
+    return link
+
+
+def _kept_names(run_dir: str | None) -> list[HubName]:
+    """The names with commits in the config of the run in this folder, if there is one."""
+    path = Path(run_dir, "config.yaml") if run_dir is not None else None
+    if path is None or not path.is_file():
+        return []
+    try:
+        saved = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} must be the config of the run, got {reason}") from error
+    found = []
+    for key in NEEDED["train"]:
+        section, _, field = key.partition(".")
+        inside = saved.get(section) if isinstance(saved, dict) else None
+        value = inside.get(field) if isinstance(inside, dict) else None
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and is_hub_name(text):
+                kind: Kind = "dataset" if key in (PROMPTS, HELD_OUT) else "model"
+                found.append(read_name(key, text, kind))
+    return [name for name in found if name.is_pinned]
+
+
+def _with_value(config: Config, key: str, value: Any) -> Config:
+    section, _, field = key.partition(".")
+    return replace(config, **{section: replace(getattr(config, section), **{field: value})})

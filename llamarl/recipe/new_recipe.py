@@ -1,0 +1,204 @@
+"""The command `llamarl new`: a recipe of ten lines.
+
+Owns: what a new run.yaml and task.py say. Does not own: fields and defaults (`config/`). Invariant:
+what it writes composes to a checked config; it fetches nothing and replaces no file.
+"""
+
+import argparse
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llamarl.config.check import require
+from llamarl.device.driver import has_driver
+from llamarl.device.names import CPU, DEVICES, GPU, is_gpu
+from llamarl.environments.prompt_files import read_rows
+from llamarl.environments.rewards.functions import ENVIRONMENT, REWARDS, TASK
+from llamarl.json_file import read_object
+from llamarl.models.architecture import read_settings
+from llamarl.recipe.composition import compose, to_config
+from llamarl.recipe.hub_names import is_hub_name
+from llamarl.recipe.local_inputs import CHECKPOINT, HELD_OUT, PROMPTS, path_here
+from llamarl.task_file import FILE
+
+REWARD_CHOICES = [name for name in REWARDS if name != ENVIRONMENT]  # it has tools
+USAGE = f"""\
+usage: llamarl new FOLDER --model MODEL --data PROMPTS [OPTION VALUE ...]
+
+Writes FOLDER/run.yaml, and with --reward task a FOLDER/{FILE} to be filled in.
+
+  --model MODEL          a checkpoint's folder, or hf:ORG/NAME
+  --data PROMPTS         a .jsonl, .parquet or .arrow file, or hf:ORG/NAME[/CONFIG][/SPLIT]
+  --held-out PROMPTS     the same for evaluation (none by default)
+  --reward REWARD        {", ".join(REWARD_CHOICES)} (math by default)
+  --prompt-field FIELD   of the question (found in the first row, if the data are here)
+  --answer-field FIELD   of the expected answer (the same)
+  --chat                 questions go into the model's chat template (as for a model that is
+                         here and has one)
+  --device DEVICE        {", ".join(DEVICES)} (what this machine has)
+"""
+# The first of each is the key's default.
+PROMPT_FIELDS = ("question", "prompt", "problem", "query", "instruction", "input")
+ANSWER_FIELDS = ("answer", "solution", "ground_truth", "target", "label", "final_answer", "output")
+FORM = "Solve the problem step by step and put the final answer into \\boxed{}."
+CONTEXT = 1024  # tokens of prompt and completion, or what the model allows
+ANSWER_SHARE = 0.75  # of the context, at most
+TASK_TEXT = '''\
+def reward(prompt, completion):
+    """1 or more counts as correct; `prompt.fields` is the row of the prompt file."""
+    return float(completion.strip().endswith(str(prompt.fields[{answer!r}])))
+'''
+
+
+def new(arguments: list[str]) -> str:
+    """Write the recipe that the arguments ask for; what was written and what comes next. ValueError
+    for arguments that make none, or a folder that has one."""
+    options = _parse(arguments)
+    folder = Path(options.folder)
+    for name in ("run.yaml", FILE) if options.reward == TASK else ("run.yaml",):
+        require(not (folder / name).exists(), "FOLDER", f"not hold a {name}", options.folder)
+    model, data = path_here(CHECKPOINT, options.model), path_here(PROMPTS, options.data)
+    for flag, text, path in (("--model", options.model, model), ("--data", options.data, data)):
+        require(path is not None or is_hub_name(text), flag, "exist, or be hf:ORG/NAME", text)
+    if options.held_out is not None:
+        is_there = path_here(HELD_OUT, options.held_out) or is_hub_name(options.held_out)
+        require(bool(is_there), "--held-out", "exist, or be hf:ORG/NAME", options.held_out)
+    row = next((row for _, row in read_rows(data)), {}) if data is not None else None
+    fields = _fields(options, row)
+    recipe = _recipe(options, fields, model, row)
+    files = {"run.yaml": "".join(f"{key}: {_flow(value)}\n" for key, value in recipe.items())}
+    if options.reward == TASK:
+        files[FILE] = TASK_TEXT.format(answer=fields["answer_field"])
+    _write(folder, files)
+    written = " and ".join(str(folder / name) for name in files)
+    from_row = "" if row is not None else " (the rows are not here yet: change what differs)"
+    plain = "" if options.chat or model is not None else "questions are plain text (else: --chat)\n"
+    return (
+        f"written: {written}\n"
+        f"question and expected answer are in {' and '.join(fields.values())}{from_row}\n{plain}"
+        f"try it:  llamarl train --config-dir {folder} cluster=inline num_steps=2\n"
+        f"train:   llamarl train --config-dir {folder}\n"
+    )
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("folder", nargs="?")
+    for name in ("model", "data", "held-out", "prompt-field", "answer-field"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--chat", action="store_true")
+    parser.add_argument("--reward", default="math", choices=REWARD_CHOICES)
+    parser.add_argument("--device", default=GPU if has_driver() else CPU, choices=DEVICES)
+    try:
+        options, others = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error.argument_name} must have a value it takes: {error}") from error
+    require(not others, "an option of `llamarl new`", "be one of its help", others[:1])
+    for name in ("folder", "model", "data"):
+        label = "FOLDER" if name == "folder" else f"--{name}"
+        require(bool(getattr(options, name)), label, "be given (llamarl new --help)", None)
+    return options
+
+
+def _fields(options: argparse.Namespace, row: Mapping[str, Any] | None) -> dict[str, str]:
+    """The fields of question and answer; by default those that a row has, if there is one."""
+    answered = REWARDS[options.reward].answer or options.reward == TASK
+    fields = {}
+    for key, given, usual in (
+        ("prompt_field", options.prompt_field, PROMPT_FIELDS),
+        ("answer_field", options.answer_field, ANSWER_FIELDS),
+    ):
+        flag = f"--{key.replace('_', '-')}"
+        found = given or next((name for name in usual if row is None or name in row), None)
+        is_needed = key == "prompt_field" or answered
+        names = ", ".join(row) if row else "none"
+        must = f"name a field of the rows, which have {names}"
+        is_there = row is None or not is_needed or found in row
+        require(is_there, flag, must, given)
+        fields[key] = found or usual[0]
+    return fields
+
+
+def _recipe(
+    options: argparse.Namespace,
+    fields: Mapping[str, str],
+    model: Path | None,
+    row: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Key -> value of the file, in order; what is the default is left out."""
+    folder, reward, device = Path(options.folder), options.reward, options.device
+    is_chat = options.chat or (model is not None and _has_template(model))
+    groups = {"data": "chat"} if is_chat else {}
+    groups |= {"reward": reward} if reward != "math" else {}
+    groups |= {"weights": "cuda_ipc", "placement": "colocated"} if is_gpu(device) else {}
+    data = {"prompts": _from_folder(options.data, folder)}
+    if options.held_out is not None:
+        data["held_out"] = _from_folder(options.held_out, folder)
+    data |= {} if (field := fields["prompt_field"]) == PROMPT_FIELDS[0] else {"prompt_field": field}
+    if is_chat and reward == "math" and not isinstance((row or {}).get(field), list):
+        data["system"] = FORM
+    context = min(CONTEXT, _positions(model))
+    answer = fields["answer_field"]
+    settings = {} if answer == ANSWER_FIELDS[0] else {"answer_field": answer}
+    settings |= {"pattern": "Answer: (.+)"} if REWARDS[reward].num_groups is not None else {}
+    recipe: dict[str, Any] = {
+        "defaults": ["config", *({f"override /{k}": v} for k, v in groups.items()), "_self_"],
+        "num_steps": 100,
+        "model": {"checkpoint": _from_folder(options.model, folder)},
+        "data": data,
+        **({"reward": settings} if settings else {}),
+        "sampling": {"max_tokens": int(context * ANSWER_SHARE)},
+        "generator": {"max_model_len": context},
+        "trainer": {"groups_per_step": 32, "lr": 1e-6},
+    }
+    if is_gpu(device):
+        recipe["generator"] |= {"device": device, "dtype": "bfloat16", "max_num_seqs": 256}
+        recipe["trainer"] |= {"device": device, "compute_dtype": "bfloat16"}
+        recipe["trainer"] |= {"activation_checkpointing": "selective"}
+        recipe |= {"staleness": {"max_staleness": 0}, "cluster": {"num_gpus_per_host": 1}}
+    return recipe
+
+
+def _from_folder(text: str, folder: Path) -> str:
+    """A path from here as one from the recipe's folder."""
+    return text if is_hub_name(text) or os.path.isabs(text) else os.path.relpath(text, folder)
+
+
+def _has_template(model: Path) -> bool:
+    path = model / "tokenizer_config.json"
+    has_file = any(model.glob("chat_template*"))
+    return has_file or (path.is_file() and bool(read_object(path).get("chat_template")))
+
+
+def _positions(model: Path | None) -> int:
+    """What the model allows, if it is here and says so."""
+    positions = read_settings(model)[0].get("max_position_embeddings") if model else None
+    return positions if type(positions) is int and positions > 1 else CONTEXT
+
+
+def _flow(value: object) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the files; removes them again if they make no recipe."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"FOLDER must be one that can be written to, got {error}") from error
+    try:
+        to_config(compose(folder, []))
+    except ValueError:
+        _remove(folder / name for name in files)
+        raise
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,231 @@
+"""`llamarl compare RUN RUN`: two or more runs in one picture and one table.
+
+Owns: the command, which curves and figures of a run are compared, and what differs in the configs.
+Does not own: how a chart looks (`chart.py`) or what a run computes of itself (`metrics/`).
+Invariant: all is read from metrics.jsonl and config.yaml, so a run at work may be compared too;
+nothing in the runs' folders is changed.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llamarl.config.check import require
+from llamarl.groups import Share
+from llamarl.metrics.estimates import with_interval
+from llamarl.metrics.held_out import ACCURACY, EVALUATION, share_words
+from llamarl.metrics.rendering import duration
+from llamarl.metrics.step_metrics import TRAINED_TOKENS
+from llamarl.metrics.trackers import METRICS_FILE, read_metrics
+from llamarl.view.chart import COLOURS, Points, chart, picture, round_up
+from llamarl.view.kept_line import is_number
+
+USAGE = """usage: llamarl compare RUN RUN [RUN ...] [--output FILE]
+
+Draws the curves of the runs in these folders as one picture, compare.svg or FILE, and prints a
+table of what they reached and one of what differs in their configs. A run may be at work.
+"""
+PICTURE_FILE = "compare.svg"
+CONFIG_FILE = "config.yaml"
+ALWAYS_DIFFERENT = ("run_dir",)
+MOST_CHARS = 60  # of a value in a table
+STEP_S, RATE, LENGTH = "time/step_s", "tokens/per_s", "length/mean"
+REWARD, STALENESS, MOST_STALE = "reward/mean", "staleness/mean", "staleness/max"
+TAGS = (EVALUATION, STEP_S, RATE, LENGTH, REWARD, STALENESS, MOST_STALE, TRAINED_TOKENS)
+CHARTS = {  # title: tag, factor
+    "held-out accuracy, %": (f"{EVALUATION}{ACCURACY}", 100),
+    "training reward": (REWARD, 1),
+    "answer length, tokens": (LENGTH, 1),
+}
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """What is read of one run: its metrics by step, and its config by dotted key."""
+
+    name: str
+    steps: dict[int, dict[str, float]]
+    config: dict[str, Any]
+
+    def points(self, tag: str) -> Points:
+        """(step, value) wherever there is one."""
+        return [(step, line[tag]) for step, line in self.steps.items() if tag in line]
+
+    def last(self, tag: str) -> float | None:
+        """The last value, if there is any."""
+        return self.points(tag)[-1][1] if self.points(tag) else None
+
+    def sum(self, tag: str) -> float:
+        """The sum over all steps."""
+        return sum(value for _, value in self.points(tag))
+
+
+def compare(arguments: list[str]) -> str:
+    """Draw the picture; what the command says. ValueError, in one line, for what is wrong with the
+    arguments or a folder."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("runs", nargs="*")
+    parser.add_argument("--output", default=PICTURE_FILE)
+    try:
+        options, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"the arguments of compare must be as --help says, got: {error}") from None
+    require(not rest, "the arguments of compare", "be RUN RUN and --output FILE", " ".join(rest))
+    folders = options.runs
+    must = "be followed by the folders of two or more runs"
+    require(len(folders) >= 2, "llamarl compare", must, " ".join(folders) or "none")
+    names = [Path(each).resolve().name for each in folders]
+    if len({*names}) < len(names):
+        names = folders
+    runs = [read_run(Path(each), name) for each, name in zip(folders, names, strict=True)]
+    output = Path(options.output)
+    try:
+        output.write_text(draw(runs))
+    except OSError as error:
+        raise ValueError(f"--output must name a file that can be written, got {error}") from error
+    differing = differences(runs)
+    parts = [_table(["", *names], figures(runs))]
+    if differing:
+        parts.append("what differs in their configs:\n" + _table(["", *names], differing))
+    else:
+        parts.append("their configs are equal\n")
+    return "\n".join([*parts, f"{output}\n"])
+
+
+def read_run(folder: Path, name: str) -> ComparedRun:
+    """ValueError, in one line, for a folder that is not that of a run, or damaged."""
+    must = "RUN must be the folder of a run"
+    if not folder.is_dir():
+        raise ValueError(f"{must}, got {folder}")
+    for needed in (METRICS_FILE, CONFIG_FILE):
+        if not (folder / needed).is_file():
+            raise ValueError(f"{must}, got {folder} without {needed}")
+    try:
+        config = yaml.safe_load((folder / CONFIG_FILE).read_bytes())
+        lines = read_metrics(folder / METRICS_FILE, TAGS)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        got = " ".join(str(error).split())[:MOST_CHARS]
+        raise ValueError(f"{must} that can be read, got {folder}: {got}") from error
+    if not isinstance(config, dict):
+        got = type(config).__name__
+        raise ValueError(f"{folder / CONFIG_FILE} must hold keys with their values, got {got}")
+    steps = {
+        step: {tag: value for tag, value in line.items() if is_number(value)}
+        for step, line in lines.items()
+    }
+    run = ComparedRun(name, steps, _flat(config))
+    if not (run.points(REWARD) or run.points(f"{EVALUATION}{ACCURACY}")):
+        raise ValueError(f"{must} that has trained a step, got {folder}")
+    return run
+
+
+def figures(runs: Sequence[ComparedRun]) -> list[list[str]]:
+    """What each run reached: a row per figure, in which a dash stands for what a run has not."""
+    rows: dict[str, Callable[[ComparedRun], str]] = {
+        "steps": lambda run: f"{max(run.steps)}",
+        "time of the steps": lambda run: duration(run.sum(STEP_S)),
+    }
+    tags = dict.fromkeys(tag for run in runs for line in run.steps.values() for tag in line)
+    for tag in (tag for tag in tags if f"{tag}_low" in tags):
+        label = f"held-out {share_words(tag.removeprefix(EVALUATION))}"
+        rows[label] = partial(_share, tag)
+    rows |= {
+        "training reward": lambda run: _number(run.last(REWARD), ".3f"),
+        "tokens/s trained": _rate,
+        "token staleness": _staleness,
+        "answer length": lambda run: _number(run.last(LENGTH), ".1f"),
+    }
+    return [[label, *map(words, runs)] for label, words in rows.items()]
+
+
+def differences(runs: Sequence[ComparedRun]) -> list[list[str]]:
+    """A row per key whose values differ; a dash stands for a key that a config does not have."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in ALWAYS_DIFFERENT)
+    rows = [[key, *(_value(run.config, key) for run in runs)] for key in keys]
+    return [row for row in rows if len({*row[1:]}) > 1]
+
+
+def draw(runs: Sequence[ComparedRun]) -> str:
+    """The picture, with the charts for which some run has values."""
+    colours = [COLOURS[place % len(COLOURS)] for place in range(len(runs))]
+    charts = []
+    for title, (tag, factor) in CHARTS.items():
+        curves = [
+            ("", [(step, factor * value) for step, value in run.points(tag)], colour)
+            for run, colour in zip(runs, colours, strict=True)
+        ]
+        values = [value for _, points, _ in curves for _, value in points]
+        if values:
+            highest = 100.0 if factor == 100 else round_up(max(values))
+            bars = [
+                (step, factor * line[f"{tag}_low"], factor * line[f"{tag}_high"], colour)
+                for run, colour in zip(runs, colours, strict=True)
+                for step, line in run.steps.items()
+                if line.keys() >= {f"{tag}_low", f"{tag}_high"}
+            ]
+            lowest = min(0.0, *values)
+            charts.append(chart(title, highest, curves, lowest=lowest, bars=bars))
+    return picture(charts, [*zip((run.name for run in runs), colours, strict=True)])
+
+
+def _flat(value: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, each in value.items():
+        key = f"{prefix}{name}"
+        flat |= _flat(each, f"{key}.") if isinstance(each, dict) and each else {key: each}
+    return flat
+
+
+def _share(tag: str, run: ComparedRun) -> str:
+    """The last one with its interval, and its step."""
+    found = {step: line for step, line in run.steps.items() if tag in line}
+    if not found:
+        return "-"
+    step, line = [*found.items()][-1]
+    value = line[tag]
+    ends = [line.get(f"{tag}_{end}", value) for end in ("low", "high")]
+    return f"{with_interval(Share(value, *ends))} at step {step}"
+
+
+def _rate(run: ComparedRun) -> str:
+    lines = [line for line in run.steps.values() if line.keys() >= {RATE, STEP_S}]
+    seconds = sum(line[STEP_S] for line in lines)
+    num_tokens = sum(line[RATE] * line[STEP_S] for line in lines)
+    return f"{num_tokens / seconds:,.0f}" if seconds > 0 else "-"
+
+
+def _staleness(run: ComparedRun) -> str:
+    """Mean over trained tokens, and the largest."""
+    lines = [line for line in run.steps.values() if line.keys() >= {STALENESS, MOST_STALE}]
+    num_tokens = sum(line.get(TRAINED_TOKENS, 0) for line in lines)
+    if num_tokens <= 0:
+        return "-"
+    mean = sum(line[STALENESS] * line.get(TRAINED_TOKENS, 0) for line in lines) / num_tokens
+    return f"mean {mean:.2f}, max {max(line[MOST_STALE] for line in lines):g}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _value(config: dict[str, Any], key: str) -> str:
+    """On one line that no terminal obeys."""
+    if key not in config:
+        return "-"
+    value = config[key]
+    text = (
+        value if isinstance(value, str) and value.isprintable() else json.dumps(value, default=str)
+    )
+    return text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 3] + "..."
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
+    return "".join(f"{line}\n" for line in lines)

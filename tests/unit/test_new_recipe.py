@@ -1,0 +1,133 @@
+"""`llamarl new` writes a recipe that composes, and says what it found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from llamarl.config import Config, DataConfig, RewardConfig
+from llamarl.recipe.composition import compose, to_config
+from llamarl.recipe.inputs import read_inputs
+from llamarl.recipe.new_recipe import ANSWER_FIELDS, PROMPT_FIELDS, REWARD_CHOICES, new
+from tests.json_lines import write_lines
+from tests.places import CHECKPOINT, RECIPE
+
+MODEL, DATA = f"--model={CHECKPOINT}", f"--data={RECIPE / 'prompts.jsonl'}"
+
+
+def recipe(folder: Path) -> Config:
+    return to_config(compose(folder, []))
+
+
+@pytest.mark.parametrize("reward", ["math", "task"])
+def test_a_new_recipe_reads_its_inputs(tmp_path: Path, reward: str) -> None:
+    folder = tmp_path / "mine"
+    held_out = f"--held-out={RECIPE / 'held_out.jsonl'}"
+    said = new([str(folder), MODEL, DATA, held_out, "--reward", reward, "--device=cpu"])
+    assert len((folder / "run.yaml").read_text().splitlines()) <= 10
+    assert f"llamarl train --config-dir {folder} cluster=inline num_steps=2\n" in said
+    inputs = read_inputs(recipe(folder))
+    assert (len(inputs.prompts), len(inputs.held_out)) == (5000, 1000)
+    assert (folder / "task.py").exists() == (reward == "task")
+
+
+@pytest.mark.parametrize(
+    ("reward", "device"), [*((each, "cpu") for each in REWARD_CHOICES), ("math", "cuda")]
+)
+def test_each_reward_and_device_makes_a_recipe_that_composes(
+    tmp_path: Path, reward: str, device: str
+) -> None:
+    names = ["--model=hf:org/tiny", "--data=hf:org/sums/main"]
+    said = new([str(tmp_path / "r"), *names, "--reward", reward, f"--device={device}", "--chat"])
+    config = recipe(tmp_path / "r")
+    assert config.data.chat
+    assert config.reward.functions == [reward]
+    assert (config.generator.device, config.trainer.device) == (device, device)
+    assert "not here yet" in said
+
+
+def test_the_fields_are_those_of_the_first_row_or_of_flags(tmp_path: Path) -> None:
+    rows = [{"id": 1, "problem": "1+1?", "solution": "2", "level": "a"}]
+    data = f"--data={write_lines(tmp_path / 'rows.jsonl', rows)}"
+    new([str(tmp_path / "found"), MODEL, data])
+    config = recipe(tmp_path / "found")
+    assert (config.data.prompt_field, config.reward.answer_field) == ("problem", "solution")
+    flags = ["--prompt-field=level", "--answer-field=id", "--reward=task"]
+    new([str(tmp_path / "given"), MODEL, data, *flags])
+    config = recipe(tmp_path / "given")
+    assert (config.data.prompt_field, config.reward.answer_field) == ("level", "id")
+    assert "prompt.fields['id']" in (tmp_path / "given" / "task.py").read_text()
+
+
+def test_the_first_of_the_usual_fields_is_the_keys_default() -> None:
+    assert DataConfig(prompts="x").prompt_field == PROMPT_FIELDS[0]
+    assert RewardConfig().answer_field == ANSWER_FIELDS[0]
+
+
+def test_a_model_with_a_chat_template_gets_chats(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(CHECKPOINT, model)
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    new([str(tmp_path / "r"), f"--model={model}", DATA])
+    config = recipe(tmp_path / "r")
+    assert config.data.chat
+    assert "boxed" in (config.data.system or "")
+
+
+def test_relative_paths_lead_from_the_recipes_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(CHECKPOINT, tmp_path / "model")
+    write_lines(tmp_path / "rows.jsonl", [{"question": "1+1?", "answer": "2"}])
+    monkeypatch.chdir(tmp_path)
+    new(["a/b", "--model=model", "--data=rows.jsonl"])
+    config = recipe(tmp_path / "a" / "b")
+    assert config.model.checkpoint == "../../model"
+    assert read_inputs(config).prompts[0].text == "1+1?"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "FOLDER must be given (llamarl new --help), got None"),
+        (["r", DATA], "--model must be given"),
+        (["r", MODEL], "--data must be given"),
+        (["r", MODEL, "--data=none.jsonl"], "--data must exist, or be hf:ORG/NAME, got 'none"),
+        (["r", "--model=none", DATA], "--model must exist, or be hf:ORG/NAME, got 'none'"),
+        (["r", MODEL, DATA, "--held-out=none"], "--held-out must exist, or be hf:ORG/NAME"),
+        (["r", MODEL, "--data=hf:sums"], "data.prompts must be hf:ORG/NAME, /SPLIT"),
+        (["r", MODEL, DATA, "--reward=good"], "--reward must have a value it takes"),
+        (["r", MODEL, DATA, "--prompt-field=x"], "name a field of the rows, which have question"),
+        (["r", MODEL, "--data=odd.jsonl"], "--prompt-field must name a field of the rows"),
+        (["r", MODEL, "--data=bare.jsonl"], "--answer-field must name a field of the rows"),
+        (["r", MODEL, DATA, "--colour=red"], "an option of `llamarl new` must be one of its help"),
+        (["old", MODEL, DATA], "FOLDER must not hold a run.yaml, got 'old'"),
+        (["old/run.yaml", MODEL, DATA], "FOLDER must be one that can be written to"),
+    ],
+)
+def test_what_makes_no_recipe_is_one_line_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "odd.jsonl", [{"a": 1}])
+    write_lines(tmp_path / "bare.jsonl", [{"prompt": "1+1?"}])
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "run.yaml").write_text("num_steps: 1\n")
+    with pytest.raises(ValueError, match=" must ") as caught:
+        new(arguments)
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "r" / "run.yaml").exists()
+    assert (tmp_path / "old" / "run.yaml").read_text() == "num_steps: 1\n"
+
+
+def test_a_row_may_hold_messages(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    new([str(tmp_path / "r"), MODEL, f"--data={tmp_path / 'rows.jsonl'}", "--chat"])
+    config = recipe(tmp_path / "r")
+    assert config.data.chat
+    assert config.data.system is None
