@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.types import NO_VERSION
+from llamarl.types import NO_VERSION, VersionSpan
 
 ASSISTANT, OBSERVATION = "assistant", "observation"
 """Who speaks in a turn: the model, or its environment."""
@@ -25,6 +25,19 @@ class Opening:
 
     messages: list[dict[str, Any]]
     schemas: Sequence[dict[str, Any]] = ()
+
+
+def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
+    """Runs of equal versions in `versions` int [T], as if no observation stood between them."""
+    versions = versions[versions != NO_VERSION]
+    if not len(versions):
+        return ()
+    starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
+    ends = [*starts[1:], len(versions)]
+    return tuple(
+        VersionSpan(version=int(versions[start]), num_tokens=end - start)
+        for start, end in zip(starts, ends, strict=True)
+    )
 
 
 def turn_start(versions: np.ndarray) -> int:

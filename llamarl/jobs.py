@@ -29,6 +29,7 @@ from llamarl.errors import NoGenerator
 from llamarl.groups import Evaluation
 from llamarl.loop.engines import Engines, Unobserved
 from llamarl.metrics.console import Progress
+from llamarl.metrics.file_bars import tokenizing_bar
 from llamarl.metrics.held_out import append_results, result_line
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.rendering import (
@@ -41,8 +42,10 @@ from llamarl.metrics.rendering import (
 from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import SUMMARY_FILE, WriteProvenance
 from llamarl.models.inventory import parameter_shapes
+from llamarl.planner.hardware import HOUR_S
 from llamarl.planner.memory.fit import check_fit
-from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
+from llamarl.recipe.inputs import Inputs, make_prompts, read_frozen, read_inputs
+from llamarl.recipe.prompt_inputs import mini_batches, with_last_step
 from llamarl.recipe.starting_point import starting_point
 from llamarl.run.fleet import Fleet
 from llamarl.run.sessions import Sessions, Start
@@ -60,10 +63,19 @@ async def train(
     config: Config, run_dir: str, console: Console, write_provenance: WriteProvenance
 ) -> dict[str, Any]:
     """Run the loop to its last step; returns the summary, which also lies in `run_dir`."""
-    inputs = read_inputs(config)
+    now_s = asyncio.get_running_loop().time()
+    deadline_s = now_s + config.max_hours * HOUR_S if config.max_hours else math.inf
+    with tokenizing_bar(console) as show:
+        inputs = read_inputs(config, show=show)
+    whole, config = config, with_last_step(config, len(inputs.prompts))
     check_fit(config, inputs.architecture, read_frozen(config, inputs.graph))
     with claim(run_dir, is_new=config.checkpoint.resume != "auto"):
         state, folder = starting_point(config, inputs, run_dir)
+        prompts = make_prompts(config, inputs, state)
+        if config.num_steps < whole.most_steps:
+            state["limit"] = prompts.limit
+        if prompts.limit and not mini_batches(config).num_steps(int(prompts.num_left)):
+            state["ended"] = prompts.limit
         if config.checkpoint.resume == "auto" and is_finished(config, run_dir, state):
             return show_finished_run(config, run_dir, state, console)
         _check_disk(config, inputs, run_dir)
@@ -74,18 +86,23 @@ async def train(
         if folder is not None:
             words = f"resumed from version {state['version']} in {shorten(folder)}"
             console.print(words, markup=False, highlight=False, soft_wrap=True)
-        return await _train(config, inputs, run_dir, console, (state, folder))
+        return await _train(config, inputs, run_dir, console, (state, folder), deadline_s)
 
 
 async def _train(
-    config: Config, inputs: Inputs, run_dir: str, console: Console, start: Start
+    config: Config,
+    inputs: Inputs,
+    run_dir: str,
+    console: Console,
+    start: Start,
+    deadline_s: float,
 ) -> dict[str, Any]:
     spans_folder = f"{run_dir}/spans"
     recent_spans = RecentSpans(spans_folder)
     live = config.metrics.live
-    progress = Progress(config.num_steps, live=live, recent_spans=recent_spans, console=console)
+    progress = Progress(config.last_step, live=live, recent_spans=recent_spans, console=console)
     spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
-    sessions = Sessions(config, inputs, run_dir, progress, spans, recent_spans)
+    sessions = Sessions(config, inputs, run_dir, progress, spans, recent_spans, deadline_s)
     names = name_executors(inputs.graph)
     with progress, contextlib.closing(spans):
         async with _started(config, inputs, run_dir, progress, names) as (fleet, signals):
@@ -93,6 +110,7 @@ async def _train(
             progress.show_phase("stopping the executors")
     version, gate = controller.saver.version, controller.gate
     end = {"version": version, "solved": gate.solved, "ended": gate.ended}
+    end |= {"limit": start[0].get("limit")}
     return show_end(config, run_dir, end, console)
 
 
@@ -101,7 +119,8 @@ async def evaluate(
 ) -> Evaluation:
     """Score the checkpoint on the held-out prompts, without a trainer."""
     require(bool(config.held_out_sets), "data.held_out", "name a file to evaluate on", None)
-    inputs = read_inputs(config, needs_prompts=False)
+    with tokenizing_bar(console) as show:
+        inputs = read_inputs(config, needs_prompts=False, show=show)
     with claim(run_dir, is_new=True):
         write_provenance()
         keep_tokenizer(inputs.tokenizer_folder, run_dir)
@@ -202,7 +221,7 @@ def _check_disk(config: Config, inputs: Inputs, run_dir: str) -> None:
     kept = config.checkpoint
     num_saved = max(1, kept.keep) + 1 + 2 * bool(kept.best)  # the best, and what may become it
     every = kept.export_every_steps
-    num_exported = 1 + bool(kept.best) + (config.num_steps // every if every else 0)
+    num_exported = 1 + bool(kept.best) + ((config.last_step or 0) // every if every else 0)
     needed = model_bytes * (3 * num_saved + num_exported)
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(run_dir).free

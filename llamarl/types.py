@@ -5,7 +5,8 @@ units, trainer ranks and generator weight buffers) or behaviour. Invariant: noth
 torch, so a process that only moves metadata never loads it.
 
 Glossary
-    Prompt      one question of the data set, tokenized.
+    source      where prompts come from: files of rows, or the recipe's own task.py.
+    Prompt      one question of a source, tokenized.
     Rollout     one completion of a prompt: token ids, generator log-probs, weight versions as
                 spans, sampling parameters, finish reason. `row_id` names it everywhere, for its
                 arrays are one row of storage. It is asked for by a Request; in a generator it is
@@ -94,6 +95,7 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.data_row import find_value
 from llamarl.wire_form import light
 
 Columns = dict[str, list[np.ndarray]]
@@ -150,15 +152,18 @@ def finish_reason(sampling: np.ndarray | Sequence[float]) -> FinishReason:
     return [*FINISH_CODES][int(sampling[-1])]
 
 
+SOURCE_ROWS = 2**32  # that a source may have; the ids of the next one's prompts begin there
+
+
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One tokenized question.
 
-    `prompt_id` is its line in the data file and `epoch` how often the file was walked before;
-    `fields` is the whole data row, which reward functions read. `held_out` names its held-out set,
-    "" for training; `is_kept`: its rollouts are kept whole in the archive
-    (experience.keep_rollouts).
+    `prompt_id` is its line in its source, from 1, plus SOURCE_ROWS for each source before that one;
+    `epoch` how often the source was walked before. `fields` is the whole data row, which reward
+    functions read. `held_out` names its held-out set, "" for training; `is_kept`: its rollouts are
+    kept whole in the archive (experience.keep_rollouts).
     """
 
     prompt_id: int
@@ -168,6 +173,16 @@ class Prompt:
     epoch: int = 0
     held_out: str = ""
     is_kept: bool = False
+
+    @property
+    def source(self) -> int:
+        """The place of its source in data.prompts; below 0 for a question of the caller's own."""
+        return self.prompt_id // SOURCE_ROWS
+
+    @property
+    def line(self) -> int:
+        """Its line in its source."""
+        return self.prompt_id % SOURCE_ROWS if self.prompt_id > 0 else self.prompt_id
 
     @property
     def is_held_out(self) -> bool:
@@ -182,7 +197,7 @@ class Prompt:
     def question(self, field: str) -> str:
         """The question as this field of the row has it, of a chat the last message; else the whole
         prompt, which begins with the same words of the template in every row."""
-        question = self.fields.get(field)
+        question = find_value(self.fields, field)
         if isinstance(question, list) and question:
             question = question[-1].get("content")
         return question if isinstance(question, str) else self.text
@@ -257,19 +272,6 @@ class VersionSpan:
 
     version: int
     num_tokens: int
-
-
-def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
-    """Runs of equal versions in `versions` int [T], as if no observation stood between them."""
-    versions = versions[versions != NO_VERSION]
-    if not len(versions):
-        return ()
-    starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
-    ends = [*starts[1:], len(versions)]
-    return tuple(
-        VersionSpan(version=int(versions[start]), num_tokens=end - start)
-        for start, end in zip(starts, ends, strict=True)
-    )
 
 
 class StageStatus(StrEnum):

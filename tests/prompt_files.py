@@ -7,11 +7,32 @@ from typing import Any
 
 from llamarl.config import DataConfig
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.environments.prompts import read_rows, tokenize_rows
+from llamarl.environments.prompt_cache import PromptSource, read_source
+from llamarl.environments.prompt_files import find_files
+from llamarl.environments.prompt_table import PromptTable
 from llamarl.types import Prompt
 
 
-def read_prompts(
+def source_of(
     path: str | Path, config: DataConfig, tokenizer: Tokenizer, **options: Any
+) -> PromptSource:
+    fields = {"kinds": {}} | options
+    return PromptSource(
+        name="p",
+        place=str(path),
+        files=find_files(Path(path)),
+        data=config,
+        tokenizer=tokenizer,
+        **fields,
+    )
+
+
+def read_prompts(
+    path: str | Path,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    most: int | None = None,
+    **options: Any,
 ) -> list[Prompt]:
-    return tokenize_rows(read_rows(Path(path)), path, config, tokenizer, **options)
+    source = source_of(path, config, tokenizer, **options)
+    return [*PromptTable([read_source(source, most=most)])]

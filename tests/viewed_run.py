@@ -97,7 +97,7 @@ class ViewedRun:
             prompt_ids = self.tokenizer.encode(f"{prompt.text}{ADDED}", special=False)
             cells[PROMPT_IDS] = np.array(prompt_ids, np.int32)
             record = make_record(
-                group, row_id, outcome, prompts="train.jsonl", held_out={"test": "test.jsonl"}
+                group, row_id, outcome, prompts=["train.jsonl"], held_out={"test": "test.jsonl"}
             )
             cells[RECORD] = as_cell(record)
             kept = {name: [cell] for name, cell in cells.items() if name not in lacks}

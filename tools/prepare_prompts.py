@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import RewardConfig
-from llamarl.environments.prompts import read_rows
+from llamarl.environments.prompt_files import read_rows
 from llamarl.environments.rewards import math
 from llamarl.environments.rewards.answer import GSM8K_MARK
 from llamarl.types import Prompt

@@ -33,6 +33,13 @@ def copy_files(source: str | Path, patterns: Iterable[str], folder: Path) -> Non
                 shutil.copyfile(path, folder / path.name)
 
 
+def tokenizer_files(folder: str | Path) -> list[Path]:
+    """Those of a folder, in one order."""
+    paths = {path for pattern in TOKENIZER_FILES for path in Path(folder).glob(pattern)}
+    inner = {path for each in paths if each.is_dir() for path in each.rglob("*")}
+    return sorted(path for path in paths | inner if path.is_file())
+
+
 def keep_tokenizer(source: str | Path, run_dir: str | Path) -> None:
     """Copy a tokenizer into the folder of a run. OSError if the disk is full."""
     folder = Path(run_dir, TOKENIZER_FOLDER)

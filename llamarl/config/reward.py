@@ -29,7 +29,8 @@ class RewardConfig(Section):
     makes a group whose rewards are all equal `solved`. Set it for rewards on another scale than 0
     to 1."""
     answer_field: str = "answer"
-    """Field of the data row that holds the expected answer."""
+    """Field of the data row that holds the expected answer; `a.b` is field b of the object in a.
+    Rows without `answer` may have it in `reward_model.ground_truth`, as those for verl do."""
     pattern: str = r"(?s)^.*Answer: *(.+?)\s*$"
     """Regular expression searched in the completion: `exact` compares its group 1 with the
     answer, `format` gives 1 if it matches."""

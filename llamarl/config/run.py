@@ -24,6 +24,7 @@ from llamarl.config.reward import RewardConfig
 from llamarl.config.trainer_keys import TrainerConfig
 from llamarl.device.names import GPU, is_gpu
 
+DEFAULT_STEPS, MOST_STEPS = 100, 10**9
 MAX_OPEN_ROLLOUTS = 2**20  # about a gigabyte of the controller's memory
 
 
@@ -147,8 +148,18 @@ class Config(Section):
     """Folder that relative paths start at; the command line fills it with --config-dir."""
     seed: int = number(0, least=0, most=2**53 - 1)
     """Seed of prompt order, sampling and every other random choice."""
-    num_steps: int = number(100, least=1, most=10**9)
-    """Optimizer steps of the run."""
+    num_steps: int = number(0, least=0, most=MOST_STEPS)
+    """Optimizer steps of the run; 0: as many as the limits below allow, 100 without one. The run
+    ends at whichever comes first."""
+    num_epochs: float = number(0.0, least=0, most=1e6)
+    """The run ends after it has drawn this many times as many prompts as there are, with the last
+    whole step; 0: no limit. Groups that are dropped are drawn too, so it may have fewer steps than
+    prompts divided by `trainer.groups_per_step`, which is where the learning rate's schedule
+    ends."""
+    max_hours: float = number(0.0, least=0, most=1e6)
+    """The step in which this many hours have passed since the command was started is the last one;
+    0: no limit. A run that resumes has them once more, so that the same command in each of several
+    jobs of a cluster goes on from the one before."""
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig
@@ -182,6 +193,7 @@ class Config(Section):
         return self.evaluation.sets or one
 
     def check(self) -> None:
+        self._check_steps()
         self._check_evaluation()
         self._check_episodes()
         self._check_pools()
@@ -191,6 +203,27 @@ class Config(Section):
         self._check_generators()
         self._check_processes()
         self._check_memory()
+
+    @property
+    def most_steps(self) -> int:
+        """The limit of steps as far as it is known without the prompts."""
+        has_other = self.num_epochs or self.max_hours
+        return self.num_steps or (MOST_STEPS if has_other else DEFAULT_STEPS)
+
+    @property
+    def last_step(self) -> int | None:
+        """`most_steps`; None if there is no such limit."""
+        return self.most_steps if self.most_steps < MOST_STEPS else None
+
+    def _check_steps(self) -> None:
+        """What needs to know which step is the last one."""
+        is_constant = self.trainer.schedule == "constant"
+        is_known = self.last_step is not None or self.num_epochs > 0
+        must = "be constant without num_steps or num_epochs (it would have no end)"
+        self.require(is_known or is_constant, "trainer.schedule", must)
+        is_warm = is_constant or self.trainer.warmup_steps < self.most_steps
+        must = f"be below num_steps ({self.most_steps})"
+        self.require(is_warm, "trainer.warmup_steps", must)
 
     def _check_evaluation(self) -> None:
         """Where held-out prompts come from."""
@@ -238,9 +271,6 @@ class Config(Section):
         must = "be batch with algorithm.advantage=gdpo (which needs the rewards of a whole batch)"
         is_whole = advantage != "gdpo" or self.trainer.parts == "batch"
         self.require(is_whole, "trainer.parts", must)
-        is_warm = self.trainer.schedule == "constant" or self.trainer.warmup_steps < self.num_steps
-        must = f"be below num_steps ({self.num_steps})"
-        self.require(is_warm, "trainer.warmup_steps", must)
         num_open = self.trainer.groups_per_step * (self.staleness.max_staleness + 1)
         num_open = (num_open + self.staleness.carry_over_groups) * num_rollouts
         must = (

@@ -30,14 +30,14 @@ def make_record(
     row_id: int,
     outcome: Outcome,
     *,
-    prompts: str = "",
+    prompts: Sequence[str] = (),
     held_out: Mapping[str, str] = MappingProxyType({}),
     functions: Sequence[str] = (),
     prompt_field: str = "",
 ) -> dict[str, Any]:
-    """What the archive says of a rollout beside its arrays: its prompt, from the file `prompts` or
-    that of its set in `held_out`, with its question in `prompt_field`, and what became of it.
-    `rewards` has each of the reward `functions`, None without a result.
+    """What the archive says of a rollout beside its arrays: its prompt, from the sources `prompts`
+    or the file of its set in `held_out`, with its question in `prompt_field`, and what became of
+    it. `rewards` has each of the reward `functions`, None without a result.
 
     `step` is the one that trained it, or should have; of an evaluation, the version.
     """
@@ -50,8 +50,8 @@ def make_record(
         "group_id": None if prompt.is_held_out else group.group_id,
         "is_held_out": prompt.is_held_out,
         "is_kept": prompt.is_kept,
-        "prompt_file": held_out.get(prompt.held_out, "") if prompt.is_held_out else prompts,
-        "prompt_id": prompt.prompt_id,
+        "prompt_file": _source(prompt, prompts, held_out),
+        "prompt_id": prompt.line,
         "epoch": prompt.epoch,
         "prompt": prompt.text,
         "question": prompt.question(prompt_field),
@@ -63,6 +63,13 @@ def make_record(
         "numbers": json.dumps(group.numbers.get(row_id, {}) | group.episodes.get(row_id, {})),
         "reason": outcome.get("reason"),
     }
+
+
+def _source(prompt: Prompt, names: Sequence[str], held_out: Mapping[str, str]) -> str:
+    """Empty for a question of the caller's own."""
+    if prompt.is_held_out:
+        return held_out.get(prompt.held_out, "")
+    return names[prompt.source] if 0 <= prompt.source < len(names) else ""
 
 
 def as_cell(value: object) -> np.ndarray:

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -54,7 +55,11 @@ class Tokenizer:
     `eos_token_ids`; `num_ids` is its largest id plus one."""
 
     def __init__(
-        self, backend: PreTrainedTokenizerFast, folder: str, eos_token_ids: tuple[int, ...]
+        self,
+        backend: PreTrainedTokenizerFast,
+        folder: str,
+        eos_token_ids: tuple[int, ...],
+        template_kwargs: Mapping[str, Any],
     ) -> None:
         self.folder = folder
         self.eos_token_ids = eos_token_ids
@@ -64,7 +69,7 @@ class Tokenizer:
         self.max_token_chars = max(map(len, backend.get_vocab()), default=1)
         """No token stands for more characters of a text."""
         self.num_ids = max(backend.get_vocab().values(), default=-1) + 1
-        self._backend = backend
+        self._backend, self._template_kwargs = backend, dict(template_kwargs)
 
     @property
     def has_chat_template(self) -> bool:
@@ -86,6 +91,13 @@ class Tokenizer:
         A rendered chat holds them already: encode it with `special=False`.
         """
         return self._backend.encode(text, add_special_tokens=special)
+
+    def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        """The same of many texts, several times as fast."""
+        if not texts:
+            return []
+        found = self._backend.backend_tokenizer.encode_batch(texts, add_special_tokens=special)
+        return [each.ids for each in found]
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of `token_ids` without special tokens (end of sequence, padding, ...)."""
@@ -155,6 +167,7 @@ class Tokenizer:
                     tools=[dict(tool) for tool in tools] or None,
                     tokenize=False,
                     add_generation_prompt=is_open,
+                    **self._template_kwargs,
                 )
         except Exception as error:  # noqa: BLE001 - the template is a program of the checkpoint's
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
@@ -165,8 +178,11 @@ class Tokenizer:
         return text
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Read the tokenizer of a checkpoint folder (tokenizer.json and the files beside it).
+def load_tokenizer(
+    folder: str | Path, template_kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> Tokenizer:
+    """Read the tokenizer of a checkpoint folder (tokenizer.json and the files beside it). Its chat
+    template gets `template_kwargs` beside the messages.
 
     The ids of `eos_token_id` in generation_config.json, if it exists, are added to the tokenizer's
     own. Raises ValueError if a file is missing or damaged or there is no end-of-sequence id.
@@ -200,7 +216,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         must = "be a tokenizer that transformers loads"
         raise ValueError(f"{file} must {must}, got {reason}") from None
-    return Tokenizer(backend, str(path), _eos_token_ids(path, backend.eos_token_id))
+    eos_token_ids = _eos_token_ids(path, backend.eos_token_id)
+    return Tokenizer(backend, str(path), eos_token_ids, template_kwargs)
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:

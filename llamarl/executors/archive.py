@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from llamarl.dataflow.columns import COLUMNS
-from llamarl.episode import conversation
+from llamarl.episode import conversation, version_spans
 from llamarl.types import (
     CLIPPED,
     GENERATOR_LOGPROBS,
@@ -36,7 +36,6 @@ from llamarl.types import (
     TURNS,
     Outcome,
     finish_reason,
-    version_spans,
 )
 
 TOKEN_COLUMNS = (

@@ -91,7 +91,7 @@ class EnvironmentExecutor:
     async def start(self) -> None:
         """Start the processes; ValueError if task.py or the tokenizer does not load, or its chat
         template cannot hold observations."""
-        self._tokenizer = load_tokenizer(self._spec.tokenizer)
+        self._tokenizer = load_tokenizer(self._spec.tokenizer, self._spec.data.chat_template_kwargs)
         self._formats = TurnFormats(self._tokenizer, self._spec.kinds, self._config.calls)
         for pool in self._pools:
             await pool.start()
@@ -183,7 +183,7 @@ class EnvironmentExecutor:
         prompt_ids = None
         if self._spec.kinds[episode.kind].is_kept:
             fields = episode.prompt.fields
-            messages = messages_of(fields[self._spec.data.prompt_field], self._spec.data)
+            messages = messages_of(fields, self._spec.data)
             found = await self._ask(episode, "begin", messages)
             if found["messages"] is not None:
                 prompt_ids = self._opened(episode, found["messages"], found["schemas"])

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from llamarl.data.tokenizer import load_tokenizer
+from llamarl.episode import version_spans
 from llamarl.executors.compute import Background
 from llamarl.executors.decoding import Decoding
 from llamarl.executors.engine_output import EngineOutput, KeptRows
@@ -31,7 +32,6 @@ from llamarl.types import (
     FinishReason,
     Request,
     RolloutInfo,
-    version_spans,
 )
 
 STORE_S = 1.0

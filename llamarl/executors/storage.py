@@ -15,6 +15,7 @@ import os
 from collections.abc import Awaitable
 from pathlib import Path
 
+from llamarl.episode import version_spans
 from llamarl.executors.archive import Archive, Row
 from llamarl.executors.specs import StorageSpec
 from llamarl.metrics.span import Spans
@@ -34,7 +35,6 @@ from llamarl.types import (
     Outcome,
     RolloutInfo,
     finish_reason,
-    version_spans,
 )
 from llamarl.weights.transports.available import available_bytes
 

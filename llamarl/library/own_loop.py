@@ -29,7 +29,7 @@ from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.dataflow.columns import COLUMNS
-from llamarl.environments.prompts import PromptStream
+from llamarl.environments.prompt_stream import PromptStream
 from llamarl.errors import NoGenerator, all_at_once, cancel_all, mark_seen
 from llamarl.groups import Evaluation, Group, StepStats
 from llamarl.library.own_groups import Question, check_trainable, make_group
@@ -37,7 +37,7 @@ from llamarl.library.own_weights import OwnWeights
 from llamarl.loop.colocation import Phase
 from llamarl.loop.engines import Engines
 from llamarl.loop.logprob_check import LogprobCheck
-from llamarl.recipe.inputs import check_lengths
+from llamarl.recipe.prompt_inputs import check_length
 from llamarl.recipe.sampling_rules import replace_sampling, train_sampling
 from llamarl.recipe.starting_point import starting_point
 from llamarl.run.wiring import Wiring
@@ -100,7 +100,8 @@ class LibraryEngines(Engines):
 
     @property
     def prompts(self) -> PromptStream:
-        """The recipe's prompts, in the order of a run and without end: an iterator."""
+        """The recipe's prompts, in the order of a run: an iterator without end, unless num_epochs
+        is one."""
         return self.gate.prompts
 
     @property
@@ -124,8 +125,9 @@ class LibraryEngines(Engines):
         drawn = replace_sampling(self._sampling, sampling, self.tokenizer)
         own = num_rollouts, self.config, self.tokenizer
         groups = [make_group(self, question, *own) for question in questions]
-        prompts = [group.prompt for group in groups]
-        check_lengths(self._replace_sampling(max_tokens=drawn.max_tokens), prompts, [])
+        longest = max((len(group.prompt.token_ids) for group in groups), default=0)
+        own_config = self._replace_sampling(max_tokens=drawn.max_tokens)
+        check_length(own_config, "sampling", longest)
         futures = []
         for group in groups:
             future: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
@@ -297,7 +299,7 @@ class LibraryEngines(Engines):
 
     async def save_if_due(self) -> str | None:
         """`save_state` at every multiple of `checkpoint.every_steps`, and at `num_steps`."""
-        is_due = self.config.checkpoint.is_due(self.version, self.config.num_steps)
+        is_due = self.config.checkpoint.is_due(self.version, self.config.most_steps)
         return await self.save_state() if is_due else None
 
     async def load_state(self, folder: str | Path) -> int:

@@ -28,6 +28,7 @@ from llamarl.protocols import RunObserver
 from llamarl.recipe.composition import compose, to_config, to_yaml
 from llamarl.recipe.inputs import read_frozen, read_inputs
 from llamarl.recipe.local_inputs import with_local_files
+from llamarl.recipe.prompt_inputs import with_last_step
 from llamarl.run.starter import name_executors, running_cluster, spawn_executors
 from llamarl.run.wiring import Wiring
 
@@ -69,6 +70,7 @@ async def running_engines(
     must = "be off under a loop of one's own, which calls load_state"
     config.require(config.checkpoint.resume == "off", "checkpoint.resume", must)
     inputs = read_inputs(config)
+    config = with_last_step(config, len(inputs.prompts))
     known = name_executors(inputs.graph)
     chosen = known if executors is None else set(executors)
     must = f"be some of {', '.join(sorted(known))}"
@@ -107,7 +109,7 @@ def _observing(wiring: Wiring, has_metrics: bool) -> Iterator[RunObserver]:
     config, run_dir = wiring.config, wiring.run_dir
     recent = RecentSpans(f"{run_dir}/spans")
     trackers = open_trackers(config.metrics.trackers, Path(run_dir), flatten(config), 0)
-    progress = Progress(config.num_steps, live=config.metrics.live, recent_spans=recent)
+    progress = Progress(config.last_step, live=config.metrics.live, recent_spans=recent)
     with closing(MetricsLog(run_dir, trackers)) as log, progress:
         run_logger = wiring.make_run_logger(log, progress, recent)
         run_logger.start(0)

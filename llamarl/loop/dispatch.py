@@ -165,6 +165,8 @@ class Dispatch:
     def hold(self, replicas: set[int], may_be_more: bool = False) -> None:
         """These replicas, and no others, keep their version; `may_be_more` may do so later."""
         self.balance.keepers, self._may_hold_more = replicas, may_be_more
+        if self._waiting and replicas & self.replicas.keys():
+            self._start(self._submit_waiting)
 
     def lost(self, index: int, why: Exception) -> None:
         """`index` is given up, by a publish or because it died: its requests start again elsewhere.
@@ -245,6 +247,9 @@ class Dispatch:
         if self._collectors:
             collector = self._collectors[index % len(self._collectors)]
             await collector.follow(index, self._processes[index].call_one)
+        await self._submit_waiting()
+
+    async def _submit_waiting(self) -> None:
         requests, self._waiting = list(self._waiting.values()), {}
         await self.submit(requests)
 

@@ -150,7 +150,8 @@ class Engines:
                 self._used[each.group_id] = each, (before, oldest, num_uses + 1)
         all_groups = [group for groups, _ in trained for group in groups]
         oldest = min((oldest for _, oldest in trained), default=0)
-        await self.observer.log_step(stats, all_groups, oldest, dict(found or {}))
+        metrics = {**(found or {}), **self.gate.prompts.take_metrics()}
+        await self.observer.log_step(stats, all_groups, oldest, metrics)
         used = dict.fromkeys(group.group_id for group in all_groups)
         await self._retire_used([each for each in used if each not in spared])
         return stats

@@ -71,8 +71,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
+from llamarl.algorithms.group_filters import EQUAL_REWARDS, SOLVED
 from llamarl.dataflow.samplers import ReadyItem, Sample, Sampler, admission, draw, ready_item
-from llamarl.environments.prompts import PromptStream
+from llamarl.environments.prompt_stream import PromptStream
 from llamarl.errors import TaskError
 from llamarl.groups import Group
 from llamarl.loop.drop_streak import DropStreak
@@ -194,22 +195,27 @@ class Gate:
             with self.spans.span("gate", "wait"):
                 async with self._changed:
                     await self._changed.wait_for(
-                        lambda: self.num_open < self.capacity and not self._is_over
+                        lambda: self.num_open < self.capacity and not self._is_closed
                     )
                 has_room = self.has_room is None or await self.has_room()
             limit = self.capacity
             if not has_room:
                 limit = min(limit, self._steps.num_needed(self.version))
             num_free = limit - self.num_open
-            if num_free > 0 and not self._is_over:
+            if num_free > 0 and not self._is_closed:
                 units = self.plan_units(num_free) if self.plan_units else [None] * num_free
-                return [self._open(next(self.prompts), unit) for unit in units]
+                opened = [self._open(*each) for each in zip(units, self.prompts, strict=False)]
+                async with self._changed:
+                    self._changed.notify_all()  # the prompts may have come to their end
+                if opened:
+                    return opened
             with self.spans.span("gate", "wait"):
                 await asyncio.sleep(ROOM_PAUSE_S)
 
     async def settle(self, group: Group, advantages: tuple[float, ...]) -> None:
         """The group is scored and trainable: it may be consumed, in its order."""
         group.advantages = advantages
+        self.prompts.learn(group.prompt, has_signal=any(advantages))
         async with self._changed:
             self._settled[group.group_id] = ready_item(group)
             self._drops.clear()
@@ -221,6 +227,8 @@ class Gate:
         When too many groups in a row were dropped, the run must end. If their prompts are
         solved, `solved` says so and `take` has nothing more to give; else RuntimeError.
         """
+        if reason in (SOLVED, EQUAL_REWARDS):
+            self.prompts.learn(group.prompt, has_signal=False)
         async with self._changed:
             del self._waiting[group.group_id]
             self._drops.add(reason)
@@ -236,16 +244,12 @@ class Gate:
             self.ended = self.ended or why
             self._changed.notify_all()
 
-    @property
-    def _is_over(self) -> bool:
-        return bool(self.solved or self.ended)
-
     async def wait_for(self, count: int) -> None:
         """Sleep until `take` could give `count` groups at once, or will never give another. The
         groups of a later pass are there."""
         async with self._changed:
             await self._changed.wait_for(
-                lambda: self._is_given or self._choose(count, count) or self._is_over
+                lambda: self._is_given or self._choose(count, count) or self._lacks(count)
             )
 
     async def take(self, at_least: int, at_most: int, num_tokens: int = 0) -> list[Group]:
@@ -254,9 +258,9 @@ class Gate:
 
         By `admission`, in order: `late="wait"` stops at the first group that is not settled,
         `late="mask"` passes over it. An empty list once the prompts are solved and fewer than
-        `at_most` are settled: a last step would not be whole. TaskError for an invalid sample, or
-        none although no other group can become ready before the step. Once the run has `ended` the
-        list is empty.
+        `at_most` are settled, or at the end of the prompts, which is why the run has `ended`: a
+        last step would not be whole. Once it has, the list is empty. TaskError for an invalid
+        sample, or none although no other group can become ready before the step.
         """
         async with self._changed:
             if self._is_given and not self.ended:
@@ -267,11 +271,13 @@ class Gate:
                 self.is_waited_for = True
                 try:
                     await self._changed.wait_for(
-                        lambda: self._choose(at_least, at_most, num_tokens) or self._is_over
+                        lambda: self._choose(at_least, at_most, num_tokens) or self._lacks(at_most)
                     )
                 finally:
                     self.is_waited_for = False
             (taken, consumed), self._chosen = self._chosen or ([], []), None
+            if len(taken) < at_most and self._lacks(at_most) and not self.solved:
+                self.ended = self.ended or self.prompts.limit
             if self.ended or (self.solved and len(taken) < at_most):
                 return []
             groups = [self._waiting[group_id] for group_id in taken]
@@ -330,7 +336,18 @@ class Gate:
         first = self.first_of_batch(self.version)
         return self._steps.num_used_up(version) - self._steps.num_used_up(first)
 
-    def _open(self, prompt: Prompt, unit: int | None) -> Group:
+    @property
+    def _is_closed(self) -> bool:
+        """No other group will be admitted."""
+        return bool(self.solved or self.ended) or self.prompts.is_exhausted
+
+    def _lacks(self, count: int) -> bool:
+        """Whether so many groups will never be ready."""
+        num_left = len(self._waiting) - len(self._kept)
+        is_short = self.prompts.is_exhausted and num_left < count
+        return bool(self.solved or self.ended) or is_short
+
+    def _open(self, unit: int | None, prompt: Prompt) -> Group:
         # Used then at the latest, if as many of those before it as may be are carried over.
         num_before = max(0, self.num_open - self.carry_over_groups)
         step = self._steps.last_use(self._steps.num_used_up(self.version) + num_before)
@@ -360,7 +377,9 @@ class Gate:
             return True
         self._chosen = None
         is_all = len(ready) == len(self._waiting) - len(self._kept)
-        if is_all and self.num_open == self.capacity and not self.solved:
+        if is_all and self.prompts.is_exhausted:  # no other choice will come
+            self.ended = self.ended or self.prompts.limit
+        elif is_all and self.num_open == self.capacity and not self.solved:
             must = f"take {count} groups once all that may be open are ready"
             raise TaskError(f"what sample of {FILE} returns must {must} ({len(ready)}), got none")
         return False

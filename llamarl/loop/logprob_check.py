@@ -109,7 +109,7 @@ class LogprobCheck:
     rollouts: Rollouts
     trainer: Trainer
     allocate_rows: Callable[[int, int | None], Sequence[int]]
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     sampling: Sampling
     seed: int
     mode: str

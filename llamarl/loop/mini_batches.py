@@ -66,6 +66,12 @@ class MiniBatches:
         step = self.steps_per_batch - self.number + place // self.groups_per_step
         return self.first_version + batch * self.steps_per_batch + step
 
+    def num_steps(self, num_groups: int) -> int:
+        """The steps that so many groups are enough for, from the beginning of a batch on."""
+        num_batches, rest = divmod(num_groups, self.groups_per_batch)
+        more = 0 if self.looks_ahead else rest // self.groups_per_step
+        return num_batches * self.steps_per_batch + more
+
     def num_ahead(self, version: int) -> int:
         """Groups that this step takes for later ones."""
         is_first = self.first_of_batch(version) == version

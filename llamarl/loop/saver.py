@@ -9,6 +9,7 @@ trained nor dropped by then, and records that hold that version's step and all t
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,8 +29,9 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class Saver:
-    """Saves one run. `last` is the version to end with; the one that the run starts with counts as
-    saved."""
+    """Saves one run. `last` is the version to end with: the first one that is made after the event
+    loop's `deadline_s`, if that comes before, and `limit` names this end; the one that the run
+    starts with counts as saved."""
 
     config: CheckpointConfig
     run_dir: str
@@ -38,7 +40,9 @@ class Saver:
     evaluator: Evaluator
     spans: Spans
     last: int
-    _saved: tuple[int, str, int] = field(init=False)  # version, `Gate.solved`, evaluations since
+    deadline_s: float = math.inf
+    limit: str = ""
+    _saved: tuple[int, str, int] = field(init=False)  # version, why it is last, evaluations since
     _exported: int = -1  # the version that was last, while training
     _under_way: set[asyncio.Future[Any]] = field(default_factory=set)
     _whole: set[asyncio.Future[None]] = field(default_factory=set)
@@ -76,6 +80,10 @@ class Saver:
         if task.done():
             task.result()
         self._step = [task]
+        is_late = asyncio.get_running_loop().time() >= self.deadline_s
+        if is_late and not self.has_last:
+            self.last = self.version
+            await self.engines.gate.end(self.limit)
 
     async def whole(self, work: Coroutine[Any, Any, None]) -> None:
         """Do work that changes both the state and the records. It is done even if the run is
@@ -228,15 +236,15 @@ class Saver:
         finally:  # what follows is done before any other task runs, up to the end of the copies
             self._taking.discard(taking)
             taking.set_result(None)
-        version, solved, best = self.version, self.engines.gate.solved, self.evaluator.best
-        now = version, solved, best.num_since
+        gate, version, best = self.engines.gate, self.version, self.evaluator.best
+        now = version, gate.solved or gate.ended, best.num_since
         if now == self._saved:
             return
         state: dict[str, Any] = {"version": version, "evaluated": self.evaluator.version}
-        state |= {"best": best.state(), **self.engines.gate.state(version)}
+        state |= {"best": best.state(), **gate.state(version)}
         known = best.version
-        if solved:
-            state["solved"] = solved
+        if gate.solved:
+            state["solved"] = gate.solved
         with self.spans.span("checkpoint", "mark", version=version):
             trainer = self.engines.trainer
             assert trainer is not None

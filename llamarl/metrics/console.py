@@ -68,13 +68,14 @@ _found: list[Any] = []  # the terminal's settings, while keys are hidden
 class Progress:
     """Shows how far the run is; use it as a context manager.
 
-    `num_steps` 0: nothing is trained. `live` False, or a console that is no terminal: lines.
+    `num_steps` 0: nothing is trained; None: it is not known which step is the last one. `live`
+    False, or a console that is no terminal: lines.
     `recent_spans` (optional) gives the busy shares of generator and trainer.
     """
 
     def __init__(
         self,
-        num_steps: int,
+        num_steps: int | None,
         *,
         live: bool,
         recent_spans: RecentSpans | None = None,
@@ -82,6 +83,7 @@ class Progress:
     ) -> None:
         self.console = console or Console()
         self._num_steps = num_steps
+        self._of = "" if num_steps is None else f"/{num_steps}"
         self._first_step = self._step = 0
         self._phase = "starting"
         self._scalars: Scalars = {}
@@ -190,7 +192,7 @@ class Progress:
         self._drops = drops
         is_due = time.monotonic() - self._printed_s >= QUIET_INTERVAL_S
         if is_due and drops.num_current:
-            self._print_line(f"step {self._step}/{self._num_steps}  {self._dropped()}")
+            self._print_line(f"step {self._step}{self._of}  {self._dropped()}")
 
     def _print_line(self, words: str) -> None:
         """Log a line, and print it with the time unless a display shows the same."""
@@ -203,7 +205,7 @@ class Progress:
 
     def _step_line(self) -> str:
         known = [figure for figure in STEP_FIGURES if figure[1] in self._scalars]
-        parts = [f"step {self._step}/{self._num_steps}"]
+        parts = [f"step {self._step}{self._of}"]
         for label, tag, form in known:
             shown = form.format(self._scalars[tag])
             parts.append(f"{label} {shown if form else with_margin(_trained_share(self._scalars))}")
@@ -225,7 +227,7 @@ class Progress:
     def _left(self) -> str:
         """The steps to come at the pace of the recent ones; a present step that takes longer than
         they did counts as one of them."""
-        if len(self._ends_s) < 2:
+        if len(self._ends_s) < 2 or self._num_steps is None:
             return "-"
         first_s, last_s, now_s = self._ends_s[0], self._ends_s[-1], time.monotonic()
         num_recent = len(self._ends_s) - 1
@@ -240,14 +242,14 @@ class Progress:
         for ratio in (None, 1, None):
             head.add_column(ratio=ratio, no_wrap=True)
         head.add_row(
-            Text(f"step {self._step}/{self._num_steps}", style="bold"),
+            Text(f"step {self._step}{self._of}", style="bold"),
             ProgressBar(total=self._num_steps, completed=self._step),
             Text(f"{elapsed} elapsed, {self._left()} left", style="dim"),
         )
         drawn = [(n, rendering.draw_shares(s, self.console)) for n, s in self._shares.items()]
         body = rendering.facts_grid([*self._facts(), *drawn])
         return Panel(
-            Group(head, body) if self._num_steps else body,
+            body if self._num_steps == 0 else Group(head, body),
             title=f"llamarl: {self._phase}",
             title_align="left",
             box=box.ROUNDED,

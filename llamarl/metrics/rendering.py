@@ -40,6 +40,8 @@ BUSY_WIDTH = len(" 100% busy")
 CURVE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 LABEL_WIDTH = 17
 MARGINS = len("| ") + len("  ") + len(" |")  # of a row of the panel: left, between, right
+SOURCE_FORMS = {"dropped_share": "{:.0%} dropped", "reward": "reward {:.3f}"}
+SOURCE_FORMS["length"] = "{:.0f} tokens"
 LOG_WIDTH = 84
 WHEN = "before", "after"
 
@@ -52,8 +54,12 @@ def show_end(
 ) -> dict[str, Any]:
     """Summarize a run that has ended and print the table, the paths of its results, what to try
     next and, if it stopped before its last step, why; returns the summary. `state` has its version
-    and, if so, what is "solved", or why it "ended" early."""
-    summary = summarize(run_dir)
+    and, if so, what is "solved", or why it "ended" early; "limit" names what the last step is by,
+    other than num_steps."""
+    is_early = state["version"] < config.most_steps
+    why = _why_early(config, state) if is_early else ""
+    limit = state.get("limit") or f"num_steps={config.most_steps}"
+    summary = summarize(run_dir, why or limit)
     paths = {"metrics": f"{run_dir}/metrics.jsonl", "timeline": f"{run_dir}/trace.json"}
     if "tensorboard" in config.metrics.trackers:
         paths = {"TensorBoard": f"{run_dir}/tensorboard", **paths}
@@ -73,9 +79,9 @@ def show_end(
     render_summary(summary, paths, next_command, Console(file=text, width=LOG_WIDTH))
     log.info("%s", text.getvalue())
     render_summary(summary, paths, next_command, console)
-    if state["version"] < config.num_steps and (why := _why_early(config, state)):
-        where = f"stopped at step {state['version']} of {config.num_steps}"
-        console.out(f"{where}: {why}", highlight=False)
+    if why:
+        of = "" if config.last_step is None else f" of {config.last_step}"
+        console.out(f"stopped at step {state['version']}{of}: {why}", highlight=False)
     return summary
 
 
@@ -90,7 +96,7 @@ def _why_early(config: Config, state: Mapping[str, Any]) -> str:
 
 def is_finished(config: Config, run_dir: str, state: dict[str, Any]) -> bool:
     """True if the run whose checkpoint holds `state` has left all its results in the folder."""
-    is_trained = state.get("version") == config.num_steps or bool(_why_early(config, state))
+    is_trained = state.get("version") == config.most_steps or bool(_why_early(config, state))
     names = ["export", *["export-best"] * bool(config.checkpoint.best)]
     has_export = all(Path(run_dir, name).is_dir() for name in names) or not config.checkpoint.export
     return is_trained and has_export and Path(run_dir, SUMMARY_FILE).is_file()
@@ -226,6 +232,7 @@ def _results(summary: Mapping[str, Any]) -> list[Fact]:
     rows.append(("rollouts", Text(f"{summary['rollouts_trained']:,} trained")))
     if summary["groups_dropped"]:
         rows.append(("groups dropped", Text(in_words(summary["groups_dropped"]))))
+    rows += [(f"of {name}", Text(_source(numbers))) for name, numbers in summary["sources"].items()]
     if summary["staleness_mean"] is not None:
         words = f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']} versions"
         mixed = f"{summary['mixed_version_share']:.0%} of rollouts mix versions"
@@ -234,6 +241,14 @@ def _results(summary: Mapping[str, Any]) -> list[Fact]:
         both = f"generator and trainer busy at once {summary['both_busy_share']:.0%} of the time"
         rows.append(("overlap", Text(both)))
     return rows
+
+
+def _source(numbers: Mapping[str, float]) -> str:
+    """Such as `640 groups, 31% dropped, reward 0.512, 143 tokens`."""
+    words = [f"{numbers['groups']:,.0f} groups"]
+    for name, form in SOURCE_FORMS.items():
+        words += [form.format(numbers[name])] if name in numbers else []
+    return ", ".join(words)
 
 
 def _held_out(summary: Mapping[str, Any]) -> list[Fact]:

@@ -28,7 +28,8 @@ class RunLogger:
 
     `read_completions` decodes rows that are still in storage; `num_samples` of them are shown per
     step, beside the answer in `answer_field` of the prompt's row; one of them after its question,
-    from `prompt_field`, on the console. `recent_spans` is None where no spans are kept.
+    from `prompt_field`, on the console. `sources` are the names of the prompts' sources.
+    `recent_spans` is None where no spans are kept.
     """
 
     log: MetricsLog
@@ -39,6 +40,7 @@ class RunLogger:
     num_samples: int = 0
     answer_field: str | None = None
     prompt_field: str = ""
+    sources: Sequence[str] = ()
     _step_ended_ns: int = field(default_factory=time.monotonic_ns)
     _seconds: dict[str, float] = field(default_factory=dict)
     _drops: Drops = field(default_factory=Drops)
@@ -92,6 +94,7 @@ class RunLogger:
             oldest_version=oldest_version,
             completions=completions,
             answer_field=self.answer_field,
+            sources=self.sources,
         )
         self.log.log(stats.version, scalars, histograms, texts)
         self.progress.show_step(stats.version, scalars)

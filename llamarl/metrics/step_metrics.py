@@ -15,9 +15,11 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from llamarl.data_row import find_value
 from llamarl.groups import Group, StepStats
 from llamarl.metrics.episode_metrics import episode_scalars
 from llamarl.metrics.estimates import share_of
+from llamarl.metrics.source_metrics import source_scalars
 from llamarl.types import FinishReason, RolloutInfo, StageResult, StageStatus
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ def step_scalars(
     oldest_version: int = 0,
     completions: Mapping[int, str] | None = None,
     answer_field: str | None = None,
+    sources: Sequence[str] = (),
 ) -> StepMetrics:
     """The metrics of one step: (scalars by tag, histograms by tag, texts by tag).
 
@@ -82,6 +85,7 @@ def step_scalars(
     stays near a half, however good the policy. `seconds`: `step` (since the last step ended),
     `publish`, `wait/<executor>` and `publish/<kind>` where known. `completions`: decoded text of
     the rows chosen by `sample_rows`, shown beside the answer in `answer_field` of the prompt's row.
+    Of several `sources` of prompts each has numbers of its own.
     """
     finished = [*groups, *(group for members in dropped.values() for group in members)]
     rows = [row for group in groups for row in group.rollouts.values()]
@@ -109,6 +113,8 @@ def step_scalars(
     episodes = [numbers for group in finished for numbers in group.episodes.values()]
     num_tokens = sum(row.num_tokens for row in all_rows)
     scalars |= episode_scalars(episodes, num_tokens, num_tokens - sum(lengths))
+    if len(sources) > 1:
+        scalars |= source_scalars(groups, finished, sources)
     samples = _samples(stats.version, groups, completions, answer_field) if completions else ""
     histograms: Histograms = {
         STALENESS_HISTOGRAM: dict(staleness.items()),
@@ -218,7 +224,7 @@ def _samples(
     """Markdown; in code blocks, so that the model's own markup is not rendered."""
     parts = []
     for group in groups:
-        answer = group.prompt.fields.get(answer_field or "")
+        answer = find_value(group.prompt.fields, answer_field or "")
         expected = "" if answer is None else f"\n\nExpected:\n\n{indent(str(answer), CODE)}"
         for row_id, score in group.scores.items():
             if row_id in completions:

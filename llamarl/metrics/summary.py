@@ -28,6 +28,7 @@ from llamarl.metrics.estimates import share_of
 from llamarl.metrics.held_out import EVALUATION
 from llamarl.metrics.intervals import length
 from llamarl.metrics.shares import by_executor, read_timeline
+from llamarl.metrics.source_metrics import SOURCE_TAGS, sum_sources
 from llamarl.metrics.span import Span, SpanReader, executor_of, span_files
 from llamarl.metrics.step_metrics import TRAINED_TOKENS
 from llamarl.metrics.trackers import METRICS_FILE, read_metrics
@@ -39,7 +40,8 @@ TRACE_FILE = "trace.json"
 ARCHIVE_FOLDER = "archive"
 ARCHIVE_FILES = "rollouts-*.jsonl"
 REWARD, RATIO_MEAN, RATIO_CLIPPED = "reward/mean", "ratio/mean", "ratio/clipped_share"
-READ_TAGS = (REWARD, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS, EVALUATION)  # of metrics.jsonl
+OF_STEPS = REWARD, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS
+READ_TAGS = (*OF_STEPS, EVALUATION, *SOURCE_TAGS)  # of metrics.jsonl
 PACKAGES = ("llamarl", "torch", "torchmonarch", "transformers", "safetensors", "hydra-core")
 TRACKS = ("work", "publish", "mark")  # busy and wait spans share a track: they alternate
 TRACK_OF = {"busy": 0, "wait": 0, "publish": 1}  # by category; any other is a mark
@@ -68,7 +70,7 @@ def write_provenance(run_dir: str | Path, command: Sequence[str], config_yaml: s
     (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
 
 
-def summarize(run_dir: str | Path) -> Summary:
+def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
     """Compute the summary, write it to `run_dir/summary.json` in one move and return it.
 
     `trace.json` is written beside it from the same spans, which are read once.
@@ -79,19 +81,20 @@ def summarize(run_dir: str | Path) -> Summary:
     mean reward; held_out_prompts: how many prompts; interval_before, interval_after: the 95 %
     interval of the accuracy (`estimates.py`). held_out_shares: by name, of pass_at_k and maj_at_k,
     and of each named set, the value and the ends of its interval before and after.
-    training_reward: mean reward of the groups scored for the first step
-    and for the last one.
+    training_reward: mean reward of the groups scored for the first step and for the last one.
     steps: versions trained, also if a storage unit that was lost had all rollouts of one. wall_s:
     from the first process's start to the last span, summed over sessions of a resumed run.
     tokens_per_s: response tokens of the rollouts trained, once for each step that used them, per
     second of the steps' time.
     staleness_*: over trained tokens (those masked as too old are not trained), at their last use.
-    groups_dropped: reason -> groups of which nothing was trained. both_busy_share and executors
-    (busy and wait shares, mean over the executor's processes): shares of the time from the first
-    step's start to the last one's end.
+    groups_dropped: reason -> groups of which nothing was trained. sources: of several sources of
+    prompts, by name, the groups finished, the share dropped, the mean reward and length.
+    both_busy_share and executors (busy and wait shares, mean over the executor's processes): shares
+    of the time from the first step's start to the last one's end.
     tokens_during_publish: tokens decoded during publishes. (Both it and both_busy_share: over the
     part of the run whose spans are kept one by one.) ratio_*: means over trained tokens, from
-    metrics.jsonl. A figure is null where nothing was stored for it.
+    metrics.jsonl. A figure is null where nothing was stored for it. ended_by is what the caller
+    knows: which limit ended the run.
     """
     run_dir = Path(run_dir)
     with TraceFile(run_dir / SPANS_FOLDER, run_dir / TRACE_FILE) as trace:
@@ -107,10 +110,12 @@ def summarize(run_dir: str | Path) -> Summary:
         "held_out_shares": _shares(steps, held_out["version_after"]),
         "training_reward": [rewards[0], rewards[-1]] if rewards else None,
         "steps": max(len(rollouts.versions), len(rewards)),
+        "ended_by": ended_by,
         "wall_s": length(timeline.sessions) / 1e9,
         "tokens_per_s": _ratio(rollouts.num_tokens, steps_s),
         "rollouts_trained": rollouts.num_trained,
         "groups_dropped": {reason: len(ids) for reason, ids in sorted(rollouts.dropped.items())},
+        "sources": sum_sources([*steps.values()]),
         "staleness_mean": _ratio(total_staleness, rollouts.staleness.total()),
         "staleness_max": max(rollouts.staleness, default=None),
         "both_busy_share": timeline.both_busy_share() if steps_s else None,

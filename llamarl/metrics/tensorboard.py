@@ -38,7 +38,8 @@ JUDGED_BY = (  # what the table of hyper-parameters shows of each run: the last 
 SECTIONS = {  # first words of tags by section; TensorBoard sorts by name, hence the numbers
     "1_outcome": ("reward", "accuracy", "evaluation", "reward_parts"),
     "2_rollouts": ("reward_failures", "rollouts", "groups", "dropped", "dropped_rollouts")
-    + ("columns", "length"),
+    + ("columns", "length", "prompts")
+    + ("source_groups", "source_dropped_share", "source_reward", "source_length"),
     "3_training": ("policy", "ratio", "kl", "trainer"),
     "3_episodes": ("episode", "tool_calls", "tool_s", "tool_errors"),
     "4_pace": ("tokens", "time", "wait", "staleness", "parts", "publish"),
@@ -85,6 +86,13 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "the last step; `<stage>_failed`: its code failed on them; `environment_raised`, `_hung` and "
     "`_invalid`: their episodes failed.",
     "columns/": "Mean of this column, which a stage of the recipe's own wrote.",
+    "prompts/epoch": "Epochs of the prompts walked so far; of weighted sources on average.",
+    "prompts/skipped": "Prompts passed over since the last step, as data.repeat_share says.",
+    "prompts/without_signal": "Prompts whose latest group gave no signal, of all.",
+    "source_groups/": "Groups of this source of prompts finished in the step.",
+    "source_dropped_share/": "Share of these groups that was dropped.",
+    "source_reward/": "Mean reward of the rollouts of this source finished in the step.",
+    "source_length/": "Mean tokens of these completions.",
     "length/tokens": "Tokens of the completions finished in the step.",
     "length/truncated_share": "Share of completions cut at sampling.max_tokens.",
     "length/mean": "Mean tokens of a completion.",

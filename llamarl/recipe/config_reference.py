@@ -26,7 +26,14 @@ from llamarl.recipe.absent_names import FOREIGN_SECTIONS, NOT_HERE
 from llamarl.recipe.field_texts import limit_words, meaning_of, summary_of
 from llamarl.recipe.names_elsewhere import ELSEWHERE
 
-TYPES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null"}
+TYPES = {
+    Any: "str|list[str]",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    type(None): "null",
+}
 WANTED = {
     "int": "a whole number",
     "float": "a number",
@@ -35,6 +42,7 @@ WANTED = {
     "bool|null": "true, false or null",
     "str|null": "text or null",
     "list[str]": "a list of texts",
+    "str|list[str]": "text or a list of texts",
     "list[float]": "a list of numbers",
     "list[int]": "a list of whole numbers",
     "section": "keys with their values",

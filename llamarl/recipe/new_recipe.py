@@ -15,7 +15,7 @@ import yaml
 from llamarl.config.check import require
 from llamarl.device.driver import has_driver
 from llamarl.device.names import CPU, DEVICES, GPU, is_gpu
-from llamarl.environments.prompts import read_rows
+from llamarl.environments.prompt_files import read_rows
 from llamarl.environments.rewards.functions import ENVIRONMENT, REWARDS, TASK
 from llamarl.json_file import read_object
 from llamarl.models.architecture import read_settings

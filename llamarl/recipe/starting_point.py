@@ -45,7 +45,7 @@ def starting_point(
     if folder is None:
         return {}, None
     must = f"be at least the checkpoint's version ({state['version']})"
-    config.require(state["version"] <= config.num_steps, "num_steps", must)
+    config.require(state["version"] <= config.most_steps, "num_steps", must)
     check_identity(state["identity"], identity(config, inputs))
     make_prompts(config, inputs, state)  # refuses open prompts that are not in the files
     if resume == "auto":
@@ -86,6 +86,11 @@ def _read(folder: Path) -> dict[str, Any]:
         check(is_count, name, f"be a whole number from 0 to {MAX_COUNT}")
     for name in ("pending", "backlog"):
         check(_are_pairs(state.get(name)), name, "list pairs of epoch and prompt")
+    walks = state.get("walks")
+    are_walks = _are_pairs(walks) and all(0 <= drawn <= passed for passed, drawn in walks or [])
+    are_walks = are_walks and sum(drawn for _, drawn in walks or []) == state["position"]
+    check(are_walks, "walks", "list pairs of prompts passed and drawn, position in all")
+    check(type(state.get("silent", "")) is str, "silent", "be text")
     first = [*map(tuple, state["pending"]), *map(tuple, state["backlog"])]
     doubled = len(first) - len(set(first))
     check(not doubled, "open prompts", "differ", f"{doubled} that are there twice")

@@ -74,7 +74,7 @@ def named_functions(config: Config) -> set[str]:
     """The functions of task.py that the recipe names."""
     algorithm = config.algorithm
     is_named = {
-        "prompts": "task" in (config.data.prompts, config.data.held_out),
+        "prompts": "task" in (*config.data.sources, *config.held_out_sets.values()),
         **{own: name in config.reward.functions for name, own in OWN.items()},
         "loss": isinstance(algorithm, TaskConfig),
         "advantages": algorithm.advantage == "task",

@@ -91,7 +91,8 @@ def status(arguments: list[str]) -> str:
     rows = [[*COLUMNS], *(["" if value is None else str(value) for value in row] for row in values)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    head = f"version {found['version']} of {found['num_steps']}, {found['num_open']} groups open"
+    of = "" if found["num_steps"] is None else f" of {found['num_steps']}"
+    head = f"version {found['version']}{of}, {found['num_open']} groups open"
     return "\n".join([head, *lines]) + "\n"
 
 
@@ -131,7 +132,7 @@ class RunControl:
         rows = [[*each, *self._place(each.name)] for each in found]
         return {
             "version": version,
-            "num_steps": self.config.num_steps,
+            "num_steps": self.config.last_step,
             "num_open": self.controller.gate.num_open,
             "executors": [dict(zip(COLUMNS, row, strict=True)) for row in rows],
         }

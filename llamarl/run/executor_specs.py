@@ -30,7 +30,8 @@ from llamarl.executors.specs import (
     StorageSpec,
     TrainerSpec,
 )
-from llamarl.recipe.inputs import Inputs, context_of
+from llamarl.recipe.inputs import Inputs
+from llamarl.recipe.prompt_inputs import context_of
 from llamarl.storage.loader import SOCKETS
 from llamarl.storage.store import Store
 from llamarl.weights.layout.formats import kinds_of
@@ -86,7 +87,7 @@ class Specs:
             placement=config.placement,
             storage=self.storage,
             run_dir=self.run_dir,
-            num_steps=config.num_steps,
+            num_steps=config.most_steps,
             seed=config.seed,
             adapter=inputs.adapter,
             kinds=kinds_of(config.generator, inputs.architecture),

@@ -10,6 +10,7 @@ step in the metrics.
 import asyncio
 import gc
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -58,6 +59,8 @@ class Sessions:
     progress: Progress
     spans: Spans
     recent_spans: RecentSpans
+    deadline_s: float = math.inf
+    """Of the event loop: the step in which it comes is the last one."""
 
     async def run(self, fleet: Fleet, signals: Signals, first: Start) -> Controller:
         """Drive the executors of the fleet, and those that take their place, from `first` to the
@@ -118,7 +121,7 @@ class Sessions:
             await executors.trainer.call_one.restore(folder)
         wiring = Wiring(self.config, self.inputs, executors, self.run_dir, self.spans, state)
         run_logger = wiring.make_run_logger(metrics, self.progress, self.recent_spans)
-        controller = wiring.build_controller(fleet, run_logger)
+        controller = wiring.build_controller(fleet, run_logger, deadline_s=self.deadline_s)
         for each in (controller.engines, fleet):  # closed in reverse
             exits.push_async_callback(each.close)
         self.progress.show_phase("connecting trainer and generators")

@@ -5,6 +5,7 @@ nothing here computes; it only says who gets what.
 """
 
 import asyncio
+import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -96,10 +97,15 @@ class Wiring:
     state: dict[str, Any] = field(default_factory=dict)
 
     def build_controller(
-        self, fleet: Fleet, run_logger: RunObserver, skew: Skew | None = None
+        self,
+        fleet: Fleet,
+        run_logger: RunObserver,
+        skew: Skew | None = None,
+        *,
+        deadline_s: float = math.inf,
     ) -> Controller:
         """Assemble the loop around the executors of the fleet, which is connected to it. `skew`
-        replaces the config's."""
+        replaces the config's; the run ends with the step of the `deadline_s`."""
         config, skew = self.config, skew or self.make_skew()
         stages, collectors = fleet.processors(), fleet.collectors()
         fields = self.engine_fields(run_logger, skew=skew, stages=stages, collectors=collectors)
@@ -117,7 +123,9 @@ class Wiring:
             colocation=colocation,
             evaluator=evaluator,
             spans=self.spans,
-            last=config.num_steps,
+            last=config.most_steps,
+            deadline_s=deadline_s,
+            limit=f"max_hours={config.max_hours:g}",
         )
         limits = config.generator.elastic
         elasticity = Elasticity(limits=limits, gate=gate, dispatch=dispatch) if limits else None
@@ -218,7 +226,7 @@ class Wiring:
             ),
             make_record=partial(
                 make_record,
-                prompts=config.data.prompts,
+                prompts=config.data.sources,
                 held_out=config.held_out_sets,
                 functions=config.reward.functions,
                 prompt_field=config.data.prompt_field,
@@ -342,6 +350,7 @@ class Wiring:
             num_samples=self.config.metrics.sample_rollouts,
             answer_field=self.config.reward.answer_field,
             prompt_field=self.config.data.prompt_field,
+            sources=self.config.data.source_names,
         )
 
     async def _read_completions(self, row_ids: list[int]) -> dict[int, str]:

@@ -82,7 +82,7 @@ class Chunk(Generic[T]):
         if isinstance(result, Failure) and (prompt := self.calls[place].prompt) is not None:
             text = prompt.text
             shown = text if len(text) <= SHOWN_PROMPT_CHARS else text[:SHOWN_PROMPT_CHARS] + "..."
-            where = f"on the prompt of line {prompt.prompt_id} ({shown!r}):\n"
+            where = f"on the prompt of line {prompt.line} ({shown!r}):\n"
             result = replace(result, error=where + result.error)
         self.results[place] = result
         if len(self.results) == len(self.calls):

@@ -80,12 +80,12 @@ NORM = "model.norm.weight"
     ("wrong", "words"),
     [
         (asking(""), "'question' must be text that is not blank, got \"\""),
-        (asking({"prompt": "?"}), "the row must have the field 'question'"),
+        (asking({"text": "?"}), "the row must have the field 'question'"),
         (asking([0, 10**6]), "token ids must be 0 to 48, got [0, 1000000]"),
         (asking([]), "token ids must be 0 to 48, got []"),
         (
-            asking([{"role": "user"}]),
-            "'question' must be text unless data.chat is true, got a list",
+            asking([{"role": "user", "content": "?"}]),
+            "'question' must be text for a tokenizer without a chat template, got messages",
         ),
         (asking("1+" * 40), "at most 32 tokens (data.max_prompt_tokens)"),
         (sampling(top_p=0.0), "top_p must be above 0, got 0.0"),

@@ -98,6 +98,9 @@ def _options(rng: random.Random) -> dict[str, Any]:
         "reward_columns": reward_columns,
         "stage_drop_share": rng.choice([0.0, 0.1]),
         "prompts": _prompts(rng),
+        "num_epochs": rng.choice([0, 0, 0, 0.3, 1, 2.5]),
+        "repeat_share": rng.choice([1.0, 1.0, 0.3]),
+        "deadline_s": rng.choice([math.inf, math.inf, 0.0, 3.0]),
         "max_drops_in_row": 10**6,
         "costs": _costs(rng),
     }

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.config import Config
+from llamarl.episode import version_spans
 from llamarl.errors import ExecutorLost
 from llamarl.executors.rollout_part import read_written, write_finished
 from llamarl.generation.protocol import PartialOutput, RequestOutput
@@ -29,7 +30,6 @@ from llamarl.types import (
     Request,
     RolloutInfo,
     StageResult,
-    version_spans,
 )
 
 LIVENESS_TIMEOUT_S = 5.0  # after so long a silence a process counts as lost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -197,6 +198,10 @@ class Loop:
     costs: Costs = COSTS
     workload: Workload | None = None
     prompts: list[Prompt] | None = None
+    num_epochs: float = 0.0
+    repeat_share: float = 1.0
+    deadline_s: float = math.inf
+    """Of the virtual clock."""
     state: dict[str, Any] = field(default_factory=dict)
     faults: dict[str, Faults] = field(default_factory=dict)
     storage: WatchedStorage = field(default_factory=WatchedStorage)
@@ -258,7 +263,13 @@ class Loop:
 
     def _config(self) -> Config:
         return make_recipe(
-            data=DataConfig(prompts="x", held_out="y" if self.num_held_out else None, chat=True),
+            data=DataConfig(
+                prompts="x",
+                held_out="y" if self.num_held_out else None,
+                chat=True,
+                repeat_share=self.repeat_share,
+            ),
+            num_epochs=self.num_epochs,
             environment=EnvironmentConfig(
                 tools=["task"] if self.most_turns else [], max_restarts=MANY
             ),
@@ -322,7 +333,9 @@ class Loop:
         self.fleet = Fleet(self.config, self.executors)
         common = self.config, self.inputs, self.executors, str(run_dir)
         wiring = Wiring(*common, Spans("controller", None), self.state)
-        controller = wiring.build_controller(self.fleet, self.run_logger, self.skew)
+        controller = wiring.build_controller(
+            self.fleet, self.run_logger, self.skew, deadline_s=self.deadline_s
+        )
         self.gate, self.saver = controller.gate, controller.saver
         engines = controller.engines
         make_requests, make_batch = engines.rules.make_requests, engines.rules.make_batch

@@ -257,6 +257,41 @@ def test_replicas_that_keep_their_version_evaluate_it_and_get_nothing_that_needs
     run(main())
 
 
+def test_an_evaluation_waits_for_a_replica_that_is_yet_to_commit_its_version() -> None:
+    async def main() -> None:
+        loop = Loop(num_replicas=1, length=five_tokens)
+        dispatch = make_dispatch(loop.config, loop.executors)
+        (replica,) = loop.executors.generators.values()
+        await replica.call_one.commit(5, 0)
+        dispatch.committed(0, 5)
+        dispatch.on_lost = lambda index, why: None  # replicas are started again
+        dispatch.hold(set(), True)  # version 6 is published, and this one was kept at 5
+        sampling = Sampling(max_tokens=5)
+        asked = [
+            Request(
+                row_id=i,
+                prompt_ids=(i,),
+                sampling=sampling,
+                seed=0,
+                min_version=6,
+                purpose=Purpose.EVALUATE,
+            )
+            for i in range(2)
+        ]
+        await dispatch.submit(asked)
+        await replica.call_one.commit(6, 0)
+        dispatch.hold({0}, True)
+        dispatch.committed(0, 6)
+        written: list[RolloutInfo] = []
+        async with asyncio.timeout(60.0):
+            while len(written) < 2:
+                written += await dispatch.collect()
+        assert {span.version for row in written for span in row.spans} == {6}
+        await dispatch.close()
+
+    run(main())
+
+
 def test_a_replica_that_does_not_answer_delays_no_request_of_the_others() -> None:
     async def main() -> None:
         loop = Loop(length=five_tokens, num_replicas=2)

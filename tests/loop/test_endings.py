@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 
 from llamarl.checkpoints import checkpoint
-from llamarl.environments.prompts import PromptStream
+from llamarl.environments.prompt_stream import PromptStream
+from llamarl.groups import StepStats
 from llamarl.planner.simulation.clock import run
+from llamarl.recipe.inputs import make_prompts
 from llamarl.types import REWARD, Prompt, StageResult
 from tests.fakes import WatchedStorage
 from tests.loop.faults import Faults
@@ -300,3 +303,51 @@ def test_what_is_dropped_as_a_run_ends_is_archived_before_it_has_ended(
     )
     run(loop.run(tmp_path))
     assert loop.prompt_of.keys() <= loop.storage.outcomes.keys()
+
+
+def test_a_run_ends_with_the_last_whole_step_of_its_epochs(tmp_path: Path) -> None:
+    loop = Loop(num_held_out=3, num_replicas=2, prompts=PROMPTS, num_epochs=2, exports=True)
+    run(loop.run(tmp_path))
+    assert (loop.trainer.version, loop.gate.ended) == (14, "num_epochs=2"), "58 are 14 times 4"
+    assert Counter(loop.prompt_of.values()) == {
+        (epoch, prompt.prompt_id): 2 for epoch in (0, 1) for prompt in PROMPTS
+    }
+    state = saved(tmp_path)
+    assert state["version"] == loop.run_logger.evaluations[-1].version == 14
+    assert make_prompts(loop.config, loop.inputs, state).num_left == 2
+    more = replace(loop.config, num_epochs=3)
+    assert make_prompts(more, loop.inputs, state).num_left == 2 + 29, "it could go on"
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, 2.0])
+def test_the_step_in_which_the_hours_are_over_is_the_last_one(
+    deadline_s: float, tmp_path: Path
+) -> None:
+    loop = Loop(num_held_out=3, deadline_s=deadline_s)
+    made: list[float] = []
+    step = loop.trainer.step
+
+    async def timed() -> StepStats:
+        stats = await step()
+        made.append(asyncio.get_running_loop().time())
+        return stats
+
+    loop.trainer.step = timed
+    run(loop.run(tmp_path))
+    assert loop.gate.ended == loop.saver.limit
+    assert len(made) == loop.trainer.version == saved(tmp_path)["version"]
+    assert all(time_s < deadline_s for time_s in made[:-1])
+    assert made[-1] >= deadline_s
+    assert loop.run_logger.evaluations[-1].version == loop.trainer.version
+
+
+def test_what_was_dropped_after_the_last_save_is_not_asked_again_once_the_epochs_are_over(
+    tmp_path: Path,
+) -> None:
+    loop = solving(save_every=1, num_epochs=1.4)
+    run(loop.run(tmp_path))
+    assert loop.gate.ended == "num_epochs=1.4"
+    assert loop.storage.count("dropped") > 4
+    state = saved(tmp_path)
+    assert state["version"] == loop.trainer.version
+    assert make_prompts(loop.config, loop.inputs, state).num_left < 4

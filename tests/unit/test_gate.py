@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.environments.prompts import PromptStream
+from llamarl.environments.prompt_stream import PromptStream
 from llamarl.groups import Group
 from llamarl.loop.gate import Gate
 from llamarl.metrics.span import Spans

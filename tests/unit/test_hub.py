@@ -18,17 +18,14 @@ import yaml
 from huggingface_hub import constants
 
 from llamarl.config import Config, LoraConfig
-from llamarl.environments.prompts import read_rows
+from llamarl.environments.prompt_files import read_rows
 from llamarl.merging import merge
 from llamarl.models import adapter_files
 from llamarl.models.architecture import read_architecture
 from llamarl.recipe.hub_names import read_name
-from llamarl.recipe.inputs import (
-    read_inputs,
-    read_planned_architecture,
-    with_measured_prompts,
-)
+from llamarl.recipe.inputs import read_inputs, read_planned_architecture
 from llamarl.recipe.local_inputs import with_local_files
+from llamarl.recipe.prompt_inputs import with_measured_prompts
 from tests.adapter_oracle import random_adapters
 from tests.hub_server import Hub
 from tests.places import CHECKPOINT, RECIPE

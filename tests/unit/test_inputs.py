@@ -17,8 +17,8 @@ from llamarl.recipe.inputs import (
     identity,
     read_inputs,
     read_planned_architecture,
-    with_measured_prompts,
 )
+from llamarl.recipe.prompt_inputs import with_measured_prompts
 from tests.places import RECIPE
 from tests.tiny_checkpoints import write_reference
 from tests.unit.composing import compose_recipe
@@ -122,6 +122,29 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
         "sampling.stop_strings must hold a special token, such as .*, by itself",
     ),
     "no answer": (write("prompts.jsonl", GOOD + '{"question": "a"}'), [], "jsonl:2: .* 'answer'"),
+    "no source": (nothing, ["data.prompts=[]"], r"data\.prompts must name a .*, got \[\]"),
+    "a number as a source": (nothing, ["data.prompts=7"], r"data\.prompts must name .*, got 7"),
+    "a source twice": (
+        nothing,
+        ["data.prompts=[prompts.jsonl,prompts.jsonl]"],
+        r"data\.prompts must name each source once",
+    ),
+    "a source missing": (nothing, ["data.prompts=[prompts.jsonl,more.jsonl]"], r"must exist.*more"),
+    "a source without prompts": (
+        write("more.jsonl", "\n"),
+        ["data.prompts=[prompts.jsonl,more.jsonl]"],
+        r"more\.jsonl must hold at least one prompt, got none",
+    ),
+    "a source whose prompts are all left out": (
+        write("more.jsonl", GOOD.replace("5+8", "1+" * 90)),
+        ["data.prompts=[more.jsonl,prompts.jsonl]", "data.overlong=drop"],
+        r"more\.jsonl must hold at least one prompt of at most 32 tokens \(data\..*\), got none",
+    ),
+    "a nested answer that a row lacks": (
+        write("prompts.jsonl", GOOD + '{"question": "a", "reward_model": {"style": "rule"}}'),
+        ["reward.answer_field=reward_model.ground_truth"],
+        r"jsonl:1: the row must have the field 'reward_model\.ground_truth' \(reward\.answer_field",
+    ),
     "held-out missing": (remove("held_out.jsonl"), [], r"must exist, got .*held_out\.jsonl"),
     "task missing": (nothing, [TASK], r"task\.py"),
     "task not Python": (write("task.py", "def f(:\n"), [TASK], r"must load, got .*line 1"),
@@ -215,7 +238,7 @@ def test_prompts_that_leave_no_room_for_a_completion_are_an_error_or_left_out(
         with_measured_prompts(config)
     assert not caplog.records
 
-    config = replace_fields(config, data=replace_fields(config.data, too_long="drop"))
+    config = replace_fields(config, data=replace_fields(config.data, overlong="drop"))
     assert with_measured_prompts(config).plan.prompt_tokens < 20
     assert not caplog.records, "a plan reads the first prompts only"
     inputs = read_inputs(config)
@@ -251,6 +274,7 @@ def test_a_run_cannot_go_on_with_other_prompts(recipe: Path) -> None:
     for change, words in {
         "seed=1": "seed must be 0, as in the checkpoint, got 1",
         "data.shuffle=false": r"data\.shuffle must be true, as in the checkpoint, got false",
+        "data.weights=[1]": r"data\.weights must be \[\], as in the checkpoint, got \[1\.0\]",
         "trainer.optimizer=sgd": r'optimizer must be "adamw", as in the checkpoint, got "sgd"',
     }.items():
         with pytest.raises(ValueError, match=words):

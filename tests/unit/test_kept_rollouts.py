@@ -8,7 +8,7 @@ import json
 import pytest
 
 from llamarl.data.kept_rollouts import as_cell, is_kept, make_record
-from llamarl.environments.prompts import PromptStream
+from llamarl.environments.prompt_stream import PromptStream
 from llamarl.groups import Group
 from llamarl.types import Prompt, StageResult, StageStatus
 
@@ -52,7 +52,7 @@ def test_a_record_says_what_became_of_a_rollout() -> None:
     group.numbers[3], group.episodes[3] = {"quality": 2.0}, {"turns": 3.0}
     group.advantages = (0.75, -0.75)
     names = {
-        "prompts": "train.jsonl",
+        "prompts": ["train.jsonl"],
         "held_out": {"test": "test.jsonl"},
         "functions": ["exact", "brief"],
     }

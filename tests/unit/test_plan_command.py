@@ -31,7 +31,8 @@ from llamarl.planner.report.published import PUBLISHED
 from llamarl.planner.report.recipe import figures
 from llamarl.planner.report.text import WIDTH, assumptions, render_page, render_report
 from llamarl.planner.simulation.workload import with_lengths
-from llamarl.recipe.inputs import read_planned_architecture, with_measured_prompts
+from llamarl.recipe.inputs import read_planned_architecture
+from llamarl.recipe.prompt_inputs import with_measured_prompts
 from tests.places import ROOT
 from tests.unit.composing import compose_recipe
 from tests.unit.pages import blocks

@@ -1,22 +1,18 @@
 import io
-from collections import Counter
 from dataclasses import replace
 
 import pyarrow
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pyarrow import parquet
 
-from llamarl.config import DataConfig
+from llamarl.config import DataConfig, RewardConfig
 from llamarl.data.tokenizer import load_tokenizer
-from llamarl.environments.prompts import PromptStream
-from llamarl.types import Prompt
+from llamarl.data_row import value_at
+from llamarl.environments.rewards.answer import expected_answer
 from tests.json_lines import write_lines
 from tests.prompt_files import read_prompts
 from tests.unit.tokenizer_files import write_tokenizer
 
-ORDER_OF_SEED_17 = [7, 6, 1, 3, 5, 4, 8, 2]
 ROWS = [{"question": f"What is {i}?", "answer": str(i)} for i in range(5)]
 
 
@@ -77,11 +73,14 @@ def test_blank_lines_and_a_byte_order_mark_do_not_matter_and_keep_line_numbers(t
         (b'{"a": ' + b"7" * 6000 + b"}", "a JSON object, got a number of too many digits"),
         (rb'{"question": "\uD800"}', r"got '\\ud800', half of a character"),
         (b'["a"]', r'must be a JSON object, got \["a"\]'),
-        (b'{"prompt": "a"}', r"'question' \(data.prompt_field\), got 'prompt'"),
+        (b'{"text": "a"}', r"'question' \(data.prompt_field\), got 'text'"),
         (b'{"question": 7}', "'question' must be text that is not blank, got 7"),
         (b'{"question": " "}', 'must be text that is not blank, got " "'),
         (b'{"question": null}', "must be text that is not blank, got null"),
-        (b'{"question": [{"role": "user", "content": "a"}]}', "unless data.chat is true"),
+        (
+            b'{"question": [{"role": "user", "content": "a"}]}',
+            "must be text for a tokenizer without a",
+        ),
         (b'{"question": "' + b"a" * 50 + b'"}', r"at most 50 tokens .*got 51"),
     ],
 )
@@ -94,15 +93,15 @@ def test_a_bad_line_is_refused_in_one_line_with_file_and_number(tmp_path, plain,
     assert "\n" not in str(error.value)
 
 
-def test_prompts_that_are_too_long_can_be_left_out_which_one_line_says(tmp_path, plain, caplog):
+def test_prompts_that_are_overlong_can_be_left_out_which_one_line_says(tmp_path, plain, caplog):
     rows = [{"question": "a" * length} for length in (3, 60, 5, 10**6, 51)]
     path = write_lines(tmp_path / "p.jsonl", rows)
-    drop = config(max_prompt_tokens=50, too_long="drop")
+    drop = config(max_prompt_tokens=50, overlong="drop")
     prompts = read_prompts(path, drop, plain)
     assert [(p.prompt_id, len(p.text)) for p in prompts] == [(1, 3), (3, 5)]
     words = f"3 of 5 prompts in {path} have more than 50 tokens (data.max_prompt_tokens) and are"
     (record,) = caplog.records
-    assert record.message == f"{words} left out (data.too_long=drop)"
+    assert record.message == f"{words} left out (data.overlong=drop)"
     assert [p.prompt_id for p in read_prompts(path, drop, plain, most=2)] == [1, 3]
     write_lines(path, rows[1:2])
     words = r"p\.jsonl must hold at least one prompt of at most 50 tokens \(data.*\), got none"
@@ -164,53 +163,96 @@ def test_a_chat_recipe_without_a_chat_template_is_refused(tmp_path, plain):
         read_prompts(path, config(chat=True), plain)
 
 
-def prompts_of(count):
-    return [Prompt(prompt_id=i + 1, text=str(i), token_ids=(i,)) for i in range(count)]
+MESSAGES = [{"role": "user", "content": "What is 1+1?"}]
+OF_VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": MESSAGES,
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 0, "question": "another", "answer": "3"},
+}
 
 
-def take(stream, count):
-    return [next(stream) for _ in range(count)]
+def test_files_of_verl_are_read_as_they_are(tmp_path, chat):
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([OF_VERL] * 3), path)
+    exact = RewardConfig(functions=["exact"])
+    prompts = read_prompts(path, config(), chat, reward=exact)
+    assert [prompt.text for prompt in prompts] == ["<bos><user>What is 1+1?\n<assistant>"] * 3
+    assert prompts[1].question("question") == "What is 1+1?"
+    assert expected_answer(prompts[2], exact) == "2"
 
 
-@settings(deadline=None)
-@given(st.integers(1, 40), st.integers(-(2**70), 2**70), st.booleans(), st.integers(0, 150))
-def test_a_stream_resumed_anywhere_goes_on_as_if_never_stopped(count, seed, shuffle, position):
-    prompts = prompts_of(count)
-    whole = take(PromptStream(prompts, seed=seed, shuffle=shuffle), position + 2 * count)
-    resumed = PromptStream(prompts, seed=seed, shuffle=shuffle, position=position)
-    assert take(resumed, 2 * count) == whole[position:]
-    assert resumed.position == position + 2 * count
+def test_prompts_of_trl_are_text_or_messages_in_one_file(tmp_path, chat):
+    rows = [{"prompt": "Say 1"}, {"prompt": MESSAGES}]
+    first, second = read_prompts(write_lines(tmp_path / "p.jsonl", rows), config(), chat)
+    assert first.text == "Say 1"
+    assert second.text == "<bos><user>What is 1+1?\n<assistant>"
+    assert [first.token_ids.count(0), second.token_ids.count(0)] == [1, 1], "one BOS each"
+    first, _ = read_prompts(tmp_path / "p.jsonl", config(chat=True), chat)
+    assert first.text == "<bos><user>Say 1\n<assistant>"
 
 
-@settings(deadline=None)
-@given(st.integers(1, 40), st.integers(0, 1000), st.booleans())
-def test_every_epoch_hands_out_every_prompt_once(count, seed, shuffle):
-    stream = PromptStream(prompts_of(count), seed=seed, shuffle=shuffle)
-    for epoch in range(3):
-        drawn = take(stream, count)
-        assert {prompt.epoch for prompt in drawn} == {epoch}
-        assert Counter(p.prompt_id for p in drawn) == Counter(range(1, count + 1))
+@pytest.mark.parametrize(
+    ("row", "field", "value"),
+    [
+        ({"a": {"b": {"c": 1}}}, "a.b.c", 1),
+        ({"a": {"b": 1}, "a.b": 2}, "a.b", 2),
+        ({"question": 1, "prompt": 2}, "question", 1),
+        ({"prompt": 2}, "question", 2),
+        ({"answer": None, "reward_model": {"ground_truth": 3}}, "answer", None),
+        ({"reward_model": {"ground_truth": 3}}, "answer", 3),
+        ({"a": {"b": 1}}, "a.c", KeyError),
+        ({"a": "text"}, "a.b", KeyError),
+        ({"a": [{"b": 1}]}, "a.b", KeyError),
+        ({"reward_model": {"style": "rule"}}, "answer", KeyError),
+    ],
+)
+def test_a_name_of_a_field_may_lead_into_objects(row, field, value):
+    if value is KeyError:
+        with pytest.raises(KeyError):
+            value_at(row, field)
+    else:
+        assert value_at(row, field) == value
 
 
-def test_order_differs_by_seed_and_epoch_and_is_the_file_order_without_shuffle():
-    prompts = prompts_of(50)
-
-    def order(seed, shuffle=True):
-        stream = PromptStream(prompts, seed=seed, shuffle=shuffle)
-        return [p.prompt_id for p in take(stream, 50)], [p.prompt_id for p in take(stream, 50)]
-
-    assert order(0) == order(0)
-    assert len({tuple(epoch) for seed in (0, 1, -1) for epoch in order(seed)}) == 6
-    assert order(3, shuffle=False) == ([*range(1, 51)],) * 2
-
-
-def test_the_order_never_changes_between_releases():
-    stream = PromptStream(prompts_of(8), seed=17, shuffle=True)
-    assert [p.prompt_id for p in take(stream, 8)] == ORDER_OF_SEED_17
+def test_a_nested_field_that_a_row_lacks_is_named_with_its_line(tmp_path, plain):
+    rows = [{"a": {"q": "x"}, "r": {"gold": "1"}}, {"a": {"q": "y"}, "r": {}}, {"a": {}}]
+    path = write_lines(tmp_path / "p.jsonl", rows)
+    exact = RewardConfig(functions=["exact"], answer_field="r.gold")
+    with pytest.raises(ValueError, match=r"p\.jsonl:3: .*'a\.q' \(data\.prompt_field\), got 'a'$"):
+        read_prompts(path, config(prompt_field="a.q"), plain)
+    must = r"p\.jsonl:2: .*'r\.gold' \(reward\.answer_field\), got 'a', 'r'$"
+    with pytest.raises(ValueError, match=must):
+        read_prompts(path, config(prompt_field="a.q"), plain, reward=exact)
 
 
-def test_a_stream_does_not_change_the_prompts_it_was_given():
-    prompts = prompts_of(3)
-    copies = [replace(prompt) for prompt in prompts]
-    take(PromptStream(prompts, seed=0, shuffle=True), 9)
-    assert prompts == copies
+def test_prompts_that_are_too_long_can_be_cut_to_their_end(tmp_path, plain, chat, caplog):
+    rows = [{"question": "abcdefghij"}, {"question": "abc"}, {"question": "x" * 10**6 + "yz"}]
+    path = write_lines(tmp_path / "p.jsonl", rows)
+    cut = config(max_prompt_tokens=5, overlong="truncate")
+    prompts = read_prompts(path, cut, plain)
+    assert [prompt.text for prompt in prompts] == ["fghij", "abc", "xxxyz"]
+    assert [len(prompt.token_ids) for prompt in prompts] == [5, 4, 5]
+    words = f"2 of 3 prompts in {path} have more than 5 tokens (data.max_prompt_tokens) and are cut"
+    assert caplog.messages == [f"{words} (data.overlong=truncate)"]
+    (prompt, *_) = read_prompts(path, replace(cut, chat=True, max_prompt_tokens=12), chat)
+    assert prompt.text == "j\n<assistant>"[-12:], "the end of the template stays"
+
+
+def test_a_chat_template_gets_the_arguments_of_the_recipe(tmp_path):
+    folder = write_tokenizer(tmp_path / "tokenizer", chat=True)
+    path = folder / "chat_template.jinja"
+    path.write_text(
+        path.read_text() + "{% if not enable_thinking | default(true) %}<done>{% endif %}"
+    )
+    data = write_lines(tmp_path / "p.jsonl", [{"question": "a"}])
+    texts = []
+    for kwargs in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        own = config(chat=True, chat_template_kwargs=kwargs)
+        (prompt,) = read_prompts(data, own, load_tokenizer(folder, kwargs))
+        texts.append(prompt.text)
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[2] == f"{texts[0]}<done>"
+    with pytest.raises(ValueError, match="chat_template_kwargs must leave out"):
+        config(chat_template_kwargs={"tools": []})

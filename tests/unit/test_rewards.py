@@ -18,7 +18,7 @@ from llamarl.environments.rewards.answer import normal_form
 from llamarl.environments.rewards.functions import (
     ANSWER,
     NO_ANSWER,
-    check_answers,
+    check_answer,
     check_rewards,
     load_functions,
 )
@@ -344,10 +344,11 @@ def test_a_reward_section_that_can_work_passes():
 @pytest.mark.parametrize("name", ["exact", "math"])
 def test_a_prompt_without_an_answer_is_named_before_the_run(name, fields, message):
     config = RewardConfig(functions=["format", name], weights=[1.0, 1.0])
-    with pytest.raises(ValueError, match=rf"^p\.jsonl:3: .*{message}") as error:
-        check_answers(config, [prompt(answer=1), prompt(**fields)], "p.jsonl")
+    check_answer(config, prompt(answer=1))
+    with pytest.raises(ValueError, match=message) as error:
+        check_answer(config, prompt(**fields))
     assert "\n" not in str(error.value)
-    check_answers(RewardConfig(functions=["format"]), [prompt(**fields)], "p.jsonl")
+    check_answer(RewardConfig(functions=["format"]), prompt(**fields))
 
 
 @pytest.mark.parametrize("answer", ["50%", r"50\%", "$50%$"])

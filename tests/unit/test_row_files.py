@@ -9,7 +9,7 @@ import pyarrow
 import pytest
 from pyarrow import ipc, parquet
 
-from llamarl.environments.prompts import read_rows
+from llamarl.environments.prompt_files import read_rows
 from tests.json_lines import write_lines
 
 ROWS = [{"question": f"What is {i}?", "answer": str(i)} for i in range(7)]

@@ -98,6 +98,7 @@ class Gate:
     """A gate whose state is the number of groups drawn so far; a batch is one step."""
 
     solved = ""
+    ended = ""
 
     def __init__(self):
         self.num_drawn = 0

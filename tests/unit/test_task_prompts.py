@@ -9,7 +9,8 @@ import pytest
 
 from llamarl.config import Config
 from llamarl.environments.task_prompts import load, make_rows
-from llamarl.recipe.inputs import read_inputs, with_measured_prompts
+from llamarl.recipe.inputs import read_inputs
+from llamarl.recipe.prompt_inputs import with_measured_prompts
 from tests.places import RECIPE
 from tests.unit.composing import compose_recipe
 

@@ -24,6 +24,7 @@ BENCHES = [path.stem for path in PROGRAMS if path.stem.startswith("bench_")]
 Found = dict[str, dict[str, Any]]
 QUICK = {  # under 2 seconds
     "bench_packing": ["--seeds=1"],
+    "bench_curriculum": ["--prompts=100", "--steps=3"],
     "bench_controller": ["--actors=0", "--replicas=4", "--trainer-ranks=16", "--rollouts=256"],
 }
 

@@ -7,6 +7,7 @@ import re
 from decimal import Decimal
 
 from llamarl.config import RewardConfig
+from llamarl.data_row import value_at
 from llamarl.types import Prompt
 
 GSM8K_MARK = "####"
@@ -21,11 +22,13 @@ def expected_answer(prompt: Prompt, config: RewardConfig) -> str:
     Raises KeyError if the row lacks `config.answer_field`, TypeError if it is neither text nor a
     number, ValueError if it is blank.
     """
-    where, field = f"line {prompt.prompt_id}", config.answer_field
-    if field not in prompt.fields:
+    where, field = f"line {prompt.line}", config.answer_field
+    try:
+        answer = value_at(prompt.fields, field)
+    except KeyError:
         must = f"{where}: the row must have the field {field!r} (reward.answer_field)"
-        raise KeyError(f"{must}, got {', '.join(map(repr, prompt.fields)) or 'no field'}")
-    answer = prompt.fields[field]
+        got = ", ".join(map(repr, prompt.fields)) or "no field"
+        raise KeyError(f"{must}, got {got}") from None
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         got = type(answer).__name__
         raise TypeError(f"{where}: {field!r} must be text or a number, got {got}")

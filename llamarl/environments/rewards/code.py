@@ -17,6 +17,7 @@ import secrets
 from typing import Any
 
 from llamarl.config import RewardConfig
+from llamarl.data_row import value_at
 from llamarl.environments.contained import ProgramLimits, limits_of, run_in_turn
 from llamarl.types import Prompt
 
@@ -47,14 +48,15 @@ def program_of(completion: str) -> str:
 
 def read_tests(prompt: Prompt, config: RewardConfig) -> str | list[Case]:
     """Asserts as one text, or cases. ValueError, which begins with the line, for anything else."""
-    value = prompt.fields.get(config.answer_field)
+    value = None
     try:
+        value = value_at(prompt.fields, config.answer_field)
         tests = _tests(value)
     except (ValueError, TypeError, KeyError):
         tests = []
     if not tests:
         must = "hold asserts, or cases with input and output"
-        where = f"line {prompt.prompt_id}: {config.answer_field!r} (reward.answer_field)"
+        where = f"line {prompt.line}: {config.answer_field!r} (reward.answer_field)"
         raise ValueError(f"{where} must {must}, got {value!r:.100}")
     return tests
 

@@ -8,10 +8,9 @@ of the stage).
 
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from llamarl.config import RewardConfig
@@ -107,16 +106,14 @@ def check_rewards(config: RewardConfig) -> None:
         require(num_groups >= wanted, "reward.pattern", must, config.pattern)
 
 
-def check_answers(config: RewardConfig, prompts: Sequence[Prompt], path: str | Path) -> None:
-    """Raise ValueError, one line with file and line number, if a prompt of the file `path` lacks
-    the expected answer or the tests that one of the rewards needs."""
+def check_answer(config: RewardConfig, prompt: Prompt) -> None:
+    """ValueError, one line, if the row of a prompt lacks the expected answer or the tests that one
+    of the rewards needs."""
     needs = [REWARDS[name] for name in config.functions]
-    has_answer, has_tests = any(each.answer for each in needs), any(each.tests for each in needs)
-    for prompt in prompts if has_answer or has_tests else ():
-        try:
-            if has_answer:
-                expected_answer(prompt, config)
-            if has_tests:
-                read_tests(prompt, config)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}:{error.args[0].removeprefix('line ')}") from error
+    try:
+        if any(each.answer for each in needs):
+            expected_answer(prompt, config)
+        if any(each.tests for each in needs):
+            read_tests(prompt, config)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(error.args[0].partition(": ")[2]) from error

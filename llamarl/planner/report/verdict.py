@@ -56,13 +56,14 @@ def verdict_lines(config: Config, forecast: Forecast) -> Iterator[str]:
     elif forecast.measured_step_s is None and forecast.decomposition is not None:
         yield "next best change: none of those tried shortens the step by 2 %"
     if forecast.num_gpus:
-        of_run = config.num_steps * forecast.gpu_hours
-        words = f"GPU hours: {_shown(forecast.gpu_hours)} a step, {_shown(of_run)} for "
-        words += f"{config.num_steps:,} steps"
+        num_steps = config.num_steps if config.num_epochs else config.last_step or 0
+        words = f"GPU hours: {_shown(forecast.gpu_hours)} a step"
+        price = forecast.cost.per_hour * step.step_s / HOUR_S if forecast.cost is not None else 0
+        if num_steps:
+            words += f", {_shown(num_steps * forecast.gpu_hours)} for {num_steps:,} steps"
         if forecast.cost is not None:
-            price = forecast.cost.per_hour * step.step_s / HOUR_S
-            of_run = config.num_steps * price
-            words += f"; cost: {_shown(price)} and {_shown(of_run)} ({forecast.cost.unit})"
+            whole = f" and {_shown(num_steps * price)}" if num_steps else ""
+            words += f"; cost: {_shown(price)}{whole} ({forecast.cost.unit})"
         yield words
 
 

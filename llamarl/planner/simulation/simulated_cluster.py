@@ -29,7 +29,7 @@ from llamarl.planner.simulation.executors import (
 )
 from llamarl.planner.simulation.replica import SimulatedReplica
 from llamarl.planner.simulation.setting import Setting
-from llamarl.recipe.inputs import context_of
+from llamarl.recipe.prompt_inputs import context_of
 from llamarl.run.executor_specs import collector_spec
 from llamarl.run.starter import Executors, name_executor
 from llamarl.storage.store import Store

@@ -1,0 +1,147 @@
+"""The prompts that a recipe names, read and checked.
+
+Owns: which sources those are, whether they leave room for completions, and how many steps their
+epochs have. Does not own: how a file becomes prompts (`environments/`). Invariant: each source has
+a prompt, and every prompt has room for its completion.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llamarl.config import Config
+from llamarl.config.check import require
+from llamarl.config.pools import pools_of
+from llamarl.data.tokenizer import Tokenizer, load_tokenizer
+from llamarl.environments.definition import Kinds
+from llamarl.environments.prompt_cache import (
+    PromptSource,
+    ShowPieces,
+    read_source,
+    show_nothing,
+)
+from llamarl.environments.prompt_files import find_files
+from llamarl.environments.prompt_table import PromptRows, PromptTable
+from llamarl.environments.task_prompts import make_rows
+from llamarl.loop.mini_batches import MiniBatches
+from llamarl.recipe.task_source import read_graph, read_task
+from llamarl.task_file import FILE
+
+TASK = "task"  # in place of a file of prompts
+NUM_MEASURED = 256  # prompts; a plan needs only their mean length
+
+
+def resolve(config: Config, path: str) -> str:
+    """The absolute path of one that starts at the recipe's folder."""
+    return os.path.abspath(Path(config.recipe_dir, path))
+
+
+def source_files(config: Config, source: str) -> list[Path]:
+    """The local files of a source of data.prompts or of held-out prompts. ValueError unless they
+    are there."""
+    return find_files(Path(resolve(config, source)))
+
+
+def read_prompts(
+    config: Config,
+    tokenizer: Tokenizer,
+    kinds: Kinds,
+    task_source: str | None,
+    *,
+    held_out: str = "",
+    most: int | None = None,
+    show: ShowPieces = show_nothing,
+) -> PromptTable:
+    """The prompts to train on or those of the set `held_out`, or the first `most` of the first
+    source, checked for what rewards need. With data.overlong other than error, all leave room for a
+    completion."""
+    data, limit = config.data, "data.max_prompt_tokens"
+    section = "evaluation" if held_out else "sampling"
+    context, max_tokens = context_of(config), _max_tokens(config)[section]
+    room = max(1, context - max_tokens)
+    if data.overlong != "error" and room < data.max_prompt_tokens:
+        data = replace(data, max_prompt_tokens=room)
+        limit = f"generator.max_model_len={context} less {section}.max_tokens={max_tokens}"
+    held_out_sets = config.held_out_sets
+    names = [held_out_sets[held_out]] if held_out else data.sources[: 1 if most else None]
+    found: list[PromptRows] = []
+    for name in names:
+        rules: dict[str, Any] = {"limit": limit, "kinds": kinds, "reward": config.reward}
+        if name == TASK:
+            assert task_source is not None, "data.prompts=task comes with a task.py"
+            made = make_rows(task_source, data.options, held_out=bool(held_out))
+            place = f"{resolve(config, FILE)}: prompts"
+            source = PromptSource(
+                name=name, place=place, made=made, data=data, tokenizer=tokenizer, **rules
+            )
+        else:
+            files = source_files(config, name)
+            place = resolve(config, name)
+            source = PromptSource(
+                name=name, place=place, files=files, data=data, tokenizer=tokenizer, **rules
+            )
+        found.append(read_source(source, most=most, show=show))
+    return PromptTable(found)
+
+
+def with_last_step(config: Config, num_prompts: int) -> Config:
+    """The recipe with its limit of steps as `num_steps`: num_epochs of so many prompts allow no
+    more. ValueError if they allow none."""
+    num_steps = config.most_steps
+    if config.num_epochs:
+        steps = mini_batches(config)
+        allowed = steps.num_steps(math.ceil(config.num_epochs * num_prompts))
+        num_needed = steps.num_needed(0)
+        must = f"hold a first step, of {num_needed} prompts, of which there are {num_prompts}"
+        config.require(allowed > 0, "num_epochs", must)
+        num_steps = min(num_steps, allowed)
+    return replace(config, num_steps=num_steps)
+
+
+def mini_batches(config: Config) -> MiniBatches:
+    """Which steps use which groups."""
+    return MiniBatches(
+        groups_per_step=config.trainer.groups_per_step,
+        number=config.trainer.num_mini_batches,
+        num_passes=config.trainer.num_passes,
+        looks_ahead=config.algorithm.proximal == "recompute",
+    )
+
+
+def context_of(config: Config) -> int:
+    """Tokens of prompt and completion that every replica can hold."""
+    return min(pool.generator.max_model_len for pool in pools_of(config.generator))
+
+
+def _max_tokens(config: Config) -> Mapping[str, int]:
+    """The longest completion of training and of held-out prompts, by the section that says it."""
+    training = config.sampling.max_tokens
+    return {"sampling": training, "evaluation": config.evaluation.max_tokens or training}
+
+
+def check_length(config: Config, section: str, longest: int) -> None:
+    """ValueError unless a prompt of `longest` tokens and its completion fit into the context."""
+    context, added = context_of(config), _max_tokens(config)[section]
+    must = f"leave room for the longest prompt ({longest} tokens) in generator.max_model_len"
+    require(longest + added <= context, f"{section}.max_tokens", f"{must} ({context})", added)
+
+
+def with_measured_prompts(config: Config) -> Config:
+    """The recipe with the mean length of its prompts in `plan`, if the plan leaves it open and both
+    the prompts and the tokenizer are there. ValueError as for a run."""
+    folder = resolve(config, config.model.tokenizer or config.model.checkpoint)
+    first = config.data.sources[0]
+    path = resolve(config, FILE if first == TASK else first)
+    is_there = os.path.exists(path) and os.path.isfile(Path(folder, "tokenizer.json"))
+    if config.plan.prompt_tokens or not is_there:
+        return config
+    tokenizer = load_tokenizer(folder, config.data.chat_template_kwargs)
+    task_source = read_task(config)
+    _, kinds = read_graph(config, task_source)
+    prompts = read_prompts(config, tokenizer, kinds, task_source, most=NUM_MEASURED)
+    check_length(config, "sampling", prompts.longest)
+    mean = round(prompts.num_tokens / len(prompts))
+    return replace(config, plan=replace(config.plan, prompt_tokens=max(1, mean)))
