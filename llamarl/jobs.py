@@ -72,12 +72,11 @@ async def train(
     with claim(run_dir, is_new=config.checkpoint.resume != "auto"):
         state, folder = starting_point(config, inputs, run_dir)
         prompts = make_prompts(config, inputs, state)
-        if config.num_steps < whole.most_steps:
-            state["limit"] = prompts.limit
+        known = {"limit": prompts.limit} if config.num_steps < whole.most_steps else {}
         if prompts.limit and not mini_batches(config).num_steps(int(prompts.num_left)):
-            state["ended"] = prompts.limit
-        if config.checkpoint.resume == "auto" and is_finished(config, run_dir, state):
-            return show_finished_run(config, run_dir, state, console)
+            known["ended"] = prompts.limit
+        if config.checkpoint.resume == "auto" and is_finished(config, run_dir, state | known):
+            return show_finished_run(config, run_dir, state | known, console)
         _check_disk(config, inputs, run_dir)
         write_provenance()
         keep_tokenizer(inputs.tokenizer_folder, run_dir)
@@ -86,7 +85,8 @@ async def train(
         if folder is not None:
             words = f"resumed from version {state['version']} in {shorten(folder)}"
             console.print(words, markup=False, highlight=False, soft_wrap=True)
-        return await _train(config, inputs, run_dir, console, (state, folder), deadline_s)
+        end = await _train(config, inputs, run_dir, console, (state, folder), deadline_s)
+        return show_end(config, run_dir, known | end, console)
 
 
 async def _train(
@@ -109,9 +109,7 @@ async def _train(
             controller = await sessions.run(fleet, signals, start)
             progress.show_phase("stopping the executors")
     version, gate = controller.saver.version, controller.gate
-    end = {"version": version, "solved": gate.solved, "ended": gate.ended}
-    end |= {"limit": start[0].get("limit")}
-    return show_end(config, run_dir, end, console)
+    return {"version": version, "solved": gate.solved, "ended": gate.ended}
 
 
 async def evaluate(

@@ -154,8 +154,8 @@ class Config(Section):
     num_epochs: float = number(0.0, least=0, most=1e6)
     """The run ends after it has drawn this many times as many prompts as there are, with the last
     whole step; 0: no limit. Groups that are dropped are drawn too, so it may have fewer steps than
-    prompts divided by `trainer.groups_per_step`, which is where the learning rate's schedule
-    ends."""
+    prompts divided by `trainer.groups_per_step`, times `trainer.num_passes`, which is where the
+    learning rate's schedule ends."""
     max_hours: float = number(0.0, least=0, most=1e6)
     """The step in which this many hours have passed since the command was started is the last one;
     0: no limit. A run that resumes has them once more, so that the same command in each of several

@@ -88,7 +88,7 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
     second of the steps' time.
     staleness_*: over trained tokens (those masked as too old are not trained), at their last use.
     groups_dropped: reason -> groups of which nothing was trained. sources: of several sources of
-    prompts, by name, the groups finished, the share dropped, the mean reward and length.
+    prompts, by name, the groups of steps and those dropped, their share, mean reward and length.
     both_busy_share and executors (busy and wait shares, mean over the executor's processes): shares
     of the time from the first step's start to the last one's end.
     tokens_during_publish: tokens decoded during publishes. (Both it and both_busy_share: over the

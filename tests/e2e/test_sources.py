@@ -68,6 +68,7 @@ def test_a_run_on_weighted_sources_goes_on_where_it_was_and_ends_with_its_epochs
     summary, done = train(forks, recipe, run_dir, *own, "num_epochs=2")
     assert "resumed from version 2" in done.stdout
     assert summary["steps"] == 4, "18 prompts are 4 steps of 4"
+    assert summary["ended_by"] == "num_epochs=2"
     assert summary["sources"].keys() == {"own", "verl"}
     numbers = summary["sources"]["verl"]
     assert numbers.keys() == {"groups", "dropped_share", "reward", "length"}

@@ -20,6 +20,7 @@ from llamarl.environments.prompt_stream import PromptStream
 from llamarl.groups import StepStats
 from llamarl.planner.simulation.clock import run
 from llamarl.recipe.inputs import make_prompts
+from llamarl.recipe.prompt_inputs import with_last_step
 from llamarl.types import REWARD, Prompt, StageResult
 from tests.fakes import WatchedStorage
 from tests.loop.faults import Faults
@@ -317,6 +318,26 @@ def test_a_run_ends_with_the_last_whole_step_of_its_epochs(tmp_path: Path) -> No
     assert make_prompts(loop.config, loop.inputs, state).num_left == 2
     more = replace(loop.config, num_epochs=3)
     assert make_prompts(more, loop.inputs, state).num_left == 2 + 29, "it could go on"
+
+
+@pytest.mark.parametrize(("looks_ahead", "num_steps"), [(False, 7 * 4 + 1), (True, 7 * 4)])
+def test_a_batch_of_several_steps_that_is_short_is_trained_once_or_not_at_all(
+    looks_ahead: bool, num_steps: int, tmp_path: Path
+) -> None:
+    loop = Loop(
+        prompts=PROMPTS,
+        num_epochs=2.1,
+        num_mini_batches=2,
+        num_passes=2,
+        max_staleness=3,
+        proximal="recompute" if looks_ahead else "none",
+        num_steps=100,
+    )
+    assert with_last_step(loop.config, len(PROMPTS)).num_steps == num_steps, (
+        "61 are 7 times 8 and 5"
+    )
+    run(loop.run(tmp_path))
+    assert (loop.trainer.version, loop.gate.ended) == (num_steps, "num_epochs=2.1")
 
 
 @pytest.mark.parametrize("deadline_s", [0.0, 2.0])

@@ -280,6 +280,16 @@ def test_a_run_that_resumes_keeps_its_commits(hub: Hub, tmp_path: Path) -> None:
     assert with_local_files(no_names, "train", str(tmp_path)) == (no_names, {})
 
 
+def test_several_names_are_sources_with_names_of_their_own(hub: Hub) -> None:
+    names = "[hf:org/sums/test,hf:org/sums]"
+    config, pinned = with_local_files(recipe("data.weights=[1,2]", prompts=names), "train")
+    commit = hub.branches[f"{DATA}@main"]
+    assert pinned["data.prompts"] == [f"hf:org/sums/test@{commit}", f"hf:org/sums@{commit}"]
+    assert config.data.source_names == ["sums-test", "sums"]
+    prompts = read_inputs(config).prompts
+    assert [prompt.source for prompt in prompts] == [0, 1, 1, 1, 1, 1]
+
+
 def test_the_files_of_a_split_are_read_in_their_order(hub: Hub) -> None:
     lines = JSONL.splitlines(keepends=True)
     halves = {

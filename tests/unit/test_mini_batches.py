@@ -67,3 +67,17 @@ def test_the_last_use_never_falls_and_lies_between_the_groups_used_up(shape: Min
     assert versions == [last_use[group] for group in sorted(last_use)] == sorted(versions)
     for group, version in last_use.items():
         assert shape.num_used_up(version) <= group < shape.num_used_up(version + 1)
+
+
+@given(shapes, st.data())
+def test_groups_are_enough_for_the_steps_before_the_first_that_lacks_one(
+    shape: MiniBatches, data: st.DataObject
+) -> None:
+    num_groups = data.draw(st.integers(0, NUM_BATCHES * shape.groups_per_batch - 1))
+    steps = uses(shape)
+    for i, (_, groups) in enumerate(steps):
+        rest_of_batch = steps[i : i - i % shape.steps_per_batch + shape.steps_per_batch]
+        needed = [g for _, each in rest_of_batch for g in each] if shape.looks_ahead else groups
+        if max(needed) >= num_groups:
+            assert shape.num_steps(num_groups) == i
+            return

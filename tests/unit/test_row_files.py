@@ -9,7 +9,8 @@ import pyarrow
 import pytest
 from pyarrow import ipc, parquet
 
-from llamarl.environments.prompt_files import read_rows
+from llamarl.environments import prompt_files
+from llamarl.environments.prompt_files import cut_files, find_files, read_rows
 from tests.json_lines import write_lines
 
 ROWS = [{"question": f"What is {i}?", "answer": str(i)} for i in range(7)]
@@ -51,6 +52,20 @@ def test_a_folder_is_its_files_one_after_the_other(tmp_path: Path) -> None:
     write_lines(tmp_path / "0.jsonl", ROWS[:2])
     (tmp_path / "LICENSE").write_text("")
     assert list(read_rows(tmp_path)) == list(enumerate(ROWS, start=1))
+
+
+@pytest.mark.parametrize("write", [ipc.new_stream, ipc.new_file])
+@pytest.mark.parametrize("piece_rows", [1, 2, 3, 7])
+def test_pieces_of_a_folder_give_its_rows(
+    tmp_path: Path, write: Writer, piece_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lines(tmp_path / "0.jsonl", ROWS[:2])
+    write_arrow(tmp_path / "1.arrow", ROWS[2:], write)
+    monkeypatch.setattr(prompt_files, "PIECE_ROWS", piece_rows)
+    pieces = cut_files(find_files(tmp_path))
+    assert len(pieces) == 1 + -(-5 // piece_rows)
+    found = [(piece.before + number, row) for piece in pieces for number, row in piece.rows()]
+    assert found == list(enumerate(ROWS, start=1))
 
 
 def test_a_folder_without_rows_is_named(tmp_path: Path) -> None:
