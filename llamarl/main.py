@@ -43,6 +43,7 @@ from llamarl.recipe.composition import (
     MULTIRUN_FLAGS,
     DictConfig,
     arguments_of_job,
+    as_argument,
     for_each_config,
     reference,
     to_config,
@@ -285,8 +286,8 @@ def _alone(command: list[str], pinned: Mapping[str, Any]) -> list[str]:
         arguments = arguments_of_job(arguments)
     replaced = tuple(f"{key}=" for key in pinned)
     arguments = [each for each in arguments if not each.startswith(replaced)]
-    values = {k: f"[{','.join(v)}]" if isinstance(v, list) else v for k, v in pinned.items()}
-    return [find_program(program), name, *arguments, *(f"{k}={v}" for k, v in values.items())]
+    values = [as_argument(key, value) for key, value in pinned.items()]
+    return [find_program(program), name, *arguments, *values]
 
 
 def _raise_open_files() -> None:

@@ -16,8 +16,9 @@ class EvaluationConfig(Section):
     every_steps: int = number(0, least=0, most=10**9)
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
     sets: dict[str, str] = field(default_factory=dict)
-    """Several held-out sets in place of `data.held_out`, by name: {gsm8k: gsm8k.jsonl, math500:
-    math500.parquet}. Each has its own accuracy beside that of all prompts together."""
+    """Several held-out sets in place of `data.held_out`, by name, each a file, a folder or a name
+    of the Hub as there: {gsm8k: hf:openai/gsm8k/main/test, math500: math500.parquet}. Each has its
+    own accuracy beside that of all prompts together."""
     max_prompts: int = number(0, least=0, most=10**9)
     """Use only the first this many prompts of each held-out set; 0 means all."""
     rollouts_per_prompt: int = number(1, least=1, most=256)
@@ -51,9 +52,9 @@ class EvaluationConfig(Section):
         self.require(is_repeated, "patience", "be 0 without evaluation.every_steps")
         must = "have names of up to 40 letters, digits, dots, - and _"
         self.require(all(SET_NAME.fullmatch(str(name)) for name in self.sets), "sets", must)
-        ends = (".jsonl", ".parquet")
-        are_files = all(str(path).endswith(ends) for path in self.sets.values())
-        self.require(are_files, "sets", "have a .jsonl or .parquet file for each name")
+        are_named = all(isinstance(each, str) and each for each in self.sets.values())
+        are_read = are_named and "task" not in self.sets.values()
+        self.require(are_read, "sets", "have a file, a folder or hf:ORG/NAME for each name")
 
     @property
     def ks(self) -> list[int]:

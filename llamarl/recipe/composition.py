@@ -41,6 +41,7 @@ from llamarl.config.rank_assignment import assign
 from llamarl.dataflow.samplers import check_sampler
 from llamarl.environments.rewards.functions import REWARDS, check_rewards
 from llamarl.recipe.config_reference import WANTED, Choice, KeyReference
+from llamarl.recipe.yaml_places import place_of, place_with, syntax_error
 from llamarl.weights.transports.registry import TRANSPORTS, check_transport
 
 VALUE_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
@@ -206,6 +207,13 @@ def to_yaml(composed: DictConfig, values: Mapping[str, Any] | None = None) -> st
     return OmegaConf.to_yaml(written, resolve=True)
 
 
+def as_argument(key: str, value: str | list[str] | dict[str, str]) -> str:
+    """What gives the key this value on the command line."""
+    if isinstance(value, dict):
+        return f"{key}={{{','.join(f'{name}:{text}' for name, text in value.items())}}}"
+    return f"{key}=[{','.join(value)}]" if isinstance(value, list) else f"{key}={value}"
+
+
 def _divide(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Flags with their values, and overrides, which Hydra's parser wants in this order.
 
@@ -245,7 +253,7 @@ def _recipe(flags: list[str]) -> Path:
     except UnicodeDecodeError as error:
         raise ValueError(f"{recipe} must be UTF-8 text, got {error}") from error
     except yaml.YAMLError as error:
-        raise ValueError(_syntax_error(error, str(recipe))) from error
+        raise ValueError(syntax_error(error, str(recipe))) from error
     if not isinstance(node, yaml.MappingNode):
         raise ValueError(f"{recipe} must hold keys with their values, got none")
     return recipe
@@ -279,10 +287,10 @@ def _explain(error: BaseException, recipe: Path | None) -> str:
         error = below
     full_key = str(getattr(error, "full_key", None) or "")
     is_in_file = recipe is not None and words.startswith("In '")
-    place = _place(recipe, full_key) if is_in_file and recipe is not None else ""
+    place = place_of(recipe, full_key) if is_in_file and recipe is not None else ""
     match error:
         case yaml.YAMLError():
-            return _syntax_error(error, "the recipe")
+            return syntax_error(error, "the recipe")
         case OverrideParseException():
             return (
                 "an argument must be KEY=VALUE, where text with special characters is quoted twice "
@@ -291,8 +299,8 @@ def _explain(error: BaseException, recipe: Path | None) -> str:
         case MissingConfigException(missing_cfg_file=str(name)):
             group, _, choice = name.rpartition("/")
             if choices := reference().groups.get(group):
-                return _line_with(recipe, choice) + _wrong_choice(group, choice, choices)
-            return f"{_line_with(recipe, name)}defaults must name files, got {name!r}"
+                return place_with(recipe, choice) + _wrong_choice(group, choice, choices)
+            return f"{place_with(recipe, name)}defaults must name files, got {name!r}"
         case ConfigKeyError() | ConfigAttributeError():
             written = re.match(r"Could not override '([^']+)'", words)
             key = written[1] if written and written[1].startswith(full_key) else full_key
@@ -306,7 +314,7 @@ def _explain(error: BaseException, recipe: Path | None) -> str:
         return f"{recipe}: {WITHOUT_CONFIG}"
     if merge := re.search(r"is not a subclass of (\w+)\. value: (.*)", words):
         key = reference().section_keys.get(merge[1], merge[1])
-        return f"{_place(recipe, key) if recipe else ''}{key} must be a section, got {merge[2]}"
+        return f"{place_of(recipe, key) if recipe else ''}{key} must be a section, got {merge[2]}"
     known = reference().keys.get(full_key)
     if known is not None and "Cannot merge DictConfig with ListConfig" in str(error):
         return f"{place}{full_key} must be {WANTED[known.type]}, got a section"
@@ -317,15 +325,6 @@ def _explain(error: BaseException, recipe: Path | None) -> str:
     technical = ("full_key", "object_type", "reference_type", "See https", "Config search path")
     said = " ".join(line for line in lines if not line.startswith(technical))
     return said + (f" (key {full_key})" if full_key and full_key not in said else "")
-
-
-def _syntax_error(error: yaml.YAMLError, name: str) -> str:
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return f"{name} must be YAML, got {' '.join(str(error).split())}"
-    path = mark.name if Path(mark.name).is_file() else name
-    mistake = f"a mistake at column {mark.column + 1}: {getattr(error, 'problem', '')}"
-    return f"{path}:{mark.line + 1}: must be YAML, got {mistake}"
 
 
 def _wrong_choice(group: str, choice: object, choices: Iterable[str]) -> str:
@@ -361,38 +360,3 @@ def _wrong_type(key: str, error: ValidationError) -> str:
     shown = re.match(r"Value '(.*)' (?:of type|is not)", error.msg or "", re.DOTALL)
     got = repr(error.value) if shown is None or shown[1] == error.value else shown[1]
     return f"{name} must be {wanted}, got {got}"
-
-
-def _place(recipe: Path, key: str) -> str:
-    """`FILE:LINE: ` of a key in the files of a recipe's folder, or nothing."""
-    others = sorted(path for path in recipe.parent.glob("*/*.yaml"))
-    for path in (recipe, *others):
-        group = path.relative_to(recipe.parent).parent.parts
-        names = [name.partition("[")[0] for name in key.split(".")]
-        if tuple(names[: len(group)]) == group and (line := _line_of(path, names[len(group) :])):
-            return f"{path}:{line}: "
-    return ""
-
-
-def _line_of(path: Path, keys: list[str]) -> int | None:
-    """Line, from 1, of the nested `keys` in a YAML file."""
-    try:
-        node: yaml.Node | None = yaml.compose(path.read_text("utf-8"), yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):  # not the file that Hydra read
-        return None
-    line = None
-    for key in keys:
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        found = [(name, value) for name, value in pairs if name.value == key]
-        if not found:
-            return None
-        name, node = found[-1]
-        line = name.start_mark.line + 1
-    return line
-
-
-def _line_with(recipe: Path | None, word: str) -> str:
-    """`FILE:LINE: ` of the first line of the recipe with this word, or nothing."""
-    lines = recipe.read_text("utf-8").splitlines() if recipe is not None else []
-    found = [i for i, line in enumerate(lines, 1) if re.search(rf"\b{re.escape(word)}\b", line)]
-    return f"{recipe}:{found[0]}: " if found else ""

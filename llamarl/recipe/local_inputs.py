@@ -34,10 +34,12 @@ TOKENIZER = "model.tokenizer"
 ARCHITECTURE = "model.architecture"
 PROMPTS = "data.prompts"
 HELD_OUT = "data.held_out"
+SETS = "evaluation.sets"
+DATA_SETS = (PROMPTS, HELD_OUT, SETS)
 NEEDED = {
-    "train": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, PROMPTS, HELD_OUT),
-    "check": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, PROMPTS, HELD_OUT),
-    "evaluate": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, HELD_OUT),
+    "train": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, *DATA_SETS),
+    "check": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, *DATA_SETS),
+    "evaluate": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, HELD_OUT, SETS),
     "plan": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, PROMPTS),
 }
 """By command, the keys whose files it reads; the other commands read none."""
@@ -60,20 +62,35 @@ def with_local_files(
     resumed = run_dir if config.checkpoint.resume == "auto" else None
     for key in NEEDED.get(command, ()):
         value = attrgetter(key)(config)
-        values = value if isinstance(value, list) else [value]
-        if not any(map(is_hub_name, values)):
+        paths, names = _texts(value), _texts(value)
+        if not any(map(is_hub_name, paths.values())):
             continue
-        kind: Kind = "dataset" if key in (PROMPTS, HELD_OUT) else "model"
-        paths, names = [*values], [*values]
-        for i, text in enumerate(values):
+        for place, text in _texts(value).items():
             if is_hub_name(text):
-                name = _keep(read_name(key, text, kind), resumed)
+                name = _keep(read_name(key, text, _kind(key)), resumed)
                 path, name = _find(config, command, key, name) or (text, name)
-                paths[i], names[i] = str(path), str(name)
-        is_list = isinstance(value, list)
-        config = _with_value(config, key, paths if is_list else paths[0])
-        pinned[key] = names if is_list else names[0]
+                paths[place], names[place] = str(path), str(name)
+        config = _with_value(config, key, _like(value, paths))
+        pinned[key] = _like(value, names)
     return _with_lora(config), pinned
+
+
+def _kind(key: str) -> Kind:
+    return "dataset" if key in DATA_SETS else "model"
+
+
+def _texts(value: Any) -> dict[Any, Any]:
+    """What a key holds, by its name, its place in a list, or 0."""
+    if isinstance(value, dict):
+        return dict(value)
+    return dict(enumerate(value if isinstance(value, list) else [value]))
+
+
+def _like(value: Any, texts: dict[Any, Any]) -> Any:
+    """`texts` in the form that `value` had before `_texts`."""
+    if isinstance(value, dict):
+        return texts
+    return [*texts.values()] if isinstance(value, list) else texts[0]
 
 
 def _with_lora(config: Config) -> Config:
@@ -95,10 +112,9 @@ def path_here(key: str, text: str) -> Path | None:
     whose files were fetched before. ValueError for a name of a wrong form."""
     if not is_hub_name(text):
         return Path(text) if Path(text).exists() else None
-    kind: Kind = "dataset" if key in (PROMPTS, HELD_OUT) else "model"
-    name = read_name(key, text, kind)
+    name = read_name(key, text, _kind(key))
     with suppress(ValueError):
-        if kind == "model":
+        if _kind(key) == "model":
             return fetch_model(key, name, has_weights=False, is_offline=True)[0]
         return fetch_rows(key, name, TRAIN if key == PROMPTS else None, is_offline=True)[0]
     return None
@@ -107,7 +123,7 @@ def path_here(key: str, text: str) -> Path | None:
 def _find(config: Config, command: str, key: str, name: HubName) -> tuple[Path, HubName] | None:
     """The file or folder of `name`; None for what a forecast does without."""
     find: Callable[..., tuple[Path, HubName]]
-    if key in (PROMPTS, HELD_OUT):
+    if key in DATA_SETS:
         find = partial(fetch_rows, key, name, TRAIN if key == PROMPTS else None)
     else:
         choose = _is_architecture if key == ARCHITECTURE else is_text
@@ -241,10 +257,9 @@ def _kept_names(run_dir: str | None) -> list[HubName]:
         section, _, field = key.partition(".")
         inside = saved.get(section) if isinstance(saved, dict) else None
         value = inside.get(field) if isinstance(inside, dict) else None
-        for text in value if isinstance(value, list) else [value]:
+        for text in _texts(value).values():
             if isinstance(text, str) and is_hub_name(text):
-                kind: Kind = "dataset" if key in (PROMPTS, HELD_OUT) else "model"
-                found.append(read_name(key, text, kind))
+                found.append(read_name(key, text, _kind(key)))
     return [name for name in found if name.is_pinned]
 
 

@@ -148,7 +148,10 @@ WRONG = [
         "data.held_out=null evaluation.sets={a/b:a.jsonl}",
         "evaluation.sets must have names of up to 40 letters, digits, dots, - and _, got {'a/b'",
     ),
-    ("evaluation.sets={a:a.txt}", "evaluation.sets must have a .jsonl or .parquet file for each"),
+    (
+        "data.held_out=null evaluation.sets={a:task}",
+        "evaluation.sets must have a file, a folder or hf:ORG/NAME for each name, got {'a'",
+    ),
     ("evaluation.patience=2", "evaluation.patience must be 0 without evaluation.every_steps"),
     (
         "evaluation.patience=2 evaluation.every_steps=1",

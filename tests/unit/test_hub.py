@@ -22,6 +22,7 @@ from llamarl.environments.prompt_files import read_rows
 from llamarl.merging import merge
 from llamarl.models import adapter_files
 from llamarl.models.architecture import read_architecture
+from llamarl.recipe.composition import as_argument
 from llamarl.recipe.hub_names import read_name
 from llamarl.recipe.inputs import read_inputs, read_planned_architecture
 from llamarl.recipe.local_inputs import with_local_files
@@ -288,6 +289,20 @@ def test_several_names_are_sources_with_names_of_their_own(hub: Hub) -> None:
     assert config.data.source_names == ["sums-test", "sums"]
     prompts = read_inputs(config).prompts
     assert [prompt.source for prompt in prompts] == [0, 1, 1, 1, 1, 1]
+
+
+def test_held_out_sets_may_be_names_and_folders(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "rows.jsonl").write_bytes(JSONL)
+    given = f"evaluation.sets={{sums:hf:org/sums/test,more:{tmp_path / 'more'}}}"
+    config, pinned = with_local_files(recipe(given, held_out="null"), "evaluate")
+    commit = hub.branches[f"{DATA}@main"]
+    sets = {"sums": f"hf:org/sums/test@{commit}", "more": str(tmp_path / "more")}
+    assert pinned["evaluation.sets"] == sets
+    held_out = read_inputs(config, needs_prompts=False).held_out
+    assert [prompt.held_out for prompt in held_out] == ["sums"] + ["more"] * len(JSONL.splitlines())
+    repeated = recipe(as_argument("evaluation.sets", sets), held_out="null")
+    assert repeated.evaluation.sets == sets
 
 
 def test_the_files_of_a_split_are_read_in_their_order(hub: Hub) -> None:
