@@ -54,8 +54,8 @@ def infer(
     found: list[tuple[Sequence[int], tuple[int, ...], Arrival]] = []
     for indices in micro_batches:
         packed = send(micro_batch(columns, indices, model.num_tensor_ranks), device)
-        stats = model(packed.token_ids, packed.packing, packed.targets, temperature)
-        values = stats.logprobs.index_select(0, packed.response).float()
+        fed = packed.token_ids, packed.packing, packed.targets
+        values = model(*fed, temperature, packed.response).logprobs
         found.append((indices, packed.response_lengths, platform_of(device).fetch(values)))
     cells = ((indices, arrival.wait().split(lengths)) for indices, lengths, arrival in found)
     return {
@@ -150,8 +150,8 @@ class Passes:
         ref_logprobs = given.columns.get(REF_LOGPROBS)
         if self._is_own_reference:
             ref_logprobs = self._without_adapters(packed)
-        stats = model(packed.token_ids, packed.packing, packed.targets, self._temperature)
-        trainer_logprobs = stats.logprobs.index_select(0, packed.response)
+        fed = packed.token_ids, packed.packing, packed.targets
+        trainer_logprobs, entropy = model(*fed, self._temperature, packed.response)
         if not indices:
             trainer_logprobs.sum().backward()  # zero, but the other ranks need our part
             return None
@@ -160,7 +160,7 @@ class Passes:
             generator_logprobs=given.columns[GENERATOR_LOGPROBS],
             advantages=given.advantages,
             weights=given.weights,
-            entropy=stats.entropy.index_select(0, packed.response),
+            entropy=entropy,
             rollout_index=given.rollout_index,
             rollout_lengths=given.rollout_lengths,
             ref_logprobs=ref_logprobs,
@@ -182,8 +182,8 @@ class Passes:
         model = self._policy.model
         assert model.adapters is not None
         with model.adapters.off():
-            stats = model(packed.token_ids, packed.packing, packed.targets, self._temperature)
-        return stats.logprobs.index_select(0, packed.response)
+            fed = packed.token_ids, packed.packing, packed.targets
+            return model(*fed, self._temperature, packed.response).logprobs
 
     def _proximal(
         self, trainer_logprobs: torch.Tensor, given: dict[str, torch.Tensor]

@@ -53,10 +53,12 @@ class TrainedModel(nn.Module, ABC):
         packing: Packing,
         targets: torch.Tensor,
         temperature: float,
+        chosen: torch.Tensor | None = None,
     ) -> TokenStats:
         """Log-probs of `targets` and entropies at `temperature` for packed rollouts.
 
         `token_ids`, `targets` int64 [N]; `packing` of the rollouts' N tokens, made a multiple of
-        `num_tensor_ranks`, on the same device. Returns float32 [N] each. No rollout sees another
-        one.
+        `num_tensor_ranks`, on the same device. Returns float32 [N] each; with `chosen`
+        int64 [T], different tokens, only of these, [T]: prompts need no logits. No rollout sees
+        another one.
         """

@@ -62,17 +62,18 @@ class Transformer(TrainedModel):
         packing: Packing,
         targets: torch.Tensor,
         temperature: float,
+        chosen: torch.Tensor | None = None,
     ) -> TokenStats:
         """See TrainedModel. ValueError if the packing is of another number of tokens."""
         hidden = self.hidden_states(token_ids, packing)
         weight = self.head_weight
         if self.num_tensor_ranks == 1:
-            return token_stats(hidden, weight, targets, temperature)
+            return token_stats(hidden, weight, targets, temperature, chosen=chosen)
         from torch.distributed.tensor import DTensor  # takes half a second, which a generator saves
 
         assert isinstance(weight, DTensor)
         group = weight.device_mesh.get_group()
-        return token_stats(hidden, weight.to_local(), targets, temperature, group)
+        return token_stats(hidden, weight.to_local(), targets, temperature, group, chosen)
 
     def hidden_states(self, token_ids: torch.Tensor, packing: Packing) -> torch.Tensor:
         """Final normalised states [N, hidden_size] of packed rollouts."""

@@ -129,11 +129,16 @@ class TransformersModel(TrainedModel):
         packing: Packing,
         targets: torch.Tensor,
         temperature: float,
+        chosen: torch.Tensor | None = None,
     ) -> TokenStats:
         if self._is_packed:
             given: dict[str, Any] = {"position_ids": packing.positions[None], "packing": packing}
-            return self._stats(token_ids[None], targets, temperature, **given)
-        return self._stats_of_rows(packing.blocks, token_ids, targets, temperature)
+            targets = targets if chosen is None else targets.index_select(0, chosen)
+            return self._stats(token_ids[None], targets, temperature, chosen, **given)
+        stats = self._stats_of_rows(packing.blocks, token_ids, targets, temperature)
+        if chosen is None:
+            return stats
+        return TokenStats(*(column.index_select(0, chosen) for column in stats))
 
     def _stats_of_rows(
         self,
@@ -168,14 +173,14 @@ class TransformersModel(TrainedModel):
         cells: torch.Tensor | None = None,
         **given: Any,
     ) -> TokenStats:
-        """Of the tokens at `cells` of `rows` [R, W] (None: all of them)."""
-        chosen = slice(None) if cells is None else cells
+        """Of the tokens at `cells` of `rows` [R, W] (None: all of them), whose targets are
+        given."""
         if self._is_head_plain:
             hidden = self.causal.base_model(input_ids=rows, use_cache=False, **given)[0]
             weight = self.causal.get_output_embeddings().weight
-            return token_stats(hidden.flatten(0, 1)[chosen], weight, targets, temperature)
+            return token_stats(_at(hidden, cells), weight, targets, temperature)
         logits = self.causal(input_ids=rows, use_cache=False, **given).logits
-        return _logit_stats(logits.flatten(0, 1)[chosen], targets, temperature)
+        return _logit_stats(_at(logits, cells), targets, temperature)
 
     def _takes_packing(self) -> bool:
         """Whether every attention of the model calls ours and asks for nothing that it lacks: tried
@@ -233,6 +238,11 @@ class TransformersModel(TrainedModel):
             self.causal.set_attn_implementation(self._own_attention)
             name = type(self.causal).__name__
             log.warning("rollouts of a %s cannot be packed: each is a padded row", name)
+
+
+def _at(values: torch.Tensor, cells: torch.Tensor | None) -> torch.Tensor:
+    """Those at `cells` of [R, W, ...] (None: all): [n, ...]."""
+    return values.flatten(0, 1) if cells is None else values.flatten(0, 1)[cells]
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> float:

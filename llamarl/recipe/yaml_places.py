@@ -1,7 +1,7 @@
 """Where in the YAML files of a recipe a mistake is.
 
 Owns: file and line of a key or word, and of what is no YAML. Does not own: what is wrong with a
-value (`composition.py`). Invariant: a place is one of the files as written, before they are composed.
+value (`composition.py`). Invariant: a place is one of the files as written, before composition.
 """
 
 import re

@@ -114,12 +114,12 @@ def add_gradient(model: Transformer, rows: tuple[int, ...]) -> None:
     random = torch.Generator().manual_seed(1)
     rollouts = [torch.randint(0, 76, (length,), generator=random).numpy() for length in LENGTHS]
     columns = {
-        PROMPT_IDS: [rollout[:1] for rollout in rollouts],
-        RESPONSE_IDS: [rollout[1:] for rollout in rollouts],
+        PROMPT_IDS: [rollout[:2] for rollout in rollouts],
+        RESPONSE_IDS: [rollout[2:] for rollout in rollouts],
     }
     packed = micro_batch(columns, rows, model.num_tensor_ranks)
-    stats = model(packed.token_ids, packed.packing, packed.targets, 0.8)
-    logprobs, entropy = stats.logprobs[packed.response], stats.entropy[packed.response]
+    fed = packed.token_ids, packed.packing, packed.targets
+    logprobs, entropy = model(*fed, 0.8, packed.response)
     (logprobs.sum() + 0.1 * entropy.sum()).backward()
 
 

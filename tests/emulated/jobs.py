@@ -30,7 +30,7 @@ from llamarl.models.architecture import read_architecture
 from llamarl.storage.store import Store
 from llamarl.types import REF_LOGPROBS
 from llamarl.weights.layout.boxes import Route
-from llamarl.weights.layout.formats import formats_of
+from llamarl.weights.layout.formats import kinds_of
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from tests.distributed.rollouts import TEMPERATURE, add_reference, make_batch, make_rollouts
@@ -159,7 +159,7 @@ def make_policy_step(
         num_steps=10,
         seed=0,
         storage=Store([WatchedStorage()]),
-        formats=() if generator is None else formats_of(generator, read_architecture(checkpoint)),
+        kinds=() if generator is None else kinds_of(generator, read_architecture(checkpoint)),
     )
     return PolicyStep(spec, 0, 1, Spans("trainer-0", None), resources)
 

@@ -144,6 +144,18 @@ def test_a_step_of_products_alone_takes_its_arithmetic_at_the_cards_rate() -> No
     assert lowest < times.gemm_s < 1.2 * lowest, "small matrices cost a little more"
 
 
+def test_the_head_takes_time_for_response_tokens_alone() -> None:
+    config = make_gpu_recipe(trainer=make_trainer(num_ranks=8))
+    no_prompt, half = (
+        trainer_times(
+            replace(config, plan=PlanConfig(prompt_tokens=n, median_tokens=400, spread=0)), LLAMA_8B
+        )
+        for n in (1, 400)
+    )
+    assert half.loss_s == pytest.approx(no_prompt.loss_s / 2, rel=0.01)
+    assert half.gemm_s == no_prompt.gemm_s
+
+
 def test_attention_backwards_is_two_and_a_half_forward_passes_at_a_lower_rate() -> None:
     plain, full = (
         trainer_times(

@@ -95,6 +95,11 @@ def test_log_probs_and_gradients_are_the_library_s_for_each_rollout_alone(
     ids, targets = tokens(1, sum(LENGTHS)), tokens(2, sum(LENGTHS))
     stats = model(ids, make_packing(LENGTHS), targets, TEMPERATURE)
     (stats.logprobs.sum() + 0.1 * stats.entropy.sum()).backward()
+    some = torch.arange(0, len(ids), 3)
+    for among_all, alone in zip(
+        stats, model(ids, make_packing(LENGTHS), targets, TEMPERATURE, some), strict=True
+    ):
+        torch.testing.assert_close(among_all[some], alone, rtol=0, atol=1e-5)
     library = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32).eval()
     for part, target, logprobs, entropy in zip(
         *(column.split(LENGTHS) for column in (ids, targets, *stats)), strict=True

@@ -51,7 +51,9 @@ def forecast_trainer_alone(config: Config, architecture: Architecture) -> Traine
     kinds["waiting"] = max(0.0, passes_s - sum(kinds.values()))
     kinds["optimizer"] = costs.optimizer_s
     count = sizes(architecture)
-    flops = 6 * (count.layers + count.head) * num_tokens + 3 * pair_flops(architecture) * squares
+    num_chosen = num_tokens - workload.prompt_tokens * len(lengths)  # a prompt has no logits
+    products = count.layers * num_tokens + count.head * num_chosen
+    flops = 6 * products + 3 * pair_flops(architecture) * squares
     step_s = passes_s + costs.optimizer_s
     gpu = hardware.gpu(config.cluster.planned_gpu, trainer.device)
     return TrainerForecast(

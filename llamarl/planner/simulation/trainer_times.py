@@ -31,6 +31,7 @@ from llamarl.planner.efficiency import (
 )
 from llamarl.planner.memory.trainer_memory import MASTER_BYTES
 from llamarl.planner.simulation import collectives
+from llamarl.planner.simulation.workload import make_workload
 from llamarl.weights.layout.reshard import DTYPE_BYTES
 
 
@@ -48,10 +49,11 @@ class TrainerTimes:
     """Of the slowest trainer rank, in seconds.
 
     Per token of its micro-batches: `gemm_s`, `elementwise_s`, `loss_s` (the head's products and
-    what reads logits), `tensor_s` (tensor parallelism's collectives). `attention_s` is per square
-    of a rollout's length. Per micro-batch: `gather_s` and `reduce_s` of FSDP2, which go on beside
-    arithmetic, `launch_s` in which one CPU core launches its kernels, `latency_s` of collectives
-    that nothing hides. `forward` are the shares of the forward pass."""
+    what reads logits, of response tokens, spread over all), `tensor_s` (tensor parallelism's
+    collectives). `attention_s` is per square of a rollout's length. Per micro-batch: `gather_s` and
+    `reduce_s` of FSDP2, which go on beside arithmetic, `launch_s` in which one CPU core launches
+    its kernels, `latency_s` of collectives that nothing hides. `forward` are the shares of the
+    forward pass."""
 
     gemm_s: float
     elementwise_s: float
@@ -128,8 +130,10 @@ def trainer_times(config: Config, architecture: Architecture) -> TrainerTimes:
     work = products * count.layers + (products + 1) * num_trained * is_frozen
     gemm_s = 2 * work / tensor / flops
     head_products = 4 - is_frozen
-    head_s = 2 * head_products * count.head / tensor / (gpu.flops[dtype] * gpu.gemm * LAW.gemm)
-    loss_s = head_s + LOSS_TOUCHES * 4 * a.vocab_size / tensor / memory
+    share = make_workload(config).response_share  # a prompt's tokens have no logits
+    head_flops = 2 * head_products * count.head / tensor * share
+    head_s = head_flops / (gpu.flops[dtype] * gpu.gemm * LAW.gemm)
+    loss_s = head_s + LOSS_TOUCHES * 4 * a.vocab_size / tensor * share / memory
     form = FUSED if is_fused else EAGER
     elementwise_s = touches * touched_bytes(a, form, item) / tensor / memory
     # Sequence parallel: two gathers and two reduce-scatters of the tokens per layer, forward and

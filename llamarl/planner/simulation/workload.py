@@ -50,6 +50,13 @@ class Workload:
     correlation: float = 0.0
     normals: tuple[float, ...] = ()
 
+    @property
+    def response_share(self) -> float:
+        """Of a finished rollout's tokens, those that do not belong to its prompt."""
+        answers = (self.num_turns - 1) * self.observation_tokens
+        mean = sum(self.lengths) / len(self.lengths) + answers
+        return mean / (self.prompt_tokens + mean)
+
     def length(self, request: Request) -> int:
         """Tokens that the model will write of this rollout."""
         if not self.correlation:

@@ -1,0 +1,82 @@
+"""The output head against plain log-softmax: in chunks, and of some tokens alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llamarl.device.devices import PLATFORMS
+from llamarl.device.platform import Platform
+from llamarl.models import head
+from tests.allocation import LargestAllocation
+from tests.tiny_checkpoints import relative_error
+
+
+def test_the_head_equals_plain_log_softmax_in_any_chunk_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(23, 7, generator=generator, dtype=torch.float64)
+    weight = torch.randn(31, 7, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 31, (23,), generator=generator)
+    up = torch.randn(2, 23, generator=generator)
+    exact = [x.clone().requires_grad_() for x in (hidden, weight)]
+    log_p = (exact[0] @ exact[1].T / 0.6).log_softmax(-1)
+    logprobs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    (up[0].double() @ logprobs + up[1].double() @ entropy).backward()
+    for chunk_elements in (1, 31 * 5, 2**24):
+        monkeypatch.setattr(PLATFORMS["cpu"], "num_logits", chunk_elements)
+        got = [x.float().requires_grad_() for x in (hidden, weight)]
+        stats = head.token_stats(got[0], got[1], targets, 0.6)
+        (up[0] @ stats.logprobs + up[1] @ stats.entropy).backward()
+        assert relative_error(stats.logprobs, logprobs.float()) <= 1e-6
+        assert relative_error(stats.entropy, entropy.float()) <= 1e-6
+        for mine, theirs in zip(got, exact, strict=True):
+            assert relative_error(mine.grad.double(), theirs.grad) <= 1e-6
+
+
+@pytest.mark.parametrize("chosen", [[2, 3, 4, 9, 20, 22], [0], []])
+def test_chosen_tokens_have_the_stats_and_gradients_that_they_have_among_all(
+    chosen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PLATFORMS["cpu"], "num_logits", 31 * 4)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(23, 7, generator=generator)
+    weight = torch.randn(31, 7, generator=generator)
+    targets = torch.randint(0, 31, (23,), generator=generator)
+    some = torch.tensor(chosen, dtype=torch.int64)
+    up = torch.randn(2, len(some), generator=generator)
+    found = []
+    for given in (None, some):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        stats = head.token_stats(*leaves, targets, 0.6, chosen=given)
+        logprobs, entropy = (x if given is not None else x[some] for x in stats)
+        (up[0] @ logprobs + up[1] @ entropy).backward()
+        found.append((logprobs, entropy, *(leaf.grad for leaf in leaves)))
+    for among_all, alone in zip(*found, strict=True):
+        assert among_all.shape == alone.shape
+        assert torch.allclose(among_all, alone, atol=1e-5)
+
+
+def test_the_head_never_holds_all_logits() -> None:
+    num_tokens, vocab_size = 600, 50_000
+    hidden = torch.randn(num_tokens, 8, requires_grad=True)
+    weight = torch.randn(vocab_size, 8, requires_grad=True)
+    with LargestAllocation() as largest:
+        stats = head.token_stats(hidden, weight, torch.zeros(num_tokens, dtype=torch.int64), 1.0)
+        stats.logprobs.sum().backward()
+    assert largest.num_bytes <= 4 * PLATFORMS["cpu"].num_logits < 4 * num_tokens * vocab_size
+
+
+@pytest.mark.parametrize(
+    ("num_elements", "vocab_size", "sizes"),
+    [(2**27, 128_256, [1024, 1024, 252]), (2**24, 128_256, [128] * 17 + [124]), (30, 8, [3] * 766)],
+)
+def test_chunks_are_whole_tiles_and_hold_every_token(
+    num_elements: int, vocab_size: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = Platform()
+    platform.num_logits = num_elements
+    monkeypatch.setitem(PLATFORMS, "meta", platform)
+    hidden, weight = (torch.empty(n, 4, device="meta") for n in (sum(sizes), vocab_size))
+    assert [len(hidden[part]) for part in head._chunks(hidden, weight)] == sizes
