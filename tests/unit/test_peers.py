@@ -1,4 +1,5 @@
-"""tools/bench_peers.py: TRL renders and reads what llamarl does; slow tools are the recipe's."""
+"""tools/bench_peers.py: TRL renders and reads what llamarl does, and writes as many tokens; slow
+tools are the recipe's."""
 
 from __future__ import annotations
 
@@ -6,15 +7,21 @@ import inspect
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from bench_peers import RECIPE, write_slow_recipe
+from generate_bench.engines import random_model
 from peers_bench.chat import load_tokenizer
+from peers_bench.plain import EQUAL, LONG_TAIL, write_plain_recipe
+from peers_bench.replayed_lengths import replay
+from peers_bench.sides import Run, job_of
 from streams_bench.processors import run_steps
 from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +29,10 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.data.tokenizer import load_tokenizer as load_own
 from llamarl.environments.definition import Kind, describe, find_defined
 from llamarl.environments.turn_format import TurnFormat
+from llamarl.recipe.composition import compose, to_config
+from llamarl.recipe.inputs import read_inputs
 from llamarl.task_file import load_module
+from tests.tiny_checkpoints import LLAMA
 
 CHECKPOINT = RECIPE / "checkpoint"
 QUESTION = [{"role": "user", "content": "What is 12*34*56?"}]
@@ -90,6 +100,36 @@ def test_slow_tools_are_those_of_the_recipe_and_wait(tmp_path: Path) -> None:
     slow = load_module((folder / "task.py").read_text())
     assert describe(slow) == describe(TASK)
     assert all(inspect.iscoroutinefunction(tool) for tool in find_defined(slow).tools.values())
+
+
+def test_plain_recipes_compose_and_trl_gets_their_numbers(tmp_path: Path) -> None:
+    for lengths, num_lengths, most in ((EQUAL, 1, 128), (LONG_TAIL, 512, 512)):
+        recipe = write_plain_recipe(tmp_path / lengths, lengths)
+        run = Run(recipe=recipe, folder=tmp_path, num_cores=1, num_steps=3, seed=0)
+        config = to_config(compose(recipe, run.overrides()))
+        inputs = read_inputs(config)
+        job = job_of(config, run, num_processes=1, are_calls_gathered=False)
+        assert job["lengths"] == inputs.replay_lengths
+        assert (len(job["lengths"]), max(job["lengths"])) == (num_lengths, most)
+        assert job["max_tokens"] == config.sampling.max_tokens == most
+        assert (job["num_prompts"], job["num_generations"], job["num_steps"]) == (8, 8, 3)
+
+
+def test_trl_writes_as_many_tokens_as_llamarl_replays() -> None:
+    """On two ranks, over two generations, whatever a model of random weights would write."""
+    model = random_model(replace(LLAMA, vocab_size=8), torch.float32)
+    prompts = torch.full((3, 2), 5)
+    lengths = [4, 1, 7, 2, 9]
+    named = {"attention_mask": torch.ones_like(prompts), "do_sample": True, "max_new_tokens": 9}
+    found: list[list[int]] = [[], []]
+    whole = [lengths[i % len(lengths)] for i in range(12)]
+    for rank, own in enumerate(found):
+        replay(model, lengths, num_rows=3, rank=rank, num_ranks=2, eos_token_id=1)
+        for _ in range(2):
+            rows = model.generate(input_ids=prompts, eos_token_id=1, pad_token_id=0, **named)
+            own += [(row[2:] == 1).nonzero()[0].item() + 1 for row in rows]
+        del model.generate  # the class has its own
+    assert found[0] + found[1] == whole[:3] + whole[6:9] + whole[3:6] + whole[9:]
 
 
 def test_a_run_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ LOOK_EVERY_S = 0.5
 START_LIMIT_S = 300.0  # of a run: imports, and its end
 STEP_LIMIT_S = 300.0  # ten times what the slowest side takes
 NUM_SKIPPED = 1  # first steps, of processor seconds: llamarl fills its pipeline in them
-MICRO_BATCH = 128  # rollouts; 64 takes TRL as long, 32 and 512 longer
+MICRO_BATCH = 128  # rollouts with tools; 64 takes TRL as long, 32 and 512 longer
+PLAIN_MICRO_BATCH = 16  # without; 64 takes TRL 2 to 6 % longer
 TIMED = ("metrics.live=false", "data.held_out=null")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
@@ -69,9 +70,10 @@ class Trained:
 Side = Callable[[Run], Trained]
 
 
-def run_llamarl(run: Run) -> Trained:
-    """The recipe as it stands, in the order of the prompt file."""
-    words = command(run.recipe, run.folder, *TIMED, "data.shuffle=false", *run.overrides())
+def run_llamarl(run: Run, options: Sequence[str] = ()) -> Trained:
+    """The recipe as it stands but for `options`, in the order of the prompt file."""
+    fixed = (*TIMED, "data.shuffle=false", *options)
+    words = command(run.recipe, run.folder, *fixed, *run.overrides())
     return Trained(_timed(run, words, environment()), run.folder / "export")
 
 
@@ -80,7 +82,7 @@ def run_trl(run: Run, *, num_processes: int = 1, are_calls_gathered: bool = Fals
     run.folder.mkdir()
     config = to_config(compose(run.recipe, run.overrides()))
     path = run.folder / "job.json"
-    path.write_text(json.dumps(_job(config, run, num_processes, are_calls_gathered)))
+    path.write_text(json.dumps(job_of(config, run, num_processes, are_calls_gathered)))
     launcher = [*TORCHRUN, f"--nproc-per-node={num_processes}"] if num_processes > 1 else []
     words = [str(rivals.PYTHON), *launcher, "-m", "peers_bench.trl_program", str(path)]
     # Threads that spin while they wait take several times as long beside any other process.
@@ -90,6 +92,16 @@ def run_trl(run: Run, *, num_processes: int = 1, are_calls_gathered: bool = Fals
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(run.recipe / "checkpoint" / name, checkpoint)
     return Trained(values, checkpoint)
+
+
+def own_ways(num_cores: int, *, is_plain: bool) -> dict[str, Side]:
+    """llamarl's ways to use these cores: plain training takes the trainer longest."""
+    ways: dict[str, Side] = {"llamarl": run_llamarl}
+    if is_plain and num_cores > 1:
+        ways[f"llamarl, {num_cores} trainer ranks"] = partial(
+            run_llamarl, options=(f"trainer.num_ranks={num_cores}", "trainer.reshard_after=step")
+        )
+    return ways
 
 
 def trl_ways(num_cores: int, *, are_calls_gathered: bool) -> dict[str, Side]:
@@ -142,9 +154,12 @@ def _timed(run: Run, words: list[str], variables: dict[str, str]) -> Values:
     }
 
 
-def _job(config: Config, run: Run, num_processes: int, are_calls_gathered: bool) -> dict[str, Any]:
+def job_of(
+    config: Config, run: Run, num_processes: int, are_calls_gathered: bool
+) -> dict[str, Any]:
     """The fields of `trl_program.Job`."""
     trainer, sampling = config.trainer, config.sampling
+    replayed = sampling.replay_lengths
     return {
         "recipe": str(run.recipe),
         "out": str(run.folder),
@@ -152,7 +167,7 @@ def _job(config: Config, run: Run, num_processes: int, are_calls_gathered: bool)
         "seed": config.seed,
         "num_prompts": trainer.groups_per_step,
         "num_generations": sampling.rollouts_per_prompt,
-        "micro_batch": MICRO_BATCH,
+        "micro_batch": PLAIN_MICRO_BATCH if replayed else MICRO_BATCH,
         "num_processes": num_processes,
         "max_tokens": sampling.max_tokens,
         "max_turns": config.environment.max_turns,
@@ -165,4 +180,5 @@ def _job(config: Config, run: Run, num_processes: int, are_calls_gathered: bool)
         "max_grad_norm": trainer.max_grad_norm,
         "pattern": config.reward.pattern,
         "are_calls_gathered": are_calls_gathered,
+        "lengths": json.loads((run.recipe / replayed).read_text()) if replayed else [],
     }

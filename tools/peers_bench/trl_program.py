@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on a recipe with tools: a program for the environment of `make rivals`.
+"""TRL's GRPOTrainer on a recipe: a program for the environment of `make rivals`.
 
     python -m peers_bench.trl_program JOB.json
 
@@ -29,11 +29,12 @@ from typing import Any, NoReturn
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 
 from peers_bench.chat import load_tokenizer
+from peers_bench.replayed_lengths import replay
 
 NUM_SAMPLES = 8
 END_LIMIT = timedelta(minutes=2)  # from the last step until the first process has written
@@ -62,6 +63,7 @@ class Job:
     max_grad_norm: float
     pattern: str
     are_calls_gathered: bool
+    lengths: Sequence[int]  # plain training: of the rollouts, in their order, again and again
 
 
 class Steps(TrainerCallback):
@@ -138,6 +140,18 @@ class Reward:
         return rewards
 
 
+class PlainReward:
+    """`reward` of the recipe's task.py."""
+
+    __name__ = "task"
+
+    def __init__(self, recipe: Path) -> None:
+        self._reward = load_task(recipe).reward
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+        return [self._reward(*pair) for pair in zip(prompts, completions, strict=True)]
+
+
 class GatheredCalls:
     """A `rollout_func` that runs the calls of all rollouts of a turn together.
 
@@ -202,20 +216,21 @@ class GatheredCalls:
         return {"role": "tool", "name": name, "content": str(result)}
 
 
-def load_tools(recipe: Path) -> list[Callable[..., Any]]:
-    """The list `tools` of the recipe's task.py."""
+def load_task(recipe: Path) -> Any:
+    """The recipe's task.py."""
     spec = importlib.util.spec_from_file_location("task", recipe / "task.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    tools: list[Callable[..., Any]] = module.tools
-    return tools
+    return module
 
 
-def load_rows(path: Path) -> Dataset:
-    """The prompts in the order of the file."""
+def load_rows(path: Path, *, is_plain: bool) -> Dataset:
+    """The prompts in the order of the file: texts, or messages with their answers."""
     rows = map(json.loads, path.read_text().splitlines())
+    if is_plain:
+        return Dataset.from_list([{"prompt": row["question"]} for row in rows])
     return Dataset.from_list(
         [
             {"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]}
@@ -261,27 +276,49 @@ def make_settings(job: Job) -> GRPOConfig:
     return GRPOConfig(**settings)
 
 
-def train(job: Job) -> None:
-    """Train and save."""
+def make_trainer(job: Job) -> GRPOTrainer:
+    """With the recipe's tools, or for plain training with the lengths of the job."""
     recipe = Path(job.recipe)
-    tokenizer = load_tokenizer(recipe / "checkpoint")
-    tools = load_tools(recipe)
-    reward = Reward(tokenizer, job.pattern)
-    gathered = {"rollout_func": GatheredCalls(tools, job)}
+    checkpoint = recipe / "checkpoint"
+    given: dict[str, Any]
+    if job.lengths:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        given = {"reward_funcs": PlainReward(recipe)}
+    else:
+        tokenizer, tools = load_tokenizer(checkpoint), load_task(recipe).tools
+        gathered = {"rollout_func": GatheredCalls(tools, job)}
+        given = gathered if job.are_calls_gathered else {"tools": tools}
+        given["reward_funcs"] = Reward(tokenizer, job.pattern)
     trainer = GRPOTrainer(
-        model=str(recipe / "checkpoint"),
+        model=str(checkpoint),
         args=make_settings(job),
-        reward_funcs=reward,
-        train_dataset=load_rows(recipe / "prompts.jsonl"),
+        train_dataset=load_rows(recipe / "prompts.jsonl", is_plain=bool(job.lengths)),
         processing_class=tokenizer,
         callbacks=[Steps(job)],
-        **(gathered if job.are_calls_gathered else {"tools": tools}),
+        **given,
     )
+    if job.lengths:
+        replay(
+            trainer.model,
+            job.lengths,
+            num_rows=job.num_prompts * job.num_generations // job.num_processes,
+            rank=trainer.accelerator.process_index,
+            num_ranks=job.num_processes,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    return trainer
+
+
+def train(job: Job) -> None:
+    """Train and save."""
+    trainer = make_trainer(job)
     trainer.train()
     if trainer.is_world_process_zero():
         out = Path(job.out)
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(out / "checkpoint")
-        (out / "samples.json").write_text(json.dumps(reward.samples))
+        (reward,) = trainer.reward_funcs
+        if isinstance(reward, Reward):
+            (out / "samples.json").write_text(json.dumps(reward.samples))
 
 
 def leave() -> NoReturn:
