@@ -146,14 +146,16 @@ def test_a_step_of_products_alone_takes_its_arithmetic_at_the_cards_rate() -> No
 
 def test_the_head_takes_time_for_response_tokens_alone() -> None:
     config = make_gpu_recipe(trainer=make_trainer(num_ranks=8))
-    no_prompt, half = (
+    most = config.sampling.max_tokens
+    one, half = (
         trainer_times(
-            replace(config, plan=PlanConfig(prompt_tokens=n, median_tokens=400, spread=0)), LLAMA_8B
+            replace(config, plan=PlanConfig(prompt_tokens=n, median_tokens=most, spread=0)),
+            LLAMA_8B,
         )
-        for n in (1, 400)
+        for n in (1, most)
     )
-    assert half.loss_s == pytest.approx(no_prompt.loss_s / 2, rel=0.01)
-    assert half.gemm_s == no_prompt.gemm_s
+    assert half.loss_s == pytest.approx(one.loss_s * (most + 1) / most / 2)
+    assert half.gemm_s == one.gemm_s
 
 
 def test_attention_backwards_is_two_and_a_half_forward_passes_at_a_lower_rate() -> None:
