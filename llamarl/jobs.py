@@ -24,7 +24,7 @@ from llamarl.checkpoints import checkpoint, positions
 from llamarl.checkpoints.tokenizer_files import keep_tokenizer
 from llamarl.config import Config
 from llamarl.config.check import require
-from llamarl.dataflow.graph import EXECUTORS, GENERATE, SCORE
+from llamarl.dataflow.graph import EXECUTORS, GENERATE, SCORE, TRAIN
 from llamarl.errors import NoGenerator
 from llamarl.groups import Evaluation
 from llamarl.loop.engines import Engines, Unobserved
@@ -44,7 +44,9 @@ from llamarl.metrics.summary import SUMMARY_FILE, WriteProvenance
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.hardware import HOUR_S
 from llamarl.planner.memory.fit import check_fit
-from llamarl.recipe.inputs import Inputs, make_prompts, read_frozen, read_inputs
+from llamarl.recipe.demonstration_inputs import as_imitation, refuse_imitation
+from llamarl.recipe.frozen_models import read_frozen
+from llamarl.recipe.inputs import Inputs, make_prompts, read_inputs
 from llamarl.recipe.prompt_inputs import mini_batches, with_last_step
 from llamarl.recipe.starting_point import starting_point
 from llamarl.run.fleet import Fleet
@@ -63,12 +65,27 @@ async def train(
     config: Config, run_dir: str, console: Console, write_provenance: WriteProvenance
 ) -> dict[str, Any]:
     """Run the loop to its last step; returns the summary, which also lies in `run_dir`."""
+    refuse_imitation(config, "llamarl train")
+    return await _run(config, run_dir, console, write_provenance)
+
+
+async def sft(
+    config: Config, run_dir: str, console: Console, write_provenance: WriteProvenance
+) -> dict[str, Any]:
+    """The same on demonstrations, with the trainer alone."""
+    return await _run(as_imitation(config), run_dir, console, write_provenance)
+
+
+async def _run(
+    config: Config, run_dir: str, console: Console, write_provenance: WriteProvenance
+) -> dict[str, Any]:
     now_s = asyncio.get_running_loop().time()
     deadline_s = now_s + config.max_hours * HOUR_S if config.max_hours else math.inf
     with tokenizing_bar(console) as show:
         inputs = read_inputs(config, show=show)
     whole, config = config, with_last_step(config, len(inputs.prompts))
-    check_fit(config, inputs.architecture, read_frozen(config, inputs.graph))
+    if not config.algorithm.imitates:
+        check_fit(config, inputs.architecture, read_frozen(config, inputs.graph))
     with claim(run_dir, is_new=config.checkpoint.resume != "auto"):
         state, folder = starting_point(config, inputs, run_dir)
         prompts = make_prompts(config, inputs, state)
@@ -103,7 +120,8 @@ async def _train(
     progress = Progress(config.last_step, live=live, recent_spans=recent_spans, console=console)
     spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
     sessions = Sessions(config, inputs, run_dir, progress, spans, recent_spans, deadline_s)
-    names = name_executors(inputs.graph)
+    is_imitation = config.algorithm.imitates
+    names = {EXECUTORS[TRAIN]} if is_imitation else name_executors(inputs.graph)
     with progress, contextlib.closing(spans):
         async with _started(config, inputs, run_dir, progress, names) as (fleet, signals):
             controller = await sessions.run(fleet, signals, start)

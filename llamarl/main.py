@@ -62,9 +62,10 @@ ENDS: dict[int, tuple[str, int]] = {
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 LEAST_FILES = 64  # of the processes of the smallest run
 Job = Callable[[Config, str, Console, WriteProvenance], Coroutine[Any, Any, Any] | None]
-JOBS: dict[str, Job] = {"train": jobs.train, "evaluate": jobs.evaluate}
+JOBS: dict[str, Job] = {"train": jobs.train, "sft": jobs.sft, "evaluate": jobs.evaluate}
 COMMANDS = {
     "train": "fine-tune a checkpoint by asynchronous RL",
+    "sft": "fine-tune a checkpoint on demonstrations, without generators",
     "evaluate": "score a checkpoint on held-out prompts",
     "plan": "say, on this CPU, whether a recipe fits its GPUs and how long a step takes",
     "check": "try the executors of a recipe on this machine, against what the CPU says",
@@ -212,7 +213,9 @@ def _describe_keys(names: Sequence[str]) -> str:
 def _choose(command: str, arguments: list[str]) -> tuple[Job, list[str]]:
     """The job, and the arguments for Hydra, which makes a run folder for jobs of JOBS only."""
     if command in JOBS:
-        return JOBS[command], arguments
+        is_chosen = any(each.startswith("algorithm=") for each in arguments)
+        chosen = ["algorithm=sft"] if command == "sft" and not is_chosen else []
+        return JOBS[command], [*arguments, *chosen]
     if MULTIRUN_FLAGS & set(arguments):
         raise ValueError(f"--multirun must come with train or evaluate, got {command}")
     if command == "launch":
@@ -348,11 +351,12 @@ def _is_mistake(error: Exception) -> bool:
 
 def _exit(code: int, command: list[str], run_dir: str) -> NoReturn:
     """Say which version of a run that ended early is saved, and how to resume it; then exit."""
-    if command[1] == "train" and (newest := checkpoint.latest(run_dir)) is not None:
+    has_versions = command[1] in ("train", "sft")
+    if has_versions and (newest := checkpoint.latest(run_dir)) is not None:
         version = checkpoint.version_of(newest)
         _say(f"version {version} is saved in {shorten(str(newest))}")
         _say(f"to resume: {resume_command(command, run_dir)}")
-    elif command[1] == "train":
+    elif has_versions:
         _say(f"no version is saved in {shorten(run_dir)}")
     sys.exit(code)
 

@@ -13,7 +13,8 @@ from rich.console import Console
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.models.architecture import Architecture
-from llamarl.recipe.inputs import read_frozen, read_planned_architecture
+from llamarl.recipe.frozen_models import read_frozen
+from llamarl.recipe.inputs import read_planned_architecture
 from llamarl.recipe.prompt_inputs import with_measured_prompts
 from llamarl.recipe.task_source import read_graph, read_task
 from llamarl.run.starter import name_executor, place_executors

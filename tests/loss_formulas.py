@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.algorithms.losses.cispo import CISPOConfig
 from llamarl.algorithms.losses.clip import DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
+from llamarl.algorithms.losses.distill import DistillConfig
 from llamarl.algorithms.losses.dppo import DPPOKLConfig, DPPOTVConfig
 from llamarl.algorithms.losses.gmpo import GMPOConfig
 from llamarl.algorithms.losses.gspo import GSPOConfig
 from llamarl.algorithms.losses.reinforce import ReinforceConfig, RLOOConfig
 from llamarl.algorithms.losses.sapo import SAPOConfig
+from llamarl.algorithms.losses.sft import SFTConfig
 from llamarl.config import AlgorithmConfig
 
 CONFIGS: dict[str, AlgorithmConfig] = {
@@ -34,6 +36,8 @@ CONFIGS: dict[str, AlgorithmConfig] = {
     "sapo": SAPOConfig(),
     "dppo_tv": DPPOTVConfig(),
     "dppo_kl": DPPOKLConfig(),
+    "sft": SFTConfig(),
+    "distill": DistillConfig(teacher="t", teacher_coefficient=0.7, reward_coefficient=0.5),
 }
 # algorithm: (baseline, the sum is averaged over, lower bound, upper bound); the bounds are of the
 # ratio, but of its log for gmpo, and of how far a probability may fall and rise for dppo
@@ -51,9 +55,12 @@ PAPERS = {
     "sapo": ("standardised", "rollouts", None, None),
     "dppo_tv": ("mean", "constant", 0.15, 0.15),
     "dppo_kl": ("mean", "constant", 0.05, 0.05),
+    "sft": ("none", "tokens", None, None),
+    "distill": ("mean", "tokens", None, 4.0),
 }
-NO_BOUNDS = ("reinforce", "rloo", "sapo")  # these clip nothing
-NO_RATIO = ("reinforce", "rloo")
+NO_BOUNDS = ("reinforce", "rloo", "sapo", "sft")  # these clip nothing
+NO_RATIO = ("reinforce", "rloo", "sft")
+NO_ADVANTAGE = ("sft",)
 DUAL_CLIP = 3.0
 MOST_WEIGHT = 20.0  # of dppo
 AGE_BOUND = 5.0  # of prox / mu
@@ -79,6 +86,8 @@ def advantages(algorithm: str, rewards: list[float]) -> list[float]:
     if baseline == "others":
         total = sum(rewards)
         return [reward - (total - reward) / (len(rewards) - 1) for reward in rewards]
+    if baseline == "none":
+        return rewards
     mean = statistics.fmean(rewards)
     if baseline == "mean":
         return [reward - mean for reward in rewards]
@@ -151,8 +160,15 @@ def token_terms(
         for pi, mu, weight in zip(rollout.log_pi, rollout.log_mu, rollout.weights, strict=True)
         if weight
     ]
-    for log_pi, log_mu in zip(rollout.log_pi, rollout.log_mu, strict=True):
-        if algorithm in ("reinforce", "rloo"):
+    columns = rollout.log_pi, rollout.log_mu, rollout.log_ref
+    for log_pi, log_mu, log_ref in zip(*columns, strict=True):
+        if algorithm == "sft":
+            loss, slope = -log_pi, -1.0
+        elif algorithm == "distill":  # coefficients 0.5 and 0.7, gaps of 5 nats at most
+            weight = math.exp(min(log_pi - log_mu, math.log(high)))
+            slope = -weight * (0.5 * a + 0.7 * min(max(log_ref - log_pi, -5.0), 5.0))
+            loss = slope * log_pi
+        elif algorithm in ("reinforce", "rloo"):
             loss, slope = -a * log_pi, -a
         elif algorithm in ("aipo", "cispo"):
             weight = math.exp(min(log_pi - log_mu, math.log(high)))

@@ -30,6 +30,7 @@ from generate_bench.engines import ARCHITECTURE, LARGE
 from harness import ROOT, Bench
 
 from llamarl.algorithms.losses import algorithms, find_loss
+from llamarl.config import LoraConfig
 from llamarl.executors.passes import Passes, infer
 from llamarl.groups import BatchRollout
 from llamarl.models import hf
@@ -101,7 +102,9 @@ def flops(a: Architecture, num_tokens: int) -> float:
 class Trained:
     """A model with random weights and its passes."""
 
-    def __init__(self, a: Architecture, num_rollouts: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, a: Architecture, num_rollouts: int, dtype: torch.dtype, algorithm: str = "aipo"
+    ) -> None:
         random = torch.Generator().manual_seed(0)
         model = Transformer(a)
         with torch.no_grad():
@@ -112,10 +115,11 @@ class Trained:
             hf.load_into(dict(model.named_parameters()), QUICKSTART)
         self.model = model.to(dtype)
         self.rows, self.columns = make_rollouts(num_rollouts, a.vocab_size)
-        algorithm = algorithms()["aipo"]()
-        spec = SimpleNamespace(algorithm=algorithm, sampling=SimpleNamespace(temperature=1.0))
+        chosen, sampling = algorithms()[algorithm](), SimpleNamespace(temperature=1.0)
+        config = SimpleNamespace(lora=LoraConfig())
+        spec = SimpleNamespace(algorithm=chosen, sampling=sampling, config=config)
         policy = SimpleNamespace(model=self.model)
-        self._passes = Passes(policy, CPU, spec, find_loss(algorithm))
+        self._passes = Passes(policy, CPU, spec, find_loss(chosen))
         self.num_tokens = sum(row.num_tokens + PROMPT_TOKENS - 1 for row in self.rows)
 
     def run(self) -> float:

@@ -65,7 +65,7 @@ def evaluate(recipe: Path, checkpoint: Path, run_dir: Path) -> float:
     """Greedy accuracy of a checkpoint on all of the recipe's held-out prompts. SystemExit with what
     the run wrote if it fails."""
     options = (f"--config-dir={recipe}", f"model.checkpoint={checkpoint}", f"run_dir={run_dir}")
-    _finish([sys.executable, *PROGRAM, "evaluate", *options, "metrics.live=false"])
+    finish([sys.executable, *PROGRAM, "evaluate", *options, "metrics.live=false"])
     lines = [line for path in run_dir.glob("archive/*.jsonl") for line in path.open()]
     return statistics.mean(json.loads(line)["correct"] for line in lines)
 
@@ -84,11 +84,12 @@ def train(
     begin: Callable[[], None] | None = None,
 ) -> LiveRun:
     """Train once; `begin` is called in the new process. SystemExit with its output if it fails."""
-    _finish(command(recipe, run_dir, *options, program=program), begin)
+    finish(command(recipe, run_dir, *options, program=program), begin)
     return LiveRun(run_dir)
 
 
-def _finish(words: list[str], begin: Callable[[], None] | None = None) -> None:
+def finish(words: list[str], begin: Callable[[], None] | None = None) -> None:
+    """Run a command; `begin` is called in its process. SystemExit with its output if it fails."""
     done = subprocess.run(
         words, env=environment(), capture_output=True, text=True, preexec_fn=begin
     )

@@ -34,6 +34,7 @@ ORDER = (  # of the table; what is not here comes last
         "async",
         "streams",
         "peers",
+        "sft",
         "turns",
         "store",
     ),

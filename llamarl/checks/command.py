@@ -18,7 +18,9 @@ from llamarl.config.check import require
 from llamarl.config.rank_assignment import needs_gpu
 from llamarl.models.other_architecture import OtherArchitecture
 from llamarl.planner.memory.fit import check_cards, check_fit
-from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
+from llamarl.recipe.demonstration_inputs import refuse_imitation
+from llamarl.recipe.frozen_models import read_frozen
+from llamarl.recipe.inputs import Inputs, read_inputs
 
 
 async def check(config: Config, console: Console) -> None:
@@ -28,6 +30,7 @@ async def check(config: Config, console: Console) -> None:
     inputs: list[Inputs] = []
 
     def read() -> str:
+        refuse_imitation(config, "llamarl check")
         inputs.append(read_inputs(config))
         found = inputs[0]
         return f"{found.architecture.model_type}, {len(found.prompts)} prompts"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from llamarl.config.check import Section, choice, number
+from llamarl.config.trainer_keys import LoraConfig
 
 
 @dataclass(kw_only=True)
@@ -76,6 +77,7 @@ class AlgorithmConfig(Section):
     reads_columns: ClassVar[bool] = False  # True: the loss may read algorithm.loss_columns
     scales_with_advantage: ClassVar[bool] = True
     # False: a rollout with advantage 0 may have a gradient, so its forward is not skipped.
+    imitates: ClassVar[bool] = False  # True: it learns from demonstrations, not from rollouts
 
     def check(self) -> None:
         self._check_mask()
@@ -104,3 +106,13 @@ class AlgorithmConfig(Section):
     def has_reference(self) -> bool:
         """True if the loss needs log-probs of the reference model."""
         return self.kl_coefficient > 0
+
+    @property
+    def reference(self) -> str:
+        """The reference model's checkpoint; empty: the policy's own."""
+        return ""
+
+    def runs_reference(self, lora: LoraConfig) -> bool:
+        """True if a frozen model runs beside the policy. A policy with adapters is its own
+        reference without them."""
+        return self.has_reference and (bool(self.reference) or not lora.is_used)

@@ -57,6 +57,10 @@ class DataConfig(Section):
     prompt_field: str = "question"
     """Field with the question: text, or a list of messages. `a.b` is field b of the object in a.
     Rows without `question` may have it in `prompt`, as those for TRL and verl do."""
+    completion_field: str | None = "completion"
+    """Field with the answer of a demonstration, for `llamarl sft`: text, or with `chat` a list of
+    messages too | null (with `chat`: `prompt_field` has whole conversations, of which the
+    assistant's turns are learnt)."""
     chat: bool = False
     """Wrap a question that is text in the tokenizer's chat template; else it is plain text. A list
     of messages always goes through the template."""
@@ -67,7 +71,7 @@ class DataConfig(Section):
     shuffle: bool = True
     """Take the prompts of each epoch in an order drawn from the run's seed."""
     max_prompt_tokens: int = number(1024, least=1, most=2**24)
-    """Longest prompt."""
+    """Longest prompt, or demonstration with its answer."""
     overlong: str = choice("error", "drop", "truncate")
     """What a prompt of more tokens is, or of more than `sampling.max_tokens` (held-out:
     `evaluation.max_tokens`) leaves of `generator.max_model_len`: error (it names the line) | drop

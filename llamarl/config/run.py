@@ -181,9 +181,8 @@ class Config(Section):
 
     @property
     def has_reference_model(self) -> bool:
-        """True if a frozen copy of the model runs beside the policy. With adapters the policy is
-        its own reference."""
-        return self.algorithm.has_reference and not self.trainer.lora.is_used
+        """See `AlgorithmConfig.runs_reference`."""
+        return self.algorithm.runs_reference(self.trainer.lora)
 
     @property
     def held_out_sets(self) -> dict[str, str]:

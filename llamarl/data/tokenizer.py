@@ -72,6 +72,11 @@ class Tokenizer:
         self._backend, self._template_kwargs = backend, dict(template_kwargs)
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token, those added included."""
+        return self._backend.get_vocab()
+
+    @property
     def has_chat_template(self) -> bool:
         return self._backend.chat_template is not None
 
@@ -232,6 +237,19 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
             f"{largest} from {tokenizer.folder}; set model.tokenizer to the tokenizer the "
             f"checkpoint was trained with"
         )
+
+
+def check_teacher(tokenizer: Tokenizer, teacher: Tokenizer, vocab_size: int) -> None:
+    """ValueError unless every id of the policy's tokenizer is the same token for the teacher, a
+    model with `vocab_size` rows, whose own may have more."""
+    own, others = tokenizer.vocabulary, teacher.vocabulary
+    differing = next((token for token, i in own.items() if others.get(token) != i), None)
+    if differing is not None:
+        got = f"{differing!r} is {own[differing]} and {others.get(differing, 'missing')}"
+        must = f"have the tokens of the policy's tokenizer ({tokenizer.folder})"
+        raise ValueError(f"algorithm.teacher must {must}, got {teacher.folder}, where {got}")
+    must = f"have a row for each of the {tokenizer.num_ids} ids of its tokenizer"
+    require(vocab_size >= tokenizer.num_ids, "algorithm.teacher", must, vocab_size)
 
 
 def split_stops(

@@ -253,7 +253,8 @@ def _shipped(config: Config) -> Iterator[Stage]:
     )
     trained = [*written, ADVANTAGE, *algorithm.loss_columns]
     if config.has_reference_model:
-        yield Stage(INFER, FrozenModel(config.model.checkpoint), writes=[REF_LOGPROBS])
+        checkpoint = algorithm.reference or config.model.checkpoint
+        yield Stage(INFER, FrozenModel(checkpoint), writes=[REF_LOGPROBS])
         trained.append(REF_LOGPROBS)
     yield Stage(SETTLE, EXECUTORS[SETTLE], algorithm.reward_columns, [ADVANTAGE], per=GROUP)
     found = [TRAINER_LOGPROBS, PROXIMAL_LOGPROBS, LOSS_WEIGHTS, CLIPPED]

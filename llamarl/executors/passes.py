@@ -87,7 +87,8 @@ class Passes:
         self.loss_metrics = LossMetrics()
         self._policy, self._device, self._token_loss = policy, device, token_loss
         self._algorithm, self._temperature = spec.algorithm, spec.sampling.temperature
-        self._is_own_reference = spec.algorithm.has_reference and spec.config.lora.is_used
+        has_reference, runs = spec.algorithm.has_reference, spec.algorithm.runs_reference
+        self._is_own_reference = has_reference and not runs(spec.config.lora)
 
     def accumulate(
         self,

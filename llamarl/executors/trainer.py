@@ -41,7 +41,7 @@ class TrainerExecutor:
         self._rank, self._num_ranks = rank, num_ranks
         self._storage = RecordingStore(spec.storage, spans)
         self._columns = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
-        if spec.algorithm.has_reference and not spec.config.lora.is_used:
+        if spec.algorithm.runs_reference(spec.config.lora):
             self._columns.append(REF_LOGPROBS)
         self._columns += spec.algorithm.loss_columns
         self._recomputes = spec.algorithm.proximal == "recompute"

@@ -26,7 +26,9 @@ from llamarl.metrics.trackers import MetricsLog, flatten, open_trackers
 from llamarl.planner.memory.fit import check_fit
 from llamarl.protocols import RunObserver
 from llamarl.recipe.composition import compose, to_config, to_yaml
-from llamarl.recipe.inputs import read_frozen, read_inputs
+from llamarl.recipe.demonstration_inputs import refuse_imitation
+from llamarl.recipe.frozen_models import read_frozen
+from llamarl.recipe.inputs import read_inputs
 from llamarl.recipe.local_inputs import with_local_files
 from llamarl.recipe.prompt_inputs import with_last_step
 from llamarl.run.starter import name_executors, running_cluster, spawn_executors
@@ -69,6 +71,7 @@ async def running_engines(
     config.require(config.dispatch.ranker == "none", "dispatch.ranker", must)
     must = "be off under a loop of one's own, which calls load_state"
     config.require(config.checkpoint.resume == "off", "checkpoint.resume", must)
+    refuse_imitation(config, "start_engines")
     inputs = read_inputs(config)
     config = with_last_step(config, len(inputs.prompts))
     known = name_executors(inputs.graph)

@@ -32,6 +32,7 @@ from llamarl.loop.dispatch import Dispatch
 from llamarl.protocols import Processor, Storage
 from llamarl.types import (
     RECORD,
+    Columns,
     FinishReason,
     Outcome,
     Purpose,
@@ -129,6 +130,12 @@ class Rollouts:
     async def roll_out(self, group: Group, requests: Sequence[Request]) -> None:
         """Have a group written; each rollout passes the stages as soon as it is."""
         await all_at_once(self._roll_out(group, request) for request in requests)
+
+    async def give(self, requests: Sequence[Request], columns: Columns) -> None:
+        """Open rollouts that no generator writes: storage gets their columns as they are."""
+        for request in requests:
+            self._open(request)
+        await self._storage.write([request.row_id for request in requests], columns)
 
     async def write(self, group: Group, requests: Sequence[Request]) -> None:
         """Have a group written, and no more: rollouts that are aborted count too."""

@@ -48,6 +48,7 @@ SHOWN_EVALUATIONS = 3
 SHOWN_EXECUTORS = ("generator", "trainer")
 TRAINING = "accuracy/train"
 STEP_FIGURES = (  # of a line: label, tag, format
+    ("loss", "loss/train", "{:.4f}"),
     ("reward", "reward/mean", "{:.3f}"),
     ("accuracy", TRAINING, ""),  # with its interval
     ("turns", "episode/turns", "{:.2f}"),
@@ -89,6 +90,7 @@ class Progress:
         self._scalars: Scalars = {}
         self._scores: deque[tuple[float, Share]] = deque(maxlen=CURVE_STEPS)  # reward, accuracy
         self._evaluations: deque[Evaluation] = deque(maxlen=SHOWN_EVALUATIONS)
+        self._losses: deque[tuple[int, float]] = deque(maxlen=SHOWN_EVALUATIONS)
         self._drops = Drops()
         self._startup: Startup | None = None
         self._sample = ""
@@ -178,6 +180,11 @@ class Progress:
         if self._sample:
             self._print_line(f"sample: {self._sample}")
 
+    def show_loss(self, version: int, loss: float) -> None:
+        """The held-out loss of a version, per token."""
+        self._losses.append((version, loss))
+        self._print_line(f"held-out loss {loss:.4f} at version {version}")
+
     def show_sample(self, prompt: str, completion: str, reward: float) -> None:
         """A rollout that was trained, to be shown in one line, with the end of a long prompt."""
         ending = f"  (reward {reward:g})"
@@ -259,7 +266,8 @@ class Progress:
         startup = self._startup
         if startup is not None:
             return [(role, Text(words)) for role, words in startup.rows()]
-        facts = [*self._trained(), *self._held_out()]
+        losses = rendering.losses(self._scalars.get("loss/train"), [*self._losses])
+        facts = [*self._trained(), *self._held_out(), *losses]
         if self._drops.total:
             current = f"{self._drops.num_ready:,} ready, {self._drops.num_current:,} dropped"
             facts.append(("groups dropped", Text(in_words(self._drops.total))))

@@ -166,6 +166,15 @@ def scores(kind: str, reward: Text, accuracy: Text, *pairs: tuple[Any, Any]) -> 
     return facts if any(is_shaped(*pair) for pair in pairs) else facts[1:]
 
 
+def losses(training: float | None, held_out: Sequence[tuple[int, float]]) -> list[Fact]:
+    """Of demonstrations: the loss of a step, and of held-out ones by version, as far as known."""
+    shown = [] if training is None else [("training loss", f"{training:.4f}")]
+    if held_out:
+        words = (f"{loss:.4f} (v{version})" for version, loss in held_out)
+        shown.append(("held-out loss", "  ".join(words)))
+    return [(label, Text(words, "bold")) for label, words in shown]
+
+
 def draw_shares(shares: Shares, console: Console) -> Text:
     """Busy share as a bar, then the two longest waits and their reasons as far as there is room."""
     room = console.width - LABEL_WIDTH - MARGINS
@@ -229,7 +238,10 @@ def _results(summary: Mapping[str, Any]) -> list[Fact]:
     rows = _held_out(summary)
     rate = f"  ({summary['tokens_per_s']:,.0f} tokens/s trained)" if summary["tokens_per_s"] else ""
     rows.append(("steps", Text(f"{summary['steps']}  in {duration(summary['wall_s'])} {rate}")))
-    rows.append(("rollouts", Text(f"{summary['rollouts_trained']:,} trained")))
+    kind = "demonstrations" if summary.get("training_loss") else "rollouts"
+    rows.append((kind, Text(f"{summary['rollouts_trained']:,} trained")))
+    if kind != "rollouts":
+        return rows
     if summary["groups_dropped"]:
         rows.append(("groups dropped", Text(in_words(summary["groups_dropped"]))))
     rows += [(f"of {name}", Text(_source(numbers))) for name, numbers in summary["sources"].items()]
@@ -253,6 +265,15 @@ def _source(numbers: Mapping[str, float]) -> str:
 
 def _held_out(summary: Mapping[str, Any]) -> list[Fact]:
     """What was reached before and after; without held-out prompts the training reward."""
+    if losses := summary.get("training_loss"):
+        first, last = losses
+        facts: list[Fact] = [
+            ("training loss", Text(f"{first:.4f} first step   {last:.4f} last step"))
+        ]
+        if summary["loss_after"] is not None:
+            pair = summary["loss_before"], summary["loss_after"]
+            facts.insert(0, ("held-out loss", _before_after(pair, "{:.4f}".format)))
+        return facts
     if not summary["held_out_prompts"]:
         first, last = summary.get("training_reward") or (None, None)
         if first is None or last is None:

@@ -12,6 +12,11 @@ from dataclasses import dataclass, field, replace
 
 from llamarl.groups import Dropped, Evaluation, Group, StepStats, Verdict
 from llamarl.metrics.console import Progress
+from llamarl.metrics.demonstration_metrics import (
+    HELD_OUT_LOSS,
+    demonstration_scalars,
+    perplexity,
+)
 from llamarl.metrics.held_out import append_results, evaluation_scalars
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.span import Spans
@@ -29,7 +34,7 @@ class RunLogger:
     `read_completions` decodes rows that are still in storage; `num_samples` of them are shown per
     step, beside the answer in `answer_field` of the prompt's row; one of them after its question,
     from `prompt_field`, on the console. `sources` are the names of the prompts' sources.
-    `recent_spans` is None where no spans are kept.
+    `recent_spans` is None where no spans are kept. With `is_imitation` groups are demonstrations.
     """
 
     log: MetricsLog
@@ -40,6 +45,7 @@ class RunLogger:
     num_samples: int = 0
     answer_field: str | None = None
     prompt_field: str = ""
+    is_imitation: bool = False
     sources: Sequence[str] = ()
     _step_ended_ns: int = field(default_factory=time.monotonic_ns)
     _seconds: dict[str, float] = field(default_factory=dict)
@@ -67,6 +73,12 @@ class RunLogger:
         append_results(self.log.run_dir, evaluated)
         self.progress.show_evaluation(evaluated)
 
+    def log_held_out(self, version: int, loss: float, num_tokens: int) -> None:
+        """The mean loss of the held-out demonstrations, over so many tokens."""
+        scalars = {HELD_OUT_LOSS: loss, "perplexity/held_out": perplexity(loss)}
+        self.log.log(version, scalars | {"tokens/held_out": num_tokens})
+        self.progress.show_loss(version, loss)
+
     async def log_step(
         self, stats: StepStats, groups: Sequence[Group], oldest_version: int, found: Scalars
     ) -> None:
@@ -85,17 +97,20 @@ class RunLogger:
             completions = await self.read_completions(sample_rows(groups, self.num_samples))
             self._show_sample(groups, completions)
         stats = replace(stats, scalars=stats.scalars | found)
-        scalars, histograms, texts = step_scalars(
-            groups,
-            stats,
-            dropped,
-            seconds,
-            dropped_rollouts=self._drops.take_rollouts(),
-            oldest_version=oldest_version,
-            completions=completions,
-            answer_field=self.answer_field,
-            sources=self.sources,
-        )
+        if self.is_imitation:
+            scalars, histograms, texts = demonstration_scalars(groups, stats, seconds)
+        else:
+            scalars, histograms, texts = step_scalars(
+                groups,
+                stats,
+                dropped,
+                seconds,
+                dropped_rollouts=self._drops.take_rollouts(),
+                oldest_version=oldest_version,
+                completions=completions,
+                answer_field=self.answer_field,
+                sources=self.sources,
+            )
         self.log.log(stats.version, scalars, histograms, texts)
         self.progress.show_step(stats.version, scalars)
 

@@ -13,7 +13,7 @@ import platform
 import shlex
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,7 +27,7 @@ from llamarl.json_file import parse
 from llamarl.metrics.estimates import share_of
 from llamarl.metrics.held_out import EVALUATION
 from llamarl.metrics.intervals import length
-from llamarl.metrics.shares import by_executor, read_timeline
+from llamarl.metrics.shares import Shares, by_executor, read_timeline
 from llamarl.metrics.source_metrics import SOURCE_TAGS, sum_sources
 from llamarl.metrics.span import Span, SpanReader, executor_of, span_files
 from llamarl.metrics.step_metrics import TRAINED_TOKENS
@@ -39,8 +39,9 @@ SPANS_FOLDER = "spans"
 TRACE_FILE = "trace.json"
 ARCHIVE_FOLDER = "archive"
 ARCHIVE_FILES = "rollouts-*.jsonl"
+LOSS = "loss/train"
 REWARD, RATIO_MEAN, RATIO_CLIPPED = "reward/mean", "ratio/mean", "ratio/clipped_share"
-OF_STEPS = REWARD, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS
+OF_STEPS = LOSS, REWARD, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS
 READ_TAGS = (*OF_STEPS, EVALUATION, *SOURCE_TAGS)  # of metrics.jsonl
 PACKAGES = ("llamarl", "torch", "torchmonarch", "transformers", "safetensors", "hydra-core")
 TRACKS = ("work", "publish", "mark")  # busy and wait spans share a track: they alternate
@@ -81,7 +82,8 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
     mean reward; held_out_prompts: how many prompts; interval_before, interval_after: the 95 %
     interval of the accuracy (`estimates.py`). held_out_shares: by name, of pass_at_k and maj_at_k,
     and of each named set, the value and the ends of its interval before and after.
-    training_reward: mean reward of the groups scored for the first step and for the last one.
+    training_reward: mean reward of the groups scored for the first step and for the last one;
+    training_loss: of demonstrations. loss_before, loss_after: of held-out ones.
     steps: versions trained, also if a storage unit that was lost had all rollouts of one. wall_s:
     from the first process's start to the last span, summed over sessions of a resumed run.
     tokens_per_s: response tokens of the rollouts trained, once for each step that used them, per
@@ -100,16 +102,16 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
     with TraceFile(run_dir / SPANS_FOLDER, run_dir / TRACE_FILE) as trace:
         timeline = read_timeline(run_dir / SPANS_FOLDER, trace.add)
     rollouts = _read_archive(run_dir / ARCHIVE_FOLDER)
-    metrics = run_dir / METRICS_FILE
-    steps = read_metrics(metrics, READ_TAGS) if metrics.exists() else {}
+    steps = _read_steps(run_dir / METRICS_FILE)
     steps_s = length(timeline.steps) / 1e9
-    rewards = [step[REWARD] for step in steps.values() if REWARD in step]
+    rewards, losses = ([s[tag] for s in steps.values() if tag in s] for tag in (REWARD, LOSS))
     total_staleness = sum(age * count for age, count in rollouts.staleness.items())
     summary = {
         **(held_out := rollouts.held_out()),
         "held_out_shares": _shares(steps, held_out["version_after"]),
         "training_reward": [rewards[0], rewards[-1]] if rewards else None,
-        "steps": max(len(rollouts.versions), len(rewards)),
+        "training_loss": [losses[0], losses[-1]] if losses else None,
+        "steps": max(len(rollouts.versions), len(rewards), len(losses)),
         "ended_by": ended_by,
         "wall_s": length(timeline.sessions) / 1e9,
         "tokens_per_s": _ratio(rollouts.num_tokens, steps_s),
@@ -123,13 +125,18 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
         "tokens_during_publish": timeline.tokens_during_publish(),
         "ratio_mean": _mean_over_tokens(steps, RATIO_MEAN),
         "ratio_clipped_share": _mean_over_tokens(steps, RATIO_CLIPPED),
-        "executors": {
-            executor: {"busy": shares.busy, "wait": shares.waits}
-            for executor, shares in by_executor(timeline.shares()).items()
-        },
+        "executors": _shares_of_time(by_executor(timeline.shares())),
     }
     _write_json(run_dir / SUMMARY_FILE, summary)
     return summary
+
+
+def _shares_of_time(found: Mapping[str, Shares]) -> dict[str, Any]:
+    return {name: {"busy": each.busy, "wait": each.waits} for name, each in found.items()}
+
+
+def _read_steps(path: Path) -> dict[int, dict[str, Any]]:
+    return read_metrics(path, READ_TAGS) if path.exists() else {}
 
 
 @dataclass
@@ -147,12 +154,17 @@ class ArchivedRollouts:
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
 
+    losses: dict[int, float] = field(default_factory=dict)
+    """By version evaluated, that of held-out demonstrations."""
+
     def add(self, line: dict[str, Any]) -> None:
         """Count one retired rollout."""
         if line["outcome"] == "trained":
             self._add_trained(line)
         elif line["outcome"] == "dropped" and not line.get("left_out"):
             self.dropped[line["reason"]].add(line["group_id"])  # the rest of which was not trained
+        elif line["outcome"] == "evaluated" and "loss" in line:
+            self.losses[line["version"]] = float(line["loss"])
         elif line["outcome"] == "evaluated":
             reward = line["reward"] or 0.0  # null: it failed
             correct = line.get("correct", reward >= 1.0)
@@ -182,6 +194,8 @@ class ArchivedRollouts:
                 sums = [sum(correct for correct, _ in each) for each in prompts.values()]
                 found[f"interval_{name}"] = [*share_of(sums, [*map(len, prompts.values())])][1:]
                 found["held_out_prompts"] = len(prompts)
+        found["loss_before"] = self.losses.get(0)
+        found["loss_after"] = self.losses[max(self.losses)] if self.losses else None
         return found
 
 

@@ -36,9 +36,9 @@ JUDGED_BY = (  # what the table of hyper-parameters shows of each run: the last 
     "tokens/per_s",
 )
 SECTIONS = {  # first words of tags by section; TensorBoard sorts by name, hence the numbers
-    "1_outcome": ("reward", "accuracy", "evaluation", "reward_parts"),
-    "2_rollouts": ("reward_failures", "rollouts", "groups", "dropped", "dropped_rollouts")
-    + ("columns", "length", "prompts")
+    "1_outcome": ("reward", "accuracy", "evaluation", "reward_parts", "loss", "perplexity"),
+    "2_rollouts": ("reward_failures", "rollouts", "demonstrations", "groups", "dropped")
+    + ("dropped_rollouts", "columns", "length", "prompts")
     + ("source_groups", "source_dropped_share", "source_reward", "source_length"),
     "3_training": ("policy", "ratio", "kl", "trainer"),
     "3_episodes": ("episode", "tool_calls", "tool_s", "tool_errors"),
@@ -69,10 +69,14 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "evaluation/length": "Mean tokens of a held-out completion.",
     "evaluation/truncated_share": "Share of held-out completions cut at evaluation.max_tokens.",
     "evaluation/failed": "Held-out completions whose reward failed: wrong, with reward 0.",
+    "loss/train": "llamarl sft: mean loss per token of the answers in the step.",
+    "loss/held_out": "llamarl sft: the same of the held-out demonstrations.",
+    "perplexity/": "llamarl sft: exp of the loss of that name.",
     "reward_parts/": "Mean of what this reward function gave, before its weight is applied.",
     "reward_failures/": "Rollouts whose reward failed: its code raised, took too long (hung) or "
     "returned no finite number (invalid).",
     "rollouts": "Sample completions of the step as text: in turn the best and worst of a group.",
+    "demonstrations/trained": "llamarl sft: demonstrations trained in the step.",
     "rollouts/trained": "Rollouts trained in the step.",
     "groups/trained": "Groups (the rollouts of one prompt) trained in the step.",
     "groups/carried_over": "Trained groups with tokens that were too old (see tokens/masked).",
@@ -122,6 +126,8 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "trainer/": "A number that the trainer reported at the optimizer step.",
     "tokens/per_s": "Response tokens trained per second of the step.",
     "tokens/trained": "Response tokens trained in the step.",
+    "tokens/context": "llamarl sft: tokens of the step's demonstrations that are only context.",
+    "tokens/held_out": "llamarl sft: tokens of held-out answers, which the loss is the mean over.",
     "tokens/masked": "Tokens that the model wrote of weight 0 in the loss: too old, or of a "
     "rollout that is truncated or has drifted.",
     "tokens/drifted": "Of these, tokens of rollouts that algorithm.mask_rollouts masks.",

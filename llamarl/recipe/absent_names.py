@@ -10,7 +10,7 @@ NOT_HERE = {
     "lora_modules_to_save lora_task_type lora_target_parameters",
     "a group's mean reward is the baseline, there is no critic": "critic value_model vf_coef "
     "cliprange_value gae_lambda lam gamma gae use_gae critic_warmup value_loss_coef value_head",
-    "only rewards train the policy here, not pairs of answers": "dpo orpo kto cpo simpo dpo_beta "
+    "pairs of answers train nothing here": "dpo orpo kto cpo simpo dpo_beta "
     "rpo_alpha desirable_weight undesirable_weight reference_free",
     "a reward is a function, which may ask a model that is served elsewhere": "reward_model "
     "reward_model_path reward_model_name_or_path reward_processing_classes rm_path",
@@ -39,6 +39,8 @@ NOT_HERE = {
     "use_kl_in_reward target_kl",
     "tokens are drawn one by one, without guesses of a smaller model": "mtp speculative_algorithm "
     "num_speculative_tokens speculative_config",
+    "a demonstration has a prompt and an answer": "dataset_text_field",
+    "demonstrations are trained as they are": "neftune_noise_alpha",
     "models read and write text alone": "image_key video_key image_field log_multimodal "
     "freeze_vision_tower freeze_vision_model freeze_vision_projection",
     "mixtures of experts are not trained": "router_aux_loss_coef moe router_replay "

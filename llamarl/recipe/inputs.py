@@ -8,7 +8,6 @@ before a process starts.
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from llamarl.data.tokenizer import (
     load_tokenizer,
     split_stops,
 )
-from llamarl.dataflow.graph import INFER, FrozenModel, Graph
+from llamarl.dataflow.graph import Graph
 from llamarl.device.driver import ALLOCATOR_VARIABLES, has_driver
 from llamarl.device.names import GPU
 from llamarl.environments.contained import missing
@@ -41,6 +40,8 @@ from llamarl.models.adapter_inventory import check_adapter
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.inventory import check_checkpoint, check_parallel
 from llamarl.models.other_architecture import AnyArchitecture
+from llamarl.recipe.demonstration_inputs import read_demonstrations
+from llamarl.recipe.frozen_models import check_models
 from llamarl.recipe.hub_names import PREFIX, REPOSITORY
 from llamarl.recipe.prompt_inputs import check_length, read_prompts, resolve
 from llamarl.recipe.task_source import load_task, read_graph, read_task
@@ -99,22 +100,14 @@ def read_inputs(
     graph, kinds = read_graph(config, task_source)
     task = load_task(config, task_source)
     check_trackers(config.metrics.trackers)  # task.py may have added one
-    _check_models(config, graph, architecture)
+    check_models(config, graph, architecture, tokenizer)
     check_contained(config)
     TurnFormats(tokenizer, kinds, config.environment.calls)  # raises what is wrong with them
-    prompts, held_out = PromptTable([]), list[Prompt]()
-    read = partial(read_prompts, config, tokenizer, kinds, task_source, show=show)
-    if needs_prompts:
-        prompts = read()
-        check_length(config, "sampling", prompts.longest)
-    for name in config.held_out_sets:
-        found = read(held_out=name)
-        some = found[: config.evaluation.max_prompts or len(found)]
-        held_out += [replace(prompt, held_out=name) for prompt in some]
-    share, seed = config.experience.keep_rollouts, config.seed
-    held_out = [replace(each, is_kept=is_kept(each, share, seed)) for each in held_out]
-    longest = max((len(prompt.token_ids) for prompt in held_out), default=0)
-    check_length(config, "evaluation", longest)
+    if config.algorithm.imitates and needs_prompts:
+        prompts, held_out = read_demonstrations(config, tokenizer, architecture.max_positions)
+    else:
+        read = partial(read_prompts, config, tokenizer, kinds, task_source, show=show)
+        prompts, held_out = _read_all(config, read, needs_prompts=needs_prompts)
     replay_lengths = []
     if config.sampling.replay_lengths is not None:
         path = resolve(config, config.sampling.replay_lengths)
@@ -135,6 +128,25 @@ def read_inputs(
         kinds=kinds,
         replay_lengths=replay_lengths,
     )
+
+
+def _read_all(
+    config: Config, read: Callable[..., PromptTable], *, needs_prompts: bool
+) -> tuple[PromptTable, list[Prompt]]:
+    """The prompts to train on, if those are needed, and all that are held out."""
+    prompts, held_out = PromptTable([]), list[Prompt]()
+    if needs_prompts:
+        prompts = read()
+        check_length(config, "sampling", prompts.longest)
+    for name in config.held_out_sets:
+        found = read(held_out=name)
+        some = found[: config.evaluation.max_prompts or len(found)]
+        held_out += [replace(prompt, held_out=name) for prompt in some]
+    share, seed = config.experience.keep_rollouts, config.seed
+    held_out = [replace(each, is_kept=is_kept(each, share, seed)) for each in held_out]
+    longest = max((len(prompt.token_ids) for prompt in held_out), default=0)
+    check_length(config, "evaluation", longest)
+    return prompts, held_out
 
 
 def check_contained(config: Config) -> None:
@@ -194,17 +206,6 @@ def read_planned_architecture(config: Config) -> Architecture:
         _check_planned(config, architecture)
     _check_architecture(config, architecture)
     return architecture
-
-
-def read_frozen(config: Config, graph: Graph) -> dict[str, Architecture]:
-    """The architectures of the frozen models that run the recipe's own stages, by stage; without
-    those that are not on this machine or of a family that forecasts do not know."""
-    found = {}
-    for stage in graph.between:
-        if isinstance(stage.run, FrozenModel) and stage.name != INFER:
-            with suppress(ValueError):
-                found[stage.name] = read_architecture(resolve(config, stage.run.checkpoint))
-    return found
 
 
 def _check_devices(config: Config) -> None:
@@ -274,20 +275,6 @@ def _check_architecture(config: Config, architecture: AnyArchitecture) -> None:
                 check_temperature("evaluation.temperature", config.evaluation.temperature)
             fits = generator.max_model_len <= architecture.max_positions
             generator.require(fits, "max_model_len", must)
-
-
-def _check_models(config: Config, graph: Graph, architecture: AnyArchitecture) -> None:
-    """ValueError unless the frozen models of the recipe's own stages can read the policy's
-    tokens."""
-    for stage in graph.between:
-        if isinstance(stage.run, FrozenModel) and stage.name != INFER:
-            folder = resolve(config, stage.run.checkpoint)
-            is_any = isinstance(config.trainer, TransformersConfig)  # its code computes them too
-            found = check_checkpoint(folder, is_any=is_any)
-            must = f"be the policy's {architecture.vocab_size}"
-            key = f"the vocabulary of {folder} (stage {stage.name})"
-            require(found.vocab_size == architecture.vocab_size, key, must, found.vocab_size)
-            check_parallel(found, config.trainer, config.generator)
 
 
 def make_prompts(config: Config, inputs: Inputs, state: dict[str, Any]) -> PromptStream:

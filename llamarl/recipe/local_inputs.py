@@ -35,12 +35,14 @@ ARCHITECTURE = "model.architecture"
 PROMPTS = "data.prompts"
 HELD_OUT = "data.held_out"
 SETS = "evaluation.sets"
+TEACHER = "algorithm.teacher"
 DATA_SETS = (PROMPTS, HELD_OUT, SETS)
 NEEDED = {
-    "train": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, *DATA_SETS),
-    "check": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, *DATA_SETS),
+    "train": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, *DATA_SETS, TEACHER),
+    "sft": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, PROMPTS, HELD_OUT),
+    "check": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, *DATA_SETS, TEACHER),
     "evaluate": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, HELD_OUT, SETS),
-    "plan": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, PROMPTS),
+    "plan": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, PROMPTS, TEACHER),
 }
 """By command, the keys whose files it reads; the other commands read none."""
 README = "README.md"
@@ -61,7 +63,7 @@ def with_local_files(
     pinned: dict[str, Any] = {}
     resumed = run_dir if config.checkpoint.resume == "auto" else None
     for key in NEEDED.get(command, ()):
-        value = attrgetter(key)(config)
+        value = config.algorithm.reference if key == TEACHER else attrgetter(key)(config)
         paths, names = _texts(value), _texts(value)
         if not any(map(is_hub_name, paths.values())):
             continue
@@ -128,7 +130,7 @@ def _find(config: Config, command: str, key: str, name: HubName) -> tuple[Path, 
     else:
         choose = _is_architecture if key == ARCHITECTURE else is_text
         # An adapter's are few, and no adapter without them is read.
-        has_weights = key == ADAPTER or (key == CHECKPOINT and command != "plan")
+        has_weights = key == ADAPTER or (key in (CHECKPOINT, TEACHER) and command != "plan")
         find = partial(fetch_model, key, name, choose, has_weights=has_weights)
     has_architecture = key == CHECKPOINT and config.model.architecture is not None
     if command == "plan" and (key == PROMPTS or has_architecture):

@@ -20,6 +20,7 @@ from llamarl.config import Config
 from llamarl.config.rank_assignment import Device, place_generator
 from llamarl.device.names import is_gpu
 from llamarl.loop.controller import Controller
+from llamarl.loop.imitation import Imitation
 from llamarl.run.fleet import Fleet
 from llamarl.storage.channel import Packet
 from llamarl.storage.connection import Connection
@@ -113,7 +114,7 @@ class RunControl:
     """Answers for a run at work."""
 
     config: Config
-    controller: Controller
+    controller: Controller | Imitation
     fleet: Fleet
 
     async def answer(self, message: Message) -> Message:
@@ -170,6 +171,8 @@ class RunControl:
             raise ValueError(f"generators must be from {fewest} to {most}, got {num_replicas}")
         if config.placement.colocated:
             raise ValueError("placement must be disaggregated to scale generators, got colocated")
+        if not fleet.executors.generators:
+            raise ValueError("RUN must have generators to scale, got one of demonstrations")
         before, missing = len(fleet.wanted()), fleet.missing(num_replicas)
         if host:
             await self._place_on(host, missing)

@@ -21,6 +21,7 @@ from llamarl.checkpoints import positions
 from llamarl.config import Config
 from llamarl.errors import ExecutorLost
 from llamarl.loop.controller import Controller
+from llamarl.loop.imitation import Imitation
 from llamarl.metrics.console import Progress
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.span import Spans
@@ -29,6 +30,7 @@ from llamarl.recipe.inputs import Inputs
 from llamarl.recipe.starting_point import starting_point
 from llamarl.run.control import RunControl, listening
 from llamarl.run.fleet import Fleet
+from llamarl.run.imitation_wiring import build_imitation
 from llamarl.run.signals import Signals
 from llamarl.run.wiring import Wiring
 
@@ -38,6 +40,10 @@ GC_THRESHOLDS = 1_000_000, 20, 20  # rare collections, as tens of thousands of r
 
 Start = tuple[dict[str, Any], str | None]
 """The state that a session begins with, and the checkpoint that holds it, if any."""
+
+
+Loop = Controller | Imitation
+"""What drives the executors of a session."""
 
 
 class SessionLost(Exception):  # noqa: N818 - an outcome more than an error
@@ -62,7 +68,7 @@ class Sessions:
     deadline_s: float = math.inf
     """Of the event loop: the step in which it comes is the last one."""
 
-    async def run(self, fleet: Fleet, signals: Signals, first: Start) -> Controller:
+    async def run(self, fleet: Fleet, signals: Signals, first: Start) -> Loop:
         """Drive the executors of the fleet, and those that take their place, from `first` to the
         run's end."""
         start, has_begun = first, True
@@ -88,7 +94,7 @@ class Sessions:
                 raise SessionLost([loss], start[0].get("version", 0)) from loss
             raise loss
 
-    async def _run(self, fleet: Fleet, signals: Signals, start: Start) -> Controller:
+    async def _run(self, fleet: Fleet, signals: Signals, start: Start) -> Loop:
         """One session; SessionLost if executors were lost, and others may take their place."""
         state, _ = start
         first_step = state["version"] + 1 if state else 0
@@ -111,7 +117,7 @@ class Sessions:
 
     async def _prepare(
         self, fleet: Fleet, start: Start, metrics: MetricsLog, exits: AsyncExitStack
-    ) -> Controller:
+    ) -> Loop:
         """Bring the executors to `start` and connect them; `exits` undo that."""
         state, folder = start
         executors = fleet.executors
@@ -121,16 +127,19 @@ class Sessions:
             await executors.trainer.call_one.restore(folder)
         wiring = Wiring(self.config, self.inputs, executors, self.run_dir, self.spans, state)
         run_logger = wiring.make_run_logger(metrics, self.progress, self.recent_spans)
-        controller = wiring.build_controller(fleet, run_logger, deadline_s=self.deadline_s)
+        is_imitation = self.config.algorithm.imitates
+        build = build_imitation if is_imitation else Wiring.build_controller
+        controller: Loop = build(wiring, fleet, run_logger, deadline_s=self.deadline_s)
         for each in (controller.engines, fleet):  # closed in reverse
             exits.push_async_callback(each.close)
-        self.progress.show_phase("connecting trainer and generators")
-        await controller.engines.connect()
+        if not is_imitation:
+            self.progress.show_phase("connecting trainer and generators")
+            await controller.engines.connect()
         gc.set_threshold(*GC_THRESHOLDS)
         run_logger.start(state.get("version", 0))
         return controller
 
-    async def _until_end(self, controller: Controller, fleet: Fleet, signals: Signals) -> None:
+    async def _until_end(self, controller: Loop, fleet: Fleet, signals: Signals) -> None:
         """Run the loop; whatever ends it ahead of time, what was learnt is saved."""
         try:
             control = RunControl(self.config, controller, fleet)

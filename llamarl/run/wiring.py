@@ -350,6 +350,7 @@ class Wiring:
             num_samples=self.config.metrics.sample_rollouts,
             answer_field=self.config.reward.answer_field,
             prompt_field=self.config.data.prompt_field,
+            is_imitation=self.config.algorithm.imitates,
             sources=self.config.data.source_names,
         )
 

@@ -151,7 +151,10 @@ def make_policy_step(
         checkpoint=checkpoint,
         rendezvous=f"{checkpoint}-{uuid.uuid4()}",
         config=placed(TrainerConfig(lr=0.01, eps=1e-4, **trainer), device),
-        algorithm=algorithms()[algorithm](**(penalties if algorithm != "aipo" else {})),
+        algorithm=algorithms()[algorithm](
+            **(penalties if algorithm != "aipo" else {}),
+            **({"teacher": "folder"} if algorithm == "distill" else {}),
+        ),
         sampling=SamplingConfig(temperature=TEMPERATURE, max_tokens=64),
         weights=WeightsConfig(),
         placement=PlacementConfig(),

@@ -29,7 +29,11 @@ def make_config(*overrides: str) -> Config:
 
 
 GPUS = ["generator.device=cuda", "trainer.device=cuda"]
-NEEDS = {"cuda_ipc": GPUS, "environment": ["environment.tools=[task]", "data.chat=true"]}
+NEEDS = {
+    "cuda_ipc": GPUS,
+    "environment": ["environment.tools=[task]", "data.chat=true"],
+    "distill": ["algorithm.teacher=folder"],
+}
 
 
 @pytest.mark.parametrize(("group", "choice"), GROUPS, ids=[f"{g}={c}" for g, c in GROUPS])

@@ -43,7 +43,7 @@ def fields_of(config: Any) -> dict[str, object]:
 
 def test_keys_of_one_choice_and_defaults_that_differ_are_marked() -> None:
     keys = reference().keys
-    assert "algorithm=aipo|dppo_kl|dppo_tv\n" in keys["algorithm.rho"].text()
+    assert "algorithm=aipo|distill|dppo_kl|dppo_tv\n" in keys["algorithm.rho"].text()
     assert "default mean (" in keys["algorithm.advantage"].text()
     assert "rloo: leave_one_out" in keys["algorithm.advantage"].text()
     assert "from 0 to 1," in keys["trainer.min_lr_share"].text()
@@ -150,7 +150,7 @@ def test_a_reason_names_only_keys_and_pages_that_exist() -> None:
         ("critic.optim.lr=1", "there is no critic"),
         ("deepspeed=zero3.json", "the trainer is sharded by FSDP2"),
         ("algorithm=gae", "got 'gae': a group's mean reward is the baseline"),
-        ("algorithm=dpo", "got 'dpo': only rewards train the policy"),
+        ("algorithm=dpo", "got 'dpo': pairs of answers train nothing here"),
         ("algorithm=grp0", "got 'grp0' (did you mean grpo?)"),
         ("generator=sglang", "got 'sglang': new weights are copied into"),
         ("trainer=megatron", "got 'megatron': the trainer is sharded by FSDP2"),

@@ -18,11 +18,13 @@ from llamarl.algorithms.losses import algorithms
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.algorithms.losses.cispo import CISPOConfig
 from llamarl.algorithms.losses.clip import DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
+from llamarl.algorithms.losses.distill import DistillConfig
 from llamarl.algorithms.losses.dppo import DPPOKLConfig, DPPOTVConfig
 from llamarl.algorithms.losses.gmpo import GMPOConfig
 from llamarl.algorithms.losses.gspo import GSPOConfig
 from llamarl.algorithms.losses.reinforce import ReinforceConfig, RLOOConfig
 from llamarl.algorithms.losses.sapo import SAPOConfig
+from llamarl.algorithms.losses.sft import SFTConfig
 from llamarl.algorithms.policy_loss import denominator, is_inert, kl_penalty, policy_loss
 from llamarl.config import AlgorithmConfig
 
@@ -43,6 +45,8 @@ CONFIGS = [
     SAPOConfig(),
     DPPOTVConfig(),
     DPPOKLConfig(),
+    SFTConfig(),
+    DistillConfig(teacher="t"),
 ]
 
 

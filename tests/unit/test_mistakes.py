@@ -222,6 +222,7 @@ WRONG += ["\ud800", "é" * 1000, True, "x", [{"a": 1}], [[1]], [None]]
 MINIMUM: dict[str, dict[str, Any]] = {
     "ModelConfig": {"checkpoint": "x"},
     "DataConfig": {"prompts": "x"},
+    "DistillConfig": {"teacher": "x"},
 }
 SECTIONS = {
     each.section: name

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate
 
 from llamarl.config import Config, LoraConfig, TrainerConfig
 from llamarl.config.pools import pools_of
+from llamarl.dataflow.graph import INFER
 from llamarl.device.devices import platform_of
 from llamarl.models.adapter_inventory import adapter_shapes, trained_shapes
 from llamarl.models.architecture import Architecture
@@ -78,8 +79,8 @@ def forecast_trainer(
     if is_quantised and not trainer.lora.is_used:
         tile_bytes = QUANTISED_BYTES * platform_of(trainer.device).num_tiled
         lasting["transfer"] = lasting.get("transfer", 0) + tile_bytes
-    models = {"reference": architecture} if config.has_reference_model else {}
-    models |= {STAGE + name: model for name, model in frozen.items()}
+    models = {"reference": frozen.get(INFER, architecture)} if config.has_reference_model else {}
+    models |= {STAGE + name: model for name, model in frozen.items() if name != INFER}
     return TrainerMemory(
         weights=weights,
         state=state,
