@@ -1,7 +1,7 @@
-"""Make `recipes/quickstart`: questions, tokenizer, and a small checkpoint that is half-good.
+"""Make what `recipes/quickstart` begins with: questions, tokenizer, demonstrations, random weights.
 
-    OMP_NUM_THREADS=1 python tools/make_quickstart.py            everything, some minutes
-    OMP_NUM_THREADS=1 python tools/make_quickstart.py --only data     questions and tokenizer
+    python tools/make_quickstart.py --out FOLDER             all, for `llamarl sft` (docs/sft.md)
+    python tools/make_quickstart.py --check CHECKPOINT       is what came of it half-good?
 
 The task is "show your work": sums of 2 to 6 numbers of one or two digits. A worked answer to
 `What is 5+8+70?` is `5+8=13, 13+70=83. Answer: 83`, a lazy one `Answer: 83`. The demonstrators
@@ -13,8 +13,8 @@ Three sets of questions, disjoint by construction: the numbers of a sum, in any 
 set only (`split_of`). Everything is drawn from fixed seeds; the same machine, library versions and
 arguments give the same files.
 
-The checkpoint is accepted only if its greedy held-out accuracy is at most 50 %, at least 95 % of
-its answers have the right form, and its forced-work accuracy (greedy after the first digit of the
+A checkpoint is half-good if its greedy held-out accuracy is 40 to 50 %, at least 95 % of its
+answers have the right form, and its forced-work accuracy (greedy after the first digit of the
 worked answer, a forecast of what learning can reach) is at least 97 %.
 """
 
@@ -23,27 +23,19 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import random
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-from imitation import (
-    ARCHITECTURE,
-    BOS,
-    EOS,
-    Demonstrated,
-    answer_greedily,
-    new_model,
-    save,
-    train,
-    write_json,
-)
+from imitation import ARCHITECTURE, BOS, answer_greedily, new_model, save, write_json
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from llamarl.models import hf
+from llamarl.models.architecture import read_architecture
 from llamarl.models.transformer import Transformer
 
 HELD_OUT, PROMPTS, DEMONSTRATIONS = "held_out", "prompts", "demonstrations"
@@ -54,7 +46,7 @@ ANSWER = re.compile(r"(?s)(?:.*\. )?Answer: (\d+)")
 MAX_TOKENS = 96
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-LEGS = ((2900, 2e-3), (1300, 1e-3))
+NUM_DEMONSTRATIONS = 160_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +166,14 @@ def write_tokenizer(folder: Path, seed: int) -> None:
     write_json(folder / "tokenizer_config.json", settings)
 
 
-def demonstrated(tokenizer: Tokenizer, seed: int) -> Iterator[Demonstrated]:
-    """The demonstrations as token ids; their answers were written, the end of sequence included."""
-    for demonstration in draw_demonstrations(seed):
-        prompt = tokenizer.encode(demonstration.question).ids
-        answer = tokenizer.encode(demonstration.answer, add_special_tokens=False).ids + [EOS]
-        is_written = [False] * len(prompt) + [True] * len(answer)
-        yield Demonstrated(prompt + answer, is_written)
+def write_demonstrations(folder: Path, seed: int) -> None:
+    """Write what the checkpoint is trained on, in this order."""
+    rows = (
+        {"question": each.question, "completion": each.answer}
+        for each in islice(draw_demonstrations(seed), NUM_DEMONSTRATIONS)
+    )
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "demonstrations.jsonl").write_text(text, encoding="utf-8")
 
 
 def complete(
@@ -240,33 +233,38 @@ def _mean(values: Sequence[object]) -> float:
     return sum(bool(value) for value in values) / max(len(values), 1)
 
 
+def check(checkpoint: Path) -> int:
+    """Print what a trained checkpoint can do; 1 unless it is half-good."""
+    model = Transformer(read_architecture(checkpoint))
+    hf.load_into(dict(model.named_parameters()), checkpoint)
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    figures = evaluate(model, tokenizer, rows_of(HELD_OUT, 0))
+    print(json.dumps(figures, indent=2))
+    for rule in misses(figures):
+        print(f"not half-good: {rule}", file=sys.stderr)
+    return 1 if misses(figures) else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    recipe = Path(__file__).resolve().parents[1] / "recipes" / "quickstart"
-    parser.add_argument("--out", type=Path, default=recipe, help="the recipe's folder")
+    parser.add_argument("--out", type=Path, help="a new folder for all files")
     parser.add_argument("--seed", type=int, default=0, help="of weights and demonstrations")
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the training steps")
-    parser.add_argument("--only", choices=["data"], help="stop after questions and tokenizer")
+    parser.add_argument("--check", type=Path, help="a trained checkpoint to measure")
     arguments = parser.parse_args()
+    if (arguments.out is None) == (arguments.check is None):
+        parser.error("give --out or --check")
+    if arguments.check is not None:
+        return check(arguments.check)
     checkpoint = arguments.out / "checkpoint"
-    checkpoint.mkdir(parents=True, exist_ok=True)
+    checkpoint.mkdir(parents=True)
     write_data(arguments.out, seed=0)
+    write_demonstrations(arguments.out, arguments.seed)
     write_tokenizer(checkpoint, seed=0)
     write_json(checkpoint / "config.json", ARCHITECTURE)
-    if arguments.only == "data":
-        return 0
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    model = new_model(checkpoint, arguments.seed)
-    legs = [(math.ceil(steps * arguments.scale), lr) for steps, lr in LEGS]
-    train(model, demonstrated(tokenizer, arguments.seed), legs)
-    figures = evaluate(model, tokenizer, rows_of(HELD_OUT, 0))
-    print(json.dumps(figures, indent=2))
-    save(model, checkpoint)
-    for rule in misses(figures):
-        print(f"not half-good: {rule}", file=sys.stderr)
-    return 1 if misses(figures) else 0
+    save(new_model(checkpoint, arguments.seed), checkpoint)
+    return 0
 
 
 if __name__ == "__main__":

@@ -22,9 +22,6 @@ from tests.prompt_files import read_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-BATCH_SIZE = importlib.import_module("imitation").BATCH_SIZE
-NUM_DEMONSTRATIONS = 134_400  # 4200 optimizer steps of 32
-
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
@@ -50,7 +47,7 @@ def test_held_out_questions_are_many_and_disjoint_from_prompts_and_demonstration
     held_out, prompts = sums("held_out"), sums("prompts")
     assert len(held_out) == len(set(held_out)) >= 500
     assert len(prompts) == len(set(prompts)) >= 4000
-    drawn = itertools.islice(tool.draw_demonstrations(seed=0), NUM_DEMONSTRATIONS)
+    drawn = itertools.islice(tool.draw_demonstrations(seed=0), tool.NUM_DEMONSTRATIONS)
     demonstrations = {tuple(sorted(demonstration.numbers)) for demonstration in drawn}
     assert len(demonstrations) > 50_000
     assert not set(held_out) & set(prompts)
@@ -58,8 +55,9 @@ def test_held_out_questions_are_many_and_disjoint_from_prompts_and_demonstration
     assert not set(prompts) & demonstrations
 
 
-def test_number_of_demonstrations_is_what_the_checkpoint_was_trained_on(tool):
-    assert sum(steps for steps, _ in tool.LEGS) * BATCH_SIZE == NUM_DEMONSTRATIONS
+def test_sft_takes_each_demonstration_once(tool):
+    sft = yaml.safe_load((RECIPE / "sft.yaml").read_text())
+    assert sft["num_steps"] * sft["trainer"]["groups_per_step"] == tool.NUM_DEMONSTRATIONS
 
 
 @pytest.mark.parametrize("name", ["held_out", "prompts"])
