@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.config import ClusterConfig, TrainerConfig
+from llamarl.config import ClusterConfig, PlanConfig, TrainerConfig
 from llamarl.data.packing import pack
 from llamarl.data.partition import partition, partition_in_equal_counts
 from llamarl.models.inventory import attention_cost
@@ -115,11 +115,13 @@ def test_with_long_tails_ranks_wait_less_for_the_slowest_than_if_balanced_as_a_w
 
 
 def test_attention_costs_about_as_much_as_in_the_forecasts():
-    """The cost is arithmetic alone; the forecasts have a rate for each kind of work."""
+    """The cost is arithmetic alone, as if every token had logits; the forecasts have a rate for
+    each kind of work."""
     wide = replace(LLAMA, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32)
     wide = replace(wide, num_kv_heads=8, head_dim=128, vocab_size=128256)
     trainer = TrainerConfig(device="cuda", compute_dtype="bfloat16")
-    costs = hardware_costs(make_recipe(trainer=trainer, cluster=ClusterConfig()), wide)
+    recipe = make_recipe(trainer=trainer, cluster=ClusterConfig(), plan=PlanConfig(prompt_tokens=1))
+    costs = hardware_costs(recipe, wide)
     assert 1 <= costs.square_s / costs.token_s / attention_cost(wide) < 2
 
 
