@@ -84,8 +84,7 @@ async def _run(
     with tokenizing_bar(console) as show:
         inputs = read_inputs(config, show=show)
     whole, config = config, with_last_step(config, len(inputs.prompts))
-    if not config.algorithm.imitates:
-        check_fit(config, inputs.architecture, read_frozen(config, inputs.graph))
+    check_fit(config, inputs.architecture, read_frozen(config, inputs.graph))
     with claim(run_dir, is_new=config.checkpoint.resume != "auto"):
         state, folder = starting_point(config, inputs, run_dir)
         prompts = make_prompts(config, inputs, state)

@@ -9,6 +9,7 @@ import pytest
 
 from llamarl.planner.memory import fit, ranks
 from llamarl.planner.memory.fit import check_fit
+from llamarl.recipe.demonstration_inputs import as_imitation
 from tests.unit.planner_recipes import LLAMA
 from tests.unit.test_config import MINIMUM, make_config
 
@@ -16,6 +17,7 @@ GPUS = [
     *("trainer.device=cuda", "generator.device=cuda", "weights=collective"),
     *("trainer.num_ranks=8", "cluster.num_hosts=4"),
 ]
+CPU_ROOM = 20 << 30
 WIDE = replace(LLAMA, num_layers=32, hidden_size=2048, num_heads=16, num_kv_heads=8, head_dim=128)
 
 
@@ -27,8 +29,25 @@ def test_a_pool_that_does_not_fit_is_named_in_one_line() -> None:
     check_fit(make_config(f"generator.pools={pools[:1] * 2}", *GPUS, *MINIMUM), WIDE)
 
 
+@pytest.mark.parametrize("overrides", [[], ["trainer.device=cuda", "cluster.gpu=H100-80GB"]])
+def test_demonstrations_need_the_trainer_alone(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (fit, ranks):
+        monkeypatch.setattr(module, "available_bytes", lambda: CPU_ROOM)
+    config = as_imitation(make_config("algorithm=sft", *overrides, *MINIMUM))
+    found = {rank.executor: rank for rank in ranks.forecast_memory(config, WIDE).ranks}
+    others = [rank for name, rank in found.items() if name not in ("trainer", "host")]
+    assert [set(rank.bytes_by_kind) - {"reserve"} for rank in others] == [set() for _ in others]
+    on_host = set(found.get("host", found["trainer"]).bytes_by_kind)
+    assert on_host == set(found["trainer"].bytes_by_kind)
+    with pytest.raises(
+        ValueError, match=r"^(the fullest trainer|all processes of a host) must fit"
+    ):
+        check_fit(config, replace(WIDE, num_layers=400))
+
+
 SHARDED = ["generator.num_ranks=4", "trainer.activation_checkpointing=full"]
-CPU_ROOM = 20 << 30
 HUGE = replace(WIDE, hidden_size=8192, intermediate_size=28672, num_heads=64, num_layers=48)
 
 

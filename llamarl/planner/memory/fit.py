@@ -78,7 +78,7 @@ def upper_bound_bytes(
     trainer_bytes += TILE_BYTES
     num_processes = (1 + len(models)) * trainer.num_ranks + 2 + config.experience.units_per_host
     total = trainer.num_ranks * trainer_bytes
-    for pool in pools_of(config.generator):
+    for pool in pools_of(config.generator) if not config.algorithm.imitates else ():
         num_ranks = len(pool.replicas) * pool.generator.num_ranks
         rank_bytes = _generator_bytes(pool.generator, a) + 2 * config.weights.bucket_bytes
         total += num_ranks * rank_bytes

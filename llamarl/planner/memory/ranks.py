@@ -143,6 +143,8 @@ class _Phase:
 def _phases(config: Config, trainer: TrainerMemory, generator: GeneratorMemory) -> list[_Phase]:
     train = max(trainer.moments, key=lambda kinds: sum(kinds.values())) | trainer.frozen
     generate = generator.weights | {"kv_cache": generator.kv_cache} | generator.working
+    if config.algorithm.imitates:
+        generate = {}  # no generator is started
     if not config.placement.colocated or config.placement.offload == "none":
         return [_Phase(name="trainer", trainer=train, generator=generate)]
     weights = {"weights": trainer.weights} | trainer.frozen
