@@ -9,8 +9,11 @@ A demonstration travels as a Prompt: `token_ids` are those of the whole, and `fi
 what the assistant wrote of them, as [start, end].
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +21,17 @@ import numpy as np
 from llamarl.config import DataConfig
 from llamarl.data.tokenizer import Message, Tokenizer
 from llamarl.data_row import value_at
-from llamarl.environments.prompt_files import shorten_value
-from llamarl.environments.prompts import messages_of, question_of
+from llamarl.environments.prompt_files import NumberedRow, shorten_value
+from llamarl.environments.prompts import (
+    BATCH_ROWS,
+    DROPPED,
+    TRUNCATED,
+    check_template,
+    located,
+    messages_of,
+    question_of,
+    text_of,
+)
 from llamarl.episode import version_spans
 from llamarl.types import (
     FINISH_CODES,
@@ -38,46 +50,118 @@ from llamarl.types import (
 
 WRITTEN = "written"
 ASSISTANT = "assistant"
-Part = tuple[str, bool, bool]
-"""A text, whether it gets the tokenizer's special tokens, and whether the assistant wrote it."""
 
 
-def make_demonstration(
-    number: int, row: Mapping[str, Any], data: DataConfig, tokenizer: Tokenizer
-) -> Prompt:
-    """The demonstration of a row. ValueError if it lacks its fields, has no answer, or a chat
-    template that does not show where an answer begins and ends."""
+@dataclass(frozen=True)
+class Passage:
+    """A text of a demonstration: whether it gets the tokenizer's special tokens, whether the
+    assistant wrote it, and whether the token that ends a completion has to be added to it."""
+
+    text: str
+    is_special: bool = False
+    is_written: bool = False
+    gets_end: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemonstrationRules:
+    """What makes a demonstration of a row; `limit` names where `data.max_prompt_tokens` comes
+    from."""
+
+    data: DataConfig
+    tokenizer: Tokenizer
+    limit: str = "data.max_prompt_tokens"
+    counts: Counter[str] = field(default_factory=Counter)
+    """Rows that were DROPPED, or TRUNCATED, so far."""
+
+    def __post_init__(self) -> None:
+        check_template(self.data, self.tokenizer)
+
+    def make_all(self, rows: Iterable[NumberedRow], place: str | Path) -> Iterator[Prompt]:
+        """The demonstrations of these rows, in order; `prompt_id` is the row's number.
+
+        Raises a one-line ValueError that names `place` and number for the first row that lacks its
+        fields, has no answer or is too long, or whose chat template does not show where an answer
+        begins and ends. With data.overlong drop those that are too long are left out, with truncate
+        their ends, and `counts` has them.
+        """
+        rows = iter(rows)
+        while batch := [*islice(rows, BATCH_ROWS)]:
+            rendered: list[tuple[int, list[Passage]]] = []
+            wrong: ValueError | None = None
+            for number, row in batch:
+                try:
+                    rendered.append((number, _parts(row, self.data, self.tokenizer)))
+                except ValueError as error:
+                    wrong = located(place, number, error)
+                    break
+            for number, parts in self._encode(rendered):
+                try:
+                    found = self._join(number, parts)
+                except ValueError as error:
+                    raise located(place, number, error) from error
+                if found is not None:
+                    yield found
+            if wrong is not None:
+                raise wrong
+
+    def _encode(
+        self, rendered: Sequence[tuple[int, list[Passage]]]
+    ) -> Iterator[tuple[int, list[tuple[Passage, list[int]]]]]:
+        """Each part with its ids."""
+        ids = {}
+        for special in (False, True):
+            passages = (part for _, parts in rendered for part in parts)
+            texts = [part.text for part in passages if part.is_special == special]
+            ids[special] = iter(self.tokenizer.encode_all(texts, special=special))
+        for number, parts in rendered:
+            yield number, [(part, next(ids[part.is_special])) for part in parts]
+
+    def _join(self, number: int, parts: Sequence[tuple[Passage, list[int]]]) -> Prompt | None:
+        """None for one that is left out."""
+        ids: list[int] = []
+        written: list[list[int]] = []
+        for part, own in parts:
+            start = len(ids)
+            ids += own
+            if part.is_written:
+                if part.gets_end:
+                    ids.append(self.tokenizer.eos_token_ids[0])
+                written.append([start, len(ids)])
+        if not written[0][0]:
+            must = "a demonstration must begin with a token before the answer, got none"
+            raise ValueError(must)
+        text = "".join(part.text for part, _ in parts)
+        found = Prompt(prompt_id=number, text=text, token_ids=tuple(ids), fields={WRITTEN: written})
+        most, overlong = self.data.max_prompt_tokens, self.data.overlong
+        if len(ids) <= most:
+            return found
+        if overlong == "error":
+            must = f"a demonstration must have at most {most} tokens ({self.limit})"
+            raise ValueError(f"{must}, got {len(ids)}")
+        cut = truncate(found, most) if overlong == "truncate" else None
+        self.counts[DROPPED if cut is None else TRUNCATED] += 1
+        return cut
+
+
+def _parts(row: Mapping[str, Any], data: DataConfig, tokenizer: Tokenizer) -> list[Passage]:
+    """What the row's demonstration consists of, in order."""
     field = data.completion_field
     question = question_of(row, data)
     answer = None if field is None else _answer_of(row, field)
-    is_chat = data.chat or isinstance(question, list) or isinstance(answer, list)
-    if is_chat and not tokenizer.has_chat_template:
-        must = f"{data.prompt_field!r} must be text for a tokenizer without a chat template"
-        raise ValueError(f"{must}, got messages with {tokenizer.folder}")
-    if is_chat:
+    if data.chat or isinstance(question, list) or isinstance(answer, list):
+        if not tokenizer.has_chat_template:
+            must = f"{data.prompt_field!r} must be text for a tokenizer without a chat template"
+            raise ValueError(f"{must}, got messages with {tokenizer.folder}")
         before = messages_of(row, data)
         added = [] if field is None else _messages(answer, field)
         first = len(before) if field is not None else 0
-        parts = [*_chat_parts([*before, *added], first, tokenizer)]
-    elif field is None:
+        return [*_chat_parts([*before, *added], first, tokenizer)]
+    if field is None:
         must = f"{data.prompt_field!r} must be a list of messages with data.completion_field=null"
         raise ValueError(f"{must}, got {shorten_value(question)}")
-    else:
-        asked, given = _text(question, data.prompt_field), _text(answer, field)
-        parts = [(asked, True, False), (given, False, True)]
-    ids: list[int] = []
-    written: list[list[int]] = []
-    for text, special, is_written in parts:
-        start = len(ids)
-        ids += tokenizer.encode(text, special=special)
-        if is_written:
-            if not is_chat:
-                ids.append(tokenizer.eos_token_ids[0])
-            written.append([start, len(ids)])
-    if not written or not written[0][0]:
-        raise ValueError("a demonstration must begin with a token before the answer, got none")
-    text = "".join(text for text, _, _ in parts)
-    return Prompt(prompt_id=number, text=text, token_ids=tuple(ids), fields={WRITTEN: written})
+    asked, given = text_of(question, data.prompt_field), text_of(answer, field)
+    return [Passage(asked, is_special=True), Passage(given, is_written=True, gets_end=True)]
 
 
 def truncate(demonstration: Prompt, num_tokens: int) -> Prompt | None:
@@ -117,7 +201,7 @@ def as_row(demonstration: Prompt, row_id: int, version: int) -> tuple[RolloutInf
     return rollout, {name: [cell] for name, cell in cells.items()}
 
 
-def _chat_parts(messages: Sequence[Message], first: int, tokenizer: Tokenizer) -> Iterator[Part]:
+def _chat_parts(messages: Sequence[Message], first: int, tokenizer: Tokenizer) -> Iterator[Passage]:
     """The conversation up to its last answer, cut where the answers among `messages[first:]` begin
     and end."""
     answers = [i for i in range(first, len(messages)) if messages[i]["role"] == ASSISTANT]
@@ -135,8 +219,8 @@ def _chat_parts(messages: Sequence[Message], first: int, tokenizer: Tokenizer) -
         end = _end_of_turn(whole, len(before), tokenizer)
         if end < 0:
             raise ValueError(f"{must} end an answer with a token that ends a completion")
-        yield whole[at : len(before)], False, False
-        yield whole[len(before) : end], False, True
+        yield Passage(whole[at : len(before)])
+        yield Passage(whole[len(before) : end], is_written=True)
         at = end
 
 
@@ -159,14 +243,8 @@ def _answer_of(row: Mapping[str, Any], field: str) -> Any:
 def _messages(value: Any, field: str) -> list[Message]:
     """The messages in a field; a text is one of the assistant's."""
     if not isinstance(value, list):
-        return [{"role": ASSISTANT, "content": _text(value, field)}]
+        return [{"role": ASSISTANT, "content": text_of(value, field)}]
     if not value or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value):
         must = f"{field!r} must be text or a list of messages with 'role' and 'content'"
         raise ValueError(f"{must}, got {shorten_value(value)}")
-    return value
-
-
-def _text(value: object, field: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{field!r} must be text that is not blank, got {shorten_value(value)}")
     return value

@@ -1,5 +1,7 @@
 """Prompts of large files: tokenised once, by several processes, and found again by later runs.
 
+Demonstrations are prompts with answers, and kept alike.
+
 Owns: the folder, its key, and the processes that fill it. Does not own: what makes a prompt
 (`prompts.py`) or how it lies in a file (`prompt_table.py`). Invariant: a folder with its final name
 is whole, and is that of equal files, tokenizer and rules; so what a run reads does not depend on
@@ -17,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -31,6 +33,7 @@ from llamarl.config import DataConfig, RewardConfig
 from llamarl.config.check import DAY_S
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
 from llamarl.environments.definition import Kinds, as_kinds, schemas_of
+from llamarl.environments.demonstrations import DemonstrationRules
 from llamarl.environments.prompt_files import FilePiece, cut_files, whole
 from llamarl.environments.prompt_table import (
     INDEX_FILE,
@@ -55,6 +58,7 @@ FORMAT = 1  # of the files
 POLL_S = 0.1
 LIMIT_S = 7 * DAY_S
 
+Rules = PromptRules | DemonstrationRules
 ShowPieces = Callable[[str, int, int], None]
 """Called with a source's name, how many of its pieces are done, and how many there are."""
 
@@ -75,11 +79,20 @@ class PromptSource:
     data: DataConfig
     tokenizer: Tokenizer
     limit: str = "data.max_prompt_tokens"
-    kinds: Kinds
+    kinds: Kinds = field(default_factory=dict)
     reward: RewardConfig | None = None
+    has_answers: bool = False
+    """True for demonstrations."""
 
-    def rules(self) -> PromptRules:
+    @property
+    def contents(self) -> str:
+        """What it holds, in a word."""
+        return "demonstrations" if self.has_answers else "prompts"
+
+    def rules(self) -> Rules:
         """Ready to be used."""
+        if self.has_answers:
+            return DemonstrationRules(data=self.data, tokenizer=self.tokenizer, limit=self.limit)
         return PromptRules(
             data=self.data,
             tokenizer=self.tokenizer,
@@ -96,6 +109,7 @@ class PromptSource:
             "limit": self.limit,
             "kinds": {name: asdict(kind) for name, kind in self.kinds.items()},
             "reward": None if self.reward is None else asdict(self.reward),
+            "has_answers": self.has_answers,
         }
 
     @property
@@ -121,11 +135,12 @@ def read_source(
     tokens = f"{source.data.max_prompt_tokens} tokens ({source.limit})"
     if not len(rows.index):
         of = f" of at most {tokens}" if counts[DROPPED] else ""
-        raise ValueError(f"{source.place} must hold at least one prompt{of}, got none")
+        one = source.contents.removesuffix("s")
+        raise ValueError(f"{source.place} must hold at least one {one}{of}, got none")
     num_rows = len(rows.index) + counts[DROPPED]
     for name, done in DONE.items() if most is None else ():
         if counts[name]:
-            words = "%d of %d prompts in %s have more than %s and are %s"
+            words = f"%d of %d {source.contents} in %s have more than %s and are %s"
             log.warning(words, counts[name], num_rows, source.place, tokens, done)
     return rows
 
@@ -164,6 +179,7 @@ def load(setup: dict[str, Any]) -> Callable[..., dict[str, Any]]:
         limit=setup["limit"],
         kinds=kinds,
         reward=None if reward is None else RewardConfig(**reward),
+        has_answers=setup["has_answers"],
     ).rules()
 
     def tokenise(_: None, folder: str, pieces: list[tuple[int, list[Any]]]) -> dict[str, Any]:
@@ -181,12 +197,12 @@ def load(setup: dict[str, Any]) -> Callable[..., dict[str, Any]]:
     return tokenise
 
 
-def _make(piece: FilePiece, rules: PromptRules) -> Iterator[Prompt]:
+def _make(piece: FilePiece, rules: Rules) -> Iterator[Prompt]:
     for prompt in rules.make_all(piece.rows(), piece.path):
         yield replace(prompt, prompt_id=piece.before + prompt.prompt_id) if piece.before else prompt
 
 
-def _write_piece(piece: FilePiece, rules: PromptRules, folder: Path, number: int) -> None:
+def _write_piece(piece: FilePiece, rules: Rules, folder: Path, number: int) -> None:
     path = folder / f"{number}.rows"
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:

@@ -55,9 +55,7 @@ class PromptRules:
     """Rows that were DROPPED, or TRUNCATED, so far."""
 
     def __post_init__(self) -> None:
-        if self.data.chat and not self.tokenizer.has_chat_template:
-            must = "data.chat must be false for a tokenizer without a chat template"
-            raise ValueError(f"{must}, got true with {self.tokenizer.folder}")
+        check_template(self.data, self.tokenizer)
 
     @property
     def tokens(self) -> str:
@@ -73,20 +71,17 @@ class PromptRules:
         """
         rows = iter(rows)
         while batch := [*islice(rows, BATCH_ROWS)]:
-            yield from self._make(batch, f"{place}:")
+            yield from self._make(batch, place)
 
     def make(self, row: Mapping[str, Any], number: int) -> Prompt:
         """The prompt of one row. ValueError, without a place, also for one that would be left
         out."""
-        for prompt in self._make([(number, dict(row))], ""):
+        for prompt in self._make([(number, dict(row))], None):
             return prompt
         most = self.data.max_prompt_tokens
         raise PromptTooLong(f"the prompt must have at most {most} tokens (data.max_prompt_tokens)")
 
-    def _make(self, batch: Sequence[NumberedRow], place: str) -> Iterator[Prompt]:
-        def located(number: int, error: ValueError) -> ValueError:
-            return ValueError(f"{place}{number}: {error}" if place else f"{error}")
-
+    def _make(self, batch: Sequence[NumberedRow], place: str | Path | None) -> Iterator[Prompt]:
         texts: list[tuple[int, dict[str, Any], str]] = []
         of_kind: dict[bool, list[int]] = {False: [], True: []}  # with special tokens: their places
         wrong: ValueError | None = None
@@ -97,10 +92,10 @@ class PromptRules:
                 if self.data.overlong == "drop":
                     self.counts[DROPPED] += 1
                     continue
-                wrong = located(number, error)
+                wrong = located(place, number, error)
                 break
             except ValueError as error:
-                wrong = located(number, error)
+                wrong = located(place, number, error)
                 break
             of_kind[special].append(len(texts))
             texts.append((number, row, text))
@@ -112,7 +107,7 @@ class PromptRules:
             try:
                 prompt = self._prompt(number, row, text, found[i])
             except ValueError as error:
-                raise located(number, error) from error
+                raise located(place, number, error) from error
             if prompt is not None:
                 yield prompt
         if wrong is not None:
@@ -152,7 +147,7 @@ class PromptRules:
                 raise ValueError(f"{must}, got messages with {self.tokenizer.folder}")
             text = self.tokenizer.render_chat(messages, self.tools(row))
         else:
-            text = _text(question, data.prompt_field)
+            text = text_of(question, data.prompt_field)
         most_chars = SLACK * data.max_prompt_tokens * self.tokenizer.max_token_chars
         if len(text) > most_chars:
             if data.overlong != "truncate":
@@ -160,6 +155,18 @@ class PromptRules:
                 raise PromptTooLong(f"{must}, got {len(text):,} characters")
             text = text[-most_chars:]
         return text, not is_chat
+
+
+def check_template(data: DataConfig, tokenizer: Tokenizer) -> None:
+    """ValueError if chats are wanted of a tokenizer without a template for them."""
+    if data.chat and not tokenizer.has_chat_template:
+        must = "data.chat must be false for a tokenizer without a chat template"
+        raise ValueError(f"{must}, got true with {tokenizer.folder}")
+
+
+def located(place: str | Path | None, number: int, error: ValueError) -> ValueError:
+    """The error of a row, with its place."""
+    return ValueError(f"{error}" if place is None else f"{place}:{number}: {error}")
 
 
 def make_prompt(
@@ -197,7 +204,7 @@ def messages_of(row: Mapping[str, Any], config: DataConfig) -> list[dict[str, An
     """The chat that a row's question, a text or messages, begins. ValueError for anything else."""
     field, question = config.prompt_field, question_of(row, config)
     if not isinstance(question, list):
-        question = [{"role": "user", "content": _text(question, field)}]
+        question = [{"role": "user", "content": text_of(question, field)}]
     if not question:
         raise ValueError(f"{field!r} must hold at least one message, got an empty list")
     for message in question:
@@ -212,7 +219,8 @@ def messages_of(row: Mapping[str, Any], config: DataConfig) -> list[dict[str, An
     return [{"role": "system", "content": config.system}, *question]
 
 
-def _text(question: object, field: str) -> str:
+def text_of(question: object, field: str) -> str:
+    """What a field holds. ValueError unless it is text that is not blank."""
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{field!r} must be text that is not blank, got {shorten_value(question)}")
     return question

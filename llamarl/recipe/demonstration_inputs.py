@@ -5,8 +5,6 @@ Owns: what of a recipe counts for it, and reading the files. Does not own: what 
 fits into the model's positions.
 """
 
-import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -22,13 +20,15 @@ from llamarl.config import (
 )
 from llamarl.config.check import require
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.environments.demonstrations import make_demonstration, truncate
-from llamarl.environments.prompt_files import read_rows
-from llamarl.environments.prompt_table import PromptTable, rows_in_memory
+from llamarl.environments.prompt_cache import (
+    PromptSource,
+    ShowPieces,
+    read_source,
+    show_nothing,
+)
+from llamarl.environments.prompt_table import PromptRows, PromptTable
 from llamarl.recipe.prompt_inputs import TASK, resolve, source_files
 from llamarl.types import Prompt
-
-log = logging.getLogger(__name__)
 
 COMMAND = "llamarl sft"
 
@@ -68,58 +68,35 @@ def refuse_imitation(config: Config, command: str) -> None:
 
 
 def read_demonstrations(
-    config: Config, tokenizer: Tokenizer, most_positions: int
+    config: Config,
+    tokenizer: Tokenizer,
+    most_positions: int,
+    *,
+    show: ShowPieces = show_nothing,
 ) -> tuple[PromptTable, list[Prompt]]:
     """The demonstrations to train on, and those held out. ValueError, with file and line, for one
     that cannot be used; with another data.overlong than error, those that are too long are left out
     or cut."""
-    data = config.data
-    if data.chat and not tokenizer.has_chat_template:
-        must = "data.chat must be false for a tokenizer without a chat template"
-        raise ValueError(f"{must}, got true with {tokenizer.folder}")
+    data, limit = config.data, "data.max_prompt_tokens"
+    if most_positions < data.max_prompt_tokens:
+        data, limit = replace(data, max_prompt_tokens=most_positions), "the model's positions"
     held_out = [] if data.held_out is None else [data.held_out]
     for key, sources in (("data.prompts", data.sources), ("data.held_out", held_out)):
         must = f"name files of demonstrations with {COMMAND}"
         require(TASK not in sources, key, must, TASK)
 
-    def read(sources: list[str]) -> PromptTable:
-        readers = (_read(config, source, tokenizer, most_positions) for source in sources)
-        return PromptTable([rows_in_memory(reader) for reader in readers])
+    def read(name: str) -> PromptRows:
+        source = PromptSource(
+            name=name,
+            place=resolve(config, name),
+            files=source_files(config, name),
+            data=data,
+            tokenizer=tokenizer,
+            limit=limit,
+            has_answers=True,
+        )
+        return read_source(source, show=show)
 
     most_held_out = config.evaluation.max_prompts or None
-    return read(data.sources), [*islice(read(held_out), most_held_out)]
-
-
-def _read(
-    config: Config, source: str, tokenizer: Tokenizer, most_positions: int
-) -> Iterator[Prompt]:
-    data = config.data
-    limits = (data.max_prompt_tokens, "data.max_prompt_tokens"), (most_positions, "positions")
-    most, limit = min(limits)
-    words = f"{most} tokens ({limit})"
-    num_kept = num_dropped = num_cut = 0
-    for path in source_files(config, source):
-        for number, row in read_rows(path):
-            try:
-                found: Prompt | None = make_demonstration(number, row, data, tokenizer)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: {error}") from error
-            assert found is not None
-            if (num_tokens := len(found.token_ids)) > most:
-                must = f"a demonstration must have at most {words}"
-                if data.overlong == "error":
-                    raise ValueError(f"{path}:{number}: {must}, got {num_tokens}")
-                found = truncate(found, most) if data.overlong == "truncate" else None
-                num_cut += found is not None
-                num_dropped += found is None
-            if found is not None:
-                num_kept += 1
-                yield replace(found, prompt_id=num_kept + num_dropped)
-    if not num_kept:
-        of = f" of at most {words}" if num_dropped else ""
-        place = resolve(config, source)
-        raise ValueError(f"{place} must hold at least one demonstration{of}, got none")
-    for number, done in ((num_dropped, "left out"), (num_cut, "cut at their end")):
-        if number:
-            told = "%d of %d demonstrations in %s have more than %s and are %s"
-            log.warning(told, number, num_kept + num_dropped, source, words, done)
+    found = [PromptTable([*map(read, sources)]) for sources in (data.sources, held_out)]
+    return found[0], [*islice(found[1], most_held_out)]

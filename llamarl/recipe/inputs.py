@@ -104,7 +104,8 @@ def read_inputs(
     check_contained(config)
     TurnFormats(tokenizer, kinds, config.environment.calls)  # raises what is wrong with them
     if config.algorithm.imitates and needs_prompts:
-        prompts, held_out = read_demonstrations(config, tokenizer, architecture.max_positions)
+        most = architecture.max_positions
+        prompts, held_out = read_demonstrations(config, tokenizer, most, show=show)
     else:
         read = partial(read_prompts, config, tokenizer, kinds, task_source, show=show)
         prompts, held_out = _read_all(config, read, needs_prompts=needs_prompts)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llamarl.config import DataConfig
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
-from llamarl.environments.demonstrations import WRITTEN, as_row, make_demonstration, truncate
+from llamarl.environments.demonstrations import WRITTEN, DemonstrationRules, as_row, truncate
 from llamarl.environments.prompts import make_prompt
 from llamarl.types import (
     NO_VERSION,
@@ -32,6 +32,14 @@ PAIRS = DataConfig(prompts="x")
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return chat_templates.write_tokenizer(tmp_path_factory.mktemp("qwen"), chat_templates.QWEN)
+
+
+def make_demonstration(
+    number: int, row: dict[str, Any], data: DataConfig, tokenizer: Tokenizer
+) -> Prompt:
+    rules = DemonstrationRules(data=data, tokenizer=tokenizer)
+    (found,) = rules.make_all([(number, row)], "x.jsonl")
+    return found
 
 
 def turns(*texts: str) -> list[dict[str, str]]:

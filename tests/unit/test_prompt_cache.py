@@ -17,6 +17,7 @@ from pyarrow import parquet
 from llamarl.config import DataConfig, RewardConfig
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
 from llamarl.environments import prompt_cache, prompt_files
+from llamarl.environments.demonstrations import DemonstrationRules
 from llamarl.environments.prompt_cache import read_source
 from llamarl.environments.prompt_files import cut_files, read_rows
 from llamarl.environments.prompt_table import PromptTable, rows_in_memory
@@ -138,6 +139,30 @@ def test_a_file_or_setting_that_has_changed_or_a_damaged_folder_is_tokenised_aga
         with (folder / "rows").open("ab") as file:
             file.write(b"more")
     assert [p.text for p in read()] == [p.text for p in first[1:]]
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_demonstrations_of_large_files_are_those_of_each_row_by_itself(
+    overlong: str, tmp_path: Path, small_pieces: Path, tokenizer: Tokenizer, caplog
+) -> None:
+    drawn = random.Random(overlong)
+    rows = [
+        {"question": "a" * drawn.randint(1, 9), "completion": "b" * drawn.randint(1, 9)}
+        for _ in range(200)
+    ]
+    path = write_lines(tmp_path / "p.jsonl", rows)
+    data = DataConfig(prompts="x.jsonl", max_prompt_tokens=11, overlong=overlong)
+    found = [*PromptTable([read_source(source_of(path, data, tokenizer, has_answers=True))])]
+    expected = []
+    for number, row in enumerate(rows, start=1):
+        rules = DemonstrationRules(data=data, tokenizer=tokenizer)
+        expected += rules.make_all([(number, row)], path)
+    assert found == expected
+    whole = sum(len(row["question"] + row["completion"]) + 2 <= 11 for row in rows)
+    assert 0 < whole < len(rows), "one token per letter, the beginning and the end"
+    assert len(found) == (whole if overlong == "drop" else len(rows))
+    num_long = len(rows) - whole
+    assert f"{num_long} of 200 demonstrations in {path} have more than 11 tokens" in caplog.text
 
 
 @pytest.mark.parametrize("num_before", [0, 250])
