@@ -17,7 +17,7 @@ SIZES = {
     "data": (7, 722),
     "dataflow": (6, 1019),
     "device": (8, 734),
-    "environments": (26, 3570),
+    "environments": (26, 3572),
     "executors": (26, 4599),
     "generation": (24, 4089),
     "lengths": (5, 423),

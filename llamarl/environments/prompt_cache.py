@@ -135,8 +135,10 @@ def read_source(
     tokens = f"{source.data.max_prompt_tokens} tokens ({source.limit})"
     if not len(rows.index):
         of = f" of at most {tokens}" if counts[DROPPED] else ""
-        one = source.contents.removesuffix("s")
-        raise ValueError(f"{source.place} must hold at least one {one}{of}, got none")
+        must = "hold at least one prompt"
+        if source.has_answers:
+            must = "hold at least one demonstration"
+        raise ValueError(f"{source.place} must {must}{of}, got none")
     num_rows = len(rows.index) + counts[DROPPED]
     for name, done in DONE.items() if most is None else ():
         if counts[name]:

@@ -132,7 +132,7 @@ def test_each_call_fails_by_itself_and_says_where_it_was() -> None:
 @pytest.mark.parametrize(
     ("bad", "status", "why"),
     [
-        ("block", HUNG, 'File "task.py", line 20 in judge'),
+        pytest.param(*("block", HUNG, 'File "task.py", line 20 in judge'), marks=pytest.mark.long),
         ("leave", RAISED, "the stage judge process ended by itself (exit code 7)"),
         ("stubborn", HUNG, "(it went on when cancelled)"),
     ],

@@ -79,7 +79,7 @@ def test_each_set_has_its_accuracy_and_the_best_version_is_kept_and_exported(
 RESUME = "checkpoint.resume=auto"
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_run_that_gets_no_better_ends_early_and_goes_on_with_more_patience(
     forks: Forks, tmp_path: Path
 ) -> None:

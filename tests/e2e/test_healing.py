@@ -40,6 +40,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.long
 def test_what_is_killed_amid_slow_tools_is_started_again_and_no_rollout_is_lost_or_wrong(
     tmp_path: Path,
 ) -> None:

@@ -72,7 +72,11 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("parts", "how", "said"),
     [
-        (("generator", "scorer", "trainer"), "raise KeyError('of the caller')", "'of the caller'"),
+        pytest.param(
+            *(("generator", "scorer", "trainer"), "raise KeyError('of the caller')"),
+            "'of the caller'",
+            marks=pytest.mark.long,
+        ),
         (
             ("generator",),
             "os.kill(engines.executors.generators[0].pids[0], signal.SIGKILL);"

@@ -174,7 +174,7 @@ def test_train_refuses_demonstrations(forks: Forks, tmp_path: Path) -> None:
     assert "algorithm must not be sft with llamarl train" in done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_two_trainer_ranks_learn_what_one_does(forks: Forks, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "recipe", num_steps=3)
     one = sft(forks, recipe, tmp_path / "one", *INLINE, "checkpoint.export=false")

@@ -117,7 +117,7 @@ def test_processes_make_of_pieces_what_one_makes_of_the_whole_and_later_runs_fin
     assert "200 of 300 prompts in" in caplog.text, "each start says so"
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_file_or_setting_that_has_changed_or_a_damaged_folder_is_tokenised_again(
     tmp_path: Path, small_pieces: Path, tokenizer: Tokenizer
 ) -> None:
