@@ -13,7 +13,7 @@ SIZES = {
     "checkpoints": (5, 536),
     "checks": (7, 602),
     "cluster": (18, 2449),
-    "config": (14, 1904),
+    "config": (14, 1906),
     "data": (7, 722),
     "dataflow": (6, 1019),
     "device": (8, 734),

@@ -9,6 +9,7 @@ from typing import Any
 
 from llamarl.config.check import Section, choice, number
 
+ENDING = re.compile(r"\.[a-z]+$")  # of a file; a folder may be called v1.2
 NOT_IN_TAGS = re.compile(r"[^\w.-]")  # of metrics
 OF_TEMPLATES = {"messages", "tools", "add_generation_prompt"}
 
@@ -91,7 +92,8 @@ class DataConfig(Section):
     def source_names(self) -> list[str]:
         """What metrics call each source: its file's name without its ending, with its place if two
         have the same."""
-        stems = [NOT_IN_TAGS.sub("_", PurePath(each).stem) for each in self.sources]
+        names = [ENDING.sub("", PurePath(each).name) for each in self.sources]
+        stems = [NOT_IN_TAGS.sub("_", name) for name in names]
         if len({*stems}) == len(stems):
             return stems
         return [f"{stem}_{place}" for place, stem in enumerate(stems)]

@@ -88,3 +88,4 @@ def test_a_source_is_called_by_its_file_unless_two_have_the_same() -> None:
     assert names("a/gsm8k.jsonl", "task", "b c.parquet") == ["gsm8k", "task", "b_c"]
     assert names("a/train.jsonl", "b/train.parquet", "c.jsonl") == ["train_0", "train_1", "c_2"]
     assert DataConfig(prompts="x.jsonl").source_names == ["x"]
+    assert DataConfig(prompts="data/v1.2").source_names == ["v1.2"], "a folder"
