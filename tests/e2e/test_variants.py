@@ -247,7 +247,7 @@ def test_sapo_without_the_rollouts_that_have_drifted(forks: Forks, tmp_path: Pat
     )
     assert run.summary["steps"] == 4
     mask = partial(masked, kind="product", low=0.7, high=1.4, negative_only=False)
-    assert_losses(run, "sapo", 1e-4, mask)
+    assert_losses(run, "sapo", 1e-4, mask=mask)
     drifted = [record["tokens/drifted"] for record in run.steps]
     assert drifted[0] == 0 < max(drifted)
     assert [record["tokens/masked"] for record in run.steps] == drifted
