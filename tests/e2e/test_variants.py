@@ -303,14 +303,21 @@ import os, pathlib, time
 
 HERE = pathlib.Path({folder!r})
 METRICS = HERE / "run" / "metrics.jsonl"
+SCORED = HERE / "scored"
+
+def num_versions():
+    return METRICS.read_text().count("trainer/loss") if METRICS.exists() else 0
 
 def reward(prompt, completion):
     try:  # the first call of all waits until others have made three versions
         os.close(os.open(HERE / "waits", os.O_CREAT | os.O_EXCL))
-        while not METRICS.exists() or METRICS.read_text().count("trainer/loss") < 3:
+        while num_versions() < 3:
             time.sleep(0.01)
+        SCORED.touch()
         return 5.0  # no other of its group has that, so the group is not dropped
     except FileExistsError:
+        while num_versions() >= 3 and not SCORED.exists():  # the run does not end without it
+            time.sleep(0.01)
         return float(len(completion) % 3)
 """
 
@@ -322,7 +329,7 @@ def test_a_late_group_is_overtaken_and_its_old_tokens_masked(forks: Forks, tmp_p
     run = train(
         forks,
         tmp_path / "run",
-        "num_steps=6",
+        "num_steps=8",
         "staleness.late=mask",
         "reward.functions=[task]",
         "reward.num_workers=2",
@@ -331,8 +338,8 @@ def test_a_late_group_is_overtaken_and_its_old_tokens_masked(forks: Forks, tmp_p
         "data.held_out=null",
         recipe=recipe,
     )
-    assert run.summary["steps"] == 6
-    assert len(run.trained) == 6 * GROUPS * SIZE
+    assert run.summary["steps"] == 8
+    assert len(run.trained) == 8 * GROUPS * SIZE
     assert_losses(run, "aipo", 1e-4)
     assert all(row["oldest_version"] == row["version"] - 1 for row in run.trained)
     is_old = [[v < row["oldest_version"] for v in versions(row)] for row in run.trained]
