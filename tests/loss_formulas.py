@@ -122,7 +122,8 @@ def may_move(algorithm: str, pi: float, mu: float, advantage: float) -> bool:
         return True  # it moved the other way
     if algorithm == "dppo_tv":
         return abs(pi - mu) <= most
-    return mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi)) <= most
+    rest_mu, rest_pi = (max(1 - p, 1e-8) for p in (mu, pi))  # float32 rounds a sure token to 1
+    return mu * math.log(mu / pi) + rest_mu * math.log(rest_mu / rest_pi) <= most
 
 
 def geometric(logs: list[float], advantage: float, low: float, high: float) -> tuple[float, bool]:

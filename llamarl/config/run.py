@@ -197,8 +197,8 @@ class Config(Section):
         self._check_episodes()
         self._check_pools()
         self._check_lengths()
-        self._check_groups()
         self._check_batches()
+        self._check_groups()
         self._check_generators()
         self._check_processes()
         self._check_memory()
@@ -258,6 +258,23 @@ class Config(Section):
         must = f"be at most sampling.max_tokens ({longest})"
         self.require(fits, "algorithm.overlong_penalty_tokens", must)
 
+    def _check_batches(self) -> None:
+        """What several steps per batch need."""
+        trainer, num_steps = self.trainer, self.trainer.steps_per_batch
+        must = (
+            f"be at least {num_steps - 1} with trainer.num_mini_batches={trainer.num_mini_batches} "
+            f"and trainer.num_passes={trainer.num_passes} (it counts optimizer steps, and so many "
+            "come between the first and the last one of a batch)"
+        )
+        is_enough = self.staleness.max_staleness >= num_steps - 1
+        self.require(is_enough, "staleness.max_staleness", must)
+        must = (
+            "be admission or group_complete with several optimizer steps per batch (task says "
+            "itself how often a group is trained on)"
+        )
+        is_one = self.experience.sampler != "task" or num_steps == 1
+        self.require(is_one, "experience.sampler", must)
+
     def _check_groups(self) -> None:
         """What steps, and the groups that are open, need."""
         num_rollouts, advantage = self.sampling.rollouts_per_prompt, self.algorithm.advantage
@@ -284,23 +301,6 @@ class Config(Section):
             "again)"
         )
         self.require(can_overtake, "staleness.late", must)
-
-    def _check_batches(self) -> None:
-        """What several steps per batch need."""
-        trainer, num_steps = self.trainer, self.trainer.steps_per_batch
-        must = (
-            f"be at least {num_steps - 1} with trainer.num_mini_batches={trainer.num_mini_batches} "
-            f"and trainer.num_passes={trainer.num_passes} (it counts optimizer steps, and so many "
-            "come between the first and the last one of a batch)"
-        )
-        is_enough = self.staleness.max_staleness >= num_steps - 1
-        self.require(is_enough, "staleness.max_staleness", must)
-        must = (
-            "be admission or group_complete with several optimizer steps per batch (task says "
-            "itself how often a group is trained on)"
-        )
-        is_one = self.experience.sampler != "task" or num_steps == 1
-        self.require(is_one, "experience.sampler", must)
 
     def _check_generators(self) -> None:
         """What collectors, rankers, and replicas that come and go need."""
