@@ -239,9 +239,10 @@ class KeyReference:
 
     def meant_by(self, name: str) -> list[str]:
         """The keys or groups that the unknown `name` may stand for, likeliest first."""
-        leaf = name.rpartition(".")[2]
+        section, _, leaf = name.rpartition(".")
         if known := _elsewhere(name):
-            return known
+            same_section = [f"{section}.{key.rpartition('.')[2]}" for key in known]
+            return [key for key in same_section if key in self.keys] or known
         same = [key for key in self.keys if key.rpartition(".")[2] == leaf and key != name]
         if same:
             return same[:3]

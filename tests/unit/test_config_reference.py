@@ -64,6 +64,12 @@ def test_names_from_elsewhere_lead_to_one_key_and_are_none_here() -> None:
         assert reference().about(name).startswith((meant, f"== {meant}"))
 
 
+def test_a_name_from_elsewhere_leads_to_the_key_of_its_section_if_there_is_one() -> None:
+    samples = "rollouts_per_prompt"
+    for section, meant in {"evaluation": "evaluation", "trainer": "sampling"}.items():
+        assert reference().meant_by(f"{section}.num_samples") == [f"{meant}.{samples}"]
+
+
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
