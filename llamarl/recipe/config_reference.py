@@ -243,8 +243,7 @@ class KeyReference:
         if known := _elsewhere(name):
             same_section = [f"{section}.{key.rpartition('.')[2]}" for key in known]
             return [key for key in same_section if key in self.keys] or known
-        same = [key for key in self.keys if key.rpartition(".")[2] == leaf and key != name]
-        if same:
+        if same := [key for key in self.keys if key.rpartition(".")[2] == leaf and key != name]:
             return same[:3]
         close = difflib.get_close_matches(name, [*self.keys, *self.sections], n=1, cutoff=0.8)
         leaves = {key.rpartition(".")[2]: key for key in reversed(self.keys)}
