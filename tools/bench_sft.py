@@ -35,9 +35,9 @@ import rivals
 import torch
 from bench_training import Trained
 from generate_bench.engines import ARCHITECTURE
+from half_good import ARCHITECTURE as SMALL
+from half_good import new_model, save, write_json, write_rows
 from harness import Bench, Values
-from imitation import ARCHITECTURE as SMALL
-from imitation import new_model, save, write_json
 from live_run import PROGRAM, LiveRun, finish
 from make_quickstart import question_of, worked_answer, write_tokenizer
 
@@ -69,8 +69,7 @@ def write_recipe(folder: Path, num_rows: int) -> Path:
     drawn = random.Random(0)
     sums = [[drawn.randint(1, 99) for _ in range(drawn.randint(4, 30))] for _ in range(num_rows)]
     rows = [{"question": question_of(s), "completion": worked_answer(s)} for s in sums]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "demonstrations.jsonl").write_text(text)
+    write_rows(folder / "demonstrations.jsonl", rows)
     recipe = {
         "defaults": ["config", "_self_"],
         "model": {"checkpoint": "checkpoint"},
