@@ -113,7 +113,9 @@ LAYOUTS: dict[int, list[TrainerConfig]] = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize(
+    "num_ranks", [*(pytest.param(n, marks=pytest.mark.long) for n in (1, 2)), 4]
+)
 def test_every_layout_gives_adapters_the_gradients_of_one_process(
     ranks: Any, checkpoint: str, tmp_path: Path, num_ranks: int
 ) -> None:

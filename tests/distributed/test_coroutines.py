@@ -133,7 +133,10 @@ def test_each_call_fails_by_itself_and_says_where_it_was() -> None:
     ("bad", "status", "why"),
     [
         pytest.param(*("block", HUNG, 'File "task.py", line 20 in judge'), marks=pytest.mark.long),
-        ("leave", RAISED, "the stage judge process ended by itself (exit code 7)"),
+        pytest.param(
+            *("leave", RAISED, "the stage judge process ended by itself (exit code 7)"),
+            marks=pytest.mark.long,
+        ),
         ("stubborn", HUNG, "(it went on when cancelled)"),
     ],
 )

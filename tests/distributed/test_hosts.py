@@ -298,6 +298,7 @@ with exiting_process():
 """
 
 
+@pytest.mark.long
 def test_ranks_of_one_group_sit_on_several_hosts(hosts: Hosts, tmp_path: Path) -> None:
     command = [sys.executable, "-c", CONTROLLER, str(hosts.certificates), str(tmp_path / "logs")]
     with subprocess.Popen(

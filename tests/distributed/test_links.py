@@ -70,6 +70,7 @@ def use(links: list[Link], folder: Path, found: list[Host]) -> None:
         raise ZeroDivisionError
 
 
+@pytest.mark.long
 def test_links_have_their_rate_and_delay_and_leave_nothing_after_an_error(tmp_path: Path) -> None:
     found: list[Host] = []
     with pytest.raises(ZeroDivisionError):

@@ -27,6 +27,7 @@ def test_a_close_that_fails_is_one_line_and_its_traceback_is_in_the_log(
     assert "in close" in text
 
 
+@pytest.mark.long
 def test_an_executor_that_calls_one_that_is_being_stopped_gets_an_error_and_lives_on(
     tmp_path: Path,
 ) -> None:

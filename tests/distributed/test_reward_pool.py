@@ -109,6 +109,7 @@ def test_every_kind_of_failure_has_its_own_error_and_the_rest_is_scored():
         assert math.isnan(score.reward) == (score.status is not StageStatus.OK)
 
 
+@pytest.mark.long
 def test_a_hung_computation_that_never_returns_to_python_is_stopped_too():
     async def run():
         # The limit is for the first one too, on a machine with other work.

@@ -56,6 +56,7 @@ def folders(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.name.startswith(".")}
 
 
+@pytest.mark.long
 def test_the_sockets_of_a_killed_run_are_removed_by_the_next_one(short: Path) -> None:
     first = start(short)
     try:

@@ -139,6 +139,7 @@ def test_a_unit_killed_in_a_write_is_named_to_every_client(tmp_path: Path) -> No
     asyncio.run(scenario())
 
 
+@pytest.mark.long
 def test_a_unit_that_stands_still_ends_what_waits_for_its_answer(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with processes(tmp_path, liveness_timeout_s=4) as (units, writer, _, store):

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
@@ -179,6 +180,7 @@ def spec_of(stage: Stage, store: Store) -> StageSpec:
     return StageSpec(stage=stage, numbers=numbers, tokenizer="", task_source=TASK, storage=store)
 
 
+@pytest.mark.long
 def test_the_controllers_bytes_per_rollout_do_not_grow_with_its_length_through_six_stages(
     tmp_path: Path, record_property
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_run_publishes_verifies_and_exports_adapters_alone(forks: Forks, tmp_p
     assert summary(second)["accuracy_before"] == summary(folder)["accuracy_after"]
 
 
+@pytest.mark.long
 def test_a_resumed_run_of_adapters_goes_on_as_if_it_had_not_stopped(
     forks: Forks, tmp_path: Path
 ) -> None:

@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from llamarl.types import NO_VERSION
 from tests.e2e.commands import read_rollouts
 from tests.e2e.forks import Forks
@@ -32,6 +34,7 @@ def tokens(forks: Forks, recipe: Path, run_dir: Path, *overrides: str) -> dict[A
     return found
 
 
+@pytest.mark.long
 def test_a_program_of_ones_own_plays_the_very_episodes_of_the_tools_recipe(
     forks: Forks, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def start_check(run_dir: Path, *overrides: str) -> Command:
     return Command(process, mark)
 
 
+@pytest.mark.long
 def test_all_passes_on_cpus_and_nothing_is_left(tmp_path: Path) -> None:
     command = start_check(tmp_path, *TWO_RANKS)
     code, out, err = finish(command)

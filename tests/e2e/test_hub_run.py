@@ -24,6 +24,7 @@ def saved_names(run_dir: Path) -> dict[str, str]:
     return {key: config[section][field] for key, (section, field) in parts.items()}
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_a_run_by_names_saves_its_commits_and_resumes_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -306,6 +306,7 @@ def advantages(rewards):
 """
 
 
+@pytest.mark.long
 def test_a_finished_run_ends_whatever_task_py_has_started(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe"
     shutil.copytree(RECIPE, recipe)
@@ -322,6 +323,7 @@ def test_a_finished_run_ends_whatever_task_py_has_started(tmp_path: Path) -> Non
     assert "llamarl: done" in done.stdout
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_the_prompts_that_its_task_makes_and_with_no_others(
     llamarl: Command, tmp_path: Path
 ) -> None:

@@ -77,11 +77,12 @@ if __name__ == "__main__":
             "'of the caller'",
             marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             ("generator",),
             "os.kill(engines.executors.generators[0].pids[0], signal.SIGKILL);"
             "await asyncio.gather(*futures)",
             "every generator replica is lost",
+            marks=pytest.mark.long,
         ),
     ],
     ids=["raised", "killed"],

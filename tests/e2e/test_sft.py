@@ -111,6 +111,7 @@ def test_a_run_of_one_epoch_ends_with_it(forks: Forks, tmp_path: Path) -> None:
     assert (run_dir / "export").is_dir()
 
 
+@pytest.mark.long
 def test_a_resumed_run_of_demonstrations_goes_on_as_if_it_had_not_stopped(
     forks: Forks, tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_run_ends_by_its_drops_before_its_epochs_have_as_many_steps(
     assert "stopped at step 0 of 6: num_epochs=3" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_hours_end_a_run_with_a_whole_step_and_the_same_command_goes_on(
     forks: Forks, recipe: Path, tmp_path: Path

@@ -122,15 +122,19 @@ def assert_clipped(run: Ended, version: int, record: Line) -> None:
 
 
 def test_grpo_with_a_reference_and_recomputed_keys(forks: Forks, tmp_path: Path) -> None:
-    run = train(
-        forks,
-        tmp_path,
-        "num_steps=4",
-        "algorithm=grpo",
-        "trainer.lr=1e-3",
-        "generator.max_num_seqs=4",  # a step's rollouts take longer than its training
-        "generator.kv_after_commit=recompute",
-    )
+    for attempt in range(3):  # unless the machine is so busy that the generator waits for it
+        run = train(
+            forks,
+            tmp_path / str(attempt),
+            "num_steps=4",
+            "algorithm=grpo",
+            "trainer.lr=1e-3",
+            "generator.max_num_seqs=4",  # a step's rollouts take longer than its training
+            "generator.kv_after_commit=recompute",
+        )
+        renewed = [row for row in run.trained if len(row["spans"]) > 1]
+        if any(age == 0 for age, _ in differences(renewed)):
+            break
     assert run.summary["steps"] == 4
     assert len(run.trained) == 4 * GROUPS * SIZE
     assert_losses(run, "grpo", 1e-4)
@@ -140,7 +144,6 @@ def test_grpo_with_a_reference_and_recomputed_keys(forks: Forks, tmp_path: Path)
     assert max(span["tokens"] for span in run.spans("generator-0", "decode")) == 4
     # What a version wrote, it says again in a pass of its own, also in rollouts that another began:
     # keys and values of that other one would show.
-    renewed = [row for row in run.trained if len(row["spans"]) > 1]
     assert any(age == 0 for age, _ in differences(renewed)), "no rollout met a new version"
     assert max(apart for age, apart in differences(run.trained) if age == 0) < 1e-4
     assert max(apart for age, apart in differences(run.trained) if age > 0) > 1e-2
@@ -176,6 +179,7 @@ stages = [Stage("old", FrozenModel("teacher"), writes=[Column("teacher", "float3
 """
 
 
+@pytest.mark.long
 def test_a_teacher_may_be_of_a_family_that_only_transformers_knows(
     forks: Forks, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ def check(rows: list[external.Measurement]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 def test_public_measurements_confirm_the_forecasts_and_their_bands() -> None:
     rows = [
         each

@@ -141,7 +141,7 @@ def test_a_file_or_setting_that_has_changed_or_a_damaged_folder_is_tokenised_aga
     assert [p.text for p in read()] == [p.text for p in first[1:]]
 
 
-@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+@pytest.mark.parametrize("overlong", ["drop", pytest.param("truncate", marks=pytest.mark.long)])
 def test_demonstrations_of_large_files_are_those_of_each_row_by_itself(
     overlong: str, tmp_path: Path, small_pieces: Path, tokenizer: Tokenizer, caplog
 ) -> None:
@@ -187,6 +187,7 @@ def test_what_rewards_need_is_checked_in_large_files_too(
         read_source(source_of(path, DATA, tokenizer, reward=exact))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_large", [False, True])
 def test_rows_of_several_files_are_numbered_through_and_mistakes_name_their_own(
     is_large: bool,
