@@ -66,7 +66,7 @@ class WeightsConfig(Section):
     packed_bytes: int = number(256 * 1024 * 1024, least=0, most=2**40)
     """Memory of each trainer rank for messages of collective and rdma that several replicas get:
     packed once, they wait here for the replicas that are a little behind. 0: each replica's are
-    packed anew."""
+    packed again."""
     straggler_timeout_s: float = number(1.0, least=0, most=DAY_S)
     """A publish that has reached its first replica waits this long for the others. A slower replica
     takes the newest version on its own afterwards."""

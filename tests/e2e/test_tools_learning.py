@@ -37,7 +37,6 @@ def train(forks: Forks, recipe: Path, run_dir: Path, *overrides: str) -> dict[st
     return summary
 
 
-@pytest.mark.long
 def test_a_short_run_learns_to_call_the_tool(forks: Forks, tmp_path: Path) -> None:
     summary = train(forks, triples(tmp_path), tmp_path / "run")
     assert summary["accuracy_before"] < 0.2
@@ -47,14 +46,8 @@ def test_a_short_run_learns_to_call_the_tool(forks: Forks, tmp_path: Path) -> No
     assert calls[-1] > 1.5 * calls[0]
 
 
-@pytest.mark.parametrize(
-    "control",
-    [
-        "without the tool",
-        pytest.param("no learning rate", marks=pytest.mark.long),
-        pytest.param("shuffled answers", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("control", ["without the tool", "no learning rate", "shuffled answers"])
 def test_the_same_run_must_not_learn(forks: Forks, tmp_path: Path, control: str) -> None:
     recipe = triples(tmp_path)
     overrides = {"no learning rate": ["trainer.lr=0"], "without the tool": ["environment.tools=[]"]}

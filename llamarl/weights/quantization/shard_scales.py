@@ -1,4 +1,4 @@
-"""Scales of a source rank's shards, made anew for each version.
+"""Scales of a source rank's shards, made again for each version.
 
 Owns: the tensors that hold them, and the maxima over ranks that share a scale. Does not own: the
 values, which are made while they are copied (`sync/writer.py`). Invariant: on each rank, a scale is
