@@ -44,7 +44,7 @@ def test_the_quickstart_learns_asynchronously_for_every_seed(seed: int, tmp_path
     assert summary["mixed_version_share"] > 0
     assert summary["staleness_max"] <= 1
     assert summary["tokens_during_publish"] > 0
-    assert attestation_share(tmp_path) < 0.03  # about 0.02: docs/benchmarks/quickstart.md
+    assert attestation_share(tmp_path) < 0.02
     if seed == 0:
         accuracy = greedy_accuracy(tmp_path / "export")
         assert accuracy == pytest.approx(summary["accuracy_after"], abs=0.002)
@@ -84,7 +84,7 @@ def test_nothing_is_learnt_from_shuffled_rewards(tmp_path: Path) -> None:
     (recipe / "prompts.jsonl").write_text(text)
     summary = quickstart(tmp_path / "shuffled", "num_steps=10", recipe=recipe)
     assert summary["accuracy_after"] == pytest.approx(summary["accuracy_before"], abs=0.03)
-    assert quickstart(tmp_path / "right", "num_steps=10")["accuracy_after"] > 0.65
+    assert quickstart(tmp_path / "right", "num_steps=10")["accuracy_after"] > 0.75
 
 
 def attestation_share(run_dir: Path) -> float:
