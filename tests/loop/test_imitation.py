@@ -171,7 +171,7 @@ def check_session(loop: ImitationLoop, held_out: list[Prompt]) -> None:
     num_tokens = sum(end - start for p in held_out for start, end in p.fields[WRITTEN])
     assert {each for _, each in loop.run_logger.losses} <= {num_tokens}
     found = {row: each["outcome"] for row, each in loop.storage.outcomes.items()}
-    num_trained = sum(len(loop.trained[v]) for v in loop.run_logger.versions for v in [v - 1])
+    num_trained = sum(len(loop.trained[version - 1]) for version in loop.run_logger.versions)
     assert [*found.values()].count("trained") == num_trained
     assert {*found.values()} <= {"trained", "evaluated", "unused"}
     left = {row for rows, _ in loop.storage._table.groups([*found]) for row in rows}
