@@ -20,10 +20,10 @@ import json
 import os
 import re
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +35,7 @@ from trl.chat_template_utils import parse_response
 
 from peers_bench.chat import load_tokenizer
 from peers_bench.replayed_lengths import replay
+from peers_bench.step_log import StepLog
 
 NUM_SAMPLES = 8
 END_LIMIT = timedelta(minutes=2)  # from the last step until the first process has written
@@ -66,38 +67,18 @@ class Job:
     lengths: Sequence[int]  # plain training: of the rollouts, in their order, again and again
 
 
-class Steps(TrainerCallback):
-    """Writes a line per step, as llamarl does, and counts from when training began.
-
-    It also advances the schedule by one: TRL's first step would have learning rate 0.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self._path = Path(job.out) / "metrics.jsonl"
-        self._num_rollouts = job.num_prompts * job.num_generations
-        self._began_s = self._ended_s = 0.0
+class FirstRate(TrainerCallback):
+    """Advances the schedule by one: TRL's first step would have learning rate 0."""
 
     def on_train_begin(self, *_: Any, lr_scheduler: Any, **__: Any) -> None:
         lr_scheduler.step()
-        self._began_s = time.perf_counter()
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._ended_s = time.perf_counter()
 
-    def on_log(
-        self, _: Any, state: Any, __: Any, logs: dict[str, float] | None = None, **___: Any
-    ) -> None:
-        if not logs or "reward" not in logs or not state.is_world_process_zero:
-            return
-        line = {
-            "step": state.global_step,
-            "time/step_s": self._ended_s - self._began_s,
-            "trainer/num_tokens": round(logs["completions/mean_length"] * self._num_rollouts),
-            "reward/mean": logs["reward"],
-        }
-        self._began_s = self._ended_s
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+def figures(job: Job, logs: Mapping[str, float]) -> dict[str, float]:
+    """Of a step's line."""
+    num_rollouts = job.num_prompts * job.num_generations
+    num_tokens = round(logs["completions/mean_length"] * num_rollouts)
+    return {"trainer/num_tokens": num_tokens, "reward/mean": logs["reward"]}
 
 
 class Reward:
@@ -294,7 +275,7 @@ def make_trainer(job: Job) -> GRPOTrainer:
         args=make_settings(job),
         train_dataset=load_rows(recipe / "prompts.jsonl", is_plain=bool(job.lengths)),
         processing_class=tokenizer,
-        callbacks=[Steps(job)],
+        callbacks=[FirstRate(), StepLog(job.out, "reward", partial(figures, job))],
         **given,
     )
     if job.lengths:

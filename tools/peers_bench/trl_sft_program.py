@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
+
+from peers_bench.step_log import StepLog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,33 +45,9 @@ class Job:
     max_grad_norm: float
 
 
-class Steps(TrainerCallback):
-    """Writes a line per step."""
-
-    def __init__(self, job: Job) -> None:
-        self._path = Path(job.out) / "metrics.jsonl"
-        self._began_s = self._ended_s = 0.0
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._began_s = time.perf_counter()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._ended_s = time.perf_counter()
-
-    def on_log(
-        self, _: Any, state: Any, __: Any, logs: dict[str, float] | None = None, **___: Any
-    ) -> None:
-        if not logs or "loss" not in logs:
-            return
-        line = {
-            "step": state.global_step,
-            "loss/train": float(logs["loss"]),
-            "policy/grad_norm": float(logs["grad_norm"]),
-            "time/step_s": self._ended_s - self._began_s,
-        }
-        self._began_s = self._ended_s
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+def figures(logs: Mapping[str, float]) -> dict[str, float]:
+    """Of a step's line."""
+    return {"loss/train": float(logs["loss"]), "policy/grad_norm": float(logs["grad_norm"])}
 
 
 class InOrder(SFTTrainer):  # type: ignore[misc]
@@ -119,7 +96,7 @@ def main() -> None:
         args=settings,
         train_dataset=Dataset.from_list(pairs),
         processing_class=AutoTokenizer.from_pretrained(job.checkpoint),
-        callbacks=[Steps(job)],
+        callbacks=[StepLog(job.out, "loss", figures)],
     )
     trainer.train()
 
