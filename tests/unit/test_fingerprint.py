@@ -106,16 +106,36 @@ def test_a_processor_whose_product_rounds_gets_the_same_sums(monkeypatch) -> Non
     forget()
 
 
-@pytest.mark.parametrize(("rows", "num_bytes"), [(40, 64), (3, 64), (40, 61)])
-def test_a_device_that_wants_several_columns_gets_the_same_sums(rows, num_bytes) -> None:
-    values = random_weights((rows, num_bytes), torch.int8)
+@pytest.mark.parametrize(
+    ("rows", "num_bytes"), [(48, 64), (3, 64), (48, 61), (203, 192), (1024, 600), (17, 1)]
+)
+def test_a_device_that_wants_several_columns_gets_the_same_sums(
+    rows, num_bytes, monkeypatch
+) -> None:
+    """What an H100 takes was tried: rows that lie one after the other, columns of keys likewise,
+    whole blocks of 16 rows and bytes."""
+    values = random_weights((rows, num_bytes + 3), torch.int8)[:, :num_bytes]
     columns = byte_sums.byte_keys(5, num_bytes, torch.device("cpu"))
-    matrix = torch.cat([*columns, torch.zeros(num_bytes, 8 - NUM_KEYS, dtype=torch.int8)], dim=1)
-    found = []
-    for keys in (columns, (matrix,)):
-        outs = torch.empty(NUM_KEYS, rows, 1, dtype=torch.int32)
-        byte_sums.add_bytes(values, outs.unbind(), keys)
-        found.append(outs)
+    keys = byte_sums.side_by_side(columns)
+    found = torch.empty(2, NUM_KEYS, rows, 1, dtype=torch.int32)
+    byte_sums.add_bytes(values, found[0].unbind(), columns)
+
+    def cublas_product(values, matrix):
+        assert values.is_contiguous()
+        assert matrix.t().is_contiguous()
+        assert len(values) % 16 == values.shape[1] % 16 == matrix.shape[1] % 8 == 0
+        assert len(values) > 16
+        return torch._int_mm(values, matrix)
+
+    monkeypatch.setattr(byte_sums, "_int_mm", cublas_product)
+    byte_sums.add_bytes(values, found[1].unbind(), (keys,))
+    assert torch.equal(*found)
+
+    def refused(values, matrix):
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(byte_sums, "_int_mm", refused)
+    byte_sums.add_bytes(values, found[1].zero_().unbind(), (keys,))
     assert torch.equal(*found)
 
 
