@@ -58,6 +58,10 @@ class Accelerator(Platform):
         """torch's module of the device, such as `torch.cuda`."""
         return torch.get_device_module(self.kind)
 
+    def has_grouped_attention(self, dtype: torch.dtype, *, is_masked: bool) -> bool:
+        """The flash kernel alone does, which takes neither float32 nor a mask."""
+        return dtype in (torch.bfloat16, torch.float16) and not is_masked
+
     def use(self, device: torch.device) -> None:
         self.module.set_device(device)
 

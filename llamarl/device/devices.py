@@ -30,6 +30,7 @@ class MetaPlatform(Platform):
     def __init__(self, another: Platform) -> None:
         self.num_logits, self.num_tiled = another.num_logits, another.num_tiled
         self.has_wide_mm = another.has_wide_mm
+        self.has_grouped_attention = another.has_grouped_attention  # type: ignore[method-assign]
 
     def send(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         return [tensor.to(device) for tensor in tensors]
@@ -100,10 +101,15 @@ def _parts(record: Any) -> Mapping[Any, Any]:
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` this thread's device, and keep attention in this process from using cuDNN's
-    kernels: they build a plan for each new shape, which takes about half a second, and packed
-    rollouts have a new shape in every micro-batch."""
+    """Make `device` this thread's device, and for this process:
+
+    - keep attention from using cuDNN's kernels: they build a plan for each new shape, which takes
+      about half a second, and packed rollouts have a new shape in every micro-batch;
+    - let products of bfloat16 matrices add up their parts in float32, which torch does not by
+      default.
+    """
     torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     platform_of(device).use(device)
 
 

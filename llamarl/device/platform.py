@@ -148,6 +148,11 @@ class Platform:
         """Whether kernels written in Triton run there."""
         return False
 
+    def has_grouped_attention(self, dtype: torch.dtype, *, is_masked: bool) -> bool:
+        """Whether fused attention of this dtype, with or without an explicit mask, lets several
+        query heads share a key head. Where none does, torch computes with all scores in memory."""
+        return True
+
     def make_group(
         self,
         store: dist.Store,

@@ -30,6 +30,7 @@ from llamarl.generation.padded_kv_cache import PaddedKVCache
 from llamarl.generation.parameters import LayerWeights, Matrix, Weights
 from llamarl.generation.quantized import widened_mm
 from llamarl.models.architecture import Architecture
+from llamarl.models.attention import attend_causally
 from llamarl.models.process_group import JOIN, form_group, meet
 from llamarl.models.transformer import rope_tables
 
@@ -89,9 +90,10 @@ class Decoder:
         self._num_rotated = self._num_heads + architecture.num_kv_heads // num_ranks
         self._add = add_product if group is None else self._add_sum
         cos, sin = rope_tables(architecture, cache.num_positions)
-        # Both halves of a head, so that the rotation is x * cos + roll(x) * sin.
-        self._cos = torch.cat([cos, cos], dim=1).to(cache.device, cache.dtype)
-        self._sin = torch.cat([-sin, sin], dim=1).to(cache.device, cache.dtype)
+        # Both halves of a head, so that the rotation is x * cos + roll(x) * sin: in float32, as in
+        # the trainer, whatever the dtype of x.
+        self._cos = torch.cat([cos, cos], dim=1).to(cache.device)
+        self._sin = torch.cat([-sin, sin], dim=1).to(cache.device)
         width = architecture.hidden_size
         self._norm_floor, self._head_norm_floor = (
             torch.full((), (size * architecture.norm_eps) ** 0.5, device=cache.device)
@@ -185,7 +187,7 @@ class Decoder:
             floor = self._head_norm_floor
             queries = normalize(heads[:, :num_heads], layer.q_norm, floor)
             heads = torch.cat([queries, normalize(heads[:, num_heads:], layer.k_norm, floor)], 1)
-        rotated = (heads * cos).addcmul_(torch.roll(heads, dim // 2, 2), sin)
+        rotated = (heads * cos).addcmul_(torch.roll(heads, dim // 2, 2), sin).to(x.dtype)
         return rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, self._num_rotated :]
 
     def _finish_layer(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> None:
@@ -211,7 +213,7 @@ class Decoder:
                 part[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
                 for part in (queries, keys, values)
             )
-            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            out = attend_causally(q, k, v)
             parts.append(out.transpose(1, 2).reshape(count * length, -1))
             start += count * length
         return parts
@@ -234,10 +236,14 @@ class Decoder:
             list(queries[len(queries) - sum(nums) :].split(nums)), batch_first=True
         )
         k, v = self.cache.read(layer, slots, seen.shape[-1])
-        out = functional.scaled_dot_product_attention(
-            q.transpose(1, 2), k, v, attn_mask=seen, enable_gqa=True
-        )
-        attended = out.transpose(1, 2).flatten(2)
+        # Query heads that share a key head become query positions: fused kernels of GPUs take
+        # masks, or grouped heads, not both.
+        num_rows, num_kv_heads, width = len(q), k.shape[1], q.shape[1]
+        grouped = q.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+        mask = seen.repeat(1, 1, grouped.shape[2], 1)
+        out = functional.scaled_dot_product_attention(grouped.flatten(2, 3), k, v, attn_mask=mask)
+        out = out.view(num_rows, num_kv_heads, -1, width, out.shape[-1])
+        attended = out.permute(0, 3, 1, 2, 4).flatten(2)
         return [row[:num] for row, num in zip(attended, nums, strict=True)]
 
 

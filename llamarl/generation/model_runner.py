@@ -16,7 +16,6 @@ from collections import deque
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llamarl.device.devices import platform_of
 from llamarl.device.platform import Graphs, Replay
@@ -163,10 +162,8 @@ class PaddedRunner:
         positions, known, is_known, _, lengths = self._static[:, : self._num_rows]
         tokens = torch.where(is_known > 0, known, self._newest[: self._num_rows])
         index = self._cache.next_index(positions)
-        # Without cuDNN's kernels, which choose their plan on the host at each new shape.
-        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            plan = self._cache.plan(lengths, self._length)
-            return self._decoder.decode(tokens, positions, index, plan)
+        plan = self._cache.plan(lengths, self._length)
+        return self._decoder.decode(tokens, positions, index, plan)
 
 
 ModelRunner = EagerRunner | PaddedRunner

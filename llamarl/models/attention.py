@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from llamarl.device.devices import platform_of
+
 SPLIT_RATIO = 2  # a block's longest rollout is at most so many times as long as its shortest one
 
 
@@ -116,14 +118,38 @@ def _attend(
     q, k, v = (
         x.reshape(block.num_rows, block.width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
     )
-    grouped = q.shape[1] != k.shape[1]
     band = None
     if window is not None and window < block.width:  # else every token sees all before it
         band = q.new_ones(block.width, block.width, dtype=torch.bool).tril().triu(1 - window)
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=band, is_causal=band is None, scale=scale, enable_gqa=grouped
+    return attend_causally(q, k, v, band, scale).transpose(1, 2)
+
+
+def attend_causally(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention of `q` [rows, num_heads, width, head_dim] over `k` and `v` [rows, num_kv_heads,
+    width, ...] as `mask` says, or else causal, by a fused kernel of the device.
+
+    Where no such kernel lets query heads share a key head, the key heads are repeated: torch would
+    keep the scores of all pairs of tokens otherwise.
+    """
+    group = q.shape[1] // k.shape[1]
+    has_groups = platform_of(q.device).has_grouped_attention(q.dtype, is_masked=mask is not None)
+    if group > 1 and not has_groups:
+        k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=group > 1 and has_groups,
     )
-    return out.transpose(1, 2)
 
 
 class _Move(torch.autograd.Function):

@@ -68,7 +68,7 @@ async def hold(
     try:
         for config in configs:
             policy = Policy.load(checkpoint, make_mesh("cpu", config), config, seed=0)
-            saved = saved_bytes(policy, *fullest_packings(TOKENS, CONTEXT - 1, "flash_cpu"))
+            saved = saved_bytes(policy, *fullest_packings(TOKENS, CONTEXT - 1))
             grads = [parameter.grad.to_local() for parameter in policy.parameters.values()]
             moments = [
                 getattr(tensor, "_local_tensor", tensor)

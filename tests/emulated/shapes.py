@@ -217,7 +217,7 @@ def fullest_rollouts(config: Config) -> tuple[list[BatchRollout], dict[str, list
     """Rollouts of the micro-batch that needs the most memory."""
     longest = config.generator.max_model_len - 1
     num_tokens = config.trainer.tokens_per_micro_batch
-    lengths = max(fullest_packings(num_tokens, longest, "flash"), key=sum)
+    lengths = max(fullest_packings(num_tokens, longest), key=sum)
     sizes = [length + 1 - PROMPT_TOKENS for length in lengths]
     columns = {
         PROMPT_IDS: [np.zeros(PROMPT_TOKENS, np.int32) for _ in sizes],

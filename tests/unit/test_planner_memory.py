@@ -118,7 +118,7 @@ def test_activations_of_three_layers_are_those_of_a_real_pass(checkpointing: str
     model = Transformer(LLAMA)
     for layer in model.model.layers:
         layer.checkpointing = checkpointing
-    (lengths,) = fullest_packings(150, 39, "flash_cpu")
+    (lengths,) = fullest_packings(150, 39)
     token_ids = torch.arange(sum(lengths)) % 96
     watch = Watch(model.parameters(), CPU)
     with watch:
@@ -167,14 +167,13 @@ def test_a_far_too_large_budget_is_refused_with_what_fits() -> None:
 def test_the_fullest_packings_are_full_and_padded() -> None:
     for num_tokens in (1, 2, 3, 29, 90):
         for longest in (2, 3, 7, 30):
-            for kernel in ("math", "flash"):
-                packings = fullest_packings(num_tokens, longest, kernel)
-                for lengths in packings:
-                    assert num_tokens <= sum(lengths) <= max(num_tokens, longest, 2)
-                    assert 1 <= min(lengths) <= max(lengths) <= longest
-                blocks = make_packing(packings[0]).blocks
-                cells = sum(block.num_rows * block.width for block in blocks)
-                assert cells >= 1.9 * num_tokens - 2 or kernel == "math"
+            packings = fullest_packings(num_tokens, longest)
+            for lengths in packings:
+                assert num_tokens <= sum(lengths) <= max(num_tokens, longest, 2)
+                assert 1 <= min(lengths) <= max(lengths) <= longest
+            blocks = make_packing(packings[0]).blocks
+            cells = sum(block.num_rows * block.width for block in blocks)
+            assert cells >= 1.9 * num_tokens - 2
 
 
 def test_the_405b_model_by_hand() -> None:

@@ -11,9 +11,8 @@ the real parallel code over a process group that sends nothing.
 
 Rules for what the meta device cannot know:
 
-- Attention. A CPU runs `flash_cpu`. CUDA runs `flash` on bfloat16; on float32 `efficient`, or
-  `math` if query heads share key heads, and only `math` keeps the scores, cells times rollout
-  length for every head. The kernel that `attention_kernel` names runs on the meta device too.
+- Attention. A CPU runs `flash_cpu`. CUDA runs `flash` on bfloat16 and `efficient` on float32. The
+  kernel that `attention_kernel` names runs on the meta device too.
 - Head. In bfloat16 a CPU widens the head's weight to float32, which meta tensors do not.
 - Padding. Attention pads rollouts of one block to its longest (models/attention.py), so memory
   depends on their lengths. The worst packing counts: twice as many cells as tokens.
@@ -125,7 +124,7 @@ def _measure_all(
     one of them shows all."""
     trainer = config.trainer
     longest = config.generator.max_model_len - 1  # the last token is not fed
-    kernel = attention_kernel(config, architecture)
+    kernel = attention_kernel(config)
     return [
         _measure(
             replace(architecture, num_layers=2 if is_trained else 1),
@@ -137,17 +136,15 @@ def _measure_all(
             is_trained,
             (trainer.lora.rank, trainer.lora.dropout, *trainer.lora.targets),
         )
-        for lengths in fullest_packings(num_tokens, longest, kernel)
+        for lengths in fullest_packings(num_tokens, longest)
     ]
 
 
-def attention_kernel(config: Config, architecture: Architecture) -> str:
+def attention_kernel(config: Config) -> str:
     """Which kernel `scaled_dot_product_attention` takes in the trainer: see the module."""
     if config.trainer.device == "cpu":
         return "flash_cpu"
-    if config.trainer.compute_dtype == "bfloat16":
-        return "flash"
-    return "efficient" if architecture.num_heads == architecture.num_kv_heads else "math"
+    return "flash" if config.trainer.compute_dtype == "bfloat16" else "efficient"
 
 
 class Watch(TorchDispatchMode):
@@ -254,16 +251,13 @@ def _measure(
         return _Measured(saved, ends[1] - ends[0], head_peak, layers_peak, embedding_peak)
 
 
-def fullest_packings(num_tokens: int, longest: int, kernel: str) -> list[tuple[int, ...]]:
+def fullest_packings(num_tokens: int, longest: int) -> list[tuple[int, ...]]:
     """Lengths of rollouts, at most `longest`, of the micro-batches that may need the most.
 
-    Short rollouts waste the most cells, up to as many as there are tokens; scores (`math`) grow
-    with long ones. A rollout longer than the budget gets a micro-batch of its own.
+    Short rollouts waste the most cells, up to as many as there are tokens. A rollout longer than
+    the budget gets a micro-batch of its own.
     """
-    width = min(longest, num_tokens) if kernel == "math" else 2
-    half = -(-width // SPLIT_RATIO)
-    num_halves, rest = divmod(max(num_tokens - width, 0), half)
-    mixed = (width, *[half] * num_halves, *[rest] * (rest > 0))
+    mixed = (SPLIT_RATIO, *[1] * max(num_tokens - SPLIT_RATIO, 0))
     return [mixed, (longest,)] if longest > num_tokens else [mixed]
 
 
@@ -306,7 +300,7 @@ class AttentionKernel(TorchFunctionMode):
             return packed_attention(*args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention or self._name == "math":
+        if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         aten = torch.ops.aten
         if self._name == "efficient":
