@@ -43,7 +43,6 @@ class _Offloaded:
     tensors: list[Tensor]
     ranges: list[tuple[int, int]]
     storages: list[tuple[torch.UntypedStorage, int]]
-    pinned: list[Tensor]
     num_bytes: int
     is_kept: bool
 
@@ -61,6 +60,8 @@ class MemoryMover:
             _require_disk(folder)
         self._mode, self._folder, self._label = mode, folder, label
         self._files: dict[str, int] = {}
+        # Host memory, uint8, kept as pinning takes longer than a copy; and whose it is pinned for.
+        self._pinned: dict[str, tuple[Tensor, Platform]] = {}
         self._away: dict[str, _Offloaded] = {}
         self._readers: list[threading.Thread] = []
 
@@ -88,7 +89,7 @@ class MemoryMover:
         num_bytes = sum(stop - start for start, stop in ranges)
         num_bytes += sum(size for _, size in storages)
         drops = _drops(ranges)
-        away = _Offloaded(tensors, ranges, storages, [], num_bytes, keep)
+        away = _Offloaded(tensors, ranges, storages, num_bytes, keep)
         if keep:
             self._save(name, away)
         for start, stop, advice in drops:
@@ -131,13 +132,15 @@ class MemoryMover:
         return name in self._away
 
     def close(self) -> None:
-        """Free the disk space."""
+        """Free the disk space, or the pinned memory."""
         self._away.clear()  # which ends the readers
         for reader in self._readers:
             reader.join()
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
+        for name in [*self._pinned]:
+            self._unpin(name)
 
     def _read_ahead(self, name: str, away: _Offloaded) -> None:
         """The kernel reads no more per call than a device's read-ahead, so many calls are made."""
@@ -148,8 +151,9 @@ class MemoryMover:
 
     def _save(self, name: str, away: _Offloaded) -> None:
         if self._mode == "pinned":
-            arrivals = [_platform(away.storages).fetch(flat) for flat in _flat(away.storages)]
-            away.pinned = [arrival.wait() for arrival in arrivals]
+            for flat, host in self._pinned_parts(name, away):
+                host.copy_(flat, non_blocking=True)
+            _synchronize(away.storages)
             return
         fd = self._file(name, away.num_bytes)
         place = 0
@@ -162,7 +166,7 @@ class MemoryMover:
 
     def _load(self, name: str, away: _Offloaded) -> None:
         if self._mode == "pinned":
-            for flat, host in zip(_flat(away.storages), away.pinned, strict=True):
+            for flat, host in self._pinned_parts(name, away):
                 flat.copy_(host, non_blocking=True)
             _synchronize(away.storages)
             return
@@ -175,6 +179,26 @@ class MemoryMover:
             first = bounce.data_ptr()
             place = _transfer(os.preadv, fd, place, first, first + bounce.numel())
             part.copy_(bounce)
+
+    def _pinned_parts(self, name: str, away: _Offloaded) -> Iterator[tuple[Tensor, Tensor]]:
+        """The device memory of `name`, each storage with its place in host memory that is pinned
+        once and kept: torch's own pinned memory is given back whenever a graph is captured.
+        ValueError if it cannot be pinned."""
+        if not away.storages:
+            return
+        sizes = [size for _, size in away.storages]
+        if name not in self._pinned or len(self._pinned[name][0]) < sum(sizes):
+            self._unpin(name)
+            platform, host = _platform(away.storages), torch.empty(sum(sizes), dtype=torch.uint8)
+            platform.pin(host, f"{self._label}'s {name}, {sum(sizes)} bytes,")
+            self._pinned[name] = host, platform
+        parts = self._pinned[name][0][: sum(sizes)].split(sizes)
+        yield from zip(_flat(away.storages), parts, strict=True)
+
+    def _unpin(self, name: str) -> None:
+        if name in self._pinned:
+            host, platform = self._pinned.pop(name)
+            platform.unpin(host.data_ptr())
 
     def _file(self, name: str, num_bytes: int) -> int:
         """The file of `name`, its blocks reserved: a full disk shows before anything has moved."""

@@ -35,7 +35,7 @@ from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from tests.distributed.rollouts import TEMPERATURE, add_reference, make_batch, make_rollouts
 from tests.emulated.accelerator import KIND, counts, emulated
-from tests.emulated.platform import install
+from tests.emulated.platform import EmulatedPlatform, install
 from tests.fakes import WatchedStorage
 from tests.tiny_checkpoints import LLAMA, make_model
 from tests.unit.engine_models import flat_weights, make_request, random_prompts
@@ -311,3 +311,39 @@ async def publish(
                     seen.values[f"logprobs {version}"] = written.logprobs.tolist()
         engine.close()
     return seen
+
+
+async def offload_in_turns(
+    rank: int, num_ranks: int, num_turns: int
+) -> tuple[dict[str, int], list[tuple[int, int]]]:
+    """Two sets of tensors leave and come back, then one of twice the size in place of the first.
+
+    Returns the bytes of each set, and after the turns, the growth and the end: how often host
+    memory was pinned, and the bytes that are.
+    """
+    install()
+    platform = platform_of(KIND)
+    assert isinstance(platform, EmulatedPlatform)
+    platform.pinned_bytes.clear()  # those of earlier jobs, whose movers are gone
+    num_before = platform.num_pinned
+    sets = {"weights": [torch.arange(300.0), torch.arange(7.0)], "kv": [torch.arange(1000.0)]}
+    mover, seen = MemoryMover("pinned", "", "engine"), []
+
+    def pinned() -> tuple[int, int]:
+        return platform.num_pinned - num_before, sum(platform.pinned_bytes.values())
+
+    with emulated():
+        held = {name: [each.to(KIND) for each in some] for name, some in sets.items()}
+        for _ in range(num_turns):
+            for name, tensors in held.items():
+                mover.offload(name, tensors)
+            for name, tensors in held.items():
+                mover.onload(name)
+                for tensor, want in zip(tensors, sets[name], strict=True):
+                    assert torch.equal(tensor.cpu(), want)
+        seen.append(pinned())
+        mover.offload("weights", [torch.cat(sets["weights"] * 2).to(KIND)])
+        seen.append(pinned())
+        mover.close()
+        seen.append(pinned())
+    return {name: sum(each.nbytes for each in some) for name, some in sets.items()}, seen

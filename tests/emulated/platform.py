@@ -38,6 +38,17 @@ class EmulatedPlatform(Accelerator):
     kind = KIND
     num_logits, num_tiled = 2**14, 1 << 12
 
+    def __init__(self) -> None:
+        self.pinned_bytes: dict[int, int] = {}  # by address
+        self.num_pinned = 0  # since the start
+
+    def pin(self, flat: Tensor, label: str) -> None:
+        self.pinned_bytes[flat.data_ptr()] = flat.nbytes
+        self.num_pinned += 1
+
+    def unpin(self, address: int) -> None:
+        self.pinned_bytes.pop(address, None)
+
     def find(self, field: str, index: int) -> torch.device:
         return torch.device(KIND, 0)
 

@@ -11,7 +11,7 @@ import pytest
 
 from llamarl.algorithms.losses import algorithms
 from tests.distributed.ranks import Ranks
-from tests.emulated.jobs import CPU, Seen, decode, publish, race, train
+from tests.emulated.jobs import CPU, Seen, decode, offload_in_turns, publish, race, train
 from tests.tiny_checkpoints import write_checkpoint
 
 KIND = "emu"
@@ -45,7 +45,7 @@ class Process:
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
 
-    def run(self, job: Any, *args: Any) -> Seen:
+    def run(self, job: Any, *args: Any) -> Any:
         if self._ranks is None or not self._ranks.is_alive:
             self._ranks = Ranks(1)
         (seen,) = self._ranks.run(job, *args)
@@ -167,6 +167,14 @@ def test_a_publish_brings_the_same_weights_there(
         assert emulated.values[f"decoded {version}"] == plain.values[f"decoded {version}"]
         logprobs = [each.values[f"logprobs {version}"] for each in (plain, emulated)]
         np.testing.assert_allclose(*logprobs, atol=0.05 if "dtype" in fields else 1e-4, rtol=0)
+
+
+def test_host_memory_for_offloading_is_pinned_once(process: Process) -> None:
+    """Pinning 4 GiB takes 1.4 s on a host with an H100, and copying them 0.08 s."""
+    sizes, (after_turns, after_growth, after_close) = process.run(offload_in_turns, 5)
+    assert after_turns == (2, sizes["weights"] + sizes["kv"])
+    assert after_growth == (3, 2 * sizes["weights"] + sizes["kv"])
+    assert after_close == (3, 0)
 
 
 def test_streams_that_nothing_orders_are_found_out(process: Process) -> None:
