@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from math import ceil
 from subprocess import CalledProcessError
 from typing import Any
 
@@ -28,6 +29,7 @@ from llamarl.device.platform import Card, Handle, Replay
 OLDEST_DRIVER = {"12": "525", "13": "580"}  # by CUDA's major version
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is formed
 CLEAN_UP_ONLY = "2"
+CONNECTING_S = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # read when the process first connects a group
 OLDEST_FOR_TRITON = (8, 0)  # compute capability: older ones have no bfloat16
 
 log = logging.getLogger(__name__)
@@ -124,16 +126,20 @@ class CudaPlatform(Accelerator):
         fails_alone: bool = False,
     ) -> Any:
         """See `Platform`. A group that fails alone connects here, over this thread's device, and
-        waits for its other ranks. Then all messages go over its one communicator; torch would make
-        one for each pair of ranks else, with buffers of its own (pytorch#129140)."""
+        waits for its other ranks: RuntimeError after `timeout`, of the first such group of the
+        process, if one does not come. Then all messages go over its one communicator; torch would
+        make one for each pair of ranks else, with buffers of its own (pytorch#129140)."""
         os.environ["NCCL_SOCKET_IFNAME"] = interface
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         if not fails_alone:
             return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+        options.config.blocking = 0  # a call that connects would wait for a rank that died for ever
+        os.environ.setdefault(CONNECTING_S, str(ceil(timeout.total_seconds())))
         with formed_to_fail_alone():
             group = dist.ProcessGroupNCCL(store, rank, num_ranks, options)
         group.eager_connect_single_device(torch.device(self.kind, torch.cuda.current_device()))
+        group._comm_ptr()  # type: ignore[attr-defined]  # waits until it is connected
         return group
 
     def pin(self, flat: Tensor, label: str) -> None:

@@ -6,12 +6,19 @@ import os
 import re
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from llamarl.cluster.os_process import environment
-from llamarl.device.cuda import CLEAN_UP_ONLY, ERROR_HANDLING, formed_to_fail_alone, why_no_gpu
+from llamarl.device.cuda import (
+    CLEAN_UP_ONLY,
+    CONNECTING_S,
+    ERROR_HANDLING,
+    formed_to_fail_alone,
+    why_no_gpu,
+)
 from llamarl.device.devices import check_gpu
 from llamarl.models.process_group import INTERFACE, interface_address, join, leave, meet
 from llamarl.weights.transports.collective import RouteGroup
@@ -123,33 +130,41 @@ def test_only_groups_that_lead_to_a_replica_outlive_an_error_of_nccl(before, mon
 def test_a_route_over_nccl_fails_alone_misses_a_message_after_us_and_has_one_communicator(
     monkeypatch,
 ) -> None:
-    formed, connected = [], []
+    formed, connected, waited = [], [], []
 
     class Recorded:
         """Stands in for the NCCL group of torch, and records what it would read."""
 
         class Options:
-            _timeout = timedelta()
+            def __init__(self) -> None:
+                self._timeout, self.config = timedelta(), SimpleNamespace(blocking=1)
 
         def __init__(self, store, rank, size, options) -> None:
-            formed.append((os.environ.get(ERROR_HANDLING), options._timeout))
+            formed.append((os.environ.get(ERROR_HANDLING), options))
 
         def eager_connect_single_device(self, device) -> None:
             assert ERROR_HANDLING not in os.environ  # other groups may form while this one waits
             connected.append(device)
 
+        def _comm_ptr(self) -> int:
+            waited.append(os.environ[CONNECTING_S])
+            return 1
+
     monkeypatch.delenv(ERROR_HANDLING, raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    monkeypatch.delenv(CONNECTING_S, raising=False)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Recorded, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     group = RouteGroup.__new__(RouteGroup)
     group.device, group._timeout = torch.device("cuda", 3), timedelta(seconds=7)
     group._form(torch.distributed.HashStore(), 0, 2)
-    ((handling, timeout),) = formed
+    ((handling, options),) = formed
     assert handling == CLEAN_UP_ONLY
-    assert timeout > group._timeout
+    assert options._timeout > group._timeout
+    assert options.config.blocking == 0  # else a peer that died would be waited for for ever
     assert connected == [group.device]
+    assert waited == ["14"]
     assert ERROR_HANDLING not in os.environ
 
 
