@@ -50,6 +50,7 @@ class Decoding:
         self._weight_buffer, self._mover = weight_buffer, mover
         self._spans, self._output, self._thread = spans, output, thread
         self._rows: set[int] = set()  # that have not stopped
+        self._num_written_tokens = 0  # of those in spans
         self._turn_ends_ns: dict[int, int] = {}  # of rollouts whose turn ended here
         self.episodes = EpisodePart(
             Rank(
@@ -92,9 +93,11 @@ class Decoding:
         num_prefilled = engine.admit()
         if num_prefilled:
             start_ns = self._record("prefill", start_ns, num_prefilled)
-        num_tokens = engine.num_running
+        has_decoded = engine.num_running > 0
         finished = engine.decode()
-        if num_tokens:
+        if has_decoded:
+            num_tokens = engine.num_written_tokens - self._num_written_tokens
+            self._num_written_tokens += num_tokens
             self._record("decode", start_ns, num_tokens)
         self._rows.difference_update(item.request.row_id for item in finished)
         whole = [item for item in finished if not item.request.has_turns]

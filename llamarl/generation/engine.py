@@ -135,6 +135,10 @@ class EmbeddedEngine:
         return len(self._running.requests)
 
     @property
+    def num_written_tokens(self) -> int:
+        return self._running.num_written
+
+    @property
     def has_work(self) -> bool:
         if self._done or (self.version >= 0 and self.num_running):
             return True

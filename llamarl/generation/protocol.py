@@ -74,6 +74,11 @@ class Engine(Protocol):
         """What a commit to the weights in `flat` needs and another thread can make during decoding:
         views, quantised copies. `flat` does not change until the commit."""
 
+    @property
+    def num_written_tokens(self) -> int:
+        """Tokens that rollouts were given since the start; with steps under way, those that were
+        read."""
+
     def commit(self, processed: Any, version: int) -> int:
         """Decode with these weights as `version` from the next token on; returns num_running.
 

@@ -49,6 +49,7 @@ class RunningBatch:
         self._device = device
         wide = (num_slots, num_positions)
         self.requests: dict[int, Request] = {}
+        self.num_written = 0  # tokens, since the start
         self.num_kept: dict[int, int] = {}
         self.sequence = np.zeros(wide, np.int32)
         self.logprobs = np.zeros(wide, np.float32)
@@ -154,6 +155,7 @@ class RunningBatch:
         is_there = self.num_released[slots] == step.num_released
         if not is_there.all():
             slots, ids, logprobs = slots[is_there], ids[is_there], logprobs[is_there]
+        self.num_written += len(slots)
         self.in_flight[slots] -= 1
         place = self.cached[slots] + 1
         self.cached[slots] = place

@@ -91,6 +91,20 @@ def test_padded_and_recorded_steps_write_what_plain_ones_write(kind: str) -> Non
     assert len({version for item in plain.values() for version in item.written.versions}) == 3
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_token_computed_for_a_rollout_that_had_stopped_does_not_count(is_padded: bool) -> None:
+    config = EmbeddedConfig(max_num_seqs=4, max_model_len=160, dtype="float32")
+    engine = EmbeddedEngine(LLAMA, config, is_padded=is_padded)
+    engine.commit(flat_weights(engine, make_model(LLAMA, 1)), 0)
+    for row in range(3):
+        engine.submit(make_request(row, (1, 2), 7))
+    done = []
+    while engine.has_work:
+        done += engine.step()
+    assert len(done) == 3
+    assert engine.num_written_tokens == sum(len(each.written.ids) for each in done) == 21
+
+
 def test_a_row_without_a_rollout_reads_one_position() -> None:
     """It writes to a position behind all prompts, and would else read all before that."""
     config = EmbeddedConfig(max_num_seqs=4, max_model_len=160, dtype="float32")

@@ -80,6 +80,7 @@ class VllmEngine:
         set_environment(config.device)
         self.architecture = read_any_architecture(checkpoint)
         self.version = -1
+        self.num_written_tokens = 0  # since the start
         self.decode_text: Callable[[Sequence[int]], str] | None = None
         self._config = config
         lora = lora or LoraConfig()
@@ -297,6 +298,7 @@ class VllmEngine:
             running.ids += output.new_token_ids
             running.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
             running.versions += [self.version] * len(output.new_token_ids)
+            self.num_written_tokens += len(output.new_token_ids)
         reason = None if output.finish_reason is None else str(output.finish_reason)
         if reason not in (None, "stop", "length"):
             raise RuntimeError(f"vLLM ended row {running.request.row_id} with {reason}")
