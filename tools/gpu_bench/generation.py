@@ -31,7 +31,8 @@ def measure(setting: Setting) -> dict[str, float]:
     checkpoint = make_checkpoint(setting, setting.model, has_weights=False)
     figures = {}
     for batch in setting.batches:
-        figures |= _measure_batch(setting, checkpoint, batch, enforce_eager=False)
+        is_eager = not setting.is_cuda
+        figures |= _measure_batch(setting, checkpoint, batch, enforce_eager=is_eager)
     if setting.is_cuda:
         batch = setting.batches[-2]
         eager = _measure_batch(setting, checkpoint, batch, enforce_eager=True)
@@ -41,8 +42,6 @@ def measure(setting: Setting) -> dict[str, float]:
 
 def memory(setting: Setting) -> dict[str, float]:
     """Peak memory of a full batch with live and staging weights, against the forecast."""
-    if not setting.is_cuda:
-        raise ValueError("memory is measured on CUDA only")
     checkpoint = make_checkpoint(setting, setting.model, has_weights=False)
     _measure_batch(setting, checkpoint, max(setting.batches), enforce_eager=False)
     peak_bytes = torch.cuda.max_memory_allocated()

@@ -27,9 +27,9 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
+from llamarl.device.devices import check_gpu
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.inventory import parameter_shapes
-from llamarl.models.process_group import check_gpu
 from llamarl.planner.hardware import CPU, GPUS, Gpu
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
