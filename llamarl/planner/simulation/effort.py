@@ -14,12 +14,9 @@ from typing import Self
 
 from llamarl.device.devices import platform_of
 from llamarl.device.names import CPU
-from llamarl.weights.integrity.byte_sums import NUM_KEYS
+from llamarl.weights.integrity.byte_sums import FEWEST_ROWS, MATRIX_BLOCK, NUM_KEYS
 from llamarl.weights.integrity.fingerprint import SIDE_ELEMENTS, segment_elements
 from llamarl.weights.layout.reshard import DTYPE_BYTES
-
-MATRIX_ROWS, MATRIX_BYTES = 17, 8
-"""A GPU's product of bytes wants so many rows, and multiples of so many columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,12 +244,12 @@ def _tile(
         part_bytes = part * plane.itemsize
         if plane.is_cpu:
             total += kernels(NUM_KEYS)
-        elif lines >= MATRIX_ROWS and part_bytes % MATRIX_BYTES == 0:
+        else:
             pitch = width if plane.is_packed else plane.row_stride
             is_gapped = not is_joined and part != pitch and lines > 1
-            total += kernels(1 + is_gapped + NUM_KEYS) + views(NUM_KEYS)
-        else:
-            total += kernels(3 + NUM_KEYS) + views(NUM_KEYS)
+            has_more_rows = lines < FEWEST_ROWS or lines % MATRIX_BLOCK > 0
+            is_moved = is_gapped or has_more_rows or part_bytes % MATRIX_BLOCK > 0
+            total += kernels(1 + is_moved + NUM_KEYS) + views(NUM_KEYS * (1 + has_more_rows))
     return total
 
 

@@ -23,8 +23,8 @@ from torch.nn import functional
 NUM_KEYS = 2  # independent sets of keys
 SEGMENT_BYTES = 3 << 10  # longest row; longer ones share lines of the cache
 _MATRIX_COLUMNS = 8
-_MATRIX_BLOCK = 16  # cuBLASLt multiplies int8 by whole blocks of rows and of bytes
-_FEWEST_ROWS = 32  # which torch wants to be above 16
+MATRIX_BLOCK = 16  # cuBLASLt multiplies int8 by whole blocks of rows and of bytes
+FEWEST_ROWS = 32  # which torch wants to be above 16
 _EXACT_BYTES = 1 << 10  # products of so many signed bytes add up exactly in float32
 _int_mm = torch._int_mm
 
@@ -43,7 +43,7 @@ def side_by_side(columns: Sequence[Tensor]) -> Tensor:
     """Sets of keys as one matrix, in the order that cuBLASLt's int8 products take everywhere and
     fastest: the keys of a set next to each other."""
     matrix = torch.cat([*columns], dim=1)
-    added = (0, _MATRIX_COLUMNS - len(columns), 0, -len(matrix) % _MATRIX_BLOCK)
+    added = (0, _MATRIX_COLUMNS - len(columns), 0, -len(matrix) % MATRIX_BLOCK)
     return functional.pad(matrix, added).t().contiguous().t()
 
 
@@ -63,7 +63,7 @@ def add_bytes(values: Tensor, outs: Sequence[Tensor], keys: tuple[Tensor, ...]) 
         return
     (matrix,) = keys
     num_rows, num_bytes = values.shape
-    num_added = max(_FEWEST_ROWS - num_rows, -num_rows % _MATRIX_BLOCK)
+    num_added = max(FEWEST_ROWS - num_rows, -num_rows % MATRIX_BLOCK)
     added = (0, len(matrix) - num_bytes, 0, num_added)
     padded = functional.pad(values, added) if any(added) else values.contiguous()
     try:
