@@ -28,20 +28,16 @@ from llamarl.models.safetensors_file import read_header
 WEIGHT = ".weight"
 CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 FILE_PREFIX = "base_model.model."
-PLAIN: dict[str, tuple[Any, ...]] = {  # of adapter_config.json: what changes the computation
-    "bias": (None, "none"),
-    "use_rslora": (None, False),
-    "use_dora": (None, False),
-    "fan_in_fan_out": (None, False),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None, []),
-    "layer_replication": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "trainable_token_indices": (None, []),
-    "target_parameters": (None, []),
+DESCRIBED = {"peft_type", "r", "lora_alpha", "target_modules"}  # checked by themselves
+UNUSED = {"task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"}
+UNUSED |= {"inference_mode", "lora_dropout", "megatron_core", "qalora_group_size", "eva_config"}
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),  # others change the base as well
 }
-"""Keys of adapter_config.json and the values of an adapter as `trainer.lora` describes one."""
+"""What adapter_config.json may say of an adapter as `trainer.lora` describes one: keys that change
+nothing, and values of others; whatever else there is must be empty, also what we do not know."""
+EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 Shape = tuple[int, ...]
 
 
@@ -95,10 +91,11 @@ def check_adapter(
     values = read_object(path)
     kind = values.get("peft_type")
     require(kind == "LORA", f"peft_type in {path}", "be LORA", kind)
-    for key, allowed in PLAIN.items():
-        got = values.get(key)
-        must = f"be {allowed[-1]!r} or absent, as in adapters that llamarl trains"
-        require(got in allowed, f"{key} in {path}", must, got)
+    for key in sorted(values.keys() - DESCRIBED - UNUSED):
+        some, got = PLAIN.get(key, ()), values[key]
+        words = " or ".join([*map(repr, some), "absent"])
+        must = f"be {words}, as in plain LoRA, which llamarl computes"
+        require(got in (*EMPTY, *some), f"{key} in {path}", must, got)
     for key, name, wanted in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
         got = values.get(key)
         must = f"be {got!r}, as in {path}"

@@ -184,7 +184,7 @@ def recomputed(checkpointing: str, run: Callable[..., Any], *args: Any, **kwargs
     TrainerConfig)."""
     if checkpointing == "none" or not torch.is_grad_enabled():
         return run(*args, **kwargs)
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    options: dict[str, Any] = {"use_reentrant": False}  # with the random numbers of the first time
     if checkpointing == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
     return checkpoint(run, *args, **options, **kwargs)

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from llamarl.checkpoints.tokenizer_files import END_FILE, TOKENIZER_FILES
-from llamarl.config import Config
+from llamarl.config import Config, LoraConfig
 from llamarl.models.adapter_inventory import ADAPTER_FILE, read_lora
 from llamarl.models.adapter_inventory import CONFIG_FILE as ADAPTER_CONFIG
 from llamarl.models.safetensors_file import weight_names
@@ -96,11 +96,18 @@ def _like(value: Any, texts: dict[Any, Any]) -> Any:
 
 
 def _with_lora(config: Config) -> Config:
-    """With `trainer.lora` as the adapter to start from has it, unless the recipe gives it."""
-    folder = Path(config.recipe_dir, config.model.adapter)
-    if not config.model.adapter or config.trainer.lora.is_used or not folder.is_dir():
+    """With `trainer.lora` as the adapter to start from has it, unless the recipe gives a rank; its
+    dropout is the recipe's in any case. ValueError if the recipe has another alpha or target."""
+    folder, given = Path(config.recipe_dir, config.model.adapter), config.trainer.lora
+    if not config.model.adapter or given.is_used or not folder.is_dir():
         return config
-    return replace(config, trainer=replace(config.trainer, lora=read_lora(folder)))
+    lora, unset = read_lora(folder), LoraConfig()
+    for name in ("alpha", "targets"):
+        got, wanted = getattr(given, name), getattr(lora, name)
+        must = f"be left out, or {wanted} as the adapter of model.adapter has it"
+        given.require(got in (wanted, getattr(unset, name)), name, must)
+    lora = replace(lora, dropout=given.dropout)
+    return replace(config, trainer=replace(config.trainer, lora=lora))
 
 
 def _keep(name: HubName, resumed: str | None) -> HubName:

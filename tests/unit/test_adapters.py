@@ -28,6 +28,7 @@ from llamarl.models.adapter_inventory import adapter_shapes, check_adapter, read
 from llamarl.models.adapters import attach, initialize
 from llamarl.models.architecture import read_architecture
 from llamarl.models.other_architecture import read_any_architecture
+from llamarl.recipe.local_inputs import with_local_files
 from tests.adapter_oracle import merged, random_adapters
 from tests.random_search import case, searched
 from tests.tiny_checkpoints import (
@@ -49,6 +50,7 @@ from tests.unit.engine_models import (
     model_logprobs,
     random_prompts,
 )
+from tests.unit.test_config import MINIMUM, make_config
 
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = LoraConfig(rank=3, alpha=5.0)
@@ -295,6 +297,16 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "alpha": (lambda f: changed(f / "adapter_config.json", lora_alpha=1), "alpha must be 1"),
     "dora": (lambda f: changed(f / "adapter_config.json", use_dora=True), "use_dora in"),
     "bias": (lambda f: changed(f / "adapter_config.json", bias="all"), "bias in .* 'none'"),
+    "pissa": (
+        lambda f: changed(f / "adapter_config.json", init_lora_weights="pissa_niter_4"),
+        "init_lora_weights in .* must be True or 'gaussian'",
+    ),
+    "olora": (lambda f: changed(f / "adapter_config.json", init_lora_weights="olora"), "'olora'"),
+    "alora": (
+        lambda f: changed(f / "adapter_config.json", alora_invocation_tokens=[1, 2]),
+        "alora_invocation_tokens in .* must be absent, as in plain LoRA",
+    ),
+    "a key of next year": (lambda f: changed(f / "adapter_config.json", use_xlora=True), "use_xlo"),
     "pattern": (lambda f: changed(f / "adapter_config.json", rank_pattern={"q": 1}), "rank_pat"),
     "no file": (lambda f: (f / "adapter_model.safetensors").unlink(), "the folder of an adapter"),
     "cut off": (
@@ -333,6 +345,63 @@ def test_an_adapter_of_another_model_or_kind_is_refused_in_a_line(
     with pytest.raises(ValueError, match=words) as caught:
         check_adapter(folder, architecture, lora)
     assert "\n" not in str(caught.value)
+
+
+def test_of_an_adapter_to_start_from_rank_alpha_and_targets_count_and_the_recipes_dropout(
+    tmp_path: Path,
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "tiny")
+    lora = LoraConfig(rank=4, alpha=6.0, targets=["q_proj"])
+    folder, adapters = tmp_path / "adapter", random_adapters(read_architecture(checkpoint), lora)
+    adapter_files.save(
+        folder, adapters.items(), lora=lora, source_folder=checkpoint, dtype=torch.float32
+    )
+
+    def started(*overrides: str) -> LoraConfig:
+        config = make_config(f"model.adapter={folder}", *overrides, *MINIMUM)
+        return with_local_files(config, "train")[0].trainer.lora
+
+    assert started() == lora
+    assert started("trainer.lora.dropout=0.3") == replace(lora, dropout=0.3)
+    assert started("trainer.lora.alpha=6", "trainer.lora.targets=[q_proj]") == lora
+    for key, got in (("alpha", "64"), ("targets", "[k_proj]")):
+        with pytest.raises(ValueError, match=rf"^trainer\.lora\.{key} must be left out, or .* got"):
+            started(f"trainer.lora.{key}={got}")
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "orthogonal", "eva"])
+def test_what_peft_writes_of_a_plain_adapter_is_taken(start: Any, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "tiny")
+    architecture, lora = read_architecture(checkpoint), LoraConfig(rank=4, alpha=6.0)
+    folder = tmp_path / "adapter"
+    adapters = random_adapters(architecture, lora).items()
+    adapter_files.save(folder, adapters, lora=lora, source_folder=checkpoint, dtype=torch.float32)
+    written = PeftConfig(init_lora_weights=start, lora_dropout=0.1).to_dict()
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    values = written | {name: saved[name] for name in ("r", "lora_alpha", "target_modules")}
+    values |= {"peft_type": "LORA", "task_type": "CAUSAL_LM", "init_lora_weights": start}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    check_adapter(folder, architecture, lora)
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_a_pass_that_is_computed_again_drops_the_same_inputs(checkpointing: str) -> None:
+    lora = replace(LORA, dropout=0.3)
+    model = make_model(LLAMA, 1)
+    adapters = random_adapters(LLAMA, lora)
+    attached(model, adapters, lora)
+    ids = token_ids() % LLAMA.vocab_size
+
+    def gradients(checkpointing: str) -> dict[str, torch.Tensor]:
+        model.set_checkpointing(checkpointing)
+        model.zero_grad()
+        torch.manual_seed(5)
+        model.logits(ids, LENGTHS).square().mean().backward()
+        return {name: model.get_parameter(name).grad.clone() for name in adapters}
+
+    wanted, found = gradients("none"), gradients(checkpointing)
+    for name, gradient in wanted.items():
+        assert torch.equal(found[name], gradient), name
 
 
 @pytest.mark.parametrize(
