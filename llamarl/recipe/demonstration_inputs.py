@@ -45,8 +45,15 @@ def as_imitation(config: Config) -> Config:
     config.require(not config.checkpoint.best, "checkpoint.best", must)
     must = f"be left out with {COMMAND} (data.held_out names demonstrations)"
     config.require(not config.evaluation.sets, "evaluation.sets", must)
+    algorithm = config.algorithm
+    must = f"be tokens or rollouts with {COMMAND}, which has no sampling.max_tokens"
+    algorithm.require(algorithm.normalization != "constant", "normalization", must)
     return replace(
         config,
+        algorithm=type(algorithm)(
+            normalization=algorithm.normalization,
+            entropy_coefficient=algorithm.entropy_coefficient,
+        ),
         reward=RewardConfig(),
         generator=EmbeddedConfig(max_model_len=2),
         sampling=SamplingConfig(max_tokens=1, rollouts_per_prompt=1),

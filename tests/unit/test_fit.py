@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from llamarl.algorithms.losses.sft import SFTConfig
 from llamarl.planner.memory import fit, ranks
 from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.demonstration_inputs import as_imitation
@@ -45,6 +46,26 @@ def test_demonstrations_need_the_trainer_alone(
         ValueError, match=r"^(the fullest trainer|all processes of a host) must fit"
     ):
         check_fit(config, replace(WIDE, num_layers=400))
+
+
+OF_ROLLOUTS = {
+    "algorithm.proximal": "interpolate",
+    "algorithm.kl_coefficient": "0.1",
+    "algorithm.mask_truncated": "true",
+    "algorithm.advantage": "mean_std",
+    "algorithm.overlong_penalty_tokens": "64",
+    "algorithm.filters": "[equal_rewards]",
+}
+
+
+def test_of_the_keys_that_algorithms_share_only_those_of_a_likelihood_count_in_sft() -> None:
+    shared = [f"{key}={value}" for key, value in OF_ROLLOUTS.items()]
+    of_sft = ["algorithm.entropy_coefficient=0.01", "algorithm.normalization=rollouts"]
+    found = as_imitation(make_config("algorithm=sft", *shared, *of_sft, *MINIMUM))
+    assert found.algorithm == SFTConfig(entropy_coefficient=0.01, normalization="rollouts")
+    constant = make_config("algorithm=sft", "algorithm.normalization=constant", *MINIMUM)
+    with pytest.raises(ValueError, match=r"^algorithm\.normalization must be tokens or rollouts"):
+        as_imitation(constant)
 
 
 SHARDED = ["generator.num_ranks=4", "trainer.activation_checkpointing=full"]
