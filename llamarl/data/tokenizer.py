@@ -21,11 +21,13 @@ from jinja2 import TemplateError
 
 from llamarl.config.check import require
 from llamarl.data.bounds import MOST_GROWTH, bounded, growth
+from llamarl.data.text_ids import TextIds
 from llamarl.json_file import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+ASSISTANT = "assistant"
 MAX_REASON_CHARS = 300
 MOST_BYTES = 4  # of a character in UTF-8: more tokens than that do not make one
 IMPORTING = threading.Lock()
@@ -70,6 +72,7 @@ class Tokenizer:
         """No token stands for more characters of a text."""
         self.num_ids = max(backend.get_vocab().values(), default=-1) + 1
         self._backend, self._template_kwargs = backend, dict(template_kwargs)
+        self._ids = TextIds(backend.backend_tokenizer)
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -91,18 +94,19 @@ class Tokenizer:
         return getattr(self._backend, "response_template", None)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of `text`; `special` adds the tokenizer's special tokens, such as BOS.
+        """Token ids of `text`; `special` puts the tokenizer's special tokens, such as BOS, before
+        it, unless it begins with them.
 
         A rendered chat holds them already: encode it with `special=False`.
         """
-        return self._backend.encode(text, add_special_tokens=special)
+        return self.encode_all([text], special=special)[0]
 
-    def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """The same of many texts, several times as fast."""
-        if not texts:
-            return []
-        found = self._backend.backend_tokenizer.encode_batch(texts, add_special_tokens=special)
-        return [each.ids for each in found]
+    def encode_all(
+        self, texts: Sequence[str], *, special: bool = True, before: Sequence[str] = ()
+    ) -> list[list[int]]:
+        """The same of many texts, several times as fast. `before` is what each goes on from, "" for
+        one that begins: many tokenizers put a blank where a text begins."""
+        return self._ids.encode_all(texts, special=special, before=before)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of `token_ids` without special tokens (end of sequence, padding, ...)."""
@@ -158,20 +162,27 @@ class Tokenizer:
         is_open: bool = True,
     ) -> str:
         """The conversation as one text that ends where the assistant's answer begins, or, if it is
-        not open, with the last message. `tools` are the schemas of what the assistant may call.
+        not open, with the last message. If that is the beginning of an answer, an open one ends
+        with its words. `tools` are the schemas of what the assistant may call.
+
+        A special token that stands in a message, as in a question about them, is text and gets no
+        id of its own: it is marked in the result (`text_ids.py`); in what the assistant said those
+        alone that end a completion.
 
         Needs `has_chat_template`. Raises ValueError, in one line, if the template refuses the
         messages (many refuse a system message, or two turns of one role), cannot join them, or
         takes too much time or memory.
         """
-        conversation = [dict(message) for message in messages]
+        conversation = [self._marked(message) for message in messages]
+        goes_on = is_open and bool(conversation) and conversation[-1]["role"] == ASSISTANT
         try:
             with bounded():
                 text = self._backend.apply_chat_template(
                     conversation,
                     tools=[dict(tool) for tool in tools] or None,
                     tokenize=False,
-                    add_generation_prompt=is_open,
+                    add_generation_prompt=is_open and not goes_on,
+                    continue_final_message=goes_on,
                     **self._template_kwargs,
                 )
         except Exception as error:  # noqa: BLE001 - the template is a program of the checkpoint's
@@ -181,6 +192,13 @@ class Tokenizer:
             raise ValueError(f"the messages must {must}, got: {kind}{reason}") from None
         assert isinstance(text, str)
         return text
+
+    def _marked(self, message: Message) -> dict[str, Any]:
+        """The message, with the special tokens that stand in it marked as text."""
+        is_own = message["role"] == ASSISTANT
+        ends = {text for text, i in self.special_ids.items() if i in self.eos_token_ids}
+        some = ends if is_own else self.special_ids.keys()
+        return {key: self._ids.mark(value, some) for key, value in message.items()}
 
 
 def load_tokenizer(

@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 
 from llamarl.config import DataConfig
-from llamarl.data.tokenizer import Message, Tokenizer
+from llamarl.data.text_ids import unmarked
+from llamarl.data.tokenizer import ASSISTANT, Message, Tokenizer
 from llamarl.data_row import value_at
+from llamarl.environments.messages import Schema, read_messages, read_tools
 from llamarl.environments.prompt_files import NumberedRow, shorten_value
 from llamarl.environments.prompts import (
     BATCH_ROWS,
@@ -49,15 +51,16 @@ from llamarl.types import (
 )
 
 WRITTEN = "written"
-ASSISTANT = "assistant"
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A text of a demonstration: whether it gets the tokenizer's special tokens, whether the
-    assistant wrote it, and whether the token that ends a completion has to be added to it."""
+    """A text of a demonstration: what stands before it, whether it gets the tokenizer's special
+    tokens, whether the assistant wrote it, and whether it gets the token that ends a completion,
+    unless it has one."""
 
     text: str
+    before: str = ""
     is_special: bool = False
     is_written: bool = False
     gets_end: bool = False
@@ -112,8 +115,10 @@ class DemonstrationRules:
         ids = {}
         for special in (False, True):
             passages = (part for _, parts in rendered for part in parts)
-            texts = [part.text for part in passages if part.is_special == special]
-            ids[special] = iter(self.tokenizer.encode_all(texts, special=special))
+            some = [part for part in passages if part.is_special == special]
+            texts, before = ([getattr(part, name) for part in some] for name in ("text", "before"))
+            found = self.tokenizer.encode_all(texts, special=special, before=before)
+            ids[special] = iter(found)
         for number, parts in rendered:
             yield number, [(part, next(ids[part.is_special])) for part in parts]
 
@@ -125,13 +130,14 @@ class DemonstrationRules:
             start = len(ids)
             ids += own
             if part.is_written:
-                if part.gets_end:
+                ends = self.tokenizer.eos_token_ids
+                if part.gets_end and not (own and own[-1] in ends):
                     ids.append(self.tokenizer.eos_token_ids[0])
                 written.append([start, len(ids)])
         if not written[0][0]:
             must = "a demonstration must begin with a token before the answer, got none"
             raise ValueError(must)
-        text = "".join(part.text for part, _ in parts)
+        text = unmarked("".join(part.text for part, _ in parts))
         found = Prompt(prompt_id=number, text=text, token_ids=tuple(ids), fields={WRITTEN: written})
         most, overlong = self.data.max_prompt_tokens, self.data.overlong
         if len(ids) <= most:
@@ -156,12 +162,14 @@ def _parts(row: Mapping[str, Any], data: DataConfig, tokenizer: Tokenizer) -> li
         before = messages_of(row, data)
         added = [] if field is None else _messages(answer, field)
         first = len(before) if field is not None else 0
-        return [*_chat_parts([*before, *added], first, tokenizer)]
+        tools = read_tools(row)
+        return [*_chat_parts([*before, *added], first, tokenizer, tools)]
     if field is None:
         must = f"{data.prompt_field!r} must be a list of messages with data.completion_field=null"
         raise ValueError(f"{must}, got {shorten_value(question)}")
     asked, given = text_of(question, data.prompt_field), text_of(answer, field)
-    return [Passage(asked, is_special=True), Passage(given, is_written=True, gets_end=True)]
+    answer = Passage(given, before=asked, is_written=True, gets_end=True)
+    return [Passage(asked, is_special=True), answer]
 
 
 def truncate(demonstration: Prompt, num_tokens: int) -> Prompt | None:
@@ -201,17 +209,20 @@ def as_row(demonstration: Prompt, row_id: int, version: int) -> tuple[RolloutInf
     return rollout, {name: [cell] for name, cell in cells.items()}
 
 
-def _chat_parts(messages: Sequence[Message], first: int, tokenizer: Tokenizer) -> Iterator[Passage]:
+def _chat_parts(
+    messages: Sequence[Message], first: int, tokenizer: Tokenizer, tools: Sequence[Schema]
+) -> Iterator[Passage]:
     """The conversation up to its last answer, cut where the answers among `messages[first:]` begin
     and end."""
     answers = [i for i in range(first, len(messages)) if messages[i]["role"] == ASSISTANT]
     if not answers:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ValueError(f"a demonstration must have a turn of the assistant, got {roles}")
-    whole, at = tokenizer.render_chat(messages, is_open=False), 0
+    messages = messages[: answers[-1] + 1]  # templates show some thinking of last turns alone
+    whole, at = tokenizer.render_chat(messages, tools, is_open=False), 0
     must = f"the chat template of {tokenizer.folder} must"
     for i in answers:
-        before = tokenizer.render_chat(messages[:i])
+        before = tokenizer.render_chat(messages[:i], tools)
         if not whole.startswith(before) or len(before) < at:
             raise ValueError(
                 f"{must} render what stands before an answer alike with it and without"
@@ -219,8 +230,8 @@ def _chat_parts(messages: Sequence[Message], first: int, tokenizer: Tokenizer) -
         end = _end_of_turn(whole, len(before), tokenizer)
         if end < 0:
             raise ValueError(f"{must} end an answer with a token that ends a completion")
-        yield Passage(whole[at : len(before)])
-        yield Passage(whole[len(before) : end], is_written=True)
+        yield Passage(whole[at : len(before)], before=whole[:at])
+        yield Passage(whole[len(before) : end], before=before, is_written=True)
         at = end
 
 
@@ -244,7 +255,4 @@ def _messages(value: Any, field: str) -> list[Message]:
     """The messages in a field; a text is one of the assistant's."""
     if not isinstance(value, list):
         return [{"role": ASSISTANT, "content": text_of(value, field)}]
-    if not value or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value):
-        must = f"{field!r} must be text or a list of messages with 'role' and 'content'"
-        raise ValueError(f"{must}, got {shorten_value(value)}")
-    return value
+    return [*read_messages(value, field)]

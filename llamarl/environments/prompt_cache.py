@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 DONE = {DROPPED: "left out (data.overlong=drop)", TRUNCATED: "cut (data.overlong=truncate)"}
 LEAST_BYTES = 8 * 1024 * 1024  # of a source's files; less is tokenised faster than processes start
 FACTS_FILE, STOP_FILE = "facts.json", "stop-"
-FORMAT = 1  # of the files
+FORMAT = 2  # of the files
 POLL_S = 0.1
 LIMIT_S = 7 * DAY_S
 

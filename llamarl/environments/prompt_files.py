@@ -175,7 +175,16 @@ def _rows_between(batch: Any, row: int, start: int, stop: int) -> Iterator[Numbe
     first, last = max(start - row, 0), min(stop - row, batch.num_rows)
     if first < last:
         some = batch.slice(first, last - first).to_pylist()
-        yield from enumerate(some, start=row + first + 1)
+        rows = ({key: _without_padding(each) for key, each in row.items()} for row in some)
+        yield from enumerate(rows, start=row + first + 1)
+
+
+def _without_padding(value: Any) -> Any:
+    """A cell without the keys that only other rows have: the records of a column all have the same
+    keys, and nulls where a row had none."""
+    if isinstance(value, dict):
+        return {key: _without_padding(each) for key, each in value.items() if each is not None}
+    return [_without_padding(each) for each in value] if isinstance(value, list) else value
 
 
 @contextmanager

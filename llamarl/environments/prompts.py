@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import DataConfig, RewardConfig
+from llamarl.data.text_ids import unmarked
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.data_row import value_at
+from llamarl.environments.messages import read_messages, read_tools
 from llamarl.environments.prompt_files import NumberedRow, shorten_value
 from llamarl.environments.rewards.functions import check_answer
 from llamarl.types import Prompt
@@ -43,7 +45,8 @@ class PromptRules:
     """What makes a prompt of a row.
 
     `limit` names where `data.max_prompt_tokens` comes from; `tools` are shown at the head of each
-    chat; with a `reward`, each row must hold what its functions need.
+    chat, else those that the row itself has; with a `reward`, each row must hold what its functions
+    need.
     """
 
     data: DataConfig
@@ -131,7 +134,8 @@ class PromptRules:
             self.counts[TRUNCATED] += 1
             token_ids = token_ids[-most:]
             text = self.tokenizer.decode_raw(token_ids)
-        prompt = Prompt(prompt_id=number, text=text, token_ids=tuple(token_ids), fields=row)
+        ids = tuple(token_ids)
+        prompt = Prompt(prompt_id=number, text=unmarked(text), token_ids=ids, fields=row)
         if self.reward is not None:
             check_answer(self.reward, prompt)
         return prompt
@@ -145,7 +149,7 @@ class PromptRules:
             if not self.tokenizer.has_chat_template:
                 must = f"{data.prompt_field!r} must be text for a tokenizer without a chat template"
                 raise ValueError(f"{must}, got messages with {self.tokenizer.folder}")
-            text = self.tokenizer.render_chat(messages, self.tools(row))
+            text = self.tokenizer.render_chat(messages, self.tools(row) or read_tools(row))
         else:
             text = text_of(question, data.prompt_field)
         most_chars = SLACK * data.max_prompt_tokens * self.tokenizer.max_token_chars
@@ -205,18 +209,13 @@ def messages_of(row: Mapping[str, Any], config: DataConfig) -> list[dict[str, An
     field, question = config.prompt_field, question_of(row, config)
     if not isinstance(question, list):
         question = [{"role": "user", "content": text_of(question, field)}]
-    if not question:
-        raise ValueError(f"{field!r} must hold at least one message, got an empty list")
-    for message in question:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            must = f"{field!r} must be text or a list of messages with 'role' and 'content'"
-            raise ValueError(f"{must}, got {shorten_value(message)} in the list")
+    messages = read_messages(question, field)
     if config.system is None:
-        return question
-    if question[0]["role"] == "system":
+        return messages
+    if messages[0]["role"] == "system":
         must = "the messages must not start with a system message when data.system is set"
         raise ValueError(f"{must}, got both")
-    return [{"role": "system", "content": config.system}, *question]
+    return [{"role": "system", "content": config.system}, *messages]
 
 
 def text_of(question: object, field: str) -> str:

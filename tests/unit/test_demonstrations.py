@@ -83,6 +83,19 @@ def test_every_turn_of_the_assistant_is_written_with_the_token_that_ends_it(
     assert whole.startswith(qwen.decode_raw(found.token_ids)), "what follows is left out"
 
 
+def test_the_last_answer_keeps_its_thinking_whatever_follows_it(tmp_path: Path) -> None:
+    thinking = chat_templates.write_tokenizer(tmp_path, chat_templates.THINKING)
+    chat = turns("one", "<think>hm</think>two", "three")
+    for some in (chat, chat[:2]):
+        found = make_demonstration(1, {"messages": some}, CHATS, thinking)
+        assert written(found, thinking) == ["<think>hm</think>two<|im_end|>"]
+
+
+def test_an_answer_that_has_its_end_gets_no_other(qwen: Tokenizer) -> None:
+    row = {"question": "one", "completion": "42<|im_end|>"}
+    assert written(make_demonstration(1, row, PAIRS, qwen), qwen) == ["42<|im_end|>"]
+
+
 def test_an_answer_in_a_chat_follows_what_a_rollout_begins_with(qwen: Tokenizer) -> None:
     data = DataConfig(prompts="x", chat=True, system="Be brief.")
     row: dict[str, Any] = {"question": "one", "completion": "two"}

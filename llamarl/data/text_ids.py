@@ -1,0 +1,164 @@
+"""The ids of a text that goes on from another one, and of special tokens that are only text.
+
+A special token in a text stands for its one id, unless a MARK follows its first character: then it
+is words about that token, and gets the ids that its characters have.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+MARK = "\ufdd0"  # of no character: Unicode keeps it for programs
+NOTHING = {"type": "Sequence", "normalizers": []}  # a normalizer that changes nothing
+
+
+class TextIds:
+    """Ids of texts by a tokenizer of the tokenizers library, whose own settings stay as they
+    are."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._special = {token.content: (i, token) for i, token in added.items() if token.special}
+        texts = sorted(map(re.escape, self._special), key=len, reverse=True)
+        self._pattern = re.compile("|".join(texts) or r"(?!)")
+        bare, whole = (self._encode(["1"], special=each)[0] for each in (False, True))
+        starts = range(len(whole) - len(bare) + 1)
+        first = next((i for i in starts if whole[i : i + len(bare)] == bare), 0)
+        self._leading = whole[:first]
+        """What the tokenizer puts before a text."""
+
+    def encode_all(
+        self, texts: Sequence[str], *, special: bool, before: Sequence[str] = ()
+    ) -> list[list[int]]:
+        """The ids of each text, which goes on from `before`, "" for one that begins. `special`
+        puts what the tokenizer puts before a text there, unless it is there; nothing is put behind
+        it, as a model goes on from there."""
+        before = before or [""] * len(texts)
+        found: list[list[int]] = [[] for _ in texts]
+        batches: dict[bool, list[int]] = {False: [], True: []}  # those that go on: their places
+        for i, (text, prior) in enumerate(zip(texts, before, strict=True)):
+            if MARK in text:
+                found[i] = self._marked_ids(text, prior)
+            else:
+                batches[self._goes_on(prior)].append(i)
+        for goes_on, places in batches.items():
+            some = self._encode([texts[i] for i in places], goes_on=goes_on)
+            for i, ids in zip(places, some, strict=True):
+                found[i] = ids
+        if not special:
+            return found
+        num = len(self._leading)
+        return [ids if ids[:num] == self._leading else [*self._leading, *ids] for ids in found]
+
+    def mark(self, value: Any, tokens: Collection[str]) -> Any:
+        """`value` with each of these special tokens marked in its texts: a text, or lists and
+        mappings of them."""
+        if isinstance(value, str):
+            value = unmarked(value)
+            return self._pattern.sub(
+                lambda found: _marked(found[0]) if found[0] in tokens else found[0], value
+            )
+        if isinstance(value, list | tuple):
+            return [self.mark(each, tokens) for each in value]
+        if isinstance(value, dict):
+            return {key: self.mark(each, tokens) for key, each in value.items()}
+        return value
+
+    def _marked_ids(self, text: str, before: str) -> list[int]:
+        """Of a text with marks: what stands between two special tokens is encoded as if there were
+        no special tokens."""
+        ids: list[int] = []
+        at = 0
+        found = [*self._pattern.finditer(text)]
+        for i, match in enumerate([*found, None]):
+            part = text[at : len(text) if match is None else match.start()]
+            part = unmarked(part)
+            if i and self._special[found[i - 1][0]][1].rstrip:
+                part = part.lstrip()
+            if match is not None and self._special[match[0]][1].lstrip:
+                part = part.rstrip()
+            if part:
+                goes_on = self._goes_on(before + text[:at])
+                ids += self._encode([part], goes_on=goes_on, is_text=True)[0]
+            if match is not None:
+                ids.append(self._special[match[0]][0])
+                at = match.end()
+        return ids
+
+    def _goes_on(self, before: str) -> bool:
+        """Whether a text behind `before` gets other ids than one that begins."""
+        kinds = self._blanks
+        if not before or not kinds:
+            return False
+        return kinds == {"first"} or not before.endswith((*self._special,))
+
+    @functools.cached_property
+    def _blanks(self) -> set[str]:
+        """Where the tokenizer puts a blank before a text: at the "first" one, or "always", also
+        behind a special token. Empty for one that puts none."""
+        parts = [self._backend.normalizer, self._backend.pre_tokenizer]
+        found: set[str] = set()
+        for part in parts:
+            if part is not None:
+                _without_blanks(json.loads(part.__getstate__()), found)
+        return found
+
+    def _encode(
+        self,
+        texts: Sequence[str],
+        *,
+        special: bool = False,
+        goes_on: bool = False,
+        is_text: bool = False,
+    ) -> list[list[int]]:
+        """Ids of these texts: with a blank before each as the tokenizer has it, or of texts that go
+        on; with special tokens by their ids, or by those of their characters."""
+        if not texts:
+            return []
+        backend = self._variant(goes_on, is_text) if goes_on or is_text else self._backend
+        found = backend.encode_batch([*texts], add_special_tokens=special)
+        return [each.ids for each in found]
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019 - one set of ids lives as long as its tokenizer
+    def _variant(self, goes_on: bool, is_text: bool) -> Backend:
+        values = json.loads(self._backend.to_str())
+        if goes_on:
+            for key in ("normalizer", "pre_tokenizer"):
+                values[key] = _without_blanks(values[key], set())
+        backend = Backend.from_str(json.dumps(values))
+        backend.encode_special_tokens = is_text
+        return backend
+
+
+def unmarked(text: str) -> str:
+    """The text as it is read."""
+    return text.replace(MARK, "")
+
+
+def _marked(token: str) -> str:
+    return token[0] + MARK + token[1:]
+
+
+def _without_blanks(part: Any, found: set[str]) -> Any:
+    """A normalizer or pre-tokenizer, as in tokenizer.json, without what puts a blank before a text;
+    where that is (see `TextIds._blanks`) is added to `found`."""
+    if isinstance(part, list):
+        return [_without_blanks(each, found) for each in part]
+    if not isinstance(part, dict):
+        return part
+    match part:
+        case {"type": "Metaspace", "prepend_scheme": "first" | "always" as scheme}:
+            found.add(scheme)
+            return part | {"prepend_scheme": "never"}
+        case {"type": "ByteLevel", "add_prefix_space": True}:
+            found.add("always")
+            return part | {"add_prefix_space": False}
+        case {"type": "Prepend"}:
+            found.add("always")
+            return NOTHING
+    return {key: _without_blanks(each, found) for key, each in part.items()}
