@@ -137,6 +137,57 @@ def test_an_unusable_expected_answer_raises_and_is_no_zero(name, answer):
         function(prompt(solution="42"), "Answer: 42", True, CONFIG)
 
 
+RIGHT = [
+    ("3 1/2", r"\boxed{3.5}"),
+    ("3 1/2", r"\boxed{3\frac12}"),
+    ("5 3/4", "it is 5.75"),
+    ("3.5", "so 3 1/2."),
+    ("1 000", r"\boxed{1000}"),
+    ("1000", r"\boxed{1 000}"),
+    ("6.63e-34", r"\boxed{6.63\times 10^{-34}}"),
+    ("6.63e-34", r"\boxed{6.63e-34}"),
+    ("1e-7", r"\boxed{10^{-7}}"),
+    (r"\frac{1}{2^{99}}", r"\boxed{2^{-99}}"),
+    ("1/3", r"\boxed{0.333333}"),
+    ("0.5%", r"\boxed{0.5\%}"),
+    ("12:00", r"\boxed{12:00}"),
+    ("10:00", "at 10:00"),
+    ("1:2", r"\boxed{\frac12}"),
+    ("5", r"first \boxed{3}, so finally \boxed{5}"),
+    (r"\{1,2\}", r"\boxed{1}, \boxed{2}"),
+]
+WRONG = [
+    ("3 1/2", r"\boxed{2}"),
+    ("2", "so 3 1/2"),
+    ("1 000", r"\boxed{0}"),
+    ("6.63e-34", r"\boxed{1.38\times 10^{-23}}"),
+    ("1e-7", r"\boxed{2e-7}"),
+    ("1e-7", r"\boxed{-4e-7}"),
+    ("0", r"\boxed{1e-7}"),
+    (r"\frac{1}{2^{99}}", r"\boxed{\frac{1}{2^{98}}}"),
+    ("12:00", r"\boxed{10:00}"),
+    ("1:15", r"\boxed{2:30}"),
+    ("3", r"first \boxed{3}, so finally \boxed{5}"),
+    ("4", r"\boxed{1/0}"),
+]
+
+
+@pytest.mark.parametrize(
+    ("expected", "completion", "value"),
+    [*((*each, 1.0) for each in RIGHT), *((*each, 0.0) for each in WRONG)],
+)
+def test_math_reads_numbers_as_people_write_them(expected, completion, value):
+    assert math_reward.reward(prompt(answer=expected), completion, True, CONFIG) == value
+
+
+@pytest.mark.parametrize("answer", ["1/0", r"\frac{1}{0}", "3/00", float("nan"), float("inf")])
+def test_an_expected_answer_without_a_finite_value_is_refused_at_the_start(answer):
+    with pytest.raises(ValueError, match=r"'answer' must (have|be) a finite"):
+        check_answer(RewardConfig(functions=["math"]), prompt(answer=answer))
+    with pytest.raises(ValueError, match="finite"):
+        math_reward.reward(prompt(answer=answer), "1", True, CONFIG)
+
+
 def test_an_expected_answer_that_is_no_mathematics_raises():
     with pytest.raises(ValueError, match="must be a mathematical expression"):
         math_reward.reward(prompt(answer=r"\boxed"), "42", True, CONFIG)

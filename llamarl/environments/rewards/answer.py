@@ -3,6 +3,7 @@
 A missing or unusable expected answer raises; it never makes a completion wrong.
 """
 
+import math
 import re
 from decimal import Decimal
 
@@ -11,6 +12,7 @@ from llamarl.data_row import value_at
 from llamarl.types import Prompt
 
 GSM8K_MARK = "####"
+ZERO_BELOW = re.compile(r"/\s*0+(?![\d.])|frac\s*\{[^{}]*\}\s*\{\s*0+\s*\}")  # of a fraction
 NUMBER = re.compile(
     r"[$]?([+-]?)[$]?((?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?)"
 )
@@ -32,6 +34,8 @@ def expected_answer(prompt: Prompt, config: RewardConfig) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         got = type(answer).__name__
         raise TypeError(f"{where}: {field!r} must be text or a number, got {got}")
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise ValueError(f"{where}: {field!r} must be a finite number, got {answer}")
     text = str(answer).rpartition(GSM8K_MARK)[2].strip()
     if not text:
         raise ValueError(f"{where}: {field!r} must hold an answer, got {answer!r}")

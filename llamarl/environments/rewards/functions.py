@@ -15,7 +15,7 @@ from typing import Any
 
 from llamarl.config import RewardConfig
 from llamarl.config.check import require, require_choice
-from llamarl.environments.rewards.answer import expected_answer
+from llamarl.environments.rewards.answer import ZERO_BELOW, expected_answer
 from llamarl.environments.rewards.code import read_tests
 from llamarl.task_file import find, load_module
 from llamarl.types import Prompt
@@ -112,7 +112,10 @@ def check_answer(config: RewardConfig, prompt: Prompt) -> None:
     needs = [REWARDS[name] for name in config.functions]
     try:
         if any(each.answer for each in needs):
-            expected_answer(prompt, config)
+            text = expected_answer(prompt, config)
+            if "math" in config.functions and ZERO_BELOW.search(text):
+                must = f"line {prompt.line}: {config.answer_field!r} must have a finite value"
+                raise ValueError(f"{must}, got {text!r}")
         if any(each.tests for each in needs):
             read_tests(prompt, config)
     except (KeyError, TypeError, ValueError) as error:
