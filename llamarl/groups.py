@@ -58,7 +58,8 @@ Verdict = Kept | Dropped
 class ScoredGroup:
     """A group whose rollouts all have a reward; one entry per rollout, in one order.
 
-    `rewards` are the shaped ones, which `advantages` were computed from.
+    `rewards` are those that functions and stages gave, without the overlong penalty, and
+    `advantages` theirs.
     """
 
     prompt: Prompt

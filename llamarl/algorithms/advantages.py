@@ -34,17 +34,15 @@ def overlong_penalty(num_tokens: int, max_tokens: int, penalty_tokens: int) -> f
     return -min(max(excess / penalty_tokens, 0.0), 1.0)
 
 
-def shaped_rewards(
-    rewards: Sequence[float], num_tokens: Sequence[int], max_tokens: int, config: AlgorithmConfig
-) -> tuple[float, ...]:
-    """The rewards that advantages are computed from: each plus its overlong penalty.
+def overlong_penalties(
+    num_tokens: Sequence[int], max_tokens: int, config: AlgorithmConfig
+) -> list[float]:
+    """What is added to each reward before advantages are computed.
 
     `num_tokens[i]` counts the tokens that the model wrote of rollout i.
     """
-    return tuple(
-        reward + overlong_penalty(length, max_tokens, config.overlong_penalty_tokens)
-        for reward, length in zip(rewards, num_tokens, strict=True)
-    )
+    most = config.overlong_penalty_tokens
+    return [overlong_penalty(length, max_tokens, most) for length in num_tokens]
 
 
 def mean(rewards: Sequence[float]) -> list[float]:

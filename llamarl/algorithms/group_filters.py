@@ -16,7 +16,7 @@ from llamarl.algorithms.advantages import (
     ADVANTAGES,
     GDPO,
     apart,
-    shaped_rewards,
+    overlong_penalties,
 )
 from llamarl.config import AlgorithmConfig
 from llamarl.config.check import require_choice
@@ -68,7 +68,8 @@ def filter_group(
     functions: Sequence[tuple[str, float]] = (),
     task: Mapping[str, Callable[..., Any]] = EMPTY,
 ) -> Verdict:
-    """The group's advantages, or why it is dropped: the first reason of `config.filters`.
+    """The group's advantages, or why it is dropped: the first reason of `config.filters`, which see
+    rewards before the overlong penalty, as DAPO's (eq. 11) counts correct rollouts.
 
     Rollouts that a stage of the recipe's own dropped are left out; if too few are left for a
     baseline, their most frequent reason is the group's. Next comes "failed_reward": a score without
@@ -87,27 +88,30 @@ def filter_group(
     scores = tuple(group.scores[row_id] for row_id in row_ids)
     num_tokens = [rollout.num_generated for rollout in rollouts]
     summed = _summed_rewards(group, row_ids, config)
-    rewards = shaped_rewards(summed, num_tokens, max_tokens, config)
-    if not all(abs(reward) <= LARGEST for reward in rewards):  # NaN: none was given
+    if not all(abs(reward) <= LARGEST for reward in summed):  # NaN: none was given
         return Dropped(FAILED_REWARD)
-    if config.advantage == GDPO:
-        columns = _weighted_rewards(group, row_ids, config, functions)
-        penalties = shaped_rewards([0.0] * len(rewards), num_tokens, max_tokens, config)
-        advantages = tuple(apart([*columns, (1.0, penalties)]))
-    else:
-        advantages = _advantages(rewards, config.advantage, task)
+    columns = _weighted_rewards(group, row_ids, config, functions)
+
+    def advantages(penalties: Sequence[float]) -> tuple[float, ...]:
+        if config.advantage == GDPO:
+            return tuple(apart([*columns, (1.0, penalties)]))
+        rewards = [reward + penalty for reward, penalty in zip(summed, penalties, strict=True)]
+        return _advantages(rewards, config.advantage, task)
+
     scored = ScoredGroup(
         prompt=group.prompt,
         rollouts=rollouts,
         scores=scores,
-        rewards=rewards,
-        advantages=advantages,
+        rewards=tuple(summed),
+        advantages=advantages([0.0] * len(summed)),
     )
     for name in config.filters:
         reason = _drop_by_task(scored, task) if name == TASK else FILTERS[name](scored)
         if reason is not None:
             return Dropped(reason)
-    return Kept(scored.advantages)
+    if not config.overlong_penalty_tokens:
+        return Kept(scored.advantages)
+    return Kept(advantages(overlong_penalties(num_tokens, max_tokens, config)))
 
 
 def _summed_rewards(group: Group, row_ids: Sequence[int], config: AlgorithmConfig) -> list[float]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.algorithms.advantages import ADVANTAGES, overlong_penalty, shaped_rewards
+from llamarl.algorithms.advantages import ADVANTAGES, overlong_penalty
 from llamarl.algorithms.group_filters import filter_group
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.algorithms.losses.cispo import CISPOConfig
@@ -27,10 +28,14 @@ mean, mean_std, leave_one_out = (ADVANTAGES[n] for n in ("mean", "mean_std", "le
 
 
 def decide(
-    rewards: list[float], config: AlgorithmConfig, firsts: list[float] | None = None
+    rewards: list[float],
+    config: AlgorithmConfig,
+    firsts: list[float] | None = None,
+    lengths: list[int] | None = None,
 ) -> Kept | Dropped:
-    """What becomes of a group with these rewards; `firsts` are what its first function gave."""
-    rows = {i: stopped(i, (0, 1)) for i in range(len(rewards))}
+    """What becomes of a group with these rewards; `firsts` are what its first function gave, and
+    `lengths` the tokens of its rollouts of at most 100."""
+    rows = {i: stopped(i, (0, (lengths or [1] * 9)[i])) for i in range(len(rewards))}
     scores = {
         i: StageResult(
             row_id=i,
@@ -42,7 +47,7 @@ def decide(
         for i, (reward, first) in enumerate(zip(rewards, firsts or [0.0] * 9, strict=False))
     }
     group = group_of(*rows, rollouts=rows, scores=scores)
-    verdict = filter_group(group, max_tokens=8, config=config)
+    verdict = filter_group(group, max_tokens=100, config=config)
     assert group.advantages == (), "nothing is changed"
     return verdict
 
@@ -100,9 +105,16 @@ def test_overlong_penalty_falls_linearly_over_the_last_20_of_100_tokens(num_toke
     assert overlong_penalty(num_tokens, 100, 0) == 0
 
 
-def test_shaped_rewards_subtract_the_penalty_before_the_baseline():
-    config = DAPOConfig(overlong_penalty_tokens=20)
-    assert shaped_rewards([1, 1, 0], [50, 90, 100], 100, config) == pytest.approx((1, 0.5, -1))
+def test_the_overlong_penalty_counts_before_the_baseline_and_behind_the_filters():
+    config = DAPOConfig(overlong_penalty_tokens=20, advantage="mean")
+    found = decide([1, 1, 0], config, lengths=[50, 90, 100])
+    assert found.advantages == pytest.approx((5 / 6, 2 / 6, -7 / 6))
+    lengths = [10, 20, 80, 96]
+    assert decide([0] * 4, config, lengths=lengths) == Dropped("equal_rewards")
+    assert decide([1] * 4, config, [1] * 4, lengths) == Dropped("solved")
+    unfiltered = replace(config, filters=[])
+    found = decide([1] * 4, unfiltered, lengths=lengths)
+    assert found.advantages == pytest.approx((0.2, 0.2, 0.2, -0.6))
 
 
 def test_one_failed_reward_drops_the_group():
