@@ -346,7 +346,8 @@ class TurnResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutInfo:
     """What the controller learns when a rollout stops: `num_tokens` is the length of its response,
-    `spans` are of what the model wrote of it. `episode` is that of a rollout with turns."""
+    `spans` are of what the model wrote of it, whose log-probs when it was drawn add up to
+    `logprob`. `episode` is that of a rollout with turns."""
 
     row_id: int
     num_prompt_tokens: int
@@ -354,6 +355,7 @@ class RolloutInfo:
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     replica: int = 0
+    logprob: float = 0.0
     episode: TurnResult | None = None
 
     @property

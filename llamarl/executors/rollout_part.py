@@ -172,6 +172,7 @@ def rollout_info(finished: RequestOutput, replica: int) -> RolloutInfo:
         spans=version_spans(finished.written.versions),
         finish_reason=finished.reason,
         replica=replica,
+        logprob=float(finished.written.logprobs.sum(dtype=np.float64)),
         episode=finished.episode,
     )
 

@@ -15,6 +15,8 @@ import os
 from collections.abc import Awaitable
 from pathlib import Path
 
+import numpy as np
+
 from llamarl.episode import version_spans
 from llamarl.executors.archive import Archive, Row
 from llamarl.executors.specs import StorageSpec
@@ -28,6 +30,7 @@ from llamarl.storage.table import Table
 from llamarl.storage.unit import MESSAGE_BYTES
 from llamarl.storage.wire import Written, found_message, read_ids, write_message
 from llamarl.types import (
+    GENERATOR_LOGPROBS,
     PROMPT_IDS,
     SAMPLING,
     TOKEN_VERSIONS,
@@ -93,7 +96,7 @@ class StorageExecutor:
 
     async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
         """Those of these rows that a generator has written, as it reports them when they stop."""
-        written = [PROMPT_IDS, TOKEN_VERSIONS, SAMPLING]
+        written = [PROMPT_IDS, TOKEN_VERSIONS, SAMPLING, GENERATOR_LOGPROBS]
         groups = self._table.groups(row_ids)
         found = [i for rows, names in groups if {*written} <= {*names} for i in rows]
         if not found:
@@ -107,8 +110,9 @@ class StorageExecutor:
                 num_tokens=len(versions),
                 spans=version_spans(versions),
                 finish_reason=finish_reason(sampling),
+                logprob=float(logprobs.sum(dtype=np.float64)),
             )
-            for row_id, prompt, versions, sampling in zip(
+            for row_id, prompt, versions, sampling, logprobs in zip(
                 found, *(columns[name] for name in written), strict=True
             )
         ]

@@ -14,7 +14,7 @@ TRAIN_LOSS, HELD_OUT_LOSS = "loss/train", "loss/held_out"
 MOST_NATS = 50.0  # of a loss whose perplexity is shown
 STATISTICS = {
     "loss": TRAIN_LOSS,
-    "entropy": "policy/entropy",
+    "entropy": "trained/entropy",
     "grad_norm": "policy/grad_norm",
     "trained_tokens": TRAINED_TOKENS,
     "lr": "trainer/lr",

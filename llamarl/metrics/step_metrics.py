@@ -36,12 +36,12 @@ FAILURES = [status for status in StageStatus if status is not StageStatus.OK]
 
 # Tags of the statistics of trainer and log-prob check; others get `trainer/` and their name.
 TRAINER_TAGS = {
-    "ratio_mean": "ratio/mean",
-    "ratio_max": "ratio/max",
-    "ratio_clipped_share": "ratio/clipped_share",
-    "kl": "kl/generator_trainer",
-    "ref_kl": "kl/reference",
-    "entropy": "policy/entropy",
+    "ratio_mean": "trained/ratio_mean",
+    "ratio_max": "trained/ratio_max",
+    "ratio_clipped_share": "trained/clipped_share",
+    "kl": "trained/kl_generator",
+    "ref_kl": "trained/kl_reference",
+    "entropy": "trained/entropy",
     "grad_norm": "policy/grad_norm",
     "trained_tokens": TRAINED_TOKENS,
     "masked_tokens": "tokens/masked",
@@ -98,6 +98,7 @@ def step_scalars(
     rewards = np.array([score.reward for score in scores])
     scalars |= _scores(scores, rewards) | _accuracy(finished)
     scalars |= _lengths(all_rows, lengths)
+    scalars["policy/entropy"] = -sum(row.logprob for row in all_rows) / max(1, sum(lengths))
     scalars |= _staleness(staleness, rows)
     for name, value in stats.scalars.items():
         scalars[name if "/" in name else TRAINER_TAGS.get(name, f"trainer/{name}")] = value

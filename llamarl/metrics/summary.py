@@ -40,7 +40,11 @@ TRACE_FILE = "trace.json"
 ARCHIVE_FOLDER = "archive"
 ARCHIVE_FILES = "rollouts-*.jsonl"
 LOSS = "loss/train"
-REWARD, RATIO_MEAN, RATIO_CLIPPED = "reward/mean", "ratio/mean", "ratio/clipped_share"
+REWARD, RATIO_MEAN, RATIO_CLIPPED = (
+    "reward/mean",
+    "trained/ratio_mean",
+    "trained/clipped_share",
+)
 OF_STEPS = LOSS, REWARD, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS
 READ_TAGS = (*OF_STEPS, EVALUATION, *SOURCE_TAGS)  # of metrics.jsonl
 PACKAGES = ("llamarl", "torch", "torchmonarch", "transformers", "safetensors", "hydra-core")

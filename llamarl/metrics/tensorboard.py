@@ -40,7 +40,7 @@ SECTIONS = {  # first words of tags by section; TensorBoard sorts by name, hence
     "2_rollouts": ("reward_failures", "rollouts", "demonstrations", "groups", "dropped")
     + ("dropped_rollouts", "columns", "length", "prompts")
     + ("source_groups", "source_dropped_share", "source_reward", "source_length"),
-    "3_training": ("policy", "ratio", "kl", "trainer"),
+    "3_training": ("policy", "trained", "trainer"),
     "3_episodes": ("episode", "tool_calls", "tool_s", "tool_errors"),
     "4_pace": ("tokens", "time", "wait", "staleness", "parts", "publish"),
     "5_checks": ("logprob_check",),
@@ -114,13 +114,19 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "tool_calls/": "Calls of this tool in the episodes finished in the step.",
     "tool_s/": "Mean seconds of a call of this tool.",
     "tool_errors/": "Calls of this tool that raised, or had wrong arguments.",
-    "policy/entropy": "Mean entropy of the trainer's next-token distribution, in nats.",
+    "policy/entropy": "Entropy per token of what was written, in nats: the mean of -log mu over "
+    "all of it, trained or not.",
     "policy/grad_norm": "Norm of the gradient before clipping.",
-    "ratio/mean": "Mean of pi/mu over trained tokens, trainer over generator: 1 where they agree.",
-    "ratio/max": "Largest pi/mu of a trained token.",
-    "ratio/clipped_share": "Share of trained tokens whose ratio was clipped.",
-    "kl/generator_trainer": "KL divergence between generator and trainer, per token, in nats.",
-    "kl/reference": "The KL penalty's estimate per token against the frozen model, in nats.",
+    "trained/entropy": "Mean entropy of the trainer's next-token distribution over trained tokens, "
+    "in nats.",
+    "trained/ratio_mean": "Mean of pi/mu over trained tokens, trainer over generator: 1 where they "
+    "agree.",
+    "trained/ratio_max": "Largest pi/mu of a trained token.",
+    "trained/clipped_share": "Share of trained tokens whose ratio was clipped.",
+    "trained/kl_generator": "KL divergence between generator and trainer, per trained token, in "
+    "nats.",
+    "trained/kl_reference": "The KL penalty's estimate per trained token against the frozen model, "
+    "in nats.",
     "trainer/loss": "Loss of the step: a sum over tokens, divided as algorithm.normalization says.",
     "trainer/lr": "Learning rate of the step.",
     "trainer/": "A number that the trainer reported at the optimizer step.",

@@ -80,7 +80,7 @@ def distances(
     )
     assert done.returncode == 0, done.stderr
     lines = read_lines(run_dir / "metrics.jsonl")
-    return [line["kl/reference"] for line in lines if "kl/reference" in line]
+    return [line["trained/kl_reference"] for line in lines if "trained/kl_reference" in line]
 
 
 @pytest.mark.full

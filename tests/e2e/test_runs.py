@@ -131,10 +131,10 @@ def test_metrics_have_the_tags_to_watch(finished: Path) -> None:
         tags |= set(json.loads(line))
     assert {
         "reward/mean",
-        "ratio/mean",
-        "ratio/clipped_share",
-        "kl/generator_trainer",
-        "policy/entropy",
+        "trained/ratio_mean",
+        "trained/clipped_share",
+        "trained/kl_generator",
+        "trained/entropy",
         "length/mean",
         "length/truncated_share",
         "tokens/per_s",

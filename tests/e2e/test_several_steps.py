@@ -36,9 +36,9 @@ def test_half_as_many_rollouts_in_two_passes_of_two_mini_batches_learn(
     assert summary["staleness_max"] <= 3
     steps = [line for line in read_lines(run_dir / "metrics.jsonl") if "trainer/loss" in line]
     assert [line["step"] for line in steps] == [*range(1, 13)]
-    first_steps = [line["ratio/clipped_share"] for line in steps[::4]]
+    first_steps = [line["trained/clipped_share"] for line in steps[::4]]
     assert first_steps == [0, 0, 0], "before the first step of a batch pi is prox"
-    assert max(line["ratio/clipped_share"] for line in steps) > 0
+    assert max(line["trained/clipped_share"] for line in steps) > 0
     trained = [row for row in read_rollouts(run_dir) if row["outcome"] == "trained"]
     assert {row["num_uses"] for row in trained} == {2}
     by_version = Counter(row["version"] for row in trained)

@@ -179,12 +179,12 @@ def test_every_token_is_what_it_should_be(
     scalars = metrics(tmp_path / str(attempt))
     assert max(scalars["episode/turns"]) > 1
     assert all(0 < share < 1 for share in scalars["episode/observed_share"])
-    assert max(scalars["ratio/max"]) < 1.01
-    ratios = zip(scalars["ratio/mean"], scalars["tokens/trained"], strict=True)
+    assert max(scalars["trained/ratio_max"]) < 1.01
+    ratios = zip(scalars["trained/ratio_mean"], scalars["tokens/trained"], strict=True)
     assert [ratio for ratio, count in ratios if count] == [pytest.approx(1.0, abs=1e-3)] * sum(
         count > 0 for count in scalars["tokens/trained"]
     )
-    assert scalars["kl/generator_trainer"] == pytest.approx([0.0] * 3, abs=1e-4)
+    assert scalars["trained/kl_generator"] == pytest.approx([0.0] * 3, abs=1e-4)
     # Observations are no trained tokens, and no masked ones.
     assert min(scalars["tokens/masked"]) >= 0
     seen = [line for line in lines if "trainer_logprobs" in line]

@@ -118,7 +118,7 @@ def assert_clipped(run: Ended, version: int, record: Line) -> None:
     num_tokens = sum(sum(row["loss_weights"]) for row in rows)
     assert num_tokens == record["tokens/trained"]
     share = sum(sum(row["clipped"]) for row in rows) / max(1, num_tokens)
-    assert share == pytest.approx(record["ratio/clipped_share"], abs=1e-6)
+    assert share == pytest.approx(record["trained/clipped_share"], abs=1e-6)
 
 
 def test_grpo_with_a_reference_and_recomputed_keys(forks: Forks, tmp_path: Path) -> None:
@@ -139,7 +139,11 @@ def test_grpo_with_a_reference_and_recomputed_keys(forks: Forks, tmp_path: Path)
     assert len(run.trained) == 4 * GROUPS * SIZE
     assert_losses(run, "grpo", 1e-4)
     first, *later = run.steps
-    assert abs(first["kl/reference"]) < 1e-6 < min(record["kl/reference"] for record in later)
+    assert (
+        abs(first["trained/kl_reference"])
+        < 1e-6
+        < min(record["trained/kl_reference"] for record in later)
+    )
     assert all(len(row["ref_logprobs"]) == row["num_tokens"] for row in run.trained)
     assert max(span["tokens"] for span in run.spans("generator-0", "decode")) == 4
     # What a version wrote, it says again in a pass of its own, also in rollouts that another began:
@@ -167,8 +171,8 @@ def test_the_code_of_transformers_gives_the_log_probs_of_the_embedded_engine(
     for record in run.steps:
         assert record["logprob_check/rows"] > 0
         assert record["logprob_check/difference"] < 1e-4
-        assert record["ratio/max"] == pytest.approx(1, abs=1e-4)
-        assert abs(record["kl/reference"]) < 1e-6
+        assert record["trained/ratio_max"] == pytest.approx(1, abs=1e-4)
+        assert abs(record["trained/kl_reference"]) < 1e-6
 
 
 TEACHER = """
@@ -276,7 +280,7 @@ def test_on_policy_gspo_from_a_bfloat16_generator(forks: Forks, tmp_path: Path) 
     assert all(row["spans"] == [[row["version"], row["num_tokens"]]] for row in run.trained)
     assert 1e-3 < max(apart for _, apart in differences(run.trained)) < 0.5
     # Bounds narrower than bfloat16's noise: rollouts are clipped before anything was learnt.
-    assert run.steps[0]["ratio/clipped_share"] > 0.05
+    assert run.steps[0]["trained/clipped_share"] > 0.05
     assert "the first step clipped" in run.said
 
 

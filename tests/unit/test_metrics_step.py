@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -61,10 +62,15 @@ def make_group(group_id: int, rows: list[RolloutInfo], rewards: list[float | Non
 
 TRAINED = make_group(
     0,
-    [make_row(0, (3, 4), (4, 6)), make_row(1, (4, 20), reason=FinishReason.LENGTH)],
+    [
+        replace(make_row(0, (3, 4), (4, 6)), logprob=-5.0),
+        make_row(1, (4, 20), reason=FinishReason.LENGTH),
+    ],
     [1.25, 0.25],
 )
-DROPPED = make_group(1, [make_row(2, (4, 30)), make_row(3, (4, 40))], [1.5, None])
+DROPPED = make_group(
+    1, [replace(make_row(2, (4, 30)), logprob=-10.0), make_row(3, (4, 40))], [1.5, None]
+)
 STATS = StepStats(version=6, scalars={"ratio_mean": 0.98, "grad_norm": 0.5, "loss": 0.125})
 
 
@@ -104,7 +110,8 @@ def test_a_step_is_recorded_with_hand_worked_numbers():
         "staleness/mean": (4 * 2 + 26 * 1) / 30,
         "staleness/max": 2,
         "staleness/mixed_version_share": 0.5,
-        "ratio/mean": 0.98,
+        "policy/entropy": 15 / 100,  # of all that was written, trained or not
+        "trained/ratio_mean": 0.98,
         "policy/grad_norm": 0.5,
         "trainer/loss": 0.125,
         "time/step_s": 2.0,

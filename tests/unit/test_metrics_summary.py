@@ -104,11 +104,16 @@ def run_dir(tmp_path):
     write_spans(spans, "trainer-0", [("batch", "wait", 10, 14), ("accumulate", "busy", 14, 20)])
     write_spans(spans, "controller", [("publish", "publish", 15, 16)])
     log = MetricsLog(tmp_path)
-    log.log(1, {"ratio/mean": 1.0, "ratio/clipped_share": 0.0, "tokens/trained": 10})
+    log.log(1, {"trained/ratio_mean": 1.0, "trained/clipped_share": 0.0, "tokens/trained": 10})
     log.log(1, {"reward/mean": 0.25})
     log.log(
         2,
-        {"reward/mean": 0.75, "ratio/mean": 0.5, "ratio/clipped_share": 0.1, "tokens/trained": 30},
+        {
+            "reward/mean": 0.75,
+            "trained/ratio_mean": 0.5,
+            "trained/clipped_share": 0.1,
+            "tokens/trained": 30,
+        },
     )
     log.log(2, {"evaluation/accuracy": 0.123})
     log.close()
@@ -354,12 +359,12 @@ def test_damaged_lines_are_named_and_not_counted(tmp_path, caplog):
     (tmp_path / "archive").mkdir()
     (tmp_path / "archive" / "rollouts-0.jsonl").write_bytes(b"\n".join(lines))
     steps = [
-        b'{"step": 1, "ratio/mean": 0.5, "tokens/trained": 2}',
+        b'{"step": 1, "trained/ratio_mean": 0.5, "tokens/trained": 2}',
         b"[1]",
         b"\xff",
         b'{"step": []}',
     ]
-    steps += [b'{"step": 2, "ratio/mean": "x", "tokens/trained": 2}', b"[" * 10**5]
+    steps += [b'{"step": 2, "trained/ratio_mean": "x", "tokens/trained": 2}', b"[" * 10**5]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(steps))
     spans = [b"[" * 10**5, b"\xff", b"[]", b'{"cat": 1}', b'{"cat": [], "name": []}']
     spans += [b'{"cat": "busy", "name": "x", "start_ns": "1", "end_ns": 2}']
@@ -386,7 +391,11 @@ def test_texts_of_metrics_jsonl_take_no_memory(tmp_path):
     text = "x" * 2**20
     metrics = MetricsLog(tmp_path)
     for step in range(1, 17):
-        scalars = {"ratio/mean": 1.0, "ratio/clipped_share": 0.5, "tokens/trained": 4.0}
+        scalars = {
+            "trained/ratio_mean": 1.0,
+            "trained/clipped_share": 0.5,
+            "tokens/trained": 4.0,
+        }
         metrics.log(step, scalars, texts={"rollouts": text})
     metrics.close()
     tracemalloc.start()

@@ -38,5 +38,5 @@ def test_every_token_of_an_episode_is_what_it_should_be(
     num_turns = [len(check(line, rows)) // 2 + 1 for line in lines]
     assert max(num_turns) >= 3
     scalars = metrics(tmp_path)
-    assert max(scalars["ratio/max"]) < 1.05
+    assert max(scalars["trained/ratio_max"]) < 1.05
     assert min(scalars["episode/kept_share"]) > 0, "of its prefix cache, keyed by version"
