@@ -193,6 +193,19 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
+    def end_of_answer(self) -> str | None:
+        """The special token with which the chat template ends an answer; None if it has none, or
+        refuses a plain question and answer."""
+        answer = "zqxj"  # which no template has
+        chat = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": answer}]
+        try:
+            text = self.render_chat(chat, is_open=False)
+        except ValueError:
+            return None
+        _, _, rest = text.rpartition(answer)
+        places = {token: rest.find(token) for token in self.special_ids if token in rest}
+        return min(places, key=places.__getitem__, default=None)
+
     def _marked(self, message: Message) -> dict[str, Any]:
         """The message, with the special tokens that stand in it marked as text."""
         is_own = message["role"] == ASSISTANT

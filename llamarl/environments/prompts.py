@@ -144,7 +144,7 @@ class PromptRules:
         """(the text of a row's prompt, whether it gets the tokenizer's special tokens). Too many
         characters are refused or cut here, before minutes go into their tokens."""
         data, question = self.data, question_of(row, self.data)
-        if is_chat := data.chat or isinstance(question, list):
+        if goes_through := data.chat or isinstance(question, list):
             messages = messages_of(row, data)
             if not self.tokenizer.has_chat_template:
                 must = f"{data.prompt_field!r} must be text for a tokenizer without a chat template"
@@ -158,7 +158,7 @@ class PromptRules:
                 must = f"the prompt must have at most {self.tokens}"
                 raise PromptTooLong(f"{must}, got {len(text):,} characters")
             text = text[-most_chars:]
-        return text, not is_chat
+        return text, not goes_through
 
 
 def check_template(data: DataConfig, tokenizer: Tokenizer) -> None:
@@ -202,6 +202,11 @@ def question_of(row: Mapping[str, Any], config: DataConfig) -> Any:
         must = f"the row must have the field {config.prompt_field!r} (data.prompt_field)"
         got = ", ".join(map(repr, row)) or "no field at all"
         raise ValueError(f"{must}, got {got}") from None
+
+
+def is_chat(prompt: Prompt, config: DataConfig) -> bool:
+    """Whether the prompt went through the chat template."""
+    return config.chat or isinstance(prompt.fields.get(config.prompt_field), list)
 
 
 def messages_of(row: Mapping[str, Any], config: DataConfig) -> list[dict[str, Any]]:

@@ -17,8 +17,15 @@ from llamarl.models.other_architecture import (
     OtherArchitecture,
     read_any_architecture,
 )
-from llamarl.models.safetensors_file import IGNORED_SUFFIX, TensorEntry, read_header, weight_files
+from llamarl.models.safetensors_file import (
+    IGNORED_SUFFIX,
+    TensorEntry,
+    have_equal_bytes,
+    read_header,
+    weight_files,
+)
 
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 WEIGHT_DTYPES = ("F32", "F16", "BF16")  # in the format's spelling
 
 
@@ -82,7 +89,23 @@ def check_checkpoint(folder: str | Path, *, is_any: bool = False) -> AnyArchitec
     """
     architecture = read_any_architecture(folder) if is_any else read_architecture(folder)
     locate(Path(folder), architecture)
+    if architecture.tie_embeddings:
+        _check_tied(Path(folder))
     return architecture
+
+
+def _check_tied(folder: Path) -> None:
+    """ValueError if the files hold a head that is another matrix than the embedding it is tied to:
+    which one a library takes differs."""
+    files = {name: path for path in weight_files(folder) for name in read_header(path)}
+    tied = next((name for name in files if name.endswith(EMBEDDING)), None)
+    if HEAD not in files or tied is None:
+        return
+    if not have_equal_bytes(files[HEAD], HEAD, files[tied], tied):
+        raise ValueError(
+            f"{HEAD} in {files[HEAD]} must equal {tied}, as tie_word_embeddings in config.json is "
+            "true, got another matrix: remove it, or set that to false"
+        )
 
 
 def check_parallel(
@@ -117,7 +140,7 @@ def locate(folder: Path, architecture: AnyArchitecture) -> dict[str, Path]:
     for path in weight_files(folder):
         for name, entry in read_header(path).items():
             entries[name] = (path, entry)
-    ignored = {"lm_head.weight"} if architecture.tie_embeddings else set()
+    ignored = {HEAD} if architecture.tie_embeddings else set()
     extra = [
         name
         for name in entries.keys() - expected.keys() - ignored

@@ -9,9 +9,14 @@ from a cold disk in 0.26 s and its rows in 0.18 s; one pread per row of the box 
 0.12 s. The kernel may read the whole file for that, into a cache that the ranks of a host share.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+import json
+import logging
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -22,7 +27,10 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+COMPARED_BYTES = 1 << 24  # at once
 IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # old Llama files store this constant
+
+log = logging.getLogger(__name__)
 
 FileBox = tuple[Sequence[int], "torch.Tensor"]
 """Index of a tensor where a box begins, and memory of the box's shape."""
@@ -67,6 +75,34 @@ def read_boxes(files: Mapping[str, Path], boxes: Callable[[str], Iterable[FileBo
                         )
 
 
+def have_equal_bytes(path: Path, name: str, other_path: Path, other: str) -> bool:
+    """Whether two tensors of whole files have one dtype, one shape and the same bytes."""
+    with _bytes_of(path, name) as one, _bytes_of(other_path, other) as another:
+        if one.kind != another.kind:
+            return False
+        starts = range(0, one.num_bytes, COMPARED_BYTES)
+        sizes = (min(COMPARED_BYTES, one.num_bytes - start) for start in starts)
+        return all(one.file.read(size) == another.file.read(size) for size in sizes)
+
+
+class _Bytes(NamedTuple):
+    """A tensor's bytes in a file that is open at their beginning."""
+
+    file: BinaryIO
+    kind: tuple[str, list[int]]
+    num_bytes: int
+
+
+@contextmanager
+def _bytes_of(path: Path, name: str) -> Iterator[_Bytes]:
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        entry = json.loads(file.read(length))[name]
+        start, stop = entry["data_offsets"]
+        file.seek(8 + length + start)
+        yield _Bytes(file, (entry["dtype"], entry["shape"]), stop - start)
+
+
 def _open(path: Path, framework: str) -> safe_open:
     try:
         return safe_open(path, framework=framework)
@@ -87,7 +123,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_names(folder: Path) -> list[str]:
-    """Their names: one, or those that its index names. ValueError if the index is damaged."""
+    """Their names: one, or those that its index names. Of a folder with both the one is taken, as
+    transformers does, and a warning says so. ValueError if the index is damaged."""
     if not (folder / INDEX_FILE).is_file():
         return [SINGLE_FILE]
     weight_map = read_object(folder / INDEX_FILE).get("weight_map")
@@ -97,4 +134,13 @@ def weight_names(folder: Path) -> list[str]:
     for name in names:
         if Path(name).name != name:
             raise ValueError(f"{folder / INDEX_FILE} must name files beside it, got {name!r}")
+    if names != [SINGLE_FILE] and (folder / SINGLE_FILE).is_file():
+        words = "%s has two sets of weights: %s is read, and not what %s names"
+        _warn_once(words % (folder, SINGLE_FILE, INDEX_FILE))
+        return [SINGLE_FILE]
     return names
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    log.warning(line)

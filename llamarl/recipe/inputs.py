@@ -6,6 +6,7 @@ before a process starts.
 """
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,6 +21,7 @@ from llamarl.config.pools import alone, named, pools_of
 from llamarl.data.kept_rollouts import is_kept
 from llamarl.data.tokenizer import (
     TextDecoder,
+    Tokenizer,
     check_tokenizer,
     load_tokenizer,
     split_stops,
@@ -32,7 +34,9 @@ from llamarl.environments.definition import Kinds
 from llamarl.environments.prompt_cache import ShowPieces, show_nothing
 from llamarl.environments.prompt_stream import PromptStream
 from llamarl.environments.prompt_table import PromptTable
+from llamarl.environments.prompts import is_chat
 from llamarl.environments.requests import read_lengths
+from llamarl.environments.rewards.functions import check_pattern
 from llamarl.environments.turn_format import TurnFormats
 from llamarl.generation.vllm.limits import check_installed, check_limits, check_temperature
 from llamarl.metrics.trackers import check_trackers
@@ -51,6 +55,8 @@ from llamarl.weights.transports.registry import TRANSPORTS
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
 SHAPES = "shapes"  # of an architecture: a checkpoint's tensors show them
 PROMPTS = "data.prompts"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +102,7 @@ def read_inputs(
     tokenizer = load_tokenizer(tokenizer_folder, config.data.chat_template_kwargs)
     check_tokenizer(tokenizer, architecture.vocab_size)
     split_stops(tokenizer, config.sampling.stop_strings)  # raises what is wrong with them
+    check_pattern(config.reward, tokenizer.special_ids)
     task_source = read_task(config)
     graph, kinds = read_graph(config, task_source)
     task = load_task(config, task_source)
@@ -109,6 +116,8 @@ def read_inputs(
     else:
         read = partial(read_prompts, config, tokenizer, kinds, task_source, show=show)
         prompts, held_out = _read_all(config, read, needs_prompts=needs_prompts)
+    if not config.algorithm.imitates and any(is_chat(each, config.data) for each in prompts[:1]):
+        _warn_of_endless_turns(config, tokenizer, architecture)
     replay_lengths = []
     if config.sampling.replay_lengths is not None:
         path = resolve(config, config.sampling.replay_lengths)
@@ -129,6 +138,19 @@ def read_inputs(
         kinds=kinds,
         replay_lengths=replay_lengths,
     )
+
+
+def _warn_of_endless_turns(
+    config: Config, tokenizer: Tokenizer, architecture: AnyArchitecture
+) -> None:
+    """Say so if rollouts do not stop where the chat template ends an answer."""
+    end = tokenizer.end_of_answer()
+    ids = {*tokenizer.eos_token_ids, *architecture.eos_token_ids}
+    is_known = end is None or tokenizer.special_ids[end] in ids
+    if not is_known and end not in config.sampling.stop_strings:
+        words = "the chat template of %s ends an answer with %s, at which rollouts do not stop: "
+        advice = "add it to sampling.stop_strings, or to eos_token_id in generation_config.json"
+        log.warning(words + advice, tokenizer.folder, end)
 
 
 def _read_all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -215,7 +216,7 @@ def shift_header(folder: Path) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
 
 
-NORM = "model.norm.weight"
+NORM, HEAD, EMBEDDING = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda f: (f / SINGLE_FILE).unlink(), "must hold model.safetensors"),
     "weights are a folder": (into_folder, "must hold model.safetensors"),
@@ -248,7 +249,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: rewrite(f, lambda t: t.update({NORM: torch.zeros(48, dtype=torch.int8)})),
         "must be one of F32, F16, BF16, got I8",
     ),
-    "missing shard": (lambda f: write_index(f, {NORM: "model-9.safetensors"}), "model-9.safeten"),
+    "missing shard": (
+        lambda f: (write_index(f, {NORM: "model-9.safetensors"}), (f / SINGLE_FILE).unlink()),
+        "model-9.safeten",
+    ),
     "escaping shard": (lambda f: write_index(f, {NORM: "../x.safetensors"}), "files beside it"),
     "no weight map": (lambda f: write_index(f, []), "must have a weight_map"),
     "damaged index": (lambda f: (f / INDEX_FILE).write_text("{"), "must be JSON"),
@@ -288,10 +292,39 @@ def test_constants_and_tied_heads_that_old_files_store_are_ignored(tmp_path: Pat
     write_reference(tmp_path, **CASES["llama32"])
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     before = parameters(tmp_path)
-    rewrite(tmp_path, lambda t: t.update({name: torch.zeros(4), "lm_head.weight": torch.ones(2)}))
+    rewrite(tmp_path, lambda t: t.update({name: torch.zeros(4), HEAD: t[EMBEDDING].clone()}))
     after = parameters(tmp_path)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_head_that_is_another_matrix_than_the_embedding_it_is_tied_to_is_refused(
+    tmp_path: Path,
+) -> None:
+    write_reference(tmp_path, **CASES["llama32"])
+    rewrite(tmp_path, lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
+    inventory.check_checkpoint(tmp_path)
+    inventory.check_checkpoint(tmp_path, is_any=True)
+    for change in (lambda head: head + head[-1:].abs(), lambda head: head.to(torch.float16)):
+        rewrite(tmp_path, lambda t, change=change: t.update({HEAD: change(t[EMBEDDING])}))
+        for is_any in (False, True):
+            with pytest.raises(ValueError, match=r"lm_head\.weight in .* must equal model\.embed"):
+                inventory.check_checkpoint(tmp_path, is_any=is_any)
+
+
+def test_of_two_sets_of_weights_the_one_is_read_that_transformers_reads(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, source = tmp_path / "out", parameters(checkpoint)
+    shards = {name: torch.zeros_like(each) for name, each in source.items()}.items()
+    options = {"source_folder": checkpoint, "dtype": torch.float32}
+    hf.save(folder, shards, max_shard_bytes=30_000, **options)
+    hf.save(tmp_path / "single", source.items(), **options)
+    shutil.copy(tmp_path / "single" / SINGLE_FILE, folder)
+    found = parameters(folder)
+    assert all(torch.equal(found[name], each) for name, each in source.items())
+    (line,) = caplog.messages
+    assert line.startswith(f"{folder} has two sets of weights: {SINGLE_FILE} is read")
 
 
 MEMORY_SCRIPT = """

@@ -159,6 +159,11 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
         ["algorithm=task", "algorithm.loss_columns=[teacher]", "experience.stages=[a]"],
         r"the vocabulary of .*/other \(stage a\) must be the policy's 64, got 97",
     ),
+    "pattern with a special token": (
+        lambda recipe: None,
+        ["reward=format", "reward.pattern='<eos>(.*)'"],
+        r"reward\.pattern must hold no special token of the tokenizer, .* \(<eos>\)",
+    ),
     "tracker that task.py does not add": (
         write("task.py", "def reward(prompt, completion):\n    return 1.0\n"),
         [TASK, "metrics.trackers=[csv]"],
@@ -218,6 +223,19 @@ def test_a_mistake_is_named_in_one_line(
     with pytest.raises(ValueError, match=words) as caught:
         read(recipe, overrides)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_answer_whose_end_stops_no_rollout_is_one_line_at_the_start(
+    recipe: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }}<pad>{% endfor %}"
+    edit("checkpoint/tokenizer_config.json", chat_template=template)(recipe)
+    read(recipe, [])
+    read(recipe, ["data.chat=true", "sampling.stop_strings=['<pad>']"])
+    assert not caplog.messages
+    read(recipe, ["data.chat=true"])
+    (line,) = caplog.messages
+    assert "ends an answer with <pad>, at which rollouts do not stop" in line
 
 
 def test_prompts_that_leave_no_room_for_a_completion_are_an_error_or_left_out(

@@ -8,7 +8,7 @@ of the stage).
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -104,6 +104,17 @@ def check_rewards(config: RewardConfig) -> None:
             raise ValueError(f"{must}, got {config.pattern!r}: {error}") from error
         must = f"have a group around the answer for {name}"
         require(num_groups >= wanted, "reward.pattern", must, config.pattern)
+
+
+def check_pattern(config: RewardConfig, special_tokens: Collection[str]) -> None:
+    """ValueError if the pattern asks for a special token, which the text of a completion does not
+    show."""
+    if not any(REWARDS[name].num_groups is not None for name in config.functions):
+        return
+    for token in special_tokens:
+        is_asked = token in config.pattern or re.escape(token) in config.pattern
+        must = f"hold no special token of the tokenizer, which completions do not show ({token})"
+        require(not is_asked, "reward.pattern", must, config.pattern)
 
 
 def check_answer(config: RewardConfig, prompt: Prompt) -> None:
