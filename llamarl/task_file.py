@@ -92,7 +92,9 @@ def load(source: str, names: Collection[str]) -> dict[str, Callable[..., Any]]:
     """
     try:
         module = load_module(source)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
+    except KeyboardInterrupt:  # Ctrl-C, in the process that the user started
+        raise
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything
         got = where(error)
     else:
         return {name: _guarded(name, find(module, name)) for name in names}
@@ -154,7 +156,9 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except Exception as error:  # noqa: BLE001 - user code may raise anything
+        except KeyboardInterrupt:  # Ctrl-C, in the process that the user started
+            raise
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything
             got = where(error)
         raise TaskError(f"{name} of {FILE} must not raise, got {got}")
 

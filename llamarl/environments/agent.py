@@ -17,17 +17,16 @@ stay those that were generated.
 """
 
 import asyncio
-import inspect
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from llamarl.environments.chat_server import Body, ChatServer, Refused, Reply
 from llamarl.episode import Opening
+from llamarl.errors import mark_seen
+from llamarl.user_code.outcome import Raised, Runner
 
 Message = dict[str, Any]
 MAX_THREADS = 1024  # programs that are no coroutines, and run at once
@@ -40,7 +39,8 @@ UNSUPPORTED = {  # what the policy cannot do, by key: the values that ask for no
     "functions": ([],),
 }
 _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, ChatServer] = WeakKeyDictionary()
-_threads = ThreadPoolExecutor(MAX_THREADS, "agent")
+runner = Runner(MAX_THREADS, "agent")
+"""Of all programs in this process."""
 
 
 class AgentEnvironment:
@@ -51,7 +51,7 @@ class AgentEnvironment:
         self._schemas: list[Body] = []
         self._arrived: asyncio.Future[list[Message]] | None = None  # messages that are new
         self._reply: asyncio.Future[Reply] | None = None  # of the request that waits
-        self._playing: asyncio.Future[Any] | None = None
+        self._playing: asyncio.Task[Any] | None = None
         self._secret = ""
         self._is_over = False
 
@@ -60,18 +60,20 @@ class AgentEnvironment:
         return its reward. May be a coroutine; a function runs in a thread."""
         raise NotImplementedError("an AgentEnvironment must have play(url, **row)")
 
-    async def reset(self, **row: Any) -> Opening:
+    async def reset(self, /, **row: Any) -> Opening:
         """Start the program; what it asks first is the prompt."""
         loop = asyncio.get_running_loop()
         server = _servers.setdefault(loop, ChatServer())
         self._conversation, self._schemas, self._reply = [], [], None
         self._arrived, self._is_over = loop.create_future(), False
         self._secret, url = await server.open(self._answer)
-        if inspect.iscoroutinefunction(self.play):
-            self._playing = loop.create_task(self.play(url, **row))
-        else:
-            self._playing = loop.run_in_executor(_threads, partial(self.play, url, **row))
-        messages = await self._next()
+        self._playing = loop.create_task(runner.run(self.play, url, **row))
+        self._playing.add_done_callback(mark_seen)
+        try:
+            messages = await self._next()
+        except BaseException:
+            self.abandon()
+            raise
         if messages is None:
             raise RuntimeError("play must ask for at least one message, it has asked for none")
         return Opening(messages, self._schemas)
@@ -100,8 +102,8 @@ class AgentEnvironment:
             self._reply.set_exception(_over())
         try:
             return await self._playing
-        except Exception as error:  # noqa: BLE001 - the program may raise anything
-            failure = error
+        except Raised as error:
+            failure = error.error
         finally:
             self._close()
         if was_cut:
@@ -130,7 +132,10 @@ class AgentEnvironment:
         await asyncio.wait({self._arrived, self._playing}, return_when=asyncio.FIRST_COMPLETED)
         if self._arrived.done():
             return self._arrived.result()
-        self._playing.result()
+        try:
+            self._playing.result()
+        except Raised as error:
+            raise error.error from None
         return None
 
     async def _answer(self, body: Body, is_repeated: bool) -> Reply:

@@ -153,7 +153,7 @@ def _describe(maker: Callable[[], Any], shared: Sequence[Schema]) -> dict[str, A
     environment, why = None, ""
     try:
         environment = maker()
-    except Exception as error:  # noqa: BLE001 - user code may raise anything
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything
         why = where(error)
     if why:
         raise ValueError(f"{place} must be made without arguments, got {why}")

@@ -15,11 +15,10 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
+from llamarl.environments import agent
 from llamarl.environments.agent import AgentEnvironment
 from llamarl.environments.contained import ProgramLimits
 from llamarl.environments.definition import (
@@ -37,12 +36,16 @@ from llamarl.environments.ready_tools import READY
 from llamarl.episode import Opening
 from llamarl.task_file import load_module
 from llamarl.types import Prompt, StageStatus
+from llamarl.user_code import outcome
 from llamarl.user_code.calls import InvalidReturnError, checked_number, shown, user_traceback
+from llamarl.user_code.outcome import Raised, Runner
 
 Answer = dict[str, Any]
 Message = dict[str, Any]
 MAX_THREADS = 256  # functions that run at once
 MAX_LEFT = 32  # threads of calls that never ended, until the process exits
+LEAVE_S = 0.1  # for a process that is spent to answer, and for threads to end after all
+OWN_FILES = (__file__, agent.__file__, outcome.__file__)  # not shown in tracebacks
 TASK = "task"  # in `environment.tools`: the recipe's own task.py
 UNKNOWN: Answer = {"unknown": True}  # an episode that this process does not play
 
@@ -69,8 +72,7 @@ class Episodes:
         self._plain = Episode("", None, defined.tools)  # all episodes, if nothing of them is kept
         self._playing: dict[int, Episode] = {}
         self._free: dict[str, list[Any]] = defaultdict(list)  # instances by kind
-        self._threads = ThreadPoolExecutor(MAX_THREADS, "tool")
-        self._num_left = 0
+        self._runner = Runner(MAX_THREADS, "tool")
 
     async def begin(self, prompt: Prompt, row_id: int, messages: list[Message]) -> Answer:
         """Reset an environment for this rollout: {"messages": what the model sees in place of the
@@ -82,8 +84,8 @@ class Episodes:
             return {"messages": None, "schemas": None}
         kind = kind_of(prompt.fields, self._defined.makers)
         maker = self._defined.makers[kind]
-        instance = self._free[kind].pop() if self._free[kind] else await self._call(maker)
-        found = await self._call(getattr(instance, RESET), **prompt.fields)
+        instance = self._free[kind].pop() if self._free[kind] else await self._runner.run(maker)
+        found = await self._runner.run(getattr(instance, RESET), **prompt.fields)
         is_opening = isinstance(found, Opening) and is_stepped(instance)
         if not (found is None or isinstance(found, str) or is_opening):
             raise InvalidReturnError(f"be None or a text for {RESET}, got {shown(found)}")
@@ -127,11 +129,11 @@ class Episodes:
         instance, read = episode.instance, self._defined.episode_reward
         reward = episode.reward if is_stepped(instance) else None
         if (get_reward := getattr(instance, REWARD, None)) is not None:
-            reward = (reward or 0.0) + checked_number(await self._call(get_reward), REWARD)
+            reward = (reward or 0.0) + checked_number(await self._runner.run(get_reward), REWARD)
         if read is not None:
             if text is not None:
                 episode.messages.append(_written(text, calls))
-            found = await self._call(read, episode.prompt, episode.messages, instance)
+            found = await self._runner.run(read, episode.prompt, episode.messages, instance)
             reward = (reward or 0.0) + checked_number(found, EPISODE)
         if instance is not None:
             self._free[episode.kind].append(instance)
@@ -150,7 +152,7 @@ class Episodes:
     async def _step(self, episode: Episode, text: str, calls: list[list[Any]]) -> list[Message]:
         """What the environment says to a text, and to these calls of the model."""
         episode.messages.append(_written(text, calls))
-        found = await self._call(getattr(episode.instance, STEP), [*episode.messages])
+        found = await self._runner.run(getattr(episode.instance, STEP), [*episode.messages])
         if isinstance(found, tuple):
             if len(found) != 2:
                 raise InvalidReturnError(f"be (messages, reward) for {STEP}, got {shown(found)}")
@@ -189,9 +191,8 @@ class Episodes:
                 beside.append(run(place))
             else:
                 functions.append(place)
-        async with asyncio.TaskGroup() as tasks:
-            for each in (run_functions(functions), *beside):
-                tasks.create_task(each)
+        # None of them raises; if this is cancelled, `gather` passes on where one of them was.
+        await asyncio.gather(run_functions(functions), *beside)
         return [found[place] for place in range(len(calls))]
 
     async def _run_call(
@@ -206,36 +207,25 @@ class Episodes:
             error = f"Tool {name} not found."
         else:
             try:
-                content = str(await self._call(tool, **arguments))
-            except Exception as failure:  # noqa: BLE001 - the model is told
-                error = str(failure) or type(failure).__name__
+                content = _text(await self._runner.run(tool, **arguments))
+            except Raised as failure:  # the model is told
+                error = str(failure)
         if error:
             content = str({"error": error})
         return content, time.monotonic() - start_s, bool(error)
 
-    async def _call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """What it returns; a function runs in a thread. One that is still there when its time is
-        over is left behind."""
-        if inspect.iscoroutinefunction(function):
-            return await function(*args, **named)
-        loop = asyncio.get_running_loop()
-        running = loop.run_in_executor(self._threads, partial(function, *args, **named))
-        try:
-            found = await asyncio.shield(running)
-        except asyncio.CancelledError:
-            self._num_left += 1
-            running.add_done_callback(self._ended_late)
-            raise
-        return await found if inspect.isawaitable(found) else found
-
-    def _ended_late(self, running: asyncio.Future[Any]) -> None:
-        self._num_left -= 1
-        running.cancelled() or running.exception()
-
     @property
     def is_spent(self) -> bool:
         """Whether too many threads were left behind."""
-        return self._num_left >= MAX_LEFT
+        return self._runner.num_left + agent.runner.num_left >= MAX_LEFT
+
+
+def _text(value: Any) -> str:
+    """What a tool returned, as the model sees it. Raises Raised if it has no text."""
+    try:
+        return str(value)
+    except BaseException as error:  # noqa: BLE001 - a user's __str__ may do anything
+        raise Raised(error) from None
 
 
 def _written(text: str, calls: Sequence[list[Any]]) -> Message:
@@ -272,8 +262,16 @@ def load(setup: dict[str, Any]) -> Callable[..., Coroutine[Any, Any, Answer]]:
         except InvalidReturnError as error:
             return {"status": StageStatus.INVALID, "error": f"what it returns must {error}"}
         except BaseException as error:  # noqa: BLE001 - user code may raise anything
+            cause = error.error if isinstance(error, Raised) else error
+            return {"status": StageStatus.RAISED, "error": user_traceback(cause, *OWN_FILES)}
+        finally:
             if episodes.is_spent:
-                asyncio.get_running_loop().call_later(0.1, os._exit, 1)
-            return {"status": StageStatus.RAISED, "error": user_traceback(error, __file__)}
+                asyncio.get_running_loop().call_later(LEAVE_S, _leave, episodes)
 
     return serve
+
+
+def _leave(episodes: Episodes) -> None:
+    """End the process, unless enough of its threads have ended after all."""
+    if episodes.is_spent:
+        os._exit(1)

@@ -55,7 +55,7 @@ def load(setup: dict[str, Any]) -> Callable[..., dict[str, Any]]:
             rows = [*function(held_out, **options)]
         except ValueError as error:
             return {"mistake": f"{FILE}: {' '.join(str(error).split())}"}
-        except Exception as error:  # noqa: BLE001 - user code may raise anything
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything
             return {"mistake": f"{NAME} of {FILE} must not raise, got {where(error)}"}
         for number, row in enumerate(rows, start=1):
             if why := _not_json(row):

@@ -44,7 +44,7 @@ from llamarl.types import (
 )
 from llamarl.user_code.calls import Call, Failure, UserCode
 from llamarl.user_code.pool import WorkerPool
-from llamarl.user_code.process import MAX_ANSWER_BYTES
+from llamarl.user_code.worker import MAX_ANSWER_BYTES
 from llamarl.wire_form import WireList
 
 ENTRY_BYTES = 32  # of a number in an answer, at most

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from llamarl import task_file
 from llamarl.config.reward import LARGEST
 from llamarl.types import Prompt, StageStatus
-from llamarl.user_code.process import MAX_ANSWER_BYTES
+from llamarl.user_code.worker import MAX_ANSWER_BYTES
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ def message(calls: Sequence[Call], tokens: Sequence[str]) -> dict[str, Any]:
         if id(call.prompt) not in places:
             places[id(call.prompt)] = len(prompts)
             prompts.append({name: getattr(call.prompt, name) for name in PROMPT_FIELDS})
-        asked.append((places[id(call.prompt)], call.arguments, token))
+        asked.append((places[id(call.prompt)], call.arguments, token, call.max_answer_bytes))
     return {"prompts": prompts, "calls": asked}
 
 
@@ -117,11 +117,12 @@ def user_traceback(error: BaseException, *own_files: str) -> str:
     hidden = {task_file.__file__, *own_files}
     report = traceback.TracebackException.from_exception(error)
     part: traceback.TracebackException | None = report
+    has_frames = False
     while part is not None:
         frames = [frame for frame in part.stack if frame.filename not in hidden]
         part.stack = traceback.StackSummary.from_list(frames)
-        part = part.__cause__ or part.__context__
-    lines = report.format() if report.stack else report.format_exception_only()
+        part, has_frames = part.__cause__ or part.__context__, has_frames or bool(frames)
+    lines = report.format() if has_frames else report.format_exception_only()
     text = "".join(lines).rstrip()
     return text if len(text) <= MAX_TRACEBACK_CHARS else "..." + text[-MAX_TRACEBACK_CHARS:]
 

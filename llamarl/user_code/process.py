@@ -20,6 +20,7 @@ from collections.abc import Collection
 from typing import Any, NoReturn
 
 from llamarl.user_code.supervisor import end_descendants
+from llamarl.user_code.worker import MAX_ANSWER_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,6 @@ READ_BYTES = 65536
 STDERR_LINES = 40
 STDERR_LINE_BYTES = 2000  # the rest of a longer line is dropped
 LOGGED_LINES = 200  # per message: user code that prints endlessly must not fill the disk
-MAX_ANSWER_BYTES = 1_000_000  # where the caller expects no more
 SHOWN_BYTES = 100  # of an answer that is refused
 END_LIMIT_S = 10.0  # for the supervisor to end the worker and all that it started
 EXIT_S = 1.0  # for a worker that closed its channel to exit, so that its exit code is known

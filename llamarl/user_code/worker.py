@@ -8,10 +8,11 @@ the token of what it answers.
 First line in: {"token": str, "service": str, "setup": {...}, "timeout_s": float}; out: {"token",
 "pid", "coroutines": bool} when it is ready, else {"token", "error": str}. A service is a module
 whose `load(setup)` returns the function that is served; what it raises is the error. Then lines
-{"prompts": [{...}], "calls": [[index of prompt or null, arguments, token], ...]}, each answered per
-call by one line: what the function returns for the prompt and the arguments, a dictionary, and the
-token. Calls of a function are answered in order, those of a coroutine as they end. What user code
-prints goes to standard error. SIGUSR1 writes the current stack there.
+{"prompts": [{...}], "calls": [[index of prompt or null, arguments, token, most bytes], ...]}, each
+answered per call by one line: what the function returns for the prompt and the arguments, a
+dictionary, and the token; or a failure, if that is no JSON or has more bytes. Calls of a function
+are answered in order, those of a coroutine as they end. What user code prints goes to standard
+error. SIGUSR1 writes the current stack there.
 
 Answers are protected from accidents: standard input and output are not the channel, programs that
 user code starts do not inherit the channel, and if something is written into it without the token
@@ -33,7 +34,9 @@ import secrets
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import suppress
+from functools import partial
 from io import BufferedReader
 from typing import Any
 
@@ -43,9 +46,11 @@ from llamarl.user_code.supervisor import supervise
 
 # First number and count, above what a loop that closes low descriptors reaches.
 CHANNEL_DESCRIPTORS = (100, 200)
+MAX_ANSWER_BYTES = 1_000_000  # where the caller expects no more
 CANCEL_S = 1.0  # for a coroutine to end once it is cancelled
 
-Answer = Callable[[str, dict[str, Any]], None]
+Answer = Callable[[str, int, dict[str, Any]], None]
+"""Answers the call of this token, in at most so many bytes, with this."""
 
 
 def main() -> None:
@@ -68,37 +73,57 @@ def _serve() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     encode = json.JSONEncoder().encode
 
-    def answer(token: str, value: dict[str, Any]) -> None:
+    def answer(token: str, max_bytes: int, value: dict[str, Any]) -> None:
         if os.getpid() != own_pid:  # user code has forked and returned twice
             os._exit(0)
-        answers.write(encode({"token": token, **value}).encode() + b"\n")
+        try:
+            line = encode({"token": token, **value}).encode()
+            why = f"take at most {max_bytes} bytes as JSON, got {len(line)}"
+        except BaseException as error:  # noqa: BLE001 - user code may return anything
+            line, why = b"", f"be JSON, got {type(error).__name__}: {error}"
+        if not 0 < len(line) <= max_bytes:
+            failure = {"status": StageStatus.INVALID, "error": f"what it returns must {why}"}
+            line = encode({"token": token, **failure}).encode()
+        answers.write(line + b"\n")
         answers.flush()
 
     first = json.loads(requests.readline())
     try:
         serve = importlib.import_module(first["service"]).load(first["setup"])
     except BaseException as error:  # noqa: BLE001 - running the user's task.py
-        answer(first["token"], {"error": where(error)})
+        answer(first["token"], MAX_ANSWER_BYTES, {"error": where(error)})
         os._exit(1)
     is_coroutine = inspect.iscoroutinefunction(serve)
-    answer(first["token"], {"pid": own_pid, "coroutines": is_coroutine})
+    answer(first["token"], MAX_ANSWER_BYTES, {"pid": own_pid, "coroutines": is_coroutine})
     if is_coroutine:
-        asyncio.run(_serve_coroutines(serve, requests, answer, first["timeout_s"]))
+        _run(_serve_coroutines(serve, requests, answer, first["timeout_s"]))
         return
     for line in requests:
-        for token, prompt, arguments in _calls(line):
-            answer(token, serve(prompt, *arguments))
+        for token, prompt, arguments, max_bytes in _calls(line):
+            answer(token, max_bytes, serve(prompt, *arguments))
         sys.stdout.flush()
 
 
-def _calls(line: bytes) -> Iterator[tuple[str, Prompt | None, list[Any]]]:
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    """Run it to its end. SystemExit and KeyboardInterrupt of a task or callback that user code has
+    made leave the event loop: they are what became of that task, and the loop goes on."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    serving = loop.create_task(main)
+    while not serving.done():
+        with suppress(SystemExit, KeyboardInterrupt):
+            loop.run_until_complete(serving)
+    serving.result()
+
+
+def _calls(line: bytes) -> Iterator[tuple[str, Prompt | None, list[Any], int]]:
     message = json.loads(line)
     prompts = [
         Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])})
         for fields in message["prompts"]
     ]
-    for place, arguments, token in message["calls"]:
-        yield token, None if place is None else prompts[place], arguments
+    for place, arguments, token, max_bytes in message["calls"]:
+        yield token, None if place is None else prompts[place], arguments, max_bytes
 
 
 async def _serve_coroutines(
@@ -113,25 +138,26 @@ async def _serve_coroutines(
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, requests)
     async with asyncio.TaskGroup() as running:
         while line := await lines.readline():
-            for token, prompt, arguments in _calls(line):
+            for token, prompt, arguments, max_bytes in _calls(line):
                 call = asyncio.ensure_future(serve(prompt, *arguments))
-                running.create_task(_await_call(call, token, answer, timeout_s))
+                told = partial(answer, token, max_bytes)
+                running.create_task(_await_call(call, told, timeout_s))
         os._exit(0)  # whatever still runs
 
 
 async def _await_call(
-    call: asyncio.Future[dict[str, Any]], token: str, answer: Answer, timeout_s: float
+    call: asyncio.Future[dict[str, Any]], answer: Callable[[dict[str, Any]], None], timeout_s: float
 ) -> None:
     """Answer with what the call returns; cancel it when its time is over. The service then says
     where it was. A call that goes on all the same ends the process."""
     await asyncio.wait({call}, timeout=timeout_s)
     if call.done():
-        answer(token, call.result())
+        answer(call.result())
     else:
         call.cancel()
         await asyncio.wait({call}, timeout=CANCEL_S)
         stack = call.result().get("error", "") if call.done() else "(it went on when cancelled)"
-        answer(token, {"status": StageStatus.HUNG, "error": stack})
+        answer({"status": StageStatus.HUNG, "error": stack})
         if not call.done():
             os._exit(1)
     sys.stdout.flush()

@@ -77,6 +77,7 @@ def test_a_call_that_hangs_fails_its_episode_and_no_other(tmp_path: Path, tool: 
         hung, other = await asyncio.gather(setting.turn(1, call(tool)), setting.turn(2, ADD))
         assert hung.status is StageStatus.HUNG
         assert "environment.timeout_s" in hung.error
+        assert f"in {tool}\n" in hung.error, "it says where the call was"
         assert (other.status, other.state) == (StageStatus.OK, EpisodeState.GOES_ON)
         assert (await setting.turn(2, "Done.<|im_end|>")).state is EpisodeState.DONE
 
@@ -221,4 +222,82 @@ def test_a_data_row_gets_to_its_environment_as_user_code_gets_it(tmp_path: Path)
         assert begun.state is EpisodeState.GOES_ON
 
     with running(tmp_path) as run:
+        run(work)
+
+
+RAISING = """
+import asyncio
+
+class Env:
+    def reset(self, **row):
+        self.told = 0.0
+
+    async def inner(self) -> str:
+        '''Exits in a task of its own.'''
+        async def leaving():
+            raise SystemExit(2)
+        await asyncio.gather(leaving())
+
+    async def later(self) -> str:
+        '''Exits after its answer.'''
+        async def leaving():
+            raise KeyboardInterrupt
+        asyncio.ensure_future(leaving())
+        return "soon"
+
+    def leave(self) -> str:
+        '''Exits.'''
+        raise SystemExit("no more")
+
+    def much(self) -> str:
+        '''Says more than an answer may have.'''
+        return "x" * 2_000_000
+
+    def get_reward(self):
+        return 1.0
+
+environment = Env
+"""
+
+
+def test_what_user_code_raises_or_returns_costs_no_other_episode(tmp_path: Path) -> None:
+    async def work(setting: Setting) -> None:
+        tools = ("inner", "later", "leave", "much", "inner", "leave")
+        await asyncio.gather(*(setting.begin(row) for row in range(len(tools) + 2)))
+        turns = [setting.turn(row, call(tool)) for row, tool in enumerate(tools)]
+        found = await asyncio.gather(*turns)
+        said = [setting.tokenizer.decode_raw(each.observation) for each in found]
+        for row in (0, 4):
+            assert "{'error': 'SystemExit: 2'}" in said[row]
+        assert "soon" in said[1]
+        for row in (2, 5):
+            assert "{'error': 'SystemExit: no more'}" in said[row]
+        assert found[3].status is StageStatus.INVALID
+        assert "at most 1000000 bytes" in found[3].error
+        for row in (6, 7):
+            done = await setting.turn(row, "So.<|im_end|>")
+            assert (done.state, done.reward) == (EpisodeState.DONE, 1.0)
+
+    with running(tmp_path, task=RAISING, timeout_s=20.0) as run:
+        run(work)
+
+
+ODD_STEPS = """
+class Env:
+    def reset(self, **row): ...
+    def step(self, messages):
+        return {"role": "user", "content": "x", "odd": {1, 2}}
+environment = Env
+"""
+
+
+def test_a_message_that_is_no_json_fails_its_episode(tmp_path: Path) -> None:
+    async def work(setting: Setting) -> None:
+        await asyncio.gather(setting.begin(1), setting.begin(2))
+        for row in (1, 2):
+            found = await setting.turn(row, "hi<|im_end|>")
+            assert found.status is StageStatus.INVALID
+            assert "what it returns must be JSON, got TypeError" in found.error
+
+    with running(tmp_path, task=ODD_STEPS, timeout_s=20.0) as run:
         run(work)

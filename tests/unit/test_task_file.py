@@ -29,6 +29,7 @@ from llamarl.task_file import FORMS, load
             "drop",
             "task.py must load, got SystemExit: 3 (task.py, line 2: sys.exit(3))",
         ),
+        ("raise GeneratorExit", "drop", "must load, got GeneratorExit (task.py, line 1: raise "),
         (
             "import os\ndef score(p, c):\n    reward = 1\n",
             "reward",
@@ -138,3 +139,12 @@ def test_a_function_that_raises_is_named_with_its_line() -> None:
         "(task.py, line 2: return 1 / x)"
     )
     assert sys.modules["task"].__file__ == "task.py"
+
+
+@pytest.mark.parametrize("raised", ["SystemExit", "GeneratorExit", "asyncio.CancelledError"])
+def test_whatever_a_function_raises_is_named_but_ctrl_c_is_ctrl_c(raised: str) -> None:
+    source = f"import asyncio\ndef drop(group):\n    raise {raised}\n"
+    with pytest.raises(TaskError, match=f"got .*{raised.removeprefix('asyncio.')} "):
+        load(source, ["drop"])["drop"](None)
+    with pytest.raises(KeyboardInterrupt):
+        load("def drop(group):\n    raise KeyboardInterrupt\n", ["drop"])["drop"](None)

@@ -1,0 +1,126 @@
+"""Running user code beside other calls, so that whatever it raises is what became of its own call.
+
+Owns: the threads of functions, the tasks of coroutines, and the count of threads that were left
+behind. Does not own: what a call is for, or its time limit (`worker.py`). Invariant: user code
+raises nothing here but a Raised, be it SystemExit, StopIteration or a CancelledError of its own; a
+CancelledError says that the caller was cancelled, and where user code was.
+"""
+
+import asyncio
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+Outcome = tuple[Any, BaseException | None]
+"""What user code returned, or what it raised."""
+
+
+class Raised(Exception):  # noqa: N818 - what user code has done
+    """User code raised `error`, whatever that is."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error: BaseException = error.error if isinstance(error, Raised) else error
+        super().__init__(type(self.error).__name__)
+
+    def __str__(self) -> str:
+        """What it says, with its kind where it is no plain error or says nothing."""
+        name = type(self.error).__name__
+        try:
+            text = str(self.error)
+        except BaseException:  # noqa: BLE001 - a user's __str__ may do anything
+            text = ""
+        if isinstance(self.error, Exception):
+            return text or name
+        return f"{name}: {text}" if text else name
+
+
+class Runner:
+    """Runs functions in up to `max_threads` threads, and coroutines in tasks of their own. Belongs
+    to one event loop at a time."""
+
+    def __init__(self, max_threads: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(max_threads, name)
+        self.num_left = 0
+        """Threads whose calls were given up, and have not ended."""
+
+    async def run(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        """What it returns. Raises Raised, or CancelledError if this call is cancelled: a coroutine
+        is then cancelled too, a function is left behind in its thread."""
+        call = partial(function, *args, **named)
+        if inspect.iscoroutinefunction(function):
+            return _value(await _in_task(call))
+        found = _value(await self._in_thread(call))
+        return _value(await _in_task(lambda: found)) if inspect.isawaitable(found) else found
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Outcome:
+        thread: list[int] = []
+        begun = self._threads.submit(_called, call, thread)
+        running = asyncio.wrap_future(begun)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError as cancelled:
+            if not begun.cancel():
+                self.num_left += 1
+                running.add_done_callback(self._ended_late)
+            cancelled.add_note(_stack(thread))
+            raise
+
+    def _ended_late(self, _: asyncio.Future[Outcome]) -> None:
+        self.num_left -= 1
+
+
+def _called(call: Callable[[], Any], thread: list[int]) -> Outcome:
+    """The outcome of a call in this thread, whose id is then in `thread`."""
+    thread.append(threading.get_ident())
+    try:
+        return call(), None
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything
+        return None, error
+
+
+async def _awaited(call: Callable[[], Awaitable[Any]]) -> Outcome:
+    try:
+        return await call(), None
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything
+        return None, error
+
+
+async def _in_task(call: Callable[[], Awaitable[Any]]) -> Outcome:
+    """The outcome of a coroutine, in a task of its own: so a CancelledError that it makes is known
+    from the caller's."""
+    task = asyncio.create_task(_awaited(call))
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task})
+        error = None if task.cancelled() else task.result()[1]
+        if isinstance(error, asyncio.CancelledError):
+            raise error  # noqa: B904 - it says where the coroutine was
+        raise
+    return (None, asyncio.CancelledError()) if task.cancelled() else task.result()
+
+
+def _value(outcome: Outcome) -> Any:
+    found, error = outcome
+    if error is not None:
+        raise Raised(error)
+    return found
+
+
+def _stack(thread: list[int]) -> str:
+    """Where user code is in a thread, if it has begun."""
+    frame = sys._current_frames().get(thread[0]) if thread else None
+    own = takewhile(
+        lambda each: each[0].f_code is not _called.__code__, traceback.walk_stack(frame)
+    )
+    lines = traceback.StackSummary.extract(own if frame is not None else ()).format()
+    return (
+        "".join(["it was at\n", *reversed(lines)]).rstrip() if lines else "it waited for a thread"
+    )
