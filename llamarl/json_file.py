@@ -1,10 +1,21 @@
-"""JSON files that may be damaged or made by others: the only error is a ValueError of one line."""
+"""JSON files that may be damaged or made by others: the only error is a ValueError of one line; and
+texts that may hold half a character."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 SURROGATE = "\\ud"  # begins the escape of half a character
+
+
+def whole_letters(text: str) -> str:
+    """The text with U+FFFD in place of each half of a character, which no encoding can hold; two
+    halves that belong together are that character."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def parse(text: str | bytes) -> Any:

@@ -32,7 +32,7 @@ from llamarl.checkpoints import checkpoint
 from llamarl.checks.command import check
 from llamarl.cluster import ExecutorLost, exiting_process
 from llamarl.cluster.deploy.launch import RESUMABLE
-from llamarl.cluster.os_process import kept_log, show_warnings
+from llamarl.cluster.os_process import kept_log, show_warnings, take_any_letter
 from llamarl.config import Config
 from llamarl.config.check import require, require_choice
 from llamarl.errors import NoGenerator, TaskError, unwrap
@@ -126,6 +126,7 @@ def program() -> None:
 
 def main() -> None:
     """What the command does; SystemExit with its exit code unless that is 0."""
+    take_any_letter(sys.stdout, sys.stderr)
     try:
         _main(*(sys.argv[1:] or ["--help"]))
         sys.stdout.flush()

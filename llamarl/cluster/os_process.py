@@ -9,6 +9,7 @@ in its logs/controller.log too, whether lines are printed or a display is drawn.
 
 import asyncio
 import faulthandler
+import io
 import logging
 import os
 import signal
@@ -31,6 +32,7 @@ POLL_S = 1.0  # between checks whether a process is there
 LOG_TAIL_LINES = 12
 LOG_FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
 LOG_TAIL_BYTES = 4000
+ESCAPED = "backslashreplace"  # what becomes of letters that an output cannot hold
 
 
 def environment(mark: str, num_threads: int) -> dict[str, str]:
@@ -74,6 +76,14 @@ def log_path(folder: str, process: str) -> Path:
     return Path(folder) / f"{process}.log"
 
 
+def take_any_letter(*streams: object) -> None:
+    """Write a letter that a stream's encoding lacks, or half of one, as its escape: what user code
+    says must not end the run that shows it."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=ESCAPED)
+
+
 def redirect_output(folder: str, process: str) -> None:
     """Send this process's output to its log file, and warnings also to the console.
 
@@ -82,7 +92,7 @@ def redirect_output(folder: str, process: str) -> None:
     """
     path = log_path(folder, process)
     path.parent.mkdir(parents=True, exist_ok=True)
-    console = os.fdopen(os.dup(2), "w", buffering=1)
+    console = os.fdopen(os.dup(2), "w", buffering=1, errors=ESCAPED)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target in (1, 2):
         os.dup2(descriptor, target)
@@ -117,7 +127,7 @@ def kept_log(run_dir: str) -> Iterator[None]:
     """Write the log to the run's folder too, after what is there."""
     path = log_path(f"{run_dir}/logs", "controller")
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = logging.FileHandler(path, encoding="utf-8", errors=ESCAPED)
     handler.setFormatter(LOG_FORMAT)
     logging.getLogger().addHandler(handler)
     try:

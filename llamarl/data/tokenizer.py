@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 from llamarl.config.check import require
 from llamarl.data.bounds import MOST_GROWTH, bounded, growth
 from llamarl.data.text_ids import TextIds
-from llamarl.json_file import read_object
+from llamarl.json_file import read_object, whole_letters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -106,7 +106,7 @@ class Tokenizer:
     ) -> list[list[int]]:
         """The same of many texts, several times as fast. `before` is what each goes on from, "" for
         one that begins: many tokenizers put a blank where a text begins."""
-        return self._ids.encode_all(texts, special=special, before=before)
+        return self._ids.encode_all([*map(whole_letters, texts)], special=special, before=before)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of `token_ids` without special tokens (end of sequence, padding, ...)."""

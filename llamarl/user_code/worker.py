@@ -10,9 +10,9 @@ First line in: {"token": str, "service": str, "setup": {...}, "timeout_s": float
 whose `load(setup)` returns the function that is served; what it raises is the error. Then lines
 {"prompts": [{...}], "calls": [[index of prompt or null, arguments, token, most bytes], ...]}, each
 answered per call by one line: what the function returns for the prompt and the arguments, a
-dictionary, and the token; or a failure, if that is no JSON or has more bytes. Calls of a function
-are answered in order, those of a coroutine as they end. What user code prints goes to standard
-error. SIGUSR1 writes the current stack there.
+dictionary, and the token; or a failure, if that is no JSON or has more bytes. Of half a character
+U+FFFD is left. Calls of a function are answered in order, those of a coroutine as they end. What
+user code prints goes to standard error. SIGUSR1 writes the current stack there.
 
 Answers are protected from accidents: standard input and output are not the channel, programs that
 user code starts do not inherit the channel, and if something is written into it without the token
@@ -40,6 +40,7 @@ from functools import partial
 from io import BufferedReader
 from typing import Any
 
+from llamarl.json_file import whole_letters
 from llamarl.task_file import where
 from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.supervisor import supervise
@@ -71,19 +72,22 @@ def _serve() -> None:
     answers = os.fdopen(_move(1, os.O_WRONLY), "wb")
     os.dup2(2, 1)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
-    encode = json.JSONEncoder().encode
+    to_json = json.JSONEncoder(ensure_ascii=False).encode
+
+    def encode(value: dict[str, Any]) -> bytes:
+        return whole_letters(to_json(value)).encode()
 
     def answer(token: str, max_bytes: int, value: dict[str, Any]) -> None:
         if os.getpid() != own_pid:  # user code has forked and returned twice
             os._exit(0)
         try:
-            line = encode({"token": token, **value}).encode()
+            line = encode({"token": token, **value})
             why = f"take at most {max_bytes} bytes as JSON, got {len(line)}"
         except BaseException as error:  # noqa: BLE001 - user code may return anything
             line, why = b"", f"be JSON, got {type(error).__name__}: {error}"
         if not 0 < len(line) <= max_bytes:
             failure = {"status": StageStatus.INVALID, "error": f"what it returns must {why}"}
-            line = encode({"token": token, **failure}).encode()
+            line = encode({"token": token, **failure})
         answers.write(line + b"\n")
         answers.flush()
 

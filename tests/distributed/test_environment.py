@@ -301,3 +301,37 @@ def test_a_message_that_is_no_json_fails_its_episode(tmp_path: Path) -> None:
 
     with running(tmp_path, task=ODD_STEPS, timeout_s=20.0) as run:
         run(work)
+
+
+HALF = """
+class Env:
+    def reset(self, fails=False, **row):
+        if fails:
+            raise ValueError("no \\ud800 here")
+        return " more \\ud800"
+    def echo(self, text: str) -> str:
+        '''Says it again.
+
+        Args:
+            text: what
+        '''
+        return text
+environment = Env
+"""
+
+
+def test_half_a_character_in_what_an_environment_says_ends_nothing(tmp_path: Path) -> None:
+    async def work(setting: Setting) -> None:
+        begun = await setting.begin(1)
+        shown = setting.tokenizer.encode("q more \ufffd<|im_end|>", special=False)
+        assert begun.prompt_ids is not None
+        assert str(shown)[1:-1] in str([*begun.prompt_ids])
+        turn = await setting.turn(1, call("echo", r'{"text": "12\ud800"}'))
+        expected = setting.tokenizer.encode("12\ufffd\n</tool_response>", special=False)
+        assert str(expected)[1:-1] in str([*turn.observation])
+        failed = await setting.begin(2, fails=True)
+        assert failed.status is StageStatus.RAISED
+        assert "no \ufffd here" in failed.error
+
+    with running(tmp_path, task=HALF, timeout_s=20.0) as run:
+        run(work)

@@ -4,6 +4,7 @@ samples, the interval of an accuracy."""
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pty
 import select
@@ -13,12 +14,14 @@ import termios
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from llamarl.cluster.os_process import kept_log, show_warnings, take_any_letter
 from llamarl.groups import Evaluation, Share
 from llamarl.metrics.console import Progress
 from llamarl.metrics.estimates import interval, with_interval
@@ -366,3 +369,26 @@ def test_ctrl_c_is_not_drawn_into_the_display_and_the_terminal_is_left_as_it_was
     assert termios.tcgetattr(child_end) == before
     os.close(terminal)
     os.close(child_end)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_no_log_line_ends_a_run_whatever_letters_it_has(encoding: str, tmp_path: Path) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding=encoding, line_buffering=True)
+    take_any_letter(terminal)
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    root.handlers.clear()
+    try:
+        console = Console(file=terminal, width=200)
+        show_warnings(console, shows_user_code=True)
+        with kept_log(str(tmp_path)):
+            root.warning("ValueError: café 中 \ud800")
+        console.print("after")
+    finally:
+        root.handlers[:], root.level = before
+        logging.raiseExceptions = True
+    shown = terminal.buffer.getvalue().decode(encoding)
+    assert ("café 中" if encoding == "utf-8" else "caf\\xe9 \\u4e2d") in shown
+    assert "\\ud800" in shown
+    assert "after" in shown
+    assert "café 中 \\ud800" in (tmp_path / "logs" / "controller.log").read_text("utf-8")

@@ -24,6 +24,21 @@ def test_text_survives_encoding_and_decoding_without_special_tokens(tmp_path):
     assert tokenizer.encode(TEXT, special=False) == ids[1:]
 
 
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("12\ud800", "12\ufffd"),
+        ("\udc00\ud800x", "\ufffd\ufffdx"),
+        ("\ud83d\ude00", "\U0001f600"),
+        ("\ud83d\ud83d\ude00é", "\ufffd\U0001f600é"),
+    ],
+)
+def test_half_a_character_is_the_one_that_stands_for_what_is_none(tmp_path, text, whole):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path))
+    assert tokenizer.encode(text) == tokenizer.encode(whole)
+    assert tokenizer.encode_all([text]) == [tokenizer.encode(whole)]
+
+
 def test_the_tokenizer_gives_the_ids_that_auto_tokenizer_gives(tmp_path):
     from transformers import AutoTokenizer
 
