@@ -7,7 +7,7 @@ versions say what the model wrote.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -25,6 +25,45 @@ class Opening:
 
     messages: list[dict[str, Any]]
     schemas: Sequence[dict[str, Any]] = ()
+
+
+def wrong_opening(messages: object, schemas: object) -> str:
+    """What these of an Opening must be instead; empty if they are what chat templates take."""
+    if not isinstance(messages, list) or not messages:
+        return f"have a list of messages, got {messages!r:.80}"
+    for message in messages:
+        texts = [message.get(key) for key in ("role", "content")] if _is_object(message) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            return f"have a role and a text as content in each message, got {message!r:.80}"
+    return wrong_schemas(schemas)
+
+
+def wrong_schemas(schemas: object) -> str:
+    """What these schemas of tools must be instead; empty if chat templates and the reading of calls
+    can take them."""
+    if not isinstance(schemas, Sequence) or isinstance(schemas, str | bytes):
+        return f"have a list of tools, got {schemas!r:.80}"
+    for tool in schemas:
+        form = "be {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
+        if not _is_object(tool) or tool.get("type", "function") != "function":
+            return f"{form} for each tool, got {tool!r:.80}"
+        function = tool.get("function")
+        if (
+            not _is_object(function)
+            or not isinstance(name := function.get("name"), str)
+            or not name
+        ):
+            return f"{form} for each tool, got {tool!r:.80}"
+        parameters = function.get("parameters", {})
+        properties = parameters.get("properties", {}) if _is_object(parameters) else None
+        if not _is_object(properties) or not all(map(_is_object, properties.values())):
+            got = f"got {parameters!r:.80} for {name:.40}"
+            return f"have a JSON schema of an object as parameters of each tool, {got}"
+    return ""
+
+
+def _is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
 def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:

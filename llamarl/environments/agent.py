@@ -24,7 +24,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from llamarl.environments.chat_server import Body, ChatServer, Refused, Reply
-from llamarl.episode import Opening
+from llamarl.episode import Opening, wrong_schemas
 from llamarl.errors import mark_seen
 from llamarl.user_code.outcome import Raised, Runner
 
@@ -144,7 +144,7 @@ class AgentEnvironment:
             if (value := body.get(key)) is not None and value not in allowed:
                 raise _wrong(f"{key} must be left out, got {value!r:.80}")
         messages = _normal_all(body.get("messages"))
-        schemas = body.get("tools") or []
+        schemas = _checked_tools(body.get("tools"))
         if self._is_over:
             raise _over()
         assert self._arrived is not None
@@ -177,6 +177,14 @@ class AgentEnvironment:
             raise _changed("messages must add observations to the conversation so far")
 
 
+def _checked_tools(tools: object) -> list[Body]:
+    """Those of a request. Refused unless a chat template can show them."""
+    if must := wrong_schemas(found := [] if tools is None else tools):
+        raise _wrong(f"tools must {must}")
+    assert isinstance(found, list)
+    return found
+
+
 def _normal_all(messages: object) -> list[Message]:
     if not isinstance(messages, list):
         raise _wrong(f"messages must be a list, got {messages!r:.80}")
@@ -197,8 +205,15 @@ def _normal(message: object) -> Message:
         raise _wrong(f"the content of a message must be text, got {content!r:.80}")
     found: Message = {"role": message["role"], "content": content or ""}
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise _wrong(f"tool_calls must be a list, got {calls!r:.80}")
         found["tool_calls"] = [_normal_call(call) for call in calls]
-    return found | {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
+    for key in ("name", "tool_call_id"):
+        if value := message.get(key):
+            if not isinstance(value, str):
+                raise _wrong(f"{key} of a message must be text, got {value!r:.80}")
+            found[key] = value
+    return found
 
 
 def _normal_call(call: object) -> Body:
@@ -206,9 +221,11 @@ def _normal_call(call: object) -> Body:
         function = call["function"]  # type: ignore[index]  # a TypeError says that it is none
         arguments = function["arguments"]
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(parsed, dict):
+            raise TypeError("no arguments by name")
         whole = {"name": str(function["name"]), "arguments": parsed}
         return {"id": str(call["id"]), "type": "function", "function": whole}  # type: ignore[index]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise _wrong(f"a tool call must be a function with arguments, got {call!r:.80}") from error
 
 

@@ -187,7 +187,8 @@ def _events(reply: Reply, asked: Body) -> bytes:
         call["index"] = place
     steps: list[tuple[Body, str | None]] = [(message, None), ({}, _finish_reason(reply))]
     choices = [[{"index": 0, "delta": delta, "finish_reason": why}] for delta, why in steps]
-    if (asked.get("stream_options") or {}).get("include_usage"):
+    options = asked.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
         choices.append([])
     chunks = [_encode(_completion(reply, "chat.completion.chunk", each)) for each in choices]
     return b"".join(b"data: " + chunk + b"\n\n" for chunk in [*chunks, b"[DONE]"])

@@ -79,8 +79,15 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:
 
 
 def schemas_of(row: Mapping[str, Any], kinds: Kinds) -> tuple[Schema, ...]:
-    """What the model may call in an episode of this prompt's row. ValueError as `kind_of`."""
-    return kinds[kind_of(row, kinds)].schemas
+    """What the model may call in an episode of this prompt's row. ValueError as `kind_of`, or for a
+    field that its environment cannot get."""
+    kind = kinds[kind_of(row, kinds)]
+    taken = ["self"] * kind.has_instance + ["url"] * kind.is_agent
+    if found := [name for name in taken if name in row]:
+        whose = "play gets the server's address" if found == ["url"] else "methods get the instance"
+        must = f"the row's field {found[0]!r} must have another name, for an environment's"
+        raise ValueError(f"{must} {whose} by it, got {row[found[0]]!r:.80}")
+    return kind.schemas
 
 
 def find_defined(module: ModuleType | None, ready: Sequence[Tool] = ()) -> Defined:

@@ -33,7 +33,7 @@ from llamarl.environments.definition import (
     methods_of,
 )
 from llamarl.environments.ready_tools import READY
-from llamarl.episode import Opening
+from llamarl.episode import Opening, wrong_opening
 from llamarl.task_file import load_module
 from llamarl.types import Prompt, StageStatus
 from llamarl.user_code import outcome
@@ -89,6 +89,8 @@ class Episodes:
         is_opening = isinstance(found, Opening) and is_stepped(instance)
         if not (found is None or isinstance(found, str) or is_opening):
             raise InvalidReturnError(f"be None or a text for {RESET}, got {shown(found)}")
+        if isinstance(found, Opening) and (must := wrong_opening(found.messages, found.schemas)):
+            raise InvalidReturnError(f"{must} for {RESET}")
         if isinstance(found, str):
             last = {**messages[-1], "content": f"{messages[-1]['content']}{found}"}
             found = Opening([*messages[:-1], last])
