@@ -15,6 +15,8 @@ from llamarl.types import NO_VERSION, VersionSpan
 
 ASSISTANT, OBSERVATION = "assistant", "observation"
 """Who speaks in a turn: the model, or its environment."""
+THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+"""Between which a model thinks, in a turn."""
 
 
 @dataclass(frozen=True, slots=True)

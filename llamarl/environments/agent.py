@@ -24,13 +24,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from llamarl.environments.chat_server import Body, ChatServer, Refused, Reply
-from llamarl.episode import Opening, wrong_schemas
+from llamarl.episode import END_OF_THOUGHT, Opening, wrong_schemas
 from llamarl.errors import mark_seen
 from llamarl.user_code.outcome import Raised, Runner
 
 Message = dict[str, Any]
 MAX_THREADS = 1024  # programs that are no coroutines, and run at once
-END_OF_THOUGHT = "</think>"
 UNSUPPORTED = {  # what the policy cannot do, by key: the values that ask for nothing
     "n": (1,),
     "logprobs": (False,),

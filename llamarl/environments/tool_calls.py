@@ -1,8 +1,9 @@
 """How models write calls of tools, by family, and reading them.
 
-Owns: these forms, and what is wrong with a call. Does not own: tokens (`turn_format.py`), or
-running a call. Invariant: whatever a model writes is calls, calls that say what is wrong with them,
-or no call at all; nothing raises.
+Owns: these forms, what of a turn is thinking, and what is wrong with a call. Does not own: tokens
+(`turn_format.py`), the types of arguments (`tool_values.py`), or running a call. Invariant:
+whatever a model writes is calls, calls that say what is wrong with them, or no call at all; nothing
+raises. What stands in its thinking is no call, and an argument may hold the marks of calls.
 
     hermes    <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
     llama     {"name": "add", "parameters": {"a": 1, "b": 2}}
@@ -12,19 +13,31 @@ or no call at all; nothing raises.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from llamarl.environments.definition import Schema
+from llamarl.environments.tool_values import typed
+from llamarl.episode import END_OF_THOUGHT, THOUGHT
 
 MAX_CALLS = 64  # of one turn; a model that repeats itself would write thousands
-TOOL_CALL_MARK = "<tool_call>"
-TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)(?:</function>|\Z)", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?(?:</parameter>|\Z)", re.DOTALL)
+CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
+END_OF_PARAMETER_TAG = "</parameter>"
+FUNCTION = re.compile(r"\s*<function=([^>\s]+)\s*>")
+PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)\s*>\n?")
+# What an argument holds may look like an end: the real one is followed by what may follow it.
+END_OF_PARAMETER = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|\Z))")
+END_OF_OPEN_PARAMETER = re.compile(r"(?:</function>\s*)?</tool_call>|</function>\s*\Z|</think>|\Z")
+END_OF_FUNCTION = re.compile(r"\s*(?:</function>\s*)?(?:</tool_call>|\Z)")
+STRAY = re.compile(r"</(?:parameter|function|tool_call)>")
+NEXT_CALL = re.compile(r"</tool_call>\s*<tool_call>\s*<function=")
+BETWEEN = re.compile(r"[;\s]*")
+END_OF_JSON = re.compile(r"\s*(?:</tool_call>|\Z)")
 PYTHON_TAG = "<|python_tag|>"
 FAMILIES = ("hermes", "llama", "xml", "tagged", "template")
+NOTHING = object()  # where no JSON stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,37 +49,34 @@ class ToolCall:
     error: str = ""
 
 
+Read = Callable[[str, re.Match[str]], tuple[ToolCall, int]]
+"""A turn, and the mark that begins a call in it -> the call, and where it ends."""
+
+
 def family_of(template: str, response_template: object) -> str | None:
     """The family of a checkpoint with this chat template; None if it shows no form of calls."""
     if response_template is not None:
         return "template"
-    if "<tool_call>" in template:
+    if CALL in template:
         return "xml" if "<function=" in template else "hermes"
     is_llama = PYTHON_TAG in template or ('"parameters": ' in template and "ipython" in template)
     return "llama" if is_llama else None
 
 
-def parse_calls(text: str, family: str, schemas: Sequence[Schema]) -> list[ToolCall]:
-    """The calls in what a model wrote in one turn, special tokens included; at most MAX_CALLS."""
-    tools = {schema["function"]["name"]: schema["function"] for schema in schemas}
-    if family == "hermes":
-        calls = [_json_call(body) for body in TOOL_CALL.findall(text)]
-    elif family == "xml":
-        calls = [_xml_call(body, tools) for body in TOOL_CALL.findall(text)]
-    elif family == "llama":
-        calls = _llama_calls(text)
-    else:
-        calls = _tagged_calls(text, tools)
-    return calls[:MAX_CALLS]
+def parse_calls(
+    text: str, family: str, schemas: Sequence[Schema], *, is_thinking: bool = False
+) -> list[ToolCall]:
+    """The calls in what a model wrote in one turn, special tokens included; at most MAX_CALLS.
+    `is_thinking`: the turn begins within its thinking."""
+    return [call for _, call in _scan(text, family, schemas, is_thinking)][:MAX_CALLS]
 
 
-def text_before(text: str, family: str, schemas: Sequence[Schema]) -> str:
-    """What a turn with calls says before the first of them."""
-    if family == "llama":
-        return ""
-    marks = [f"<{schema['function']['name']}>" for schema in schemas]
-    places = [text.find(mark) for mark in (marks if family == "tagged" else [TOOL_CALL_MARK])]
-    return text[: min((place for place in places if place >= 0), default=None)].rstrip()
+def text_before(
+    text: str, family: str, schemas: Sequence[Schema], *, is_thinking: bool = False
+) -> str:
+    """What a turn with calls says before the first of them, its thinking included."""
+    found = _scan(text, family, schemas, is_thinking)
+    return text[: found[0][0] if found else None].rstrip()
 
 
 def template_calls(message: Mapping[str, Any]) -> list[ToolCall]:
@@ -95,65 +105,150 @@ def _json(text: str) -> Any:
         return None
 
 
-def _json_call(body: str) -> ToolCall:
-    value = _json(body.strip())
-    return ToolCall("", error="a call must be JSON") if value is None else _checked(value)
+def _scan(
+    text: str, family: str, schemas: Sequence[Schema], is_thinking: bool
+) -> list[tuple[int, ToolCall]]:
+    """The calls of a turn, and where each begins."""
+    if family == "llama":
+        return _llama_calls(text, is_thinking)
+    tools = {schema["function"]["name"]: schema["function"] for schema in schemas}
+    names = tools if family == "tagged" else ["tool_call"]
+    reads: Mapping[str, Read] = {
+        "hermes": _hermes_call,
+        "xml": partial(_xml_call, tools),
+        "tagged": partial(_tagged_call, tools),
+    }
+    marks = [f"<{re.escape(name)}>" for name in sorted(names, key=len, reverse=True)]
+    mark = re.compile("|".join([*marks, THOUGHT, END_OF_THOUGHT]))
+    found: list[tuple[int, ToolCall]] = []
+    at = _after_thought(text, 0) if is_thinking else 0
+    while (begin := mark.search(text, at)) is not None:
+        if begin[0][1:-1] in names:
+            call, at = reads[family](text, begin)
+            found.append((begin.start(), call))
+        elif begin[0] == THOUGHT:
+            at = _after_thought(text, begin.end())
+        else:  # all before it was thinking, whose beginning the prompt or nobody has written
+            found.clear()
+            at = begin.end()
+    return found
 
 
-def _llama_calls(text: str) -> list[ToolCall]:
-    """A turn that is nothing but calls; several are separated by semicolons."""
-    body, is_marked = text.strip(), PYTHON_TAG in text
-    body = body.partition(PYTHON_TAG)[2].strip() if is_marked else body
-    if not is_marked and not (body.startswith("{") and '"name"' in body):
-        return []
+def _after_thought(text: str, at: int) -> int:
+    """Where thinking ends that is under way at this place."""
+    end = text.find(END_OF_THOUGHT, at)
+    return len(text) if end < 0 else end + len(END_OF_THOUGHT)
+
+
+def _json_at(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins here, after blanks, and where it ends."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    try:
+        return json.JSONDecoder().raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return NOTHING, at
+
+
+def _wrong(text: str, at: int, must: str) -> tuple[ToolCall, int]:
+    """A call that begins here and cannot be read: it ends where it says, or its thinking does."""
+    ends = [text.find(END_OF_CALL, at), text.find(END_OF_THOUGHT, at)]
+    end = min((place for place in ends if place >= 0), default=len(text))
+    is_closed = end == ends[0]
+    return ToolCall("", error=f"a call must {must}"), end + len(END_OF_CALL) * is_closed
+
+
+def _hermes_call(text: str, begin: re.Match[str]) -> tuple[ToolCall, int]:
+    value, at = _json_at(text, begin.end())
+    end = END_OF_JSON.match(text, at)
+    if value is NOTHING or end is None:
+        return _wrong(text, begin.end(), "be JSON")
+    return _checked(value), end.end()
+
+
+def _llama_calls(text: str, is_thinking: bool) -> list[tuple[int, ToolCall]]:
+    """A turn that is nothing but calls, after its thinking; several are separated by semicolons."""
+    is_thinking = is_thinking or text.lstrip().startswith(THOUGHT)
+    begin = _after_thought(text, 0) if is_thinking else 0
+    while True:
+        calls, at = _llama_calls_at(text, begin)
+        if at is None:
+            return [(begin, call) for call in calls]
+        begin = at
+
+
+def _llama_calls_at(text: str, begin: int) -> tuple[list[ToolCall], int | None]:
+    """The calls that a turn is from this place on; or where thinking ends in there, whose beginning
+    the prompt or nobody has written."""
+    at, is_marked = text.find(PYTHON_TAG, begin), PYTHON_TAG in text[begin:]
+    at = at + len(PYTHON_TAG) if is_marked else begin
     calls: list[ToolCall] = []
-    decoder, at = json.JSONDecoder(), 0
-    while at < len(body) and len(calls) < MAX_CALLS:
-        try:
-            value, at = decoder.raw_decode(body, at)
-        except (ValueError, RecursionError):
-            return [*calls, ToolCall("", error="a call must be JSON")]
+    is_call = is_marked or (text[at:].lstrip().startswith("{") and '"name"' in text[at:])
+    while is_call and text[at:].strip() and len(calls) < MAX_CALLS:
+        value, at = _json_at(text, at)
+        if value is NOTHING:
+            calls.append(ToolCall("", error="a call must be JSON"))
+            break
         calls.append(_checked(value))
-        while at < len(body) and body[at] in "; \n\t\r":
-            at += 1
-    return calls
+        at = BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing too
+    thought = text.find(END_OF_THOUGHT, at)
+    return calls, None if thought < 0 else thought + len(END_OF_THOUGHT)
 
 
-def _xml_call(body: str, tools: Mapping[str, Any]) -> ToolCall:
-    match = FUNCTION.search(body)
-    if match is None:
-        return ToolCall("", error="a call must be <function=NAME>...</function>")
-    name = match[1]
-    types = tools.get(name, {}).get("parameters", {}).get("properties", {})
-    arguments = {key: _typed(text, types.get(key, {})) for key, text in PARAMETER.findall(match[2])}
-    return ToolCall(name, arguments)
+def _xml_call(tools: Mapping[str, Any], text: str, begin: re.Match[str]) -> tuple[ToolCall, int]:
+    function = FUNCTION.match(text, begin.end())
+    if function is None:
+        return _wrong(text, begin.end(), "be <function=NAME>...</function>")
+    name, at = function[1], function.end()
+    schemas, arguments, is_clear = _properties(tools.get(name)), {}, True
+    while (parameter := PARAMETER.match(text, at)) is not None:
+        key, start = parameter[1], parameter.end()
+        end = END_OF_PARAMETER.search(text, start)
+        stop = end or END_OF_OPEN_PARAMETER.search(text, start)
+        assert stop is not None, "one ends with the text"
+        value = text[start : stop.start()].removesuffix("\n")
+        arguments[key] = typed(value, schemas.get(key))
+        is_closed = end is not None or END_OF_PARAMETER_TAG not in value
+        is_clear = is_clear and is_closed and NEXT_CALL.search(value) is None
+        at = stop.start() if end is None else end.end()
+    closed = END_OF_FUNCTION.match(text, at)
+    if closed is None:
+        wrong, end_of_call = _wrong(text, at, "hold nothing but <parameter=NAME>...</parameter>")
+        return ToolCall(name, error=wrong.error), end_of_call
+    following = text.find(CALL, closed.end())
+    following = len(text) if following < 0 else following
+    if not is_clear or STRAY.search(text, closed.end(), following):
+        why = "a call must not have its own end tags in an argument, nor lack one"
+        return ToolCall(name, error=why), following
+    return ToolCall(name, arguments), closed.end()
 
 
-def _tagged_calls(text: str, tools: Mapping[str, Any]) -> list[ToolCall]:
-    if not tools:
-        return []
-    names = "|".join(sorted(map(re.escape, tools), key=len, reverse=True))
-    tagged = re.compile(rf"<({names})>(.*?)(?:</\1>|\Z)", re.DOTALL)
-    return [_tagged_call(name, body.strip(), tools[name]) for name, body in tagged.findall(text)]
-
-
-def _tagged_call(name: str, body: str, tool: Mapping[str, Any]) -> ToolCall:
-    properties = tool.get("parameters", {}).get("properties", {})
+def _tagged_call(tools: Mapping[str, Any], text: str, begin: re.Match[str]) -> tuple[ToolCall, int]:
+    """An argument that is JSON may hold the end tag, a plain text may not."""
+    name, start = begin[0][1:-1], begin.end()
+    close = f"</{name}>"
+    value, stop = _json_at(text, start)
+    following = text[stop:].lstrip()
+    if not isinstance(value, dict) or (following and not following.startswith(close)):
+        stop = text.find(close, start)
+        if is_open := stop < 0:
+            thought = text.find(END_OF_THOUGHT, start)
+            stop = len(text) if thought < 0 else thought
+        following = "" if is_open else text[stop:]
+        value = NOTHING if text[start:stop].strip() else {}
+    end = len(text) - len(following) + len(close) if following else stop
+    body, properties = text[start:stop].strip(), _properties(tools[name])
     if len(properties) == 1:
-        ((key, kind),) = properties.items()
-        value = _json(body)
-        if not (isinstance(value, dict) and key in value):
-            return ToolCall(name, {key: _typed(body, kind)})
-        return ToolCall(name, value)
-    value = _json(body) if body else {}
+        ((key, schema),) = properties.items()
+        is_named = isinstance(value, dict) and key in value
+        return ToolCall(name, value if is_named else {key: typed(body, schema)}), end
     if not isinstance(value, dict):
-        return ToolCall(name, error="the arguments of a call must be a JSON object")
-    return ToolCall(name, value)
+        return ToolCall(name, error="the arguments of a call must be a JSON object"), end
+    return ToolCall(name, value), end
 
 
-def _typed(text: str, kind: Mapping[str, Any]) -> Any:
-    """The text as a value of a parameter's type; as it is where it is none."""
-    if kind.get("type") == "string":
-        return text
-    value = _json(text)
-    return text if value is None else value
+def _properties(tool: object) -> Mapping[str, Any]:
+    """Of the parameters of a tool; empty if it is none, or says nothing of them."""
+    parameters = tool.get("parameters") if isinstance(tool, Mapping) else None
+    found = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return found if isinstance(found, Mapping) else {}

@@ -27,11 +27,12 @@ from llamarl.environments.tool_calls import (
     template_calls,
     text_before,
 )
+from llamarl.episode import THOUGHT
 
 KEY = "environment.calls"
 USER: Message = {"role": "user", "content": "question"}
 ANSWER: Message = {"role": "assistant", "content": "answer"}
-THOUGHT: Message = {"role": "assistant", "content": "<think>\nthought\n</think>\n\nanswer"}
+THINKING: Message = {"role": "assistant", "content": "<think>\nthought\n</think>\n\nanswer"}
 CALL_ID = "call00001"  # some templates want nine characters
 NUM_KNOWN = 1024  # turns, and observations, that are not worked out again
 SHORT_TOKENS = 256  # of a turn that is known: rollouts of a group do not write longer ones alike
@@ -61,6 +62,8 @@ class TurnFormat:
         special = tokenizer.special_ids.items()
         self._ends = [text for text, i in special if i in tokenizer.eos_token_ids]
         self._shown: Sequence[Schema] = kind.schemas
+        # What a model writes in a turn then begins within its thinking.
+        self._is_thinking = self._render([USER]).rstrip().endswith(THOUGHT)
         self._answer = self._find_answer()
         self._check()
         self._leave_out_tools()
@@ -71,8 +74,8 @@ class TurnFormat:
     @property
     def drops_thinking(self) -> bool:
         """Whether the template leaves an earlier turn's thinking out."""
-        before = self._render([USER, THOUGHT], is_open=False)
-        return not self._render([USER, THOUGHT, *self._samples("1")]).startswith(before)
+        before = self._render([USER, THINKING], is_open=False)
+        return not self._render([USER, THINKING, *self._samples("1")]).startswith(before)
 
     def read(self, ids: Sequence[int] | np.ndarray) -> TurnText:
         """What these ids, of one turn, say."""
@@ -96,8 +99,9 @@ class TurnFormat:
         raw = self._tokenizer.decode_raw(ids)
         for end in self._ends:
             raw = raw.removesuffix(end)
-        calls = parse_calls(raw, self._family, self._kind.schemas)
-        return _turn_text(text, calls, text_before(text, self._family, self._kind.schemas))
+        form = self._family, self._kind.schemas
+        calls = parse_calls(raw, *form, is_thinking=self._is_thinking)
+        return _turn_text(text, calls, text_before(text, *form, is_thinking=self._is_thinking))
 
     def _encode(self, messages: str, is_ended: bool) -> list[int]:
         """The ids of these messages, which are JSON, after a turn that has ended, or not."""

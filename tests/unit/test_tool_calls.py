@@ -16,6 +16,7 @@ from llamarl.environments.tool_calls import (
     family_of,
     parse_calls,
     template_calls,
+    text_before,
 )
 
 
@@ -66,6 +67,116 @@ def test_each_family_reads_its_own_form(family: str, text: str, calls: list[Tool
     assert parse_calls(text, family, SCHEMAS) == calls
 
 
+LIST = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+DELETE = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+XML_NOW = "<tool_call><function=now></function></tool_call>"
+XML_ADD = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n"
+    "</parameter>\n</function>\n</tool_call>"
+)
+NOW = ToolCall("now")
+
+
+@pytest.mark.parametrize(
+    ("family", "thought", "said"),
+    [
+        ("hermes", DELETE, LIST),
+        ("hermes", 'a call looks like <tool_call>{"name": ...}</tool_call>', LIST),
+        ("hermes", "a call begins with <tool_call>", LIST),
+        ("xml", XML_ADD, XML_NOW),
+        ("xml", "<tool_call><function=add><parameter=a>", XML_NOW),
+        ("tagged", '<add>{"a": 1, "b": 2}</add>', "<now></now>"),
+        ("tagged", "<search>", "<now></now>"),
+        ("llama", '{"name": "add", "parameters": {}}', '{"name": "now", "parameters": {}}'),
+    ],
+)
+def test_what_stands_in_thinking_is_no_call(family: str, thought: str, said: str) -> None:
+    end = "</think>\n\n"
+    assert parse_calls(f"<think>{thought}{end}{said}", family, SCHEMAS) == [NOW]
+    assert parse_calls(f"<think>{thought}{end}The answer is 4.", family, SCHEMAS) == []
+    assert parse_calls(f"<think>{thought}", family, SCHEMAS) == [], "the turn ended within it"
+    assert parse_calls(f"{thought}{end}{said}", family, SCHEMAS) == [NOW], "nobody began it"
+    begun = parse_calls(f"{thought}{end}{said}", family, SCHEMAS, is_thinking=True)
+    assert begun == [NOW], "the prompt began it"
+    assert parse_calls(f"{thought} {said}", family, SCHEMAS, is_thinking=True) == []
+    if family != "llama":
+        again = f"<think>a{end}{said}\n<think>{thought}{end}{said}"
+        assert parse_calls(again, family, SCHEMAS) == [NOW, NOW], "it thinks between two calls"
+        before = text_before(f"<think>{thought}{end}So: {said}", family, SCHEMAS)
+        assert before == f"<think>{thought}{end}So:"
+
+
+def test_a_tool_may_be_called_think() -> None:
+    think = schema("think", thought="string")
+    assert parse_calls("<think>so</think>", "tagged", [think]) == [
+        ToolCall("think", {"thought": "so"})
+    ]
+
+
+WRITE = schema("write", content="string", n="integer")
+ENDS = [
+    "use </tool_call> to end",
+    "</function> and </parameter> too",
+    "</think>",
+    "<think>",
+    "<tool_call>",
+    "</write>",
+    "</parameter> x </function>\n",
+    f"so: {DELETE} it is",
+]
+
+
+@pytest.mark.parametrize("content", ENDS)
+@pytest.mark.parametrize("family", ["hermes", "xml", "tagged", "llama"])
+def test_an_argument_may_hold_the_marks_of_calls(family: str, content: str) -> None:
+    arguments = {"content": content, "n": 3}
+    written = {
+        "hermes": f"<tool_call>{json.dumps({'name': 'write', 'arguments': arguments})}</tool_call>",
+        "llama": json.dumps({"name": "write", "parameters": arguments}),
+        "tagged": f"<write>{json.dumps(arguments)}</write>",
+        "xml": f"<tool_call>\n<function=write>\n<parameter=content>\n{content}\n</parameter>\n"
+        "<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>",
+    }[family]
+    expected = [ToolCall("write", arguments)]
+    assert parse_calls(written, family, [WRITE]) == expected
+    assert parse_calls(f"<think>\nhm\n</think>\n\n{written}", family, [WRITE]) == expected
+    if family != "llama":
+        assert parse_calls(f"{written}\n{written}", family, [WRITE]) == expected * 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x</parameter></function></tool_call> more</parameter></function></tool_call>",
+        "x</function></tool_call><tool_call><function=now><parameter=b>1</parameter></function>"
+        "</tool_call>",
+        "x</parameter> more </function></tool_call>",
+    ],
+)
+def test_a_call_that_may_be_read_in_two_ways_is_not_run(text: str) -> None:
+    whole = f"<tool_call><function=search><parameter=query>{text}"
+    calls = parse_calls(whole, "xml", SCHEMAS)
+    assert [bool(call.error) for call in calls] == [True]
+
+
+def test_a_parameter_without_its_end_is_read_up_to_that_of_its_call() -> None:
+    for end in ("</function>\n</tool_call>", "\n</tool_call>", "\n</function>", ""):
+        text = f"<tool_call><function=search><parameter=query>\nq{end}"
+        assert parse_calls(text, "xml", SCHEMAS) == [ToolCall("search", {"query": "q"})]
+
+
+def test_blanks_without_end_are_read_in_no_time() -> None:
+    blanks = " \n" * 200_000
+    for text in (
+        f"<tool_call><function=search><parameter=query>{blanks}x",
+        f"<tool_call><function=now>{blanks}x",
+        f"<tool_call>{{}}{blanks}x",
+        f"<add>{{}}{blanks}x",
+    ):
+        for family in FAMILIES[:4]:
+            parse_calls(text, family, SCHEMAS)
+
+
 @pytest.mark.parametrize(
     ("family", "text", "name", "words"),
     [
@@ -107,8 +218,32 @@ def test_the_template_shows_its_family() -> None:
 
 
 PIECES = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "<function=add>", "<parameter=a>", "</parameter>", "{", "}"]
-    + ['"name"', '"add"', ":", ",", "[", "1", "<add>", "</add>", "<|python_tag|>", "é", "\\", "\n"]
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "<function=add>",
+        "<parameter=a>",
+        "</parameter>",
+        "{",
+        "}",
+    ]
+    + [
+        "</function>",
+        '"name"',
+        '"add"',
+        ":",
+        ",",
+        "[",
+        "1",
+        "<add>",
+        "</add>",
+        "<|python_tag|>",
+        "é",
+        "\\",
+        "\n",
+    ]
 )
 
 

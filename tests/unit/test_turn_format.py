@@ -153,3 +153,24 @@ def test_what_was_written_is_read_with_special_tokens_and_shown_without(make: Ma
     tagged = TurnFormat(make(templates.LLAMA), TOOLS, "llama")
     body = '<|python_tag|>{"name": "add", "parameters": {}}<|eom|>'
     assert tagged.read(ids_of(tokenizer, body)).calls == [ToolCall("add")]
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_calls_in_thinking_are_not_read_though_the_prompt_has_begun_it(
+    make: Make, opens: bool
+) -> None:
+    template = templates.QWEN
+    if opens:
+        template = template.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    tokenizer = make(template)
+    turns = TurnFormat(tokenizer, TOOLS)
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    thought = f"I could call {call} but need not."
+    begun = "" if opens else "<think>\n"
+    for text, calls, shown in (
+        (f"{begun}{thought}\n</think>\n\nFour.", 0, None),
+        (f"{begun}{thought}", 0, None),
+        (f"{begun}{thought}\n</think>\n\nSo {call}", 1, f"{begun}{thought}\n</think>\n\nSo"),
+    ):
+        read = turns.read(ids_of(tokenizer, text + "<|im_end|>"))
+        assert (len(read.calls), read.text) == (calls, text if shown is None else shown)
