@@ -160,10 +160,11 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         is_open: bool = True,
+        goes_on: bool = False,
     ) -> str:
         """The conversation as one text that ends where the assistant's answer begins, or, if it is
-        not open, with the last message. If that is the beginning of an answer, an open one ends
-        with its words. `tools` are the schemas of what the assistant may call.
+        not open, with the last message, or, if that `goes_on`, with its words. `tools` are the
+        schemas of what the assistant may call.
 
         A special token that stands in a message, as in a question about them, is text and gets no
         id of its own: it is marked in the result (`text_ids.py`); in what the assistant said those
@@ -174,7 +175,6 @@ class Tokenizer:
         takes too much time or memory.
         """
         conversation = [self._marked(message) for message in messages]
-        goes_on = is_open and bool(conversation) and conversation[-1]["role"] == ASSISTANT
         try:
             with bounded():
                 text = self._backend.apply_chat_template(

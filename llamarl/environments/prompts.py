@@ -16,7 +16,7 @@ from typing import Any
 
 from llamarl.config import DataConfig, RewardConfig
 from llamarl.data.text_ids import unmarked
-from llamarl.data.tokenizer import Tokenizer
+from llamarl.data.tokenizer import ASSISTANT, Tokenizer
 from llamarl.data_row import value_at
 from llamarl.environments.messages import read_messages, read_tools
 from llamarl.environments.prompt_files import NumberedRow, shorten_value
@@ -149,7 +149,9 @@ class PromptRules:
             if not self.tokenizer.has_chat_template:
                 must = f"{data.prompt_field!r} must be text for a tokenizer without a chat template"
                 raise ValueError(f"{must}, got messages with {self.tokenizer.folder}")
-            text = self.tokenizer.render_chat(messages, self.tools(row) or read_tools(row))
+            goes_on = messages[-1]["role"] == ASSISTANT
+            tools = self.tools(row) or read_tools(row)
+            text = self.tokenizer.render_chat(messages, tools, goes_on=goes_on)
         else:
             text = text_of(question, data.prompt_field)
         most_chars = SLACK * data.max_prompt_tokens * self.tokenizer.max_token_chars

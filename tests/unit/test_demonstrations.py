@@ -91,6 +91,12 @@ def test_the_last_answer_keeps_its_thinking_whatever_follows_it(tmp_path: Path) 
         assert written(found, thinking) == ["<think>hm</think>two<|im_end|>"]
 
 
+def test_two_answers_in_a_row_are_two(qwen: Tokenizer) -> None:
+    chat = [*turns("one", "two"), {"role": "assistant", "content": "three"}]
+    found = make_demonstration(1, {"messages": chat}, CHATS, qwen)
+    assert written(found, qwen) == ["two<|im_end|>", "three<|im_end|>"]
+
+
 def test_an_answer_that_has_its_end_gets_no_other(qwen: Tokenizer) -> None:
     row = {"question": "one", "completion": "42<|im_end|>"}
     assert written(make_demonstration(1, row, PAIRS, qwen), qwen) == ["42<|im_end|>"]
