@@ -184,6 +184,9 @@ def make_prompt(
 ) -> Prompt:
     """A prompt of the caller's own: a text or the messages of a chat, a data row that holds one, or
     token ids, which are taken as they are. ValueError as for a line of a file."""
+    if not isinstance(question, str | Mapping | Sequence):
+        must = "a question must be a text, a row, messages or token ids"
+        raise ValueError(f"{must}, got {question!r:.60}")
     rules = PromptRules(data=config, tokenizer=tokenizer, tools=tools)
     if isinstance(question, Mapping):
         return rules.make(question, number)

@@ -122,7 +122,9 @@ class LibraryEngines(Engines):
         self._require("generate", "generator")
         if "trainer" in self._names and self.published < 0:
             raise RuntimeError("generate must come after the first sync_weights, got no weights")
-        drawn = replace_sampling(self._sampling, sampling, self.tokenizer)
+        must = "be a list of questions"
+        require(not isinstance(questions, str | Mapping), "questions", must, questions)
+        drawn = replace_sampling(self._sampling, sampling, self.tokenizer, self.config)
         own = num_rollouts, self.config, self.tokenizer
         groups = [make_group(self, question, *own) for question in questions]
         longest = max((len(group.prompt.token_ids) for group in groups), default=0)

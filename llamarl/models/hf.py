@@ -61,8 +61,11 @@ def as_parameters(
     ValueError, naming the first that is wrong, unless they are `architecture`'s parameters.
     """
     found = dict(source.state_dict() if isinstance(source, torch.nn.Module) else source)
-    if architecture.tie_embeddings:
-        found.pop("lm_head.weight", None)
+    head = found.pop("lm_head.weight", None) if architecture.tie_embeddings else None
+    tied = found.get("model.embed_tokens.weight")
+    if head is not None and tied is not None and not torch.equal(head, tied):
+        must = "lm_head.weight of source must equal model.embed_tokens.weight"
+        raise ValueError(f"{must}, to which the checkpoint ties it, got another matrix")
     shapes = parameter_shapes(architecture)
     for name in sorted(found.keys() ^ shapes.keys()):
         if name in shapes:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llamarl.config import Config, TransformersConfig
 from llamarl.config.check import require
+from llamarl.config.pools import pools_of
 from llamarl.data.tokenizer import Tokenizer, check_teacher, load_tokenizer
 from llamarl.dataflow.graph import INFER, FrozenModel, Graph
 from llamarl.models.architecture import Architecture, read_architecture
@@ -38,12 +39,17 @@ def check_models(
             folder = _folder(config, stage.run)
             is_any = isinstance(config.trainer, TransformersConfig)  # its code computes them too
             found = check_checkpoint(folder, is_any=is_any)
+            key, own = f"the vocabulary of {folder} (stage {stage.name})", architecture.vocab_size
             if stage.name == INFER:
                 check_teacher(tokenizer, load_tokenizer(folder), found.vocab_size)
-            must = f"be the policy's {architecture.vocab_size}"
-            key = f"the vocabulary of {folder} (stage {stage.name})"
-            is_known = stage.name == INFER or found.vocab_size == architecture.vocab_size
-            require(is_known, key, must, found.vocab_size)
+                must = f"be at least the policy's {own}, of which generators draw"
+                require(found.vocab_size >= own, key, must, found.vocab_size)
+            else:
+                require(found.vocab_size == own, key, f"be the policy's {own}", found.vocab_size)
+            longest = max(pool.generator.max_model_len for pool in pools_of(config.generator))
+            must = f"be at least generator.max_model_len {longest}"
+            key = f"the positions of {folder} (stage {stage.name})"
+            require(found.max_positions >= longest, key, must, found.max_positions)
             check_parallel(found, config.trainer, config.generator)
 
 

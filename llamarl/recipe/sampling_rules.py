@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from llamarl.config import Config, EvaluationConfig, SamplingConfig
+from llamarl.config import Config, EvaluationConfig, SamplingConfig, VllmConfig
 from llamarl.config.check import require, require_choice
+from llamarl.config.pools import pools_of
 from llamarl.data.tokenizer import TextDecoder, split_stops
+from llamarl.generation.vllm.limits import check_temperature
 from llamarl.recipe.inputs import Inputs
 from llamarl.types import Sampling
 
@@ -45,10 +47,11 @@ def evaluation_sampling(config: Config, inputs: Inputs) -> Sampling:
 
 
 def replace_sampling(
-    sampling: Sampling, values: Mapping[str, Any], tokenizer: TextDecoder
+    sampling: Sampling, values: Mapping[str, Any], tokenizer: TextDecoder, config: Config
 ) -> Sampling:
     """`sampling` with these fields instead. ValueError, with the field's name, for one that does
-    not exist or that no recipe could hold; values that only evaluation may have are allowed."""
+    not exist, that no recipe could hold, or that an engine of `config` refuses; values that only
+    evaluation may have are allowed."""
     for name, value in values.items():
         require_choice("a field of the sampling", name, [each.name for each in fields(Sampling)])
         kinds: tuple[type, ...] = (int,)
@@ -65,6 +68,11 @@ def replace_sampling(
     except ValueError as error:
         raise ValueError(str(error).partition(".")[2]) from None
     require(drawn.top_k >= 0, "top_k", "be 0 or more", drawn.top_k)
+    ids = drawn.stop_token_ids
+    are_ids = all(type(each) is int and 0 <= each < 2**31 for each in ids)
+    require(are_ids, "stop_token_ids", "be ids of tokens", ids)
+    if any(isinstance(pool.generator, VllmConfig) for pool in pools_of(config.generator)):
+        check_temperature("temperature", drawn.temperature)
     stop_ids, stop_strings = split_stops(tokenizer, drawn.stop_strings, "stop_strings")
     stop_ids = tuple(dict.fromkeys((*drawn.stop_token_ids, *stop_ids)))
     return replace(drawn, stop_token_ids=stop_ids, stop_strings=stop_strings)

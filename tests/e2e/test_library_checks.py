@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from llamarl.config import Config
+from llamarl.config import Config, VllmConfig
 from llamarl.environments.prompts import make_prompt
 from llamarl.library.own_groups import Question
 from llamarl.library.own_loop import LibraryEngines
@@ -57,8 +58,17 @@ def asking(question: Question) -> Call:
 
 def sampling(**own: object) -> Call:
     return lambda config, inputs: replace_sampling(
-        train_sampling(config, inputs), own, inputs.tokenizer
+        train_sampling(config, inputs), own, inputs.tokenizer, config
     )
+
+
+def sampling_by_vllm(temperature: float) -> Call:
+    def call(config: Config, inputs: Inputs) -> object:
+        config = replace(config, generator=VllmConfig())
+        own = {"temperature": temperature}
+        return replace_sampling(train_sampling(config, inputs), own, inputs.tokenizer, config)
+
+    return call
 
 
 def bringing(**changed: object) -> Call:
@@ -87,6 +97,8 @@ NORM = "model.norm.weight"
             asking([{"role": "user", "content": "?"}]),
             "'question' must be text for a tokenizer without a chat template, got messages",
         ),
+        (asking(None), "a question must be a text, a row, messages or token ids, got None"),
+        (asking(3.5), "a question must be a text, a row, messages or token ids, got 3.5"),
         (asking("1+" * 40), "at most 32 tokens (data.max_prompt_tokens)"),
         (sampling(top_p=0.0), "top_p must be above 0, got 0.0"),
         (sampling(temperature=-1.0), "temperature must be at least 0, got -1.0"),
@@ -94,6 +106,11 @@ NORM = "model.norm.weight"
         (sampling(stop_strings="=A"), "stop_strings must be a list, got '=A'"),
         (sampling(stop_strings=[""]), "stop_strings must not be empty, got ['']"),
         (sampling(stop_strings=["<pad>."]), "stop_strings must hold a special token"),
+        (sampling(stop_token_ids=[None]), "stop_token_ids must be ids of tokens, got [None]"),
+        (sampling(stop_token_ids=[2**63]), "stop_token_ids must be ids of tokens"),
+        (sampling(stop_token_ids=[1.5]), "stop_token_ids must be ids of tokens, got [1.5]"),
+        (sampling_by_vllm(0.005), "temperature must be 0 or at least 0.01 (vLLM), got 0.005"),
+        (sampling_by_vllm(2.5), "temperature must be at most 2 (vLLM), got 2.5"),
         (sampling(top_k=-1), "top_k must be 0 or more, got -1"),
         (sampling(max_tokens=0), "max_tokens must be at least 1, got 0"),
         (sampling(max_tokens=2.5), "max_tokens must be a whole number, got 2.5"),

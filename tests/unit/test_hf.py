@@ -312,6 +312,14 @@ def test_a_head_that_is_another_matrix_than_the_embedding_it_is_tied_to_is_refus
                 inventory.check_checkpoint(tmp_path, is_any=is_any)
 
 
+def test_a_module_whose_head_is_not_tied_as_the_checkpoint_says_is_refused(tmp_path: Path) -> None:
+    write_reference(tmp_path, **CASES["llama32"])
+    architecture, found = inventory.check_checkpoint(tmp_path), parameters(tmp_path)
+    hf.as_parameters(found | {HEAD: found[EMBEDDING]}, architecture)
+    with pytest.raises(ValueError, match=r"lm_head\.weight of source must equal"):
+        hf.as_parameters(found | {HEAD: found[EMBEDDING] + 0.3}, architecture)
+
+
 def test_of_two_sets_of_weights_the_one_is_read_that_transformers_reads(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,8 @@ from dataclasses import replace as replace_fields
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from llamarl.checkpoints import manifest
 from llamarl.recipe.inputs import (
@@ -69,6 +71,30 @@ def damage_one_byte(recipe: Path) -> None:
     """Of an export, which lists what its files hold."""
     manifest.write(recipe / "checkpoint")
     replace(WEIGHTS, b"\x3b", b"\x3c")(recipe)
+
+
+def teacher(**values: object) -> Damage:
+    """The checkpoint itself, with these values in its config.json."""
+
+    def damage(recipe: Path) -> None:
+        shutil.copytree(recipe / "checkpoint", recipe / "teacher")
+        edit("teacher/config.json", **values)(recipe)
+
+    return damage
+
+
+def narrow_teacher(recipe: Path) -> None:
+    """The policy's embedding has rows that no token has, the teacher's has them not."""
+    shutil.copytree(recipe / "checkpoint", recipe / "teacher")
+    config = json.loads((recipe / "checkpoint" / "config.json").read_text())
+    config["vocab_size"] += 16
+    tensors = load_file(recipe / WEIGHTS)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in tensors:
+            more = torch.zeros(16, tensors[name].shape[1], dtype=tensors[name].dtype)
+            tensors[name] = torch.cat([tensors[name], more])
+    save_file(tensors, recipe / WEIGHTS, metadata={"format": "pt"})
+    (recipe / "checkpoint" / "config.json").write_text(json.dumps(config))
 
 
 def teacher_of_another_family(recipe: Path) -> None:
@@ -158,6 +184,16 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
         teacher_of_another_family,
         ["algorithm=task", "algorithm.loss_columns=[teacher]", "experience.stages=[a]"],
         r"the vocabulary of .*/other \(stage a\) must be the policy's 64, got 97",
+    ),
+    "teacher with fewer rows": (
+        narrow_teacher,
+        ["algorithm=distill", "algorithm.teacher=teacher"],
+        r"the vocabulary of .*teacher .* must be at least the policy's 80, .*, got 64",
+    ),
+    "teacher with fewer positions": (
+        teacher(max_position_embeddings=20),
+        ["algorithm=distill", "algorithm.teacher=teacher"],
+        r"the positions of .*teacher .* must be at least generator\.max_model_len \d+, got 20",
     ),
     "pattern with a special token": (
         lambda recipe: None,

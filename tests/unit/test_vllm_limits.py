@@ -72,6 +72,8 @@ def test_a_gpu_must_have_room_for_one_ranks_weights_and_kv_cache_and_no_more() -
         ("0.32.0", "generator.num_ranks=3", "generator.num_ranks must divide"),
         ("0.32.0", "generator.kv_cache_bytes=1000", "generator.kv_cache_bytes must be at least"),
         ("0.32.0", "sampling.temperature=0.005", "sampling.temperature must be 0 or at least 0.01"),
+        ("0.32.0", "sampling.temperature=2.5", "sampling.temperature must be at most 2 "),
+        ("0.32.0", "evaluation.temperature=2.5", "evaluation.temperature must be at most 2 "),
         ("0.32.0", "evaluation.temperature=0.005", "evaluation.temperature must be 0 or at"),
         ("0.32.0", "model.checkpoint={mamba}", "'mamba'"),
     ],

