@@ -49,14 +49,14 @@ def attach(
     """Give modules of `root` adapters of these `shapes`, float32, on the meta device; all else is
     frozen.
 
+    ValueError if one of these is no linear layer.
     `mesh` is that of tensor parallel, which divides the matrices already. Frozen weights may have
     any dtype: FSDP brings all to the compute dtype.
     """
     switch = AdapterSwitch()
     root.requires_grad_(False)
     for module in adapted_modules(shapes):
-        linear = root.get_submodule(module)
-        assert isinstance(linear, nn.Linear), module
+        linear = _linear(root, module)
         for part in (LORA_A, LORA_B):
             name = f"{module}.{part}.weight"
             num_outputs, num_inputs = shapes[name]
@@ -69,6 +69,22 @@ def attach(
         # Before the hook with which tensor parallel hands on the matrix's output.
         linear.register_forward_hook(_Addend(switch, lora), prepend=True)
     return switch
+
+
+def _linear(root: nn.Module, name: str) -> nn.Linear:
+    """ValueError, with the kind of what is there, unless it is a linear layer: of GPT-2 it is a
+    convolution, of a mixture of experts one tensor for all."""
+    try:
+        found: object = root.get_submodule(name)
+    except AttributeError:
+        found = None
+    if not isinstance(found, nn.Linear):
+        got = "none" if found is None else type(found).__name__
+        raise ValueError(
+            f"trainer.lora.targets must name linear layers of {type(root).__name__}, got {name}, "
+            f"which is {got}"
+        )
+    return found
 
 
 @dataclass(frozen=True, eq=False)

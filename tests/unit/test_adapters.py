@@ -287,6 +287,17 @@ def test_adapters_that_do_not_fit_a_model_are_refused(
         adapter_shapes(architecture, LoraConfig(**({"rank": 4} | lora)))
 
 
+def test_a_layer_that_is_not_linear_is_refused_by_its_name() -> None:
+    root = torch.nn.Module()
+    root.c_attn = torch.nn.Conv1d(8, 8, 1)
+    for name, got in (("c_attn", "Conv1d"), ("experts.0", "none")):
+        shapes = {f"{name}.lora_A.weight": (2, 8), f"{name}.lora_B.weight": (8, 2)}
+        with pytest.raises(
+            ValueError, match=f"linear layers of Module, got {name}, which is {got}"
+        ):
+            attach(root, shapes, LoraConfig(rank=2))
+
+
 def changed(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
