@@ -93,6 +93,41 @@ def test_every_room_has_its_floor() -> None:
     assert rooms <= set(RANK), f"rooms without a floor: {rooms - set(RANK)}"
 
 
+def defined_names(tree: ast.AST) -> set[str]:
+    """What a module binds at its top, also under conditions."""
+    names: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        else:
+            names |= defined_names(node)
+    return names
+
+
+def test_every_name_that_is_imported_is_there() -> None:
+    """In tools and tests too: what runs rarely must not find that out."""
+    places = {ROOT: ("llamarl", "tests"), ROOT / "tools": (".",)}
+    files = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for root, folders in places.items()
+        for folder in folders
+        for path in (root / folder).rglob("*.py")
+    }
+    trees = {name: ast.parse(path.read_text()) for name, path in files.items()}
+    known = {name: defined_names(tree) for name, tree in trees.items()}
+    assert "gpu_bench.setting" in known
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module in known:
+                inner = {each.removeprefix(f"{node.module}.") for each in known}
+                missing = {alias.name for alias in node.names} - known[node.module] - inner
+                assert not missing, f"{files[name]}: {node.module} has no {missing}"
+
+
 def test_imports_point_down() -> None:
     checked_only_by_types = {("protocols", "weights")}
     for path in FILES:
