@@ -93,8 +93,7 @@ def check_pools(found: Found) -> None:
 
 def check_gpu(found: Found) -> None:
     errors = {name: figures.pop("error") for name, figures in found.items()}
-    errors = {name: error for name, error in errors.items() if error}
-    assert errors == {"memory": "ValueError: memory is measured on CUDA only"}
+    assert errors == dict.fromkeys(("generation", "training", "publish", "offload", "loop"), "")
     for name, figures in found.items():
         assert all(value >= 0 for value in figures.values()), name
     assert found["publish"]["copied_bytes"] > 0
