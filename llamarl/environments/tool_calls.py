@@ -35,6 +35,7 @@ STRAY = re.compile(r"</(?:parameter|function|tool_call)>")
 NEXT_CALL = re.compile(r"</tool_call>\s*<tool_call>\s*<function=")
 BETWEEN = re.compile(r"[;\s]*")
 END_OF_JSON = re.compile(r"\s*(?:</tool_call>|\Z)")
+OTHER_ARGUMENTS = "<arg_key>"  # of GLM-4.5, whose calls have the same marks and another form
 PYTHON_TAG = "<|python_tag|>"
 FAMILIES = ("hermes", "llama", "xml", "tagged", "template")
 NOTHING = object()  # where no JSON stands
@@ -57,7 +58,7 @@ def family_of(template: str, response_template: object) -> str | None:
     """The family of a checkpoint with this chat template; None if it shows no form of calls."""
     if response_template is not None:
         return "template"
-    if CALL in template:
+    if CALL in template and OTHER_ARGUMENTS not in template:
         return "xml" if "<function=" in template else "hermes"
     is_llama = PYTHON_TAG in template or ('"parameters": ' in template and "ipython" in template)
     return "llama" if is_llama else None

@@ -1,14 +1,16 @@
 """The token ids between two turns of a model, and what the model wrote in one.
 
-Owns: the ids of observations, by the chat template's own difference; the check of a template. Does
-not own: the forms of calls (`tool_calls.py`), or the ids that a model wrote, which are never
-rendered again. Invariant: an observation's ids depend on the observation alone, and begin right
-after the token that ended the turn before.
+Owns: the ids of observations, as the chat template writes them; the check of a template. Does not
+own: the forms of calls (`tool_calls.py`), or the ids that a model wrote, which are never rendered
+again. Invariant: an observation's ids depend on the observation alone, and begin right after the
+token that ended the turn before.
 
-    template([user, assistant, tool], open) - template([user, assistant])  =  the observation
+    template([user, assistant, tool], open) = ... the assistant's turn, its end | the observation
 
-The difference is taken with a conversation of no meaning, so whatever a template does to earlier
-turns once they are old, such as dropping their thinking, is not done to what was written.
+They are taken from a conversation of no meaning, whose last turn is found in it by a word of its
+own. So whatever a template does to earlier turns once they are old, such as dropping their
+thinking, ending them with another token, or writing them otherwise than the last one, is not done
+to what was written.
 """
 
 import json
@@ -31,12 +33,22 @@ from llamarl.episode import THOUGHT
 
 KEY = "environment.calls"
 USER: Message = {"role": "user", "content": "question"}
-ANSWER: Message = {"role": "assistant", "content": "answer"}
-THINKING: Message = {"role": "assistant", "content": "<think>\nthought\n</think>\n\nanswer"}
+SAID, OBSERVED = "said7d3c", "observed7d3c"
+"""Words of no meaning, by which a turn and an observation are found in what a template writes."""
+THINKING = f"<think>\n{OBSERVED}\n</think>\n\n{SAID}"
 CALL_ID = "call00001"  # some templates want nine characters
 NUM_KNOWN = 1024  # turns, and observations, that are not worked out again
 SHORT_TOKENS = 256  # of a turn that is known: rollouts of a group do not write longer ones alike
 SHORT_CHARS = 1024  # of an observation
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """What a template writes after what an old turn says: `body`, such as the rest of a call, then
+    `token`; or, where that is empty, any token that ends a completion."""
+
+    body: str
+    token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +70,27 @@ class TurnFormat:
 
     def __init__(self, tokenizer: Tokenizer, kind: Kind, calls: str = "auto") -> None:
         self._tokenizer, self._kind = tokenizer, kind
-        self._family = _family(tokenizer, calls) if kind.schemas else ""
-        special = tokenizer.special_ids.items()
-        self._ends = [text for text, i in special if i in tokenizer.eos_token_ids]
+        self.family = _family(tokenizer, calls) if kind.schemas else ""
+        """The form of its calls; empty if there are none."""
+        self._special = sorted(tokenizer.special_ids, key=len, reverse=True)
+        ends = {*tokenizer.eos_token_ids}
+        self._ends = [text for text in self._special if tokenizer.special_ids[text] in ends]
         self._shown: Sequence[Schema] = kind.schemas
         # What a model writes in a turn then begins within its thinking.
         self._is_thinking = self._render([USER]).rstrip().endswith(THOUGHT)
-        self._answer = self._find_answer()
+        self._turn_ends: dict[bool, TurnEnd] = {}  # of turns with a call, and without
+        self._has_calls = False
+        self._has_calls = bool(kind.schemas) and self._shows_calls()
         self._check()
         self._leave_out_tools()
-        self._before = self._render([USER, self._answer], is_open=False)
         self._known_turn = lru_cache(NUM_KNOWN)(self._read)
         self._known_observation = lru_cache(NUM_KNOWN)(self._encode)
 
     @property
     def drops_thinking(self) -> bool:
         """Whether the template leaves an earlier turn's thinking out."""
-        before = self._render([USER, THINKING], is_open=False)
-        return not self._render([USER, THINKING, *self._samples("1")]).startswith(before)
+        thinking = {"role": "assistant", "content": THINKING}
+        return OBSERVED not in self._render([USER, thinking, *self._samples("1")])
 
     def read(self, ids: Sequence[int] | np.ndarray) -> TurnText:
         """What these ids, of one turn, say."""
@@ -91,85 +106,126 @@ class TurnFormat:
 
     def _read(self, ids: tuple[int, ...]) -> TurnText:
         text = self._tokenizer.decode(ids)
-        if self._family == "template":
+        if self.family == "template":
             message = self._tokenizer.parse_response(ids)
             return _turn_text(text, template_calls(message), str(message.get("content") or ""))
-        if not self._family:
+        if not self.family:
             return TurnText(text, [])
         raw = self._tokenizer.decode_raw(ids)
         for end in self._ends:
             raw = raw.removesuffix(end)
-        form = self._family, self._kind.schemas
+        form = self.family, self._kind.schemas
         calls = parse_calls(raw, *form, is_thinking=self._is_thinking)
         return _turn_text(text, calls, text_before(text, *form, is_thinking=self._is_thinking))
 
     def _encode(self, messages: str, is_ended: bool) -> list[int]:
         """The ids of these messages, which are JSON, after a turn that has ended, or not."""
-        end, rest = self._split([USER, self._answer], json.loads(messages), self._before)
+        end, rest = self._split(json.loads(messages))
         return self._tokenizer.encode(rest if is_ended else end + rest, special=False)
 
     def _render(self, messages: Sequence[Message], *, is_open: bool = True) -> str:
         return self._tokenizer.render_chat(messages, self._shown, is_open=is_open)
 
     def _split(
-        self, before: Sequence[Message], added: Sequence[Message], old: str | None = None
+        self, added: Sequence[Message], before: Sequence[Message] = (USER,)
     ) -> tuple[str, str]:
-        """(the token that ends the turn before, all that follows it); `old` is the text of the
-        messages `before`, if it is known."""
-        if old is None:
-            old = self._render(before, is_open=False)
-        new = self._render([*before, *added])
-        must = f"the chat template of {self._tokenizer.folder} must"
-        if not new.startswith(old):
-            raise ValueError(f"{must} keep earlier turns when {_role(added)} follows, it does not")
-        at, end = max(((old.rfind(each), each) for each in self._ends), default=(-1, ""))
-        if at < 0:
-            ends = ", ".join(map(repr, self._ends)) or "none"
-            raise ValueError(f"{must} end each turn with a token that ends a completion ({ends})")
-        return end, old[at + len(end) :] + new[len(old) :]
+        """(the token that ends the turn before, all that follows it)."""
+        is_call = self._has_calls and added[0]["role"] == "tool"
+        after = self._after_turn(before, added, is_call)
+        end = self._turn_ends.get(is_call) or self._find_end(is_call)
+        self._turn_ends[is_call] = end
+        tokens = [end.token] if end.token else self._ends
+        found = next((token for token in tokens if after.startswith(end.body + token)), None)
+        if found is None:
+            raise self._wrong(f"end the turn before {_role(added)} as others, it does not")
+        return found, after[len(end.body + found) :]
 
-    def _samples(self, content: str) -> list[Message]:
-        """What the environment might say."""
-        if self._kind.has_step:
+    def _after_turn(
+        self, before: Sequence[Message], added: Sequence[Message], is_call: bool
+    ) -> str:
+        """What the template writes after the last word of a turn that these messages follow."""
+        new = self._render([*before, self._turn(SAID, is_call), *added])
+        _, found, after = new.partition(SAID)
+        if not found:
+            raise self._wrong(f"keep earlier turns when {_role(added)} follows, it does not")
+        return after
+
+    def _find_end(self, is_call: bool) -> TurnEnd:
+        """How turns end once they are old: with the first token that ends a completion; in its
+        place, some templates have another one, or none."""
+        samples = self._samples(OBSERVED, is_call=is_call)
+        after = self._after_turn([USER], samples, is_call)
+        old, _, _ = after.partition(OBSERVED)
+        if (place := _first(old, self._ends)) >= 0:
+            return TurnEnd(old[:place])
+        last = self._render([USER, self._turn(SAID, is_call)], is_open=False).partition(SAID)[2]
+        place = _first(last, self._ends)
+        if place < 0:
+            ends = ", ".join(map(repr, self._ends)) or "none"
+            raise self._wrong(f"end each turn with a token that ends a completion ({ends})")
+        body, old_token = last[:place], ""
+        if (place := _first(body, self._special)) >= 0:  # which is not the last of a turn
+            body, old_token = body[:place], body[place:]
+        else:
+            following = after.removeprefix(body)
+            old_token = next((each for each in self._special if following.startswith(each)), "")
+        return TurnEnd(body, old_token) if old_token else TurnEnd("", body)
+
+    def _turn(self, word: str, is_call: bool) -> Message:
+        """One of a model that says this word, in a call or without."""
+        if not is_call:
+            return {"role": "assistant", "content": word}
+        name = self._kind.schemas[0]["function"]["name"]
+        call = {"name": name, "arguments": {"value": word}}
+        whole = {"type": "function", "id": CALL_ID, "function": call}
+        return {"role": "assistant", "content": "", "tool_calls": [whole]}
+
+    def _wrong(self, must: str) -> ValueError:
+        return ValueError(f"the chat template of {self._tokenizer.folder} must {must}")
+
+    def _samples(self, content: str, *, is_call: bool = True) -> list[Message]:
+        """What the environment might say, to a call or to a turn without."""
+        if self._kind.has_step or (self._has_calls and not is_call):
             return [{"role": "user", "content": content}]
         name = self._kind.schemas[0]["function"]["name"]
         return [{"role": "tool", "name": name, "content": content}]
 
-    def _find_answer(self) -> Message:
-        """A turn that the template lets an observation follow: some want a call before."""
-        if not self._kind.schemas:
-            return ANSWER
-        call = {"name": self._kind.schemas[0]["function"]["name"], "arguments": {}}
-        whole = {"type": "function", "id": CALL_ID, "function": call}
-        calling: Message = {"role": "assistant", "content": "", "tool_calls": [whole]}
+    def _shows_calls(self) -> bool:
+        """Whether the template lets a tool's result follow a call: some want one before, others
+        have none."""
         try:
-            self._split([USER, calling], self._samples("1"))
-            return calling
+            self._find_end(is_call=True)
         except ValueError:
-            return ANSWER
+            return False
+        return True
 
     def _leave_out_tools(self) -> None:
         """Where their schemas change no observation, they are not rendered each time."""
         if self._kind.has_step:
             return
-        with_tools = self._split([USER, self._answer], self._samples("1"))
+        with_tools = self._split(self._samples("1"))
         self._shown = ()
         try:
-            is_same = self._split([USER, self._answer], self._samples("1")) == with_tools
+            is_same = self._split(self._samples("1")) == with_tools
         except ValueError:
             is_same = False
         self._shown = () if is_same else self._kind.schemas
 
     def _check(self) -> None:
         samples, again = self._samples("1"), self._samples("2")
-        first = self._split([USER, self._answer], again)
-        later = self._split([USER, self._answer, *samples, self._answer], again)
-        shown, blank = "".join(first), "".join(self._split([USER, self._answer], self._samples("")))
-        must = f"the chat template of {self._tokenizer.folder} must"
+        first = self._split(again)
+        earlier = self._turn("answer", self._has_calls)
+        later = self._split(again, [USER, earlier, *samples])
         if first != later:
-            raise ValueError(f"{must} render {_role(samples)} the same in every turn, it does not")
-        if shown == blank:
-            raise ValueError(f"{must} show {_role(samples)}, it leaves that out")
+            role = _role(samples)
+            raise self._wrong(f"render {role} the same in every turn, it does not")
+        if first == self._split(self._samples("")):
+            raise self._wrong(f"show {_role(samples)}, it leaves that out")
+
+
+def _first(text: str, tokens: Sequence[str]) -> int:
+    """Where the first of these stands; -1: none does."""
+    return min((at for token in tokens if (at := text.find(token)) >= 0), default=-1)
 
 
 def _turn_text(text: str, calls: list[ToolCall], before: str) -> TurnText:

@@ -79,6 +79,47 @@ def test_results_of_a_turn_are_what_the_template_puts_between(
     assert found.tolist() == ids_of(tokenizer, expected).tolist()
 
 
+RESULT = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
+SAYS = "\n<|im_start|>user\n3<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "kind", "end", "expected"),
+    [
+        ("QWEN3", TOOLS, "<|im_end|>", RESULT + "<|im_start|>assistant\n"),
+        ("QWEN3", STEPS, "<|im_end|>", SAYS + "<|im_start|>assistant\n"),
+        ("QWEN35", TOOLS, "<|im_end|>", RESULT + "<|im_start|>assistant\n<think>\n"),
+        ("QWEN35", STEPS, "<|im_end|>", SAYS + "<|im_start|>assistant\n<think>\n"),
+        ("ANOTHER_END", STEPS, "<|begin|>", "<|start|>user<|header|>3<|begin|><|start|>assistant"),
+        ("NEXT_ROLE", STEPS, "<|im_end|>", "\n3<|start|>"),
+        ("NEXT_ROLE", TOOLS, "<|eom|>", "\n3<|start|>"),
+        ("END_OF_ALL", STEPS, "<|im_end|>", "\n<|start|>user\n3<|im_end|>\n<|start|>assistant\n"),
+    ],
+)
+def test_a_template_may_write_the_last_turn_otherwise_than_an_earlier_one(
+    make: Make, template: str, kind: Kind, end: str, expected: str
+) -> None:
+    tokenizer = make(getattr(templates, template))
+    turns = TurnFormat(tokenizer, kind, "hermes")
+    messages = said("3") if kind is TOOLS else [{"role": "user", "content": "3"}]
+    found = turns.observation(messages, tokenizer.special_ids["<|im_end|>"])
+    assert tokenizer.decode_raw(found) == expected
+    without = turns.observation(messages, int(ids_of(tokenizer, "x")[0]))
+    assert tokenizer.decode_raw(without) == end + expected
+    turn = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nwords"}
+    whole = tokenizer.render_chat([{"role": "user", "content": "q"}, turn, *messages])
+    assert whole.endswith("words" + end + expected), "as the template itself goes on"
+
+
+def test_an_answer_without_a_call_may_be_followed_by_a_users_message(make: Make) -> None:
+    """As in an agent's conversation, whose turns with calls have results."""
+    tokenizer = make(templates.QWEN3)
+    turns = TurnFormat(tokenizer, TOOLS)
+    end = tokenizer.special_ids["<|im_end|>"]
+    found = turns.observation([{"role": "user", "content": "3"}], end)
+    assert tokenizer.decode_raw(found) == SAYS + "<|im_start|>assistant\n"
+
+
 def test_a_turn_that_stopped_without_its_token_gets_it_in_the_observation(make: Make) -> None:
     tokenizer = make(templates.QWEN)
     turns = TurnFormat(tokenizer, TOOLS, "hermes")
