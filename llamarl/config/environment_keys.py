@@ -19,6 +19,10 @@ class EnvironmentConfig(Section):
     alone, as Llama 3 does) | xml (<function=NAME> in <tool_call>, as Qwen 3.5 does) | tagged
     (<NAME>argument</NAME>) | template (the tokenizer's own response_template) | auto (what the chat
     template shows)."""
+    split_special_tokens: bool = True
+    """A special token in what an environment or a tool says, such as <|im_end|>, is text: the model
+    reads its characters | false: it is that token, so a tool's result may end turns and begin
+    others."""
     max_turns: int = number(8, least=1, most=10_000)
     """Turns of the model in an episode. A call in the last one is not run: the rollout ends as at
     sampling.max_tokens."""

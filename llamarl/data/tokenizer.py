@@ -166,9 +166,9 @@ class Tokenizer:
         not open, with the last message, or, if that `goes_on`, with its words. `tools` are the
         schemas of what the assistant may call.
 
-        A special token that stands in a message, as in a question about them, is text and gets no
-        id of its own: it is marked in the result (`text_ids.py`); in what the assistant said those
-        alone that end a completion.
+        A special token that stands in a message or a schema, as in a question about them, is text
+        and gets no id of its own: it is marked in the result (`text_ids.py`); in what the assistant
+        said those alone that end a completion.
 
         Needs `has_chat_template`. Raises ValueError, in one line, if the template refuses the
         messages (many refuse a system message, or two turns of one role), cannot join them, or
@@ -179,7 +179,7 @@ class Tokenizer:
             with bounded():
                 text = self._backend.apply_chat_template(
                     conversation,
-                    tools=[dict(tool) for tool in tools] or None,
+                    tools=self._ids.mark([*tools], self.special_ids.keys()) or None,
                     tokenize=False,
                     add_generation_prompt=is_open and not goes_on,
                     continue_final_message=goes_on,

@@ -16,10 +16,12 @@ to what was written.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
+from llamarl.config import EnvironmentConfig
+from llamarl.data.text_ids import unmarked
 from llamarl.data.tokenizer import Message, Tokenizer
 from llamarl.environments.definition import Kind, Schema
 from llamarl.environments.tool_calls import (
@@ -65,11 +67,19 @@ class TurnFormat:
 
     ValueError, in one line, if `calls` is auto and the template shows no form of calls, if it
     cannot hold the answers of tools or of the environment, or if how it renders one depends on the
-    turns before.
+    turns before. A special token in an observation is text if they are split, else that token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, kind: Kind, calls: str = "auto") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        kind: Kind,
+        calls: str = "auto",
+        *,
+        splits_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer, self._kind = tokenizer, kind
+        self._splits_special_tokens = splits_special_tokens
         self.family = _family(tokenizer, calls) if kind.schemas else ""
         """The form of its calls; empty if there are none."""
         self._special = sorted(tokenizer.special_ids, key=len, reverse=True)
@@ -121,7 +131,9 @@ class TurnFormat:
     def _encode(self, messages: str, is_ended: bool) -> list[int]:
         """The ids of these messages, which are JSON, after a turn that has ended, or not."""
         end, rest = self._split(json.loads(messages))
-        return self._tokenizer.encode(rest if is_ended else end + rest, special=False)
+        text, before = (rest, end) if is_ended else (end + rest, SAID)
+        text = text if self._splits_special_tokens else unmarked(text)
+        return self._tokenizer.encode_all([text], special=False, before=[before])[0]
 
     def _render(self, messages: Sequence[Message], *, is_open: bool = True) -> str:
         return self._tokenizer.render_chat(messages, self._shown, is_open=is_open)
@@ -254,9 +266,16 @@ def _family(tokenizer: Tokenizer, calls: str) -> str:
 class TurnFormats:
     """The format of each kind. ValueError as for a TurnFormat."""
 
-    def __init__(self, tokenizer: Tokenizer, kinds: Mapping[str, Kind], calls: str) -> None:
-        self._tokenizer, self._calls = tokenizer, calls
-        self._kinds = {name: TurnFormat(tokenizer, kind, calls) for name, kind in kinds.items()}
+    def __init__(
+        self, tokenizer: Tokenizer, kinds: Mapping[str, Kind], config: EnvironmentConfig
+    ) -> None:
+        self._make = partial(
+            TurnFormat,
+            tokenizer,
+            calls=config.calls,
+            splits_special_tokens=config.split_special_tokens,
+        )
+        self._kinds = {name: self._make(kind) for name, kind in kinds.items()}
         self._opened: dict[str, TurnFormat] = {}  # by the schemas, as JSON
 
     def of(self, kind: str, opened: Sequence[Schema] = ()) -> TurnFormat:
@@ -266,5 +285,5 @@ class TurnFormats:
             return self._kinds[kind]
         key = json.dumps(opened, sort_keys=True)
         if key not in self._opened:
-            self._opened[key] = TurnFormat(self._tokenizer, Kind(tuple(opened)), self._calls)
+            self._opened[key] = self._make(Kind(tuple(opened)))
         return self._opened[key]

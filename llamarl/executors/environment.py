@@ -92,7 +92,7 @@ class EnvironmentExecutor:
         """Start the processes; ValueError if task.py or the tokenizer does not load, or its chat
         template cannot hold observations."""
         self._tokenizer = load_tokenizer(self._spec.tokenizer, self._spec.data.chat_template_kwargs)
-        self._formats = TurnFormats(self._tokenizer, self._spec.kinds, self._config.calls)
+        self._formats = TurnFormats(self._tokenizer, self._spec.kinds, self._config)
         for pool in self._pools:
             await pool.start()
         if self._spec.socket is not None:

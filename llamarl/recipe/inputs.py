@@ -109,7 +109,7 @@ def read_inputs(
     check_trackers(config.metrics.trackers)  # task.py may have added one
     check_models(config, graph, architecture, tokenizer)
     check_contained(config)
-    TurnFormats(tokenizer, kinds, config.environment.calls)  # raises what is wrong with them
+    TurnFormats(tokenizer, kinds, config.environment)  # raises what is wrong with them
     if config.algorithm.imitates and needs_prompts:
         most = architecture.max_positions
         prompts, held_out = read_demonstrations(config, tokenizer, most, show=show)
