@@ -52,19 +52,20 @@ class RewardConfig(Section):
 
     contained: bool = True
     """Programs that a model wrote (reward `code`, tool `python`) run contained by the kernel: no
-    network, no files but a scratch folder. The run refuses to start where that is not possible;
-    false lets them run with the rights of the run, on purpose."""
+    network, no files but a scratch folder. The run refuses to start where that is not possible, and
+    says in one line what a machine lacks; false lets them run with the rights of the run, on
+    purpose."""
     program_s: float = number(5.0, above=0, most=DAY_S)
     """Longest time of one program; a reward's `timeout_s` is for all its programs."""
     program_memory_bytes: int = number(256 * 1024**2, least=32 * 1024**2, most=2**50)
-    """Memory of one program and what it starts."""
+    """Memory of one program and all that it starts, together."""
     program_disk_bytes: int = number(16 * 1024**2, least=0, most=2**50)
     """Size of the files that one program may write."""
     program_output_bytes: int = number(64 * 1024, least=1, most=2**24)
     """Standard output of one program, and as much of standard error; one that writes more is
     ended."""
-    program_processes: int = number(8, least=1, most=1024)
-    """Processes of one program at once."""
+    program_processes: int = number(32, least=1, most=1024)
+    """Processes of one program at once, and their threads."""
 
     def check(self) -> None:
         self.require(bool(self.functions), "functions", "name at least one function")

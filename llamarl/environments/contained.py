@@ -1,56 +1,58 @@
 """Programs that a model wrote, run where they can do no harm.
 
 Owns: one run of a Python program, its limits and what came of it. Does not own: what the run means
-(a reward, a tool). Invariant: contained by the kernel (Landlock and seccomp, through sandlock), a
-program has no network, sees no files but the interpreter's and a scratch folder that is gone
-afterwards, leaves no process behind, and gives back at most so many bytes in at most so many
-seconds.
-
-The program runs below a process of ours in the same container, which cuts its output off; if the
-program ends that, the run has no result.
+(a reward, a tool), the container that it runs in (`containers.py`). Invariant: a program reaches no
+network, no file but the interpreter's and a scratch folder that is gone afterwards, and no process
+but its own, none of which is left behind; what it takes, and what it gives back, is limited. It has
+no hand in how its run is told: its output comes through pipes of its own, its end from the kernel.
 """
 
 import asyncio
 import functools
-import json
+import math
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-from contextlib import suppress
+import select
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from llamarl.config import RewardConfig
-from llamarl.environments import program_parent
+from llamarl.environments.containers import (
+    Bubblewrap,
+    Container,
+    ProgramLimits,
+    Sandlock,
+    Uncontained,
+)
+from llamarl.environments.program_usage import disk_bytes, memory_bytes, num_threads
 
-PARENT, PROGRAM, INPUT = "parent.py", "program.py", "input.txt"
-FOLDERS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib")
-SHORT = 2.0  # seconds by which the container ends later than the program should have
+Kind = type[Bubblewrap] | type[Sandlock] | type[Uncontained]
+CONTAINERS: tuple[Kind, ...] = (Bubblewrap, Sandlock)
+"""The first that can be had is taken."""
 AT_ONCE = asyncio.Semaphore(os.cpu_count() or 1)
 """Programs of one process of rewards or tools."""
-INTERPRETER = ("-I", "-S", "-B")  # no environment, no site-packages, no files written
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramLimits:
-    """What a program may take: seconds of time, bytes of memory, of scratch files and of output
-    (each of standard output and error), processes at once. If it is not contained it runs with the
-    rights of the run, and only time and output are limited."""
-
-    seconds: float = 5.0
-    memory_bytes: int = 256 * 2**20
-    disk_bytes: int = 16 * 2**20
-    output_bytes: int = 64 * 2**10
-    num_processes: int = 8
-    is_contained: bool = True
+START_S = 30.0  # for a container to start, on a machine that is busy
+LOOK_S = 0.01  # between two looks at what a program takes
+LOOK_SHARE = 0.5  # of the time at most, where a look takes long
+CHUNK_BYTES = 65_536
+PROBE = """
+import os, threading
+if os.fork() == 0:
+    os._exit(0)
+os.wait()
+thread = threading.Thread(target=print, args=(6 * 7,))
+thread.start()
+thread.join()
+"""
+PROBED = "42\n"
+TOLD_CHARS = 300  # of why no container could be had
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """How a program ended: `exit_code` is negative for a signal, None if it had to be ended, as
-    `ended_for` says: time, output, or its own doing."""
+    """How a program ended: `exit_code` is 128 + n for signal n, None if it had to be ended, as
+    `ended_for` says: time, output, memory, disk or processes."""
 
     exit_code: int | None
     stdout: str = ""
@@ -78,21 +80,12 @@ def limits_of(config: RewardConfig) -> ProgramLimits:
 def run_program(source: str, stdin: str, limits: ProgramLimits) -> Ran:
     """Run a Python program with this standard input. RuntimeError if programs cannot be contained
     here."""
-    with tempfile.TemporaryDirectory(prefix="llamarl-program-") as folder:
-        scratch = Path(folder, "scratch")
-        scratch.mkdir()
-        (scratch / PROGRAM).write_text(source, errors="replace")
-        (scratch / INPUT).write_text(stdin, errors="replace")
-        parent = Path(program_parent.__file__).read_text()
-        (scratch / PARENT).write_text(parent)
-        told = json.dumps({"seconds": limits.seconds, "output_bytes": limits.output_bytes})
-        command = [interpreter(), *INTERPRETER, PARENT, told]
-        run = _run_contained if limits.is_contained else _run_freely
-        found = run(command, scratch, Path(folder, "written"), limits)
-    try:
-        return Ran(**json.loads(found))
-    except (ValueError, TypeError):  # whatever a program wrote in our place
-        return Ran(exit_code=None, ended_for="its own doing")
+    if not limits.is_contained:
+        return run_in(Uncontained, source, stdin, limits)
+    kind, reasons = chosen_container()
+    if kind is None:
+        raise RuntimeError(f"programs cannot be contained here: {'; '.join(reasons)}")
+    return run_in(kind, source, stdin, limits)
 
 
 async def run_in_turn(source: str, stdin: str, limits: ProgramLimits) -> Ran:
@@ -101,68 +94,136 @@ async def run_in_turn(source: str, stdin: str, limits: ProgramLimits) -> Ran:
         return await asyncio.to_thread(run_program, source, stdin, limits)
 
 
-@functools.cache
 def missing() -> str:
     """What is missing here to contain programs, in one line; empty if nothing is."""
-    try:
-        import sandlock
-    except ImportError as error:
-        return f"the package sandlock ({error}): pip install 'llamarl[code]'"
-    found, least = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
-    if found < least:
-        kernel = os.uname().release
-        return f"Landlock ABI {least} (Linux 6.12), this kernel ({kernel}) has {max(found, 0)}"
-    try:
-        ran = run_program("print(6 * 7)", "", ProgramLimits(seconds=20.0))
-    except Exception as error:  # noqa: BLE001 - sandlock raises kinds of its own
-        return f"a system that lets processes be contained: {' '.join(str(error).split())}"
-    return "" if ran.stdout == "42\n" else f"a container in which Python runs, got {asdict(ran)}"
+    kind, reasons = chosen_container()
+    return "" if kind else "; ".join(reasons)
 
 
-def interpreter() -> str:
-    """The real file of this Python, not a link to it."""
-    return os.path.realpath(sys.executable)
-
-
-def _run_contained(
-    command: list[str], scratch: Path, written: Path, limits: ProgramLimits
-) -> str | bytes:
-    from sandlock import BranchAction, Sandbox  # here, for it is an extra
-
-    written.mkdir()
-    readable = [sys.base_prefix, *(folder for folder in FOLDERS if os.path.isdir(folder))]
-    sandbox = Sandbox(
-        fs_readable=readable,
-        fs_writable=[str(scratch)],
-        workdir=str(scratch),
-        cwd=str(scratch),
-        fs_storage=str(written),
-        max_disk=limits.disk_bytes,
-        on_exit=BranchAction.ABORT,
-        on_error=BranchAction.ABORT,
-        max_memory=limits.memory_bytes,
-        max_processes=limits.num_processes + 1,
-        max_open_files=64,
-        clean_env=True,
-        env={"HOME": str(scratch), "TMPDIR": str(scratch), "PYTHONHASHSEED": "0"},
-        no_coredump=True,
-        extra_deny_syscalls=["chroot"],
+def lacking() -> str:
+    """What a contained program can do here that it could not elsewhere, in one line; empty if
+    there is nothing."""
+    kind, reasons = chosen_container()
+    if kind is not Sandlock:
+        return ""
+    return (
+        "programs that the model writes run without user, mount, pid and network namespaces "
+        f"({'; '.join(reasons)}), by sandlock: they can ask whether any file exists and how large "
+        f"it is, and their memory, files and threads together are limited every {LOOK_S} s only"
     )
-    result = sandbox.run(command, timeout=limits.seconds + SHORT)
-    found: bytes = result.stdout
-    return found
 
 
-def _run_freely(
-    command: list[str], scratch: Path, written: Path, limits: ProgramLimits
-) -> str | bytes:
-    with subprocess.Popen(
-        command, cwd=scratch, stdout=subprocess.PIPE, start_new_session=True
-    ) as process:
+@functools.cache
+def chosen_container() -> tuple[Kind | None, list[str]]:
+    """The first kind that holds a program here, and why those before it do not."""
+    reasons: list[str] = []
+    for kind in CONTAINERS:
         try:
-            return process.communicate(timeout=limits.seconds + SHORT)[0]
-        except subprocess.TimeoutExpired:
-            return b""
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            ran = run_in(kind, PROBE, "", ProgramLimits(seconds=START_S))
+        except Exception as error:  # noqa: BLE001 - sandlock raises kinds of its own
+            reason = str(error)
+        else:
+            if ran.stdout == PROBED:
+                return kind, reasons
+            reason = f"Python does not run in it, got {asdict(ran)}"
+        reasons.append(f"{kind.__name__.lower()}: {' '.join(reason.split()):.{TOLD_CHARS}}")
+    return None, reasons
+
+
+def run_in(kind: Kind, source: str, stdin: str, limits: ProgramLimits) -> Ran:
+    """As `run_program`, in a container of this kind. RuntimeError if it cannot be had here."""
+    container = kind(source, stdin, limits)
+    try:
+        out = _Pipe(container.stdout.fileno(), limits.output_bytes, container.greeting)
+        err = _Pipe(container.stderr.fileno(), limits.output_bytes)
+        ended_for = _wait(container, limits, out, err)
+        code = container.end()
+        for pipe in (out, err):
+            while not pipe.is_full and pipe.read():
+                pass
+        if not out.has_started:
+            raise RuntimeError(f"no program starts in it: {err.text or f'exit code {code}'}")
+        if out.is_full or err.is_full:
+            ended_for = ended_for or "output"
+        ended_for = ended_for or _too_much(container, limits)  # since the last look
+        code_told = None if ended_for else code
+        return Ran(exit_code=code_told, stdout=out.text, stderr=err.text, ended_for=ended_for)
+    finally:
+        container.close()
+
+
+class _Pipe:
+    """What comes through a pipe, up to `most` bytes, after a greeting that is not part of it."""
+
+    def __init__(self, descriptor: int, most: int, greeting: bytes = b"") -> None:
+        self.descriptor, self._greeting = descriptor, greeting
+        self._most, self._data = most + len(greeting), b""
+        os.set_blocking(descriptor, False)
+
+    @property
+    def has_started(self) -> bool:
+        return self._data.startswith(self._greeting)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._data) >= self._most
+
+    @property
+    def text(self) -> str:
+        return self._data.removeprefix(self._greeting).decode(errors="replace")
+
+    def read(self) -> bool:
+        """Read what is there, or no more than is wanted; False if that is nothing."""
+        try:
+            data = os.read(self.descriptor, min(CHUNK_BYTES, self._most - len(self._data)))
+        except BlockingIOError:
+            return False
+        self._data += data
+        return bool(data)
+
+
+def _wait(container: Container, limits: ProgramLimits, out: _Pipe, err: _Pipe) -> str:
+    """Read until the program has ended, or must be ended: returns what for."""
+    pipes, ready = {pipe.descriptor: pipe for pipe in (out, err)}, select.poll()
+    with suppress(ProcessLookupError), _open(os.pidfd_open(container.pid)) as ended:
+        for descriptor in (ended, *pipes):
+            ready.register(descriptor, select.POLLIN)
+        end_s, look_s = time.monotonic() + START_S, math.inf
+        while (now_s := time.monotonic()) < end_s:
+            if look_s == math.inf and out.has_started:  # no look and no limit before
+                end_s, look_s = now_s + limits.seconds, now_s
+            for descriptor, _ in ready.poll(max(0.0, min(end_s, look_s) - now_s) * 1000):
+                if descriptor == ended:
+                    return ""
+                if not pipes[descriptor].read():
+                    ready.unregister(descriptor)
+            if out.is_full or err.is_full:
+                return "output"
+            if (now_s := time.monotonic()) >= look_s:
+                if what := _too_much(container, limits):
+                    return what
+                took_s = time.monotonic() - now_s
+                look_s = now_s + max(LOOK_S, took_s / LOOK_SHARE)
+        return "time"
+    return ""
+
+
+def _too_much(container: Container, limits: ProgramLimits) -> str:
+    """What the program takes more of than it may; empty if nothing."""
+    pids = container.members()
+    if memory_bytes(pids, limits.memory_bytes) > limits.memory_bytes:
+        return "memory"
+    if container.folder is None:
+        return ""
+    if num_threads(pids) > limits.num_processes:
+        return "processes"
+    is_full = disk_bytes(container.folder, pids, limits.disk_bytes) > limits.disk_bytes
+    return "disk" if is_full else ""
+
+
+@contextmanager
+def _open(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -29,7 +29,7 @@ from llamarl.data.tokenizer import (
 from llamarl.dataflow.graph import Graph
 from llamarl.device.driver import ALLOCATOR_VARIABLES, has_driver
 from llamarl.device.names import GPU
-from llamarl.environments.contained import missing
+from llamarl.environments.contained import lacking, missing
 from llamarl.environments.definition import Kinds
 from llamarl.environments.prompt_cache import ShowPieces, show_nothing
 from llamarl.environments.prompt_stream import PromptStream
@@ -52,6 +52,7 @@ from llamarl.recipe.task_source import load_task, read_graph, read_task
 from llamarl.types import Prompt
 from llamarl.weights.transports.registry import TRANSPORTS
 
+LOGGER = logging.getLogger(__name__)
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
 SHAPES = "shapes"  # of an architecture: a checkpoint's tensors show them
 PROMPTS = "data.prompts"
@@ -173,11 +174,16 @@ def _read_all(
 
 
 def check_contained(config: Config) -> None:
-    """ValueError if the recipe runs programs that a model wrote, and they cannot be contained."""
+    """ValueError if the recipe runs programs that a model wrote, and they cannot be contained. The
+    log says in one line what cannot be kept from them on this machine."""
     runs_programs = "code" in config.reward.functions or "python" in config.environment.tools
-    if runs_programs and config.reward.contained and (what := missing()):
+    if not (runs_programs and config.reward.contained):
+        return
+    if what := missing():
         must = "reward.contained must be false, on purpose, where programs cannot be contained"
-        raise ValueError(f"{must}, got true without {what}")
+        raise ValueError(f"{must}, got true: {what}")
+    if what := lacking():
+        LOGGER.warning(what)
 
 
 def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
