@@ -1,20 +1,22 @@
 """A recipe's own task.py: which functions it may define, and loading it.
 
 Owns: what each function must look like; running the text as the module `task`. Does not own: where
-the text is read (`recipe/inputs.py`), its check before a run (`dataflow/task_stages.py`), or what
-the functions mean (`algorithms/`, `environments/`, `dataflow/`). Invariant: what is wrong with
-the text is one line, with the user's own line.
+the text is read (`recipe/task_source.py`), importing its neighbours (`task_neighbours.py`), its
+check before a run (`dataflow/task_stages.py`), or what the functions mean (`algorithms/`,
+`environments/`, `dataflow/`). Invariant: what is wrong with the text is one line, with the user's
+own line.
 
 The text travels by content to every process that runs one of its functions: `reward`,
 `group_reward` and those of the list `stages` to processes of their own, `episode_reward` to those
 of environments, `prompts` to one that ends when it has made them, `advantages`, `drop`, `sample`
-and trackers to the controller, `loss` to the trainer's. It may import what is installed there, but
-not its neighbours in the recipe's folder. It is the user's own code: in each of these processes it
-may do whatever that process may.
+and trackers to the controller, `loss` to the trainer's. It may import what is installed there, and
+the modules of the recipe's folder, which travel with it. It is the user's own code: in each of
+these processes it may do whatever that process may.
 """
 
 import inspect
 import linecache
+import os
 import re
 import sys
 import traceback
@@ -24,6 +26,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from llamarl.errors import TaskError
+from llamarl.task_neighbours import TaskSource, make_importable
 
 FILE = "task.py"
 STAGES = "stages"  # its list of the dataflow's stages
@@ -84,8 +87,8 @@ FORMS = {
 }
 
 
-def load(source: str, names: Collection[str]) -> dict[str, Callable[..., Any]]:
-    """Run the text as the module `task`; its functions `names`, each guarded.
+def load(source: TaskSource, names: Collection[str]) -> dict[str, Callable[..., Any]]:
+    """Run task.py as the module `task`; its functions `names`, each guarded.
 
     ValueError, one line, for a text that raises or a function that is missing or has another form.
     A function that raises later raises TaskError, one line with the place.
@@ -101,13 +104,15 @@ def load(source: str, names: Collection[str]) -> dict[str, Callable[..., Any]]:
     raise ValueError(f"{FILE} must load, got {got}")
 
 
-def load_module(source: str) -> ModuleType:
-    """Run the text as the module `task`. Raises whatever the text raises."""
+def load_module(source: TaskSource) -> ModuleType:
+    """Run task.py as the module `task`. Raises whatever it raises."""
+    text = source[FILE]
+    make_importable({name: each for name, each in source.items() if name != FILE})
     module = ModuleType("task")
     module.__file__ = FILE
-    linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
+    linecache.cache[FILE] = (len(text), None, text.splitlines(keepends=True), FILE)
     sys.modules["task"] = module
-    exec(compile(source, FILE, "exec"), module.__dict__)
+    exec(compile(text, FILE, "exec"), module.__dict__)
     return module
 
 
@@ -145,8 +150,8 @@ def place_of(function: Callable[..., Any]) -> str:
 def where(error: BaseException) -> str:
     """The error on one line, with the line of task.py it came from."""
     text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    if isinstance(error, SyntaxError) and error.filename == FILE:
-        return f"{text} ({FILE}, line {error.lineno})"
+    if isinstance(error, SyntaxError) and error.filename and not os.path.isabs(error.filename):
+        return f"{text} ({error.filename}, line {error.lineno})"  # of task.py or a neighbour
     stack = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in stack if frame.filename == FILE]
     return f"{text} ({FILE}, line {frames[-1].lineno}: {frames[-1].line})" if frames else text

@@ -20,6 +20,7 @@ from llamarl.environments.contained import ProgramLimits
 from llamarl.environments.definition import Kinds, as_kinds
 from llamarl.environments.ready_tools import READY
 from llamarl.task_file import FILE, STAGES, find, load_module, place_of
+from llamarl.task_neighbours import TaskSource
 from llamarl.user_code.calls import Call, UserCode, shown
 from llamarl.user_code.pool import run_once
 
@@ -28,7 +29,7 @@ LIMIT_S = 30.0  # to look at what is loaded
 
 
 def check_task(
-    source: str | None,
+    source: TaskSource | None,
     functions: Collection[str],
     stages: Sequence[str],
     *,

@@ -240,7 +240,7 @@ def _written(text: str, calls: Sequence[list[Any]]) -> Message:
 
 
 def load_defined(setup: dict[str, Any]) -> Defined:
-    """What `tools` name, as `environment.tools` does: of the text `task_source`, and ready ones,
+    """What `tools` name, as `environment.tools` does: of the task.py `task_source`, and ready ones,
     whose programs may take `limits`."""
     tools, limits = setup["tools"], ProgramLimits(**setup["limits"])
     module = load_module(setup["task_source"]) if TASK in tools else None

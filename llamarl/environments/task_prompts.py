@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llamarl.task_file import FILE, find, load_module, where
+from llamarl.task_neighbours import TaskSource
 from llamarl.user_code.calls import Call, UserCode, shown
 from llamarl.user_code.pool import run_once
 
@@ -24,8 +25,10 @@ LIMIT_S = 3600.0
 MAX_BYTES = 2**34  # of all rows, as JSON
 
 
-def make_rows(source: str, options: Mapping[str, Any], *, held_out: bool) -> list[dict[str, Any]]:
-    """The rows that `prompts` in this text of a task.py makes of these options.
+def make_rows(
+    source: TaskSource, options: Mapping[str, Any], *, held_out: bool
+) -> list[dict[str, Any]]:
+    """The rows that `prompts` in this task.py makes of these options.
 
     ValueError, in one line, if the text does not load, the options are not what the function takes,
     it raises (of a ValueError the text alone is shown, for it is about the options), or a row is no

@@ -27,6 +27,7 @@ from llamarl.environments.contained import ProgramLimits
 from llamarl.environments.definition import Kinds
 from llamarl.executors.environment_link import Environments
 from llamarl.protocols import ColumnStore, GeneratorReplica
+from llamarl.task_neighbours import TaskSource
 from llamarl.weights.layout.formats import Kind
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class TrainerSpec:
 
     checkpoint: str
     tokenizer: str | None = None
-    task_source: str | None = None
+    task_source: TaskSource | None = None
     rendezvous: str
     config: TrainerConfig
     algorithm: AlgorithmConfig
@@ -113,8 +114,8 @@ class ReferenceSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
-    """Of a stage that runs functions: `stage.run` is the name of one of `task_source`, the text of
-    the recipe's task.py if it has one, or `reward` says which the stage `score` runs. `numbers`
+    """Of a stage that runs functions: `stage.run` is the name of one of `task_source`, the recipe's
+    task.py if it has one, or `reward` says which the stage `score` runs. `numbers`
     names the columns it reads that are one number per rollout; `tokenizer` is a folder with
     tokenizer files."""
 
@@ -123,7 +124,7 @@ class StageSpec:
     stage: Stage
     numbers: frozenset[str]
     tokenizer: str
-    task_source: str | None
+    task_source: TaskSource | None
     storage: ColumnStore
     reward: RewardConfig | None = None
 
@@ -153,7 +154,7 @@ class EnvironmentSpec:
     config: EnvironmentConfig
     kinds: Kinds
     limits: ProgramLimits
-    task_source: str | None
+    task_source: TaskSource | None
     data: DataConfig
     tokenizer: str
     socket: str | None = None

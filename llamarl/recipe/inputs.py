@@ -49,6 +49,7 @@ from llamarl.recipe.frozen_models import check_models
 from llamarl.recipe.hub_names import PREFIX, REPOSITORY
 from llamarl.recipe.prompt_inputs import check_length, read_prompts, resolve
 from llamarl.recipe.task_source import load_task, read_graph, read_task
+from llamarl.task_neighbours import TaskSource
 from llamarl.types import Prompt
 from llamarl.weights.transports.registry import TRANSPORTS
 
@@ -76,7 +77,7 @@ class Inputs:
     tokenizer: TextDecoder
     prompts: Sequence[Prompt]
     held_out: list[Prompt]
-    task_source: str | None
+    task_source: TaskSource | None
     task: Mapping[str, Callable[..., Any]]
     graph: Graph
     kinds: Kinds

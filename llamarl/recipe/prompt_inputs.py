@@ -29,6 +29,7 @@ from llamarl.environments.task_prompts import make_rows
 from llamarl.loop.mini_batches import MiniBatches
 from llamarl.recipe.task_source import read_graph, read_task
 from llamarl.task_file import FILE
+from llamarl.task_neighbours import TaskSource
 
 TASK = "task"  # in place of a file of prompts
 NUM_MEASURED = 256  # prompts; a plan needs only their mean length
@@ -49,7 +50,7 @@ def read_prompts(
     config: Config,
     tokenizer: Tokenizer,
     kinds: Kinds,
-    task_source: str | None,
+    task_source: TaskSource | None,
     *,
     held_out: str = "",
     most: int | None = None,

@@ -1,4 +1,4 @@
-"""A recipe's own task.py: its text, and what of it the recipe uses.
+"""A recipe's own task.py: its files, and what of it the recipe uses.
 
 Owns: which functions, stages and trackers a config names, and reading the file. Does not own: what
 they must look like (`task_file.py`), or running them. Invariant: stages and rewards run in
@@ -19,12 +19,14 @@ from llamarl.environments.ready_tools import READY
 from llamarl.environments.rewards.functions import OWN
 from llamarl.metrics.trackers import TRACKERS
 from llamarl.task_file import FILE, STAGES, load
+from llamarl.task_neighbours import TaskSource, neighbours, read_source
 
 CONTROLLER_TASKS = {"advantages", "drop", "sample"}  # functions that run in this process
 
 
-def read_task(config: Config) -> str | None:
-    """The text of task.py; None if the recipe names nothing of it."""
+def read_task(config: Config) -> TaskSource | None:
+    """task.py and what it imports from the recipe's folder; None if the recipe names nothing of
+    it."""
     names = named_functions(config) | ({STAGES} if config.experience.stages else set())
     names |= {TOOLS} if "task" in config.environment.tools else set()
     path = Path(config.recipe_dir) / FILE
@@ -33,24 +35,20 @@ def read_task(config: Config) -> str | None:
         return None
     named = ", ".join(sorted(names))
     require(path.is_file(), "the recipe", f"not name task for {named} without a {path}", "task")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be Python in UTF-8, got {error}") from error
-    except OSError as error:
-        raise ValueError(f"{path} must be a file that can be read, got {error}") from error
+    text = read_source(path)
+    return {FILE: text, **neighbours(text, path.parent)}
 
 
-def load_task(config: Config, source: str | None) -> dict[str, Callable[..., Any]]:
-    """The functions of this text that the controller calls, by name; trackers that it adds to
+def load_task(config: Config, source: TaskSource | None) -> dict[str, Callable[..., Any]]:
+    """The functions of this task.py that the controller calls, by name; trackers that it adds to
     TRACKERS are there then."""
     return {} if source is None else load(source, named_functions(config) & CONTROLLER_TASKS)
 
 
-def read_graph(config: Config, source: str | None) -> tuple[Graph, Kinds]:
-    """The recipe's graph, with the stages of this text that it names, and its environments, once a
-    short process has checked the text for all that the recipe names. ValueError, in one line, for
-    what would not work."""
+def read_graph(config: Config, source: TaskSource | None) -> tuple[Graph, Kinds]:
+    """The recipe's graph, with the stages of this task.py that it names, and its environments, once
+    a short process has checked it for all that the recipe names. ValueError, in one line, for what
+    would not work."""
     names, functions = config.experience.stages, named_functions(config)
     require(len({*names}) == len(names), "experience.stages", "name each stage once", names)
     tools = config.environment.tools

@@ -69,7 +69,7 @@ environment = Env
 @functools.cache
 def kinds_of(task: str) -> Kinds:
     """What episodes take turns with; a process of its own looks, and imports torch for it."""
-    return check_task(task, [], [], tools=["task"])[1]
+    return check_task({"task.py": task}, [], [], tools=["task"])[1]
 
 
 class Setting:
@@ -84,7 +84,7 @@ class Setting:
             config=EnvironmentConfig(**options),
             kinds=kinds,
             limits=ProgramLimits(),
-            task_source=task,
+            task_source={"task.py": task},
             data=DataConfig(prompts="x", chat=True, max_prompt_tokens=4096),
             tokenizer=str(folder),
             socket=self.path,

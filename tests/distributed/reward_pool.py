@@ -42,7 +42,11 @@ class RewardPool:
         data = as_data(stage, "scorer")
         code = UserCode(
             service="llamarl.dataflow.stage_function",
-            setup={"stage": data, "task_source": task_source, "reward": asdict(config)},
+            setup={
+                "stage": data,
+                "task_source": None if task_source is None else {"task.py": task_source},
+                "reward": asdict(config),
+            },
             timeout_s=config.timeout_s,
             label="reward",
             keys="reward.",

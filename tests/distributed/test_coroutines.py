@@ -70,7 +70,7 @@ def run(
     stage = Stage(function, function, ["completion"], ["value"], per=per)
     code = UserCode(
         service="llamarl.dataflow.stage_function",
-        setup={"stage": as_data(stage, function), "task_source": TASK, "reward": None},
+        setup={"stage": as_data(stage, function), "task_source": {"task.py": TASK}, "reward": None},
         timeout_s=timeout_s,
         label=f"stage {function}",
         keys="its ",

@@ -338,7 +338,7 @@ def start_worker(parent_pid):
 def test_a_worker_ends_when_its_input_ends_whatever_user_code_left(source):
     worker = start_worker(os.getpid())
     stage = as_data(Stage("judge", "judge", ["completion"], ["value"]), "judge")
-    setup = {"stage": stage, "reward": None, "task_source": source}
+    setup = {"stage": stage, "reward": None, "task_source": {"task.py": source}}
     service = "llamarl.dataflow.stage_function"
     lines = (
         {"token": "abc", "service": service, "setup": setup, "timeout_s": 100.0},

@@ -108,7 +108,7 @@ def with_stage(folder, storage, stage, work, *, task_source=TASK, spans=None):
         stage=stage,
         numbers=frozenset({REWARD}),
         tokenizer=folder,
-        task_source=task_source,
+        task_source={"task.py": task_source},
         storage=Store([storage]),
     )
 

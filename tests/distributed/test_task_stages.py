@@ -43,7 +43,7 @@ stages = [
 def test_the_named_stages_come_back_as_data_in_the_order_of_the_names() -> None:
     before = descendants(os.getpid())
     sys.modules.pop("task", None)
-    found, _ = check_task(TASK, [], ["teacher", "judge", "brief", "cached", "half"])
+    found, _ = check_task({"task.py": TASK}, [], ["teacher", "judge", "brief", "cached", "half"])
     assert found == [
         Stage(
             "teacher",
@@ -83,7 +83,7 @@ def test_the_named_stages_come_back_as_data_in_the_order_of_the_names() -> None:
 )
 def test_a_text_that_gives_no_stages_is_refused_in_one_line(source: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        check_task(source, [], ["judge"])
+        check_task({"task.py": source}, [], ["judge"])
     assert str(error.value).startswith("task.py")
     assert len(str(error.value).splitlines()) == 1
 
@@ -144,12 +144,12 @@ HEAD = "from llamarl.dataflow.graph import Stage\n"
 def test_a_stage_that_cannot_run_is_named_with_its_line(
     source: str, name: str, message: str
 ) -> None:
-    described = load({"task_source": source})(None, [], [name])
+    described = load({"task_source": {"task.py": source}})(None, [], [name])
     assert re.search(re.escape(message), described["mistake"]), described
     assert described["mistake"].startswith("task.py")
     assert len(described["mistake"].splitlines()) == 1
 
 
 def test_only_the_named_stages_are_judged() -> None:
-    (stage,) = load({"task_source": TASK})(None, [], ["brief"])["stages"]
+    (stage,) = load({"task_source": {"task.py": TASK}})(None, [], ["brief"])["stages"]
     assert stage["name"] == "brief"

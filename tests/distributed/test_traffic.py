@@ -177,7 +177,9 @@ async def weigh(
 
 def spec_of(stage: Stage, store: Store) -> StageSpec:
     numbers = frozenset({REWARD, "amount", "ranked", "length"} & {*stage.reads})
-    return StageSpec(stage=stage, numbers=numbers, tokenizer="", task_source=TASK, storage=store)
+    return StageSpec(
+        stage=stage, numbers=numbers, tokenizer="", task_source={"task.py": TASK}, storage=store
+    )
 
 
 @pytest.mark.long

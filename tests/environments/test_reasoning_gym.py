@@ -30,7 +30,7 @@ LENIENT = {"game_of_life_halting"}  # takes whatever is not True for False
 
 
 def make(**options: object) -> list[dict]:
-    return make_rows(SOURCE, {**OPTIONS, **options}, held_out=False)
+    return make_rows({"task.py": SOURCE}, {**OPTIONS, **options}, held_out=False)
 
 
 def score(rows: list[dict], completions: list[str]) -> list[float]:
@@ -107,8 +107,8 @@ def test_names_take_turns_and_the_config_is_each_tasks_own() -> None:
 def test_no_question_that_is_held_out_is_trained_on() -> None:
     options = {**OPTIONS, "tasks": ["coin_flip"], "num_prompts": 90, "num_held_out": 10}
     options["config"] = {"coin_flip": {"min_trials": 3, "max_trials": 5}}
-    held_out = {row["question"] for row in make_rows(SOURCE, options, held_out=True)}
-    trained = {row["question"] for row in make_rows(SOURCE, options, held_out=False)}
+    held_out = {row["question"] for row in make_rows({"task.py": SOURCE}, options, held_out=True)}
+    trained = {row["question"] for row in make_rows({"task.py": SOURCE}, options, held_out=False)}
     assert len(held_out) <= 10 <= len(trained) < 90, "no question came twice"
     assert not held_out & trained
 

@@ -48,7 +48,7 @@ def play(*, replies: list[str] | None = None, **given: Any) -> tuple[float, list
     one number after the other."""
 
     async def main() -> tuple[float, list[dict[str, Any]]]:
-        episodes = Episodes(find_defined(load_module(SOURCE)))
+        episodes = Episodes(find_defined(load_module({"task.py": SOURCE})))
         prompt = Prompt(prompt_id=1, text="", token_ids=(1,), fields=given)
         begun = await episodes.begin(prompt, 1, [])
         shown = begun["messages"]
@@ -64,8 +64,8 @@ def play(*, replies: list[str] | None = None, **given: Any) -> tuple[float, list
 
 def test_the_first_tasks_of_a_taskset_are_held_out() -> None:
     options = {"env": ENV, "num_prompts": 3, "num_held_out": 2}
-    held_out = make_rows(SOURCE, options, held_out=True)
-    trained = make_rows(SOURCE, options, held_out=False)
+    held_out = make_rows({"task.py": SOURCE}, options, held_out=True)
+    trained = make_rows({"task.py": SOURCE}, options, held_out=False)
     assert [row["index"] for row in held_out + trained] == [0, 1, 2, 3, 4]
     assert {row["question"] for row in held_out + trained} == {ASKED["content"]}
 
@@ -81,7 +81,7 @@ def test_the_first_tasks_of_a_taskset_are_held_out() -> None:
 )
 def test_an_environment_that_does_not_load_is_one_line(env: dict[str, Any], why: str) -> None:
     options = {"env": env, "num_prompts": 3, "num_held_out": 2}
-    mistake = load_prompts({"task_source": SOURCE})(None, False, options)["mistake"]
+    mistake = load_prompts({"task_source": {"task.py": SOURCE}})(None, False, options)["mistake"]
     assert mistake.startswith("task.py: data.options.env must be an environment of verifiers, got")
     assert why in mistake
     assert "\n" not in mistake

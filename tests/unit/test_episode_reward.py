@@ -181,7 +181,7 @@ def test_what_it_does_wrong_is_a_failure_and_no_reward(
 
     async def main() -> dict[str, Any]:
         source = "\n".join([TASK, beside, own])
-        serve = load({"task_source": source, "tools": ["task"], "limits": {}})
+        serve = load({"task_source": {"task.py": source}, "tools": ["task"], "limits": {}})
         await serve(prompt(), "begin", [1, QUESTION])
         return await serve(None, "finish", [1, "Done."])
 

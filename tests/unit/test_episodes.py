@@ -320,7 +320,7 @@ def test_what_an_environment_does_wrong_is_a_failure_and_no_reward(
     what: str, status: StageStatus, words: str
 ) -> None:
     async def main() -> dict[str, Any]:
-        serve = load({"task_source": WRONG, "tools": ["task"], "limits": {}})
+        serve = load({"task_source": {"task.py": WRONG}, "tools": ["task"], "limits": {}})
         found = await serve(prompt(what=what), "begin", [1, []])
         if "error" not in found:
             found = await serve(None, "take_turn", [1, "x", []])

@@ -83,7 +83,7 @@ def test_the_recipe_of_a_page_composes_and_its_task_is_checked(page: str, tmp_pa
     assert 10 <= len(task.splitlines()) <= 30
     recipe = write_recipe(tmp_path, block(page, "yaml"), task)
     _, inputs = compose(recipe)
-    assert inputs.task_source == task
+    assert inputs.task_source == {"task.py": task}
     name = re.findall(r"^def (\w+)\(", task, re.MULTILINE)[0]
     (recipe / "task.py").write_text(task.replace(f"def {name}(", f"def {name}(other, "))
     with pytest.raises(ValueError, match=rf"task\.py:\d+: {name} must be {name}\(.*got {name}\(o"):
@@ -102,12 +102,12 @@ def test_the_loss_of_the_page_is_its_paper_s() -> None:
         rollout_lengths=torch.tensor([1, 2]),
     )
     config = TaskConfig()
-    outputs = policy_loss(inputs, config, find_loss(config, block("loss", "python")))
+    outputs = policy_loss(inputs, config, find_loss(config, {"task.py": block("loss", "python")}))
     outputs.loss.backward()
     assert pi.grad is not None
     assert pi.grad.tolist() == pytest.approx([-1.0, 1.0, 0.5])  # weights 1, 1 (of 4), 1/2
     assert outputs.sums["clipped"].item() == 1
-    short = find_loss(config, "def loss(inputs):\n    return inputs.ratio[1:]\n")
+    short = find_loss(config, {"task.py": "def loss(inputs):\n    return inputs.ratio[1:]\n"})
     with pytest.raises(TaskError, match=r"one value per token, a tensor \(3,\), got \(2,\)"):
         policy_loss(inputs, config, short)
 
@@ -122,18 +122,18 @@ def group(rewards: list[float], num_cut: int) -> Group:
 
 
 def test_the_advantage_of_the_page_is_a_rank() -> None:
-    task = load(block("advantage", "python"), ["advantages"])
+    task = load({"task.py": block("advantage", "python")}, ["advantages"])
     config = AIPOConfig(advantage="task")
     verdict = filter_group(group([5.0, 0.0, 1.0, 1.0], 0), max_tokens=8, config=config, task=task)
     assert verdict == Kept((1.0, -1.0, 0.0, 0.0))
     for body, got in (("rewards[1:]", r"\(0.0,"), ("[None] * 4", r"\[None"), ("3", "3")):
-        wrong = load(f"def advantages(rewards):\n    return {body}\n", ["advantages"])
+        wrong = load({"task.py": f"def advantages(rewards):\n    return {body}\n"}, ["advantages"])
         with pytest.raises(TaskError, match=rf"must be 4 finite numbers, .*, got {got}"):
             filter_group(group([5.0, 0.0, 1.0, 1.0], 0), max_tokens=8, config=config, task=wrong)
 
 
 def test_the_filter_of_the_page_drops_groups_that_were_cut() -> None:
-    task = load(block("group_filter", "python"), ["drop"])
+    task = load({"task.py": block("group_filter", "python")}, ["drop"])
     config = AIPOConfig(filters=["equal_rewards", "task"])
 
     def decide(rewards: list[float], num_cut: int, task: dict = task) -> Kept | Dropped:
@@ -142,13 +142,13 @@ def test_the_filter_of_the_page_drops_groups_that_were_cut() -> None:
     assert decide([1.0, 0.0], 1) == Kept((0.5, -0.5))
     assert decide([1.0, 0.0], 2) == Dropped("cut_short")
     assert decide([1.0, 1.0], 2) == Dropped("equal_rewards")
-    wrong = load("def drop(group):\n    return True\n", ["drop"])
+    wrong = load({"task.py": "def drop(group):\n    return True\n"}, ["drop"])
     with pytest.raises(TaskError, match=r"must be None or a reason of small .*, got True"):
         decide([1.0, 0.0], 1, wrong)
 
 
 def test_the_reward_of_the_page_grades() -> None:
-    reward = load(block("reward", "python"), ["reward"])["reward"]
+    reward = load({"task.py": block("reward", "python")}, ["reward"])["reward"]
     prompt = Prompt(prompt_id=0, text="", token_ids=(), fields={"answer": 4})
     assert reward(prompt, "2 + 2 = 4. Answer: 4") == 1.0
     assert reward(prompt, "2 + 2 = 5. Answer: 5") == 0.1
@@ -156,7 +156,7 @@ def test_the_reward_of_the_page_grades() -> None:
 
 
 def test_the_group_reward_of_the_page_prefers_the_shortest_right_one() -> None:
-    function = load(block("group_reward", "python"), ["group_reward"])["group_reward"]
+    function = load({"task.py": block("group_reward", "python")}, ["group_reward"])["group_reward"]
     prompt = Prompt(prompt_id=0, text="", token_ids=(), fields={"answer": 4})
     texts = ["2 + 2 = 4. Answer: 4", "Answer: 5", "Answer: 4", "no"]
     assert function(prompt, texts) == [1.0, 0.0, 1.5, 0.0]
@@ -164,7 +164,7 @@ def test_the_group_reward_of_the_page_prefers_the_shortest_right_one() -> None:
 
 
 def test_the_sampler_of_the_page_prefers_groups_that_differ_but_takes_the_oldest() -> None:
-    task = load(block("sampler", "python"), ["sample"])
+    task = load({"task.py": block("sampler", "python")}, ["sample"])
     ready = [
         ReadyItem(
             item_id=i,

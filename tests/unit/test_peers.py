@@ -36,7 +36,7 @@ from tests.tiny_checkpoints import LLAMA
 
 CHECKPOINT = RECIPE / "checkpoint"
 QUESTION = [{"role": "user", "content": "What is 12*34*56?"}]
-TASK = load_module((RECIPE / "task.py").read_text())
+TASK = load_module({"task.py": (RECIPE / "task.py").read_text()})
 PIECES = ["<calculator>", "</calculator>", "<", ">", "12*34", "408", "Answer: ", "calc", "<|end|>"]
 
 
@@ -97,7 +97,7 @@ def test_both_sides_put_the_same_ids_after_a_call(turns: TurnFormat, theirs: Any
 
 def test_slow_tools_are_those_of_the_recipe_and_wait(tmp_path: Path) -> None:
     folder = write_slow_recipe(tmp_path / "slow")
-    slow = load_module((folder / "task.py").read_text())
+    slow = load_module({"task.py": (folder / "task.py").read_text()})
     assert describe(slow) == describe(TASK)
     assert all(inspect.iscoroutinefunction(tool) for tool in find_defined(slow).tools.values())
 

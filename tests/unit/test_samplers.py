@@ -160,7 +160,7 @@ def test_a_wrong_sample_is_one_line(sample: Callable[..., Any], line: str) -> No
 
 
 def test_a_sampler_that_raises_is_named_with_its_line() -> None:
-    task = load("def sample(ready, count):\n    return ready[0].length\n", ["sample"])
+    task = load({"task.py": "def sample(ready, count):\n    return ready[0].length\n"}, ["sample"])
     with pytest.raises(TaskError, match=r"^sample of task\.py must not raise, .*\.py, line 2: ret"):
         draw(make_sampler("task", task), rollouts(1), 1)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
 import re
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 
 from llamarl.errors import TaskError
 from llamarl.task_file import FORMS, load
+from llamarl.task_neighbours import neighbours
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ def test_a_function_of_another_form_is_refused_in_one_line(
     source: str, name: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        load(source, [name])
+        load({"task.py": source}, [name])
     assert str(error.value).startswith("task.py")
     assert "\n" not in str(error.value)
 
@@ -119,19 +123,19 @@ def test_a_function_of_another_form_is_refused_in_one_line(
     ],
 )
 def test_a_function_that_fits_is_found_however_it_is_bound(source: str, name: str) -> None:
-    assert callable(load(source, [name])[name])
+    assert callable(load({"task.py": source}, [name])[name])
 
 
 @given(st.text(st.characters(codec=None)) | st.binary().map(lambda data: data.decode("latin-1")))
 def test_whatever_text_a_task_is_it_is_refused_in_one_line(source: str) -> None:
     with pytest.raises(ValueError, match=r"^task\.py must ") as error:
-        load(source, [*FORMS])
+        load({"task.py": source}, [*FORMS])
     assert len(str(error.value).splitlines()) == 1
 
 
 def test_a_function_that_raises_is_named_with_its_line() -> None:
     source = "def helper(x):\n    return 1 / x\n\ndef drop(group):\n    return helper(0)\n"
-    drop = load(source, ["drop"])["drop"]
+    drop = load({"task.py": source}, ["drop"])["drop"]
     with pytest.raises(TaskError) as error:
         drop(None)
     assert str(error.value) == (
@@ -143,8 +147,60 @@ def test_a_function_that_raises_is_named_with_its_line() -> None:
 
 @pytest.mark.parametrize("raised", ["SystemExit", "GeneratorExit", "asyncio.CancelledError"])
 def test_whatever_a_function_raises_is_named_but_ctrl_c_is_ctrl_c(raised: str) -> None:
-    source = f"import asyncio\ndef drop(group):\n    raise {raised}\n"
+    source = {"task.py": f"import asyncio\ndef drop(group):\n    raise {raised}\n"}
     with pytest.raises(TaskError, match=f"got .*{raised.removeprefix('asyncio.')} "):
         load(source, ["drop"])["drop"](None)
+    stopping = {"task.py": "def drop(group):\n    raise KeyboardInterrupt\n"}
     with pytest.raises(KeyboardInterrupt):
-        load("def drop(group):\n    raise KeyboardInterrupt\n", ["drop"])["drop"](None)
+        load(stopping, ["drop"])["drop"](None)
+
+
+def folder_of(tmp_path: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = tmp_path / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_modules_of_the_recipes_folder_travel_with_what_they_import(tmp_path: Path) -> None:
+    """And no others; elsewhere, where the folder is not, they are imported by content."""
+    text = "import json\nfrom own_scores.parts import part\ndef drop(group): return part(2)\n"
+    folder = folder_of(
+        tmp_path / "recipe",
+        unused="raise 1",
+        json="raise 1",
+        base_score="def base(x):\n    return x / 0\n",
+    )
+    package = tmp_path / "recipe" / "own_scores"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "parts.py").write_text("from base_score import base\nfrom .more import times\n")
+    (package / "more.py").write_text("def times(x): return x\n")
+    (package / "parts.py").open("a").write("def part(x): return base(times(x))\n")
+    source = {"task.py": text, **neighbours(text, folder)}
+    assert {*source} == {
+        "task.py",
+        "base_score.py",
+        *(f"own_scores/{name}.py" for name in ("__init__", "parts", "more")),
+    }
+    shutil.rmtree(folder)
+    drop = load(source, ["drop"])["drop"]
+    with pytest.raises(TaskError, match=r"ZeroDivisionError.*\(task\.py, line 3: def drop"):
+        drop(None)
+    assert linecache.getline("base_score.py", 2, sys.modules["base_score"].__dict__)
+    other = {"task.py": "from base_score import base as drop", "base_score.py": "base = print"}
+    assert load(other, ["drop"])
+    assert sys.modules["base_score"].base is print
+    with pytest.raises(ValueError, match="No module named 'base_score'"):
+        load({"task.py": "import base_score"}, [])
+
+
+def test_a_neighbour_that_does_not_compile_or_hides_a_package_is_named(tmp_path: Path) -> None:
+    text = "import broken_one"
+    source = {"task.py": text, **neighbours(text, folder_of(tmp_path, broken_one="\nx = ("))}
+    with pytest.raises(ValueError, match=r"'\(' was never closed \(broken_one\.py, line 2\)"):
+        load(source, [])
+    folder = folder_of(tmp_path, numpy="x = 1")
+    with pytest.raises(ValueError, match=r"numpy\.py must not have the name of an installed"):
+        neighbours("import numpy", folder)

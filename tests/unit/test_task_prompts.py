@@ -56,21 +56,23 @@ def prompts(held_out, largest, names=("a", "b")):
 def test_what_is_wrong_with_options_or_rows_is_one_line(
     source: str, options: dict[str, object], message: str
 ) -> None:
-    assert load({"task_source": source})(None, False, options) == {"mistake": message}
+    assert load({"task_source": {"task.py": source}})(None, False, options) == {"mistake": message}
     if source is SUMS:
         with pytest.raises(ValueError, match=r"^task\.py: data\.options") as raised:
-            make_rows(source, options, held_out=False)
+            make_rows({"task.py": source}, options, held_out=False)
         assert str(raised.value) == message
 
 
 def test_a_function_without_held_out_is_refused() -> None:
     with pytest.raises(ValueError, match=r"prompts must be prompts\(held_out: bool, \.\.\.\) -> "):
-        load({"task_source": "def prompts(largest): return []"})
+        load({"task_source": {"task.py": "def prompts(largest): return []"}})
 
 
 def test_two_starts_make_the_same_rows_of_a_set() -> None:
     source = "def prompts(held_out): return [{'q': word} for word in set('abcdefghijklmnop')]"
-    assert make_rows(source, {}, held_out=False) == make_rows(source, {}, held_out=False)
+    assert make_rows({"task.py": source}, {}, held_out=False) == make_rows(
+        {"task.py": source}, {}, held_out=False
+    )
 
 
 @pytest.fixture

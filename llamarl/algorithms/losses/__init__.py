@@ -29,6 +29,7 @@ from functools import cache
 from llamarl.algorithms.loss_inputs import TokenLoss
 from llamarl.algorithms.losses.task_loss import TaskConfig, load_loss
 from llamarl.config import AlgorithmConfig
+from llamarl.task_neighbours import TaskSource
 
 
 @cache
@@ -39,9 +40,9 @@ def algorithms() -> dict[str, type[AlgorithmConfig]]:
     return dict(sorted(item for module in modules for item in module.ALGORITHMS.items()))
 
 
-def find_loss(config: AlgorithmConfig, task_source: str | None = None) -> TokenLoss:
-    """The loss in the file that defines the options `config`; `task_source` is the text of the
-    recipe's task.py, for `algorithm=task`."""
+def find_loss(config: AlgorithmConfig, task_source: TaskSource | None = None) -> TokenLoss:
+    """The loss in the file that defines the options `config`; `task_source` is the recipe's
+    task.py, for `algorithm=task`."""
     if isinstance(config, TaskConfig):
         assert task_source is not None, "algorithm=task comes with a task.py"
         return load_loss(task_source)

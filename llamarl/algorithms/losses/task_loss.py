@@ -10,6 +10,7 @@ from typing import ClassVar
 from llamarl.algorithms.loss_inputs import LossInputs, LossTerms, TokenLoss
 from llamarl.config import AlgorithmConfig
 from llamarl.task_file import load
+from llamarl.task_neighbours import TaskSource
 
 
 @dataclass(kw_only=True)
@@ -23,8 +24,8 @@ class TaskConfig(AlgorithmConfig):
 ALGORITHMS = {"task": TaskConfig}
 
 
-def load_loss(source: str) -> TokenLoss:
-    """The function `loss` of this text. ValueError here, or TaskError in a call, in one line."""
+def load_loss(source: TaskSource) -> TokenLoss:
+    """The function `loss` of this task.py. ValueError here, or TaskError in a call, in one line."""
     function = load(source, ["loss"])["loss"]
 
     def loss(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:

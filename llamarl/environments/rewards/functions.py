@@ -18,6 +18,7 @@ from llamarl.config.check import require, require_choice
 from llamarl.environments.rewards.answer import ZERO_BELOW, expected_answer
 from llamarl.environments.rewards.code import read_tests
 from llamarl.task_file import find, load_module
+from llamarl.task_neighbours import TaskSource
 from llamarl.types import Prompt
 
 Reward = Callable[..., Any]
@@ -54,7 +55,7 @@ REWARDS: dict[str, Needs] = {
 """By their names in `reward.functions`, which are those of their files here."""
 
 
-def load_functions(config: RewardConfig, task_source: str | None) -> dict[str, Reward]:
+def load_functions(config: RewardConfig, task_source: TaskSource | None) -> dict[str, Reward]:
     """The functions `config` names, by name and in its order; as ANSWER, what finds the answer in a
     completion if the first one has such. ValueError unless a task.py has those of them that are its
     own, in their form; what its text raises is passed on."""
