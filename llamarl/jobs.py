@@ -31,6 +31,7 @@ from llamarl.loop.engines import Engines, Unobserved
 from llamarl.metrics.console import Progress
 from llamarl.metrics.file_bars import tokenizing_bar
 from llamarl.metrics.held_out import append_results, result_line
+from llamarl.metrics.provenance import WriteProvenance
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.rendering import (
     find_program,
@@ -40,7 +41,7 @@ from llamarl.metrics.rendering import (
     show_finished_run,
 )
 from llamarl.metrics.span import Spans
-from llamarl.metrics.summary import SUMMARY_FILE, WriteProvenance
+from llamarl.metrics.summary import SUMMARY_FILE
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.hardware import HOUR_S
 from llamarl.planner.memory.fit import check_fit
@@ -94,7 +95,7 @@ async def _run(
         if config.checkpoint.resume == "auto" and is_finished(config, run_dir, state | known):
             return show_finished_run(config, run_dir, state | known, console)
         _check_disk(config, inputs, run_dir)
-        write_provenance()
+        write_provenance(inputs.task_source)
         keep_tokenizer(inputs.tokenizer_folder, run_dir)
         positions.cut(run_dir, state.get("positions", {}))
         Path(run_dir, SUMMARY_FILE).unlink(missing_ok=True)  # of an end that this run goes on from
@@ -137,7 +138,7 @@ async def evaluate(
     with tokenizing_bar(console) as show:
         inputs = read_inputs(config, needs_prompts=False, show=show)
     with claim(run_dir, is_new=True):
-        write_provenance()
+        write_provenance(inputs.task_source)
         keep_tokenizer(inputs.tokenizer_folder, run_dir)
         # Off a terminal, standard output is the result alone.
         shown = console if console.is_terminal else Console(quiet=True)

@@ -36,20 +36,21 @@ from llamarl.cluster.os_process import kept_log, show_warnings, take_any_letter
 from llamarl.config import Config
 from llamarl.config.check import require, require_choice
 from llamarl.errors import NoGenerator, TaskError, unwrap
+from llamarl.metrics.provenance import RECIPE_FOLDER, WriteProvenance, write_provenance
 from llamarl.metrics.rendering import find_program, resume_command, shorten
-from llamarl.metrics.summary import WriteProvenance, write_provenance
 from llamarl.recipe import model_report, new_recipe
+from llamarl.recipe.arguments import MULTIRUN_FLAGS
 from llamarl.recipe.composition import (
-    MULTIRUN_FLAGS,
     DictConfig,
     arguments_of_job,
     as_argument,
     for_each_config,
+    recipe_file,
     reference,
     to_config,
     to_yaml,
 )
-from llamarl.recipe.local_inputs import with_local_files
+from llamarl.recipe.local_inputs import repeatable_inputs, with_local_files
 from llamarl.run import control
 from llamarl.view import compare, page
 
@@ -245,7 +246,11 @@ def _folders(arguments: Sequence[str]) -> set[str]:
 
 
 def _run(
-    job: Job, command: list[str], existing: set[str], composed: DictConfig, run_dir: str
+    job: Job,
+    command: list[str],
+    existing: set[str],
+    composed: DictConfig,
+    run_dir: str,
 ) -> None:
     """Run a job; a multirun calls this once per combination. Hydra did not make the folders
     `existing`."""
@@ -262,10 +267,14 @@ def _run(
             _raise_open_files()
             console = Console()
             show_warnings(console, shows_user_code=config.cluster.backend == "inline")
+            given = config
             config, pinned = with_local_files(config, command[1], run_dir)
 
-            def write() -> None:
-                write_provenance(run_dir, _alone(command, pinned), to_yaml(composed, pinned))
+            def write(task: Mapping[str, str] | None) -> None:
+                values = {"recipe_dir": RECIPE_FOLDER, **repeatable_inputs(given, pinned)}
+                text = to_yaml(composed, values)
+                recipe = recipe_file(command[2:])
+                write_provenance(run_dir, _alone(command, pinned), text, recipe, task)
                 logs.enter_context(kept_log(run_dir))
 
             work = job(config, run_dir, console, write)

@@ -22,6 +22,7 @@ from llamarl.groups import BatchRollout, Group
 from llamarl.library.own_loop import LibraryEngines
 from llamarl.library.start import running_engines
 from llamarl.loop.colocation import Phase
+from llamarl.metrics.provenance import keep_nothing
 from llamarl.types import (
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
@@ -131,7 +132,9 @@ class Trial:
         started: list[LibraryEngines] = []
 
         async def start() -> str:
-            engines = running_engines(replace(config, run_dir=run_dir), "", executors=BOTH)
+            engines = running_engines(
+                replace(config, run_dir=run_dir), keep_nothing, executors=BOTH
+            )
             started.append(await stack.enter_async_context(engines))
             ranks = config.trainer.num_ranks
             ranks += config.generator.num_replicas * config.generator.num_ranks

@@ -19,20 +19,21 @@ from llamarl.jobs import claim
 from llamarl.library.own_loop import LibraryEngines
 from llamarl.loop.engines import Unobserved
 from llamarl.metrics.console import Progress
+from llamarl.metrics.provenance import RECIPE_FOLDER, WriteProvenance, write_provenance
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.span import Spans
-from llamarl.metrics.summary import write_provenance
 from llamarl.metrics.trackers import MetricsLog, flatten, open_trackers
 from llamarl.planner.memory.fit import check_fit
 from llamarl.protocols import RunObserver
-from llamarl.recipe.composition import compose, to_config, to_yaml
+from llamarl.recipe.composition import RECIPE_FILE, compose, to_config, to_yaml
 from llamarl.recipe.demonstration_inputs import refuse_imitation
 from llamarl.recipe.frozen_models import read_frozen
 from llamarl.recipe.inputs import read_inputs
-from llamarl.recipe.local_inputs import with_local_files
+from llamarl.recipe.local_inputs import repeatable_inputs, with_local_files
 from llamarl.recipe.prompt_inputs import with_last_step
 from llamarl.run.starter import name_executors, running_cluster, spawn_executors
 from llamarl.run.wiring import Wiring
+from llamarl.task_neighbours import TaskSource
 
 
 @asynccontextmanager
@@ -53,20 +54,26 @@ async def start_engines(
     shown as by `llamarl train`. ValueError, in one line, for what the caller must change.
     """
     composed = compose(recipe, overrides, run_dir)
-    config, pinned = with_local_files(to_config(composed), "train")
-    running = running_engines(config, to_yaml(composed, pinned), executors, metrics)
-    async with running as engines:
+    given = to_config(composed)
+    config, pinned = with_local_files(given, "train")
+
+    def write(task: TaskSource | None) -> None:
+        values = {"recipe_dir": RECIPE_FOLDER, **repeatable_inputs(given, pinned)}
+        file = Path(recipe, RECIPE_FILE)
+        write_provenance(config.run_dir, sys.argv, to_yaml(composed, values), file, task)
+
+    async with running_engines(config, write, executors, metrics) as engines:
         yield engines
 
 
 @asynccontextmanager
 async def running_engines(
     config: Config,
-    composed: str,
+    write: WriteProvenance,
     executors: Collection[str] | None = None,
     metrics: bool = False,
 ) -> AsyncIterator["LibraryEngines"]:
-    """The same of a config; `composed` is its text, which is kept in the run folder."""
+    """The same of a config; `write` keeps in the run folder what it was started with."""
     must = "be none under a loop of one's own, whose order is its own"
     config.require(config.dispatch.ranker == "none", "dispatch.ranker", must)
     must = "be off under a loop of one's own, which calls load_state"
@@ -88,7 +95,7 @@ async def running_engines(
     folder = os.path.abspath(config.run_dir)
     os.makedirs(folder, exist_ok=True)
     with claim(folder, is_new=True):
-        write_provenance(folder, sys.argv, composed)
+        write(inputs.task_source)
         keep_tokenizer(inputs.tokenizer_folder, folder)
         async with running_cluster(config, folder) as cluster:
             started = await spawn_executors(

@@ -1,7 +1,7 @@
-"""The files of a run as a whole: what it was started with, what it achieved, and its timeline.
+"""The files of a run as a whole: what it achieved, and its timeline.
 
-Owns: config.yaml, command.txt and environment.json at the start, summary.json and trace.json at the
-end. Does not own: anything counted during the run. Invariant: summary and trace are functions of
+Owns: summary.json and trace.json at the end. Does not own: what it was started with
+(`provenance.py`), or anything counted during the run. Invariant: summary and trace are functions of
 the run folder alone (archive of retired rollouts, spans, metrics.jsonl), independent of the loop's
 own counters; no file of spans is ever whole in memory.
 """
@@ -9,15 +9,10 @@ own counters; no file of spans is ever whole in memory.
 import json
 import logging
 import os
-import platform
-import shlex
-import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,32 +42,12 @@ REWARD, RATIO_MEAN, RATIO_CLIPPED = (
 )
 OF_STEPS = LOSS, REWARD, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS
 READ_TAGS = (*OF_STEPS, EVALUATION, *SOURCE_TAGS)  # of metrics.jsonl
-PACKAGES = ("llamarl", "torch", "torchmonarch", "transformers", "safetensors", "hydra-core")
 TRACKS = ("work", "publish", "mark")  # busy and wait spans share a track: they alternate
 TRACK_OF = {"busy": 0, "wait": 0, "publish": 1}  # by category; any other is a mark
 MAX_LANES = 1000
 PROCESS_ORDER = ("controller", "generator", "trainer", "scorer", "reference", "storage")
 
 Summary = dict[str, Any]
-
-WriteProvenance = Callable[[], None]
-"""Writes into the run folder what the run was started with."""
-
-
-def write_provenance(run_dir: str | Path, command: Sequence[str], config_yaml: str) -> None:
-    """Write config.yaml, command.txt and environment.json into `run_dir`."""
-    folder = Path(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(config_yaml)
-    with (folder / "command.txt").open("a") as file:  # a resumed run has several commands
-        file.write(f"cd {shlex.quote(os.getcwd())} && {shlex.join(command)}\n")
-    environment = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "git_commit": _git_commit(),
-    }
-    (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
 
 
 def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
@@ -321,19 +296,3 @@ class TraceFile:
 def _order(path: Path) -> tuple[int, str]:
     executor = executor_of(path.stem)
     return [*PROCESS_ORDER, executor].index(executor), path.stem
-
-
-def _version(package: str) -> str | None:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None
-
-
-def _git_commit() -> str | None:
-    """Commit of the source tree, with "-dirty" if it was changed; None outside a repository."""
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    source = Path(__file__).resolve().parent
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(describe, cwd=source, capture_output=True, text=True, timeout=10)
-        return done.stdout.strip() or None
-    return None

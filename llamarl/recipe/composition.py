@@ -1,8 +1,8 @@
 """How a recipe's folder and the arguments become a checked `Config`.
 
-Owns: Hydra's groups and their choices, how its errors are worded. Does not own: fields and checks
-(`config/`) or commands (`main.py`). Invariant: the only module that uses Hydra; after `to_config`
-a config is plain dataclasses.
+Owns: composing, how Hydra's errors are worded. Does not own: the choices of groups (`choices.py`),
+fields and checks (`config/`) or commands (`main.py`). Invariant: the only module that uses Hydra;
+after `to_config` a config is plain dataclasses.
 """
 
 import dataclasses
@@ -12,13 +12,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -31,55 +33,24 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from llamarl import config as schema
 from llamarl.algorithms.group_filters import check_names
-from llamarl.algorithms.losses import algorithms
 from llamarl.config import Config
 from llamarl.config.check import did_you_mean, require, wrong_choice
 from llamarl.config.pools import alone, named, pools_of
 from llamarl.config.rank_assignment import assign
 from llamarl.dataflow.samplers import check_sampler
-from llamarl.environments.rewards.functions import REWARDS, check_rewards
-from llamarl.recipe.config_reference import WANTED, Choice, KeyReference
+from llamarl.environments.rewards.functions import check_rewards
+from llamarl.recipe.arguments import MULTIRUN_FLAGS, divide, flag_values, is_shown, without_cfg
+from llamarl.recipe.choices import CHOICES, chosen, settle, written_choices
+from llamarl.recipe.config_reference import WANTED, KeyReference
 from llamarl.recipe.yaml_places import place_of, place_with, syntax_error
-from llamarl.weights.transports.registry import TRANSPORTS, check_transport
+from llamarl.weights.transports.registry import check_transport
 
-VALUE_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
 SPECIFIC = (OmegaConfBaseException, OverrideParseException, MissingConfigException, yaml.YAMLError)
 WITHOUT_CONFIG = "defaults must begin with config, as in `defaults: [config, _self_]`"
-MULTIRUN_FLAGS = {"--multirun", "-m"}
-PLAIN_FLAGS = {*MULTIRUN_FLAGS, "--resolve"}
 CONF_FOLDER = Path(__file__).resolve().parent.parent / "conf"
-
-CHOICES: dict[str, dict[str, Choice]] = {
-    "algorithm": {name: Choice(options) for name, options in algorithms().items()},
-    "cluster": {
-        "monarch": Choice(schema.ClusterConfig),
-        "inline": Choice(schema.ClusterConfig, {"backend": "inline"}),
-        "slurm": Choice(schema.ClusterConfig, {"scheduler": "slurm"}),
-        "kubernetes": Choice(schema.ClusterConfig, {"scheduler": "kubernetes"}),
-    },
-    "data": {
-        "plain": Choice(schema.DataConfig),
-        "chat": Choice(schema.DataConfig, {"chat": True}),
-    },
-    "generator": {
-        "embedded": Choice(schema.EmbeddedConfig),
-        "vllm": Choice(schema.VllmConfig),
-    },
-    "model": {"checkpoint": Choice(schema.ModelConfig)},
-    "placement": {
-        "disaggregated": Choice(schema.PlacementConfig),
-        "colocated": Choice(schema.PlacementConfig, {"colocated": True}),
-    },
-    "reward": {name: Choice(schema.RewardConfig, {"functions": [name]}) for name in REWARDS},
-    "trainer": {
-        "native": Choice(schema.TrainerConfig),
-        "transformers": Choice(schema.TransformersConfig),
-    },
-    "weights": {name: Choice(schema.WeightsConfig, {"transport": name}) for name in TRANSPORTS},
-}
-"""By group, its choices by name."""
+OWN_NAME = "config"  # of the file in CONF_FOLDER
+RECIPE_FILE = "run.yaml"  # of a recipe's folder
 
 
 def store_choices() -> None:
@@ -94,8 +65,7 @@ def store_choices() -> None:
             assert isinstance(node, DictConfig)
             for value in node.values():
                 if isinstance(value, DictConfig) and OmegaConf.get_type(value) is dict:
-                    # Its keys are the recipe's own.
-                    OmegaConf.set_struct(value, False)
+                    OmegaConf.set_struct(value, False)  # its keys are the recipe's own
             store(name=name, group=group, node=node, provider="llamarl")
 
 
@@ -103,20 +73,24 @@ def for_each_config(
     program: str, arguments: list[str], work: Callable[[DictConfig, str], None]
 ) -> None:
     """Call `work` with the composed recipe and its run folder; once per combination of a multirun.
+    With --cfg, print the recipe instead.
 
     `program` is the command that the arguments follow. ValueError for a recipe or arguments that
     do not compose, OSError for a run folder that cannot be made.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises errors instead of printing them
     store_choices()
-    flags, overrides = _divide(arguments)
+    flags, overrides = divide(arguments)
     recipe = _recipe(flags)
-    sys.argv = [program, *flags, f"recipe_dir={_quoted(recipe.parent)}", *overrides]
+    if is_shown(flags):
+        flags, overrides = without_cfg(flags), [*overrides, "hydra.run.dir=."]
+        work = _show
+    sys.argv = [program, *flags, f"recipe_dir={_quoted(_folder_of(recipe))}", *overrides]
     warnings.filterwarnings("ignore", message=".*missing `_self_`")  # its own values win
     entry = hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name="run")
     try:
         _check_groups(overrides)
-        entry(lambda composed: work(composed, _run_dir()))()
+        entry(lambda composed: work(_with_choices(composed, recipe), _run_dir()))()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ValueError(_explain(error, recipe)) from error
 
@@ -126,19 +100,20 @@ def compose(
 ) -> DictConfig:
     """The recipe in `folder` with these overrides, as the command line composes it; for code that
     may itself run under Hydra, and makes no folder. ValueError for what does not compose."""
-    flags, values = _divide(list(overrides))
+    flags, values = divide(list(overrides))
     require(not flags, "overrides", "be KEY=VALUE each", flags[0] if flags else None)
     recipe = _recipe(["--config-dir", str(folder)])
     store_choices()
-    places = [f"hydra.searchpath=[{_quoted(CONF_FOLDER, 'file://')}]"]
-    places.append(f"recipe_dir={_quoted(recipe.parent)}")
+    places = [f"recipe_dir={_quoted(_folder_of(recipe))}"]
     places += [] if run_dir is None else [f"run_dir={_quoted(Path(run_dir))}"]
     try:
         _check_groups(values)
-        place = hydra.initialize_config_dir(str(recipe.parent.resolve()), version_base="1.3")
+        place = hydra.initialize_config_dir(str(CONF_FOLDER), version_base="1.3")
         with place, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*missing `_self_`")
-            return hydra.compose(recipe.stem, [*places, *values])
+            _search_too(recipe.parent)
+            composed = hydra.compose(recipe.stem, [*places, *values])
+            return _with_choices(composed, recipe, values)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ValueError(_explain(error, recipe)) from error
 
@@ -146,17 +121,50 @@ def compose(
 @cache
 def reference() -> KeyReference:
     """Every key and group of a recipe."""
-    return KeyReference(CONF_FOLDER / "config.yaml", CHOICES)
+    return KeyReference(CONF_FOLDER / f"{OWN_NAME}.yaml", CHOICES)
 
 
-def _quoted(folder: Path, scheme: str = "") -> str:
-    path = str(folder.resolve()).replace("'", "\\'")
-    return f"'{scheme}{path}'"
+def _show(composed: DictConfig, run_dir: str) -> None:
+    sys.stdout.write(to_yaml(composed))
+
+
+def _with_choices(
+    composed: DictConfig, recipe: Path, arguments: Sequence[str] | None = None
+) -> DictConfig:
+    """`composed` after `settle`; without `arguments` they are those of the present job."""
+    if arguments is None:
+        arguments = HydraConfig.get().overrides.task
+    parsed = OverridesParser.create().parse_overrides([*arguments])
+    defaults = {group: next(iter(choices)) for group, choices in reference().groups.items()}
+    settle(
+        composed, {e.key_or_group: e.value() for e in parsed}, defaults | written_choices(recipe)
+    )
+    return composed
+
+
+def _folder_of(recipe: Path) -> Path:
+    """Where relative paths of a recipe start: its folder, or that which its file names, as the
+    config.yaml of a run does."""
+    own = yaml.safe_load(recipe.read_text("utf-8")).get("recipe_dir")
+    return recipe.parent / own if isinstance(own, str) else recipe.parent
+
+
+def _search_too(folder: Path) -> None:
+    """Let the Hydra that is initialized look into this folder after its own, as it does with
+    --config-dir: the folder of a run has a config.yaml too."""
+    places = create_config_search_path(str(folder.resolve()))
+    places.prepend("llamarl", f"file://{CONF_FOLDER}")
+    GlobalHydra.instance().clear()
+    Hydra.create_main_hydra2("llamarl", places)
+
+
+def _quoted(folder: Path) -> str:
+    return "'{}'".format(str(folder.resolve()).replace("'", "\\'"))
 
 
 def arguments_of_job(arguments: Sequence[str]) -> list[str]:
     """Of these arguments of a multirun, those that do its present job alone."""
-    flags, _ = _divide(list(arguments))
+    flags, _ = divide(list(arguments))
     alone = [flag for flag in flags if flag not in MULTIRUN_FLAGS]
     chosen = HydraConfig.get().overrides.task
     kept = [each for each in chosen if not each.startswith(("recipe_dir=", "run_dir="))]
@@ -200,11 +208,17 @@ def _refuse_added(key: str, section: object) -> None:
 
 
 def to_yaml(composed: DictConfig, values: Mapping[str, Any] | None = None) -> str:
-    """The composed recipe as one YAML document, every value spelt out; some with other `values`."""
+    """The composed recipe as a recipe of one file: the choice of each group, then every value spelt
+    out, some with other `values`. It leaves open where its run's folder is."""
     written = composed.copy()
     for key, value in (values or {}).items():
         OmegaConf.update(written, key, value)
-    return OmegaConf.to_yaml(written, resolve=True)
+    kinds = {group: OmegaConf.get_type(composed[group]) for group in CHOICES}
+    own = [{f"override /{group}": name} for group, name in chosen(kinds, composed).items()]
+    resolved = OmegaConf.to_container(written, resolve=True)
+    assert isinstance(resolved, dict)
+    resolved.pop("run_dir")
+    return OmegaConf.to_yaml(OmegaConf.create({"defaults": [OWN_NAME, *own, "_self_"], **resolved}))
 
 
 def as_argument(key: str, value: str | list[str] | dict[str, str]) -> str:
@@ -214,36 +228,22 @@ def as_argument(key: str, value: str | list[str] | dict[str, str]) -> str:
     return f"{key}=[{','.join(value)}]" if isinstance(value, list) else f"{key}={value}"
 
 
-def _divide(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Flags with their values, and overrides, which Hydra's parser wants in this order.
-
-    ValueError for an unknown flag.
-    """
-    flags: list[str] = []
-    overrides: list[str] = []
-    previous = ""
-    for argument in arguments:
-        is_value = previous in VALUE_FLAGS
-        is_flag = argument.startswith("-") and not is_value
-        if is_flag and argument.partition("=")[0] not in VALUE_FLAGS | PLAIN_FLAGS:
-            known = sorted(flag for flag in VALUE_FLAGS | PLAIN_FLAGS if flag.startswith("--"))
-            raise ValueError(f"an option must be one of {', '.join(known)}, got {argument!r}")
-        (flags if is_flag or is_value else overrides).append(argument)
-        previous = "" if is_value else argument
-    if previous in VALUE_FLAGS:
-        raise ValueError(f"{previous} must come with a value, got none")
-    return flags, overrides
+def recipe_file(arguments: Sequence[str]) -> Path:
+    """The file that the arguments of a command name; ValueError unless it is YAML."""
+    return _recipe(divide([*arguments])[0])
 
 
 def _recipe(flags: list[str]) -> Path:
-    """The file that --config-dir and --config-name name; ValueError unless it is YAML."""
-    folder = next((Path(v) for f, v in _flag_values(flags) if f in ("--config-dir", "-cd")), None)
+    folder = next((Path(v) for f, v in flag_values(flags) if f in ("--config-dir", "-cd")), None)
     if folder is None:
         raise ValueError("--config-dir must name a recipe's folder, such as recipes/quickstart")
     if not folder.is_dir():
         raise ValueError(f"--config-dir must be a recipe's folder, got {str(folder)!r}")
-    names = [v for f, v in _flag_values(flags) if f in ("--config-name", "-cn")]
-    recipe = folder / f"{(names or ['run'])[-1].removesuffix('.yaml')}.yaml"
+    names = [v for f, v in flag_values(flags) if f in ("--config-name", "-cn")]
+    recipe = folder / f"{(names or [RECIPE_FILE])[-1].removesuffix('.yaml')}.yaml"
+    must = "be another name than config, which llamarl's own file has"
+    more = " (the folder of a run is a recipe without it)"
+    require(recipe.stem != OWN_NAME, "--config-name", must + more, OWN_NAME)
     if not recipe.is_file():
         raise ValueError(f"--config-dir must hold {recipe.name}, got {str(folder)!r} without")
     try:
@@ -257,12 +257,6 @@ def _recipe(flags: list[str]) -> Path:
     if not isinstance(node, yaml.MappingNode):
         raise ValueError(f"{recipe} must hold keys with their values, got none")
     return recipe
-
-
-def _flag_values(flags: list[str]) -> list[tuple[str, str]]:
-    """`--config-dir=x` and `--config-dir x` alike."""
-    joined = [flag.partition("=") for flag in flags if "=" in flag]
-    return [(flag, value) for flag, _, value in joined] + list(pairwise(flags))
 
 
 def _check_groups(overrides: list[str]) -> None:

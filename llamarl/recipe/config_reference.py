@@ -136,7 +136,7 @@ class KeyReference:
         having = {c: each for c, each in choices.items() if name in _leaves(each.section)}
         kind, first = _leaves(next(iter(having.values())).section)[name]
         fields = {choice: _leaves(each.section)[name][1] for choice, each in having.items()}
-        defaults = {choice: _as_yaml(_default(field)) for choice, field in fields.items()}
+        defaults = {choice: _as_yaml(default_of(field)) for choice, field in fields.items()}
         if not section:
             defaults = {"": self._composed.get(name, defaults[""])}
         return Key(
@@ -284,7 +284,8 @@ def _leaves(section: type) -> dict[str, tuple[type, dataclasses.Field[Any]]]:
     return found
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The default of a field of the config's dataclasses."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default

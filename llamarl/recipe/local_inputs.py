@@ -27,6 +27,7 @@ from llamarl.models.safetensors_file import weight_names
 from llamarl.recipe.hub_files import fetch_files
 from llamarl.recipe.hub_names import HubName, Kind, is_hub_name, read_name
 from llamarl.recipe.hub_splits import TRAIN, choose_files, default_config, is_rows_file, read_splits
+from llamarl.recipe.prompt_inputs import TASK, resolve
 
 CHECKPOINT = "model.checkpoint"
 ADAPTER = "model.adapter"
@@ -36,6 +37,7 @@ PROMPTS = "data.prompts"
 HELD_OUT = "data.held_out"
 SETS = "evaluation.sets"
 TEACHER = "algorithm.teacher"
+LENGTHS = "sampling.replay_lengths"
 DATA_SETS = (PROMPTS, HELD_OUT, SETS)
 NEEDED = {
     "train": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, *DATA_SETS, TEACHER),
@@ -75,6 +77,23 @@ def with_local_files(
         config = _with_value(config, key, _like(value, paths))
         pinned[key] = _like(value, names)
     return _with_lora(config), pinned
+
+
+def repeatable_inputs(config: Config, pinned: dict[str, Any]) -> dict[str, Any]:
+    """By key, the inputs that `config` names, as they are found from any folder: names of the Hub
+    as they are pinned, paths absolute."""
+    found: dict[str, Any] = {}
+    for key in (*NEEDED["train"], LENGTHS):
+        of_teacher = config.algorithm.reference if key == TEACHER else None
+        value = pinned.get(key, of_teacher if key == TEACHER else attrgetter(key)(config))
+        texts = {
+            place: text if is_hub_name(text) or text == TASK else resolve(config, text)
+            for place, text in _texts(value).items()
+            if text
+        }
+        if texts:
+            found[key] = _like(value, texts)
+    return found
 
 
 def _kind(key: str) -> Kind:

@@ -2,8 +2,8 @@
 
 Owns: the command, which curves and figures of a run are compared, and what differs in the configs.
 Does not own: how a chart looks (`chart.py`) or what a run computes of itself (`metrics/`).
-Invariant: all is read from metrics.jsonl and config.yaml, so a run at work may be compared too;
-nothing in the runs' folders is changed.
+Invariant: all is read from metrics.jsonl, config.yaml and environment.json, so a run at work may be
+compared too; nothing in the runs' folders is changed.
 """
 
 import argparse
@@ -18,8 +18,10 @@ import yaml
 
 from llamarl.config.check import require
 from llamarl.groups import Share
+from llamarl.json_file import read_object
 from llamarl.metrics.estimates import with_interval
 from llamarl.metrics.held_out import ACCURACY, EVALUATION, share_words
+from llamarl.metrics.provenance import ENVIRONMENT_FILE
 from llamarl.metrics.rendering import duration
 from llamarl.metrics.step_metrics import TRAINED_TOKENS
 from llamarl.metrics.trackers import METRICS_FILE, read_metrics
@@ -33,7 +35,8 @@ table of what they reached and one of what differs in their configs. A run may b
 """
 PICTURE_FILE = "compare.svg"
 CONFIG_FILE = "config.yaml"
-ALWAYS_DIFFERENT = ("run_dir",)
+ALWAYS_DIFFERENT = ("run_dir", "recipe_dir")
+DIGEST_CHARS = 12
 MOST_CHARS = 60  # of a value in a table
 STEP_S, RATE, LENGTH = "time/step_s", "tokens/per_s", "length/mean"
 REWARD, STALENESS, MOST_STALE = "reward/mean", "staleness/mean", "staleness/max"
@@ -47,7 +50,8 @@ CHARTS = {  # title: tag, factor
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """What is read of one run: its metrics by step, and its config by dotted key."""
+    """What is read of one run: its metrics by step, and its config by dotted key, with the choice
+    of each group and the digests of task.py and its neighbours."""
 
     name: str
     steps: dict[int, dict[str, float]]
@@ -94,7 +98,7 @@ def compare(arguments: list[str]) -> str:
     if differing:
         parts.append("what differs in their configs:\n" + _table(["", *names], differing))
     else:
-        parts.append("their configs are equal\n")
+        parts.append("their configs are equal, and so is their task.py\n")
     return "\n".join([*parts, f"{output}\n"])
 
 
@@ -119,10 +123,33 @@ def read_run(folder: Path, name: str) -> ComparedRun:
         step: {tag: value for tag, value in line.items() if is_number(value)}
         for step, line in lines.items()
     }
-    run = ComparedRun(name, steps, _flat(config))
+    entries = config.pop("defaults", [])
+    choices = {
+        str(key).split()[-1].strip("/"): choice
+        for entry in (entries if isinstance(entries, list) else [])
+        if isinstance(entry, dict)
+        for key, choice in entry.items()
+    }
+    run = ComparedRun(name, steps, choices | _digests(folder) | _flat(config))
     if not (run.points(REWARD) or run.points(f"{EVALUATION}{ACCURACY}")):
         raise ValueError(f"{must} that has trained a step, got {folder}")
     return run
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Of the modules of Python that the run used of its recipe, by their paths there."""
+    try:
+        found = read_object(folder / ENVIRONMENT_FILE)["recipe"]["sha256"]
+        texts = {name: digest[:DIGEST_CHARS] for name, digest in found.items()}
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ):  # an old one
+        return {}
+    return {name: text for name, text in texts.items() if name.endswith(".py")}
 
 
 def figures(runs: Sequence[ComparedRun]) -> list[list[str]]:

@@ -16,7 +16,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from llamarl.config import Config
-from llamarl.recipe.composition import CHOICES, CONF_FOLDER, store_choices, to_config
+from llamarl.recipe.choices import CHOICES
+from llamarl.recipe.composition import CONF_FOLDER, store_choices, to_config
 
 store_choices()
 

@@ -13,7 +13,8 @@ import yaml
 
 from llamarl.config import Config, VllmConfig
 from llamarl.config.pools import generator_of, pools_of
-from llamarl.recipe.composition import CHOICES, CONF_FOLDER
+from llamarl.recipe.choices import CHOICES
+from llamarl.recipe.composition import CONF_FOLDER
 from llamarl.weights.layout.kinds import weight_kind
 from tests.e2e.forks import Forks
 from tests.places import ROOT
@@ -84,7 +85,11 @@ def test_every_recipe_composes(recipe: Path) -> None:
 def test_the_command_line_prints_the_composed_config(forks: Forks) -> None:
     done = forks.run("train", f"--config-dir={RECIPES[0]}", "--cfg", "job", "trainer.lr=0.125")
     assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["trainer"]["lr"] == 0.125
+    shown = yaml.safe_load(done.stdout)
+    assert shown["trainer"]["lr"] == 0.125
+    assert {"override /algorithm": "aipo"} in shown["defaults"]
+    done = forks.run("train", f"--config-dir={RECIPES[0]}", "--cfg=hydra")
+    assert "--cfg must be job, got 'hydra'" in done.stderr
 
 
 WRONG = [

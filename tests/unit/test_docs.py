@@ -47,7 +47,14 @@ PATH = re.compile(r"[\w.-]+/[\w./-]*|[\w-]+\.(?:py|md|yaml|jsonl|json|txt|toml)"
 KEY = re.compile(r"([a-z_]+)\.([a-z_]+)(?:=.*)?")
 OWN_RECIPE = "recipes/mine"
 MADE_LATER = (OWN_RECIPE, "runs/", "docs/_build", ".venv")  # what a reader or a run makes
-OF_A_RUN = {"command.txt", "metrics.jsonl", "summary.json", "trace.json", "config.yaml"} | {
+OF_A_RUN = {
+    "command.txt",
+    "environment.json",
+    "metrics.jsonl",
+    "summary.json",
+    "trace.json",
+    "config.yaml",
+} | {
     "logs/scorer-0.log",
     "evaluations.jsonl",
 }

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from llamarl import jobs
+from llamarl.metrics.provenance import write_provenance
 from llamarl.metrics.rendering import resume_command
-from llamarl.metrics.summary import write_provenance
 from llamarl.models.architecture import read_architecture
-from tests.places import CHECKPOINT
+from tests.places import CHECKPOINT, RECIPE
 from tests.unit.test_config import MINIMUM, make_config
 
 TRAIN = ["llamarl", "train", "--config-dir", "recipes/a b", "num_steps=9"]
@@ -25,7 +25,7 @@ def test_the_command_of_a_run_can_be_pasted_anywhere(
     folder = tmp_path / "a folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    write_provenance(tmp_path, TRAIN, "")
+    write_provenance(tmp_path, TRAIN, "", RECIPE / "run.yaml", None)
     words = shlex.split((tmp_path / "command.txt").read_text())
     assert words == ["cd", str(folder), "&&", *TRAIN]
 

@@ -214,6 +214,7 @@ def run_config(run_dir: str, config: Config) -> Config:
         raise ValueError(f"--trace must name a run's folder, got {run_dir!r} without config.yaml")
     written = yaml.safe_load(path.read_text())
     try:
+        written.pop("defaults", None)  # the choices, which the kinds of the sections say
         return _renewed(config, written)
     except (AttributeError, TypeError) as error:
         raise ValueError(

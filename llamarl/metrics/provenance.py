@@ -1,0 +1,110 @@
+"""What a run was started with, in its folder.
+
+Owns: config.yaml, command.txt, environment.json and the copies in `recipe/`. Does not own: how a
+recipe is composed (`recipe/composition.py`). Invariant: what an earlier start ran is still there
+after a later one: its command in command.txt, its files of the recipe under another name.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from itertools import count
+from pathlib import Path
+
+LOGGER = logging.getLogger(__name__)
+CONFIG_FILE = "config.yaml"
+RECIPE_FOLDER = "recipe"
+ENVIRONMENT_FILE = "environment.json"
+PACKAGES = ("llamarl", "torch", "torchmonarch", "transformers", "safetensors", "hydra-core")
+
+WriteProvenance = Callable[[Mapping[str, str] | None], None]
+"""Writes into the run folder what the run was started with; it gets the task.py that is used, and
+its neighbours."""
+
+
+def keep_nothing(task: Mapping[str, str] | None) -> None:
+    """The WriteProvenance of a run that leaves no folder."""
+
+
+def write_provenance(
+    run_dir: str | Path,
+    command: Sequence[str],
+    config_yaml: str,
+    recipe: Path,
+    task: Mapping[str, str] | None,
+) -> None:
+    """Write config.yaml, command.txt, environment.json and the recipe's files into `run_dir`.
+
+    `recipe` is the file that was composed; `task` has the texts of task.py and its neighbours.
+    """
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(config_yaml)
+    with suppress(FileExistsError):  # so that the folder itself is a recipe
+        (folder / "run.yaml").symlink_to(CONFIG_FILE)
+    with (folder / "command.txt").open("a") as file:  # a resumed run has several commands
+        file.write(f"cd {shlex.quote(os.getcwd())} && {shlex.join(command)}\n")
+    texts = {recipe.name: recipe.read_text("utf-8"), **(task or {})}
+    _keep(folder / RECIPE_FOLDER, texts)
+    environment = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "git_commit": _git_commit(Path(__file__).parent),
+        "recipe": {
+            "git_commit": _git_commit(recipe.parent),
+            "sha256": {name: _digest(text) for name, text in texts.items()},
+        },
+    }
+    (folder / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=2) + "\n")
+
+
+def _keep(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write these files of the recipe; those of an earlier start, if they differ, move aside."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    kept = {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in paths}
+    if kept == texts:
+        return
+    if kept:
+        aside = next(path for path in map(folder.with_name, _names()) if not path.exists())
+        folder.rename(aside)
+        changed = ", ".join(sorted({name for name, _ in kept.items() ^ texts.items()}))
+        LOGGER.warning(
+            "%s: changed since this run was last started; the files of then are in %s",
+            changed,
+            aside.name,
+        )
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, "utf-8")
+
+
+def _names() -> Iterator[str]:
+    return (f"{RECIPE_FOLDER}-{number}" for number in count(1))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _version(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
+def _git_commit(folder: Path) -> str | None:
+    """Commit of what is in the folder, with "-dirty" if its repository was changed; None outside
+    one."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(describe, cwd=folder, capture_output=True, text=True, timeout=10)
+        return done.stdout.strip() or None
+    return None
