@@ -57,8 +57,10 @@ def stale(record: Callable[..., object]) -> Callable[..., object]:
     return recorded
 
 
-def hang(self: module.Event) -> None:
-    time.sleep(6)
+def hang() -> None:
+    """Waits for the device end long after the limit of a call."""
+    trial.CALL_S = 4.0
+    module.Event.synchronize = lambda self: time.sleep(6)  # type: ignore[method-assign]
 
 
 MISTAKES: dict[str, Callable[[], object]] = {
@@ -66,7 +68,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "wrong products": lambda: damage.update({"aten::mm": lambda x: x * 1.05}),
     "bytes lost on the way": lambda: damage.update({"copy out": many(lambda x: x.fill_(0.5))}),
     "wrong gradient": lambda: damage.update({"aten::embedding_dense_backward": lambda x: 3 * x}),
-    "a device that hangs": lambda: setattr(module.Event, "synchronize", hang),
+    "a device that hangs": hang,
     "stale graphs": lambda: setattr(RecordedGraphs, "record", stale(RecordedGraphs.record)),
     "bytes lost in offload": lambda: damage.update({"copy out": whole_memory(lambda x: x.zero_())}),
     "no driver": lambda: setattr(driver, "DRIVER_FILES", ()),
@@ -87,7 +89,6 @@ async def check_with(
     in_every_thread()
     driver.DRIVER_FILES = ("/proc",)
     command.metadata = SimpleNamespace(version=lambda name: "2.13.0")
-    trial.CALL_S = 4.0
     torch.set_num_threads(1)
     MISTAKES[mistake]()
     tool = Path(folder) / "nvidia-smi"
