@@ -68,11 +68,7 @@ class AgentEnvironment:
         self._secret, url = await server.open(self._answer)
         self._playing = loop.create_task(runner.run(self.play, url, **row))
         self._playing.add_done_callback(mark_seen)
-        try:
-            messages = await self._next()
-        except BaseException:
-            self.abandon()
-            raise
+        messages = await self._next()
         if messages is None:
             raise RuntimeError("play must ask for at least one message, it has asked for none")
         return Opening(messages, self._schemas)
@@ -125,10 +121,19 @@ class AgentEnvironment:
                 server.close(self._secret)
 
     async def _next(self) -> list[Message] | None:
-        """What the program says next; None once it has ended. Raises what it raised."""
+        """What the program says next; None once it has ended. Raises what it raised. If this is
+        cancelled, so is the program, which then says where it was."""
         assert self._playing is not None
         assert self._arrived is not None
-        await asyncio.wait({self._arrived, self._playing}, return_when=asyncio.FIRST_COMPLETED)
+        playing = self._playing
+        try:
+            await asyncio.wait({self._arrived, playing}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self.abandon()
+            await asyncio.wait({playing})
+            if playing.cancelled():
+                playing.result()
+            raise
         if self._arrived.done():
             return self._arrived.result()
         try:

@@ -5,8 +5,9 @@ told, and the conversation where it is read. Does not own: the processes (`user_
 limits on turns. Invariant: a slow call holds up its own episode only; what a tool raises is told to
 the model, what an environment itself does wrong ends its episode as failed, and is never a reward.
 
-Coroutines run beside each other; functions run in threads, of which one that never ends is left
-behind. A process that has left too many exits, and the episodes that it played begin again.
+Coroutines run beside each other, and one that blocks the others is interrupted
+(`user_code/watchdog.py`); functions run in threads, of which one that never ends is left behind. A
+process that has left too many exits, and the episodes that it played begin again.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ Message = dict[str, Any]
 MAX_THREADS = 256  # functions that run at once
 MAX_LEFT = 32  # threads of calls that never ended, until the process exits
 LEAVE_S = 0.1  # for a process that is spent to answer, and for threads to end after all
-OWN_FILES = (__file__, agent.__file__, outcome.__file__)  # not shown in tracebacks
+OWN_FILES = (__file__, agent.__file__, outcome.__file__, asyncio.tasks.__file__)  # not shown
 TASK = "task"  # in `environment.tools`: the recipe's own task.py
 UNKNOWN: Answer = {"unknown": True}  # an episode that this process does not play
 

@@ -102,7 +102,7 @@ async def _in_task(call: Callable[[], Awaitable[Any]]) -> Outcome:
         await asyncio.wait({task})
         error = None if task.cancelled() else task.result()[1]
         if isinstance(error, asyncio.CancelledError):
-            raise error  # noqa: B904 - it says where the coroutine was
+            raise error from None  # it says where the coroutine was
         raise
     return (None, asyncio.CancelledError()) if task.cancelled() else task.result()
 

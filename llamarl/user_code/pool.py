@@ -52,10 +52,11 @@ class WorkerPool(Generic[T]):
     out of memory) the call is RAISED, and so it is if the worker writes anything but its answer,
     which must repeat the call's random token. The new worker runs the calls that waited behind it.
 
-    Coroutines run up to 256 at once in a worker. One that takes too long is cancelled, and HUNG
-    alone. If one blocks its process, does not end when cancelled, or kills its process, the
-    others that ran there run again from their beginning: in ever smaller parts if it is not known
-    which one it was, so that only that one fails.
+    Coroutines run up to 256 at once in a worker. One that takes too long is cancelled, one that
+    holds up the others is interrupted (`watchdog.py`), and either is HUNG alone. If one cannot be
+    interrupted, does not end when cancelled, or kills its process, the others that ran there run
+    again from their beginning: in ever smaller parts if it is not known which one it was, so that
+    only that one fails.
     """
 
     def __init__(
@@ -193,7 +194,8 @@ class _Worker(threading.Thread, Generic[T]):
         assert process is not None, "calls are in flight in a process"
         waits_for = self._in_flight if self._runs_coroutines else [next(iter(self._in_flight))]
         limit_s = self._code.timeout_s + (2 * CANCEL_S if self._runs_coroutines else 0)
-        left_s = self._silent_since_s + limit_s - time.monotonic()
+        since_s = max(self._silent_since_s, process.alive_s)
+        left_s = since_s + limit_s - time.monotonic()
         most = max(chunk.calls[place].max_answer_bytes for chunk, place in self._in_flight.values())
         try:
             wait_s = min(left_s, TICK_S) if self._runs_coroutines else left_s
@@ -207,9 +209,10 @@ class _Worker(threading.Thread, Generic[T]):
             chunk.settle(place, self._result(chunk.calls[place], answer))
             if process.ended:
                 self._lose(None)
-        elif time.monotonic() >= self._silent_since_s + limit_s:
+        elif time.monotonic() >= max(since_s, process.alive_s) + limit_s:
             stack = process.stack()
-            self._lose(Failure(StageStatus.HUNG, self._code.overdue(stack)))
+            held_up_by = [token for token in process.named_calls if token in self._in_flight]
+            self._lose(Failure(StageStatus.HUNG, self._code.overdue(stack)), held_up_by[:1])
 
     def _result(self, call: Call, answer: dict[str, Any]) -> T | Failure:
         try:
@@ -224,12 +227,13 @@ class _Worker(threading.Thread, Generic[T]):
             must = f"{self._code.label} code must leave the answers of its process alone"
             return Failure(StageStatus.RAISED, f"{must}, got {error!r} from one")
 
-    def _lose(self, failure: Failure | None) -> None:
+    def _lose(self, failure: Failure | None, caused_by: Sequence[str] = ()) -> None:
         """End the process. Functions run one by one, so the first one has the `failure`; of several
-        coroutines each may have caused it."""
-        lost = [*self._in_flight.values()]
-        is_known = not self._runs_coroutines or len(lost) == 1
-        num_parts = SPLIT if self._runs_coroutines else 1
+        coroutines each may have caused it, if it is not known that one has."""
+        causes = [self._in_flight.pop(token) for token in caused_by]
+        lost = [*causes, *self._in_flight.values()]
+        is_known = not self._runs_coroutines or len(lost) == 1 or bool(causes)
+        num_parts = SPLIT if self._runs_coroutines and not causes else 1
         self._end_process()
         if self._closed.is_set():  # `close` killed the process
             return

@@ -20,18 +20,15 @@ from collections.abc import Collection
 from typing import Any, NoReturn
 
 from llamarl.user_code.supervisor import end_descendants
+from llamarl.user_code.watchdog import is_own_frame, named_calls
 from llamarl.user_code.worker import MAX_ANSWER_BYTES
 
 logger = logging.getLogger(__name__)
 
-OWN_FRAMES = (  # of a stack, not shown
-    *("llamarl/user_code/", "llamarl/dataflow/", "llamarl/task_file.py"),
-    "llamarl/environments/rewards/score.py",
-    *("asyncio/base_events.py", "asyncio/events.py", "asyncio/runners.py", "<frozen runpy>"),
-)
 STACK_S = 0.5  # time for a hung worker to write its stack
 READ_BYTES = 65536
-STDERR_LINES = 40
+STDERR_LINES = 40  # of the end of a process
+STACK_LINES = 120  # faulthandler writes no more
 STDERR_LINE_BYTES = 2000  # the rest of a longer line is dropped
 LOGGED_LINES = 200  # per message: user code that prints endlessly must not fill the disk
 SHOWN_BYTES = 100  # of an answer that is refused
@@ -79,12 +76,16 @@ class WorkerProcess:
         self._max_answer_bytes = MAX_ANSWER_BYTES
         self._answers: deque[bytes] = deque()
         self._answer_rest = bytearray()
-        self._stderr: deque[str] = deque(maxlen=STDERR_LINES)
+        self._stderr: deque[str] = deque(maxlen=STACK_LINES)
         self._stderr_rest = b""
         self._stderr_open = True
         self._num_logged = 0
         self.pid = self._process.pid
         """The supervisor's pid, until the worker's is known."""
+        self.alive_s = 0.0
+        """When it said last that its coroutines are not held up."""
+        self.named_calls: list[str] = []
+        """Tokens of the calls in the last stack."""
         self.runs_coroutines = False
         """True if it answers calls as they end, else one by one."""
 
@@ -107,7 +108,8 @@ class WorkerProcess:
     def receive(
         self, limit_s: float, tokens: Collection[str], max_bytes: int = MAX_ANSWER_BYTES
     ) -> dict[str, Any] | None:
-        """The next answer, which must repeat one of `tokens`, or None after `limit_s` or a `wake`.
+        """The next answer, which must repeat one of `tokens`, or None after `limit_s`, a `wake`, or
+        a sign that it is alive.
 
         Raises WorkerError if the process ended, or if user code wrote into the answers, such as
         one of more than `max_bytes`.
@@ -120,7 +122,11 @@ class WorkerProcess:
                 break
         if not self._answers:
             return None
-        return self._check_answer(self._answers.popleft(), tokens)
+        answer = self._check_answer(self._answers.popleft(), tokens)
+        if "alive" not in answer:
+            return answer
+        self.alive_s = time.monotonic()
+        return None
 
     def stack(self) -> str:
         """The Python stack of the (hung) process."""
@@ -133,7 +139,8 @@ class WorkerProcess:
                 min(left_s, 0.05 if self._stderr else left_s)
             ):
                 pass
-        lines = [line for line in self._stderr if not any(name in line for name in OWN_FRAMES)]
+        self.named_calls = named_calls("\n".join(self._stderr))
+        lines = [line for line in self._stderr if not is_own_frame(line)]
         return "\n".join(lines) or "(it gave no stack)"
 
     def wake(self) -> None:
@@ -240,4 +247,4 @@ class WorkerProcess:
         self._end()
         while self._stderr_open and select.select([self._err], [], [], 0)[0]:
             self._read_stderr()
-        return "\n".join([cause, *self._stderr])
+        return "\n".join([cause, *[*self._stderr][-STDERR_LINES:]])

@@ -44,6 +44,7 @@ from llamarl.json_file import whole_letters
 from llamarl.task_file import where
 from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.supervisor import supervise
+from llamarl.user_code.watchdog import TICK_S, RunningCall, Watchdog
 
 # First number and count, above what a loop that closes low descriptors reaches.
 CHANNEL_DESCRIPTORS = (100, 200)
@@ -131,7 +132,7 @@ def _calls(line: bytes) -> Iterator[tuple[str, Prompt | None, list[Any], int]]:
 
 
 async def _serve_coroutines(
-    serve: Callable[..., Awaitable[dict[str, Any]]],
+    serve: Callable[..., Coroutine[Any, Any, dict[str, Any]]],
     requests: BufferedReader,
     answer: Answer,
     timeout_s: float,
@@ -140,31 +141,58 @@ async def _serve_coroutines(
     lines = asyncio.StreamReader(limit=sys.maxsize)
     protocol = asyncio.StreamReaderProtocol(lines)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, requests)
-    async with asyncio.TaskGroup() as running:
+    running: dict[str, RunningCall] = {}
+
+    def sign() -> None:
+        if token := next(iter(running), None):
+            answer(token, MAX_ANSWER_BYTES, {"alive": True})
+
+    watchdog = Watchdog(timeout_s, sign)
+    watchdog.start()
+    async with asyncio.TaskGroup() as waiting:
         while line := await lines.readline():
             for token, prompt, arguments, max_bytes in _calls(line):
-                call = asyncio.ensure_future(serve(prompt, *arguments))
-                told = partial(answer, token, max_bytes)
-                running.create_task(_await_call(call, told, timeout_s))
+                call = running[token] = watchdog.call(token, serve(prompt, *arguments))
+                work = _outcome(call, watchdog, timeout_s)
+                told = partial(_tell, running, partial(answer, token, max_bytes), work)
+                waiting.create_task(told(token))
         os._exit(0)  # whatever still runs
 
 
-async def _await_call(
-    call: asyncio.Future[dict[str, Any]], answer: Callable[[dict[str, Any]], None], timeout_s: float
+async def _tell(
+    running: dict[str, RunningCall],
+    answer: Callable[[dict[str, Any]], None],
+    outcome: Awaitable[dict[str, Any]],
+    token: str,
 ) -> None:
-    """Answer with what the call returns; cancel it when its time is over. The service then says
-    where it was. A call that goes on all the same ends the process."""
-    await asyncio.wait({call}, timeout=timeout_s)
-    if call.done():
-        answer(call.result())
-    else:
-        call.cancel()
-        await asyncio.wait({call}, timeout=CANCEL_S)
-        stack = call.result().get("error", "") if call.done() else "(it went on when cancelled)"
-        answer({"status": StageStatus.HUNG, "error": stack})
-        if not call.done():
-            os._exit(1)
+    """Answer a call. One that goes on all the same ends the process."""
+    found = await outcome
+    call = running.pop(token)
+    answer(found)
     sys.stdout.flush()
+    if not call.task.done():
+        os._exit(1)
+
+
+async def _outcome(call: RunningCall, watchdog: Watchdog, timeout_s: float) -> dict[str, Any]:
+    """What the call returns. It is cancelled when its time is over, which is longer by what others
+    have held it up; the service then says where it was."""
+    left_s, late_s = timeout_s, watchdog.late_s
+    while not call.task.done() and left_s >= TICK_S:
+        await asyncio.wait({call.task}, timeout=left_s)
+        left_s, late_s = watchdog.late_s - late_s, watchdog.late_s
+    if call.task.done() and not (call.stack or call.task.cancelled()):
+        return call.task.result()
+    call.task.cancel()
+    await asyncio.wait({call.task}, timeout=CANCEL_S)
+    stack = call.stack
+    if not call.task.done():
+        stack = stack or "(it went on when cancelled)"
+    elif not (stack or call.task.cancelled()):
+        stack = call.task.result().get("error", "")
+    elif not call.task.cancelled():
+        call.task.exception()  # it has been seen
+    return {"status": StageStatus.HUNG, "error": stack}
 
 
 def _move(descriptor: int, mode: int) -> int:
