@@ -39,6 +39,7 @@ SAID, OBSERVED = "said7d3c", "observed7d3c"
 """Words of no meaning, by which a turn and an observation are found in what a template writes."""
 THINKING = f"<think>\n{OBSERVED}\n</think>\n\n{SAID}"
 CALL_ID = "call00001"  # some templates want nine characters
+NUM_OPENED = 64  # formats of tools that agents have brought
 NUM_KNOWN = 1024  # turns, and observations, that are not worked out again
 SHORT_TOKENS = 256  # of a turn that is known: rollouts of a group do not write longer ones alike
 SHORT_CHARS = 1024  # of an observation
@@ -276,14 +277,12 @@ class TurnFormats:
             splits_special_tokens=config.split_special_tokens,
         )
         self._kinds = {name: self._make(kind) for name, kind in kinds.items()}
-        self._opened: dict[str, TurnFormat] = {}  # by the schemas, as JSON
+        self._open = lru_cache(NUM_OPENED)(self._make_opened)
 
     def of(self, kind: str, opened: Sequence[Schema] = ()) -> TurnFormat:
         """The format of an episode of this kind, or of one that its environment has `opened` with
-        tools of these schemas."""
-        if not opened:
-            return self._kinds[kind]
-        key = json.dumps(opened, sort_keys=True)
-        if key not in self._opened:
-            self._opened[key] = self._make(Kind(tuple(opened)))
-        return self._opened[key]
+        tools of these schemas. Of the latter the last ones are kept."""
+        return self._open(json.dumps(opened)) if opened else self._kinds[kind]
+
+    def _make_opened(self, schemas: str) -> TurnFormat:
+        return self._make(Kind(tuple(json.loads(schemas))))

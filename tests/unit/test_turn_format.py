@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.config import EnvironmentConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.environments.definition import Kind
 from llamarl.environments.tool_calls import ToolCall
-from llamarl.environments.turn_format import TurnFormat
+from llamarl.environments.turn_format import TurnFormat, TurnFormats
 from tests.unit import chat_templates as templates
 
 ADD = {
@@ -260,3 +263,13 @@ def test_a_special_token_in_the_schema_of_a_tool_is_text(make: Make) -> None:
     )
     ends = [each.count(tokenizer.special_ids["<|im_end|>"]) for each in (ids, plain)]
     assert ends[0] == ends[1] > 0
+
+
+def test_formats_of_tools_that_agents_bring_do_not_pile_up(make: Make) -> None:
+    formats = TurnFormats(make(templates.PLAIN), {"": STEPS}, EnvironmentConfig(calls="hermes"))
+    tools = [{**ADD, "function": {**ADD["function"], "name": f"add_{i}"}} for i in range(200)]
+    made = [weakref.ref(formats.of("", [tool])) for tool in tools]
+    assert formats.of("", [tools[-1]]) is made[-1](), "it is known"
+    gc.collect()
+    assert sum(each() is not None for each in made) <= 100
+    assert formats.of("") is formats.of("")
