@@ -39,7 +39,8 @@ def overlong_penalties(
 ) -> list[float]:
     """What is added to each reward before advantages are computed.
 
-    `num_tokens[i]` counts the tokens that the model wrote of rollout i.
+    `num_tokens[i]` counts the response tokens of rollout i, observations among them, as the limit
+    does.
     """
     most = config.overlong_penalty_tokens
     return [overlong_penalty(length, max_tokens, most) for length in num_tokens]

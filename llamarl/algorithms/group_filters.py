@@ -86,7 +86,7 @@ def filter_group(
         return Dropped(Counter(group.dropped.values()).most_common(1)[0][0])
     rollouts = tuple(group.rollouts[row_id] for row_id in row_ids)
     scores = tuple(group.scores[row_id] for row_id in row_ids)
-    num_tokens = [rollout.num_generated for rollout in rollouts]
+    num_tokens = [rollout.num_tokens for rollout in rollouts]  # observations use the limit up too
     summed = _summed_rewards(group, row_ids, config)
     if not all(abs(reward) <= LARGEST for reward in summed):  # NaN: none was given
         return Dropped(FAILED_REWARD)

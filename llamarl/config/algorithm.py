@@ -56,7 +56,7 @@ class AlgorithmConfig(Section):
     """Upper bound of that weight."""
     overlong_penalty_tokens: int = number(0, least=0, most=2**24)
     """DAPO's soft length penalty: the reward falls linearly to -1 over the last this many tokens
-    before sampling.max_tokens; 0 switches it off."""
+    before sampling.max_tokens, observations counted as there; 0 switches it off."""
     mask_truncated: bool = False
     """Give rollouts cut at max_tokens zero loss weight (DAPO's overlong filtering)."""
     mask_rollouts: str = choice("off", "geometric_mean", "product", "k3")

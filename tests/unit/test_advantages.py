@@ -32,10 +32,16 @@ def decide(
     config: AlgorithmConfig,
     firsts: list[float] | None = None,
     lengths: list[int] | None = None,
+    observed: list[int] | None = None,
 ) -> Kept | Dropped:
-    """What becomes of a group with these rewards; `firsts` are what its first function gave, and
-    `lengths` the tokens of its rollouts of at most 100."""
+    """What becomes of a group with these rewards; `firsts` are what its first function gave,
+    `lengths` the tokens of its rollouts of at most 100 that the model wrote, and `observed` those
+    beside them."""
     rows = {i: stopped(i, (0, (lengths or [1] * 9)[i])) for i in range(len(rewards))}
+    rows = {
+        i: replace(row, num_tokens=row.num_tokens + (observed or [0] * 9)[i])
+        for i, row in rows.items()
+    }
     scores = {
         i: StageResult(
             row_id=i,
@@ -115,6 +121,13 @@ def test_the_overlong_penalty_counts_before_the_baseline_and_behind_the_filters(
     unfiltered = replace(config, filters=[])
     found = decide([1] * 4, unfiltered, lengths=lengths)
     assert found.advantages == pytest.approx((0.2, 0.2, 0.2, -0.6))
+
+
+def test_the_overlong_penalty_of_an_episode_counts_what_its_limit_counts():
+    config = DAPOConfig(overlong_penalty_tokens=20, advantage="mean")
+    found = decide([1, 1, 0], config, lengths=[50, 30, 24], observed=[0, 60, 76])
+    assert found == decide([1, 1, 0], config, lengths=[50, 90, 100])
+    assert found.advantages == pytest.approx((5 / 6, 2 / 6, -7 / 6))
 
 
 def test_one_failed_reward_drops_the_group():
