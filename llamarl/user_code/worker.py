@@ -8,11 +8,12 @@ the token of what it answers.
 First line in: {"token": str, "service": str, "setup": {...}, "timeout_s": float}; out: {"token",
 "pid", "coroutines": bool} when it is ready, else {"token", "error": str}. A service is a module
 whose `load(setup)` returns the function that is served; what it raises is the error. Then lines
-{"prompts": [{...}], "calls": [[index of prompt or null, arguments, token, most bytes], ...]}, each
-answered per call by one line: what the function returns for the prompt and the arguments, a
-dictionary, and the token; or a failure, if that is no JSON or has more bytes. Of half a character
-U+FFFD is left. Calls of a function are answered in order, those of a coroutine as they end. What
-user code prints goes to standard error. SIGUSR1 writes the current stack there.
+{"prompts": [{...}], "calls": [[index of prompt or null, arguments, token, most bytes of its answer
+if not MAX_ANSWER_BYTES], ...]}, each answered per call by one line: what the function returns for
+the prompt and the arguments, a dictionary, and the token; or a failure, if that is no JSON or has
+more bytes. Of half a character U+FFFD is left. Calls of a function are answered in order, those of
+a coroutine as they end; lines {"token", "alive": true} between say that none of them holds up the
+others. What user code prints goes to standard error. SIGUSR1 writes the current stack there.
 
 Answers are protected from accidents: standard input and output are not the channel, programs that
 user code starts do not inherit the channel, and if something is written into it without the token
@@ -127,7 +128,8 @@ def _calls(line: bytes) -> Iterator[tuple[str, Prompt | None, list[Any], int]]:
         Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])})
         for fields in message["prompts"]
     ]
-    for place, arguments, token, max_bytes in message["calls"]:
+    for place, arguments, token, *most in message["calls"]:
+        max_bytes = most[0] if most else MAX_ANSWER_BYTES
         yield token, None if place is None else prompts[place], arguments, max_bytes
 
 
