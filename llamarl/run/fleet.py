@@ -190,10 +190,9 @@ class Fleet:
 
     def _all_replicas(self) -> list[int]:
         """Those that were started or are, but for lost ones that nothing takes the place of."""
-        dispatch, stays = self._dispatch, self.restarts_replicas
-        known = (
-            i for i in self.executors.generators if stays or not dispatch or dispatch.expects(i)
-        )
+        known, dispatch = set(self.executors.generators), self._dispatch
+        if dispatch is not None and not self.restarts_replicas:
+            known = {i for i in known if dispatch.expects(i) or self._is_vital(f"generator-{i}")}
         changing = (each for each in self._members.values() if each.starting or each.leaving)
         return sorted({*known, *(each.replica for each in changing if each.replica is not None)})
 

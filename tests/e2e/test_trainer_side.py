@@ -34,6 +34,7 @@ NUM_STEPS = 12
         ("storage-1", signal.SIGKILL, ["experience.units_per_host=2", "generator.num_ranks=2"]),
         ("trainer", signal.SIGKILL, ["placement=colocated", "weights.staging=host"]),
         ("generator-0", signal.SIGKILL, ["placement=colocated", "generator.num_replicas=2"]),
+        ("generator-0", signal.SIGKILL, ["placement=colocated"]),
     ],
 )
 def test_what_is_lost_beside_the_generators_is_started_again(
@@ -52,8 +53,9 @@ def test_what_is_lost_beside_the_generators_is_started_again(
     victim = executors(command, role)[-1]
     os.kill(victim, number)
     wait_for_step(command, tmp_path, NUM_STEPS, 240.0)
-    kept = [pid for pid in generators if pid != victim]
-    assert {*kept} <= {*executors(command, r"generator-\d")}
+    now = executors(command, r"generator-\d")
+    assert len(now) == len(generators)
+    assert {*generators} - {victim} <= {*now}
     code, out, err = finish(command, 240.0)
     assert code == 0, err + out
     assert "Traceback" not in err
