@@ -24,7 +24,8 @@ class Hub:
     """`repositories`: "models/ORG/NAME" -> commit -> path -> bytes; `branches`: such a name with
     "@main" -> commit. `gated`: those that refuse files. `cut`: paths whose next transfer breaks off
     in the middle, so often. `slow`: paths whose transfer takes a second per tenth. `wrong`: paths
-    whose bytes are damaged on the way. `sizes`: what the list says instead. `asked`: method and
+    whose bytes are damaged on the way. `sizes`: what the list says instead, `lists`: all of it.
+    `dribbles`: the API sends a byte a second. `asked`: method and
     path of every request, `begins` of each transfer."""
 
     repositories: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
@@ -33,7 +34,9 @@ class Hub:
     cut: dict[str, int] = field(default_factory=dict)
     slow: set[str] = field(default_factory=set)
     wrong: set[str] = field(default_factory=set)
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, object] = field(default_factory=dict)
+    lists: dict[str, object] = field(default_factory=dict)
+    dribbles: bool = False
     asked: list[tuple[str, str]] = field(default_factory=list)
     begins: list[tuple[str, int]] = field(default_factory=list)
     url: str = ""
@@ -108,12 +111,16 @@ def serving(hub: Hub) -> Iterator[Hub]:
             files = hub.repositories[f"{kind}/{repository}"][commit]
             body: object = {"id": repository, "sha": commit, "siblings": [], "private": False}
             if what == "tree":
-                body = [self.entry(path, content) for path, content in files.items()]
+                listed = [self.entry(path, content) for path, content in files.items()]
+                body = hub.lists.get(f"{kind}/{repository}", listed)
             text = json.dumps(body).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
+            for start in range(len(text)) if hub.dribbles else ():
+                self.wfile.write(text[start : start + 1])
+                time.sleep(1)
             self.wfile.write(text)
 
         def entry(self, path: str, content: bytes) -> dict[str, object]:

@@ -13,19 +13,26 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from glob import escape
+from itertools import islice
 from pathlib import Path
+from typing import Any, TypeVar
 
 from llamarl.config.check import require
 from llamarl.recipe.hub_names import HubName
 
 GRACE_S = 2.0  # for threads to remove what they have of a file when a signal ends the command
+ANSWER_S = 60.0  # for one list of the Hub
+PACE_BYTES, PACE_S = 2**16, 60.0  # of a transfer: so many bytes within so many seconds, at least
+MAX_FILES = 1_000_000  # of one commit
 MAX_THREADS = 8  # more would wait for the disk
 MAX_REASON_CHARS = 200
 HASHES = {64: "sha256", 40: "sha1"}  # by the digits of a file's name in the cache
+T = TypeVar("T")
 Choose = Callable[[Collection[str]], Collection[str]]
 """Paths in a repository -> those that are needed."""
 
@@ -41,17 +48,9 @@ def fetch_files(
     from huggingface_hub import HfApi
 
     with _explained(key, name):
-        commit = (
-            HfApi()
-            .resolve_revision(
-                name.repository,
-                repo_type=name.kind,
-                revision=name.revision,
-                local_files_only=is_offline,
-            )
-            .resolved
-        )
-        pinned = name.at(commit)
+        resolve = partial(HfApi().resolve_revision, name.repository, repo_type=name.kind)
+        found = _ask(lambda: resolve(revision=name.revision, local_files_only=is_offline))
+        pinned = name.at(found.resolved)
     sizes = list_files(key, pinned, is_offline=is_offline)
     chosen = [*choose(sizes)]
     folder = _cached_folder(pinned)
@@ -65,41 +64,73 @@ def fetch_files(
 
 
 def _download(pinned: HubName, paths: list[str], is_offline: bool) -> None:
-    """Fetch these files; raises what the library does. It waits for its threads whatever happens,
-    so it has one here: a signal ends this call at once, and the threads at their next bytes."""
-    from huggingface_hub import snapshot_download
+    """Fetch these files; raises what the library does, and TimeoutError for a Hub that sends too
+    slowly."""
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import tqdm
 
-    is_ended = threading.Event()
+    is_ended, num_bytes = threading.Event(), 0
 
     class Bar(tqdm):
         """What the library's threads call with all that they have fetched."""
 
         def update(self, n: float | None = 1) -> bool | None:
+            nonlocal num_bytes
             if is_ended.is_set():
                 raise InterruptedError("the command has ended")
+            num_bytes += int(n or 0)
             return super().update(n)
+
+    def look() -> None:
+        nonlocal num_bytes
+        if num_bytes < PACE_BYTES:
+            raise TimeoutError(f"the Hub sent {num_bytes:,} bytes in {PACE_S:g} s")
+        num_bytes = 0
+
+    # So that `update` is called often enough where little comes.
+    constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, PACE_BYTES)
+    fetch = partial(
+        snapshot_download,
+        pinned.repository,
+        repo_type=pinned.kind,
+        revision=pinned.revision,
+        allow_patterns=[escape(path) for path in paths],
+        local_files_only=is_offline,
+        tqdm_class=Bar,
+    )
+    _in_thread(fetch, is_ended, PACE_S, look)
+
+
+def _ask(call: Callable[[], T]) -> T:
+    """What the library's `call` returns; TimeoutError if that takes too long."""
+
+    def look() -> None:
+        raise TimeoutError(f"the Hub gave no whole answer in {ANSWER_S:g} s")
+
+    return _in_thread(call, threading.Event(), ANSWER_S, look)
+
+
+def _in_thread(
+    call: Callable[[], T], is_ended: threading.Event, look_s: float, look: Callable[[], None]
+) -> T:
+    """What the library's `call` returns, or what it raises. It waits for its threads whatever
+    happens, so it has one here: a signal, or what `look` raises in each interval of `look_s`, ends
+    this call at once, and the threads once they see `is_ended`."""
 
     def work() -> None:
         try:
-            folder = snapshot_download(
-                pinned.repository,
-                repo_type=pinned.kind,
-                revision=pinned.revision,
-                allow_patterns=[escape(path) for path in paths],
-                local_files_only=is_offline,
-                tqdm_class=Bar,
-            )
-            done.set_result(folder)
+            done.set_result(call())
         except Exception as error:  # noqa: BLE001 - raised below
             done.set_exception(error)
 
-    done: Future[str] = Future()
+    done: Future[T] = Future()
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     try:
-        done.result()
-    except (KeyboardInterrupt, SystemExit):
+        while not wait([done], look_s).done:
+            look()
+        return done.result()
+    except (KeyboardInterrupt, SystemExit, TimeoutError):
         is_ended.set()
         thread.join(GRACE_S)
         raise
@@ -112,9 +143,8 @@ def list_files(key: str, pinned: HubName, *, is_offline: bool = False) -> Mappin
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     repository, kind, commit = pinned.repository, pinned.kind, pinned.revision
-    with suppress(CachedRepoTreeNotFoundError):
-        cached = get_cached_repo_tree(repository, repo_type=kind, revision=commit)
-        return {each.path: each.size for each in cached}
+    with suppress(CachedRepoTreeNotFoundError), _explained(key, pinned):
+        return _sizes(get_cached_repo_tree(repository, repo_type=kind, revision=commit))
     folder = _cached_folder(pinned)
     paths = [each for each in folder.rglob("*") if each.is_file()]
     there = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
@@ -122,13 +152,22 @@ def list_files(key: str, pinned: HubName, *, is_offline: bool = False) -> Mappin
         return there
     try:
         with _explained(key, pinned):
-            api = HfApi()
-            tree = api.list_repo_tree(repository, repo_type=kind, revision=commit, recursive=True)
-            return {each.path: each.size for each in tree if isinstance(each, RepoFile)}
+            ask = partial(HfApi().list_repo_tree, repository, repo_type=kind, revision=commit)
+            tree = _ask(lambda: [*islice(ask(recursive=True), MAX_FILES)])
+            return _sizes(each for each in tree if isinstance(each, RepoFile))
     except ValueError:
         if not there:
             raise
         return there
+
+
+def _sizes(files: Iterable[Any]) -> dict[str, int]:
+    """Path -> bytes of what the Hub lists; TypeError for what is no such list."""
+    found = {each.path: each.size for each in files}
+    for path, size in found.items():
+        if type(path) is not str or type(size) is not int or size < 0:
+            raise TypeError(f"a list of paths and their bytes, got {path!r:.50} with {size!r:.50}")
+    return found
 
 
 def _cached_folder(pinned: HubName) -> Path:
@@ -214,7 +253,8 @@ def _errors() -> tuple[type[Exception], ...]:
     from huggingface_hub import errors
 
     of_hub = (errors.HTTPError, errors.RevisionResolutionError, errors.EntryNotFoundError)
-    return (*of_hub, OSError, RuntimeError, ValueError, TypeError, LookupError, AssertionError)
+    wrong = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
+    return (*of_hub, *wrong, OSError, RuntimeError)
 
 
 @contextmanager
