@@ -2,6 +2,7 @@
 config.json; the order of prompts is a function of seed and position alone, so a run can resume
 anywhere."""
 
+import datetime
 import re
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -67,6 +68,12 @@ class DataConfig(Section):
     of messages always goes through the template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """What the chat template gets beside the messages, such as {enable_thinking: false}."""
+    chat_template: str | None = None
+    """File with a chat template in Jinja, in place of the tokenizer's own; an export has it too."""
+    date: str | None = None
+    """The day, such as 2026-05-01, that a chat template gets when it asks for today's
+    (`strftime_now`); null takes that of the run's first start, which config.yaml then has, so that
+    a run that resumes on another day has the same prompts."""
     system: str | None = None
     """System message put first; needs `chat`."""
     shuffle: bool = True
@@ -114,3 +121,11 @@ class DataConfig(Section):
         own = OF_TEMPLATES.intersection(self.chat_template_kwargs)
         must = f"leave out {', '.join(sorted(OF_TEMPLATES))}, which llamarl sets"
         self.require(not own, "chat_template_kwargs", must)
+        self.require(self.date is None or _is_date(self.date), "date", "be such as 2026-05-01")
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False

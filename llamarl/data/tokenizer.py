@@ -21,6 +21,7 @@ from jinja2 import TemplateError
 
 from llamarl.config.check import require
 from llamarl.data.bounds import MOST_GROWTH, bounded, growth
+from llamarl.data.template_day import on_day
 from llamarl.data.text_ids import TextIds
 from llamarl.json_file import read_object, whole_letters
 
@@ -215,10 +216,13 @@ class Tokenizer:
 
 
 def load_tokenizer(
-    folder: str | Path, template_kwargs: Mapping[str, Any] = MappingProxyType({})
+    folder: str | Path,
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    day: str | None = None,
 ) -> Tokenizer:
     """Read the tokenizer of a checkpoint folder (tokenizer.json and the files beside it). Its chat
-    template gets `template_kwargs` beside the messages.
+    template gets `template_kwargs` beside the messages, and this `day` for today's, if there is
+    one.
 
     The ids of `eos_token_id` in generation_config.json, if it exists, are added to the tokenizer's
     own. Raises ValueError if a file is missing or damaged or there is no end-of-sequence id.
@@ -252,8 +256,17 @@ def load_tokenizer(
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         must = "be a tokenizer that transformers loads"
         raise ValueError(f"{file} must {must}, got {reason}") from None
+    if day is not None:
+        backend.chat_template = _on_day(backend.chat_template, day)
     eos_token_ids = _eos_token_ids(path, backend.eos_token_id)
     return Tokenizer(backend, str(path), eos_token_ids, template_kwargs)
+
+
+def _on_day(template: Any, day: str) -> Any:
+    """A template, several by name or none."""
+    if isinstance(template, dict):
+        return {name: _on_day(text, day) for name, text in template.items()}
+    return on_day(template, day) if isinstance(template, str) else template
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -177,7 +177,7 @@ def load(setup: dict[str, Any]) -> Callable[..., dict[str, Any]]:
         name="",
         place="",
         data=data,
-        tokenizer=load_tokenizer(setup["tokenizer"], data.chat_template_kwargs),
+        tokenizer=load_tokenizer(setup["tokenizer"], data.chat_template_kwargs, data.date),
         limit=setup["limit"],
         kinds=kinds,
         reward=None if reward is None else RewardConfig(**reward),

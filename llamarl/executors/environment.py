@@ -91,7 +91,8 @@ class EnvironmentExecutor:
     async def start(self) -> None:
         """Start the processes; ValueError if task.py or the tokenizer does not load, or its chat
         template cannot hold observations."""
-        self._tokenizer = load_tokenizer(self._spec.tokenizer, self._spec.data.chat_template_kwargs)
+        data = self._spec.data
+        self._tokenizer = load_tokenizer(self._spec.tokenizer, data.chat_template_kwargs, data.date)
         self._formats = TurnFormats(self._tokenizer, self._spec.kinds, self._config)
         for pool in self._pools:
             await pool.start()

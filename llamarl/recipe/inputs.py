@@ -101,7 +101,7 @@ def read_inputs(
     _check_architecture(config, architecture)
     adapter = resolve(config, config.model.adapter) if config.model.adapter else None
     check_adapter(adapter, architecture, config.trainer.lora)
-    tokenizer = load_tokenizer(tokenizer_folder, config.data.chat_template_kwargs)
+    tokenizer = load_tokenizer(tokenizer_folder, config.data.chat_template_kwargs, config.data.date)
     check_tokenizer(tokenizer, architecture.vocab_size)
     split_stops(tokenizer, config.sampling.stop_strings)  # raises what is wrong with them
     check_pattern(config.reward, tokenizer.special_ids)
@@ -216,9 +216,9 @@ def check_identity(saved: Mapping[str, Any], found: Mapping[str, Any]) -> None:
             continue
         if key == PROMPTS:
             raise ValueError(
-                "data.prompts, data.chat, the tokenizer and what data.overlong does must "
-                "give the same prompts as when the checkpoint was saved, got others: resume with "
-                "those, or start a new run from the export"
+                "data.prompts, data.chat, data.date, the tokenizer, its chat template and what "
+                "data.overlong does must give the same prompts as when the checkpoint was saved, "
+                "got others: resume with those, or start a new run from the export"
             )
         was = json.dumps(saved[key])
         raise ValueError(f"{key} must be {was}, as in the checkpoint, got {json.dumps(value)}")

@@ -21,9 +21,11 @@ import yaml
 
 from llamarl.checkpoints.tokenizer_files import END_FILE, TOKENIZER_FILES
 from llamarl.config import Config, LoraConfig
+from llamarl.metrics import provenance
 from llamarl.models.adapter_inventory import ADAPTER_FILE, read_lora
 from llamarl.models.adapter_inventory import CONFIG_FILE as ADAPTER_CONFIG
 from llamarl.models.safetensors_file import weight_names
+from llamarl.recipe.chat_templates import DATE, with_date, with_own_template
 from llamarl.recipe.hub_files import fetch_files
 from llamarl.recipe.hub_names import HubName, Kind, is_hub_name, read_name
 from llamarl.recipe.hub_splits import TRAIN, choose_files, default_config, is_rows_file, read_splits
@@ -38,6 +40,7 @@ HELD_OUT = "data.held_out"
 SETS = "evaluation.sets"
 TEACHER = "algorithm.teacher"
 LENGTHS = "sampling.replay_lengths"
+TEMPLATE = "data.chat_template"
 DATA_SETS = (PROMPTS, HELD_OUT, SETS)
 NEEDED = {
     "train": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, *DATA_SETS, TEACHER),
@@ -47,6 +50,7 @@ NEEDED = {
     "plan": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, PROMPTS, TEACHER),
 }
 """By command, the keys whose files it reads; the other commands read none."""
+RUNS = {"train", "sft", "evaluate"}
 README = "README.md"
 CONFIG_FILE = "config.json"
 LICENCES = ("LICENSE*", "NOTICE*")  # an export has them too
@@ -59,11 +63,11 @@ def with_local_files(
     """`config` with paths for names, and by key each name with its commit.
 
     Fetches what the command needs and the cache lacks: for `plan` no weights, and no prompts. A run
-    that resumes in `run_dir` keeps its commits, wherever a branch is now. ValueError, in one line,
-    for a name that is wrong or cannot be had.
+    that resumes keeps its commits, wherever a branch is now, and the day that its chat template
+    says. ValueError, in one line, for a name that is wrong or cannot be had.
     """
     pinned: dict[str, Any] = {}
-    resumed = run_dir if config.checkpoint.resume == "auto" else None
+    saved = partial(_saved_config, config.checkpoint.resume, run_dir)
     for key in NEEDED.get(command, ()):
         value = config.algorithm.reference if key == TEACHER else attrgetter(key)(config)
         paths, names = _texts(value), _texts(value)
@@ -71,11 +75,15 @@ def with_local_files(
             continue
         for place, text in _texts(value).items():
             if is_hub_name(text):
-                name = _keep(read_name(key, text, _kind(key)), resumed)
+                name = _keep(read_name(key, text, _kind(key)), saved)
                 path, name = _find(config, command, key, name) or (text, name)
                 paths[place], names[place] = str(path), str(name)
         config = _with_value(config, key, _like(value, paths))
         pinned[key] = _like(value, names)
+    config = with_own_template(config) if command in NEEDED else config
+    if command in RUNS:
+        config = with_date(config, saved)
+        pinned |= {} if config.data.date is None else {DATE: config.data.date}
     return _with_lora(config), pinned
 
 
@@ -83,7 +91,7 @@ def repeatable_inputs(config: Config, pinned: dict[str, Any]) -> dict[str, Any]:
     """By key, the inputs that `config` names, as they are found from any folder: names of the Hub
     as they are pinned, paths absolute."""
     found: dict[str, Any] = {}
-    for key in (*NEEDED["train"], LENGTHS):
+    for key in (*NEEDED["train"], LENGTHS, TEMPLATE):
         of_teacher = config.algorithm.reference if key == TEACHER else None
         value = pinned.get(key, of_teacher if key == TEACHER else attrgetter(key)(config))
         texts = {
@@ -129,9 +137,9 @@ def _with_lora(config: Config) -> Config:
     return replace(config, trainer=replace(config.trainer, lora=lora))
 
 
-def _keep(name: HubName, resumed: str | None) -> HubName:
-    """`name` with the commit that it has had in the run in this folder, which resumes."""
-    kept = [] if name.is_pinned else _kept_names(resumed)
+def _keep(name: HubName, saved: Callable[[], dict[str, Any]]) -> HubName:
+    """`name` with the commit that it has in the config of the run that resumes."""
+    kept = [] if name.is_pinned else _kept_names(saved())
     return next((each for each in kept if name.at(str(each.revision)) == each), name)
 
 
@@ -270,20 +278,28 @@ def _link(link: Path, path: Path) -> Path:
     return link
 
 
-def _kept_names(run_dir: str | None) -> list[HubName]:
-    """The names with commits in the config of the run in this folder, if there is one."""
-    path = Path(run_dir, "config.yaml") if run_dir is not None else None
+def _saved_config(resume: str, run_dir: str | None) -> dict[str, Any]:
+    """The config of the run that resumes, which is in `run_dir` or has the checkpoint `resume`;
+    empty if there is none."""
+    folders = {"off": None, "auto": run_dir}
+    folder = folders.get(resume, str(Path(resume).resolve().parent.parent))
+    path = Path(folder, provenance.CONFIG_FILE) if folder is not None else None
     if path is None or not path.is_file():
-        return []
+        return {}
     try:
         saved = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} must be the config of the run, got {reason}") from error
+    return saved if isinstance(saved, dict) else {}
+
+
+def _kept_names(saved: dict[str, Any]) -> list[HubName]:
+    """The names with commits in a run's config."""
     found = []
     for key in NEEDED["train"]:
         section, _, field = key.partition(".")
-        inside = saved.get(section) if isinstance(saved, dict) else None
+        inside = saved.get(section)
         value = inside.get(field) if isinstance(inside, dict) else None
         for text in _texts(value).values():
             if isinstance(text, str) and is_hub_name(text):

@@ -139,7 +139,7 @@ def with_measured_prompts(config: Config) -> Config:
     is_there = os.path.exists(path) and os.path.isfile(Path(folder, "tokenizer.json"))
     if config.plan.prompt_tokens or not is_there:
         return config
-    tokenizer = load_tokenizer(folder, config.data.chat_template_kwargs)
+    tokenizer = load_tokenizer(folder, config.data.chat_template_kwargs, config.data.date)
     task_source = read_task(config)
     _, kinds = read_graph(config, task_source)
     prompts = read_prompts(config, tokenizer, kinds, task_source, most=NUM_MEASURED)

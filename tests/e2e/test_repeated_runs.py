@@ -105,3 +105,16 @@ def test_a_run_that_resumes_with_another_task_keeps_the_one_before(
     assert "WARNING own_score.py: changed since this run was last started" in said
     assert (run_dir / "recipe" / "own_score.py").read_text() == LENGTH.format(3)
     assert (run_dir / "recipe-1" / "own_score.py").read_text() == LENGTH.format(7)
+
+
+def test_a_run_whose_template_says_the_day_resumes_on_another_one(
+    forks: Forks, recipe: Path, tmp_path: Path
+) -> None:
+    """As if it had been started two years ago."""
+    (recipe / "own.jinja").write_text("{{ strftime_now('%d') }}{{ messages[0].content }}=")
+    own = [*SMALL, "data.chat=true", "data.chat_template=own.jinja", "checkpoint.resume=auto"]
+    run(forks, recipe, tmp_path / "run", *own, "data.date=2024-07-26")
+    said = run(forks, recipe, tmp_path / "run", *own, "num_steps=2")
+    assert "resumed from version 1" in said
+    kept = tmp_path / "run" / "tokenizer" / "chat_template.jinja"
+    assert kept.read_text() == (recipe / "own.jinja").read_text()
