@@ -14,7 +14,9 @@ class EvaluationConfig(Section):
     """Held-out evaluation on one fixed version."""
 
     every_steps: int = number(0, least=0, most=10**9)
-    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    """Steps between evaluations; 0 evaluates only before the first and after the last step. With
+    `checkpoint.best` and several steps per batch a version that falls amid a batch is put off to
+    that after its last step, which can be saved."""
     sets: dict[str, str] = field(default_factory=dict)
     """Several held-out sets in place of `data.held_out`, by name, each a file, a folder or a name
     of the Hub as there: {gsm8k: hf:openai/gsm8k/main/test, math500: math500.parquet}. Each has its

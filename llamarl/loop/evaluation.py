@@ -60,16 +60,25 @@ class Evaluator:
             return False
         every = self.every_steps
         has_passed = every > 0 and version // every > self._begun // every
+        has_passed = has_passed and (not self.best.metric or self._is_between(version))
         return self._begun < 0 or has_passed or version == last
 
     def is_wanted(self, version: int) -> bool:
-        """Whether `version` is one of every `every_steps`: so will be due, unless it is lost."""
-        return bool(self.prompts) and self.every_steps > 0 and version % self.every_steps == 0
+        """Whether `version` is one of every `every_steps`: so will be due, unless it is lost. Where
+        one is to be the best, what falls amid a batch is put off to its end: nothing is saved
+        before."""
+        if not (self.prompts and self.every_steps):
+            return False
+        before = version - 1
+        if self.best.metric:
+            if not self._is_between(version):
+                return False
+            before = self.engines.gate.first_of_batch(before)
+        return version // self.every_steps > before // self.every_steps
 
-    def _is_saved(self, version: int) -> bool:
-        """Whether such a version has a checkpoint: amid a batch nothing is saved."""
-        is_between = self.engines.gate.first_of_batch(version) == version
-        return is_between and self.is_wanted(version)
+    def _is_between(self, version: int) -> bool:
+        """Whether it is the version before the first step of a batch."""
+        return self.engines.gate.first_of_batch(version) == version
 
     async def evaluate(
         self, version: int, *, is_last: bool = False, whole: Whole = asyncio.shield
@@ -100,7 +109,7 @@ class Evaluator:
                 await whole(self.engines.retire(groups, "unused"))
                 self.engines.observer.log_evaluation(None)
             else:
-                is_saved = is_last or self._is_saved(version)
+                is_saved = is_last or self.is_wanted(version)
                 await whole(self._end(result, groups, is_saved))
         return result
 

@@ -86,24 +86,20 @@ def test_a_run_whose_prompts_are_solved_is_finished(
     assert loop.storage.count("trained") == version * 4 * 2
 
 
-@pytest.mark.parametrize("is_colocated", [False, True])
+SEVERAL = {"num_mini_batches": 2, "max_staleness": 2, "evaluate_every": 3}
+"""Steps per batch; every other evaluation falls amid one."""
+
+
+@pytest.mark.parametrize("options", [{}, {"is_colocated": True}, SEVERAL])
 def test_a_run_that_gets_no_better_ends_with_its_best_version_kept(
-    is_colocated: bool, tmp_path: Path
+    options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Of five held-out answers two or three are right, by turns."""
-    loop = Loop(
-        prompts=PROMPTS,
-        num_held_out=5,
-        num_steps=40,
-        evaluate_every=1,
-        best="accuracy",
-        patience=2,
-        keep=1,
-        exports=True,
-        is_colocated=is_colocated,
-    )
+    fixed = {"num_steps": 40, "evaluate_every": 1, "best": "accuracy", "patience": 2, "keep": 1}
+    loop = Loop(prompts=PROMPTS, num_held_out=5, exports=True, **(fixed | options))
     run(loop.run(tmp_path))
     evaluations = loop.run_logger.evaluations
+    assert all(each.version % loop.num_mini_batches == 0 for each in evaluations[:-1])
     best = max(evaluations[1:], key=lambda each: (each.accuracy, -each.version)).version
     assert loop.gate.ended.startswith("evaluation/accuracy was not above the")
     assert loop.trainer.version < 40

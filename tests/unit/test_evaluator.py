@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from llamarl.loop.engines import Engines, Unobserved
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.nearby_units import RowIds
 from llamarl.loop.rollouts import Rollouts
+from llamarl.metrics.best_version import BestVersion
 from llamarl.metrics.held_out import RESULTS_FILE, append_results
 from llamarl.types import (
     REWARD,
@@ -241,3 +243,30 @@ def test_without_answers_there_is_no_majority() -> None:
     result = setting.evaluate()
     assert result is not None
     assert [*result.shares] == ["accuracy", "pass_at_2"]
+
+
+@pytest.mark.parametrize(
+    ("first", "every", "last", "expected"),
+    [
+        (0, 3, 16, [4, 6, 10, 12, 16]),
+        (0, 2, 6, [2, 4, 6]),
+        (0, 1, 6, [2, 4, 6]),
+        (3, 10, 45, [11, 21, 31, 41, 45]),
+    ],
+)
+def test_what_may_be_the_best_is_evaluated_between_batches(
+    first: int, every: int, last: int, expected: list[int]
+) -> None:
+    """Batches have two steps; the first one begins with version `first`."""
+    begun = EvaluatorSetting().make_evaluator()
+    evaluator = replace(begun, best=BestVersion(metric="x"), every_steps=every, version=first)
+    gate: Any = evaluator.engines.gate
+    gate.first_of_batch = lambda version: version - (version - first) % 2
+    due, saved = [], []
+    for version in range(first + 1, last + 1):
+        if evaluator.is_due(version, last):
+            due.append(version)
+            evaluator = replace(evaluator, version=version)
+        if version == last or evaluator.is_wanted(version):
+            saved.append(version)
+    assert due == saved == expected
