@@ -245,7 +245,7 @@ def _results(summary: Mapping[str, Any]) -> list[Fact]:
     if summary["groups_dropped"]:
         rows.append(("groups dropped", Text(in_words(summary["groups_dropped"]))))
     rows += [(f"of {name}", Text(_source(numbers))) for name, numbers in summary["sources"].items()]
-    if summary["staleness_mean"] is not None:
+    if None not in (summary["staleness_mean"], summary["staleness_max"]):
         words = f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']} versions"
         mixed = f"{summary['mixed_version_share']:.0%} of rollouts mix versions"
         rows.append(("token staleness", Text(f"{words}; {mixed}")))

@@ -9,7 +9,7 @@ own counters; no file of spans is ever whole in memory.
 import json
 import logging
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -35,12 +35,9 @@ TRACE_FILE = "trace.json"
 ARCHIVE_FOLDER = "archive"
 ARCHIVE_FILES = "rollouts-*.jsonl"
 LOSS = "loss/train"
-REWARD, RATIO_MEAN, RATIO_CLIPPED = (
-    "reward/mean",
-    "trained/ratio_mean",
-    "trained/clipped_share",
-)
-OF_STEPS = LOSS, REWARD, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS
+REWARD, STALENESS = "reward/mean", "staleness/mean"
+RATIO_MEAN, RATIO_CLIPPED = "trained/ratio_mean", "trained/clipped_share"
+OF_STEPS = LOSS, REWARD, STALENESS, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS
 READ_TAGS = (*OF_STEPS, EVALUATION, *SOURCE_TAGS)  # of metrics.jsonl
 TRACKS = ("work", "publish", "mark")  # busy and wait spans share a track: they alternate
 TRACK_OF = {"busy": 0, "wait": 0, "publish": 1}  # by category; any other is a mark
@@ -67,15 +64,16 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
     from the first process's start to the last span, summed over sessions of a resumed run.
     tokens_per_s: response tokens of the rollouts trained, once for each step that used them, per
     second of the steps' time.
-    staleness_*: over trained tokens (those masked as too old are not trained), at their last use.
+    staleness_max: over trained tokens (those masked as too old are not trained), by the archive.
+    staleness_mean, ratio_*: means over trained tokens, once for each step that used them, from
+    metrics.jsonl.
     groups_dropped: reason -> groups of which nothing was trained. sources: of several sources of
     prompts, by name, the groups of steps and those dropped, their share, mean reward and length.
     both_busy_share and executors (busy and wait shares, mean over the executor's processes): shares
     of the time from the first step's start to the last one's end.
     tokens_during_publish: tokens decoded during publishes. (Both it and both_busy_share: over the
-    part of the run whose spans are kept one by one.) ratio_*: means over trained tokens, from
-    metrics.jsonl. A figure is null where nothing was stored for it. ended_by is what the caller
-    knows: which limit ended the run.
+    part of the run whose spans are kept one by one.) A figure is null where nothing was stored for
+    it. ended_by is what the caller knows: which limit ended the run.
     """
     run_dir = Path(run_dir)
     with TraceFile(run_dir / SPANS_FOLDER, run_dir / TRACE_FILE) as trace:
@@ -84,7 +82,6 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
     steps = _read_steps(run_dir / METRICS_FILE)
     steps_s = length(timeline.steps) / 1e9
     rewards, losses = ([s[tag] for s in steps.values() if tag in s] for tag in (REWARD, LOSS))
-    total_staleness = sum(age * count for age, count in rollouts.staleness.items())
     summary = {
         **(held_out := rollouts.held_out()),
         "held_out_shares": _shares(steps, held_out["version_after"]),
@@ -97,8 +94,8 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
         "rollouts_trained": rollouts.num_trained,
         "groups_dropped": {reason: len(ids) for reason, ids in sorted(rollouts.dropped.items())},
         "sources": sum_sources([*steps.values()]),
-        "staleness_mean": _ratio(total_staleness, rollouts.staleness.total()),
-        "staleness_max": max(rollouts.staleness, default=None),
+        "staleness_mean": _mean_over_tokens(steps, STALENESS),
+        "staleness_max": max(rollouts.ages, default=None),
         "both_busy_share": timeline.both_busy_share() if steps_s else None,
         "mixed_version_share": _ratio(rollouts.num_mixed, rollouts.num_trained),
         "tokens_during_publish": timeline.tokens_during_publish(),
@@ -126,7 +123,7 @@ class ArchivedRollouts:
     num_trained: int = 0
     num_mixed: int = 0
     num_tokens: int = 0
-    staleness: Counter[int] = field(default_factory=Counter)  # of trained tokens
+    ages: set[int] = field(default_factory=set)  # of trained tokens
     dropped: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     # By version evaluated and prompt: (full marks, reward) of its rollouts.
     evaluated: dict[int, dict[Any, list[Any]]] = field(
@@ -155,9 +152,8 @@ class ArchivedRollouts:
         self.num_trained += 1
         self.num_tokens += line["num_tokens"] * line.get("num_uses", 1)
         self.num_mixed += len({version for version, _ in line["spans"]}) > 1
-        for version, num_tokens in line["spans"]:
-            if version >= line["oldest_version"]:
-                self.staleness[line["version"] - version] += num_tokens
+        used = (version for version, _ in line["spans"] if version >= line["oldest_version"])
+        self.ages |= {line["version"] - version for version in used}
 
     def held_out(self) -> dict[str, Any]:
         """What summary.json says of evaluations."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.view.compare import compare
 from tests.e2e import test_variants as variants
 from tests.e2e.commands import read_rollouts
 from tests.e2e.forks import Forks
@@ -34,6 +35,8 @@ def test_half_as_many_rollouts_in_two_passes_of_two_mini_batches_learn(
     assert summary["accuracy_after"] > 0.5  # three seeds: 0.80 to 0.91
     assert summary["steps"] == 12
     assert summary["staleness_max"] <= 3
+    told = compare([str(run_dir), str(run_dir), "--output", str(tmp_path / "c.svg")])
+    assert f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}" in told
     steps = [line for line in read_lines(run_dir / "metrics.jsonl") if "trainer/loss" in line]
     assert [line["step"] for line in steps] == [*range(1, 13)]
     first_steps = [line["trained/clipped_share"] for line in steps[::4]]

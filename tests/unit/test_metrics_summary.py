@@ -105,16 +105,9 @@ def run_dir(tmp_path):
     write_spans(spans, "controller", [("publish", "publish", 15, 16)])
     log = MetricsLog(tmp_path)
     log.log(1, {"trained/ratio_mean": 1.0, "trained/clipped_share": 0.0, "tokens/trained": 10})
-    log.log(1, {"reward/mean": 0.25})
-    log.log(
-        2,
-        {
-            "reward/mean": 0.75,
-            "trained/ratio_mean": 0.5,
-            "trained/clipped_share": 0.1,
-            "tokens/trained": 30,
-        },
-    )
+    log.log(1, {"reward/mean": 0.25, "staleness/mean": 0.2})
+    ratios = {"trained/ratio_mean": 0.5, "trained/clipped_share": 0.1}
+    log.log(2, {"reward/mean": 0.75, "staleness/mean": 1.0, **ratios, "tokens/trained": 30})
     log.log(2, {"evaluation/accuracy": 0.123})
     log.close()
     return tmp_path
@@ -142,7 +135,7 @@ def test_the_summary_equals_the_hand_worked_one(run_dir):
         "groups_dropped": {"equal_rewards": 2, "failed_reward": 1},
         "ended_by": "",
         "sources": {},
-        "staleness_mean": pytest.approx(24 / 40),
+        "staleness_mean": pytest.approx((0.2 * 10 + 1.0 * 30) / 40),
         "staleness_max": 1,
         "both_busy_share": pytest.approx(0.2),
         "mixed_version_share": pytest.approx(2 / 3),
@@ -199,7 +192,7 @@ def test_the_final_table_shows_everything_and_keeps_paths_and_command_whole(run_
         "3: 2 equal rewards, 1 failed reward",
     ):
         assert words in text
-    for words in ("trainer", "60% busy", "40% batch", "mean 0.60, max 1", "67%", "20%"):
+    for words in ("trainer", "60% busy", "40% batch", "mean 0.80, max 1", "67%", "20%"):
         assert words in text
     for whole in (*paths.values(), command):
         assert whole in text, "never wrapped or cut"
@@ -235,7 +228,7 @@ def test_the_archive_of_a_storage_executor_is_understood(tmp_path):
     asyncio.run(store())
     summary = summarize(tmp_path)
     assert summary["rollouts_trained"] == 1
-    assert (summary["staleness_mean"], summary["staleness_max"]) == (1.0, 1)
+    assert (summary["staleness_mean"], summary["staleness_max"]) == (None, 1)
     assert summary["mixed_version_share"] == 1.0
     assert summary["groups_dropped"] == {"failed_reward": 1}
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (None, 0.0)
