@@ -15,7 +15,7 @@ PACKAGE = ROOT / "llamarl"
 
 # From the bottom to the top: a room imports only rooms that stand on an earlier line, or itself.
 FLOORS: list[set[str]] = [
-    {"wire_form", "data_row"},
+    {"wire_form", "data_row", "repeated_warnings"},
     {"types", "errors"},
     {"episode", "groups", "batcher"},
     {"protocols"},

@@ -96,7 +96,7 @@ def on_policy_warning(scalars: dict[str, float]) -> str | None:
 
 def empty_step_warning(scalars: dict[str, float], masks_truncated: bool) -> str | None:
     """A warning if no token of the step was trained, so that it changed nothing: why, and what to
-    change."""
+    change; the same words for every step of which the same is true."""
     if scalars["trained_tokens"]:
         return None
     if not scalars["masked_tokens"]:
@@ -105,16 +105,15 @@ def empty_step_warning(scalars: dict[str, float], masks_truncated: bool) -> str 
         " or in rollouts cut at sampling.max_tokens (raise that, or set "
         "algorithm.mask_truncated=false)"
     )
-    drifted = scalars["drifted_tokens"]
-    if drifted == scalars["masked_tokens"]:
+    if scalars["drifted_tokens"] == scalars["masked_tokens"]:
         return (
-            f"a step changed no weight: all {drifted:.0f} tokens that could be trained are of "
-            "rollouts that algorithm.mask_rollouts masks: widen mask_below and mask_above, or "
-            "lower trainer.lr or staleness.max_staleness"
+            "a step changed no weight: all tokens that could be trained are of rollouts that "
+            "algorithm.mask_rollouts masks: widen mask_below and mask_above, or lower trainer.lr "
+            "or staleness.max_staleness"
         )
     return (
-        f"a step changed no weight: all {scalars['masked_tokens']:.0f} tokens that could be "
-        "trained are masked. They are older than staleness.max_staleness allows (raise it, take "
-        "groups sooner with another experience.sampler, or set staleness.late=wait)"
+        "a step changed no weight: all tokens that could be trained are masked. They are older "
+        "than staleness.max_staleness allows (raise it, take groups sooner with another "
+        "experience.sampler, or set staleness.late=wait)"
         f"{truncated if masks_truncated else ''}"
     )

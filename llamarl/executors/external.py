@@ -22,6 +22,7 @@ from llamarl.dataflow.task_stages import as_data
 from llamarl.executors.specs import ExternalSpec
 from llamarl.executors.stage_calls import FailureRate, WorkSpans
 from llamarl.metrics.span import Spans
+from llamarl.repeated_warnings import RepeatedWarnings
 from llamarl.storage.channel import Channel, Packet
 from llamarl.storage.server import Answer, LocalServer
 from llamarl.storage.store import RecordingStore
@@ -90,6 +91,7 @@ class ExternalExecutor:
         self._warning: asyncio.TimerHandle | None = None
         self._work = WorkSpans(spans, stage.name)
         self._failures = FailureRate(stage.max_failure_rate, f"stage {stage.name}", "its ")
+        self._warnings = RepeatedWarnings(log)
 
     async def start(self) -> None:
         """Listen at the socket. OSError if the run's folder cannot hold one."""
@@ -216,11 +218,11 @@ class ExternalExecutor:
     def _check_asked(self, draw: RankAware, batch_index: int) -> None:
         if draw is self._draw and draw.is_missed(batch_index):
             must = "waits for a process of its consumer that has not asked for batch"
-            log.warning("stage %s %s %d", self._stage.name, must, batch_index)
+            self._warnings.warn("stage %s %s %d", self._stage.name, must, batch_index)
 
     def _start_over(self) -> None:
         """What was drawn and is not leased is for those who begin now; the others have to."""
-        log.warning("stage %s: a process of its consumer has ended", self._stage.name)
+        self._warnings.warn("stage %s: a process of its consumer has ended", self._stage.name)
         self._outdated |= self._members
         self._members.clear()
         self._batches.clear()
@@ -234,7 +236,8 @@ class ExternalExecutor:
         """Its time is over: what is in it goes to the next consumer that asks."""
         works = self._leases.pop(number).works
         when = when or f"in {self._stage.timeout_s:g} s"
-        log.warning("stage %s: %d rollouts not finished %s", self._stage.name, len(works), when)
+        words = "stage %s: %d rollouts not finished %s"
+        self._warnings.warn(words, self._stage.name, len(works), when, about=when)
         self._give_back(works)
 
     def _give_back(self, works: list[Work]) -> None:

@@ -35,6 +35,7 @@ from llamarl.metrics.span import Spans
 from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
 from llamarl.models.process_group import join, leave
+from llamarl.repeated_warnings import RepeatedWarnings
 from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Columns
 from llamarl.weights.layout.formats import Format
 from llamarl.weights.layout.shards import cut_rows, shard_boxes
@@ -90,7 +91,7 @@ class PolicyStep:
         self.source.label(self.version)
         self._rows: list[BatchRollout] = []  # of the current step, on all ranks
         self._is_whole = True  # False while an update runs
-        self._was_empty = False  # the last step trained no token
+        self._warnings = RepeatedWarnings(log)
 
     def _sums_of(self, frozen: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, int]]:
         """Of weights beside adapters, for replicas of each kind."""
@@ -211,13 +212,13 @@ class PolicyStep:
             raise RuntimeError(f"the step to version {self.version} broke amid its update")
 
     def _warn(self, scalars: dict[str, float]) -> None:
-        """Once for steps without a trained token that follow each other; rank 0 for all."""
+        """Of a step without a trained token, and of a first one that is off its policy; rank 0 for
+        all."""
         warning = empty_step_warning(scalars, self._spec.algorithm.mask_truncated)
-        was_empty, self._was_empty = self._was_empty, warning is not None
         if self.version == 1:
             warning = warning or on_policy_warning(scalars)
-        if warning and not was_empty and self._rank == 0:
-            log.warning(warning)
+        if warning and self._rank == 0:
+            self._warnings.warn(warning)
 
     def _require_finite(self, norm: float, loss: float) -> None:
         """Asked once for the whole step, with numbers of all ranks: each question waits for the

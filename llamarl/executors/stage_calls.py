@@ -7,6 +7,7 @@ the same, one per call.
 """
 
 import logging
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -14,12 +15,14 @@ from contextlib import contextmanager
 
 from llamarl.errors import UserCodeError
 from llamarl.metrics.span import Spans
+from llamarl.repeated_warnings import RepeatedWarnings
 from llamarl.types import StageResult, StageStatus, TurnResult
 
 log = logging.getLogger(__name__)
 
 WINDOW = 1000  # results over which the failure rate is taken
 MINIMUM = 50  # results before it is judged
+VARYING = re.compile(r"""\d+|'[^']*'|"[^"]*\"""")  # what may differ from row to row
 
 
 class WorkSpans:
@@ -59,13 +62,13 @@ class FailureRate:
     """Ends the run when more than `limit` of the last results failed. `label` is whose calls they
     are, such as "stage judge", and `keys` what precedes the name of a limit, such as "reward.".
 
-    A cause that comes over and over is logged once.
+    Causes that differ in numbers and quoted words only are the same warning.
     """
 
     def __init__(self, limit: float, label: str, keys: str) -> None:
         self._limit, self._label, self._keys = limit, label, keys
         self._statuses: deque[StageStatus] = deque(maxlen=WINDOW)
-        self._logged_cause = ""
+        self._warnings = RepeatedWarnings(log)
 
     def add(self, results: Sequence[StageResult | TurnResult]) -> None:
         """Count these. UserCodeError if more than `limit` of the last 1000 failed (judged after
@@ -73,11 +76,9 @@ class FailureRate:
         self._statuses.extend(result.status for result in results)
         failures = [result for result in results if result.status is not StageStatus.OK]
         for failure in failures:
-            cause = failure.error.splitlines()[-1]
-            if cause != self._logged_cause:
-                where = f"{self._label} of row {failure.row_id}"
-                log.warning("%s: %s: %s", where, failure.status, failure.error)
-                self._logged_cause = cause
+            where, cause = f"{self._label} of row {failure.row_id}", failure.error.splitlines()[-1]
+            about = failure.status, VARYING.sub("", cause)
+            self._warnings.warn("%s: %s: %s", where, failure.status, failure.error, about=about)
         if not failures or len(self._statuses) < MINIMUM:
             return
         counts = Counter(self._statuses)

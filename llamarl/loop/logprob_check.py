@@ -24,6 +24,7 @@ from llamarl.groups import Group
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.rollouts import Rollouts
 from llamarl.protocols import Trainer
+from llamarl.repeated_warnings import RepeatedWarnings
 from llamarl.types import Outcome, Prompt, Purpose, Request, RolloutInfo, Sampling
 
 NUM_TOKENS = 8
@@ -117,7 +118,7 @@ class LogprobCheck:
     tolerances: dict[str, Tolerance] = field(default_factory=lambda: defaultdict(Tolerance))
     """Of |log pi - log mu|, by pool: what is normal in int8 is no float32's."""
     _num_asked: int = 0
-    _warned: set[int] = field(default_factory=set)
+    _warnings: RepeatedWarnings = field(default_factory=lambda: RepeatedWarnings(log))
     _started: set[int] = field(default_factory=set)
     _asked: dict[asyncio.Task[None], Group] = field(default_factory=dict)
 
@@ -187,12 +188,11 @@ class LogprobCheck:
         tolerance = self.tolerances[self.pool_of(row.replica)]
         exceeded = tolerance.find_excess(row.replica, difference)
         if exceeded is None:
-            self._warned.discard(row.replica)
-        elif self.mode == "fail":
-            raise _proof(row, version, difference, exceeded)
-        elif row.replica not in self._warned:
-            self._warned.add(row.replica)  # once, until a row of it agrees again
-            log.warning("%s", _proof(row, version, difference, exceeded))
+            return
+        proof = _proof(row, version, difference, exceeded)
+        if self.mode == "fail":
+            raise proof
+        self._warnings.warn("%s", proof, about=row.replica)
 
 
 def _proof(row: RolloutInfo, version: int, difference: float, tolerance: float) -> RuntimeError:

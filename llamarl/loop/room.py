@@ -8,10 +8,11 @@ most.
 import asyncio
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llamarl.loop.gate import ROOM_PAUSE_S
 from llamarl.protocols import Storage
+from llamarl.repeated_warnings import RepeatedWarnings
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ class Room:
     storage: Storage
     _next_s: float = -math.inf
     _is_full: bool = False
+    _warnings: RepeatedWarnings = field(default_factory=lambda: RepeatedWarnings(log))
 
     async def __call__(self) -> bool:
         now_s = asyncio.get_running_loop().time()
@@ -31,7 +33,7 @@ class Room:
             self._next_s = now_s + ROOM_PAUSE_S
             usage = await self.storage.usage()
             if usage["is_full"] and not self._is_full:
-                log.warning(
+                self._warnings.warn(
                     "storage is full (%.1f GiB in memory, %.1f GiB on disk): no more than the "
                     "next step's rollouts are asked for until that changes",
                     usage["memory_bytes"] / 2**30,

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llamarl.memory_file import read_all, write_all
+from llamarl.repeated_warnings import RepeatedWarnings
 from llamarl.storage.slabs import Slab, Slabs
 from llamarl.storage.table import Table
 
@@ -36,7 +37,8 @@ class Spill:
         self._file: Slab | None = None
         self._lock = asyncio.Lock()
         self._next_s = 0.0  # the disk was full: not before
-        self._has_warned = self._is_closed = False
+        self._is_closed = False
+        self._warnings = RepeatedWarnings(log)
 
     @property
     def is_over(self) -> bool:
@@ -105,14 +107,12 @@ class Spill:
 
     def _refuse(self, error: OSError) -> None:
         self._next_s = time.monotonic() + PAUSE_S
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "%s takes no rollouts (%s): they stay in memory, and no new ones are asked for "
-                "while that is over its limit (experience.max_bytes)",
-                self._folder,
-                error.strerror,
-            )
+        self._warnings.warn(
+            "%s takes no rollouts (%s): they stay in memory, and no new ones are asked for while "
+            "that is over its limit (experience.max_bytes)",
+            self._folder,
+            error.strerror,
+        )
 
 
 def _copy(slab: Slab, file: int, start: int) -> None:

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, Generic, TypeVar
 
+from llamarl.repeated_warnings import RepeatedWarnings
 from llamarl.types import StageStatus
 from llamarl.user_code.calls import Call, Chunk, Failure, UserCode, message
 from llamarl.user_code.process import WorkerError, WorkerProcess
@@ -125,6 +126,7 @@ class _Worker(threading.Thread, Generic[T]):
         self._in_flight: dict[str, Asked[T]] = {}  # by token, in order
         self._again: deque[list[Asked[T]]] = deque()  # each part runs without other calls
         self._silent_since_s = 0.0  # when it answered last, or was asked after a pause
+        self._warnings = RepeatedWarnings(logger)
 
     def run(self) -> None:
         """What the thread does."""
@@ -248,7 +250,7 @@ class _Worker(threading.Thread, Generic[T]):
     def _ready_process(self) -> WorkerProcess:
         """The worker; a new one if it ended, or wrote something without a request."""
         if self.process is not None and not self._in_flight and not self.process.is_quiet():
-            logger.warning(
+            self._warnings.warn(
                 "%s worker %d ended, or wrote unasked, between two calls: replaced",
                 self._code.label,
                 self.process.pid,

@@ -278,6 +278,16 @@ def test_a_step_that_trains_no_token_changes_nothing_and_warns_once_why(
     assert not often[1]["warnings"]
 
 
+def test_steps_that_train_no_token_by_turns_with_others_are_one_warning(ranks, checkpoint):
+    cells, rows = make_rollouts(5)
+    empty = tuple(dataclasses.replace(row, advantage=0.0) for row in rows)
+    steps = [
+        [make_batch((rows, empty)[version % 2], 1, 40, version=version)] for version in range(6)
+    ]
+    (seen,) = ranks(1).run(train, job(checkpoint, cells, steps))
+    assert sum("changed no weight" in text for text in seen["warnings"]) == 1
+
+
 def test_a_batch_for_another_version_is_refused(ranks, checkpoint):
     cells, rows = make_rollouts(3)
     with pytest.raises(RuntimeError, match="batch for version 1 came at 0"):

@@ -120,7 +120,7 @@ def test_a_step_that_is_masked_as_a_whole_says_by_which_option():
     config = AIPOConfig(mask_rollouts="k3", mask_above=0.01)
     warning = empty_step_warning(scalars_of(config), masks_truncated=False)
     assert warning is not None
-    assert "all 3 tokens" in warning
+    assert "all tokens that could be trained are of rollouts that" in warning
     assert "algorithm.mask_rollouts" in warning
 
 

@@ -100,7 +100,7 @@ def test_what_is_not_complete_stays_in_memory(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_full_disk_costs_no_row_and_is_said_once(
+def test_a_full_disk_costs_no_row_and_is_said_at_growing_intervals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(spill_module, "PAUSE_S", 0.0)
@@ -118,8 +118,9 @@ def test_a_full_disk_costs_no_row_and_is_said_once(
                 assert disk_bytes() == usage["spilled_bytes"]  # no half of a slab is left
                 for row_id in range(40):
                     assert_same(await store.read([row_id], NAMES), rows([row_id], 60_000))
-            (record,) = caplog.records
-            assert f"{folder} takes no rollouts (File too large)" in record.message
+            first, tenth = caplog.messages
+            assert first.startswith(f"{folder} takes no rollouts (File too large)")
+            assert tenth == f"{first} (10 times so far)"
             await store.write([99], rows([99], 60_000))  # and the disk has room again
             usage = await unit.usage()
             assert (usage["is_full"], usage["num_rows"]) == (0, 41)
