@@ -20,90 +20,29 @@ Every section runs in a process of its own; one that fails says why, and the oth
 
 from __future__ import annotations
 
-import multiprocessing
-import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable
-from importlib import import_module
-from multiprocessing.connection import Connection
-from pathlib import Path
-
+import sections
 from harness import Bench
+from sections import Section
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+LIMIT_S = 150
 SECTIONS = {
-    "generation": "gpu_bench.generation:measure",
-    "training": "gpu_bench.training:measure",
-    "memory": "gpu_bench.generation:memory",
-    "publish": "gpu_bench.publishing:measure",
-    "offload": "gpu_bench.publishing:offload",
-    "loop": "gpu_bench.loop:measure",
+    "generation": Section(measure="gpu_bench.generation:measure", limit_s=LIMIT_S),
+    "training": Section(measure="gpu_bench.training:measure", limit_s=LIMIT_S),
+    # A CPU's allocator keeps no peak.
+    "memory": Section(measure="gpu_bench.generation:memory", limit_s=LIMIT_S, needs_gpu=True),
+    "publish": Section(measure="gpu_bench.publishing:measure", limit_s=LIMIT_S),
+    "offload": Section(measure="gpu_bench.publishing:offload", limit_s=LIMIT_S),
+    "loop": Section(measure="gpu_bench.loop:measure", limit_s=LIMIT_S),
 }
-LIMIT_S = 150  # of one section
 
 
 def main() -> None:
     bench = Bench(__doc__)
-    bench.option("--device", choices=("cuda", "cpu"), default="cuda")
+    sections.add_options(bench, SECTIONS)
     bench.option("--tiny", action="store_true", help="sizes that a CPU takes seconds for")
-    bench.option("--only", nargs="+", choices=SECTIONS, help="sections to run")
     arguments = bench.parse()
-    import torch  # noqa: F401 - so that the machine's description names the GPU
-
-    errors = []
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        for name in arguments.only or SECTIONS:
-            if (name, arguments.device) == ("memory", "cpu"):
-                continue  # a CPU's allocator keeps no peak
-            start_s = time.monotonic()
-            figures, error = run(name, arguments.device, arguments.tiny, folder)
-            took_s = time.monotonic() - start_s
-            bench.add_all({**figures, "error": error, "section_s": took_s}, name)
-            errors.append(error)
-            bench.write()  # what is measured stays, should a later section end this process
-    if all(errors):
-        sys.exit(1)
-
-
-def run(name: str, device: str, is_tiny: bool, folder: str) -> tuple[dict[str, float], str]:
-    """(figures, error) of one section; no error: ""."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_work, args=(there, name, device, is_tiny, folder))
-    process.start()
-    there.close()
-    figures: dict[str, float] = {}
-    try:
-        if here.poll(LIMIT_S):
-            figures, error = here.recv()
-        else:
-            error = f"took longer than {LIMIT_S} s"
-    except EOFError:
-        process.join()
-        error = f"the process ended with code {process.exitcode}"
-    process.kill()
-    process.join()
-    return figures, error
-
-
-def _work(pipe: Connection, name: str, device: str, is_tiny: bool, folder: str) -> None:
-    import torch
-    from gpu_bench.setting import full, tiny
-
-    if device == "cpu":
-        torch.set_num_threads(1)
-    module, _, function = SECTIONS[name].partition(":")
-    place = Path(folder, name)
-    place.mkdir()
-    try:
-        measure: Callable[..., dict[str, float]] = getattr(import_module(module), function)
-        pipe.send((measure((tiny if is_tiny else full)(device, str(place))), ""))
-    except Exception as error:  # noqa: BLE001 - said in the result; the other sections go on
-        traceback.print_exc()
-        pipe.send(({}, f"{type(error).__name__}: {error}"))
+    names = arguments.only or list(SECTIONS)
+    sections.run(bench, SECTIONS, names, device=arguments.device, is_tiny=arguments.tiny)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ def check_pools(found: Found) -> None:
 
 
 def check_gpu(found: Found) -> None:
+    assert found.pop("") == {"left_out": "memory"}
     errors = {name: figures.pop("error") for name, figures in found.items()}
     assert errors == dict.fromkeys(("generation", "training", "publish", "offload", "loop"), "")
     for name, figures in found.items():
@@ -166,8 +167,16 @@ SMALL: dict[str, tuple[list[str], Callable[[Found], None]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
+LONG = {"bench_gpu"}  # the only tool for machines that are rarely at hand
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.slow)
+        for name in SMALL
+    ],
+)
 def test_a_small_run_of_a_benchmark_finds_what_it_must(name: str, tmp_path: Path) -> None:
     arguments, check = SMALL[name]
     command = [sys.executable, str(TOOLS / f"{name}.py"), *arguments, "--json=figures.json"]
@@ -175,6 +184,67 @@ def test_a_small_run_of_a_benchmark_finds_what_it_must(name: str, tmp_path: Path
     assert done.returncode == 0, done.stderr
     check_shape(tmp_path / "figures.json", name)
     check(read(tmp_path / "figures.json"))
+
+
+SECTIONS = """
+import os, pathlib, time
+from sections import Facts
+
+def whole(setting):
+    yield Facts({"bytes": 1, "is_cuda": setting.is_cuda})
+    yield Facts({"bytes": 2}, "second half")
+
+def ends(setting):
+    yield Facts({"written": pathlib.Path("figures.json").read_text().count("bytes")})
+    os._exit(3)
+
+def raises(setting):
+    yield Facts({"bytes": 3})
+    raise ValueError("one line\\nand another")
+
+def hangs(setting):
+    time.sleep(10_000)
+"""
+PROGRAM = """
+import sys
+sys.path[:0] = [TOOLS, "."]
+import sections
+from harness import Bench
+from sections import Section
+NAMES = ["whole", "ends", "card", "raises", "hangs"]
+LIMITS = {"hangs": 1e-3}
+if __name__ == "__main__":
+    bench = Bench("What these are for.")
+    bench.parse()
+    made = {
+        name: Section(
+            measure=f"parts:{name}", limit_s=LIMITS.get(name, 600), needs_gpu=name == "card"
+        )
+        for name in NAMES
+    }
+    sections.run(bench, made, NAMES, device="cpu", is_tiny=True)
+"""
+
+
+@pytest.mark.long
+def test_what_a_section_found_stays_however_it_or_a_later_one_ends(tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text(SECTIONS)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.replace("TOOLS", repr(str(TOOLS))))
+    command = [sys.executable, str(program), "--json=figures.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr
+    found = read(tmp_path / "figures.json")
+    assert found.pop("") == {"left_out": "card"}
+    assert found.pop("whole, second half") == {"bytes": 2}
+    for figures in found.values():
+        assert figures.pop("section_s") >= 0
+    assert found == {
+        "whole": {"bytes": 1, "is_cuda": False, "error": ""},
+        "ends": {"written": 2, "error": "the process ended with code 3"},
+        "raises": {"bytes": 3, "error": "ValueError: one line"},
+        "hangs": {"error": "took longer than 0.01 s"},
+    }
 
 
 def test_in_every_second_round_the_ways_go_backwards() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import torch
+from sections import Facts
 
 from gpu_bench.setting import (
     Setting,
@@ -22,31 +24,29 @@ from llamarl.types import Request, Sampling
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 
 
-def measure(setting: Setting) -> dict[str, float]:
+def measure(setting: Setting) -> Iterator[Facts]:
     """Per batch size: tokens per second, and the share of what memory bandwidth allows.
 
     The bound reads, for each token of the batch, all weights once and the keys and values of every
     rollout at its mean length.
     """
     checkpoint = make_checkpoint(setting, setting.model, has_weights=False)
-    figures = {}
     for batch in setting.batches:
         is_eager = not setting.is_cuda
-        figures |= _measure_batch(setting, checkpoint, batch, enforce_eager=is_eager)
+        yield Facts(_measure_batch(setting, checkpoint, batch, enforce_eager=is_eager))
     if setting.is_cuda:
         batch = setting.batches[-2]
         eager = _measure_batch(setting, checkpoint, batch, enforce_eager=True)
-        figures[f"tokens_per_s_{batch}_without_graphs"] = eager[f"tokens_per_s_{batch}"]
-    return figures
+        yield Facts({f"tokens_per_s_{batch}_without_graphs": eager[f"tokens_per_s_{batch}"]})
 
 
-def memory(setting: Setting) -> dict[str, float]:
+def memory(setting: Setting) -> Iterator[Facts]:
     """Peak memory of a full batch with live and staging weights, against the forecast."""
     checkpoint = make_checkpoint(setting, setting.model, has_weights=False)
     _measure_batch(setting, checkpoint, max(setting.batches), enforce_eager=False)
     peak_bytes = torch.cuda.max_memory_allocated()
     config = make_config(setting, checkpoint)
-    return against_forecast(config, checkpoint, "generator", peak_bytes)
+    yield Facts(against_forecast(config, checkpoint, "generator", peak_bytes))
 
 
 def against_forecast(config: object, checkpoint: str, executor: str, peak_bytes: int) -> dict:

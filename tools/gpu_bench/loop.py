@@ -7,34 +7,33 @@ import itertools
 import json
 import multiprocessing
 import os
-import random
 import statistics
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
+from sections import Facts
 
-from gpu_bench.setting import QUICKSTART, Setting, make_checkpoint, make_config
+from gpu_bench.setting import QUICKSTART, Setting, make_checkpoint, make_config, make_lengths
 from llamarl.jobs import train
 
 
-def measure(setting: Setting) -> dict[str, float]:
+def measure(setting: Setting) -> Iterator[Facts]:
     """Seconds of a step with staleness 0 and 1. One process and one GPU, so generator and trainer
     overlap only where neither fills it. Each run has a process of its own: torch 2.11 crashes where
     a second trainer is set up in one."""
     checkpoint = make_checkpoint(setting, setting.loop_model, has_weights=True)
-    lengths = Path(setting.folder, "lengths.json")
-    drawn = random.Random(0)
-    longest = setting.loop_tokens
-    spread = [min(longest, int(drawn.lognormvariate(0, 0.8) * longest / 3) + 1) for _ in range(512)]
-    lengths.write_text(json.dumps(spread))
+    lengths = make_lengths(setting)
     figures = {}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:
         for name, staleness in (("sync", 0), ("async", 1)):
-            run = processes.submit(_run, setting, checkpoint, str(lengths), name, staleness)
-            figures |= {f"{name}_{key}": value for key, value in run.result().items()}
-    return figures | {"async_over_sync": figures["sync_step_s"] / figures["async_step_s"]}
+            run = processes.submit(_run, setting, checkpoint, lengths, name, staleness)
+            found = {f"{name}_{key}": value for key, value in run.result().items()}
+            yield Facts(found)
+            figures |= found
+    yield Facts({"async_over_sync": figures["sync_step_s"] / figures["async_step_s"]})
 
 
 def _run(

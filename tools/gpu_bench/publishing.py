@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from sections import Facts
 from torch import Tensor
 
 from gpu_bench.setting import Setting, best_s, make_checkpoint, synchronize
@@ -29,7 +31,7 @@ NUM_VERSIONS = 4  # the first opens the memory and is not measured
 LIMIT_S = 120
 
 
-def measure(setting: Setting) -> dict[str, float]:
+def measure(setting: Setting) -> Iterator[Facts]:
     """Seconds and GB/s of versions on their way from float32 masters in one process into the
     staging of another, against a copy within the device."""
     checkpoint = make_checkpoint(setting, setting.model, has_weights=False)
@@ -63,26 +65,28 @@ def measure(setting: Setting) -> dict[str, float]:
     cast_s = best_s(setting, lambda: target.copy_(source))
     other = torch.empty_like(target)
     copy_s = best_s(setting, lambda: other.copy_(target))
-    return {
-        "copied_bytes": copied_bytes,
-        "write_s": write_s,
-        "fingerprint_s": fingerprint_s,
-        "commit_s": commit_s,
-        "publish_s": write_s + fingerprint_s + commit_s,
-        "write_gb_per_s": copied_bytes / write_s / 1e9,
-        "device_cast_gb_per_s": copied_bytes / cast_s / 1e9,
-        "device_copy_gb_per_s": copied_bytes / copy_s / 1e9,
-        "share_of_device_cast": cast_s / write_s,
-    }
+    yield Facts(
+        {
+            "copied_bytes": copied_bytes,
+            "write_s": write_s,
+            "fingerprint_s": fingerprint_s,
+            "commit_s": commit_s,
+            "publish_s": write_s + fingerprint_s + commit_s,
+            "write_gb_per_s": copied_bytes / write_s / 1e9,
+            "device_cast_gb_per_s": copied_bytes / cast_s / 1e9,
+            "device_copy_gb_per_s": copied_bytes / copy_s / 1e9,
+            "share_of_device_cast": cast_s / write_s,
+        }
+    )
 
 
-def offload(setting: Setting) -> dict[str, float]:
+def offload(setting: Setting) -> Iterator[Facts]:
     """Seconds to offload and to onload, and the GB/s."""
     kind = "pinned" if setting.is_cuda else "file"
     mover = MemoryMover(kind, setting.folder, "bench")
     memory = torch.empty(setting.offload_bytes, dtype=torch.uint8, device=setting.device)
     memory.random_(0, 256)
-    figures: dict[str, float] = {"moved_bytes": memory.numel()}
+    yield Facts({"moved_bytes": memory.numel()})
     for turn in ("first", "later"):  # the first one gets pinned memory from the system
         for name, move in (
             ("offload", lambda: mover.offload("state", [memory])),
@@ -93,10 +97,9 @@ def offload(setting: Setting) -> dict[str, float]:
             move()
             synchronize(setting)
             seconds = time.perf_counter() - start_s
-            figures[f"{turn}_{name}_s"] = seconds
-            figures[f"{turn}_{name}_gb_per_s"] = memory.numel() / seconds / 1e9
+            rate = memory.numel() / seconds / 1e9
+            yield Facts({f"{turn}_{name}_s": seconds, f"{turn}_{name}_gb_per_s": rate})
     mover.close()
-    return figures
 
 
 def _publish(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -142,15 +143,27 @@ def make_checkpoint(setting: Setting, model: dict[str, int], *, has_weights: boo
     if has_weights and not (folder / "model.safetensors").exists():
         from safetensors.torch import save_file
 
-        random = torch.Generator().manual_seed(0)
+        random = torch.Generator(setting.device).manual_seed(0)
         tensors = {
             name: torch.ones(shape, dtype=torch.bfloat16)
             if len(shape) == 1
-            else torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=random)
+            else torch.empty(shape, dtype=torch.bfloat16, device=setting.device)
+            .normal_(0, 0.02, generator=random)
+            .cpu()
             for name, shape in parameter_shapes(read_architecture(folder)).items()
         }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
+
+
+def make_lengths(setting: Setting) -> str:
+    """A file of lengths for rollouts, up to `loop_tokens` and mostly far below."""
+    path, drawn, longest = Path(setting.folder, "lengths.json"), Random(0), setting.loop_tokens
+    lengths = [
+        min(longest, int(drawn.lognormvariate(0, 0.8) * longest / 3) + 1) for _ in range(512)
+    ]
+    path.write_text(json.dumps(lengths))
+    return str(path)
 
 
 def make_config(setting: Setting, checkpoint: str, **sections: dict[str, Any]) -> Config:

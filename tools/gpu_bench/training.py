@@ -6,10 +6,12 @@ import asyncio
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+from sections import Facts
 
 from gpu_bench.generation import against_forecast
 from gpu_bench.setting import (
@@ -59,7 +61,7 @@ class MemoryStorage:
         """Nothing reads it."""
 
 
-def measure(setting: Setting) -> dict[str, float]:
+def measure(setting: Setting) -> Iterator[Facts]:
     """Tokens per second, the share of the peak FLOPs, and on CUDA the peak memory."""
     checkpoint = make_checkpoint(setting, setting.model, has_weights=True)
     config = make_config(setting, checkpoint, trainer={"lr": 1e-6, "reshard_after": "backward"})
@@ -67,14 +69,14 @@ def measure(setting: Setting) -> dict[str, float]:
     steps_s = asyncio.run(_train(setting, config, checkpoint, architecture.vocab_size))
     num_tokens = setting.train_rows * setting.train_tokens
     tokens_per_s = num_tokens / statistics.median(steps_s)
-    figures = {"tokens_per_s": tokens_per_s, "step_s": statistics.median(steps_s)}
+    yield Facts({"tokens_per_s": tokens_per_s, "step_s": statistics.median(steps_s)})
     if not setting.is_cuda:
-        return figures
+        return
     _, gpu = gpu_kind(setting)
     flops = flops_per_token(architecture, setting.train_tokens)
-    figures["mfu"] = tokens_per_s * flops / gpu.flops[config.trainer.compute_dtype]
+    yield Facts({"mfu": tokens_per_s * flops / gpu.flops[config.trainer.compute_dtype]})
     peak_bytes = torch.cuda.max_memory_allocated()
-    return figures | against_forecast(config, checkpoint, "trainer", peak_bytes)
+    yield Facts(against_forecast(config, checkpoint, "trainer", peak_bytes))
 
 
 def flops_per_token(architecture: Architecture, num_tokens: int) -> float:
