@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from llamarl.recipe import hub_files
 from tests.hub_server import Hub
-from tests.unit.hub_client import MODEL
-from tests.unit.test_hub import error_of, hub, recipe  # noqa: F401
+from tests.unit.hub_client import MODEL, client_of_hub
+from tests.unit.test_hub import error_of, recipe
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with client_of_hub(tmp_path) as hub:
+        yield hub
 
 
 @pytest.mark.parametrize(
