@@ -39,6 +39,9 @@ CALL: ContextVar["RunningCall | None"] = ContextVar("CALL", default=None)
 """The call that code runs for, also in tasks that it has made."""
 
 
+MUST = "a coroutine must wait by await, or be a plain function, which gets a thread of its own"
+
+
 class Blocked(BaseException):
     """The code that gets this has held up its process for too long."""
 
@@ -137,7 +140,7 @@ class Watchdog:
             return
         call.stack = call.stack or _shown(frame)
         call.task.get_loop().call_soon_threadsafe(call.task.cancel)
-        raise Blocked
+        raise Blocked(MUST)
 
 
 def is_own_frame(line: str) -> bool:

@@ -112,12 +112,13 @@ def _serve() -> None:
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
     """Run it to its end. SystemExit and KeyboardInterrupt of a task or callback that user code has
-    made leave the event loop: they are what became of that task, and the loop goes on."""
+    made leave the event loop, as does a `stop` of it, which is a RuntimeError: they are what became
+    of that task, and the loop goes on."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     serving = loop.create_task(main)
-    while not serving.done():
-        with suppress(SystemExit, KeyboardInterrupt):
+    while not (serving.done() or loop.is_closed()):
+        with suppress(SystemExit, KeyboardInterrupt, RuntimeError):
             loop.run_until_complete(serving)
     serving.result()
 

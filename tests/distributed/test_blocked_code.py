@@ -139,7 +139,24 @@ class Agent(AgentEnvironment):
 
 environment = Agent
 """
+SYNCHRONOUS = AGENT.replace("    def play", "    async def play")  # waits for its own event loop
 NUM_HUNG = 33
+
+
+def test_a_program_that_asks_without_await_in_a_coroutine_fails_its_own_episode(
+    tmp_path: Path,
+) -> None:
+    async def work(setting: Setting) -> None:
+        found = await asyncio.gather(setting.begin(1), setting.begin(2, hangs=True))
+        for each in found:
+            assert each.status is not StageStatus.OK
+            assert "in play" in each.error
+        (pid,) = setting.executor._pools[0].pids
+        assert (await setting.begin(3)).status is not StageStatus.OK
+        assert setting.executor._pools[0].pids == [pid], "its process goes on"
+
+    with running(tmp_path, task=SYNCHRONOUS, timeout_s=0.5) as run:
+        run(work)
 
 
 def test_programs_of_agents_that_never_end_are_counted_and_their_process_is_replaced(

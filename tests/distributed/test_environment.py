@@ -243,6 +243,7 @@ class Env:
         async def leaving():
             raise KeyboardInterrupt
         asyncio.ensure_future(leaving())
+        asyncio.get_running_loop().stop()
         return "soon"
 
     def leave(self) -> str:
