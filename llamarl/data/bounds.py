@@ -14,8 +14,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from jinja2 import Environment
+
 TIME_S = 10.0
-MEMORY_BYTES = 4 * 1024**3  # beyond what the process has
+MEMORY_BYTES = 1024**3  # beyond what the process has
+MOST_CHARS = 2**24  # of a rendered conversation: tokens of more would take minutes
 MOST_GROWTH = 10_000  # of a text, by rules of a tokenizer; by those of real ones about 2
 STATISTICS = Path("/proc/self/statm")
 
@@ -25,11 +28,12 @@ def bounded() -> Iterator[None]:
     """TimeoutError if the block takes over TIME_S (in the main thread, which alone can be
     interrupted), MemoryError if it needs over MEMORY_BYTES (on Linux)."""
     is_main = threading.current_thread() is threading.main_thread()
-    _, most = limits = resource.getrlimit(resource.RLIMIT_AS)
-    if STATISTICS.exists() and most == resource.RLIM_INFINITY:
+    now, most = limits = resource.getrlimit(resource.RLIMIT_AS)
+    if STATISTICS.exists():
         num_pages = int(STATISTICS.read_text().split()[0])
-        own_bytes = num_pages * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (own_bytes + MEMORY_BYTES, most))
+        wanted = num_pages * resource.getpagesize() + MEMORY_BYTES
+        less = wanted if now == resource.RLIM_INFINITY else min(wanted, now)
+        resource.setrlimit(resource.RLIMIT_AS, (less, most))
     before = signal.signal(signal.SIGALRM, _raise) if is_main else None
     try:
         if is_main:
@@ -40,6 +44,17 @@ def bounded() -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
         resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def has_powers(template: str) -> bool:
+    """Whether a chat template raises numbers to powers. No template needs that, and one such step
+    may take for ever, which no signal ends. `**` before keywords of a call is none."""
+    before = ""
+    for _, kind, text in Environment().lex(template) if "**" in template else ():
+        if kind == "operator" and text == "**" and before not in ("(", ","):
+            return True
+        before = before if kind == "whitespace" else text
+    return False
 
 
 def growth(rules: Any) -> float:

@@ -20,7 +20,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from llamarl.config.check import require
-from llamarl.data.bounds import MOST_GROWTH, bounded, growth
+from llamarl.data.bounds import MOST_CHARS, MOST_GROWTH, bounded, growth, has_powers
 from llamarl.data.template_day import on_day
 from llamarl.data.text_ids import TextIds
 from llamarl.json_file import read_object, whole_letters
@@ -177,6 +177,8 @@ class Tokenizer:
         """
         conversation = [self._marked(message) for message in messages]
         try:
+            if has_powers(self.chat_template):
+                raise TemplateError("it raises numbers to powers")
             with bounded():
                 text = self._backend.apply_chat_template(
                     conversation,
@@ -192,6 +194,8 @@ class Tokenizer:
             must = f"suit the chat template of {self.folder}"
             raise ValueError(f"the messages must {must}, got: {kind}{reason}") from None
         assert isinstance(text, str)
+        must = f"be rendered by {self.folder} as {MOST_CHARS:,} characters at most"
+        require(len(text) <= MOST_CHARS, "the messages", must, f"{len(text):,}")
         return text
 
     def end_of_answer(self) -> str | None:

@@ -110,13 +110,18 @@ def test_threads_may_load_the_first_tokenizer_of_a_process_at_once(tmp_path):
     [
         ("{{ 'a' + messages[0]['count'] }}", "TypeError: can only concat"),
         ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
-        ("{% for i in range(10**9) %}a{% endfor %}", "OverflowError: Range too big"),
+        ("{% for i in range(1000000000) %}a{% endfor %}", "OverflowError: Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         (
-            "{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}",
+            "{% for i in range(59049) %}{% for j in range(59049) %}{% endfor %}{% endfor %}",
             "TimeoutError: it took over 0.3 s",
         ),
-        ("{{ 'a' * 10**11 }}", "MemoryError"),
+        ("{{ 'a' * 100000000000 }}", "MemoryError"),
+        ("{{ 'a' * 10000000000 }}", "MemoryError"),
+        ("{{ 'a'.ljust(10000000000) }}", "MemoryError"),
+        ("{{ 'a' * 10**11 }}", "it raises numbers to powers"),
+        ("{{ 7 ** (7 ** 9) > 1 }}", "it raises numbers to powers"),
+        ("{% set x = 7 %}{{ (x)**x**x }}", "it raises numbers to powers"),
     ],
 )
 def test_a_template_that_fails_or_takes_too_much_is_one_line_with_its_place(
@@ -135,6 +140,33 @@ def test_a_template_that_fails_or_takes_too_much_is_one_line_with_its_place(
     assert "\n" not in said
     assert len(said) < 1000
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
+@pytest.mark.parametrize("template", ["{{ 'a' * 100000000 }}", "{{ 'a' * 10000000000 }}"])
+def test_a_template_of_millions_of_letters_is_one_line_whatever_limit_the_process_has(
+    tmp_path, template
+):
+    folder = write_tokenizer(tmp_path, chat=True)
+    code = (
+        "import resource, sys\n"
+        "from llamarl.data.tokenizer import load_tokenizer\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))\n"
+        "tokenizer = load_tokenizer(sys.argv[1])\n"
+        "tokenizer._backend.chat_template = sys.argv[2]\n"
+        "try: tokenizer.render_chat([{'role': 'user', 'content': 'a'}])\n"
+        "except ValueError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder), template], capture_output=True, text=True
+    )
+    assert done.stdout.startswith("the messages must "), done.stderr
+    assert done.stdout.count("\n") == 1
+
+
+def test_keywords_of_a_macro_are_no_powers() -> None:
+    template = "{% macro f() %}{{ kwargs }}{% endmacro %}{{ f(**{'a': 1}) }}{{ '2 ** 3' }} 2 ** 3"
+    assert not bounds.has_powers(template)
+    assert bounds.has_powers("{{ f(1 ** 2) }}")
 
 
 def test_a_prompt_of_millions_of_characters_is_refused_before_it_becomes_tokens(tmp_path):
