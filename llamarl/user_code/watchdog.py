@@ -78,7 +78,8 @@ class Watchdog:
 
     def call(self, token: str, work: Coroutine[Any, Any, Any]) -> RunningCall:
         """Run the work of this call in a task."""
-        call = RunningCall(token, _step.__code__.replace(co_name=f"{NAME}{token}"))
+        name = f"{NAME}{token}"
+        call = RunningCall(token, _step.__code__.replace(co_name=name, co_qualname=name))
         before = CALL.set(call)
         try:
             call.task = asyncio.create_task(work)
