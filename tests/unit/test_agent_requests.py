@@ -129,7 +129,7 @@ environment = Opens
 @pytest.mark.parametrize("what", ["messages", "empty", "role", "parts", "tools", "good"])
 def test_an_opening_that_no_template_can_show_fails_its_episode(what: str) -> None:
     async def main() -> None:
-        serve = load({"task_source": OPENING, "tools": ["task"], "limits": {}})
+        serve = load({"task_source": {"task.py": OPENING}, "tools": ["task"], "limits": {}})
         found = await serve(prompt(what=what, function="f"), "begin", [1, []])
         if what == "good":
             assert found == {"messages": [{"role": "user", "content": "q"}], "schemas": []}

@@ -101,7 +101,7 @@ def test_whatever_a_tool_raises_is_told_to_the_model(kind: str) -> None:
 def test_whatever_an_environment_raises_fails_its_episode(at: str, kind: str) -> None:
     async def main() -> None:
         source = RAISING + "environment = Steps"
-        serve = load({"task_source": source, "tools": ["task"], "limits": {}})
+        serve = load({"task_source": {"task.py": source}, "tools": ["task"], "limits": {}})
         found = await serve(prompt(at=at, kind=kind), "begin", [1, []])
         if "error" not in found:
             found = await serve(None, "take_turn", [1, "x", []])
