@@ -22,6 +22,7 @@ from rich.console import Console
 
 from llamarl.checkpoints import checkpoint, positions
 from llamarl.checkpoints.tokenizer_files import keep_tokenizer
+from llamarl.cluster.os_process import HIDDEN, hidden_files
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.dataflow.graph import EXECUTORS, GENERATE, SCORE, TRAIN
@@ -177,13 +178,14 @@ async def _evaluate(wiring: Wiring) -> Evaluation:
 
 @contextlib.contextmanager
 def claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
-    """Keep every other run out of the run folder; ValueError if one works or has worked there.
+    """Keep every other run out of the run folder; ValueError if one works or has worked there. What
+    the run writes meanwhile is hidden from other users.
 
     The run's processes on this machine inherit the claim, and a run that resumes waits up to
     `CLAIM_S` for it. So after a kill it starts only once the killed run's processes have ended.
     """
     path = Path(run_dir, ".lock")
-    with path.open("w") as lock:
+    with hidden_files(), path.open("w") as lock:
         os.set_inheritable(lock.fileno(), True)
         limit_s = time.monotonic() + (0 if is_new else CLAIM_S)
         while not _is_locked(lock):
@@ -194,6 +196,8 @@ def claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
         if is_new and checkpoint.holds_run(run_dir):
             must = "be a new folder, or checkpoint.resume=auto to resume the run in it"
             raise ValueError(f"run_dir must {must}, got {run_dir}")
+        if is_new and list(path.parent.iterdir()) == [path]:
+            path.parent.chmod(path.parent.stat().st_mode & ~HIDDEN)
         try:
             yield
         finally:

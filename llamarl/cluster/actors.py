@@ -33,7 +33,7 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 from llamarl.cluster.call_result import CallResult, attempt, failure, merged, narrowed
 from llamarl.cluster.executor import LOSS_GRACE_S, Call, Factory, process_name, resolve
 from llamarl.cluster.hosts import DIMENSION
-from llamarl.cluster.os_process import redirect_output
+from llamarl.cluster.os_process import hide_files, redirect_output
 from llamarl.errors import ExecutorLost, RemoteError, mark_seen
 from llamarl.metrics.span import Spans
 
@@ -74,6 +74,7 @@ class ExecutorActor(Actor):
         self._actors, self._name, num_ranks = actors, name, actors.num_ranks
         self._where = process_name(name, rank, num_ranks)
         try:
+            hide_files()
             redirect_output(logs_folder, self._where)
             self._spans = make_spans(self._where)
             sys.setswitchinterval(SWITCH_S)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MARK = "LLAMARL_EXECUTOR"  # environment variable: <cluster id>/<executor name>
 KILL_LIMIT_S = 5.0  # a killed process that is still there after this is stuck in the kernel
+HIDDEN = 0o027  # of the modes of files: writing by the group, and all by others
 USER_CODE = "llamarl.user_code"  # logs what rewards and stages print
 POLL_S = 1.0  # between checks whether a process is there
 LOG_TAIL_LINES = 12
@@ -69,6 +70,24 @@ def quiet_stderr() -> Iterator[None]:
         os.dup2(console, 2)
         os.close(console)
         os.close(null)
+
+
+def hide_files() -> int:
+    """Let files that this process makes be written by the user and read by the group at most,
+    whatever mask the user has chosen: that one is returned."""
+    before = os.umask(HIDDEN)
+    os.umask(before | HIDDEN)
+    return before
+
+
+@contextmanager
+def hidden_files() -> Iterator[None]:
+    """The same in the block alone, and in processes that it starts."""
+    before = hide_files()
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def log_path(folder: str, process: str) -> Path:

@@ -101,6 +101,12 @@ def test_a_run_leaves_everything_it_promises(finished: Path, interrupted: Ended)
     assert [path.name for path in finished.glob(".*")] == [".lock"], "where ranks met is gone"
 
 
+def test_other_users_can_read_no_file_of_a_run(finished: Path) -> None:
+    modes = {path: path.lstat().st_mode for path in [finished, *finished.rglob("*")]}
+    assert len(modes) > 30
+    assert {path: oct(mode) for path, mode in modes.items() if mode & 0o027} == {}
+
+
 def test_every_rollout_has_exactly_one_outcome(finished: Path) -> None:
     lines = [
         json.loads(line)
