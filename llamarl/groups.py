@@ -20,7 +20,8 @@ class Group:
     from one group to the next. No rollout may start on a version below `min_version`. `advantages`
     has one entry per row once the group is settled. `numbers` holds what the recipe's own stages
     found for a row, by column, and `episodes` the numbers of its episode; a row in `dropped` is not
-    trained on, for the reason there, and leaves `row_ids` when the group is settled.
+    trained on, for the reason there, and leaves `row_ids` when the group is settled; `errors` has
+    what the stage said that dropped it.
     """
 
     group_id: int
@@ -33,6 +34,7 @@ class Group:
     numbers: dict[int, dict[str, float]] = field(default_factory=dict)
     episodes: dict[int, dict[str, float]] = field(default_factory=dict)
     dropped: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
     advantages: tuple[float, ...] = ()
 
 

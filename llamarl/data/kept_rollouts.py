@@ -58,7 +58,7 @@ def make_record(
         "fields": json.dumps(prompt.fields, ensure_ascii=False, default=str),
         "rewards": {name: parts.get(name) for name in (*functions, *parts)},
         "correct": None if score is None or score.status is not StageStatus.OK else score.correct,
-        "error": "" if score is None else score.error,
+        "error": group.errors.get(row_id) or ("" if score is None else score.error),
         "advantage": places.get(row_id),
         "numbers": json.dumps(group.numbers.get(row_id, {}) | group.episodes.get(row_id, {})),
         "reason": outcome.get("reason"),

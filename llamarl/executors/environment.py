@@ -296,5 +296,5 @@ def _result(episode: PlayedEpisode, state: EpisodeState, **found: Any) -> TurnRe
 def _failed(episode: PlayedEpisode, failure: Failure) -> TurnResult:
     """One that is lost begins again, any other one has ended."""
     if failure.is_lost:
-        return _result(episode, EpisodeState.LOST)
+        return _result(episode, EpisodeState.LOST, error=failure.error)
     return _result(episode, EpisodeState.DONE, status=failure.status, error=failure.error)

@@ -123,7 +123,9 @@ class Environments:
 
 def lost(turn: TurnItem) -> TurnResult:
     """The answer to a turn of an episode that is lost."""
-    return TurnResult(row_id=turn.row_id, attempt=turn.attempt, state=EpisodeState.LOST)
+    error = "the process of its environment was lost"
+    state = EpisodeState.LOST
+    return TurnResult(row_id=turn.row_id, attempt=turn.attempt, state=state, error=error)
 
 
 def turn_header(turn: TurnItem) -> dict[str, Any]:

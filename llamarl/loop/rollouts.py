@@ -240,7 +240,9 @@ class Rollouts:
             num_lost += 1
             await self._storage.retire([request.row_id], {"outcome": "lost", "environment": 1})
             if num_lost > self._max_restarts:
-                episode = replace(episode, status=StageStatus.RAISED)
+                many = f"lost more than environment.max_restarts={self._max_restarts} times"
+                error = f"{many}: {episode.error}"
+                episode = replace(episode, status=StageStatus.RAISED, error=error)
                 break
             request = replace(request, attempt=episode.attempt + 1)
         group.episodes[request.row_id] = {"restarts": float(episode.attempt)} | episode.numbers
@@ -325,6 +327,7 @@ def _learn(stage: Stage, group: Group, result: StageResult) -> None:
     group.numbers.setdefault(row_id, {}).update(result.numbers)
     if result.reason or result.status is not StageStatus.OK:
         group.dropped.setdefault(row_id, result.reason or f"{stage.name}_failed")
+        group.errors.setdefault(row_id, result.error)
 
 
 def _summed(cut: Sequence[TurnResult], rollout: RolloutInfo) -> RolloutInfo:

@@ -6,14 +6,23 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
+from llamarl.data.kept_rollouts import make_record
 from llamarl.dataflow.graph import FrozenModel, Graph, Stage, make_graph
 from llamarl.groups import Group
 from llamarl.loop.rollouts import Rollouts
-from llamarl.types import FinishReason, Purpose, StageResult, StageStatus
+from llamarl.types import (
+    EpisodeState,
+    FinishReason,
+    Purpose,
+    StageResult,
+    StageStatus,
+    TurnResult,
+)
 from tests.fakes import RolloutSetting, good, group_of, nothing, request, stopped
 from tests.random_search import case, searched
 from tests.unit.planner_recipes import make_recipe
@@ -205,6 +214,27 @@ def test_a_group_goes_on_without_what_its_stages_dropped() -> None:
     assert group.numbers[0] == {"quality": 2.0}
     left_out = {"outcome": "dropped", "reason": "rambling", "left_out": 1, "group_id": 0}
     assert setting.storage.outcomes == {1: left_out}
+
+
+def test_the_record_of_a_dropped_rollout_says_why() -> None:
+    setting = RolloutSetting(OWN)
+    setting.stages["short"].result = lambda row_id: StageResult(
+        row_id=row_id, status=StageStatus.RAISED, error="ZeroDivisionError"
+    )
+    end = TurnResult(row_id=1, attempt=0, state=EpisodeState.LOST, error="its process was lost")
+    setting.dispatch.stop = lambda request: replace(
+        stopped(request.row_id, (0, 2)), episode=end if request.row_id == 1 else None
+    )
+    group = group_of(0, 1)
+
+    async def work(rollouts: Rollouts) -> None:
+        asked = [request(0), replace(request(1), prompt=group.prompt)]
+        await rollouts.roll_out(group, asked)
+
+    setting.run(work)
+    raised, lost = (make_record(group, row_id, {"outcome": "dropped"}) for row_id in (0, 1))
+    assert raised["error"] == "ZeroDivisionError"
+    assert lost["error"] == "lost more than environment.max_restarts=0 times: its process was lost"
 
 
 def test_a_group_whose_rollouts_were_all_dropped_ends_too() -> None:
