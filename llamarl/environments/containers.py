@@ -9,6 +9,7 @@ scratch folder is memory with a quota of the kernel. Where that cannot be had, L
 sandlock) keeps it from all files but a few.
 """
 
+import functools
 import json
 import os
 import secrets
@@ -20,7 +21,17 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_WRITE, fcntl
+from fcntl import (
+    F_ADD_SEALS,
+    F_SEAL_GROW,
+    F_SEAL_SEAL,
+    F_SEAL_SHRINK,
+    F_SEAL_WRITE,
+    LOCK_EX,
+    LOCK_NB,
+    fcntl,
+    flock,
+)
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO
@@ -30,6 +41,7 @@ from llamarl.environments.program_usage import FILE_BYTES, below, children, in_g
 from llamarl.environments.system_calls import compile_filter
 
 LAUNCHER = Path(program_launcher.__file__)
+CHILDREN = "/proc/thread-self/children"  # by which the processes of a container are found
 PROGRAM, INPUT, PREFIX = "program.py", "input.txt", "llamarl-program-"
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/etc/ld.so.cache")
 INTERPRETER = ("-I", "-S", "-B")  # no environment, no site-packages, no files written
@@ -86,6 +98,8 @@ class Bubblewrap(Container):
     def __init__(self, source: str, stdin: str, limits: ProgramLimits) -> None:
         if not (bwrap := shutil.which("bwrap")):
             raise FileNotFoundError("the program bwrap is not installed")
+        if not os.path.exists(CHILDREN):
+            raise FileNotFoundError(f"this kernel has no {CHILDREN}")
         user = _spare_user() if os.geteuid() == 0 else None
         quota = f"size={max(FILE_BYTES, limits.disk_bytes)},mode=700"
         quota += f",nr_inodes={2 + limits.disk_bytes // FILE_BYTES}"
@@ -133,9 +147,9 @@ class Sandlock(Container):
         if found < least:
             kernel = f"this kernel ({os.uname().release}) has {max(found, 0)}"
             raise RuntimeError(f"Landlock ABI {least} (Linux 6.12), {kernel}")
-        self._all = tempfile.mkdtemp(prefix=PREFIX)
+        self._place = _Place(source, stdin)
         try:
-            given, self.folder = _folder_with(self._all, source, stdin)
+            given, self.folder = self._place.given, self._place.scratch
             told = _tell(
                 limits,
                 program=f"{given}/{PROGRAM}",
@@ -153,7 +167,7 @@ class Sandlock(Container):
             pipe, null = sandlock.StdioMode.PIPED, sandlock.StdioMode.NULL
             self._process = sandbox.popen(command, null, pipe, pipe)
         except BaseException:
-            _remove(self._all)
+            self._place.remove()
             raise
         self.pid = self._process.pid
         self.stdout, self.stderr = self._process.stdout, self._process.stderr
@@ -170,7 +184,7 @@ class Sandlock(Container):
 
     def close(self) -> None:
         super().close()
-        _remove(self._all)
+        self._place.remove()
 
 
 class Uncontained(Container):
@@ -179,20 +193,19 @@ class Uncontained(Container):
     greeting = b""
 
     def __init__(self, source: str, stdin: str, limits: ProgramLimits) -> None:
-        self._all = tempfile.mkdtemp(prefix=PREFIX)
+        self._place = _Place(source, stdin)
         try:
-            given, folder = _folder_with(self._all, source, stdin)
-            with open(f"{given}/{INPUT}", "rb") as file:
+            with open(f"{self._place.given}/{INPUT}", "rb") as file:
                 self._process = subprocess.Popen(
-                    [interpreter(), *INTERPRETER, f"{given}/{PROGRAM}"],
-                    cwd=folder,
+                    [interpreter(), *INTERPRETER, f"{self._place.given}/{PROGRAM}"],
+                    cwd=self._place.scratch,
                     stdin=file,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     start_new_session=True,
                 )
         except BaseException:
-            _remove(self._all)
+            self._place.remove()
             raise
         self.pid = self._process.pid
         self.stdout, self.stderr = _pipes(self._process)
@@ -207,7 +220,7 @@ class Uncontained(Container):
 
     def close(self) -> None:
         super().close()
-        _remove(self._all)
+        self._place.remove()
 
 
 def interpreter() -> str:
@@ -280,22 +293,12 @@ def _spare_user() -> int:
     return first + count - 1 - secrets.randbelow(count // 2)
 
 
-def _folder_with(folder: str, source: str, stdin: str) -> tuple[str, str]:
-    """Two folders in it: one with the program and its input, and one to write in."""
-    given, scratch = (os.path.join(folder, name) for name in ("given", "scratch"))
-    os.mkdir(given)
-    os.mkdir(scratch)
-    Path(given, PROGRAM).write_text(source, errors="replace")
-    Path(given, INPUT).write_text(stdin, errors="replace")
-    return given, scratch
-
-
 @contextmanager
 def _memory_file(text: str) -> Iterator[int]:
     """A descriptor of a file in memory that nobody can change."""
     descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        with open(descriptor, "w", errors="replace", closefd=False) as file:
+        with open(descriptor, "w", encoding="utf-8", errors="replace", closefd=False) as file:
             file.write(text)
         fcntl(descriptor, F_ADD_SEALS, SEALS)
         os.lseek(descriptor, 0, os.SEEK_SET)
@@ -313,6 +316,40 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
 def _end_group(group: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
+
+
+class _Place:
+    """A folder with two in it: the program and its input, and where it may write. It is locked by
+    this process, so that another one can tell whether it is left of a process that was killed."""
+
+    def __init__(self, source: str, stdin: str) -> None:
+        remove_left()
+        self._folder = tempfile.mkdtemp(prefix=PREFIX)
+        self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        flock(self._lock, LOCK_EX)
+        self.given, self.scratch = f"{self._folder}/given", f"{self._folder}/scratch"
+        for folder in (self.given, self.scratch):
+            os.makedirs(folder)  # also if `remove_left` of another process was between
+        Path(self.given, PROGRAM).write_text(source, encoding="utf-8", errors="replace")
+        Path(self.given, INPUT).write_text(stdin, encoding="utf-8", errors="replace")
+
+    def remove(self) -> None:
+        _remove(self._folder)
+        os.close(self._lock)
+
+
+@functools.cache
+def remove_left() -> None:
+    """Once per process: remove the folders that killed processes of this user have left."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another user's, or one at work
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(descriptor).st_uid == os.geteuid():
+                    flock(descriptor, LOCK_EX | LOCK_NB)
+                    _remove(str(folder))
+            finally:
+                os.close(descriptor)
 
 
 def _remove(folder: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,21 +15,24 @@ import pytest
 
 from llamarl.config import Config, RewardConfig
 from llamarl.environments.contained import (
+    Kind,
     ProgramLimits,
     Ran,
     chosen_container,
     lacking,
     missing,
+    run_in,
     run_program,
 )
-from llamarl.environments.containers import Sandlock
+from llamarl.environments.containers import PREFIX, Sandlock, Uncontained, remove_left
 from llamarl.environments.ready_tools import SHOWN_CHARS, make_python, shorten
 from llamarl.environments.rewards import code
 from llamarl.recipe.composition import CONF_FOLDER
 from llamarl.recipe.inputs import check_contained
-from llamarl.types import Prompt
+from llamarl.types import Prompt, StageResult, StageStatus
 from llamarl.user_code.supervisor import descendants
 from tests.distributed.attacked import HAD
+from tests.distributed.reward_pool import completions, running
 from tests.unit.composing import compose_file
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"this Linux lacks {missing()}")
@@ -114,6 +118,36 @@ def test_the_least_limits_let_a_program_run() -> None:
     assert not run("import os\nos.write(os.open('a', 65), b'x')", limits=least).is_good
 
 
+@pytest.mark.parametrize("kind", [Sandlock, Uncontained])
+def test_what_killed_processes_have_left_is_removed_by_the_next(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if kind not in [*HAD, Uncontained]:
+        pytest.skip("this Linux has no Landlock, or no sandlock")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, other = tmp_path / f"{PREFIX}left", tmp_path / "other"
+    for folder in (left, other):
+        (folder / "scratch").mkdir(parents=True)
+    remove_left.cache_clear()
+    with running_program(kind, "import time; time.sleep(60)") as folder:
+        remove_left.cache_clear()
+        assert run_in(kind, "print(1)", "", LIMITS).stdout == "1\n"
+        assert {*tmp_path.iterdir()} == {other, folder}
+    assert [*tmp_path.iterdir()] == [other]
+
+
+@contextmanager
+def running_program(kind: Kind, source: str) -> Iterator[Path]:
+    """The folder that a program has meanwhile."""
+    before = {*Path(tempfile.gettempdir()).iterdir()}
+    container = kind(source, "", LIMITS)
+    try:
+        (folder,) = {*Path(tempfile.gettempdir()).iterdir()} - before
+        yield folder
+    finally:
+        container.close()
+
+
 def test_without_a_container_time_and_output_are_limited() -> None:
     free = ProgramLimits(seconds=0.5, output_bytes=100, is_contained=False)
     assert run("print(open('/etc/passwd').read())", limits=free).stdout
@@ -192,6 +226,23 @@ def test_a_program_is_right_if_it_passes_every_case() -> None:
     assert score("print(3)", CASES) == 0.0
     assert score("no program at all", CASES) == 0.0
     assert score("```\nwhile True: pass\n```", CASES[:1]) == 0.0
+
+
+def test_programs_of_rewards_end_with_them() -> None:
+    """In the processes of a run's scorer, which are killed when a reward takes too long."""
+    config = RewardConfig(functions=["code"], program_s=60.0, timeout_s=4.0)
+    prompt = Prompt(prompt_id=3, text="", token_ids=(1,), fields={"answer": CASES})
+    texts = [ADD, "print(3)", "import time; time.sleep(60)", ADD]
+
+    async def main() -> list[StageResult]:
+        async with running(config, None) as pool:
+            return await pool.score(completions(*texts, prompt=prompt))
+
+    before = descendants(os.getpid())
+    right, wrong, hung, last = asyncio.run(main())
+    assert [each.reward for each in (right, wrong, last)] == [1.0, 0.0, 1.0]
+    assert hung.status is StageStatus.HUNG
+    assert descendants(os.getpid()) <= before
 
 
 def test_a_program_is_right_if_it_passes_its_asserts() -> None:
