@@ -13,11 +13,13 @@ import functools
 import json
 import os
 import secrets
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -37,7 +39,7 @@ from types import MappingProxyType
 from typing import IO
 
 from llamarl.environments import program_launcher
-from llamarl.environments.program_usage import FILE_BYTES, below, children, in_group
+from llamarl.environments.program_usage import FILE_BYTES, below, in_group
 from llamarl.environments.system_calls import compile_filter
 
 LAUNCHER = Path(program_launcher.__file__)
@@ -48,6 +50,7 @@ INTERPRETER = ("-I", "-S", "-B")  # no environment, no site-packages, no files w
 SCRATCH = "/tmp"  # in a file system of its own
 MAX_OPEN_FILES = 64
 END_S = 10.0  # a killed process that still exists then is stuck in the kernel
+LOOK_S = 0.002  # between two looks whether killed processes are gone
 SEALS = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE
 
 
@@ -111,16 +114,21 @@ class Bubblewrap(Container):
             user=user,
             most={"RLIMIT_NPROC": limits.num_processes + 1},  # one is bubblewrap's own
         )
-        with _memory_file(source) as program, _memory_file(stdin) as given:
-            wrap = [bwrap, *_rights(user), *_files(program)]
-            self._process = subprocess.Popen(
-                [*wrap, "--", interpreter(), *INTERPRETER, f"/{LAUNCHER.name}", told],
-                stdin=given,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={},
-                pass_fds=(program,),
-            )
+        told_by, telling = os.pipe()
+        with _memory_file(source) as program, _memory_file(stdin) as given, open(told_by) as info:
+            wrap = [bwrap, "--info-fd", str(telling), *_rights(user), *_files(program)]
+            try:
+                self._process = subprocess.Popen(
+                    [*wrap, "--", interpreter(), *INTERPRETER, f"/{LAUNCHER.name}", told],
+                    stdin=given,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={},
+                    pass_fds=(program, telling),
+                )
+            finally:
+                os.close(telling)
+            self._first = _first_process(info.read())
         self.pid = self._process.pid
         self.stdout, self.stderr = _pipes(self._process)
 
@@ -128,13 +136,21 @@ class Bubblewrap(Container):
         return below(self.pid)
 
     def end(self) -> int:
-        """The kernel ends all processes of a container with its first one."""
-        for pid in children(self.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if not below(self.pid):
+        """The kernel ends all processes of a container with its first one, and before it."""
+        if self._first is None:
             self._process.kill()
+        else:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._first, signal.SIGKILL)
+            ended = select.poll()
+            ended.register(self._first, select.POLLIN)
+            ended.poll(END_S * 1000)
         return self._process.wait(END_S)
+
+    def close(self) -> None:
+        super().close()
+        if self._first is not None:
+            os.close(self._first)
 
 
 class Sandlock(Container):
@@ -178,6 +194,9 @@ class Sandlock(Container):
     def end(self) -> int:
         _end_group(self.pid)
         ended = self._process.wait(END_S)
+        end_s = time.monotonic() + END_S
+        while in_group(self.pid) and time.monotonic() < end_s:
+            time.sleep(LOOK_S)
         if ended.exit_code >= 0:
             return int(ended.exit_code)
         return 128 + (ended.signal if ended.signal > 0 else signal.SIGKILL)
@@ -285,6 +304,13 @@ def _tell(
         "environment": {"HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"},
     }
     return json.dumps(told)
+
+
+def _first_process(info: str) -> int | None:
+    """A descriptor of the process whose end ends the namespaces; None if there is none."""
+    with suppress(ValueError, ProcessLookupError):
+        return os.pidfd_open(json.loads(info)["child-pid"])
+    return None
 
 
 def _spare_user() -> int:

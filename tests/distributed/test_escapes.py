@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from tests.places import ROOT
 
 STRANGER = 65534
 OWN_USER = "import os\nprint(os.getuid())"
-LIMITS = ProgramLimits(seconds=10.0, memory_bytes=48 * 2**20)
+LIMITS = ProgramLimits(seconds=10.0, memory_bytes=48 * 2**20, disk_bytes=4 * 2**20)
 
 
 pytestmark = pytest.mark.skipif(not HAD, reason="this Linux has no container")
@@ -176,7 +177,7 @@ print(np.abs(np.load("a.npy", mmap_mode="r") - np.eye(50)).max() < 1e-9)
 def test_sparse_files_hold_nobody_up_and_count_by_their_blocks(kind: Kind) -> None:
     source = "open('a', 'wb').truncate({})\nprint('done')"
     assert "too large" in run_in(kind, source.format(2**40), "", LIMITS).stderr
-    many = "for k in range(999):\n    with open(f'{k}', 'wb') as file: file.truncate(10**7)\n"
+    many = "for k in range(500):\n    with open(f'{k}', 'wb') as file: file.truncate(10**6)\n"
     assert run_in(kind, f"{many}print('done')", "", LIMITS).stdout == "done\n"
 
 
@@ -189,6 +190,28 @@ def test_what_a_program_prints_is_its_output_and_nothing_else(kind: Kind) -> Non
         written = text.encode().decode("unicode_escape").encode(errors="surrogatepass")
         ran = run_in(kind, f"import os\nos.write(1, {written!r})", "", LIMITS)
         assert (ran.exit_code, ran.stdout) == (0, written.decode(errors="replace"))
+
+
+@pytest.mark.parametrize("kind", HAD, ids=lambda kind: kind.__name__)
+def test_when_a_run_has_ended_so_have_all_its_processes(kind: Kind) -> None:
+    mark = secrets.token_hex(8)
+    source = f"""
+import os, sys, time
+for _ in range(5):
+    if os.fork() == 0:
+        try:
+            os.setsid()
+        except PermissionError:
+            pass
+        os.closerange(0, 3)
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", "{mark}"])
+time.sleep(0.5)
+print("done")
+"""
+    assert run_in(kind, source, "", LIMITS).stdout == "done\n"
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            assert mark.encode() not in path.read_bytes()
 
 
 def test_of_root_each_program_is_a_user_of_its_own() -> None:
