@@ -34,6 +34,7 @@ UNITS = {  # end of a figure's name -> unit, the first that fits
     "tokens_per_s": "tokens/s",
     "gb_per_s": "GB/s",
     "bytes_per_s": "bytes/s",
+    "tflop_per_s": "TFLOP/s",
     "_per_s": "1/s",
     "_bytes": "bytes",
     "_ms": "ms",

@@ -103,7 +103,7 @@ def parallelize(
     for layer in model.layers:
         if config.compile != "none":
             assert isinstance(layer, Layer)
-            _compile(layer, config.compile)
+            compile_layer(layer, config.compile)
     _shard(model, mesh, config)
 
 
@@ -139,7 +139,7 @@ def _split(model: Transformer, mesh: DeviceMesh) -> None:
     model.num_tensor_ranks = mesh.size()
 
 
-def _compile(layer: Layer, backend: str) -> None:
+def compile_layer(layer: Layer, backend: str) -> None:
     """Compile the layer but for its attention, whose blocks differ with every packing.
 
     The number of tokens is dynamic from the start, so one compilation serves all packings.

@@ -100,6 +100,27 @@ def check_gpu(found: Found) -> None:
     assert found["publish"]["copied_bytes"] > 0
 
 
+def check_probe(found: Found) -> None:
+    assert found.pop("") == {"left_out": "attend, pinned"}
+    errors = {name: figures["error"] for name, figures in found.items() if "error" in figures}
+    names = ("ceilings", "int_mm", "fingerprints", "gemm", "sdpa", "ipc", "nccl", "decode")
+    assert errors == dict.fromkeys((*names, "trainer"), "")
+    answers = ("right_with_bytes", "refused_with_bytes", "wrong_with_bytes")
+    asked = [figures.get(name, []) for figures in found.values() for name in answers]
+    assert sum(map(len, asked)) == 2 * 8 * 10 * 3, "layouts, rows, bytes and columns"
+    said = {name: value for figures in found.values() for name, value in figures.items()}
+    assert said.keys() >= {"product_tflop_per_s", "layer_ms", "head_ms", "in_out_us"}
+    for figures in found.values():
+        assert figures.get("sums_wrong_with_bytes", []) == []
+        assert {figures.get(name, True) for name in ("arrived", "is_the_cpus", "is_copied")} == {
+            True
+        }
+        assert figures.get("largest_difference", 0) < 0.05
+    assert found["nccl, one rank"]["sum"] == 4
+    assert "RuntimeError" in found["nccl, no peer"]["raised"]
+    assert found["decode, 4 rows"]["tokens_per_s"] > 0
+
+
 def check_streams(found: Found) -> None:
     assert sum("step_s" in values for values in found.values()) == 24
     tail = found["tail"]
@@ -162,12 +183,13 @@ SMALL: dict[str, tuple[list[str], Callable[[Found], None]]] = {
     "bench_turns": (["--quick"], check_turns),
     "bench_pools": (["--quick", "--models=72B", "--groups=64"], check_pools),
     "bench_gpu": (["--device=cpu", "--tiny"], check_gpu),
+    "gpu_probe": (["--device=cpu"], check_probe),
     "bench_streams": (["--quick"], check_streams),
     "bench_staging": (["--quick"], check_staging),
 }
 
 
-LONG = {"bench_gpu"}  # the only tool for machines that are rarely at hand
+LONG = {"bench_gpu", "gpu_probe"}  # the only ones for machines that are rarely at hand
 
 
 @pytest.mark.parametrize(
