@@ -98,6 +98,7 @@ def check_gpu(found: Found) -> None:
     for name, figures in found.items():
         assert all(value >= 0 for value in figures.values()), name
     assert found["publish"]["copied_bytes"] > 0
+    assert found["loop"]["sync_trained_tokens"] > 0
 
 
 def check_probe(found: Found) -> None:

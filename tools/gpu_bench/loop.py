@@ -15,7 +15,13 @@ from pathlib import Path
 from rich.console import Console
 from sections import Facts
 
-from gpu_bench.setting import QUICKSTART, Setting, make_checkpoint, make_config, make_lengths
+from gpu_bench.setting import (
+    RANDOM_REWARD,
+    Setting,
+    make_checkpoint,
+    make_config,
+    make_lengths,
+)
 from llamarl.jobs import train
 
 
@@ -47,9 +53,10 @@ def _run(
         checkpoint,
         run={
             "run_dir": str(run_dir),
-            "recipe_dir": str(QUICKSTART),
+            "recipe_dir": str(RANDOM_REWARD),
             "num_steps": setting.loop_steps,
         },
+        reward={"functions": ["task"]},
         cluster={"backend": "inline"},
         staleness={"max_staleness": staleness},
         # Within one process only shared memory leads from one executor to the other.
@@ -76,10 +83,12 @@ def _run(
     with open(os.devnull, "w") as nowhere:
         summary = asyncio.run(train(config, str(run_dir), Console(file=nowhere), lambda: None))
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    ends_s = [line["unix_s"] for line in lines if "step" in line]
+    steps = [line for line in lines if "step" in line]
+    ends_s = [line["unix_s"] for line in steps]
     steps_s = [end_s - start_s for start_s, end_s in itertools.pairwise(ends_s)]
     return {
         "step_s": statistics.median(steps_s),
         "tokens_per_s": summary["tokens_per_s"],
         "both_busy_share": summary["both_busy_share"],
+        "trained_tokens": sum(line["tokens/trained"] for line in steps),
     }

@@ -34,6 +34,7 @@ from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.hardware import CPU, GPUS, Gpu
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
+RANDOM_REWARD = Path(__file__).resolve().parents[1] / "gpu_session"  # whose task.py draws it
 LLAMA_1B = {  # Llama 3.2 1B
     "vocab_size": 128256,
     "hidden_size": 2048,
