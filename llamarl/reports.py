@@ -7,6 +7,7 @@ Owns: what they read and where they write it. Does not own: the texts (`planner/
 import os
 from json import dumps
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -39,7 +40,7 @@ def plan(
     from llamarl.planner.hardware import timed
     from llamarl.planner.memory.ranks import forecast_memory
     from llamarl.planner.report.published import published_figures
-    from llamarl.planner.report.recipe import figures, forecast_recipe
+    from llamarl.planner.report.recipe import figures, forecast_recipe, memory_figures
     from llamarl.planner.report.text import (
         assumptions,
         render_memory,
@@ -56,10 +57,10 @@ def plan(
         return _plan_one_side(only, config, architecture, console, json, html or trace or sweep)
     frozen = read_frozen(config, read_graph(config, read_task(config))[0])
     config = with_lengths(with_measured_prompts(config))
-    if not timed(config) and not (json or html or trace or sweep):
-        memory = render_memory(config, forecast_memory(config, architecture, frozen))
-        console.print(memory, markup=False, highlight=False, soft_wrap=True, end="")
-        return
+    if not timed(config) and not (html or trace or sweep):
+        memory = forecast_memory(config, architecture, frozen)
+        text, found = render_memory(config, memory), memory_figures(memory)
+        return _say(console, text, json, found)
     # The paper trains all weights.
     published = None if config.trainer.lora.is_used else published_figures(architecture)
     forecast = forecast_recipe(
@@ -71,9 +72,7 @@ def plan(
         is_published=published is not None,
     )
     text = render_report(config, forecast, published)
-    console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
-    if json is not None:
-        _write("--json", json, dumps(figures(forecast), indent=2) + "\n")
+    _say(console, text, json, figures(config, forecast))
     if html is not None:
         title, words = title_of(config, forecast), assumptions(config, forecast)
         page = render_page(title, text, words, forecast.memory)
@@ -95,9 +94,14 @@ def _plan_one_side(
     require(not other, "--only", "come without --html, --trace and --sweep", only)
     config = with_lengths(with_measured_prompts(config))
     text, figures = forecast_one_side(only, config, architecture)
+    _say(console, text, json, figures)
+
+
+def _say(console: Console, text: str, path: str | None, figures: dict[str, Any]) -> None:
+    """Print the text, and write the figures where they are asked for."""
     console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
-    if json is not None:
-        _write("--json", json, dumps(figures, indent=2) + "\n")
+    if path is not None:
+        _write("--json", path, dumps(figures, indent=2) + "\n")
 
 
 def graph(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from llamarl.config import Config
 from llamarl.device.card import is_kind
@@ -16,6 +19,7 @@ from llamarl.planner.memory.ranks import forecast_memory
 from llamarl.planner.report.recipe import forecast_recipe
 from llamarl.planner.report.text import render_memory, render_report
 from llamarl.recipe.inputs import read_planned_architecture
+from llamarl.reports import plan
 from tests.places import ROOT
 from tests.unit.composing import compose_recipe
 
@@ -148,6 +152,20 @@ def test_a_size_is_planned_by_its_memory_alone() -> None:
     assert text.endswith("no forecast of times: peaks are not known\n")
     with pytest.raises(ValueError, match=r"cluster\.gpu must be a kind of GPU with known peaks"):
         forecast_recipe(config, architecture)
+
+
+def test_the_memory_that_a_size_needs_can_be_written_as_json(tmp_path: Path) -> None:
+    path, config = tmp_path / "plan.json", config_of("cluster.gpu=80GB")
+    options = {"html": None, "trace": None, "sweep": False}
+    plan(config, Console(file=StringIO()), json=str(path), **options)
+    found = json.loads(path.read_text())
+    memory = forecast_memory(config, read_planned_architecture(config))
+    assert found["fits"] is memory.fits is True
+    assert found["gpu_bytes"] == 80 * 10**9
+    totals = [rank.total_bytes for rank in memory.ranks]
+    assert found["peak_bytes"] == max(totals)
+    assert [sum(rank["bytes_by_kind"].values()) for rank in found["memory"]] == totals
+    assert "publish_s" not in found, "no time is known"
 
 
 @pytest.mark.parametrize("name", ["B300", "B200", "0GB", "cpu", "80 GB"])

@@ -179,7 +179,8 @@ def test_a_plan_names_the_pool_that_does_not_fit_and_what_each_one_is_worth() ->
     )
     assert "generator.pools[0] must fit" not in words
     assert "6 x H800-80GB at 2.85 + 2 x H20-96GB at 1 = 19.10" in words
-    found = figures(forecast)
+    found = figures(config, forecast)
+    assert "step_band_s" not in found, "no measurement confirms H800 and H20"
     assert found["cost"]["per_hour"] == pytest.approx(6 * 2.85 + 2)
     wanted = forecast.step.trained_tokens_per_s * HOUR_S / 19.1
     assert found["tokens_per_price"]["planned"] == pytest.approx(wanted)

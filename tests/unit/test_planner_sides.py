@@ -21,7 +21,7 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.config.plan_keys import PlanConfig, read_baseline
-from llamarl.planner.report.bands import band
+from llamarl.planner.report.bands import band_words, bands
 from llamarl.planner.report.one_side import forecast_one_side
 from llamarl.planner.simulation import clock
 from llamarl.planner.simulation.baselines import baseline_of
@@ -216,7 +216,7 @@ def test_each_side_has_a_report_with_its_band(only: str, said: str) -> None:
     text, figures = forecast_one_side(only, make_setting(), ONE_B)
     assert said in text
     assert ("\nband: " in text) is (only != "publish")
-    assert ("band_s" in figures) is (only != "publish")
+    assert ("band_s" in figures) is ("half_s" in figures) is (only != "publish")
     with pytest.raises(ValueError, match="--only must be"):
         forecast_one_side("scorer", make_setting(), ONE_B)
 
@@ -233,11 +233,35 @@ def test_a_publish_shows_where_its_time_goes() -> None:
 
 
 def test_a_band_holds_its_forecast_and_a_steps_is_no_narrower_than_any_sides() -> None:
-    for kind in ("trainer", "generator", "step"):
-        low_s, high_s = band(kind, 10.0)
-        assert low_s < 10 < high_s
-        assert low_s * high_s == pytest.approx(100)
-        assert high_s <= band("step", 10.0)[1]
+    config = make_setting()
+    low_s, high_s = bands("step", 10.0, config)["band_s"]
+    for kind in ("trainer", "generator"):
+        found = bands(kind, 10.0, config)
+        assert found["band_s"][0] <= found["half_s"][0] < 10 < found["half_s"][1]
+        assert low_s <= found["band_s"][0] < found["band_s"][1] <= high_s
+    for times in (1.58, 1.51, 1.12, 0.96):  # another system's steps over their forecasts
+        assert low_s <= 10 * times <= high_s
+
+
+@pytest.mark.parametrize(
+    ("gpu", "trainer", "generator"),
+    [("H100-80GB", True, True), ("B200-180GB", True, False), ("H20-96GB", False, False)],
+)
+def test_there_is_no_band_on_a_card_that_no_measurement_confirms(
+    gpu: str, trainer: bool, generator: bool
+) -> None:
+    config = make_setting()
+    config = replace(config, cluster=replace(config.cluster, gpu=gpu))
+    is_known = {"trainer": trainer, "generator": generator, "step": trainer and generator}
+    for kind, is_there in is_known.items():
+        words = band_words(kind, 10.0, "it", config)
+        assert bool(bands(kind, 10.0, config)) is is_there
+        assert words.startswith("band: ") is is_there
+        assert is_there or words.endswith(f"on {gpu}")
+    _, figures = forecast_one_side("generator", config, ONE_B)
+    assert ("band_s" in figures) is generator
+    on_cpus = replace(config, trainer=replace(config.trainer, device="cpu"))
+    assert "a trainer on CPUs" in band_words("step", 10.0, "it", on_cpus)
 
 
 def test_the_next_change_is_one_that_fits_and_shortens_the_step() -> None:

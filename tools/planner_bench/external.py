@@ -1,19 +1,21 @@
 """Forecasts beside public measurements.
 
-Owns: the settings of measurements.yaml as recipes, and the errors. Does not own: the forecasts
-(`llamarl/planner`). Invariant: a forecast sees nothing of a row but its model, card and keys; error
-is max(ratio, 1 / ratio) - 1 of forecast and measured throughput, so twice too fast and twice too
-slow are both 1.
+Owns: the settings of measurements.yaml as recipes, the errors, and which kinds of card they
+confirm. Does not own: the forecasts (`llamarl/planner`). Invariant: a forecast sees nothing of a
+row but its model, card and keys; error is max(ratio, 1 / ratio) - 1 of forecast and measured
+throughput, so twice too fast and twice too slow are both 1.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import numpy as np
 import yaml
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
@@ -21,6 +23,7 @@ from llamarl.config import (
     ClusterConfig,
     Config,
     DataConfig,
+    LoraConfig,
     ModelConfig,
     PlacementConfig,
     RewardConfig,
@@ -33,13 +36,15 @@ from llamarl.config import (
 from llamarl.config.plan_keys import PlanConfig
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import FAMILIES
+from llamarl.planner.efficiency import Spread
 from llamarl.planner.simulation.roofline import hardware_costs
 from llamarl.planner.simulation.simulated_run import simulate
 from llamarl.planner.simulation.single import forecast_generator_alone, forecast_trainer_alone
 
-Errors = dict[str, float]
+Ratios = Mapping[str, float]
 TABLE = Path(__file__).with_name("measurements.yaml")
-GOAL_FIT, GOAL_HELD_OUT = 0.2, 0.3
+GOAL_FIT, GOAL_HALF, GOAL_TWO_THIRDS = 0.2, 0.15, 0.25
+CONFIRMED_ERROR = 0.25  # of half the rows of a kind of card, or it is not confirmed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +81,7 @@ class Measurement:
         sampling = {"rollouts_per_prompt": 1, "max_tokens": plan.median_tokens} | given["sampling"]
         context = plan.prompt_tokens + sampling["max_tokens"] + 1
         trainer = {"num_ranks": 1, "tokens_per_micro_batch": 1 << 20} | given["trainer"]
+        trainer["lora"] = LoraConfig(**trainer.get("lora", {}))
         return Config(
             model=ModelConfig(checkpoint="none"),
             data=DataConfig(prompts="none"),
@@ -97,22 +103,46 @@ def error(ratio: float) -> float:
     return max(ratio, 1 / ratio) - 1
 
 
-def compare(measurements: Sequence[Measurement]) -> dict[str, float]:
+def compare(measurements: Iterable[Measurement]) -> dict[str, float]:
     """The ratio of each row, by its name."""
     return {each.name: each.ratio() for each in measurements}
 
 
-def largest_errors(measurements: Sequence[Measurement], ratios: Mapping[str, float]) -> Errors:
-    """Of the fitted rows, those held out, and those that are partial; by kind of forecast too."""
-    found: Errors = defaultdict(float)
+def counted(measurements: Iterable[Measurement]) -> dict[str, list[Measurement]]:
+    """The rows that say how good a trainer's, a generator's and a step's forecast is: no fitted
+    ones, and partial ones only of whole steps, which are all partial."""
+    found: dict[str, list[Measurement]] = defaultdict(list)
     for each in measurements:
-        size = error(ratios[each.name])
-        names = (
-            ["partial"] if each.is_partial else ["fit" if each.is_fit else "held_out", each.only]
-        )
-        for name in names:
-            found[name] = max(found[name], size)
+        if not each.is_fit and (each.only == "recipe" or not each.is_partial):
+            found["step" if each.only == "recipe" else each.only].append(each)
     return dict(found)
+
+
+def confirmed(rows: Sequence[Measurement], ratios: Ratios) -> list[str]:
+    """The kinds of card on which at least half of these rows are near their forecast."""
+    by_kind: dict[str, list[float]] = defaultdict(list)
+    for each in rows:
+        by_kind[each.gpu].append(error(ratios[each.name]))
+    return sorted(kind for kind, sizes in by_kind.items() if median(sizes) <= CONFIRMED_ERROR)
+
+
+def on_confirmed(rows: Sequence[Measurement], ratios: Ratios) -> list[float]:
+    """Ratios of the rows on kinds that they confirm. A whole step counts in any case."""
+    kinds = confirmed(rows, ratios)
+    return [ratios[each.name] for each in rows if each.only == "recipe" or each.gpu in kinds]
+
+
+def spread_of(ratios: Sequence[float]) -> Spread:
+    """Measured over forecast time; the ends are those of rows, outside the quantiles."""
+
+    def within(share: float) -> tuple[float, float]:
+        low, high = (1 - share) / 2, (1 + share) / 2
+        return (
+            round(float(np.quantile(ratios, low, method="lower")), 2),
+            round(float(np.quantile(ratios, high, method="higher")), 2),
+        )
+
+    return Spread(num_rows=len(ratios), half=within(0.5), most=within(0.9))
 
 
 def read_measurements(path: Path = TABLE) -> list[Measurement]:
@@ -167,6 +197,10 @@ UNITS: dict[tuple[str, str], Callable[[Config, Architecture], float]] = {
     ("recipe", "s per step"): _step_s,
     ("generator", "output tokens/s"): lambda config, architecture: (
         forecast_generator_alone(config, architecture).tokens_per_s
+    ),
+    ("generator", "tokens/s with the prompt's"): lambda config, architecture: (
+        forecast_generator_alone(config, architecture).tokens_per_s
+        * (1 + config.plan.prompt_tokens / config.plan.median_tokens)
     ),
     ("generator", "ms per decode step"): lambda config, architecture: (
         1e3 * forecast_generator_alone(config, architecture).decode_step_s

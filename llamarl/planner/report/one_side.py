@@ -2,7 +2,7 @@
 
 Owns: what `llamarl plan --only` prints and writes. Does not own: any number
 (`simulation/single.py`, `simulation/publish.py`), or the report of a whole recipe (`text.py`).
-Invariant: every forecast of time comes with its band."""
+Invariant: every forecast of time comes with its band, or says that it has none."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,7 +17,7 @@ from llamarl.device.names import is_gpu
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import GeneratorForecast, PublishForecast, TrainerForecast
 from llamarl.planner.hardware import check_kinds, timed
-from llamarl.planner.report.bands import NO_BAND, band, band_words
+from llamarl.planner.report.bands import NO_BAND, band_words, bands
 from llamarl.planner.report.tables import make_table, render
 from llamarl.planner.report.text import publish_words
 from llamarl.planner.simulation.publish import forecast_publish
@@ -40,15 +40,14 @@ def forecast_one_side(only: str, config: Config, architecture: Architecture) -> 
 
 def _trainer(config: Config, architecture: Architecture) -> Found:
     found = forecast_trainer_alone(config, architecture)
-    return render(_trainer_lines(config, found)), asdict(found) | _speeds(found)
+    return render(_trainer_lines(config, found)), asdict(found) | _speeds(config, found)
 
 
 def _generator(config: Config, architecture: Architecture) -> Found:
     found = forecast_generator_alone(config, architecture)
     seconds = sum(found.seconds.values())
-    return render(_generator_lines(config, found)), asdict(found) | {
-        "band_s": band("generator", seconds)
-    }
+    figures = asdict(found) | bands("generator", seconds, config)
+    return render(_generator_lines(config, found)), figures
 
 
 def _publish(config: Config, architecture: Architecture) -> Found:
@@ -63,9 +62,8 @@ SIDES: dict[str, Callable[[Config, Architecture], Found]] = {
 }
 
 
-def _speeds(found: TrainerForecast) -> dict[str, Any]:
-    return {
-        "band_s": band("trainer", found.step_s),
+def _speeds(config: Config, found: TrainerForecast) -> dict[str, Any]:
+    return bands("trainer", found.step_s, config) | {
         "tokens_per_s": found.tokens_per_s,
         "tokens_per_s_per_gpu": found.tokens_per_s / found.num_ranks,
     }
@@ -87,7 +85,7 @@ def _trainer_lines(config: Config, found: TrainerForecast) -> list[str]:
         f"{speed:,.0f} tokens/s per GPU, {found.tokens_per_s:,.0f} in all; "
         f"{found.utilisation:.1%} of the published peak",
         f"of the step: {_shares(found.seconds)}",
-        band_words("trainer", found.step_s, "the step"),
+        band_words("trainer", found.step_s, "the step", config),
     ]
 
 
@@ -104,7 +102,7 @@ def _generator_lines(config: Config, found: GeneratorForecast) -> list[str]:
         f"{seconds:.3g} s, {found.tokens_per_s:,.0f} tokens/s",
         f"{found.mean_running:,.0f} together in the mean, {1e3 * found.decode_step_s:.3g} ms per "
         f"decode step; {_shares(found.seconds)}",
-        band_words("generator", seconds, "this"),
+        band_words("generator", seconds, "this", config),
     ]
 
 

@@ -25,11 +25,12 @@ from llamarl.planner.forecast import (
     Decomposition,
     Forecast,
     FrozenModels,
+    MemoryForecast,
     StepForecast,
 )
 from llamarl.planner.hardware import check_kinds, cost_of, timed
 from llamarl.planner.memory.ranks import fits, forecast_memory, fullest
-from llamarl.planner.report.bands import band
+from llamarl.planner.report.bands import bands
 from llamarl.planner.simulation.baselines import baseline_of, unstated_baselines
 from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_trace
 from llamarl.planner.simulation.costs import Costs
@@ -124,23 +125,17 @@ def _own_share(config: Config) -> float:
     return config.trainer.num_ranks / (config.trainer.num_ranks + generators)
 
 
-def figures(forecast: Forecast) -> dict[str, Any]:
-    """The forecast as plain JSON: bytes, seconds, shares. `peak_bytes` of `gpu_bytes` is what the
-    fullest rank of all needs of its device."""
-    rank = fullest(forecast.memory.ranks)
+def figures(config: Config, forecast: Forecast) -> dict[str, Any]:
+    """The forecast as plain JSON: bytes, seconds, shares."""
     steps = {"planned": forecast.step, **forecast.variants}
     is_sync = ASYNC in forecast.variants
     found: dict[str, Any] = {
-        "fits": forecast.memory.fits,
         "num_hosts": forecast.num_hosts,
         "num_gpus": forecast.num_gpus,
-        "peak_bytes": rank.total_bytes,
-        "gpu_bytes": rank.device_bytes,
+        **memory_figures(forecast.memory),
         "publish_s": forecast.publish.seconds,
         "step_async_s": steps[ASYNC if is_sync else "planned"].step_s,
         "step_sync_s": steps["planned" if is_sync else SYNC].step_s,
-        "memory": [asdict(rank) for rank in forecast.memory.ranks],
-        "advice": [advice.text for advice in forecast.memory.advice],
         "publish": asdict(forecast.publish),
         "steps": {name: asdict(step) for name, step in steps.items()},
     }
@@ -162,12 +157,25 @@ def figures(forecast: Forecast) -> dict[str, Any]:
         found["next_change"] = {"what": forecast.next.words, "step_s": forecast.next.step.step_s}
     if forecast.num_gpus:
         found["gpu_hours_per_step"] = forecast.gpu_hours
-        found["step_band_s"] = band("step", forecast.step.step_s)
+        found |= {f"step_{k}": v for k, v in bands("step", forecast.step.step_s, config).items()}
     if forecast.unstated:
         found["unstated_baselines_s"] = {v.words: v.step.step_s for v in forecast.unstated}
     if forecast.measured_step_s is not None:
         found["step_measured_s"] = forecast.measured_step_s
     return found
+
+
+def memory_figures(memory: MemoryForecast) -> dict[str, Any]:
+    """A forecast of memory as plain JSON: `peak_bytes` of `gpu_bytes` is what the fullest rank of
+    all needs of its device."""
+    rank = fullest(memory.ranks)
+    return {
+        "fits": memory.fits,
+        "peak_bytes": rank.total_bytes,
+        "gpu_bytes": rank.device_bytes,
+        "memory": [asdict(each) for each in memory.ranks],
+        "advice": [advice.text for advice in memory.advice],
+    }
 
 
 def _check_known(config: Config, run_dir: str | None, sweep: bool) -> Config:

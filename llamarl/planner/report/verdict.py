@@ -32,7 +32,7 @@ def verdict_lines(config: Config, forecast: Forecast) -> Iterator[str]:
     """Of a recipe whose times come from hardware, on GPUs; the bottleneck of any."""
     step = forecast.step
     if forecast.num_gpus and forecast.measured_step_s is None:
-        yield band_words("step", step.step_s, "a step as planned")
+        yield band_words("step", step.step_s, "a step as planned", config)
     shares = [(step.busy_shares.get(name, 0.0), name) for name in ("trainer", "generator")]
     (most, name), (least, other) = sorted(shares, reverse=True)
     sides = {"trainer": "the trainer", "generator": "the generators"}
