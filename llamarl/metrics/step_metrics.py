@@ -55,6 +55,7 @@ CODE = " " * 4  # begins each line of a code block in Markdown
 
 WINDOW_GROUPS = 64  # the latest groups, of which a warning gives the share dropped
 
+OF_EQUAL_REWARDS = ("solved", "equal_rewards")  # reasons of the filter equal_rewards
 MEANINGS = {
     "solved": "the rewards within such a group are all equal, and every rollout has full marks: "
     "the prompts are too easy, or reward.full_marks too low for the scale of the rewards",
@@ -305,13 +306,15 @@ class Drops:
             return
         self._warned.add(reason)
         log.warning(
-            "%d of the last %d groups were dropped, %d of them as %s: %s. They train "
-            "nothing; algorithm.max_drops_in_row dropped groups in a row end the run.",
+            "%d of the last %d groups were dropped, %d of them as %s: %s. They train nothing, and "
+            "others are written in their place (%salgorithm.max_drops_in_row dropped groups in a "
+            "row end the run).",
             counts.total(),
             len(self._window),
             count,
             reason,
             explain(reason, self._latest[reason]),
+            "algorithm.filters=[] keeps them; " if reason in OF_EQUAL_REWARDS else "",
         )
 
 

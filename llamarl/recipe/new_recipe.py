@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from llamarl.config.check import require
+from llamarl.data_row import FALLBACKS, find_value
 from llamarl.device.driver import has_driver
 from llamarl.device.names import CPU, DEVICES, GPU, is_gpu
 from llamarl.environments.prompt_files import read_rows
@@ -41,15 +42,16 @@ Writes FOLDER/run.yaml, and with --reward task a FOLDER/{FILE} to be filled in.
   --device DEVICE        {", ".join(DEVICES)} (what this machine has)
 """
 # The first of each is the key's default.
-PROMPT_FIELDS = ("question", "prompt", "problem", "query", "instruction", "input")
+PROMPT_FIELDS = ("question", "problem", "query", "instruction", "input", "messages")
 ANSWER_FIELDS = ("answer", "solution", "ground_truth", "target", "label", "final_answer", "output")
 FORM = "Solve the problem step by step and put the final answer into \\boxed{}."
 CONTEXT = 1024  # tokens of prompt and completion, or what the model allows
 ANSWER_SHARE = 0.75  # of the context, at most
+TRY_TOKENS = 32  # of a completion, where a recipe is only tried
 TASK_TEXT = '''\
 def reward(prompt, completion):
     """1 or more counts as correct; `prompt.fields` is the row of the prompt file."""
-    return float(completion.strip().endswith(str(prompt.fields[{answer!r}])))
+    return float(completion.strip().endswith(str(prompt.fields{answer})))
 '''
 
 
@@ -71,15 +73,19 @@ def new(arguments: list[str]) -> str:
     recipe = _recipe(options, fields, model, row)
     files = {"run.yaml": "".join(f"{key}: {_flow(value)}\n" for key, value in recipe.items())}
     if options.reward == TASK:
-        files[FILE] = TASK_TEXT.format(answer=fields["answer_field"])
+        files[FILE] = TASK_TEXT.format(answer=_keys(fields["answer_field"], row))
     _write(folder, files)
     written = " and ".join(str(folder / name) for name in files)
     from_row = "" if row is not None else " (the rows are not here yet: change what differs)"
     plain = "" if options.chat or model is not None else "questions are plain text (else: --chat)\n"
+    places = " and ".join(_place(field, row) for field in fields.values())
+    small = ["cluster=inline", "num_steps=2", "trainer.groups_per_step=2", "algorithm.filters=[]"]
+    small += [f"sampling.max_tokens={min(TRY_TOKENS, recipe['sampling']['max_tokens'])}"]
+    small += ["evaluation.max_prompts=8"] * (options.held_out is not None)
     return (
         f"written: {written}\n"
-        f"question and expected answer are in {' and '.join(fields.values())}{from_row}\n{plain}"
-        f"try it:  llamarl train --config-dir {folder} cluster=inline num_steps=2\n"
+        f"question and expected answer are in {places}{from_row}\n{plain}"
+        f"try it:  llamarl train --config-dir {folder} {' '.join(small)}\n"
         f"train:   llamarl train --config-dir {folder}\n"
     )
 
@@ -112,14 +118,28 @@ def _fields(options: argparse.Namespace, row: Mapping[str, Any] | None) -> dict[
         ("answer_field", options.answer_field, ANSWER_FIELDS),
     ):
         flag = f"--{key.replace('_', '-')}"
-        found = given or next((name for name in usual if row is None or name in row), None)
+        is_found = {name: row is None or find_value(row, name) is not None for name in usual}
+        found = given or next((name for name in usual if is_found[name]), None)
         is_needed = key == "prompt_field" or answered
         names = ", ".join(row) if row else "none"
         must = f"name a field of the rows, which have {names}"
-        is_there = row is None or not is_needed or found in row
+        is_there = row is None or not is_needed or find_value(row, found or "") is not None
         require(is_there, flag, must, given)
         fields[key] = found or usual[0]
     return fields
+
+
+def _place(field: str, row: Mapping[str, Any] | None) -> str:
+    """The name by which the row has it."""
+    is_other = row is not None and field not in row and field in FALLBACKS
+    return FALLBACKS[field] if is_other else field
+
+
+def _keys(field: str, row: Mapping[str, Any] | None) -> str:
+    """What finds it in a row, in Python."""
+    place = _place(field, row)
+    names = [place] if row is None or place in row else place.split(".")
+    return "".join(f"[{name!r}]" for name in names)
 
 
 def _recipe(
@@ -138,7 +158,7 @@ def _recipe(
     if options.held_out is not None:
         data["held_out"] = _from_folder(options.held_out, folder)
     data |= {} if (field := fields["prompt_field"]) == PROMPT_FIELDS[0] else {"prompt_field": field}
-    if is_chat and reward == "math" and not isinstance((row or {}).get(field), list):
+    if is_chat and reward == "math" and not isinstance(find_value(row or {}, field), list):
         data["system"] = FORM
     context = min(CONTEXT, _positions(model))
     answer = fields["answer_field"]

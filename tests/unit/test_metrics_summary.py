@@ -289,6 +289,7 @@ def test_a_warning_names_once_why_more_than_half_of_the_groups_are_dropped(caplo
     assert warnings_of(caplog, [good, full] * 200) == [], "half is not more than half"
     (warning,) = warnings_of(caplog, [good] * 300 + [full] * 300)
     assert "33 of the last 64 groups were dropped, 33 of them as solved" in warning
+    assert "algorithm.filters=[] keeps them" in warning
     assert MEANINGS["solved"] in warning
     failed, cut = scored(2, 0.0, None), scored(3, 0.0, 0.0, finish=FinishReason.LENGTH)
     first, second = warnings_of(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,7 +30,9 @@ def test_a_new_recipe_reads_its_inputs(tmp_path: Path, reward: str) -> None:
     held_out = f"--held-out={RECIPE / 'held_out.jsonl'}"
     said = new([str(folder), MODEL, DATA, held_out, "--reward", reward, "--device=cpu"])
     assert len((folder / "run.yaml").read_text().splitlines()) <= 10
-    assert f"llamarl train --config-dir {folder} cluster=inline num_steps=2\n" in said
+    small = "trainer.groups_per_step=2 algorithm.filters=[] sampling.max_tokens=32"
+    (line,) = [line for line in said.splitlines() if line.startswith("try it:")]
+    assert f"llamarl train --config-dir {folder} cluster=inline num_steps=2 {small}" in line
     inputs = read_inputs(recipe(folder))
     assert (len(inputs.prompts), len(inputs.held_out)) == (5000, 1000)
     assert (folder / "task.py").exists() == (reward == "task")
@@ -60,6 +64,32 @@ def test_the_fields_are_those_of_the_first_row_or_of_flags(tmp_path: Path) -> No
     config = recipe(tmp_path / "given")
     assert (config.data.prompt_field, config.reward.answer_field) == ("level", "id")
     assert "prompt.fields['id']" in (tmp_path / "given" / "task.py").read_text()
+
+
+VERL = {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}}
+FLAT = {"prompt": "1+1?", "reward_model.ground_truth": "2"}
+
+
+@pytest.mark.parametrize("row", [VERL, FLAT])
+def test_rows_made_for_verl_need_no_flags(row: dict[str, object], tmp_path: Path) -> None:
+    """What they have is where `llamarl train` finds it too."""
+    data = f"--data={write_lines(tmp_path / 'rows.jsonl', [row])}"
+    said = new([str(tmp_path / "r"), MODEL, data, "--reward=task", "--chat"])
+    assert "are in prompt and reward_model.ground_truth\n" in said
+    config = recipe(tmp_path / "r")
+    assert config.data.prompt_field == "question"
+    scope: dict[str, Any] = {}
+    exec((tmp_path / "r" / "task.py").read_text(), scope)
+    assert scope["reward"](SimpleNamespace(fields=row), "= 2") == 1.0
+    new([str(tmp_path / "m"), MODEL, data])
+    new([str(tmp_path / "n"), MODEL, data, "--answer-field=reward_model.ground_truth"])
+    assert recipe(tmp_path / "n").reward.answer_field == "reward_model.ground_truth"
+
+
+def test_a_column_of_messages_is_found(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "1+1?"}], "answer": "2"}]
+    new([str(tmp_path / "r"), MODEL, f"--data={write_lines(tmp_path / 'rows.jsonl', rows)}"])
+    assert recipe(tmp_path / "r").data.prompt_field == "messages"
 
 
 def test_the_first_of_the_usual_fields_is_the_keys_default() -> None:
