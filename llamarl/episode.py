@@ -17,6 +17,9 @@ ASSISTANT, OBSERVATION = "assistant", "observation"
 """Who speaks in a turn: the model, or its environment."""
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 """Between which a model thinks, in a turn."""
+OPENING = "opening"
+"""The role of what stands before the turns of a record if the environment made it: all that the
+model saw first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ PROXIMAL_LOGPROBS = "proximal_logprobs"  # float32 [T], log pi before the first 
 PROMPT_ID = "prompt_id"  # float64 [1]
 LOSS_WEIGHTS = "loss_weights"  # uint8 [T], 1 for a trained token, of rollouts that are kept
 CLIPPED = "clipped"  # uint8 [T], 1 for a trained token that the loss clipped, likewise
-TURNS = "turns"  # uint8, JSON: what `episode.turns_of` returns, of rollouts that are recorded
+TURNS = "turns"  # uint8, JSON: `episode.turns_of`, perhaps after an OPENING, of recorded rollouts
 RECORD = "record"  # uint8, JSON: what the controller knows of a rollout (data/kept_rollouts.py)
 
 

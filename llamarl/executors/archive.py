@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from llamarl.dataflow.columns import COLUMNS
-from llamarl.episode import conversation, version_spans
+from llamarl.episode import OPENING, conversation, version_spans
 from llamarl.types import (
     CLIPPED,
     GENERATOR_LOGPROBS,
@@ -148,6 +148,8 @@ def _kept_line(line: Mapping[str, Any], cells: Mapping[str, np.ndarray]) -> dict
     record = json.loads(cells[RECORD].tobytes())
     is_kept = record.pop("is_kept")
     turns = json.loads(cells[TURNS].tobytes()) if TURNS in cells else None
+    if turns and turns[0]["role"] == OPENING:
+        record["prompt"] = turns.pop(0)["content"]
     versions = [version for version, _ in line["spans"]]
     used = [version for version in versions if version >= line.get("oldest_version", math.inf)]
     names = ("row_id", "outcome", "version", "oldest_version", "reward", "finish")

@@ -127,6 +127,8 @@ class StageSpec:
     task_source: TaskSource | None
     storage: ColumnStore
     reward: RewardConfig | None = None
+    has_openings: bool = False
+    """An environment may show the model another prompt than that of its row."""
 
 
 @dataclass(frozen=True, kw_only=True)

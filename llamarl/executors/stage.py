@@ -26,13 +26,14 @@ from llamarl.dataflow.columns import (
 from llamarl.dataflow.graph import GROUP
 from llamarl.dataflow.task_stages import as_data
 from llamarl.environments.rewards.functions import ANSWER, NO_ANSWER
-from llamarl.episode import last_turn, turns_of
+from llamarl.episode import OPENING, last_turn, turns_of
 from llamarl.executors.specs import StageSpec
 from llamarl.executors.stage_calls import FailureRate, WorkSpans
 from llamarl.metrics.span import Spans
 from llamarl.storage.store import RecordingStore
 from llamarl.types import (
     PROMPT_ID,
+    PROMPT_IDS,
     RESPONSE_IDS,
     REWARD,
     TOKEN_VERSIONS,
@@ -93,6 +94,7 @@ class StageExecutor:
         UserCodeError if too many calls failed, see `FailureRate`."""
         with self._work.working(sum(len(rows) for rows, _ in items)):
             columns = await self._read([row_id for rows, _ in items for row_id in rows])
+            openings = await self._read_openings(items)
             calls = self._make_calls(items, columns)
             found = await self._pool.run(calls)
             results: list[list[StageResult]] = []
@@ -106,7 +108,8 @@ class StageExecutor:
                     results[-1].append(result)
                     cells[row_id] = self._cells(result, of_row)
                     if self._spec.reward is not None and prompt is not None:
-                        cells[row_id] |= self._shown(prompt, columns, place)
+                        opening = openings.get(row_id)
+                        cells[row_id] |= self._shown(prompt, columns, place, opening)
                     place += 1
             await self._write(cells)
         self._failures.add([of_call[0] for of_call in results])
@@ -143,15 +146,22 @@ class StageExecutor:
             cells |= {name: cell for name, cell in found.items() if name not in self._aside}
         return cells
 
-    def _shown(self, prompt: Prompt, columns: Columns, place: int) -> Cells:
+    def _shown(
+        self, prompt: Prompt, columns: Columns, place: int, opening: np.ndarray | None
+    ) -> Cells:
         """What the stage `score` stores for the archive of the rollout at this place of `columns`:
-        its prompt's number, and its text if it is recorded."""
+        its prompt's number, and if it is recorded its text, and that of what the model saw first
+        if it is no row's."""
         cells = {PROMPT_ID: np.array([float(prompt.prompt_id)])}
         if prompt.is_recorded:
             assert self._tokenizer is not None
             ids = columns[RESPONSE_IDS][place]
             versions = columns[TOKEN_VERSIONS][place]
-            cells[TURNS] = as_cell(turns_of(ids, versions, self._tokenizer.decode))
+            turns = turns_of(ids, versions, self._tokenizer.decode)
+            if opening is not None and tuple(opening.tolist()) != prompt.token_ids:
+                text = self._tokenizer.decode_raw(opening)
+                turns.insert(0, {"role": OPENING, "content": text})
+            cells[TURNS] = as_cell(turns)
         return cells
 
     async def _write(self, cells: dict[int, Cells]) -> None:
@@ -171,6 +181,18 @@ class StageExecutor:
         if any(column.length != NUMBER for column in stage.writes):
             names.add(RESPONSE_IDS)  # how many entries a column has
         return await self._storage.read(row_ids, sorted(names)) if names else {}
+
+    async def _read_openings(self, items: list[StageItem]) -> dict[int, np.ndarray]:
+        """The ids of their prompts, of the rows that are recorded, where these may differ from the
+        prompts of their data rows."""
+        if self._spec.reward is None or not self._spec.has_openings:
+            return {}
+        recorded = [(rows, prompt) for rows, prompt in items if prompt and prompt.is_recorded]
+        row_ids = [row_id for rows, _ in recorded for row_id in rows]
+        if not row_ids:
+            return {}
+        columns = await self._storage.read(row_ids, [PROMPT_IDS])
+        return dict(zip(row_ids, columns[PROMPT_IDS], strict=True))
 
     def _make_calls(self, items: list[StageItem], columns: Columns) -> list[Call]:
         stage, row_ids = self._stage, [row_id for rows, _ in items for row_id in rows]

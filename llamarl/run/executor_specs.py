@@ -184,6 +184,7 @@ class Specs:
             task_source=inputs.task_source,
             storage=storage,
             reward=config.reward if stage.name == SCORE else None,
+            has_openings=any(kind.is_kept for kind in inputs.kinds.values()),
         )
 
 

@@ -43,7 +43,9 @@ def page_data(
         place = prompts.setdefault((line["prompt_file"], line["prompt_id"]), len(texts))
         if place == len(texts):
             texts.append({name: line[name] for name in PROMPT})
-        rollouts.append(_rollout(line, pieces) | {"prompt": place})
+        # An environment may have made another one of the row's.
+        own = {"prompt_text": line["prompt"]} if line["prompt"] != texts[place]["prompt"] else {}
+        rollouts.append({**own, **_rollout(line, pieces), "prompt": place})
     return {
         "run": run_dir.resolve().name,
         "num_found": num_found,
@@ -59,7 +61,7 @@ def _rollout(line: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
         texts = {"texts": pieces(line["response_ids"])}
         logprobs = {name: _rounded(line[name]) for name in LOGPROBS}
         rollout["tokens"] = texts | {name: line[name] for name in WHOLE} | logprobs
-        # As the model saw it: an environment may have added to the prompt.
+        # With special tokens.
         rollout["prompt_text"] = "".join(pieces(line["prompt_ids"]))
     return rollout
 

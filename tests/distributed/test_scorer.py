@@ -23,6 +23,7 @@ from llamarl.storage.store import Store
 from llamarl.types import (
     FINISH_CODES,
     PROMPT_ID,
+    PROMPT_IDS,
     RESPONSE_IDS,
     REWARD,
     SAMPLING,
@@ -66,7 +67,17 @@ def put(storage, folder, row_id, text, finish=FinishReason.STOP):
     storage.put({row_id: cells})
 
 
-def run_scorer(folder, storage, config, calls, *, task_source=None, spans=None, prompt=PROMPT):
+def run_scorer(
+    folder,
+    storage,
+    config,
+    calls,
+    *,
+    task_source=None,
+    spans=None,
+    prompt=PROMPT,
+    has_openings=False,
+):
     """Start, make the calls (lists of items: row ids, or tuples of a group's) one after another,
     close."""
 
@@ -79,6 +90,7 @@ def run_scorer(folder, storage, config, calls, *, task_source=None, spans=None, 
                 tokenizer=folder,
                 task_source=None if task_source is None else {"task.py": task_source},
                 storage=Store([storage]),
+                has_openings=has_openings,
             ),
             rank=0,
             num_ranks=1,
@@ -255,6 +267,36 @@ def test_the_texts_of_rollouts_that_are_recorded_are_written_beside_the_prompt_i
         assert (TURNS in row) == is_written
         if is_written:
             assert json.loads(bytes(row[TURNS])) == [{"role": "assistant", "content": text}]
+
+
+def test_what_an_environment_showed_in_place_of_the_prompt_is_recorded(folder):
+    """Rollouts of one prompt may have begun alike or not."""
+    storage = WatchedStorage()
+    tokenizer = load_tokenizer(folder)
+    for row_id, text in enumerate(["Guess 1 to 9.", "Guess 1 to 5."]):
+        put(storage, folder, row_id, "7")
+        ids = np.array([*PROMPT.token_ids, *tokenizer.encode(text, special=False)], np.int32)
+        storage.put({row_id: {PROMPT_IDS: ids}})
+    put(storage, folder, 2, "7")
+    storage.put({2: {PROMPT_IDS: np.array(PROMPT.token_ids, np.int32)}})
+    run_scorer(
+        folder,
+        storage,
+        RewardConfig(functions=["task"]),
+        [range(3)],
+        task_source=TASK,
+        prompt=replace(PROMPT, is_kept=True),
+        has_openings=True,
+    )
+    turns = [json.loads(bytes(storage.rows[row_id][TURNS])) for row_id in range(3)]
+    own = tokenizer.decode_raw(PROMPT.token_ids)
+    said = [turn.pop(0) if len(turn) > 1 else None for turn in turns]
+    assert said == [
+        {"role": "opening", "content": f"{own}Guess 1 to 9."},
+        {"role": "opening", "content": f"{own}Guess 1 to 5."},
+        None,
+    ]
+    assert turns == [[{"role": "assistant", "content": "7"}]] * 3
 
 
 def test_a_reward_may_be_a_coroutine_beside_functions(folder):

@@ -92,6 +92,18 @@ def test_the_line_of_a_kept_rollout_has_every_number_as_it_was(tmp_path: Path) -
     assert line["staleness"] == 3, "of the oldest version that had weight"
 
 
+def test_the_prompt_of_a_kept_line_is_what_the_environment_made_of_it(tmp_path: Path) -> None:
+    cells = recorded(np.random.default_rng(3), 9, True)
+    opening = {"role": "opening", "content": "q? Guess a number."}
+    archive_rows(
+        tmp_path,
+        [cells | {TURNS: [as_cell([opening, *SAID])]}],
+        {"outcome": "trained", "version": 6, "oldest_version": 3},
+    )
+    (line,) = read_lines(tmp_path / KEPT)
+    assert (line["prompt"], line["turns"]) == ("q? Guess a number.", SAID)
+
+
 def test_every_kept_line_has_the_same_keys_and_types(tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     whole, text_alone = recorded(rng, 9, True), recorded(rng, 5, False)
