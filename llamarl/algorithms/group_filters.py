@@ -95,7 +95,7 @@ def filter_group(
     def advantages(penalties: Sequence[float]) -> tuple[float, ...]:
         if config.advantage == GDPO:
             return tuple(apart([*columns, (1.0, penalties)]))
-        rewards = [reward + penalty for reward, penalty in zip(summed, penalties, strict=True)]
+        rewards = tuple(reward + penalty for reward, penalty in zip(summed, penalties, strict=True))
         return _advantages(rewards, config.advantage, task)
 
     scored = ScoredGroup(
