@@ -5,11 +5,13 @@ in a file, which process gets it, files on disk. Invariant: nothing is left behi
 process is killed and when: the kernel frees a file in memory with its last descriptor and mapping.
 """
 
+import fcntl
 import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 Buffer = Any  # np.ndarray or memoryview, contiguous: what has `nbytes`
@@ -18,12 +20,29 @@ HAS_MEMORY_FILES = hasattr(os, "memfd_create")  # else they lie on the disk
 MAX_BUFFERS = 1024  # of one system call
 
 
-def memory_file(label: str = "llamarl") -> int:
+def memory_file(label: str = "llamarl", *, can_be_sealed: bool = False) -> int:
     """The descriptor of a new file, whose `label` shows in /proc/PID/maps."""
     if HAS_MEMORY_FILES:
-        return os.memfd_create(label)
+        sealing = os.MFD_ALLOW_SEALING if can_be_sealed else 0
+        return os.memfd_create(label, os.MFD_CLOEXEC | sealing)
     with tempfile.TemporaryFile() as on_disk:
         return os.dup(on_disk.fileno())
+
+
+@contextmanager
+def sealed_file(text: str) -> Iterator[int]:
+    """The descriptor of a file with `text`, at its start, that nobody can change. Linux alone has
+    seals."""
+    file = memory_file("program", can_be_sealed=True)
+    try:
+        with open(file, "w", encoding="utf-8", errors="replace", closefd=False) as stream:
+            stream.write(text)
+        seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+        os.lseek(file, 0, os.SEEK_SET)
+        yield file
+    finally:
+        os.close(file)
 
 
 def reserved_file(label: str, num_bytes: int) -> int:

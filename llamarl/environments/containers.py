@@ -20,20 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from fcntl import (
-    F_ADD_SEALS,
-    F_SEAL_GROW,
-    F_SEAL_SEAL,
-    F_SEAL_SHRINK,
-    F_SEAL_WRITE,
-    LOCK_EX,
-    LOCK_NB,
-    fcntl,
-    flock,
-)
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO
@@ -41,6 +31,7 @@ from typing import IO
 from llamarl.environments import program_launcher
 from llamarl.environments.program_usage import FILE_BYTES, below, in_group
 from llamarl.environments.system_calls import compile_filter
+from llamarl.memory_file import sealed_file
 
 LAUNCHER = Path(program_launcher.__file__)
 CHILDREN = "/proc/thread-self/children"  # by which the processes of a container are found
@@ -51,7 +42,6 @@ SCRATCH = "/tmp"  # in a file system of its own
 MAX_OPEN_FILES = 64
 END_S = 10.0  # a killed process that still exists then is stuck in the kernel
 LOOK_S = 0.002  # between two looks whether killed processes are gone
-SEALS = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +105,7 @@ class Bubblewrap(Container):
             most={"RLIMIT_NPROC": limits.num_processes + 1},  # one is bubblewrap's own
         )
         told_by, telling = os.pipe()
-        with _memory_file(source) as program, _memory_file(stdin) as given, open(told_by) as info:
+        with sealed_file(source) as program, sealed_file(stdin) as given, open(told_by) as info:
             wrap = [bwrap, "--info-fd", str(telling), *_rights(user), *_files(program)]
             try:
                 self._process = subprocess.Popen(
@@ -317,20 +307,6 @@ def _spare_user() -> int:
     """The number of a user that nobody is, of the upper half of those that root has here."""
     first, _, count = map(int, Path("/proc/self/uid_map").read_text().split()[-3:])
     return first + count - 1 - secrets.randbelow(count // 2)
-
-
-@contextmanager
-def _memory_file(text: str) -> Iterator[int]:
-    """A descriptor of a file in memory that nobody can change."""
-    descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        with open(descriptor, "w", encoding="utf-8", errors="replace", closefd=False) as file:
-            file.write(text)
-        fcntl(descriptor, F_ADD_SEALS, SEALS)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
