@@ -23,6 +23,7 @@ from llamarl.environments.rewards.functions import (
     load_functions,
 )
 from llamarl.environments.rewards.score import make_score
+from llamarl.task_file import FILE
 from llamarl.types import FINISH_CODES, FinishReason, Prompt, StageStatus
 
 CONFIG = RewardConfig(functions=["exact"])
@@ -195,7 +196,7 @@ def test_an_expected_answer_that_is_no_mathematics_raises():
 
 def test_a_task_is_run_from_its_source_and_called_with_prompt_and_completion():
     source = "def reward(prompt, completion):\n    return completion.count(prompt.fields['word'])\n"
-    functions = load_functions(RewardConfig(functions=["task"]), source)
+    functions = load_functions(RewardConfig(functions=["task"]), {FILE: source})
     assert grade(functions, prompt(word="a"), "banana") == {"rows": [[1.5, 3.0, NO_ANSWER]]}
 
 
@@ -214,7 +215,7 @@ VOTE = (
     ],
 )
 def test_equal_answers_of_held_out_rollouts_have_equal_numbers(name, alike, other, silent):
-    functions = load_functions(RewardConfig(functions=[name]), VOTE)
+    functions = load_functions(RewardConfig(functions=[name]), {FILE: VOTE})
 
     def number(completion, held_out="test"):
         asked = replace(prompt(answer="4"), held_out=held_out)
@@ -250,7 +251,7 @@ def grade_group(source, functions, completions, of_episodes=(), is_async=False):
     """What the service answers for a group with these functions of the task, weighted 10, 1, ..."""
     weights = [10.0 / 10**i for i in range(len(functions))]
     config = RewardConfig(functions=functions, weights=weights)
-    score = make_score(load_functions(config, source), config)
+    score = make_score(load_functions(config, {FILE: source}), config)
     reads = ["prompt", "completion", "sampling", *(["episode_reward"] * bool(of_episodes))]
     stage = Stage(SCORE, "x", reads, ["reward", *functions, ANSWER], per="group")
     count = len(completions)
@@ -307,7 +308,7 @@ def test_one_failure_is_that_of_the_group(is_async):
 def test_a_task_without_a_reward_function_is_refused():
     config = RewardConfig(functions=["task"])
     with pytest.raises(ValueError, match="must define reward"):
-        load_functions(config, "reward = 3\n")
+        load_functions(config, {FILE: "reward = 3\n"})
 
 
 @pytest.mark.parametrize(
@@ -359,7 +360,7 @@ def test_a_failure_shows_the_lines_of_the_task_and_none_of_ours():
         "    except ValueError as error:\n"
         "        raise LookupError('no number') from error\n"
     )
-    functions = load_functions(RewardConfig(functions=["task"]), source)
+    functions = load_functions(RewardConfig(functions=["task"]), {FILE: source})
     error = grade(functions, prompt(), "x")["error"]
     assert [line.strip() for line in error.splitlines() if "^" not in line] == [
         "score: Traceback (most recent call last):",
