@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,16 +23,20 @@ FILE = re.compile(r"(?:/(datasets))?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 class Hub:
     """`repositories`: "models/ORG/NAME" -> commit -> path -> bytes; `branches`: such a name with
     "@main" -> commit. `gated`: those that refuse files. `cut`: paths whose next transfer breaks off
-    in the middle, so often. `slow`: paths whose transfer takes a second per tenth. `wrong`: paths
-    whose bytes are damaged on the way. `sizes`: what the list says instead, `lists`: all of it.
-    `dribbles`: the API sends a byte a second. `asked`: method and
-    path of every request, `begins` of each transfer."""
+    in the middle, so often. `slow`: paths whose transfer takes a second per tenth. `stuck`: paths
+    whose transfer stops in the middle, which sets `is_stuck`, until `goes_on` is set. `wrong`:
+    paths whose bytes are damaged on the way. `sizes`: what the list says instead, `lists`: all of
+    it. `dribbles`: the API sends a byte a second. `asked`: method and path of every request,
+    `begins` of each transfer."""
 
     repositories: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     cut: dict[str, int] = field(default_factory=dict)
     slow: set[str] = field(default_factory=set)
+    stuck: set[str] = field(default_factory=set)
+    is_stuck: threading.Event = field(default_factory=threading.Event)
+    goes_on: threading.Event = field(default_factory=threading.Event)
     wrong: set[str] = field(default_factory=set)
     sizes: dict[str, object] = field(default_factory=dict)
     lists: dict[str, object] = field(default_factory=dict)
@@ -160,6 +164,13 @@ def serving(hub: Hub) -> Iterator[Hub]:
                     for start in range(0, len(body), step):
                         self.wfile.write(body[start : start + step])
                         time.sleep(1)
+                elif path in hub.stuck:
+                    half = begin + (len(body) - begin) // 2
+                    self.wfile.write(body[begin:half])
+                    hub.is_stuck.set()
+                    hub.goes_on.wait()
+                    with suppress(OSError):  # nobody may be there any more
+                        self.wfile.write(body[half:])
                 else:
                     self.wfile.write(body[begin:])
 
