@@ -4,6 +4,7 @@ Owns: what they read and where they write it. Does not own: the texts (`planner/
 `cluster/deploy/`) or runs (`jobs.py`). Invariant: they make no run folder and read no weights.
 """
 
+import logging
 import os
 from json import dumps
 from pathlib import Path
@@ -17,8 +18,11 @@ from llamarl.models.architecture import Architecture
 from llamarl.recipe.frozen_models import read_frozen
 from llamarl.recipe.inputs import read_planned_architecture
 from llamarl.recipe.prompt_inputs import with_measured_prompts
+from llamarl.recipe.rehearsal import with_processes
 from llamarl.recipe.task_source import read_graph, read_task
 from llamarl.run.starter import name_executor, place_executors
+
+log = logging.getLogger(__name__)
 
 
 def plan(
@@ -48,7 +52,6 @@ def plan(
         render_report,
         title_of,
     )
-    from llamarl.planner.simulation.workload import with_lengths
 
     _check_writable("--json", json)
     _check_writable("--html", html)
@@ -56,7 +59,7 @@ def plan(
     if only is not None:
         return _plan_one_side(only, config, architecture, console, json, html or trace or sweep)
     frozen = read_frozen(config, read_graph(config, read_task(config))[0])
-    config = with_lengths(with_measured_prompts(config))
+    config = _planned(config)
     if not timed(config) and not (html or trace or sweep):
         memory = forecast_memory(config, architecture, frozen)
         text, found = render_memory(config, memory), memory_figures(memory)
@@ -89,12 +92,23 @@ def _plan_one_side(
 ) -> None:
     """`other`: an option that is for whole recipes."""
     from llamarl.planner.report.one_side import forecast_one_side
-    from llamarl.planner.simulation.workload import with_lengths
 
     require(not other, "--only", "come without --html, --trace and --sweep", only)
-    config = with_lengths(with_measured_prompts(config))
+    config = _planned(config)
     text, figures = forecast_one_side(only, config, architecture)
     _say(console, text, json, figures)
+
+
+def _planned(config: Config) -> Config:
+    """The recipe as it is planned: with all lengths of its workload in `plan`, and with processes,
+    of which what it is compared with may have more. The log says which guesses are smaller than
+    usual."""
+    from llamarl.planner.simulation.workload import shrunk_guesses, with_lengths
+
+    config = with_measured_prompts(config)
+    if words := shrunk_guesses(config):
+        log.warning(words)
+    return with_processes(with_lengths(config))
 
 
 def _say(console: Console, text: str, path: str | None, figures: dict[str, Any]) -> None:

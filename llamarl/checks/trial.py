@@ -23,6 +23,7 @@ from llamarl.library.own_loop import LibraryEngines
 from llamarl.library.start import running_engines
 from llamarl.loop.colocation import Phase
 from llamarl.metrics.provenance import keep_nothing
+from llamarl.recipe.rehearsal import without_evaluation, without_own_stages, without_rewards
 from llamarl.types import (
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
@@ -59,7 +60,9 @@ class TrialTolerance:
 
 
 def tiny_config(config: Config, checkpoint: str, tokenizer: str) -> Config:
-    """The recipe on the tiny model, with few short rollouts."""
+    """The recipe on the tiny model, with few short rollouts that are one answer each and get their
+    rewards from the trial."""
+    config = without_own_stages(without_rewards(without_evaluation(config)))
     generator, trainer = config.generator, config.trainer
     small: dict[str, Any] = {"max_num_seqs": NUM_PROMPTS * NUM_ROLLOUTS, "elastic": []}
     if hasattr(generator, "kv_cache_bytes"):
@@ -69,8 +72,6 @@ def tiny_config(config: Config, checkpoint: str, tokenizer: str) -> Config:
     return replace(
         config,
         model=replace(config.model, checkpoint=checkpoint, tokenizer=tokenizer, architecture=None),
-        data=replace(config.data, held_out=None),
-        evaluation=replace(config.evaluation, sets={}),
         algorithm=algorithm,
         generator=replace(generator, **small),
         trainer=replace(trainer, tokens_per_micro_batch=num_tokens, groups_per_step=NUM_PROMPTS),

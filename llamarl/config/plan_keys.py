@@ -45,10 +45,12 @@ class PlanConfig(Section):
     graphs=true | false, offload=true | false (one side leaves the GPUs while the other works),
     reference=true | false (a pass of the reference per step). []: the fastest that fits, with
     continuous batching, graphs and no offloading."""
-    num_turns: int = number(4, least=1, most=10_000)
-    """Turns of every episode, if there are any; a rollout's tokens are spread over them evenly."""
-    observation_tokens: int = number(100, least=1, most=2**24)
-    """Tokens of an observation."""
+    num_turns: int = number(0, least=0, most=10_000)
+    """Turns of every episode, if there are any; a rollout's tokens are spread over them evenly. 0:
+    4, or as many as environment.max_turns and sampling.max_tokens leave room for."""
+    observation_tokens: int = number(0, least=0, most=2**24)
+    """Tokens of an observation. 0: 100, or what fills half of sampling.max_tokens if that is
+    less."""
     tool_s: float = number(1.0, least=0, most=DAY_S)
     """Seconds that half of the turns wait for their environment less than."""
     tool_spread: float = number(1.0, least=0, most=10)

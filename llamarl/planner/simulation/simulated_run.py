@@ -31,10 +31,11 @@ from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, make_workload
 from llamarl.protocols import RunObserver
 from llamarl.recipe.inputs import Inputs
+from llamarl.recipe.rehearsal import without_evaluation, without_own_stages
 from llamarl.run.fleet import Fleet
 from llamarl.run.starter import Executors
 from llamarl.run.wiring import Wiring
-from llamarl.types import REWARD, Prompt
+from llamarl.types import Prompt
 
 
 def simulate(
@@ -74,7 +75,7 @@ async def run(
     ranker: Ranker | None = None,
 ) -> SimulatedTimeline:
     """Run the controller with simulated executors on whatever clock the present loop has."""
-    config = _without_own_stages(config)
+    config = without_own_stages(config)
     setting = Setting(config=config, workload=workload)
     timeline = setting.timeline
     graph = make_graph(config)
@@ -88,14 +89,6 @@ async def run(
         group.call_one.end_idle()
     timeline.forget_last_step()
     return timeline
-
-
-def _without_own_stages(config: Config) -> Config:
-    """The recipe without the stages of its task.py, which only a process of their own may run."""
-    shipped = replace(
-        config.algorithm, reward_columns=[REWARD], reward_column_weights=[1.0], loss_columns=[]
-    )
-    return replace(config, algorithm=shipped, experience=replace(config.experience, stages=[]))
 
 
 async def drive(
@@ -113,7 +106,7 @@ async def drive(
     One step more than asked for: the last one ends with a checkpoint, which is really written.
     """
     config = replace(
-        config,
+        without_evaluation(config),
         num_steps=num_steps + 1,
         checkpoint=CheckpointConfig(every_steps=0, export=False),
         dispatch=DispatchConfig(ranker="none"),

@@ -22,6 +22,8 @@ NUM_DRAWN = 1 << 14  # lengths drawn; a rollout's seed picks one of them
 NUM_PROMPTS = 1 << 11
 USUAL_PROMPT_TOKENS = 200
 USUAL_MEDIAN_TOKENS = 400
+USUAL_TURNS = 4
+USUAL_OBSERVATION_TOKENS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +119,40 @@ def with_lengths(config: Config) -> Config:
     room = min(pool.generator.max_model_len for pool in pools_of(config.generator)) - most
     prompt_tokens = plan.prompt_tokens or max(1, min(USUAL_PROMPT_TOKENS, room))
     median_tokens = plan.median_tokens or max(1, min(USUAL_MEDIAN_TOKENS, most // 2))
-    plan = replace(plan, prompt_tokens=prompt_tokens, median_tokens=median_tokens)
+    num_turns, observation_tokens = _turns(config)
+    plan = replace(
+        plan,
+        prompt_tokens=prompt_tokens,
+        median_tokens=median_tokens,
+        num_turns=num_turns,
+        observation_tokens=observation_tokens,
+    )
     return replace(config, plan=plan)
+
+
+def _turns(config: Config) -> tuple[int, int]:
+    """(turns of an episode, tokens of an observation): what the recipe says, or a guess that leaves
+    the model a token of each turn."""
+    given, most = config.plan, config.sampling.max_tokens
+    room = 1 + (most - 1) // ((given.observation_tokens or 1) + 1)
+    num_turns = given.num_turns or min(USUAL_TURNS, config.environment.max_turns, room)
+    half = max(1, most // 2 // max(1, num_turns - 1))
+    return num_turns, given.observation_tokens or min(USUAL_OBSERVATION_TOKENS, half)
+
+
+def shrunk_guesses(config: Config) -> str | None:
+    """What is assumed of the turns of this recipe, if it leaves that open and has no room for what
+    is usual; else None."""
+    if not config.environment.is_used:
+        return None
+    usual = {"num_turns": USUAL_TURNS, "observation_tokens": USUAL_OBSERVATION_TOKENS}
+    found = with_lengths(config).plan
+    open_ones = {name: most for name, most in usual.items() if not getattr(config.plan, name)}
+    less = [name for name, most in open_ones.items() if getattr(found, name) < most]
+    if not less:
+        return None
+    assumed = " and ".join(f"plan.{name}={getattr(found, name)}" for name in less)
+    return f"assumed: {assumed}, which sampling.max_tokens and environment.max_turns leave room for"
 
 
 def make_workload(
