@@ -61,8 +61,8 @@ environment = Guess
 
 
 def write_environment_recipe(folder: Path) -> Path:
-    """As somebody who comes from TRL would have it: rows with a prompt and a target; completions are
-    too short for the turns that a plan usually assumes."""
+    """As somebody who comes from TRL would have it: rows with a prompt; completions are too short
+    for the turns that a plan usually assumes."""
     shutil.copytree(TOOLS_RECIPE, folder)
     (folder / "task.py").write_text(ENVIRONMENT)
     for name in ("prompts.jsonl", "held_out.jsonl"):
