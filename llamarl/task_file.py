@@ -51,15 +51,18 @@ class Form:
 
 
 NUMBERS = ("Sequence[float]", "list[float]", "tuple[float, ...]")
+DICTS = ("dict", "dict[str, float]", "dict[str, Any]")
+REWARDS = ("float", "int", "bool", *DICTS, *(f"float | {each}" for each in DICTS))
+REWARD_LISTS = (*NUMBERS, *(f"{many}[{each}]" for many in ("list", "Sequence") for each in REWARDS))
 ROWS = tuple(
     f"{many}[{row}]"
     for many in ("Iterable", "Iterator", "Sequence", "list")
     for row in ("dict[str, Any]", "dict")
 )
 FORMS = {
-    "reward": Form({"prompt": ("Prompt",), "completion": ("str",)}, ("float", "int", "bool"), True),
+    "reward": Form({"prompt": ("Prompt",), "completion": ("str",)}, REWARDS, True),
     "group_reward": Form(
-        {"prompt": ("Prompt",), "completions": ("list[str]", "Sequence[str]")}, NUMBERS, True
+        {"prompt": ("Prompt",), "completions": ("list[str]", "Sequence[str]")}, REWARD_LISTS, True
     ),
     "majority_answer": Form(
         {"prompt": ("Prompt",), "completion": ("str",)}, ("str | None", "str", "Optional[str]")

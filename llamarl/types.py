@@ -373,7 +373,8 @@ class StageResult:
     on which a stage of the recipe's own failed, is dropped. The stage `score` writes REWARD, the
     weighted sum of the `parts` by function; if it failed there is none, or 0 with
     `reward.on_failure: zero`. `correct`: the first function gave full marks, which accuracy counts.
-    `answer` of a held-out rollout is equal where answers are; None: it has none.
+    `answer` of a held-out rollout is equal where answers are; None: it has none. `extra` are
+    further numbers that reward functions returned.
     """
 
     row_id: int
@@ -384,6 +385,7 @@ class StageResult:
     parts: dict[str, float] = field(default_factory=dict)
     correct: bool = False
     answer: int | None = None
+    extra: dict[str, float] = field(default_factory=dict)
 
     @property
     def reward(self) -> float:

@@ -42,7 +42,7 @@ def make_record(
     `step` is the one that trained it, or should have; of an evaluation, the version.
     """
     prompt, score = group.prompt, group.scores.get(row_id)
-    parts = {} if score is None else score.parts
+    parts, extra = ({}, {}) if score is None else (score.parts, score.extra)
     version = int(outcome["version"]) if "version" in outcome else group.step
     places = dict(zip(group.row_ids, group.advantages, strict=False))
     return {
@@ -60,7 +60,9 @@ def make_record(
         "correct": None if score is None or score.status is not StageStatus.OK else score.correct,
         "error": group.errors.get(row_id) or ("" if score is None else score.error),
         "advantage": places.get(row_id),
-        "numbers": json.dumps(group.numbers.get(row_id, {}) | group.episodes.get(row_id, {})),
+        "numbers": json.dumps(
+            group.numbers.get(row_id, {}) | group.episodes.get(row_id, {}) | extra
+        ),
         "reason": outcome.get("reason"),
     }
 

@@ -17,14 +17,14 @@ import numpy as np
 
 from llamarl.algorithms.group_filters import REASON
 from llamarl.config import RewardConfig
-from llamarl.dataflow.columns import NUMBER, PROMPT_RECORD, Column
+from llamarl.dataflow.columns import NUMBER, PROMPT_RECORD, TEXT, Column
 from llamarl.dataflow.graph import GROUP, Drop, Stage
 from llamarl.dataflow.task_stages import from_data
 from llamarl.environments.rewards import functions as rewards
 from llamarl.environments.rewards import score
 from llamarl.task_file import load_module
 from llamarl.types import Prompt, StageStatus
-from llamarl.user_code.calls import InvalidReturnError, shown, user_traceback
+from llamarl.user_code.calls import InvalidReturnError, InvalidRewardError, shown, user_traceback
 
 Answer = dict[str, Any]
 OWN_FILES = (__file__, score.__file__)
@@ -84,6 +84,8 @@ async def answer(
             rows = _group_rows(found, stage, lengths)
         else:
             rows = [_row(_by_column(found, stage), stage, lengths[0])]
+    except InvalidRewardError as error:
+        return {"status": StageStatus.INVALID, "error": str(error)}
     except InvalidReturnError as error:
         why = f"what stage {stage.name} returns must {error}"
         return {"status": StageStatus.INVALID, "error": why}
@@ -125,10 +127,16 @@ def _row(values: Sequence[Any], stage: Stage, length: int) -> str | list[Any]:
             return value.reason
         if value is not None and not stage.writes:
             _refuse("be None or a Drop, for the stage writes nothing", value)
-    return [
-        _number(value, column) if column.length == NUMBER else _entries(value, column, length)
-        for value, column in zip(values, stage.writes, strict=False)
-    ]
+    pairs = zip(values, stage.writes, strict=False)
+    return [_checked(value, column, length) for value, column in pairs]
+
+
+def _checked(value: Any, column: Column, length: int) -> Any:
+    if column.length == TEXT:  # of the rewards, which make it themselves
+        return str(value)
+    if column.length == NUMBER:
+        return _number(value, column)
+    return _entries(value, column, length)
 
 
 def _number(value: Any, column: Column) -> float:

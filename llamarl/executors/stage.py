@@ -7,6 +7,7 @@ rollout or a missing reward means (the controller). Invariant: a rollout has eit
 the function computes or none, and those with a result that is OK and no reason have them.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -20,12 +21,13 @@ from llamarl.dataflow.columns import (
     NUMBER,
     PROMPT_RECORD,
     RECORDED,
+    TEXT,
     Column,
     stored_columns,
 )
 from llamarl.dataflow.graph import GROUP
 from llamarl.dataflow.task_stages import as_data
-from llamarl.environments.rewards.functions import ANSWER, NO_ANSWER
+from llamarl.environments.rewards.functions import ANSWER, EXTRA, NO_ANSWER
 from llamarl.episode import OPENING, last_turn, turns_of
 from llamarl.executors.specs import StageSpec
 from llamarl.executors.stage_calls import FailureRate, WorkSpans
@@ -49,6 +51,7 @@ from llamarl.user_code.worker import MAX_ANSWER_BYTES
 from llamarl.wire_form import WireList
 
 ENTRY_BYTES = 32  # of a number in an answer, at most
+TEXT_BYTES = 1 << 17  # of the further numbers of a rollout's rewards in an answer, at most
 Cells = dict[str, np.ndarray]
 Found = list[str | Cells]
 """Of one call, per rollout: the reason to drop it, or what was computed, by column."""
@@ -61,9 +64,12 @@ class StageExecutor:
         self._spec, stage, reward = spec, spec.stage, spec.reward
         computed = [column for column in stage.writes if column.name not in RECORDED]
         self._parts = dict.fromkeys(reward.functions if reward is not None else ())
-        self._aside = dict.fromkeys([*self._parts, *[ANSWER] * (reward is not None)])  # not stored
+        aside = [*map(Column, self._parts)]
+        if reward is not None:
+            aside += [Column(ANSWER), Column(EXTRA, "uint8", TEXT)]
+        self._aside = {column.name for column in aside}  # not stored
         # As its function sees it:
-        self._stage = replace(stage, writes=(*computed, *map(Column, self._aside)))
+        self._stage = replace(stage, writes=(*computed, *aside))
         self._numbers = [column.name for column in computed if column.length == NUMBER]
         self._storage = RecordingStore(spec.storage, spans)
         self._tokenizer: Tokenizer | None = None
@@ -137,6 +143,7 @@ class StageExecutor:
             parts=parts,
             correct=reward is not None and parts[reward.functions[0]] >= reward.full_marks,
             answer=None if answer == NO_ANSWER else int(answer),
+            extra=json.loads(found[EXTRA].tobytes()) if EXTRA in found else {},
         )
 
     def _cells(self, result: StageResult, found: Failure | str | Cells) -> Cells:
@@ -178,7 +185,7 @@ class StageExecutor:
         """What the stage reads of these rows."""
         stage = self._stage
         names = {*stored_columns(stage.reads)}
-        if any(column.length != NUMBER for column in stage.writes):
+        if any(column.length not in (NUMBER, TEXT) for column in stage.writes):
             names.add(RESPONSE_IDS)  # how many entries a column has
         return await self._storage.read(row_ids, sorted(names)) if names else {}
 
@@ -204,6 +211,7 @@ class StageExecutor:
             of_rows = [values[start:end] for values in given]
             arguments = of_rows if stage.per == GROUP else [value for (value,) in of_rows]
             num_bytes = ENTRY_BYTES * len(stage.writes) * (sum(lengths[start:end]) + len(rows))
+            num_bytes += TEXT_BYTES * len(rows) * (self._spec.reward is not None)
             call = (arguments, lengths[start:end])
             calls.append(Call(prompt, call, max_answer_bytes=MAX_ANSWER_BYTES + num_bytes))
         return calls
@@ -228,6 +236,9 @@ class StageExecutor:
                 continue
             cells: Cells = {}
             for column, value in zip(self._stage.writes, row, strict=True):
+                if column.length == TEXT:
+                    cells[column.name] = np.frombuffer(value.encode(), np.uint8)
+                    continue
                 is_number = column.length == NUMBER
                 cell = np.array([value] if is_number else value, column.dtype)
                 if cell.shape != (1 if is_number else length,):

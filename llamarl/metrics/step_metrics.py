@@ -171,7 +171,8 @@ def _scores(scores: list[StageResult], rewards: NDArray[np.float64]) -> Scalars:
     if (found := np.flatnonzero(~np.isnan(rewards))).size:
         scalars["reward/mean"] = float(rewards[found].mean())
         scalars["reward/std"] = float(rewards[found].std())
-    return scalars | _means("reward_parts", [scores[i].parts for i in found])
+    scalars |= _means("reward_parts", [scores[i].parts for i in found])
+    return scalars | _means("reward_extra", [scores[i].extra for i in found])
 
 
 def _accuracy(groups: Sequence[Group]) -> Scalars:

@@ -36,7 +36,8 @@ JUDGED_BY = (  # what the table of hyper-parameters shows of each run: the last 
     "tokens/per_s",
 )
 SECTIONS = {  # first words of tags by section; TensorBoard sorts by name, hence the numbers
-    "1_outcome": ("reward", "accuracy", "evaluation", "reward_parts", "loss", "perplexity"),
+    "1_outcome": ("reward", "accuracy", "evaluation", "reward_parts", "reward_extra")
+    + ("loss", "perplexity"),
     "2_rollouts": ("reward_failures", "rollouts", "demonstrations", "groups", "dropped")
     + ("dropped_rollouts", "columns", "length", "prompts")
     + ("source_groups", "source_dropped_share", "source_reward", "source_length"),
@@ -73,6 +74,8 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "loss/held_out": "llamarl sft: the same of the held-out demonstrations.",
     "perplexity/": "llamarl sft: exp of the loss of that name.",
     "reward_parts/": "Mean of what this reward function gave, before its weight is applied.",
+    "reward_extra/": "Mean of a further number of this name in the dict that a reward of task.py "
+    "returned.",
     "reward_failures/": "Rollouts whose reward failed: its code raised, took too long (hung) or "
     "returned no finite number (invalid).",
     "rollouts": "Sample completions of the step as text: in turn the best and worst of a group.",

@@ -112,6 +112,10 @@ class InvalidReturnError(ValueError):
     """User code returned what it must not; the text follows "what it returns must"."""
 
 
+class InvalidRewardError(InvalidReturnError):
+    """A reward returned what it must not; the text is the whole sentence."""
+
+
 def user_traceback(error: BaseException, *own_files: str) -> str:
     """The traceback of `error` without the frames of `own_files` and of task_file.py."""
     hidden = {task_file.__file__, *own_files}

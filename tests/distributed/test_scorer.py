@@ -125,6 +125,25 @@ def test_completions_are_decoded_scored_and_their_rewards_written(folder):
         assert cell[0] == score.reward
 
 
+def test_further_numbers_of_a_reward_go_to_the_controller_and_into_no_column(folder):
+    storage = WatchedStorage()
+    put(storage, folder, 0, "two words")
+    name = "\u6b63" * 90
+    text = f"""
+def reward(prompt, completion):
+    more = {{f"{name}{{i}}": i for i in range(63)}}
+    return {{"score": 0.5, "words": len(completion.split()), "text": completion, **more}}
+"""
+    config = RewardConfig(functions=["task"])
+    ((score,),) = run_scorer(folder, storage, config, [[0]], task_source=text)
+    assert score.status is StageStatus.OK
+    assert score.reward == 0.5
+    assert len(score.extra) == 64
+    assert score.extra["words"] == 2.0
+    assert REWARD in storage.rows[0]
+    assert not {"words", "task", "reward_extra"} & storage.rows[0].keys()
+
+
 def test_a_failed_reward_writes_no_cell_and_is_logged_with_its_traceback(folder, caplog):
     storage = WatchedStorage()
     for row_id, text in enumerate(["bad", "fine", "nan", "bad", "bad"]):

@@ -84,6 +84,19 @@ def record(**options):
     )
 
 
+def test_further_numbers_of_rewards_are_means_over_the_rollouts_that_have_them():
+    group = make_group(0, [make_row(0, (3, 4)), make_row(1, (3, 4))], [1.0, 0.0])
+    for extra, (row_id, score) in zip(
+        ({"a": 1.0, "b": 5.0}, {"a": 2.0}), group.scores.items(), strict=True
+    ):
+        group.scores[row_id] = replace(score, extra=extra)
+    scalars, _, _ = step_scalars([group], STATS, {}, {"step": 2.0})
+    found = {name: value for name, value in scalars.items() if name.startswith("reward_extra/")}
+    assert found == {"reward_extra/a": 1.5, "reward_extra/b": 5.0}
+    assert description("reward_extra/a").startswith("Mean of a further number")
+    assert chart_tag("reward_extra/a").startswith("1_outcome/")
+
+
 def test_a_step_is_recorded_with_hand_worked_numbers():
     scalars, histograms, texts = record()
     expected = {

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import math
 import sys
 import time
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from llamarl.config import RewardConfig
+from llamarl.dataflow.columns import TEXT, Column
 from llamarl.dataflow.graph import SCORE, Stage
 from llamarl.dataflow.stage_function import answer, run_now
 from llamarl.environments.rewards import exact
@@ -17,6 +19,7 @@ from llamarl.environments.rewards import math as math_reward
 from llamarl.environments.rewards.answer import normal_form
 from llamarl.environments.rewards.functions import (
     ANSWER,
+    EXTRA,
     NO_ANSWER,
     check_answer,
     check_rewards,
@@ -27,6 +30,7 @@ from llamarl.task_file import FILE
 from llamarl.types import FINISH_CODES, FinishReason, Prompt, StageStatus
 
 CONFIG = RewardConfig(functions=["exact"])
+OTHERS = Column(EXTRA, "uint8", TEXT)
 STOPPED = [1.0, 0, 1.0, 64, 7, FINISH_CODES[FinishReason.STOP]]
 
 
@@ -34,9 +38,18 @@ def grade(functions, prompt, completion):
     """What the service answers for the stage `score` with these functions."""
     names = [name for name in functions if name != ANSWER]
     config = RewardConfig(functions=names, weights=[0.5] * len(names))
-    stage = Stage(SCORE, "x", ["prompt", "completion", "sampling"], ["reward", *names, ANSWER])
+    reads, writes = ["prompt", "completion", "sampling"], ["reward", *names, ANSWER, OTHERS]
+    stage = Stage(SCORE, "x", reads, writes)
     score = make_score(functions, config)
-    return run_now(answer(score, stage, prompt, [None, completion, STOPPED], [1]))
+    return read(run_now(answer(score, stage, prompt, [None, completion, STOPPED], [1])))
+
+
+def read(answered):
+    """The answer with the further numbers of rewards read, or left out where there are none."""
+    for row in answered.get("rows", ()):
+        others = json.loads(row.pop())
+        row += [others] * bool(others)
+    return answered
 
 
 def prompt(**fields):
@@ -253,11 +266,11 @@ def grade_group(source, functions, completions, of_episodes=(), is_async=False):
     config = RewardConfig(functions=functions, weights=weights)
     score = make_score(load_functions(config, {FILE: source}), config)
     reads = ["prompt", "completion", "sampling", *(["episode_reward"] * bool(of_episodes))]
-    stage = Stage(SCORE, "x", reads, ["reward", *functions, ANSWER], per="group")
+    stage = Stage(SCORE, "x", reads, ["reward", *functions, ANSWER, OTHERS], per="group")
     count = len(completions)
     columns = [[None] * count, completions, [STOPPED] * count, *([of_episodes] * bool(of_episodes))]
     answering = answer(score, stage, prompt(word="a"), columns, [1] * count)
-    return asyncio.run(answering) if is_async else run_now(answering)
+    return read(asyncio.run(answering) if is_async else run_now(answering))
 
 
 def test_a_group_reward_sees_all_completions_of_a_prompt_beside_rewards_of_each():
@@ -282,17 +295,69 @@ def test_group_rewards_and_rewards_of_each_may_be_coroutines():
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ("[1, 2, 3]", "must have one number per completion (2), got [1, 2, 3]"),
-        ("0.5", "must have one number per completion (2), got 0.5"),
-        ("[1, float('nan')]", "must be a finite number for group"),
-        ("[1, None]", "must be a finite number for group"),
+        (
+            "[1, 2, 3]",
+            "return one number, or a dict with 'score', per completion (2), got [1, 2, 3]",
+        ),
+        ("0.5", "return one number, or a dict with 'score', per completion (2), got 0.5"),
+        ("{'score': 1}", "per completion (2), got {'score': 1}"),
+        ("[1, float('nan')]", "return a finite number, at most 1e+09 either way, got nan"),
+        ("[1, None]", "return a number or a dict with 'score', which is one, got None"),
+        ("[1, {'scores': 2}]", "return a number or a dict with 'score', which is one, got {'sc"),
     ],
 )
 def test_what_is_no_number_for_each_completion_is_invalid(found, message):
     source = f"def group_reward(prompt, completions):\n    return {found}\n"
     got = grade_group(source, ["group"], ["a", "b"])
     assert got["status"] == StageStatus.INVALID
+    assert got["error"].startswith("group_reward in task.py must ")
     assert message in got["error"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reward_may_be_a_dict_of_its_score_and_further_numbers(is_async):
+    source = (
+        "import numpy as np\n"
+        "def reward(prompt, completion):\n"
+        "    return {'score': 2, 'acc': True, 'words': np.float32(3), 'pred': 'x', 'none': None,\n"
+        "            'nan': float('nan'), 'rows': [1]}\n"
+        "def group_reward(prompt, completions):\n"
+        "    return [{'score': 0.5, 'place': i} if i else 0.25 for i in range(len(completions))]\n"
+    )
+    source = source.replace("def ", "async def ") if is_async else source
+    got = grade_group(source, ["task", "group"], ["a", "b"], is_async=is_async)
+    each = {"acc": 1.0, "words": 3.0}
+    assert got["rows"] == [
+        [20.25, 2.0, 0.25, -1.0, each],
+        [20.5, 2.0, 0.5, -1.0, each | {"place": 1.0}],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ("{'acc': 1}", "return a number or a dict with 'score', which is one, got {'acc': 1}"),
+        ("{'score': 'high'}", "return a number or a dict with 'score', which is one, got {'score"),
+        ("{'score': float('inf')}", "return a finite number, at most 1e+09 either way, got {'sc"),
+        ("{'score': 1, 2: 3}", "name its numbers by texts of up to 100 characters, got 2"),
+        ("{'score': 1, **{str(i): i for i in range(65)}}", "return at most 64 numbers besides"),
+    ],
+)
+def test_a_dict_that_is_no_reward_is_refused_in_one_plain_line(found, message):
+    source = f"def reward(prompt, completion):\n    return {found}\n"
+    got = grade(load_functions(RewardConfig(functions=["task"]), {FILE: source}), prompt(), "")
+    assert got["status"] is StageStatus.INVALID
+    assert got["error"].startswith(f"reward in task.py must {message}")
+    assert "\n" not in got["error"]
+
+
+def test_two_rewards_may_not_give_numbers_of_one_name():
+    source = "def reward(prompt, completion):\n    return {'score': 1, 'acc': 1}\n"
+    source += "def group_reward(prompt, completions):\n    return [{'score': 1, 'acc': 1}]\n"
+    got = grade_group(source, ["task", "group"], ["a"])
+    assert got["error"].endswith(
+        "give numbers that no other reward function gives, got 'acc' again"
+    )
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -326,8 +391,9 @@ def test_any_real_number_is_a_reward(value, expected):
 def test_what_is_no_finite_number_is_invalid_and_shown(value):
     found = grade({"f": lambda *_: value}, prompt(), "")
     assert found["status"] is StageStatus.INVALID
-    must = "what stage score returns must be a finite number for f, at most 1e+09 either way"
-    assert found["error"] == f"{must}, got {value!r}"
+    number = "a finite number, at most 1e+09 either way"
+    must = number if type(value) is float else "a number or a dict with 'score', which is one"
+    assert found["error"] == f"reward f must return {must}, got {value!r}"
 
 
 @pytest.mark.parametrize("error", [ValueError("oh"), SystemExit(3), KeyboardInterrupt()])

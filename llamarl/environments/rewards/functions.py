@@ -30,6 +30,7 @@ OWN = {TASK: "reward", OF_GROUP: "group_reward"}  # the functions of task.py beh
 ENVIRONMENT = "environment"  # what the episode's environment gave
 ANSWER = "majority_answer"  # of a task.py, and what the stage gives beside the rewards
 NO_ANSWER = -1.0
+EXTRA = "reward_extra"  # further numbers that rewards return, which the stage gives as JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,59 +1,70 @@
 """What the stage `score` runs: the reward functions of a rollout, or of a group at once.
 
-Owns: the order of the calls, and the weighted sum. Does not own: the functions (`functions.py`) or
-the processes (`executors/stage.py`). Invariant: only finite numbers leave.
+Owns: the order of the calls, what they may return, and the weighted sum. Does not own: the
+functions (`functions.py`) or the processes (`executors/stage.py`). Invariant: only finite numbers
+leave.
 """
 
 import asyncio
 import hashlib
 import inspect
+import json
+import math
+import numbers
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from llamarl.config import RewardConfig
+from llamarl.config.reward import LARGEST
 from llamarl.environments.rewards.functions import (
     ANSWER,
     ENVIRONMENT,
     NO_ANSWER,
     OF_GROUP,
+    OWN,
     TASK,
     Reward,
 )
+from llamarl.task_file import FILE
 from llamarl.types import FinishReason, Prompt, finish_reason
-from llamarl.user_code.calls import InvalidReturnError, checked_number, shown
+from llamarl.user_code.calls import InvalidRewardError, shown
+
+SCORE = "score"  # of a dict that a reward returns: the reward itself
+MOST_EXTRAS, MOST_NAME_CHARS = 64, 100
 
 
 def make_score(
     functions: Mapping[str, Reward], config: RewardConfig
 ) -> Callable[..., Awaitable[tuple[Any, ...]]]:
     """(prompt, completion, SAMPLING cell, and of an episode the reward of its environment) -> the
-    weighted sum, then what each function gave, and last the number of the answer of a held-out
-    prompt (`NO_ANSWER`: it has none); with `group_reward` a list of each -> a list of each.
-    InvalidReturnError for what is no finite number."""
+    weighted sum, then what each function gave, the number of the answer of a held-out prompt
+    (`NO_ANSWER`: it has none), and as JSON the further numbers of functions that return a dict.
+    With `group_reward` a list of each -> a list of each. InvalidRewardError for what is no finite
+    number."""
     are_coroutines = any(map(inspect.iscoroutinefunction, functions.values()))
 
     async def score(
-        prompt: Prompt, completion: str, sampling: Sequence[float], given: Mapping[str, float]
-    ) -> tuple[float, ...]:
+        prompt: Prompt, completion: str, sampling: Sequence[float], given: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
         """`given` are rewards that are known already."""
         finished = finish_reason(sampling) is FinishReason.STOP
-        parts = {}
+        parts, extras = {}, dict[str, float]()
         for name in config.functions:
-            if name in given:
-                parts[name] = given[name]
-                continue
             more = () if name == TASK else (finished, config)
-            found = await _awaited(functions[name](prompt, completion, *more))
-            parts[name] = checked_number(found, name)
+            if name in given:
+                found = given[name]
+            else:
+                found = await _awaited(functions[name](prompt, completion, *more))
+            parts[name] = read_reward(found, name, extras)
         pairs = zip(config.functions, config.weights, strict=True)
         has_answer = prompt.is_held_out and ANSWER in functions
         answer = functions[ANSWER](prompt, completion) if has_answer else None
         total = sum(weight * parts[name] for name, weight in pairs)
-        return total, *parts.values(), _number_of(answer)
+        return total, *parts.values(), _number_of(answer), json.dumps(extras)
 
     async def score_rollout(
         prompt: Prompt, completion: str, sampling: Sequence[float], *of_episode: float
-    ) -> tuple[float, ...]:
+    ) -> tuple[Any, ...]:
         given = dict(zip([ENVIRONMENT], of_episode, strict=False))
         return await score(prompt, completion, sampling, given)
 
@@ -62,9 +73,9 @@ def make_score(
         completions: Sequence[str],
         samplings: Sequence[Sequence[float]],
         *of_episodes: Sequence[float],
-    ) -> tuple[tuple[float, ...], ...]:
+    ) -> tuple[tuple[Any, ...], ...]:
         found = await _awaited(functions[OF_GROUP](prompts[0], [*completions]))
-        given: dict[str, Sequence[float]] = {OF_GROUP: _one_each(found, len(completions))}
+        given: dict[str, Sequence[Any]] = {OF_GROUP: _one_each(found, len(completions))}
         given |= dict(zip([ENVIRONMENT], of_episodes, strict=False))
         each = [{name: given[name][i] for name in given} for i in range(len(completions))]
         calls = map(score, prompts, completions, samplings, each)
@@ -72,6 +83,40 @@ def make_score(
         return tuple(zip(*rows, strict=True))
 
     return score_group if OF_GROUP in functions else score_rollout
+
+
+def read_reward(found: Any, name: str, extras: dict[str, float]) -> float:
+    """The reward that the function `name` of `reward.functions` gave: a number, or a dict with one
+    as SCORE, whose other finite numbers go to `extras`; texts and what else it has are left out.
+    InvalidRewardError, a whole sentence, for anything else."""
+    of = f"{OWN[name]} in {FILE}" if name in OWN else f"reward {name}"
+    value = found
+    if isinstance(found, Mapping):
+        value = found.get(SCORE)
+        for key, number in found.items():
+            if key == SCORE or not _is_number(number) or not math.isfinite(number):
+                continue
+            if not isinstance(key, str) or not 0 < len(key) <= MOST_NAME_CHARS:
+                must = f"name its numbers by texts of up to {MOST_NAME_CHARS} characters"
+                raise InvalidRewardError(f"{of} must {must}, got {shown(key)}")
+            if key in extras:
+                must = "give numbers that no other reward function gives"
+                raise InvalidRewardError(f"{of} must {must}, got {shown(key)} again")
+            extras[key] = float(number)
+        if len(extras) > MOST_EXTRAS:
+            must = f"return at most {MOST_EXTRAS} numbers besides {SCORE!r}"
+            raise InvalidRewardError(f"{of} must {must}, got {len(extras)}")
+    if not _is_number(value):
+        must = f"return a number or a dict with {SCORE!r}, which is one"
+        raise InvalidRewardError(f"{of} must {must}, got {shown(found)}")
+    if not abs(reward := float(value)) <= LARGEST:
+        must = f"return a finite number, at most {LARGEST:g} either way"
+        raise InvalidRewardError(f"{of} must {must}, got {shown(found)}")
+    return reward
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float | numbers.Real)
 
 
 def _number_of(answer: object) -> float:
@@ -95,9 +140,10 @@ async def _at_once(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     return found
 
 
-def _one_each(found: Any, count: int) -> list[float]:
-    """What `group_reward` returned, as numbers."""
+def _one_each(found: Any, count: int) -> Sequence[Any]:
+    """What `group_reward` returned, by completion."""
     values = found.tolist() if hasattr(found, "tolist") else found
     if not isinstance(values, list | tuple) or len(values) != count:
-        raise InvalidReturnError(f"have one number per completion ({count}), got {shown(found)}")
-    return [checked_number(value, OF_GROUP) for value in values]
+        must = f"return one number, or a dict with {SCORE!r}, per completion ({count})"
+        raise InvalidRewardError(f"{OWN[OF_GROUP]} in {FILE} must {must}, got {shown(found)}")
+    return values
