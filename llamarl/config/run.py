@@ -220,6 +220,8 @@ class Config(Section):
         is_known = self.last_step is not None or self.num_epochs > 0
         must = "be constant without num_steps or num_epochs (it would have no end)"
         self.require(is_known or is_constant, "trainer.schedule", must)
+        must = "be 0 without num_steps or num_epochs (of which it is a share)"
+        self.require(is_known or not self.trainer.warmup_share, "trainer.warmup_share", must)
         is_warm = is_constant or self.trainer.warmup_steps < self.most_steps
         must = f"be below num_steps ({self.most_steps})"
         self.require(is_warm, "trainer.warmup_steps", must)

@@ -101,6 +101,8 @@ class TrainerConfig(Section):
     """Decoupled weight decay of matrices; norms and biases do not decay."""
     warmup_steps: int = number(0, least=0, most=10**9)
     """Steps over which the learning rate grows linearly to `lr`."""
+    warmup_share: float = number(0.0, least=0, most=1)
+    """The same as a share of the run's steps, rounded up; in place of `warmup_steps`."""
     schedule: str = choice("constant", "linear", "cosine")
     """After warm-up: constant | linear | cosine, which fall towards `lr * min_lr_share` and would
     reach it one step after the last, so that no step runs at learning rate 0."""
@@ -113,6 +115,8 @@ class TrainerConfig(Section):
 
     def check(self) -> None:
         self.compute_dtype = dtype_for(self.device, self.compute_dtype)
+        is_one = not (self.warmup_steps and self.warmup_share)
+        self.require(is_one, "warmup_share", "be 0 with trainer.warmup_steps, which says the same")
         if self.parts == "fixed":
             size, total = self.groups_per_part, self.groups_per_step
             must = f"divide trainer.groups_per_step ({total}) with trainer.parts=fixed"

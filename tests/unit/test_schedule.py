@@ -15,6 +15,18 @@ def test_warm_up_grows_to_the_peak_and_constant_stays_there():
     assert rates(6, warmup_steps=4) == [2, 4, 6, 8, 8, 8]
 
 
+def test_a_share_of_warm_up_is_one_of_the_steps_of_the_run_rounded_up():
+    assert rates(6, warmup_share=0.5) == rates(6, warmup_steps=3)
+    assert rates(10, warmup_share=0.01, schedule="linear") == rates(
+        10, warmup_steps=1, schedule="linear"
+    )
+    assert rates(4, warmup_share=1.0) == [2, 4, 6, 8]
+    with pytest.raises(
+        ValueError, match=r"warmup_share must be 0 with trainer\.warmup_steps.*0\.1"
+    ):
+        TrainerConfig(warmup_steps=3, warmup_share=0.1)
+
+
 def test_linear_falls_by_equal_amounts_and_its_last_step_still_learns():
     assert rates(4, schedule="linear") == [8, 6, 4, 2]
     assert rates(4, schedule="linear", min_lr_share=0.5) == [8, 7, 6, 5]

@@ -110,7 +110,7 @@ async def drive(
         num_steps=num_steps + 1,
         checkpoint=CheckpointConfig(every_steps=0, export=False),
         dispatch=DispatchConfig(ranker="none"),
-        trainer=replace(config.trainer, warmup_steps=0, schedule="constant"),
+        trainer=replace(config.trainer, warmup_steps=0, warmup_share=0.0, schedule="constant"),
     )
     fleet = Fleet(config, executors)
     with tempfile.TemporaryDirectory() as run_dir:
