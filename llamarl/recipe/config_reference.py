@@ -198,15 +198,18 @@ class KeyReference:
             return self._section_text(name)
         if groups := [group for group, choices in self.groups.items() if name in choices]:
             return "\n".join(self._choice_words(group, name) for group in groups)
-        if reason := self.reason_without(name):
+        meant = _elsewhere_in_full(name)
+        if not meant and (reason := self.reason_without(name)):
             return f"{name}\n{_indented(f'No key here: {reason}.')}"
-        if meant := _elsewhere(name) or self._with_leaf(name):
+        if meant := meant or _elsewhere(name) or self._with_leaf(name):
             return "\n\n".join(map(self.about, meant))
         must = "KEY must be one that `llamarl config` lists"
         raise ValueError(f"{must}, got {name!r}{did_you_mean(self.meant_by(name))}")
 
     def reason_without(self, name: str) -> str | None:
         """Why nothing here does what `name` does elsewhere; None where that is not known."""
+        if _elsewhere_in_full(name):
+            return None
         words = {*name.split(".")}
         found = (why for why, names in NOT_HERE.items() if words & {*names.split()})
         sections = (why for why, names in FOREIGN_SECTIONS.items() if name in names.split())
@@ -254,7 +257,15 @@ class KeyReference:
 
 def _elsewhere(name: str) -> list[str]:
     """The key that a name from elsewhere stands for, in full or by its last part; or none."""
-    return _first_elsewhere([name, name.rpartition(".")[2]])
+    return _elsewhere_in_full(name) or _first_elsewhere([name.rpartition(".")[2]])
+
+
+def _elsewhere_in_full(name: str) -> list[str]:
+    """The same, by the whole name or by an end of it that has several parts, the longest first:
+    `model.path` also as `model_path`."""
+    parts = name.split(".")
+    ends = [parts[at:] for at in range(max(1, len(parts) - 1))]
+    return _first_elsewhere([joint.join(end) for end in ends for joint in (".", "_")])
 
 
 def _first_elsewhere(names: list[str]) -> list[str]:
