@@ -69,6 +69,13 @@ class Accelerator(Platform):
         # Not the whole device: that would break a capture that another thread is making.
         self.module.current_stream(device).synchronize()
 
+    def random_state(self, device: torch.device) -> Tensor:
+        state: Tensor = self.module.get_rng_state(device)
+        return state
+
+    def set_random_state(self, device: torch.device, state: Tensor) -> None:
+        self.module.set_rng_state(state, device)
+
     def free_cached(self) -> None:
         self.module.empty_cache()
 

@@ -115,6 +115,14 @@ class Platform:
     def synchronize(self, device: torch.device) -> None:
         """Return when what this thread has launched is done."""
 
+    def random_state(self, device: torch.device) -> Tensor:
+        """Where the random numbers of `device` have come to: uint8, in host memory."""
+        return torch.get_rng_state()
+
+    def set_random_state(self, device: torch.device, state: Tensor) -> None:
+        """Go on with them where `random_state` was asked."""
+        torch.set_rng_state(state)
+
     def free_cached(self) -> None:
         """Give memory that torch's allocator keeps back to other processes."""
 

@@ -100,15 +100,34 @@ class _Addend:
         a, b = (linear.get_parameter(f"{half}.weight") for half in (LORA_A, LORA_B))
         (x,) = inputs
         if not isinstance(out, DTensor):
-            return torch.add(out, self._product(x, a, b), alpha=self.lora.scale)
+            return torch.add(out, self._product(self._dropped(x), a, b), alpha=self.lora.scale)
         # Each rank's part of B A x, or its addend, whichever the matrix's own product gives it.
-        local = self._product(_local(x), _local(a), _local(b))
+        local = self._product(self._dropped(x), _local(a), _local(b))
         added = DTensor.from_local(local, out.device_mesh, out.placements, run_check=False)
         return torch.add(out, added, alpha=self.lora.scale)
 
     def _product(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        x = F.dropout(x, self.lora.dropout, training=torch.is_grad_enabled())
         return F.linear(F.linear(x, a), b)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """This rank's part of x, with a share of zeros where gradients are wanted. The ranks that
+        tensor parallel splits x over draw the same numbers, those of all of x, so that they drop
+        what one process would."""
+        rate = self.lora.dropout if torch.is_grad_enabled() else 0.0
+        local = _local(x) if isinstance(x, DTensor) else x
+        if rate == 0.0:
+            return local
+        if local.shape == x.shape:
+            return F.dropout(local, rate)
+        assert isinstance(x, DTensor)
+        (split,) = x.placements
+        assert isinstance(split, Shard)
+        size = local.shape[split.dim]
+        with torch.no_grad():
+            scales = F.dropout(local.new_ones(x.shape), rate)
+            first = x.device_mesh.get_local_rank() * size
+            scales = scales.narrow(split.dim, first, size).clone()
+        return local * scales
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ model. With adapters these alone are trained, published and saved; the weights b
 shards in the compute dtype and never change.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -26,8 +27,11 @@ from llamarl.models.adapters import initialize
 from llamarl.models.dcp_index import SavedShards
 from llamarl.models.loading import load_model
 from llamarl.models.parallelize import gather, reshard
+from llamarl.models.random_states import RandomStates, is_state
 from llamarl.models.snapshot import Snapshot
 from llamarl.models.trained_model import TrainedModel
+
+log = logging.getLogger(__name__)
 
 
 class Policy:
@@ -44,6 +48,7 @@ class Policy:
         config: TrainerConfig,
         checkpoint: str,
         tokenizer: str | None = None,
+        seed: int = 0,
     ) -> None:
         self._checkpoint = checkpoint
         self._tokenizer = tokenizer
@@ -60,7 +65,10 @@ class Policy:
             assert isinstance(parameter, DTensor), name
             self.parameters[name] = parameter
         self._optimizer = _make_optimizer(list(self.parameters.values()), config)
-        self.snapshot = Snapshot(next(iter(self.parameters.values())).device)
+        device = next(iter(self.parameters.values())).device
+        self.snapshot = Snapshot(device)
+        data_rank = dist.get_rank() // config.tensor_parallel
+        self._random = RandomStates(seed, data_rank, config.num_data_ranks, device)
 
     @classmethod
     def load(
@@ -74,12 +82,11 @@ class Policy:
     ) -> Self:
         """The weights of a checkpoint, sharded over `mesh`; with `config.lora` and the `adapter` in
         a folder (None: one that changes nothing). ValueError if one is missing or does not fit."""
-        torch.manual_seed(seed)
         device = torch.device(mesh.device_type)
         is_adapted = config.lora.is_used
         dtype = getattr(torch, config.compute_dtype) if is_adapted else torch.float32
         model = load_model(checkpoint, config, device, mesh, dtype)
-        policy = cls(model, config, checkpoint, tokenizer)
+        policy = cls(model, config, checkpoint, tokenizer, seed)
         if is_adapted and adapter is not None:
             adapter_files.load_into(policy.parameters, adapter)
         elif is_adapted:
@@ -134,7 +141,8 @@ class Policy:
         self._optimizer.zero_grad(set_to_none=True)
 
     def save(self, folder: str, version: int) -> None:
-        """Write weights, moments, RNG and `version` into `folder`; raises as `Snapshot.write`."""
+        """Write weights, moments, random states and `version` into `folder`; raises as
+        `Snapshot.write`."""
         self.snapshot.write(folder, self._state(version))
 
     def copy(self, version: int, host: str, available_bytes: Callable[[], int]) -> bool:
@@ -144,11 +152,17 @@ class Policy:
     def restore(self, folder: str) -> int:
         """Load what `save` wrote, under any number of ranks; returns the version.
 
+        Random states of another number of data-parallel ranks, or of another kind of device, are
+        not these ranks': then theirs follow from the seed and the version, which a line says.
         ValueError if `folder` is no checkpoint, or is one of another model or optimizer.
         """
         shards = SavedShards(folder)
         state = self._state()
-        _check_same(state, shards)
+        shapes = shards.shapes()
+        is_random_same = self._random.are_those_of(shapes)
+        if not is_random_same:
+            state = {name: each for name, each in state.items() if not is_state(name)}
+        _check_same(state, shapes, folder)
         reshard(self.model)
         try:
             dcp.load(state, storage_reader=shards)
@@ -159,8 +173,13 @@ class Policy:
                 f"checkpoint.resume must name a complete checkpoint, got {folder}, which cannot be "
                 f"loaded: {why}"
             ) from error
-        torch.set_rng_state(state["rng"])
-        return int(state["version"])
+        version = int(state["version"])
+        if is_random_same:
+            self._random.restore(state)
+        else:
+            self._random.derive(version)
+            self._report_derived(folder, version)
+        return version
 
     def export(self, folder: str, dtype: str) -> None:
         """Write the weights, rounded to `dtype`, in the Hugging Face layout, or the adapters as
@@ -185,15 +204,25 @@ class Policy:
 
     def _state(self, version: int = 0) -> dict[str, torch.Tensor]:
         """The live tensors that a checkpoint holds; loading writes into them."""
-        state: dict[str, torch.Tensor] = {
-            "version": torch.tensor(version),
-            "rng": torch.get_rng_state(),
-        }
+        state: dict[str, torch.Tensor] = {"version": torch.tensor(version)}
+        state |= self._random.present()
         for name, parameter in self.parameters.items():
             state[f"model.{name}"] = parameter.detach()
             for key, value in self._optimizer.state[parameter].items():
                 state[f"optimizer.{name}.{key}"] = value
         return state
+
+    def _report_derived(self, folder: str, version: int) -> None:
+        """Rank 0 for all; it matters only where a pass draws random numbers."""
+        if dist.get_rank() == 0:
+            log.log(
+                logging.WARNING if self._lora.dropout else logging.INFO,
+                "%s has the random states of other ranks or devices: those of these %d ranks "
+                "follow from the seed and version %d",
+                folder,
+                self._num_ranks,
+                version,
+            )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,15 +236,18 @@ def _num_copies(tensor: DTensor) -> int:
     return math.prod(size for placement, size in pairs if placement.is_replicate())
 
 
-def _check_same(state: dict[str, torch.Tensor], shards: SavedShards) -> None:
-    """ValueError unless `shards` hold the same tensors: a load would skip those it lacks."""
-    shapes = shards.shapes()
-    for name in sorted(state.keys() | shapes.keys()):
+def _check_same(
+    state: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]], folder: str
+) -> None:
+    """ValueError unless `folder` holds tensors of these `shapes`, random states aside: a load would
+    skip those it lacks."""
+    names = state.keys() | shapes.keys()
+    for name in sorted(name for name in names if not is_state(name)):
         expected = tuple(state[name].shape) if name in state else None
         if shapes.get(name) != expected:
             raise ValueError(
                 f"checkpoint.resume must name a checkpoint of this model and optimizer, got "
-                f"{shards.path}, where {name} has shape {shapes.get(name)} instead of {expected}"
+                f"{folder}, where {name} has shape {shapes.get(name)} instead of {expected}"
             )
 
 

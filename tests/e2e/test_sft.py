@@ -111,12 +111,18 @@ def test_a_run_of_one_epoch_ends_with_it(forks: Forks, tmp_path: Path) -> None:
     assert (run_dir / "export").is_dir()
 
 
-@pytest.mark.long
+@pytest.mark.parametrize(
+    "placed",
+    [
+        pytest.param(INLINE, marks=pytest.mark.long, id="one rank"),
+        pytest.param(["trainer.num_ranks=2", "metrics.trackers=[]"], id="two ranks"),
+    ],
+)
 def test_a_resumed_run_of_demonstrations_goes_on_as_if_it_had_not_stopped(
-    forks: Forks, tmp_path: Path
+    forks: Forks, tmp_path: Path, placed: list[str]
 ) -> None:
     recipe = write_recipe(tmp_path / "recipe")
-    same = [*INLINE, "trainer.lora.rank=4", "trainer.lora.dropout=0.1", "checkpoint.every_steps=2"]
+    same = [*placed, "trainer.lora.rank=4", "trainer.lora.dropout=0.1", "checkpoint.every_steps=2"]
     whole = sft(forks, recipe, tmp_path / "whole", *same)
     sft(forks, recipe, tmp_path / "cut", *same, "num_steps=2", "checkpoint.export=false")
     cut = sft(forks, recipe, tmp_path / "cut", *same, "checkpoint.resume=auto")

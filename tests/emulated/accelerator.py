@@ -103,6 +103,8 @@ class Queue:
 
 
 counts, queue = Counts(), Queue()
+random_numbers = torch.Generator()
+"""The device's own; the host's are not touched by what is drawn there."""
 damage: dict[str, Callable[[Tensor], Tensor]] = {}
 """Operation, or "copy out" -> what a device that is broken makes of its result."""
 _pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -226,7 +228,15 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     ):
         left, right, dtype = (*args, *kwargs.values())[:3]  # CPUs have no such product
         return torch.mm(left.to(dtype), right.to(dtype))
-    return func(*args, **kwargs)
+    if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+        return func(*args, **kwargs)
+    of_host = torch.get_rng_state()
+    torch.set_rng_state(random_numbers.get_state())
+    try:
+        return func(*args, **kwargs)
+    finally:
+        random_numbers.set_state(torch.get_rng_state())
+        torch.set_rng_state(of_host)
 
 
 def _refuse_mixture(name: str, args: Any, leaves: list[Any], held: list[Any]) -> None:

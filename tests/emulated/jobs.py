@@ -15,6 +15,7 @@ import torch
 from llamarl.algorithms.losses import algorithms
 from llamarl.config import (
     EmbeddedConfig,
+    LoraConfig,
     PlacementConfig,
     SamplingConfig,
     TrainerConfig,
@@ -27,6 +28,8 @@ from llamarl.executors.specs import TrainerSpec
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import read_architecture
+from llamarl.models.dcp_index import SavedShards
+from llamarl.models.random_states import is_state
 from llamarl.storage.store import Store
 from llamarl.types import REF_LOGPROBS
 from llamarl.weights.layout.boxes import Route
@@ -208,6 +211,30 @@ async def train(
             name: host(p.to_local()) for name, p in policy_step.policy.parameters.items()
         }
     return seen
+
+
+async def resume_with_dropout(
+    rank: int, num_ranks: int, device: str, checkpoint: str, folder: str
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[str]]:
+    """Adapters after a step, the same after the checkpoint before it was restored and the step
+    taken again, and the random states that the checkpoint has."""
+    cells, rows = make_rollouts(4, oldest_version=1)
+    with on(device), ExitStack() as resources:
+        lora = LoraConfig(rank=4, dropout=0.3)
+        policy_step = make_policy_step(device, checkpoint, "aipo", {"lora": lora}, resources)
+        columns = {name: [cells[row.row_id][name] for row in rows] for name in cells[0]}
+        seen = []
+        for version in (0, 1, 1):
+            policy_step.accumulate(make_batch(rows, 1, 160, version), rows, columns, [4])
+            policy_step.step()
+            parameters = policy_step.policy.parameters.items()
+            seen.append({name: host(each.to_local()) for name, each in parameters})
+            if version == 0:
+                policy_step.save(folder)
+            else:
+                policy_step.restore(folder)
+        states = [name for name in SavedShards(folder).shapes() if is_state(name)]
+    return seen[1], seen[2], states
 
 
 async def race(rank: int, num_ranks: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.backend_registration import _DummyBackendModule
 
 from tests.emulated import streams
-from tests.emulated.accelerator import counts, queue
+from tests.emulated.accelerator import counts, queue, random_numbers
 
 
 class Event:
@@ -100,7 +100,13 @@ class Module(_DummyBackendModule):  # type: ignore[misc]
         return [torch.bfloat16]
 
     def get_rng_state(self, device: Any = None) -> Tensor:
-        return torch.get_rng_state()
+        return random_numbers.get_state()
 
     def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        pass
+        random_numbers.set_state(state)
+
+    def manual_seed_all(self, seed: int) -> None:
+        random_numbers.manual_seed(seed)
+
+    def _is_in_bad_fork(self) -> bool:
+        return False

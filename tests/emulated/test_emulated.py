@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,16 @@ import pytest
 
 from llamarl.algorithms.losses import algorithms
 from tests.distributed.ranks import Ranks
-from tests.emulated.jobs import CPU, Seen, decode, offload_in_turns, publish, race, train
+from tests.emulated.jobs import (
+    CPU,
+    Seen,
+    decode,
+    offload_in_turns,
+    publish,
+    race,
+    resume_with_dropout,
+    train,
+)
 from tests.tiny_checkpoints import write_checkpoint
 
 KIND = "emu"
@@ -167,6 +177,17 @@ def test_a_publish_brings_the_same_weights_there(
         assert emulated.values[f"decoded {version}"] == plain.values[f"decoded {version}"]
         logprobs = [each.values[f"logprobs {version}"] for each in (plain, emulated)]
         np.testing.assert_allclose(*logprobs, atol=0.05 if "dtype" in fields else 1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("device", [CPU, KIND])
+def test_what_a_step_drops_after_a_restore_is_what_it_dropped_before(
+    process: Process, checkpoint: str, tmp_path: Path, device: str
+) -> None:
+    """The device draws numbers of its own, beside the host's."""
+    wanted, found, states = process.run(resume_with_dropout, device, checkpoint, str(tmp_path))
+    assert sorted(states) == sorted({f"random.{CPU}.0", f"random.{device}.0"})
+    for name, adapter in wanted.items():
+        np.testing.assert_array_equal(found[name], adapter, err_msg=name)
 
 
 def test_host_memory_for_offloading_is_pinned_once(process: Process) -> None:
