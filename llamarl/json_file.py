@@ -2,6 +2,8 @@
 texts that may hold half a character."""
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +62,10 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
+
+
+def write_object(path: Path, value: Mapping[str, object]) -> None:
+    """Replace `path` in one move. ValueError for a number that is not finite."""
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    os.replace(unfinished, path)

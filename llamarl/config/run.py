@@ -25,6 +25,7 @@ from llamarl.config.trainer_keys import TrainerConfig
 from llamarl.device.names import GPU, is_gpu
 
 DEFAULT_STEPS, MOST_STEPS = 100, 10**9
+LONGEST_TAG = 64  # that W&B takes
 MAX_OPEN_ROLLOUTS = 2**20  # about a gigabyte of the controller's memory
 
 
@@ -128,6 +129,15 @@ class MetricsConfig(Section):
     """Where the numbers go beside metrics.jsonl: any of tensorboard | wandb | mlflow | trackio, and
     those that the recipe's own task.py adds. wandb, mlflow and trackio come with `pip install
     'llamarl[trackers]'`."""
+    project: str | None = None
+    """Where wandb and trackio file the run; mlflow's experiment. null takes their own variable
+    (WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME), or llamarl."""
+    run_name: str | None = None
+    """What wandb, mlflow and trackio call the run; null takes WANDB_NAME for wandb, or the name of
+    run_dir's folder. A run that resumes goes on in the same run of theirs."""
+    tags: list[str] = field(default_factory=list)
+    """Words by which wandb and mlflow find the run again. trackio, which has no tags, gets them as
+    a key of the recipe."""
     sample_rollouts: int = number(4, least=0, most=1000)
     """Rollouts per step shown as text, with prompt, reward and the answer expected."""
     live: bool = True
@@ -136,6 +146,14 @@ class MetricsConfig(Section):
     """Most bytes on disk for the timing spans of one process (16 MiB hold 40,000 or more). Beyond
     that the oldest are kept as sums only: busy and wait shares, rows and bytes stay right, and
     trace.json begins later."""
+
+    def check(self) -> None:
+        for name in ("project", "run_name"):
+            text = getattr(self, name)
+            self.require(text is None or bool(text.strip()), name, "be null or a name")
+        is_each = all(0 < len(tag.strip()) <= LONGEST_TAG for tag in self.tags)
+        must = f"be words of 1 to {LONGEST_TAG} characters, each once"
+        self.require(is_each and len({*self.tags}) == len(self.tags), "tags", must)
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from llamarl.json_file import parse
+from llamarl.json_file import parse, write_object
 from llamarl.metrics.estimates import share_of
 from llamarl.metrics.held_out import EVALUATION
 from llamarl.metrics.intervals import length
@@ -103,7 +103,7 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
         "ratio_clipped_share": _mean_over_tokens(steps, RATIO_CLIPPED),
         "executors": _shares_of_time(by_executor(timeline.shares())),
     }
-    _write_json(run_dir / SUMMARY_FILE, summary)
+    write_object(run_dir / SUMMARY_FILE, summary)
     return summary
 
 
@@ -186,13 +186,6 @@ def _shares(steps: dict[int, dict[str, Any]], last: int | None) -> dict[str, dic
             if is_share and name != "accuracy":
                 found.setdefault(name, {})[when] = share
     return found
-
-
-def _write_json(path: Path, value: object) -> None:
-    """Replace `path` in one move."""
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
-    os.replace(unfinished, path)
 
 
 def _read_archive(folder: Path) -> ArchivedRollouts:

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,11 +21,14 @@ from typing import Any, Protocol
 
 from llamarl.config.check import require, require_choice
 from llamarl.extensions import load_extensions
-from llamarl.json_file import parse
+from llamarl.json_file import parse, read_object, write_object
 from llamarl.metrics.step_metrics import Histograms, Scalars, Texts
 
 METRICS_FILE = "metrics.jsonl"
-PROJECT = "llamarl"  # where runs are filed, unless the tracker's own variables say otherwise
+IDS_FILE = "trackers.json"
+PROJECT = (
+    "llamarl"  # where runs are filed, unless the recipe or a tracker's variables say otherwise
+)
 STEP = "step"
 
 
@@ -178,38 +182,89 @@ class ScalarTracker:
         self.finish()
 
 
+@dataclass(frozen=True)
+class RunIds:
+    """By which ids other programs know the run: a file in its folder, so that a run which resumes,
+    or starts its executors again, goes on in the same run of theirs."""
+
+    run_dir: Path
+
+    def find(self, tracker: str) -> str | None:
+        """None if the tracker has had nothing of this run. ValueError if the file is damaged."""
+        path = self.run_dir / IDS_FILE
+        found = read_object(path).get(tracker) if path.exists() else None
+        if not isinstance(found, str | None):
+            raise ValueError(f"{path} must hold texts, got {found!r} for {tracker}")
+        return found
+
+    def keep(self, tracker: str, run_id: str) -> None:
+        """Write it, beside those of other trackers."""
+        path = self.run_dir / IDS_FILE
+        ids = read_object(path) if path.exists() else {}
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        write_object(path, ids | {tracker: run_id})
+
+
 def _open_wandb(run_dir: Path, config: Mapping[str, object], first_step: int) -> Tracker:
-    """Weights & Biases. Its own variables hold: WANDB_PROJECT, WANDB_MODE, WANDB_API_KEY."""
+    """Weights & Biases. Its own variables hold: WANDB_MODE, WANDB_API_KEY, WANDB_ENTITY, and where
+    the recipe names nothing WANDB_PROJECT, WANDB_NAME, WANDB_TAGS."""
     import wandb
 
+    ids = RunIds(run_dir)
+    run_id = ids.find("wandb") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:16]
     run = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", PROJECT),
-        name=_run_name(run_dir, first_step),
+        project=config.get("metrics.project") or os.environ.get("WANDB_PROJECT", PROJECT),
+        name=config.get("metrics.run_name") or os.environ.get("WANDB_NAME") or run_dir.name,
+        tags=config.get("metrics.tags") or None,
+        id=run_id,
+        resume="allow",
         dir=run_dir,
         config=dict(config),
         settings=wandb.Settings(console="off"),  # capturing would tear the live display
     )
+    ids.keep("wandb", run_id)
     run.define_metric("*", step_metric=STEP)  # W&B's own step cannot go back
     return ScalarTracker(lambda step, scalars: run.log({**scalars, STEP: step}), run.finish)
 
 
 def _open_mlflow(run_dir: Path, config: Mapping[str, object], first_step: int) -> Tracker:
-    """MLflow. Its own variables hold: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
+    """MLflow. Its own variables hold: MLFLOW_TRACKING_URI, and MLFLOW_EXPERIMENT_NAME where the
+    recipe names no project."""
     import mlflow
 
-    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-    mlflow.start_run(run_name=_run_name(run_dir, first_step))
-    mlflow.log_params(dict(config))
+    ids = RunIds(run_dir)
+    project = config.get("metrics.project") or os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+    mlflow.set_experiment(project)
+    if run_id := ids.find("mlflow"):  # whose parameters cannot change
+        mlflow.start_run(run_id=run_id)
+    else:
+        tags = config.get("metrics.tags")
+        run = mlflow.start_run(
+            run_name=config.get("metrics.run_name") or run_dir.name,
+            tags=dict.fromkeys(tags, "true") if isinstance(tags, Sequence) else None,
+        )
+        ids.keep("mlflow", run.info.run_id)
+        mlflow.log_params(dict(config))
     return ScalarTracker(
         lambda step, scalars: mlflow.log_metrics(scalars, step=step), mlflow.end_run
     )
 
 
 def _open_trackio(run_dir: Path, config: Mapping[str, object], first_step: int) -> Tracker:
-    """Trackio, Hugging Face's local dashboard: `trackio show --project llamarl`."""
+    """Trackio, Hugging Face's local dashboard: `trackio show --project llamarl`. It knows a run by
+    its name."""
     import trackio
 
-    run = trackio.init(project=PROJECT, name=_run_name(run_dir, first_step), config=dict(config))
+    ids = RunIds(run_dir)
+    earlier = ids.find("trackio")
+    name = earlier or config.get("metrics.run_name") or run_dir.name
+    run = trackio.init(
+        project=config.get("metrics.project") or PROJECT,
+        name=name,
+        config=dict(config),
+        resume="allow" if earlier else "never",
+    )
+    ids.keep("trackio", str(name))
     return ScalarTracker(lambda step, scalars: run.log(scalars, step=step), run.finish)
 
 
@@ -217,11 +272,6 @@ def _open_tensorboard(run_dir: Path, config: Mapping[str, object], first_step: i
     from llamarl.metrics.tensorboard import TensorBoardTracker
 
     return TensorBoardTracker(run_dir, config, first_step)
-
-
-def _run_name(run_dir: Path, first_step: int) -> str:
-    """A resumed run gets another name, as these trackers keep what the earlier one logged."""
-    return f"{run_dir.name} from step {first_step}" if first_step else run_dir.name
 
 
 TRACKERS = {

@@ -114,6 +114,9 @@ ELSEWHERE = {
     "checkpoint.keep": "save_total_limit max_actor_ckpt_to_keep",
     "checkpoint.resume": "resume_from_checkpoint resume_mode resume_from_path",
     "metrics.trackers": "report_to logger",
+    "metrics.project": "project project_name wandb_project mlflow_experiment trackio_project",
+    "metrics.run_name": "run_name experiment_name wandb_run_name",
+    "metrics.tags": "wandb_tags",
     "experience.keep_rollouts": "log_completions rollout_data_dir validation_data_dir",
     "metrics.sample_rollouts": "num_completions_to_print",
 }

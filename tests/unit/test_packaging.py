@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -112,18 +113,23 @@ def test_a_wheel_works_in_a_fresh_environment_in_another_folder(tmp_path: Path) 
     hosts = ("cluster.num_hosts=2", "cluster.data_interface=eth0", "weights=collective")
     assert "#SBATCH --nodes=2\n" in llamarl("launch", *recipe, "cluster=slurm", *hosts)
     assert "kind: Job\n" in llamarl("launch", *recipe, "cluster=kubernetes", *hosts)
-    llamarl(
-        *("train", *recipe, "num_steps=2", "run_dir=run", "evaluation.max_prompts=8"),
-        "metrics.trackers=[tensorboard,wandb,mlflow,trackio]",
-        WANDB_MODE="offline",
-        MLFLOW_TRACKING_URI=(workplace / "mlruns").as_uri(),
-        MLFLOW_ALLOW_FILE_STORE="true",
-        TRACKIO_DIR=str(workplace / "trackio"),
-    )
+    for num_steps in (1, 2):  # the second one resumes
+        llamarl(
+            *("train", *recipe, f"num_steps={num_steps}", "run_dir=run"),
+            *("evaluation.max_prompts=8", "checkpoint.every_steps=1", "checkpoint.resume=auto"),
+            "metrics.trackers=[tensorboard,wandb,mlflow,trackio]",
+            *("metrics.project=wheel", "metrics.run_name=whole", "metrics.tags=[wheel]"),
+            WANDB_MODE="offline",
+            MLFLOW_TRACKING_URI=(workplace / "mlruns").as_uri(),
+            MLFLOW_ALLOW_FILE_STORE="true",
+            TRACKIO_DIR=str(workplace / "trackio"),
+        )
     assert list((workplace / "run" / "tensorboard").iterdir())
-    assert list((workplace / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    ids = json.loads((workplace / "run" / "trackers.json").read_text())
+    offline = [*(workplace / "run" / "wandb").glob("offline-run-*/*.wandb")]
+    assert {path.stem for path in offline} == {f"run-{ids['wandb']}"}
     (losses,) = (workplace / "mlruns").glob("*/*/metrics/trainer/loss")
     assert [line.split()[2] for line in losses.read_text().splitlines()] == ["1", "2"]
-    assert list((workplace / "trackio").glob("llamarl.*"))
+    assert list((workplace / "trackio").glob("wheel.*"))
     export = f"model.checkpoint={workplace / 'run' / 'export'}"
     assert "accuracy" in llamarl("evaluate", *recipe, export, "evaluation.max_prompts=8")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
+from llamarl.config import MetricsConfig
 from llamarl.metrics.trackers import (
     TRACKERS,
     MetricsLog,
+    RunIds,
     TrackerEntry,
     check_trackers,
     open_trackers,
@@ -105,11 +111,14 @@ LIBRARIES = {
             def define_metric(self, name, step_metric): say("define_metric", name, step_metric)
             def log(self, values): say("log", values)
             def finish(self): say("finish")
-        def init(project, name, dir, config, settings):
-            say("init", project, name, str(dir), config); return Run()""",
+        def init(project, name, tags, id, resume, dir, config, settings):
+            say("init", project, name, tags, id, resume, str(dir), config); return Run()""",
     "mlflow": """
+        from types import SimpleNamespace
         def set_experiment(name): say("set_experiment", name)
-        def start_run(run_name): say("start_run", run_name)
+        def start_run(run_id=None, run_name=None, tags=None):
+            say("start_run", run_id, run_name, tags)
+            return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "made there"))
         def log_params(values): say("log_params", values)
         def log_metrics(values, step): say("log_metrics", values, step)
         def end_run(): say("end_run")""",
@@ -117,47 +126,115 @@ LIBRARIES = {
         class Run:
             def log(self, values, step): say("log", values, step)
             def finish(self): say("finish")
-        def init(project, name, config): say("init", project, name, config); return Run()""",
+        def init(project, name, config, resume):
+            say("init", project, name, resume, config); return Run()""",
 }
-SAID = {
-    "wandb": [
-        ["init", "llamarl", "run from step 3", "{run}", CONFIG],
-        ["define_metric", "*", "step"],
-        ["log", {"reward/mean": 0.5, "step": 3}],
-        ["finish"],
-    ],
-    "mlflow": [
-        ["set_experiment", "llamarl"],
-        ["start_run", "run from step 3"],
-        ["log_params", CONFIG],
-        ["log_metrics", {"reward/mean": 0.5}, 3],
-        ["end_run"],
-    ],
-    "trackio": [
-        ["init", "llamarl", "run from step 3", CONFIG],
-        ["log", {"reward/mean": 0.5}, 3],
-        ["finish"],
-    ],
-}
+NAMED = {"metrics.project": "maths", "metrics.run_name": "first try", "metrics.tags": ["a", "b"]}
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_a_library_is_called_as_its_pages_say(name: str, tmp_path: Path) -> None:
-    """The slow test of the wheel does the same with the libraries themselves."""
+def open_twice(name: str, folder: Path, config: dict[str, object]) -> list[list[object]]:
+    """What a library hears of a run that logs a step, ends, resumes and logs another one, in
+    processes of their own."""
     body = "\n".join(line[8:] for line in LIBRARIES[name].splitlines())
     said = "import json\ndef say(*words):\n    open('said', 'a').write(json.dumps(words) + '\\n')\n"
-    (tmp_path / f"{name}.py").write_text(said + body)
-    program = (
-        "import sys; from pathlib import Path; sys.path.insert(0, '.')\n"
-        "from llamarl.metrics.trackers import open_trackers\n"
-        f"tracker = open_trackers([{name!r}], Path('run').absolute(), {CONFIG!r}, 3)[{name!r}]\n"
-        "tracker.log(3, {'reward/mean': 0.5}, {}, {}); tracker.close()\n"
-        f"assert not {{'torch', 'tensorboard'}} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
-    lines = read_lines(tmp_path / "said")
-    shown = json.loads(json.dumps(SAID[name]).replace("{run}", str(tmp_path / "run")))
-    assert lines == shown
+    (folder / f"{name}.py").write_text(said + body)
+    for step in (0, 3):
+        program = (
+            "import sys; from pathlib import Path; sys.path.insert(0, '.')\n"
+            "from llamarl.metrics.trackers import open_trackers\n"
+            f"opened = open_trackers([{name!r}], Path('run').absolute(), {config!r}, {step})\n"
+            f"tracker = opened[{name!r}]\n"
+            f"tracker.log({step}, {{'reward/mean': 0.5}}, {{}}, {{}}); tracker.close()\n"
+            "assert not {'torch', 'tensorboard'} & sys.modules.keys()"
+        )
+        variables = {key: value for key, value in os.environ.items() if "WANDB" not in key}
+        subprocess.run([sys.executable, "-c", program], cwd=folder, check=True, env=variables)
+    return read_lines(folder / "said")
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_hears_the_names_of_a_run_and_that_it_is_the_same_when_it_resumes(
+    name: str, is_named: bool, tmp_path: Path
+) -> None:
+    """The slow test of the wheel calls the libraries themselves."""
+    config = {**CONFIG, **(NAMED if is_named else {})}
+    said = open_twice(name, tmp_path, config)
+    project, run_name = ("maths", "first try") if is_named else ("llamarl", "run")
+    tags = ["a", "b"] if is_named else None
+    (run_id,) = json.loads((tmp_path / "run" / "trackers.json").read_text()).values()
+    if name == "wandb":
+        opened = ["init", project, run_name, tags, run_id, "allow", str(tmp_path / "run"), config]
+        opened_by_step = {step: [opened, ["define_metric", "*", "step"]] for step in (0, 3)}
+        logged = {step: ["log", {"reward/mean": 0.5, "step": step}] for step in (0, 3)}
+        end = ["finish"]
+        assert len(run_id) == 16
+    elif name == "mlflow":
+        named = ["start_run", None, run_name, tags and dict.fromkeys(tags, "true")]
+        experiment = ["set_experiment", project]
+        opened_by_step = {
+            0: [experiment, named, ["log_params", config]],
+            3: [experiment, ["start_run", "made there", None, None]],
+        }
+        logged = {step: ["log_metrics", {"reward/mean": 0.5}, step] for step in (0, 3)}
+        end = ["end_run"]
+    else:
+        opened_by_step = {
+            step: [["init", project, run_name, resume, config]]
+            for step, resume in ((0, "never"), (3, "allow"))
+        }
+        logged = {step: ["log", {"reward/mean": 0.5}, step] for step in (0, 3)}
+        end = ["finish"]
+    assert said == [line for s in (0, 3) for line in [*opened_by_step[s], logged[s], end]]
+
+
+def test_variables_of_wandb_hold_where_the_recipe_names_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[dict[str, object]] = []
+
+    class Run:
+        def define_metric(self, name: str, step_metric: str) -> None: ...
+        def log(self, values: object) -> None: ...
+        def finish(self) -> None: ...
+
+    def init(**given: object) -> Run:
+        heard.append(given)
+        return Run()
+
+    fake = ModuleType("wandb")
+    vars(fake).update(init=init, Settings=lambda console: console)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for variable, value in (("PROJECT", "theirs"), ("NAME", "named"), ("RUN_ID", "of-a-sweep")):
+        monkeypatch.setenv(f"WANDB_{variable}", value)
+    open_trackers(["wandb"], tmp_path, CONFIG, 0)
+    open_trackers(["wandb"], tmp_path / "other", {**CONFIG, **NAMED}, 0)
+    found = [[each[key] for key in ("project", "name", "id")] for each in heard]
+    assert found == [["theirs", "named", "of-a-sweep"], ["maths", "first try", "of-a-sweep"]]
+
+
+def test_a_damaged_file_of_ids_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "trackers.json").write_text("[")
+    with pytest.raises(ValueError, match=r"trackers\.json must be JSON, got a damaged file"):
+        RunIds(tmp_path).find("wandb")
+    (tmp_path / "trackers.json").write_text('{"wandb": 3}')
+    with pytest.raises(ValueError, match=r"trackers\.json must hold texts, got 3 for wandb"):
+        RunIds(tmp_path).find("wandb")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"project": " "}, "metrics.project must be null or a name, got ' '"),
+        ({"run_name": ""}, "metrics.run_name must not be empty, got ''"),
+        ({"tags": ["a", "a"]}, "metrics.tags must be words of 1 to 64 characters, each once"),
+        ({"tags": [" "]}, "metrics.tags must be words of 1 to 64 characters"),
+        ({"tags": ["x" * 65]}, "metrics.tags must be words of 1 to 64 characters"),
+    ],
+)
+def test_names_that_no_tracker_takes_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        MetricsConfig(**fields)
 
 
 RUN = """
