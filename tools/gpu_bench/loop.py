@@ -23,6 +23,7 @@ from gpu_bench.setting import (
     make_lengths,
 )
 from llamarl.jobs import train
+from llamarl.metrics.provenance import keep_nothing
 
 
 def measure(setting: Setting) -> Iterator[Facts]:
@@ -81,7 +82,7 @@ def _run(
         },
     )
     with open(os.devnull, "w") as nowhere:
-        summary = asyncio.run(train(config, str(run_dir), Console(file=nowhere), lambda: None))
+        summary = asyncio.run(train(config, str(run_dir), Console(file=nowhere), keep_nothing))
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "step" in line]
     ends_s = [line["unix_s"] for line in steps]
