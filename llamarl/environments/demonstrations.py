@@ -27,6 +27,7 @@ from llamarl.environments.prompt_files import NumberedRow, shorten_value
 from llamarl.environments.prompts import (
     BATCH_ROWS,
     DROPPED,
+    OWN_TEMPLATE,
     TRUNCATED,
     check_template,
     located,
@@ -158,6 +159,7 @@ def _parts(row: Mapping[str, Any], data: DataConfig, tokenizer: Tokenizer) -> li
     if data.chat or isinstance(question, list) or isinstance(answer, list):
         if not tokenizer.has_chat_template:
             must = f"{data.prompt_field!r} must be text for a tokenizer without a chat template"
+            must += OWN_TEMPLATE
             raise ValueError(f"{must}, got messages with {tokenizer.folder}")
         before = messages_of(row, data)
         added = [] if field is None else _messages(answer, field)

@@ -25,6 +25,7 @@ from llamarl.types import Prompt
 
 SLACK = 10  # tokenizers drop blanks, and give one token to a word that they do not know
 BATCH_ROWS = 512
+OWN_TEMPLATE = " (data.chat_template may be a file that holds one)"
 DROPPED, TRUNCATED = "dropped", "truncated"
 
 Tools = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
@@ -148,6 +149,7 @@ class PromptRules:
             messages = messages_of(row, data)
             if not self.tokenizer.has_chat_template:
                 must = f"{data.prompt_field!r} must be text for a tokenizer without a chat template"
+                must += OWN_TEMPLATE
                 raise ValueError(f"{must}, got messages with {self.tokenizer.folder}")
             goes_on = messages[-1]["role"] == ASSISTANT
             tools = self.tools(row) or read_tools(row)
@@ -166,7 +168,7 @@ class PromptRules:
 def check_template(data: DataConfig, tokenizer: Tokenizer) -> None:
     """ValueError if chats are wanted of a tokenizer without a template for them."""
     if data.chat and not tokenizer.has_chat_template:
-        must = "data.chat must be false for a tokenizer without a chat template"
+        must = f"data.chat must be false for a tokenizer without a chat template{OWN_TEMPLATE}"
         raise ValueError(f"{must}, got true with {tokenizer.folder}")
 
 

@@ -131,6 +131,10 @@ def read_run(folder: Path, name: str) -> ComparedRun:
         for key, choice in entry.items()
     }
     run = ComparedRun(name, steps, choices | _digests(folder) | _flat(config))
+    if run.config.get("algorithm") == "sft":
+        raise ValueError(
+            f"{must} with rewards, got {folder} of llamarl sft, which has losses alone"
+        )
     if not (run.points(REWARD) or run.points(f"{EVALUATION}{ACCURACY}")):
         raise ValueError(f"{must} that has trained a step, got {folder}")
     return run

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llamarl.config import Config
+from llamarl.device.driver import has_driver
 from llamarl.main import main
 from llamarl.recipe.composition import WITHOUT_CONFIG, for_each_config, reference, to_config
 from tests.places import RECIPE, ROOT
@@ -73,7 +74,9 @@ OF_THE_SAME_KINDS = [  # as the first ones below
         ("algorithm.clip_low=0.1", "algorithm.clip_low must come with algorithm=cispo|dapo|"),
         ("num_steps=ten", "num_steps must be a whole number, got 'ten'"),
         ("trainer.lr=fast", "trainer.lr must be a number, got 'fast'"),
-        ("trainer.lr=null", "trainer.lr must be a number, got None"),
+        ("trainer.lr=null", "trainer.lr must be a number, got None (the default is 1.0e-06)"),
+        ("evaluation.patience=null", "must be a whole number, got None (the default is 0)"),
+        ("checkpoint.best=null", "checkpoint.best must be text, got None (the default is '')"),
         ("num_steps=???", "num_steps must be given, got ???"),
         ("trainer=null", "trainer must be one of native, transformers, got None"),
         ("trainer=deepspeed", "trainer must be one of native, transformers, got 'deepspeed'"),
@@ -87,6 +90,15 @@ OF_THE_SAME_KINDS = [  # as the first ones below
 )
 def test_a_wrong_argument_is_one_line(argument: str, line: str) -> None:
     assert line in mistake(RECIPE, argument)
+
+
+@pytest.mark.skipif(has_driver(), reason="of machines without a GPU")
+def test_who_asks_for_a_gpu_where_none_is_hears_that_first() -> None:
+    devices = ["generator.device=cuda", "trainer.device=cuda"]
+    for more in ([], ["cluster=inline"]):
+        line = mistake(RECIPE, *devices, *more)
+        assert "this machine has no GPU, so a run here has device=cpu" in line
+        assert ("weights=cuda_ipc" in line) == (not more), "in one process there is no other"
 
 
 @pytest.mark.parametrize(

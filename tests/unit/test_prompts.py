@@ -159,7 +159,9 @@ def test_a_file_that_is_missing_empty_or_damaged_is_named(tmp_path, plain, name,
 
 def test_a_chat_recipe_without_a_chat_template_is_refused(tmp_path, plain):
     path = write_lines(tmp_path / "p.jsonl", ROWS)
-    with pytest.raises(ValueError, match=r"data\.chat must be false .*without a chat template"):
+    with pytest.raises(
+        ValueError, match=r"data\.chat must be false .*without a chat template .*_template"
+    ):
         read_prompts(path, config(chat=True), plain)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from llamarl.config import Config
 from llamarl.config.check import require, require_choice
+from llamarl.device.driver import has_driver
 from llamarl.device.names import CPU, GPU, is_gpu
 from llamarl.extensions import load_extensions
 
@@ -121,6 +122,11 @@ def check_transport(config: Config) -> None:
         f"be {named('crosses_hosts')} on {num_hosts} hosts (the others share memory)",
     )
     devices = (config.generator.device, config.trainer.device)
+    can_map = config.cluster.backend != "inline"
+    others = f"; use weights={mapped_on(GPU)} or weights=collective" * can_map
+    # So that nobody looks for a transport where no GPU is to be reached.
+    has_gpu = has_driver() or bool(config.cluster.hosts)
+    here = "" if has_gpu else "; this machine has no GPU, so a run here has device=cpu"
     require(
         transport.device != GPU or all(map(is_gpu, devices)),
         "generator.device and trainer.device",
@@ -131,7 +137,7 @@ def check_transport(config: Config) -> None:
         transport.device != CPU or devices[0] == CPU or config.weights.staging == "host",
         "generator.device",
         f"be cpu with weights.transport={name} (which reaches a GPU only with "
-        f"weights.staging=host; use weights={mapped_on(GPU)} or weights=collective)",
+        f"weights.staging=host{others}{here})",
     )
 
 
