@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from llamarl.config.check import require, require_choice
 from llamarl.extensions import load_extensions
@@ -205,17 +205,34 @@ class RunIds:
         write_object(path, ids | {tracker: run_id})
 
 
+@dataclass(frozen=True)
+class RunNames:
+    """What a recipe calls the run for other programs: "" and [] where it says nothing."""
+
+    project: str
+    run_name: str
+    tags: Sequence[str]
+
+    @classmethod
+    def read(cls, config: Mapping[str, object]) -> Self:
+        """From the recipe's dotted keys."""
+        keys = ("metrics.project", "metrics.run_name", "metrics.tags")
+        project, run_name, tags = map(config.get, keys)
+        words = [str(tag) for tag in tags] if isinstance(tags, list) else []
+        return cls(project=str(project or ""), run_name=str(run_name or ""), tags=words)
+
+
 def _open_wandb(run_dir: Path, config: Mapping[str, object], first_step: int) -> Tracker:
     """Weights & Biases. Its own variables hold: WANDB_MODE, WANDB_API_KEY, WANDB_ENTITY, and where
     the recipe names nothing WANDB_PROJECT, WANDB_NAME, WANDB_TAGS."""
     import wandb
 
-    ids = RunIds(run_dir)
+    names, ids = RunNames.read(config), RunIds(run_dir)
     run_id = ids.find("wandb") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:16]
     run = wandb.init(
-        project=config.get("metrics.project") or os.environ.get("WANDB_PROJECT", PROJECT),
-        name=config.get("metrics.run_name") or os.environ.get("WANDB_NAME") or run_dir.name,
-        tags=config.get("metrics.tags") or None,
+        project=names.project or os.environ.get("WANDB_PROJECT", PROJECT),
+        name=names.run_name or os.environ.get("WANDB_NAME") or run_dir.name,
+        tags=names.tags or None,
         id=run_id,
         resume="allow",
         dir=run_dir,
@@ -232,17 +249,13 @@ def _open_mlflow(run_dir: Path, config: Mapping[str, object], first_step: int) -
     recipe names no project."""
     import mlflow
 
-    ids = RunIds(run_dir)
-    project = config.get("metrics.project") or os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-    mlflow.set_experiment(project)
+    names, ids = RunNames.read(config), RunIds(run_dir)
+    mlflow.set_experiment(names.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
     if run_id := ids.find("mlflow"):  # whose parameters cannot change
         mlflow.start_run(run_id=run_id)
     else:
-        tags = config.get("metrics.tags")
-        run = mlflow.start_run(
-            run_name=config.get("metrics.run_name") or run_dir.name,
-            tags=dict.fromkeys(tags, "true") if isinstance(tags, Sequence) else None,
-        )
+        tags = dict.fromkeys(names.tags, "true") or None
+        run = mlflow.start_run(run_name=names.run_name or run_dir.name, tags=tags)
         ids.keep("mlflow", run.info.run_id)
         mlflow.log_params(dict(config))
     return ScalarTracker(
@@ -255,16 +268,16 @@ def _open_trackio(run_dir: Path, config: Mapping[str, object], first_step: int) 
     its name."""
     import trackio
 
-    ids = RunIds(run_dir)
+    names, ids = RunNames.read(config), RunIds(run_dir)
     earlier = ids.find("trackio")
-    name = earlier or config.get("metrics.run_name") or run_dir.name
+    name = earlier or names.run_name or run_dir.name
     run = trackio.init(
-        project=config.get("metrics.project") or PROJECT,
+        project=names.project or PROJECT,
         name=name,
         config=dict(config),
         resume="allow" if earlier else "never",
     )
-    ids.keep("trackio", str(name))
+    ids.keep("trackio", name)
     return ScalarTracker(lambda step, scalars: run.log(scalars, step=step), run.finish)
 
 

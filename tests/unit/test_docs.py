@@ -57,6 +57,7 @@ OF_A_RUN = {
 } | {
     "logs/scorer-0.log",
     "evaluations.jsonl",
+    "trackers.json",
 }
 OF_A_RECIPE = {"task.py", "run.yaml", "config.json", "tokenizer_config.json", "tokenizer.json"} | {
     "adapter_config.json"
