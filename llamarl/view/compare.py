@@ -19,9 +19,10 @@ import yaml
 from llamarl.config.check import require
 from llamarl.groups import Share
 from llamarl.json_file import read_object
+from llamarl.metrics.demonstration_metrics import HELD_OUT_LOSS, TRAIN_LOSS
 from llamarl.metrics.estimates import with_interval
 from llamarl.metrics.held_out import ACCURACY, EVALUATION, share_words
-from llamarl.metrics.provenance import ENVIRONMENT_FILE
+from llamarl.metrics.provenance import CONFIG_FILE, ENVIRONMENT_FILE
 from llamarl.metrics.rendering import duration
 from llamarl.metrics.step_metrics import TRAINED_TOKENS
 from llamarl.metrics.trackers import METRICS_FILE, read_metrics
@@ -34,16 +35,27 @@ Draws the curves of the runs in these folders as one picture, compare.svg or FIL
 table of what they reached and one of what differs in their configs. A run may be at work.
 """
 PICTURE_FILE = "compare.svg"
-CONFIG_FILE = "config.yaml"
 ALWAYS_DIFFERENT = ("run_dir", "recipe_dir")
 DIGEST_CHARS = 12
 MOST_CHARS = 60  # of a value in a table
 STEP_S, RATE, LENGTH = "time/step_s", "tokens/per_s", "length/mean"
 REWARD, STALENESS, MOST_STALE = "reward/mean", "staleness/mean", "staleness/max"
-TAGS = (EVALUATION, STEP_S, RATE, LENGTH, REWARD, STALENESS, MOST_STALE, TRAINED_TOKENS)
+TAGS: tuple[str, ...] = (
+    EVALUATION,
+    STEP_S,
+    RATE,
+    LENGTH,
+    REWARD,
+    STALENESS,
+    MOST_STALE,
+    TRAINED_TOKENS,
+)
+TAGS += (TRAIN_LOSS, HELD_OUT_LOSS)
 CHARTS = {  # title: tag, factor
     "held-out accuracy, %": (f"{EVALUATION}{ACCURACY}", 100),
     "training reward": (REWARD, 1),
+    "held-out loss": (HELD_OUT_LOSS, 1),
+    "training loss": (TRAIN_LOSS, 1),
     "answer length, tokens": (LENGTH, 1),
 }
 
@@ -120,7 +132,11 @@ def read_run(folder: Path, name: str) -> ComparedRun:
         got = type(config).__name__
         raise ValueError(f"{folder / CONFIG_FILE} must hold keys with their values, got {got}")
     steps = {
-        step: {tag: value for tag, value in line.items() if is_number(value)}
+        step: {
+            tag: value
+            for tag, value in line.items()
+            if is_number(value) and not (tag == LENGTH and TRAIN_LOSS in line)  # of no answers
+        }
         for step, line in lines.items()
     }
     entries = config.pop("defaults", [])
@@ -131,11 +147,7 @@ def read_run(folder: Path, name: str) -> ComparedRun:
         for key, choice in entry.items()
     }
     run = ComparedRun(name, steps, choices | _digests(folder) | _flat(config))
-    if run.config.get("algorithm") == "sft":
-        raise ValueError(
-            f"{must} with rewards, got {folder} of llamarl sft, which has losses alone"
-        )
-    if not (run.points(REWARD) or run.points(f"{EVALUATION}{ACCURACY}")):
+    if not any(run.points(tag) for tag, _ in CHARTS.values()):
         raise ValueError(f"{must} that has trained a step, got {folder}")
     return run
 
@@ -157,7 +169,8 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def figures(runs: Sequence[ComparedRun]) -> list[list[str]]:
-    """What each run reached: a row per figure, in which a dash stands for what a run has not."""
+    """What each run reached: a row per figure that one of them has, in which a dash stands for what
+    a run has not."""
     rows: dict[str, Callable[[ComparedRun], str]] = {
         "steps": lambda run: f"{max(run.steps)}",
         "time of the steps": lambda run: duration(run.sum(STEP_S)),
@@ -167,12 +180,15 @@ def figures(runs: Sequence[ComparedRun]) -> list[list[str]]:
         label = f"held-out {share_words(tag.removeprefix(EVALUATION))}"
         rows[label] = partial(_share, tag)
     rows |= {
+        "held-out loss": lambda run: _number(run.last(HELD_OUT_LOSS), ".4f"),
+        "training loss": lambda run: _number(run.last(TRAIN_LOSS), ".4f"),
         "training reward": lambda run: _number(run.last(REWARD), ".3f"),
         "tokens/s trained": _rate,
         "token staleness": _staleness,
         "answer length": lambda run: _number(run.last(LENGTH), ".1f"),
     }
-    return [[label, *map(words, runs)] for label, words in rows.items()]
+    found = [[label, *map(words, runs)] for label, words in rows.items()]
+    return [row for row in found if {*row[1:]} != {"-"}]
 
 
 def differences(runs: Sequence[ComparedRun]) -> list[list[str]]:

@@ -78,6 +78,36 @@ def test_the_table_has_what_each_run_reached_and_what_differs(
     assert "held-out accuracy, %" in words
 
 
+def test_runs_of_demonstrations_are_compared_by_their_losses(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    step = {"time/step_s": 2.0, "tokens/per_s": 50.0, "length/mean": 90.0}
+    lines = [{"step": n, "loss/train": 3.0 - n, **step} for n in (1, 2)]
+    folders = [
+        write_run(tmp_path / name, [*lines, {"step": 2, "loss/held_out": loss}])
+        for name, loss in (("sft_a", 1.25), ("sft_b", 0.5))
+    ]
+    output = tmp_path / "c.svg"
+
+    def table(*compared: Path) -> dict[str, list[str]]:
+        said = compare([*map(str, compared), "--output", str(output)])
+        rows = [[cell.strip() for cell in line.split("  ") if cell] for line in said.splitlines()]
+        return {row[0]: row[1:] for row in rows if row}
+
+    found = table(*folders)
+    assert found["held-out loss"] == ["1.2500", "0.5000"]
+    assert found["training loss"] == ["1.0000", "1.0000"]
+    assert found["tokens/s trained"] == ["50", "50"]
+    assert "training reward" not in found
+    assert "answer length" not in found
+    words = output.read_text()
+    assert ">held-out loss<" in words
+    assert ">training reward<" not in words
+    mixed = table(runs[0], folders[0])
+    assert (mixed["training reward"], mixed["training loss"]) == (["-0.500", "-"], ["-", "1.0000"])
+    assert mixed["answer length"] == ["4.0", "-"]
+
+
 def test_equal_configs_and_equal_names_are_told(runs: list[Path], tmp_path: Path) -> None:
     other = write_run(tmp_path / "x" / "first", [{"step": 1, **STEP}], "num_steps: 3\n")
     again = write_run(tmp_path / "y" / "first", [{"step": 1, **STEP}], "num_steps: 3\n")
