@@ -97,7 +97,7 @@ class ViewedRun:
             prompt_ids = self.tokenizer.encode(f"{prompt.text}{ADDED}", special=False)
             cells[PROMPT_IDS] = np.array(prompt_ids, np.int32)
             record = make_record(
-                group, row_id, outcome, prompts=["train.jsonl"], held_out={"test": "test.jsonl"}
+                group, row_id, outcome, prompts=["train.jsonl"], held_out={"easy": "test.jsonl"}
             )
             cells[RECORD] = as_cell(record)
             kept = {name: [cell] for name, cell in cells.items() if name not in lacks}
@@ -150,7 +150,7 @@ async def _write(folder: Path) -> None:
     await run.add(attack, [[(ATTACK, 2)]], dropped, [0.0], group_id=12, lacks=without_pass)
     for version, rewards in ((0, [0.0, 1.0]), (8, [1.0, 0.0])):
         for line, reward in enumerate(rewards, start=1):
-            held_out = prompt_of(line, f"held {line}? {ATTACK}", held_out="test")
+            held_out = prompt_of(line, f"held {line}? {ATTACK}", held_out="easy")
             outcome: Outcome = {"outcome": "evaluated", "version": version}
             await run.add(held_out, [[(f"said {reward:g}", version)]], outcome, [reward])
     await run.unit.close()
@@ -160,6 +160,7 @@ def write_run(folder: Path) -> Path:
     """The folder of a run with 15 kept rollouts: two for each of five steps, one dropped, two held
     out prompts of two evaluations, without tokens."""
     folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text("evaluation: {sets: {easy: test.jsonl}}\n")
     asyncio.run(_write(folder))
     lines = [
         {"step": 0, "evaluation/accuracy": 0.5},

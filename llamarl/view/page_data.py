@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from llamarl.metrics.provenance import CONFIG_FILE
 from llamarl.metrics.trackers import METRICS_FILE, read_metrics
 from llamarl.view.kept_line import LOGPROBS, WHOLE, is_number, is_whole
 
@@ -25,6 +28,8 @@ SAME = (
 )
 """What a rollout of the page has of its line."""
 PROMPT = ("prompt_file", "prompt_id", "prompt", "question", "fields")
+DAMAGED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, yaml.YAMLError)
+"""What reading a config may raise."""
 DIGITS = 6  # of a log-prob
 
 Pieces = Callable[[Sequence[int]], list[str]]
@@ -50,9 +55,19 @@ def page_data(
         "run": run_dir.resolve().name,
         "num_found": num_found,
         "curves": _curves(run_dir / METRICS_FILE),
+        "sets": _sets(run_dir / CONFIG_FILE),
         "prompts": texts,
         "rollouts": rollouts,
     }
+
+
+def _sets(path: Path) -> dict[str, str]:
+    """The name of each held-out set by its file, as far as the run's config can be read."""
+    try:
+        sets = yaml.safe_load(path.read_bytes())["evaluation"]["sets"]
+        return {str(file): str(name) for name, file in sets.items()}
+    except (*DAMAGED, OSError):
+        return {}
 
 
 def _rollout(line: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:

@@ -72,6 +72,21 @@ def test_the_page_has_each_rollout_with_its_tokens_and_their_numbers(folder: Pat
     assert data["prompts"][episode["prompt"]]["prompt_id"] == 5
     assert data["curves"]["evaluation"] == [[0, 0.5], [8, 0.5]]
     assert len(data["curves"]["reward"]) == 9
+    assert data["sets"] == {"test.jsonl": "easy"}
+
+
+@pytest.mark.parametrize(
+    "config", [None, b"", b"- 1", b"evaluation: {sets: [a]}", b"evaluation: [", b"\xff", b"a: *b"]
+)
+def test_a_page_without_a_config_that_can_be_read_has_files_in_place_of_sets(
+    config: bytes | None, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "config.yaml").unlink()
+    if config is not None:
+        (run / "config.yaml").write_bytes(config)
+    view([str(run)])
+    assert data_of(run / "view.html")["sets"] == {}
 
 
 def test_no_text_is_read_as_html_and_nothing_is_loaded(folder: Path, tmp_path: Path) -> None:

@@ -192,6 +192,9 @@ def test_evaluations_are_shown_by_prompt_and_version(page: Browser, address: str
     assert [cells[i] for i in (0, 2, 3, 4, 6, 7)] == ["1", "0", "1", "2", "1", "0"]
     good, bad = page.style("td .good", "color"), page.style("td .bad", "color")
     assert good != bad
+    page.click("#prompts td button")
+    facts = dict(zip(page.texts("dt"), page.texts("dd"), strict=True))
+    assert facts["prompt"] == "easy:1", "the set, not its file"
     page.show(address + "#tab=evaluations&kind=lost")
     assert page.text("#num-prompts") == "1 of 2 prompts"
     assert page.texts("#prompts td")[0] == "2"

@@ -5,6 +5,10 @@
 const PAGE = 200; // rollouts that the list grows by
 const KEYS = ["prompt", "text", "outcome", "sort", "step_from", "step_to", "reward_from", "reward_to",
   "length_from", "length_to", "staleness_from", "staleness_to"];
+const COUNTS = { // of an episode, in words; other numbers have the names that a recipe gave them
+  resumed: "turns after the first", kept: "of these, still in the cache", malformed: "calls that did not parse",
+  overlong: "observations that did not fit", restarts: "times begun again", environment_s: "seconds with the environment",
+};
 const RANGES = [["step", "step"], ["reward", "reward"], ["length", "num_tokens"], ["staleness", "staleness"]];
 
 const at = (id) => document.getElementById(id);
@@ -37,7 +41,10 @@ function go(changes, isStep = true) {
 }
 
 const number = (value, digits = 4) => value == null ? "-" : String(Number(value.toPrecision(digits)));
-const place = (prompt) => `${prompt.prompt_file}:${prompt.prompt_id}`;
+const place = (prompt, isHeldOut) => {
+  const file = prompt.prompt_file, isSet = isHeldOut && Object.hasOwn(data.sets, file);
+  return `${isSet ? data.sets[file] : file}:${prompt.prompt_id}`;
+};
 const question = (rollout) => data.prompts[rollout.prompt].question;
 const answer = (rollout) => (rollout.turns || []).map((turn) => turn.content).join("\n")
   || (rollout.tokens ? rollout.tokens.texts.join("") : "");
@@ -112,7 +119,7 @@ function showFacts(article, rollout, prompt) {
     text.textContent = value;
     list.append(make("div", {}, Object.assign(make("dt"), { textContent: name }), text));
   };
-  say("prompt", place(prompt));
+  say("prompt", place(prompt, rollout.is_held_out));
   say("outcome", outcomeOf(rollout));
   say("reward", number(rollout.reward), `mark ${grade(rollout)}`);
   const parts = Object.entries(rollout.rewards);
@@ -125,7 +132,9 @@ function showFacts(article, rollout, prompt) {
   }
   if (rollout.outcome === "trained") say("trained at version", rollout.version);
   say("staleness", rollout.staleness);
-  for (const [name, value] of Object.entries(rollout.numbers)) say(name, number(value));
+  for (const [name, value] of Object.entries(rollout.numbers)) {
+    say(Object.hasOwn(COUNTS, name) ? COUNTS[name] : name, number(value));
+  }
   say("error", rollout.error, "bad");
   article.append(list);
 }
@@ -197,7 +206,7 @@ function drawCurve(name, points, wanted) {
   const width = 170, height = 34, steps = points.map((point) => point[0]), values = points.map((point) => point[1]);
   const first = Math.min(...steps), last = Math.max(...steps), low = Math.min(0, ...values), high = Math.max(1e-9, ...values);
   const x = (step) => last > first ? (step - first) / (last - first) * width : width / 2;
-  const y = (value) => height - (value - low) / (high - low || 1) * height;
+  const y = (value) => height - (value - low) / (high - low || 1) * (height - 3); // room for the width of a line
   const picture = svg("svg", { width, height, "data-first": first, "data-last": last });
   if (wanted.step_from && wanted.step_from === wanted.step_to) {
     picture.append(svg("rect", { class: "chosen", x: x(Number(wanted.step_from)) - 3, y: 0, width: 6, height }));
@@ -243,7 +252,7 @@ function showEvaluations(wanted) {
   at("prompts").replaceChildren(head, ...chosen.map(([index, found]) => {
     const prompt = data.prompts[index], text = make("td", { class: "question" });
     text.textContent = prompt.question;
-    const line = Object.assign(make("td"), { textContent: isOneFile ? prompt.prompt_id : place(prompt) });
+    const line = Object.assign(make("td"), { textContent: isOneFile ? prompt.prompt_id : place(prompt, true) });
     return make("tr", {}, line, text, ...columns.map((version) => {
       const cell = make("td");
       for (const rollout of found.get(version) || []) {
