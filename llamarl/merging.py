@@ -7,7 +7,7 @@ Invariant: what the command writes is complete under its name, or not there.
 import argparse
 from pathlib import Path
 
-from llamarl.config.check import require
+from llamarl.config.check import require, require_choice
 from llamarl.json_file import read_object
 from llamarl.models.adapter_inventory import CONFIG_FILE, read_lora
 from llamarl.recipe.hub_names import REPOSITORY, HubName
@@ -20,6 +20,7 @@ USAGE = (
     "adapters. --checkpoint names the checkpoint, if it is not where adapter_config.json says;\n"
     "the weights are rounded to --dtype, or to that of the checkpoint.\n"
 )
+DTYPES = ("float32", "bfloat16")
 
 
 def merge(arguments: list[str]) -> str:
@@ -27,7 +28,7 @@ def merge(arguments: list[str]) -> str:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("places", nargs="*")
     parser.add_argument("--checkpoint", default="")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    parser.add_argument("--dtype")
     must = "be ADAPTER FOLDER, as `llamarl merge --help` says"
     try:
         options, more = parser.parse_known_args(arguments)
@@ -35,6 +36,7 @@ def merge(arguments: list[str]) -> str:
         raise ValueError(f"arguments must {must}, got {error}") from None
     is_whole = len(options.places) == 2 and not more
     require(is_whole, "arguments", must, " ".join(arguments))
+    require_choice("--dtype", options.dtype or DTYPES[0], DTYPES)
     adapter, folder = options.places
     lora = read_lora(adapter, "ADAPTER")
     checkpoint = options.checkpoint or _named_by(adapter)

@@ -353,6 +353,6 @@ def _wrong_type(key: str, error: ValidationError) -> str:
     wanted = WANTED[known.type] if known is not None else "keys with their values"
     shown = re.match(r"Value '(.*)' (?:of type|is not)", error.msg or "", re.DOTALL)
     got = repr(error.value) if shown is None or shown[1] == error.value else shown[1]
-    if error.value is None and known is not None and name == key:
-        got += f" (the default is {known.default})"
+    if error.value is None and known is not None and name == key:  # what null may be to say
+        got += f" ({known.zero or f'the default is {known.default}'})"
     return f"{name} must be {wanted}, got {got}"

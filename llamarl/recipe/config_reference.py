@@ -9,6 +9,7 @@ Invariant: standard library and YAML only, so help costs milliseconds.
 
 import dataclasses
 import difflib
+import re
 import shutil
 import textwrap
 import typing
@@ -48,6 +49,7 @@ WANTED = {
     "section": "keys with their values",
 }
 """What a value of each type is called in an error."""
+ZERO = re.compile(r"(?:; |\. )(0(?::| [a-z])[^.;]*)")
 WIDTH = 100
 INDENT = "    "
 
@@ -76,6 +78,13 @@ class Key:
     def default(self) -> str:
         """The default, of the first choice that has it."""
         return next(iter(self.defaults.values()))
+
+    @property
+    def zero(self) -> str:
+        """What 0 does, as the meaning says, such as "0: no limit"; "" if it does nothing of its
+        own."""
+        found = ZERO.search(self.meaning) if self.type in ("int", "float") else None
+        return found[1] if found is not None else ""
 
     def line(self) -> str:
         """Key, type, default and first sentence, each in its column."""

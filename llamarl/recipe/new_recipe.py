@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from llamarl.config.check import require
+from llamarl.config.check import require, require_choice
 from llamarl.data_row import FALLBACKS, find_value
 from llamarl.device.driver import has_driver
 from llamarl.device.names import CPU, DEVICES, GPU, is_gpu
@@ -96,12 +96,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     for name in ("model", "data", "held-out", "prompt-field", "answer-field"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--chat", action="store_true")
-    parser.add_argument("--reward", default="math", choices=REWARD_CHOICES)
-    parser.add_argument("--device", default=GPU if has_driver() else CPU, choices=DEVICES)
+    parser.add_argument("--reward", default="math")
+    parser.add_argument("--device", default=GPU if has_driver() else CPU)
     try:
         options, others = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise ValueError(f"{error.argument_name} must have a value it takes: {error}") from error
+        must = f"{error.argument_name} must have a value (llamarl new --help), got none"
+        raise ValueError(must) from error
+    for flag, choices in (("reward", REWARD_CHOICES), ("device", DEVICES)):
+        require_choice(f"--{flag}", getattr(options, flag), choices)
     require(not others, "an option of `llamarl new`", "be one of its help", others[:1])
     for name in ("folder", "model", "data"):
         label = "FOLDER" if name == "folder" else f"--{name}"

@@ -420,7 +420,7 @@ def test_a_pass_that_is_computed_again_drops_the_same_inputs(checkpointing: str)
     [
         ([], "must be ADAPTER FOLDER"),
         (["adapter"], "must be ADAPTER FOLDER"),
-        (["adapter", "new", "--dtype", "int8"], "invalid choice"),
+        (["adapter", "new", "--dtype", "int8"], "--dtype must be one of float32, bfloat16, got"),
         (["nothing", "new"], "ADAPTER must be the folder of an adapter"),
         (["adapter", "tiny"], "FOLDER must not exist yet"),
         (["adapter", "new", "--checkpoint", "nothing"], "must be the folder of the checkpoint"),

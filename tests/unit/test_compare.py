@@ -134,10 +134,6 @@ def damaged(name: str, content: bytes | None) -> Callable[[Path], None]:
         (damaged("config.yaml", b"\xff\xfe\x00"), "that can be read, got"),
         (damaged("config.yaml", b"- 1\n"), "must hold keys with their values, got list"),
         (damaged("config.yaml", b"[" * 5000), "that can be read, got"),
-        (
-            damaged("config.yaml", b"defaults: [config, {override /algorithm: sft}]\n"),
-            "of llamarl sft, which has losses alone",
-        ),
         (damaged("metrics.jsonl", b""), "that has trained a step"),
         (damaged("metrics.jsonl", b"\x00\xff{{{\n[]\n"), "that has trained a step"),
         (damaged("metrics.jsonl", b'{"step": 1, "reward/mean": "x"}\n'), "trained a step"),
