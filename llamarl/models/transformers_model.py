@@ -22,9 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
+from llamarl.config.check import require
 from llamarl.device.devices import platform_of, send
 from llamarl.models.attention import AttentionBlock, Packing, make_packing, packed_attention
 from llamarl.models.head import TokenStats, token_stats
+from llamarl.models.library_families import causal_families
 from llamarl.models.trained_model import TrainedModel
 from llamarl.models.transformer import recomputed
 
@@ -57,7 +59,7 @@ BUILDING = threading.Lock()
 class TransformersModel(TrainedModel):
     """`causal` is the library's model, in evaluation mode: dropout would make mu and pi differ.
 
-    ValueError if the library does not know the checkpoint's family.
+    ValueError if the library does not know the checkpoint's family, or as no causal language model.
     """
 
     def __init__(self, checkpoint: str, dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
@@ -68,6 +70,9 @@ class TransformersModel(TrainedModel):
                 config = AutoConfig.from_pretrained(
                     checkpoint, local_files_only=True, trust_remote_code=False
                 )
+                kind = config.model_type
+                must = "be a causal language model of text"
+                require(kind in causal_families(), "the checkpoint", must, kind)
                 # Any other dtype would become the default of all threads of the process meanwhile.
                 self.causal = AutoModelForCausalLM.from_config(
                     config, dtype=torch.float32, trust_remote_code=False

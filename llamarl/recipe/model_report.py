@@ -18,6 +18,7 @@ from llamarl.config.check import require
 from llamarl.models.architecture import read_architecture, read_settings
 from llamarl.models.families import FAMILIES
 from llamarl.models.inventory import check_checkpoint, parameter_shapes
+from llamarl.models.library_families import causal_families
 from llamarl.models.safetensors_file import read_header, weight_names
 from llamarl.recipe.hub_files import list_files
 from llamarl.recipe.hub_names import is_hub_name, read_name
@@ -41,7 +42,7 @@ def models(arguments: list[str]) -> str:
 
 
 def _families() -> str:
-    known = sorted(_transformers_families() - FAMILIES.keys())
+    known = sorted(causal_families() - FAMILIES.keys())
     ours = "".join(f"  {name:<12}{each.model_class}\n" for name, each in FAMILIES.items())
     others = textwrap.fill(
         ", ".join(known),
@@ -52,7 +53,7 @@ def _families() -> str:
     )
     return (
         f"trainer=native, with generator=embedded or vllm, by model_type of config.json:\n{ours}"
-        f"trainer=transformers, with generator=vllm, the families of transformers "
+        f"trainer=transformers, with generator=vllm, the causal language models of transformers "
         f"{importlib.metadata.version('transformers')} (which are tested: docs/recipes.md):\n"
         f"{others}\nllamarl models FOLDER, or hf:ORG/NAME, says what runs a checkpoint\n"
     )
@@ -149,11 +150,11 @@ def _error(check: Any, folder: Path) -> str | None:
 
 def _by_transformers(values: Mapping[str, Any]) -> str:
     version = importlib.metadata.version("transformers")
-    if values.get("model_type") in _transformers_families():
+    if values.get("model_type") in causal_families():
         return f"yes, if its tensors have the names of transformers {version} (seen at the start)"
     if values.get("auto_map"):
         return "no: its code is in its own folder, and does not run"
-    return f"no: transformers {version} has no language model of this family"
+    return f"no: transformers {version} has no causal language model of this family"
 
 
 def _by_vllm(model_class: str) -> str:
@@ -165,10 +166,3 @@ def _by_vllm(model_class: str) -> str:
     text = (Path(spec.origin).parent / REGISTRY).read_text("utf-8")
     is_known = re.search(rf'"{re.escape(model_class)}"', text) is not None
     return "yes" if is_known else f"no: vLLM has no {model_class}"
-
-
-def _transformers_families() -> set[str]:
-    """By model_type: those that the library makes a language model of."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}

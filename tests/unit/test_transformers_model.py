@@ -157,6 +157,13 @@ def test_a_family_that_the_library_lacks_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("kind", ["bert", "bart", "whisper"])
+def test_a_family_that_is_no_causal_language_model_is_refused(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ValueError, match=f"must be a causal language model of text, got '{kind}'"):
+        load(tmp_path)
+
+
 def test_code_in_a_checkpoint_does_not_run(folders: dict[str, Path], tmp_path: Path) -> None:
     values = json.loads((folders["llama"] / "config.json").read_text())
     values |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
