@@ -18,10 +18,11 @@ from llamarl.dataflow.columns import stored_columns
 from llamarl.dataflow.graph import GENERATE, SCORE, SETTLE, FrozenModel, Graph, Stage
 from llamarl.metrics.shares import by_executor, read_timeline
 from llamarl.metrics.span import Span, executor_of
-from llamarl.planner.report.tables import render
+from llamarl.planner.report.tables import render, whole_words
 
 UNITS = ("B", "kB", "MB", "GB")
 NS_PER_S = 1e9
+LIST_ROOM, EDGE_ROOM = 26, 60  # characters of a cell
 
 Places = Mapping[str, Sequence[Device]]
 """Executor process name -> the devices of its ranks."""
@@ -112,10 +113,8 @@ class Dataflow:
         return "\n".join(lines) + "\n"
 
     def _stages(self) -> Table:
-        table = Table(box=None, pad_edge=False)
         titles = ("stage", "run by", "per", "processes", "on", "reads", "writes")
-        for title in (*titles, *(("rows/s", "waits") if self.flows else ())):
-            table.add_column(title, overflow="fold")
+        rows = []
         for stage in self.graph.stages.values():
             cells = [
                 stage.name,
@@ -131,19 +130,19 @@ class Dataflow:
                 rate = self.flows.rows_per_s(executor, "put" if stage.name == GENERATE else "get")
                 wait = self.flows.waits.get(executor)
                 cells += [f"{rate:,.0f}" if rate else "", f"{wait:.0%}" if wait is not None else ""]
-            table.add_row(*cells)
-        return table
+            rows.append(cells)
+        return whole_words((*titles, *(("rows/s", "waits") if self.flows else ())), rows, LIST_ROOM)
 
     def _edges(self) -> Table:
-        table = Table(box=None, pad_edge=False)
-        for title in ("from", "to", "what", *(("measured",) if self.flows else ())):
-            table.add_column(title, overflow="fold")
+        rows = []
         for writer, reader, columns in self._all_edges():
             what = ", ".join(columns) or "drops"
             what += " (metadata)" * (SETTLE in (writer, reader))
             rate = self._rate(writer, reader, columns)
-            table.add_row(writer, reader, what, *([rate] if self.flows else []))
-        return table
+            rows.append([writer, reader, what, *([rate] if self.flows else [])])
+        return whole_words(
+            ("from", "to", "what", *(("measured",) if self.flows else ())), rows, EDGE_ROOM
+        )
 
     def _all_edges(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """The graph's edges, and those of stages that only drop, which lead to settle."""
