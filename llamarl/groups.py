@@ -159,7 +159,8 @@ class Evaluation:
     num_rollouts: int
     num_failed: int
     sets: "dict[str, Evaluation]" = field(default_factory=dict)
-    results: tuple[HeldOutResult, ...] = ()
+    results: tuple[HeldOutResult, ...] = field(default=(), repr=False)
+    """Of each prompt; left out of the text of an evaluation, which people print."""
 
     @property
     def accuracy(self) -> float:

@@ -37,7 +37,7 @@ from llamarl.config import Config
 from llamarl.config.check import require, require_choice
 from llamarl.errors import NoGenerator, TaskError, unwrap
 from llamarl.metrics.provenance import RECIPE_FOLDER, WriteProvenance, write_provenance
-from llamarl.metrics.rendering import find_program, resume_command, shorten
+from llamarl.metrics.rendering import CLOCK, find_program, resume_command, shorten
 from llamarl.recipe import model_report, new_recipe
 from llamarl.recipe.arguments import MULTIRUN_FLAGS
 from llamarl.recipe.composition import (
@@ -266,7 +266,9 @@ def _run(
             config = to_config(composed)
             _raise_open_files()
             console = Console()
-            show_warnings(console, shows_user_code=config.cluster.backend == "inline")
+            CLOCK.restart()
+            is_inline = config.cluster.backend == "inline"
+            show_warnings(console, CLOCK.words, shows_user_code=is_inline)
             given = config
             config, pinned = with_local_files(config, command[1], run_dir)
 

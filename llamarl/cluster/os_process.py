@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ POLL_S = 1.0  # between checks whether a process is there
 LOG_TAIL_LINES = 12
 LOG_FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
 LOG_TAIL_BYTES = 4000
+STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
 ESCAPED = "backslashreplace"  # what becomes of letters that an output cannot hold
 
 
@@ -126,15 +127,32 @@ def redirect_output(folder: str, process: str) -> None:
     logging.captureWarnings(True)
 
 
-def show_warnings(console: "Console", *, shows_user_code: bool) -> None:
-    """Print warnings, and what the recipe's own code prints where no other process logs that."""
-    from rich.logging import RichHandler  # here, for executors do without it
+class _ConsoleLog(logging.Handler):
+    """Prints records as lines between those of the run, with the same time and never wrapped, so
+    that a traceback stays whole; above the live display, which it never tears."""
+
+    def __init__(self, console: "Console", elapsed: Callable[[], str]) -> None:
+        super().__init__()
+        self._console, self._elapsed = console, elapsed
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = f"[{self._elapsed()}] {record.levelname} {self.format(record)}"
+            style = STYLES.get(record.levelno)
+            self._console.out(text, style=style, highlight=False)
+        except Exception:  # noqa: BLE001 - a full disk or a closed pipe, as logging's own handlers do
+            self.handleError(record)
+
+
+def show_warnings(console: "Console", elapsed: Callable[[], str], *, shows_user_code: bool) -> None:
+    """Print warnings with the time that has `elapsed`, and what the recipe's own code prints where
+    no other process logs that."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         is_user_code = shows_user_code and record.name.startswith(USER_CODE)
         return record.levelno >= logging.WARNING or is_user_code
 
-    handler = RichHandler(console=console, show_path=False)  # never tears the live display
+    handler = _ConsoleLog(console, elapsed)
     handler.addFilter(is_shown)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     logging.getLogger("llamarl").setLevel(logging.INFO)

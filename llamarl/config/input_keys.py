@@ -20,9 +20,9 @@ class ModelConfig(Section):
     """The checkpoint, in the Hugging Face layout."""
 
     checkpoint: str = ""
-    """Folder with config.json and safetensors files; relative to the recipe's folder |
-    hf:ORG/NAME or hf:ORG/NAME@REVISION, a model of the Hugging Face Hub, which is fetched into the
-    cache of huggingface_hub."""
+    """Folder with config.json and safetensors files; a relative path starts at the recipe's folder,
+    also as an argument, unlike `run_dir` | hf:ORG/NAME or hf:ORG/NAME@REVISION, a model of the
+    Hugging Face Hub, which is fetched into the cache of huggingface_hub."""
     architecture: str | None = None
     """Folder with a config.json of the same architecture, so that the recipe can be planned without
     the checkpoint; a run refuses a checkpoint that differs from it (except in the ids that end a

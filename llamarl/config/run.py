@@ -161,7 +161,8 @@ class Config(Section):
     """A whole recipe."""
 
     run_dir: str = "."
-    """Folder of this run: config, metrics, traces, checkpoints, exported weights."""
+    """Folder of this run: config, metrics, traces, checkpoints, exported weights. A relative path
+    starts where you are, unlike those of inputs such as `model.checkpoint`."""
     recipe_dir: str = "."
     """Folder that relative paths start at; the command line fills it with --config-dir."""
     seed: int = number(0, least=0, most=2**53 - 1)

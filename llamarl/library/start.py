@@ -21,6 +21,7 @@ from llamarl.loop.engines import Unobserved
 from llamarl.metrics.console import Progress
 from llamarl.metrics.provenance import RECIPE_FOLDER, WriteProvenance, write_provenance
 from llamarl.metrics.recent_spans import RecentSpans
+from llamarl.metrics.rendering import CLOCK
 from llamarl.metrics.span import Spans
 from llamarl.metrics.trackers import MetricsLog, flatten, open_trackers
 from llamarl.planner.memory.fit import check_fit
@@ -119,6 +120,7 @@ def _observing(wiring: Wiring, has_metrics: bool) -> Iterator[RunObserver]:
     config, run_dir = wiring.config, wiring.run_dir
     recent = RecentSpans(f"{run_dir}/spans")
     trackers = open_trackers(config.metrics.trackers, Path(run_dir), flatten(config), 0)
+    CLOCK.restart()
     progress = Progress(config.last_step, live=config.metrics.live, recent_spans=recent)
     with closing(MetricsLog(run_dir, trackers)) as log, progress:
         run_logger = wiring.make_run_logger(log, progress, recent)

@@ -3,7 +3,7 @@
 Owns: when something is shown, which figures, and the terminal's settings meanwhile. Does not own:
 the numbers, or how single figures look (`rendering.py`). Invariant: a terminal gets one display
 that redraws itself, and is afterwards as it was found; anything else (a log file, CI) gets whole
-lines, at most one every few seconds.
+lines, after the first few steps at most one every few seconds.
 """
 
 import logging
@@ -39,6 +39,7 @@ from llamarl.metrics.step_metrics import Drops, Scalars, in_words
 log = logging.getLogger(__name__)
 
 LINE_INTERVAL_S = 5.0
+FIRST_STEPS = 5  # of which each has a line, so that a short run is seen step by step
 QUIET_INTERVAL_S = 10.0  # after this long without a line, one says how far a start or a step is
 LINE_WIDTH = 140  # of a sample, where there is no terminal
 SHARES_INTERVAL_S = 1.0
@@ -46,13 +47,18 @@ CURVE_STEPS = 24
 RECENT_STEPS = 10  # whose pace the time left follows
 SHOWN_EVALUATIONS = 3
 SHOWN_EXECUTORS = ("generator", "trainer")
-TRAINING = "accuracy/train"
+TRAINING, KL = "accuracy/train", "trained/kl_reference"
 STEP_FIGURES = (  # of a line: label, tag, format
     ("loss", "loss/train", "{:.4f}"),
     ("reward", "reward/mean", "{:.3f}"),
     ("accuracy", TRAINING, ""),  # with its interval
     ("turns", "episode/turns", "{:.2f}"),
+    ("length", "length/mean", "{:.0f}"),
     ("staleness", "staleness/mean", "{:.2f}"),
+    ("entropy", "trained/entropy", "{:.3f}"),
+    ("kl", KL, "{:.3g}"),
+    ("grad norm", "policy/grad_norm", "{:.3g}"),
+    ("lr", "trainer/lr", "{:.3g}"),
     ("tokens/s", "tokens/per_s", "{:,.0f}"),
 )
 STATES = ("starting", "loading", "ready")
@@ -168,7 +174,8 @@ class Progress:
         if TRAINING in scalars:
             self._scores.append((scalars["reward/mean"], _trained_share(scalars)))
         is_due = time.monotonic() - self._printed_s >= LINE_INTERVAL_S
-        if is_due or step in (self._first_step + 1, self._num_steps):
+        is_early = step - self._first_step <= FIRST_STEPS
+        if is_due or is_early or step == self._num_steps:
             self._update_shares()
             self._print_line(self._step_line())
 
@@ -207,11 +214,12 @@ class Progress:
         if self._live is not None:
             return
         self._printed_s = time.monotonic()
-        elapsed = rendering.duration(self._printed_s - self._started_s)
-        self.console.out(f"[{elapsed}] {words}", highlight=False)
+        self.console.out(f"[{rendering.CLOCK.words()}] {words}", highlight=False)
 
     def _step_line(self) -> str:
         known = [figure for figure in STEP_FIGURES if figure[1] in self._scalars]
+        if not self._scalars.get(KL):  # there is no reference
+            known = [figure for figure in known if figure[1] != KL]
         parts = [f"step {self._step}{self._of}"]
         for label, tag, form in known:
             shown = form.format(self._scalars[tag])

@@ -10,6 +10,7 @@ import logging
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -202,6 +203,26 @@ def draw_curve(values: Sequence[float], latest: str, console: Console) -> Text:
     return Text(f"{latest:<11}  ", "bold").append(shown, "not bold cyan")
 
 
+class RunClock:
+    """The time that lines on the console show: since the command was started, or the library's
+    loop."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """It is 0:00 now."""
+        self._began_s = time.monotonic()
+
+    def words(self) -> str:
+        """Such as 1:23."""
+        return duration(time.monotonic() - self._began_s)
+
+
+CLOCK = RunClock()
+"""One for the process, whose lines come from the run's display and from its log."""
+
+
 def duration(seconds: float) -> str:
     """83 -> "1:23"; 3683 -> "1:01:23"."""
     minutes, rest = divmod(round(seconds), 60)
@@ -236,7 +257,9 @@ def _print_pair(console: Console, label: str, value: Text) -> None:
 
 def _results(summary: Mapping[str, Any]) -> list[Fact]:
     rows = _held_out(summary)
-    rate = f"  ({summary['tokens_per_s']:,.0f} tokens/s trained)" if summary["tokens_per_s"] else ""
+    rate = ""
+    if summary["tokens_per_s"]:  # from the first step's start on, without that of the executors
+        rate = f"  ({summary['tokens_per_s']:,.0f} tokens/s while it trained)"
     rows.append(("steps", Text(f"{summary['steps']}  in {duration(summary['wall_s'])} {rate}")))
     kind = "demonstrations" if summary.get("training_loss") else "rollouts"
     rows.append((kind, Text(f"{summary['rollouts_trained']:,} trained")))

@@ -99,18 +99,71 @@ def test_without_a_terminal_progress_is_whole_lines(tmp_path):
         lambda c: drive(Progress(3, live=True, recent_spans=RecentSpans(tmp_path), console=c))
     )
     lines = text.splitlines()
-    assert len(lines) == 4, "the steps between come every few seconds"
     assert "starting 4 processes" in lines[0]
     assert "held-out accuracy 48.0% of 100 (38.5% to 57.7%) at version 0" in lines[1]
-    assert "step 1/3" in lines[2]
+    assert [line.split("  ")[0].split("] ")[1] for line in lines[2:]] == [
+        *("step 1/3", "step 2/3", "step 3/3")
+    ]
     for words in (
-        "step 3/3",
         "accuracy 75.0% +-5.0",
         "tokens/s 1,234",
         "busy trainer 100%",
         "eta 0:00",
     ):
-        assert words in lines[3]
+        assert words in lines[4]
+
+
+def test_of_many_steps_the_first_ones_and_the_last_have_lines_and_the_others_every_few_seconds():
+    plain = Console(width=80, record=True, file=io.StringIO())
+    progress = Progress(40, live=False, console=plain)
+    progress.start_training(7)
+    for step in range(8, 41):
+        progress._printed_s += 60 * (step != 20)  # no time has passed, but before step 20
+        progress._printed_s -= 120 * (step == 20)
+        progress.show_step(step, {"reward/mean": 0.5})
+        progress._printed_s = time.monotonic() + 60
+    shown = [line.split("  ")[0].split("] ")[1] for line in plain.export_text().splitlines()]
+    assert shown == [f"step {step}/40" for step in (8, 9, 10, 11, 12, 20, 40)]
+
+
+def test_a_line_has_what_is_watched_in_training_as_far_as_it_is_known():
+    figures = {
+        "length/mean": 123.4,
+        "trained/entropy": 0.98765,
+        "trained/kl_reference": 0.00123456,
+        "policy/grad_norm": 1.23456,
+        "trainer/lr": 2e-6,
+    }
+    plain = Console(width=80, record=True, file=io.StringIO())
+    progress = Progress(3, live=False, console=plain)
+    progress.show_step(1, {"reward/mean": 0.5} | trained(0.5) | figures)
+    progress.show_step(2, figures | {"trained/kl_reference": 0.0})
+    first, second = plain.export_text().splitlines()
+    words = ("length 123", "entropy 0.988", "kl 0.00123", "grad norm 1.23", "lr 2e-06")
+    assert all(f"  {each}  " in first for each in words), first
+    assert "kl" not in second, "without a reference"
+
+
+def test_a_warning_has_the_runs_time_and_is_never_wrapped():
+    console = Console(width=80, record=True, file=io.StringIO())
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    root.handlers.clear()
+    try:
+        show_warnings(console, lambda: "0:08", shows_user_code=False)
+        root.warning("a long word %s", "x" * 200)
+        try:
+            raise ValueError("y" * 200)
+        except ValueError:
+            root.exception("it broke")
+        logging.getLogger("llamarl").info("not shown")
+    finally:
+        root.handlers[:], root.level = before
+        logging.raiseExceptions = True
+    lines = console.export_text().splitlines()
+    assert lines[0] == f"[0:08] WARNING a long word {'x' * 200}"
+    assert lines[1:3] == ["[0:08] ERROR it broke", "Traceback (most recent call last):"]
+    assert lines[-1] == f"ValueError: {'y' * 200}"
 
 
 def test_on_a_terminal_progress_is_a_display_that_fits():
@@ -380,7 +433,7 @@ def test_no_log_line_ends_a_run_whatever_letters_it_has(encoding: str, tmp_path:
     root.handlers.clear()
     try:
         console = Console(file=terminal, width=200)
-        show_warnings(console, shows_user_code=True)
+        show_warnings(console, lambda: "0:08", shows_user_code=True)
         with kept_log(str(tmp_path)):
             root.warning("ValueError: café 中 \ud800")
         console.print("after")

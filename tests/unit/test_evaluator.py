@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llamarl.data.kept_rollouts import make_record
-from llamarl.groups import Evaluation
+from llamarl.groups import Evaluation, HeldOutResult, Share
 from llamarl.loop.engines import Engines, Unobserved
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.nearby_units import RowIds
@@ -270,3 +270,31 @@ def test_what_may_be_the_best_is_evaluated_between_batches(
         if version == last or evaluator.is_wanted(version):
             saved.append(version)
     assert due == saved == expected
+
+
+def test_an_evaluation_is_short_to_print_however_many_prompts_it_has() -> None:
+    one = HeldOutResult(
+        held_out="easy",
+        prompt_id=7,
+        correct=(True,),
+        rewards=(1.0,),
+        answers=(3,),
+        num_tokens=(4,),
+        is_truncated=(False,),
+        shares={"accuracy": 1.0},
+    )
+    of_set = Evaluation(
+        version=3,
+        shares={"accuracy": Share(0.5, 0.4, 0.6)},
+        reward=0.5,
+        mean_tokens=4.0,
+        truncated_share=0.0,
+        num_prompts=1000,
+        num_rollouts=1000,
+        num_failed=0,
+        results=(one,) * 1000,
+    )
+    found = replace(of_set, sets={"easy": of_set})
+    assert len(repr(found)) < 1000
+    assert "accuracy" in repr(found)
+    assert len(found.results) == 1000
