@@ -105,8 +105,10 @@ def metrics_page() -> str:
         "# Metrics",
         "Written by `tools/write_reference_pages.py` from "
         "[tensorboard.py](../llamarl/metrics/tensorboard.py). TensorBoard shows a run's metrics in "
-        "these sections, with these descriptions; metrics.jsonl holds the same under the same "
-        "tags. A tag that ends in `*` stands for several.",
+        "these sections, with these descriptions. Its tags are those below behind their section: "
+        "`reward/mean` is `1_outcome/reward/mean` there, for it sorts sections by name. "
+        "metrics.jsonl, W&B, MLflow and trackio have the tags as they stand here. A tag that "
+        "ends in `*` stands for several.",
     ]
     for section in sorted(rows):
         number, _, name = section.partition("_")

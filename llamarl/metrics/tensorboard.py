@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, Summary
 from tensorboard.plugins.histogram.metadata import create_summary_metadata as histogram_metadata
 from tensorboard.plugins.hparams import api_pb2, metadata
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.plugins.scalar.metadata import create_summary_metadata as scalar_metadata
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_tensor_proto
@@ -46,7 +47,10 @@ SECTIONS = {  # first words of tags by section; TensorBoard sorts by name, hence
     "4_pace": ("tokens", "time", "wait", "staleness", "parts", "publish"),
     "5_checks": ("logprob_check",),
 }
+SHARES = ("accuracy", "evaluation")  # first words of tags that may have an interval
 OTHERS = "6_others"
+INTERVALS = "7_intervals"
+ENDS = ("_low", "_high")  # of a share's interval, which summary and live display show beside it
 
 DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "reward/mean": "Mean reward of the rollouts finished in the step, trained and dropped ones.",
@@ -168,7 +172,8 @@ def chart_tag(tag: str) -> str:
     """`reward/mean` -> `1_outcome/reward/mean`."""
     word = tag.partition("/")[0]
     section = next((name for name, words in SECTIONS.items() if word in words), OTHERS)
-    return f"{section}/{tag}"
+    is_end = word in SHARES and tag.endswith(ENDS)
+    return f"{INTERVALS if is_end else section}/{tag}"
 
 
 def description(tag: str) -> str:
@@ -203,11 +208,13 @@ class TensorBoardTracker:
         self._writer.close()
 
     def _scalar(self, tag: str, value: float) -> Summary.Value:
-        """TensorBoard takes a tag's description from its first value."""
+        """TensorBoard takes a tag's description from its first value: its fast loader only from one
+        that has its plugin and class of data."""
         scalar = Summary.Value(tag=chart_tag(tag), simple_value=value)
         if tag not in self._described:
             self._described.add(tag)
-            scalar.metadata.summary_description = description(tag)
+            scalar.metadata.CopyFrom(scalar_metadata(None, description(tag)))
+            scalar.metadata.data_class = DATA_CLASS_SCALAR
         return scalar
 
     def _write(self, event: Event) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -367,7 +368,53 @@ def test_every_chart_has_a_section_and_a_description_that_tensorboard_reads(tmp_
         assert words.endswith("."), tag
     assert sorted(found)[0].startswith("1_outcome/accuracy"), "what matters most comes first"
     assert chart_tag("my_own/tag") == "6_others/my_own/tag"
+    assert chart_tag("my_own/tag_low") == "6_others/my_own/tag_low"
+    assert chart_tag("evaluation/easy/accuracy_low") == "7_intervals/evaluation/easy/accuracy_low"
+    assert not [tag for tag in found if tag.startswith("1_") and tag.endswith(("_low", "_high"))]
     assert description("my_own/tag") == ""
+
+
+def test_an_event_file_can_be_read_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scalars, histograms, texts = record(completions={0: "four"})
+    for first_step in (0, 4):  # the second session's file describes its tags again
+        log = tensorboard_log(tmp_path, first_step=first_step)
+        for step in (first_step + 1, first_step + 2):
+            log.log(step, scalars, histograms, texts)
+        log.close()
+    events = read_events(tmp_path / "tensorboard")
+    assert len(events.Scalars("1_outcome/reward/mean")) == 4
+    assert caplog.messages == [], "such as that a tag is associated with no plugin"
+
+
+def test_the_fast_loader_of_tensorboard_has_every_description(tmp_path: Path) -> None:
+    """The one that `tensorboard --logdir` takes by default, itself."""
+    pytest.importorskip("tensorboard_data_server")
+    from tensorboard.context import RequestContext
+    from tensorboard.data import server_ingester
+    from tensorboard.util.grpc_util import ChannelCredsType
+
+    scalars, histograms, texts = record(completions={0: "four"})
+    log = tensorboard_log(tmp_path)
+    log.log(6, scalars, histograms, texts)
+    log.close()
+    loader = server_ingester.SubprocessServerDataIngester(
+        server_binary=server_ingester.get_server_binary(),
+        logdir=str(tmp_path),
+        reload_interval=1,
+        channel_creds_type=ChannelCredsType.LOCAL,
+    )
+    loader.start()
+    found: dict[str, str] = {}
+    while len(found) < len(scalars):  # it reads on a thread of its own
+        listed = loader.data_provider.list_scalars(
+            RequestContext(), experiment_id="", plugin_name="scalars"
+        )
+        found = {tag: each.description for run in listed.values() for tag, each in run.items()}
+        time.sleep(0.05)
+    assert found == {chart_tag(tag): description(tag) for tag in scalars}
+    assert all(found.values())
 
 
 @given(st.lists(st.floats(-10, 10) | st.sampled_from([0.0, 0.1, 1.0]), min_size=1, max_size=200))
