@@ -41,7 +41,7 @@ class Forks:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**environment, "OMP_NUM_THREADS": "1"},
+            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         )
 
     def run(self, *arguments: str, where: Path | None = None) -> subprocess.CompletedProcess[str]:
