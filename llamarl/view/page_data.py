@@ -27,7 +27,7 @@ SAME = (
     *("num_prompt_tokens", "num_tokens", "version_min", "version_max", "staleness"),
 )
 """What a rollout of the page has of its line."""
-PROMPT = ("prompt_file", "prompt_id", "prompt", "question", "fields")
+PROMPT = ("prompt_file", "prompt_id", "question", "fields")
 DAMAGED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, yaml.YAMLError)
 """What reading a config may raise."""
 DIGITS = 6  # of a log-prob
@@ -48,9 +48,7 @@ def page_data(
         place = prompts.setdefault((line["prompt_file"], line["prompt_id"]), len(texts))
         if place == len(texts):
             texts.append({name: line[name] for name in PROMPT})
-        # An environment may have made another one of the row's.
-        own = {"prompt_text": line["prompt"]} if line["prompt"] != texts[place]["prompt"] else {}
-        rollouts.append({**own, **_rollout(line, pieces), "prompt": place})
+        rollouts.append(_rollout(line, pieces) | {"prompt": place})
     return {
         "run": run_dir.resolve().name,
         "num_found": num_found,
@@ -72,12 +70,12 @@ def _sets(path: Path) -> dict[str, str]:
 
 def _rollout(line: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
     rollout = {name: line[name] for name in SAME}
+    rollout["prompt_text"] = line["prompt"]  # an environment may have made it, of one row several
     if line["response_ids"] is not None and pieces is not None:
         texts = {"texts": pieces(line["response_ids"])}
         logprobs = {name: _rounded(line[name]) for name in LOGPROBS}
         rollout["tokens"] = texts | {name: line[name] for name in WHOLE} | logprobs
-        # With special tokens.
-        rollout["prompt_text"] = "".join(pieces(line["prompt_ids"]))
+        rollout["prompt_text"] = "".join(pieces(line["prompt_ids"]))  # with special tokens
     return rollout
 
 

@@ -55,7 +55,7 @@ function isWanted(rollout, wanted) {
   if (wanted.outcome && outcomeOf(rollout) !== wanted.outcome) return false;
   const has = (text, part) => !part || text.toLowerCase().includes(part.toLowerCase());
   const prompt = data.prompts[rollout.prompt];
-  if (!has(`${place(prompt)} ${prompt.prompt}`, wanted.prompt)) return false;
+  if (!has(`${place(prompt)} ${rollout.prompt_text}`, wanted.prompt)) return false;
   if (!has(answer(rollout), wanted.text)) return false;
   return RANGES.every(([name, field]) => {
     const [from, to] = [wanted[`${name}_from`], wanted[`${name}_to`]];
@@ -186,7 +186,7 @@ function showRollout(wanted) {
     article.append(bar);
   }
   showFacts(article, rollout, prompt);
-  section(article, "prompt", rollout.prompt_text || prompt.prompt);
+  section(article, "prompt", rollout.prompt_text);
   if (rollout.tokens) showTokens(article, rollout, wanted.colour || "version");
   else {
     for (const turn of rollout.turns || []) section(article, turn.role, turn.content, turn.role === "observation" ? "observation" : "");
