@@ -126,6 +126,11 @@ def find(module: ModuleType, name: str) -> Callable[..., Any]:
         defined = ", ".join(key for key in vars(module) if not key.startswith("__"))
         got = defined or "no name at all" if function is None else repr(function)
         raise ValueError(f"{FILE} must define {form.text(name)}, got {' '.join(got.split())}")
+    return checked(function, name, form)
+
+
+def checked(function: Callable[..., Any], name: str, form: Form) -> Callable[..., Any]:
+    """The function of this name. ValueError, one line, unless it has the form."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # of a builtin that does not say what it takes
@@ -136,7 +141,11 @@ def find(module: ModuleType, name: str) -> Callable[..., Any]:
         bind(*form.parameters)
     except TypeError as error:
         why = f": {error}"
-    if why or (is_async and not form.may_be_async) or not _has_words(function, signature, name):
+    if (
+        why
+        or (is_async and not form.may_be_async)
+        or not _has_words(function, signature, name, form)
+    ):
         must = f"{place_of(function)}: {name} must be {form.text(name)}"
         raise ValueError(f"{must}, got {'async ' * is_async}{name}{signature}{why}")
     return function
@@ -173,11 +182,12 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _has_words(function: Callable[..., Any], signature: inspect.Signature, name: str) -> bool:
+def _has_words(
+    function: Callable[..., Any], signature: inspect.Signature, name: str, form: Form
+) -> bool:
     """True if the parameters have the form's names and types, or it has another name."""
     if not (isinstance(function, FunctionType) and function.__name__ == name):
         return True
-    form = FORMS[name]
     given = [*signature.parameters.values()][: len(form.parameters)]
     notes = [*(parameter.annotation for parameter in given), signature.return_annotation]
     return [parameter.name.lstrip("_") for parameter in given] == [*form.parameters] and all(

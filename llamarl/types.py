@@ -114,6 +114,7 @@ NO_VERSION = -1  # that of an observation, which no model wrote
 SAMPLING = "sampling"  # float64 [6]: temperature, top_k, top_p, max_tokens, seed, finish code
 REWARD = "reward"  # float64 [1]
 EPISODE_REWARD = "episode_reward"  # float64 [1], what the environment gave
+EPISODE_REWARDS = "episode_rewards"  # float64, of each of task.py's functions that a recipe names
 REF_LOGPROBS = "ref_logprobs"  # float32 [T]
 TRAINER_LOGPROBS = "trainer_logprobs"  # float32 [T], log pi when the row was trained
 PROXIMAL_LOGPROBS = "proximal_logprobs"  # float32 [T], log pi before the first step of the batch
@@ -315,7 +316,8 @@ class TurnResult:
     says; if `ends_run`, as too many have.
 
     `prompt_ids` replace the prompt's for this rollout if its environment has added to it.
-    `observation` are the tokens to go on from, `reward` what the environment gives at the end.
+    `observation` are the tokens to go on from, `reward` what the environment gives at the end,
+    and `rewards` what the functions give that `reward.functions` names as environment.NAME.
     `numbers` are the episode's so far, such as "turns" and "calls/search"; `environment` plays it.
     """
 
@@ -328,6 +330,7 @@ class TurnResult:
     prompt_ids: tuple[int, ...] | None = None
     observation: tuple[int, ...] = ()
     reward: float | None = None
+    rewards: tuple[float, ...] = ()
     numbers: dict[str, float] = field(default_factory=dict)
     environment: int | None = None
 

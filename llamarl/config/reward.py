@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from llamarl.config.check import DAY_S, Section, choice, number
 
+OF_EPISODE = "environment."  # before the name of a function of episode_rewards
 LARGEST = 1e9
 """What a reward may be at most, with either sign: squares of gradients that it scales must not
 overflow float32."""
@@ -18,8 +19,9 @@ class RewardConfig(Section):
     """Reward functions: math | exact | format | code (the program in the completion passes tests) |
     task (`reward` of the recipe's own task.py) | group (`group_reward` there, which scores all
     rollouts of a prompt at once) | environment (what the episode's environment gives, and
-    `episode_reward` of task.py). In an episode the others get the model's last turn. Accuracy is
-    the share of completions to which the first one gives full marks."""
+    `episode_reward` of task.py) | environment.NAME (the function NAME of the list `episode_rewards`
+    of task.py, a reward of its own). In an episode the others get the model's last turn. Accuracy
+    is the share of completions to which the first one gives full marks."""
     weights: list[float] = field(
         default_factory=lambda: [1.0], metadata={"least": -1e6, "most": 1e6}
     )
@@ -67,7 +69,21 @@ class RewardConfig(Section):
     program_processes: int = number(32, least=1, most=1024)
     """Processes of one program at once, and their threads."""
 
+    @property
+    def episode_rewards(self) -> list[str]:
+        """The functions of task.py's list `episode_rewards` that `functions` names, in its
+        order."""
+        named = [each for each in self.functions if each.startswith(OF_EPISODE)]
+        return [each.removeprefix(OF_EPISODE) for each in named]
+
+    @property
+    def is_of_episode(self) -> bool:
+        """Whether a function reads episodes, which a recipe without environments has not."""
+        return "environment" in self.functions or bool(self.episode_rewards)
+
     def check(self) -> None:
+        is_once = len({*self.episode_rewards}) == len(self.episode_rewards)
+        self.require(is_once, "functions", "name each function of episode_rewards once")
         self.require(bool(self.functions), "functions", "name at least one function")
         must = f"have one weight per function ({len(self.functions)})"
         self.require(len(self.weights) == len(self.functions), "weights", must)

@@ -264,7 +264,7 @@ class Config(Section):
         is_used = self.environment.is_used
         must = "be true with environment.tools (a chat template says what is between two turns)"
         self.require(self.data.chat or not is_used, "data.chat", must)
-        gives_reward = "environment" in self.reward.functions
+        gives_reward = self.reward.is_of_episode
         must = "not name environment without environment.tools"
         self.require(is_used or not gives_reward, "reward.functions", must)
 

@@ -13,6 +13,7 @@ from llamarl.config.check import require
 from llamarl.types import (
     CLIPPED,
     EPISODE_REWARD,
+    EPISODE_REWARDS,
     GENERATOR_LOGPROBS,
     LOSS_WEIGHTS,
     PROMPT_ID,
@@ -80,6 +81,7 @@ COLUMNS = {
         Column(SAMPLING, "float64", FIXED),
         Column(REWARD),
         Column(EPISODE_REWARD),
+        Column(EPISODE_REWARDS, "float64", FIXED),
         Column(PROMPT_ID),
         Column(TURNS, "uint8", TEXT),
         Column(RECORD, "uint8", TEXT),

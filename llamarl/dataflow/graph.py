@@ -38,6 +38,7 @@ from llamarl.dataflow.columns import (
 from llamarl.types import (
     CLIPPED,
     EPISODE_REWARD,
+    EPISODE_REWARDS,
     GENERATOR_LOGPROBS,
     LOSS_WEIGHTS,
     PROMPT_ID,
@@ -239,7 +240,8 @@ def make_graph(config: Config, own: Sequence[Stage] = ()) -> Graph:
 def _shipped(config: Config) -> Iterator[Stage]:
     written = (PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING)
     algorithm, reward = config.algorithm, config.reward
-    of_episode = (EPISODE_REWARD,) if ENVIRONMENT in reward.functions else ()
+    of_episode = (EPISODE_REWARD,) * (ENVIRONMENT in reward.functions)
+    of_episode += (EPISODE_REWARDS,) * bool(reward.episode_rewards)
     yield Stage(GENERATE, EXECUTORS[GENERATE], writes=(*written, *of_episode))
     yield Stage(
         SCORE,

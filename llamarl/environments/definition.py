@@ -6,6 +6,8 @@
     def episode_reward(prompt, messages, environment):   # beside either: its number is added
         return 0.1 * environment.num_solved
 
+    episode_rewards = [solved, brief]   # such functions, each a reward: environment.solved, ...
+
 A class is written as for TRL's GRPOTrainer: `reset(**row)` begins an episode and may return a text
 that is added to the last message; public methods are tools; `get_reward()`, if there is one, gives
 the episode's reward. Or it has `step(messages)` instead of tools: it gets the conversation so far
@@ -19,16 +21,16 @@ text.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from llamarl.environments.agent import AgentEnvironment
-from llamarl.task_file import FILE, find, place_of, where
+from llamarl.task_file import FILE, FORMS, checked, find, place_of, where
 
 TOOLS, ENVIRONMENT = "tools", "environment"
 RESET, REWARD, STEP = "reset", "get_reward", "step"
-EPISODE = "episode_reward"
+EPISODE, EPISODES = "episode_reward", "episode_rewards"
 Schema = dict[str, Any]
 """Of a tool: name, description and parameters, as chat templates take it."""
 Tool = Callable[..., Any]
@@ -46,11 +48,18 @@ class Kind:
     has_reward: bool = False
     is_agent: bool = False
     has_episode_reward: bool = False
+    rewards: tuple[str, ...] = ()
+    """The functions of `episode_rewards`, which read the episode at its end too."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether functions of task.py read the episode at its end."""
+        return self.has_episode_reward or bool(self.rewards)
 
     @property
     def is_kept(self) -> bool:
         """Whether a process keeps something of an episode, from its `begin` to its `finish`."""
-        return self.has_instance or self.has_episode_reward
+        return self.has_instance or self.is_read
 
 
 Kinds = Mapping[str, Kind]
@@ -60,11 +69,12 @@ Kinds = Mapping[str, Kind]
 @dataclass(frozen=True, slots=True)
 class Defined:
     """What the text of a task.py holds: plain tools by name, what makes an environment, by kind,
-    and the function `episode_reward`, if there is one."""
+    the function `episode_reward`, if there is one, and those of `episode_rewards` by name."""
 
     tools: Mapping[str, Tool]
     makers: Mapping[str, Callable[[], Any]]
     episode_reward: Callable[..., Any] | None = None
+    episode_rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 def kind_of(row: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:
@@ -104,7 +114,8 @@ def find_defined(module: ModuleType | None, ready: Sequence[Tool] = ()) -> Defin
             raise ValueError(f"{place_of(tool)}: each of {TOOLS} {must}, got {name!r}")
         by_name[name] = tool
     makers: dict[str, Any] = found if isinstance(found, dict) else {"": found}
-    has_reward = getattr(module, EPISODE, None) is not None
+    several = _episode_rewards(module)
+    has_reward = getattr(module, EPISODE, None) is not None or bool(several)
     if found is None:
         makers = {}
         if module is not None and not (tools or (ready and has_reward)):
@@ -114,8 +125,25 @@ def find_defined(module: ModuleType | None, ready: Sequence[Tool] = ()) -> Defin
     if not is_named or (isinstance(found, dict) and (not found or "" in found)):
         must = f"{ENVIRONMENT} must be a class, or a dictionary of names and classes"
         raise ValueError(f"{FILE}: {must}, got {found!r:.100}")
-    read = find(module, EPISODE) if module is not None and has_reward else None
-    return Defined(by_name, makers, read)
+    is_one = module is not None and getattr(module, EPISODE, None) is not None
+    read = find(module, EPISODE) if module is not None and is_one else None
+    return Defined(by_name, makers, read, several)
+
+
+def _episode_rewards(module: ModuleType | None) -> dict[str, Callable[..., Any]]:
+    """By name. ValueError for what is no list of functions of their form, with names of their
+    own."""
+    found = getattr(module, EPISODES, ())
+    if not isinstance(found, list | tuple) or not all(map(callable, found)):
+        raise ValueError(f"{FILE}: {EPISODES} must be a list of functions, got {found!r:.100}")
+    by_name: dict[str, Callable[..., Any]] = {}
+    for function in found:
+        name = getattr(function, "__name__", "")
+        if not name.isidentifier() or name in by_name:
+            must = "must have a name of its own"
+            raise ValueError(f"{place_of(function)}: each of {EPISODES} {must}, got {name!r}")
+        by_name[name] = checked(function, name, FORMS[EPISODE])
+    return by_name
 
 
 def methods_of(environment: Any) -> dict[str, Tool]:
@@ -141,7 +169,9 @@ def describe(module: ModuleType | None, ready: Sequence[Tool] = ()) -> dict[str,
     defined = find_defined(module, ready)
     shared = [_schema(tool) for tool in defined.tools.values()]
     is_read = {"has_reward": True, "has_episode_reward": True}
-    own = {} if defined.episode_reward is None else is_read
+    own: dict[str, Any] = {} if defined.episode_reward is None else is_read
+    if defined.episode_rewards:
+        own = own | {"rewards": [*defined.episode_rewards]}
     if not defined.makers:
         return {"": {"schemas": shared, **own}}
     return {name: _describe(maker, shared) | own for name, maker in defined.makers.items()}
@@ -149,9 +179,11 @@ def describe(module: ModuleType | None, ready: Sequence[Tool] = ()) -> dict[str,
 
 def as_kinds(data: Mapping[str, dict[str, Any]]) -> Kinds:
     """The inverse of `describe`."""
-    return {
-        name: Kind(**{**kind, "schemas": tuple(kind["schemas"])}) for name, kind in data.items()
-    }
+    found = {}
+    for name, kind in data.items():
+        values: dict[str, Any] = {key: tuple(kind.get(key, ())) for key in ("schemas", "rewards")}
+        found[name] = Kind(**{**kind, **values})
+    return found
 
 
 def _describe(maker: Callable[[], Any], shared: Sequence[Schema]) -> dict[str, Any]:

@@ -67,9 +67,11 @@ class Episode:
 class Episodes:
     """All episodes of one process. Instances are used again, after their `reset`."""
 
-    def __init__(self, defined: Defined) -> None:
+    def __init__(self, defined: Defined, rewards: Sequence[str] = ()) -> None:
+        """`rewards`: those of `episode_rewards` that are wanted."""
         self._defined = defined
-        self._is_read = defined.episode_reward is not None
+        self._rewards = [defined.episode_rewards[name] for name in rewards]
+        self._is_read = defined.episode_reward is not None or bool(defined.episode_rewards)
         self._plain = Episode("", None, defined.tools)  # all episodes, if nothing of them is kept
         self._playing: dict[int, Episode] = {}
         self._free: dict[str, list[Any]] = defaultdict(list)  # instances by kind
@@ -125,7 +127,7 @@ class Episodes:
         self, row_id: int, text: str | None = None, calls: Sequence[list[Any]] = ()
     ) -> Answer:
         """End an episode, with its last turn if that has had no answer: {"reward": what it got, or
-        None if its environment gives none}."""
+        None if its environment gives none}, and the `rewards` that are wanted, if any are."""
         episode = self._playing.get(row_id)
         if episode is None:
             return UNKNOWN
@@ -133,15 +135,19 @@ class Episodes:
         reward = episode.reward if is_stepped(instance) else None
         if (get_reward := getattr(instance, REWARD, None)) is not None:
             reward = (reward or 0.0) + checked_number(await self._runner.run(get_reward), REWARD)
+        if self._is_read and text is not None:
+            episode.messages.append(_written(text, calls))
         if read is not None:
-            if text is not None:
-                episode.messages.append(_written(text, calls))
             found = await self._runner.run(read, episode.prompt, episode.messages, instance)
             reward = (reward or 0.0) + checked_number(found, EPISODE)
+        several = []
+        for function in self._rewards:
+            found = await self._runner.run(function, episode.prompt, episode.messages, instance)
+            several.append(checked_number(found, function.__name__))
         if instance is not None:
             self._free[episode.kind].append(instance)
         del self._playing[row_id]
-        return {"reward": reward}
+        return {"reward": reward} | ({"rewards": several} if self._rewards else {})
 
     def forget(self, row_ids: Sequence[int]) -> Answer:
         """These will not go on. What is under way in them is left alone, so their instances are not
@@ -251,7 +257,7 @@ def load_defined(setup: dict[str, Any]) -> Defined:
 def load(setup: dict[str, Any]) -> Callable[..., Coroutine[Any, Any, Answer]]:
     """The service of a worker: (prompt, the name of a method of Episodes, its arguments) -> what it
     returns, or {"status": str, "error": str} if the environment failed."""
-    episodes = Episodes(load_defined(setup))
+    episodes = Episodes(load_defined(setup), setup.get("rewards", ()))
 
     async def serve(prompt: Prompt | None, method: str, arguments: list[Any]) -> Answer:
         try:

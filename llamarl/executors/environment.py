@@ -73,6 +73,7 @@ class EnvironmentExecutor:
                 "task_source": spec.task_source,
                 "tools": spec.config.tools,
                 "limits": asdict(spec.limits),
+                "rewards": spec.rewards,
             },
             timeout_s=spec.config.timeout_s,
             label="environment",
@@ -254,13 +255,16 @@ class EnvironmentExecutor:
     async def _finish(
         self, episode: PlayedEpisode, state: EpisodeState, last: TurnText | None = None
     ) -> TurnResult:
-        """With the environment's reward; `last` is a turn that its process has not got."""
-        reward, kind = None, self._spec.kinds[episode.kind]
+        """With what rewards it at its end; `last` is a turn that its process has not got."""
+        found: Found = {"reward": None}
+        kind = self._spec.kinds[episode.kind]
         if kind.is_kept:
-            sent = _sent(last) if last is not None and kind.has_episode_reward else ()
-            reward = (await self._ask(episode, "finish", *sent))["reward"]
+            sent = _sent(last) if last is not None and kind.is_read else ()
+            found = await self._ask(episode, "finish", *sent)
         self._end(episode)
-        return _result(episode, state, reward=None if reward is None else float(reward))
+        reward = None if found["reward"] is None else float(found["reward"])
+        rewards = tuple(map(float, found.get("rewards", ())))
+        return _result(episode, state, reward=reward, rewards=rewards)
 
     async def _ask(self, episode: PlayedEpisode, method: str, *arguments: Any) -> Found:
         """What this method of the episode's process returns. EpisodeFailed if it does not, or all

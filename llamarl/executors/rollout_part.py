@@ -23,6 +23,7 @@ from llamarl.protocols import ColumnStore, Environment, Report
 from llamarl.storage.store import RecordingStore
 from llamarl.types import (
     EPISODE_REWARD,
+    EPISODE_REWARDS,
     FINISH_CODES,
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
@@ -141,15 +142,23 @@ async def write_finished(
 ) -> None:
     """Store the columns of these rollouts, but for those that begin again."""
     kept = [item for item in finished if item.episode is None or not item.episode.is_lost]
-    has_reward = lambda item: item.episode is not None and item.episode.reward is not None  # noqa: E731
-    for is_rewarded in (False, True):
-        if some := [item for item in kept if has_reward(item) == is_rewarded]:
-            await _write(storage, some, writer, is_rewarded)
+    alike: dict[tuple[str, ...], list[RequestOutput]] = {}
+    for item in kept:
+        alike.setdefault(tuple(_rewards(item)), []).append(item)
+    for some in alike.values():
+        await _write(storage, some, writer)
 
 
-async def _write(
-    storage: ColumnStore, finished: list[RequestOutput], writer: str, is_rewarded: bool
-) -> None:
+def _rewards(item: RequestOutput) -> dict[str, np.ndarray]:
+    """The columns with what rewarded an episode at its end."""
+    if (episode := item.episode) is None:
+        return {}
+    cells = {} if episode.reward is None else {EPISODE_REWARD: np.array([episode.reward])}
+    return cells | ({EPISODE_REWARDS: np.array(episode.rewards)} if episode.rewards else {})
+
+
+async def _write(storage: ColumnStore, finished: list[RequestOutput], writer: str) -> None:
+    """Rollouts with the same columns."""
     columns = {
         PROMPT_IDS: [np.array(item.request.prompt_ids, np.int32) for item in finished],
         RESPONSE_IDS: [item.written.ids for item in finished],
@@ -157,9 +166,8 @@ async def _write(
         TOKEN_VERSIONS: [item.written.versions for item in finished],
         SAMPLING: [_sampling_row(item.request, item.reason) for item in finished],
     }
-    if is_rewarded:
-        rewards = [item.episode.reward for item in finished if item.episode is not None]
-        columns[EPISODE_REWARD] = [np.array([reward], np.float64) for reward in rewards]
+    rewards = [*map(_rewards, finished)]
+    columns |= {name: [cells[name] for cells in rewards] for name in rewards[0]}
     await storage.write([item.request.row_id for item in finished], columns, writer)
 
 

@@ -149,7 +149,8 @@ class ExternalSpec:
 class EnvironmentSpec:
     """Of the executor that plays what `config` names, in `task_source` or ready, of these `kinds`.
     `data` says how prompts are rendered; `limits` are those of programs that the model writes.
-    Generators on its host find it at `socket` (None: it answers calls only)."""
+    Generators on its host find it at `socket` (None: it answers calls only). `rewards` are the
+    functions of task.py's `episode_rewards` that are wanted."""
 
     executor: ClassVar[str] = "llamarl.executors.environment:EnvironmentExecutor"
 
@@ -160,6 +161,7 @@ class EnvironmentSpec:
     data: DataConfig
     tokenizer: str
     socket: str | None = None
+    rewards: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,8 +63,9 @@ class StageExecutor:
     def __init__(self, spec: StageSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec, stage, reward = spec, spec.stage, spec.reward
         computed = [column for column in stage.writes if column.name not in RECORDED]
-        self._parts = dict.fromkeys(reward.functions if reward is not None else ())
-        aside = [*map(Column, self._parts)]
+        functions = reward.functions if reward is not None else ()
+        self._parts = {name: f"part_{number}" for number, name in enumerate(functions)}
+        aside = [*map(Column, self._parts.values())]
         if reward is not None:
             aside += [Column(ANSWER), Column(EXTRA, "uint8", TEXT)]
         self._aside = {column.name for column in aside}  # not stored
@@ -135,7 +136,7 @@ class StageExecutor:
             numbers = {REWARD: 0.0} if is_zero else {}
             status, error = found.status, found.error
             return StageResult(row_id=row_id, status=status, error=error, numbers=numbers)
-        parts = {name: float(found[name][0]) for name in self._parts}
+        parts = {name: float(found[column][0]) for name, column in self._parts.items()}
         answer = found[ANSWER][0] if ANSWER in found else NO_ANSWER
         return StageResult(
             row_id=row_id,

@@ -12,6 +12,7 @@ from typing import Any
 from llamarl.algorithms.losses.task_loss import TaskConfig
 from llamarl.config import Config
 from llamarl.config.check import require, require_choice
+from llamarl.config.reward import OF_EPISODE
 from llamarl.dataflow.graph import ENVIRONMENT, Graph, make_graph
 from llamarl.dataflow.task_stages import check_task
 from llamarl.environments.definition import TOOLS, Kinds
@@ -63,6 +64,9 @@ def read_graph(config: Config, source: TaskSource | None) -> tuple[Graph, Kinds]
     is_opened = any(kind.is_agent for kind in kinds.values())
     alone = "be null with an AgentEnvironment, whose program says all that the model sees"
     config.data.require(not is_opened or config.data.system is None, "system", alone)
+    for name in config.reward.episode_rewards:
+        defined = next(iter(kinds.values())).rewards
+        require_choice(f"reward.functions {OF_EPISODE}NAME", name, defined or ["none is defined"])
     is_able = gives_reward or ENVIRONMENT not in config.reward.functions
     require(is_able, "reward.functions", must, config.reward.functions)
     return make_graph(config, stages), kinds

@@ -130,6 +130,7 @@ class Specs:
             data=config.data,
             tokenizer=inputs.tokenizer_folder,
             socket=self._environment_socket(index),
+            rewards=config.reward.episode_rewards,
         )
 
     def environments(

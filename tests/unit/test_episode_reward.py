@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -129,6 +130,43 @@ def test_its_number_is_added_to_what_the_environment_gives(
 ) -> None:
     found = played(lines, turns, "Done.", answer="Done.", environment="a")
     assert found == pytest.approx(reward)
+
+
+def test_several_functions_are_rewards_of_their_own_in_the_order_that_is_asked_for() -> None:
+    lines = ["environment, episode_rewards = Scored, [state, num_calls]"]
+
+    async def finish(rewards: list[str], *more: str) -> dict[str, Any]:
+        episodes = Episodes(find_defined(task(*lines, *more)), rewards)
+        await episodes.begin(prompt(), 1, QUESTION)
+        await episodes.take_turn(1, "", MARK)
+        return await episodes.finish(1, "Done.")
+
+    alone = asyncio.run(finish([]))
+    found = asyncio.run(finish(["num_calls", "state"]))
+    assert found["rewards"] == [1.0, pytest.approx(0.1)]
+    assert found["reward"] == alone["reward"] == 10.0, "they are no part of the environment's own"
+    both = asyncio.run(finish(["num_calls"], "episode_reward = state"))
+    assert both == {"reward": pytest.approx(10.1), "rewards": [1.0]}
+    kind = as_kinds(describe(task(*lines)))[""]
+    assert kind.rewards == ("state", "num_calls")
+    assert kind.is_read
+    assert not kind.has_episode_reward
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("state", "episode_rewards must be a list of functions, got <function"),
+        ("[state, 3]", "episode_rewards must be a list of functions"),
+        ("[state, state]", "each of episode_rewards must have a name of its own"),
+        ("[lambda *_: 1]", "each of episode_rewards must have a name of its own"),
+        ("[look]", "look must be look(prompt: Prompt, messages"),
+    ],
+)
+def test_a_list_of_something_else_is_refused_in_one_line(value: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as raised:
+        describe(task("environment = Game", f"episode_rewards = {value}"))
+    assert "\n" not in str(raised.value)
 
 
 def test_each_episode_has_a_conversation_of_its_own() -> None:

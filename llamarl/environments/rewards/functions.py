@@ -15,6 +15,7 @@ from typing import Any
 
 from llamarl.config import RewardConfig
 from llamarl.config.check import require, require_choice
+from llamarl.config.reward import OF_EPISODE
 from llamarl.environments.rewards.answer import ZERO_BELOW, expected_answer
 from llamarl.environments.rewards.code import read_tests
 from llamarl.task_file import find, load_module
@@ -56,6 +57,11 @@ REWARDS: dict[str, Needs] = {
 """By their names in `reward.functions`, which are those of their files here."""
 
 
+def needs_of(name: str) -> Needs:
+    """What the reward of this name in `reward.functions` needs."""
+    return REWARDS[ENVIRONMENT if name.startswith(OF_EPISODE) else name]
+
+
 def load_functions(config: RewardConfig, task_source: TaskSource | None) -> dict[str, Reward]:
     """The functions `config` names, by name and in its order; as ANSWER, what finds the answer in a
     completion if the first one has such. ValueError unless a task.py has those of them that are its
@@ -64,7 +70,7 @@ def load_functions(config: RewardConfig, task_source: TaskSource | None) -> dict
     answers: dict[str, Reward] = {}
     own = None
     for name in config.functions:
-        if name == ENVIRONMENT:
+        if name == ENVIRONMENT or name.startswith(OF_EPISODE):
             continue
         if name in OWN:
             assert task_source is not None, f"reward.functions=[{name}] comes with a task.py"
@@ -95,8 +101,9 @@ def _answer(
 def check_rewards(config: RewardConfig) -> None:
     """Raise ValueError, one line, if the section cannot work with any prompts."""
     for name in config.functions:
-        require_choice("reward.functions", name, REWARDS)
-        wanted = REWARDS[name].num_groups
+        if not name.startswith(OF_EPISODE):
+            require_choice("reward.functions", name, REWARDS)
+        wanted = needs_of(name).num_groups
         if wanted is None:
             continue
         try:
@@ -111,7 +118,7 @@ def check_rewards(config: RewardConfig) -> None:
 def check_pattern(config: RewardConfig, special_tokens: Collection[str]) -> None:
     """ValueError if the pattern asks for a special token, which the text of a completion does not
     show."""
-    if not any(REWARDS[name].num_groups is not None for name in config.functions):
+    if not any(needs_of(name).num_groups is not None for name in config.functions):
         return
     for token in special_tokens:
         is_asked = token in config.pattern or re.escape(token) in config.pattern
@@ -122,7 +129,7 @@ def check_pattern(config: RewardConfig, special_tokens: Collection[str]) -> None
 def check_answer(config: RewardConfig, prompt: Prompt) -> None:
     """ValueError, one line, if the row of a prompt lacks the expected answer or the tests that one
     of the rewards needs."""
-    needs = [REWARDS[name] for name in config.functions]
+    needs = [needs_of(name) for name in config.functions]
     try:
         if any(each.answer for each in needs):
             text = expected_answer(prompt, config)

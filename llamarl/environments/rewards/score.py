@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from typing import Any
 
 from llamarl.config import RewardConfig
-from llamarl.config.reward import LARGEST
+from llamarl.config.reward import LARGEST, OF_EPISODE
 from llamarl.environments.rewards.functions import (
     ANSWER,
     ENVIRONMENT,
@@ -36,11 +36,12 @@ MOST_EXTRAS, MOST_NAME_CHARS = 64, 100
 def make_score(
     functions: Mapping[str, Reward], config: RewardConfig
 ) -> Callable[..., Awaitable[tuple[Any, ...]]]:
-    """(prompt, completion, SAMPLING cell, and of an episode the reward of its environment) -> the
+    """(prompt, completion, SAMPLING cell, and of an episode what was rewarded at its end) -> the
     weighted sum, then what each function gave, the number of the answer of a held-out prompt
     (`NO_ANSWER`: it has none), and as JSON the further numbers of functions that return a dict.
     With `group_reward` a list of each -> a list of each. InvalidRewardError for what is no finite
     number."""
+    named = [OF_EPISODE + name for name in config.episode_rewards]
     are_coroutines = any(map(inspect.iscoroutinefunction, functions.values()))
 
     async def score(
@@ -62,22 +63,29 @@ def make_score(
         total = sum(weight * parts[name] for name, weight in pairs)
         return total, *parts.values(), _number_of(answer), json.dumps(extras)
 
+    def read_episode(of_episode: Sequence[Any]) -> dict[str, float]:
+        """What is known of an episode's end: one number, if ENVIRONMENT is named, and one of each
+        of `named`, if any is."""
+        given = {ENVIRONMENT: of_episode[0]} if ENVIRONMENT in config.functions else {}
+        return given | (dict(zip(named, of_episode[-1], strict=True)) if named else {})
+
     async def score_rollout(
-        prompt: Prompt, completion: str, sampling: Sequence[float], *of_episode: float
+        prompt: Prompt, completion: str, sampling: Sequence[float], *of_episode: Any
     ) -> tuple[Any, ...]:
-        given = dict(zip([ENVIRONMENT], of_episode, strict=False))
-        return await score(prompt, completion, sampling, given)
+        return await score(prompt, completion, sampling, read_episode(of_episode))
 
     async def score_group(
         prompts: Sequence[Prompt],
         completions: Sequence[str],
         samplings: Sequence[Sequence[float]],
-        *of_episodes: Sequence[float],
+        *of_episodes: Sequence[Any],
     ) -> tuple[tuple[Any, ...], ...]:
         found = await _awaited(functions[OF_GROUP](prompts[0], [*completions]))
-        given: dict[str, Sequence[Any]] = {OF_GROUP: _one_each(found, len(completions))}
-        given |= dict(zip([ENVIRONMENT], of_episodes, strict=False))
-        each = [{name: given[name][i] for name in given} for i in range(len(completions))]
+        of_group = _one_each(found, len(completions))
+        each = [
+            {OF_GROUP: of_group[i]} | read_episode([column[i] for column in of_episodes])
+            for i in range(len(completions))
+        ]
         calls = map(score, prompts, completions, samplings, each)
         rows = await _at_once(calls) if are_coroutines else [await call for call in calls]
         return tuple(zip(*rows, strict=True))
