@@ -106,7 +106,7 @@ def metrics_page() -> str:
         "Written by `tools/write_reference_pages.py` from "
         "[tensorboard.py](../llamarl/metrics/tensorboard.py). TensorBoard shows a run's metrics in "
         "these sections, with these descriptions. Its tags are those below behind their section: "
-        "`reward/mean` is `1_outcome/reward/mean` there, for it sorts sections by name. "
+        '`reward/mean` is "1_outcome/reward/mean" there, for it sorts sections by name. '
         "metrics.jsonl, W&B, MLflow and trackio have the tags as they stand here. A tag that "
         "ends in `*` stands for several.",
     ]
