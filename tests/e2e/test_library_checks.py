@@ -95,7 +95,7 @@ NORM = "model.norm.weight"
         (asking([]), "token ids must be 0 to 48, got []"),
         (
             asking([{"role": "user", "content": "?"}]),
-            "'question' must be text for a tokenizer without a chat template, got messages",
+            "'question' must be text for a tokenizer without a chat template",
         ),
         (asking(None), "a question must be a text, a row, messages or token ids, got None"),
         (asking(3.5), "a question must be a text, a row, messages or token ids, got 3.5"),
