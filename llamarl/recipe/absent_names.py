@@ -72,8 +72,8 @@ NOT_HERE = {
     "compute_metrics log_metric log_extra reward_extra_info reward_extra_keys",
     "a reward of your own has its settings beside it, in the same file": "reward_kwargs "
     "reward_func_kwargs",
-    "runs are named after run_dir, and variables of trackers hold, such as WANDB_PROJECT": ""
-    "project_name experiment_name run_name wandb_project wandb_run_name wandb_entity tags",
+    "metrics.project names the project, and W&B's own variables hold, such as WANDB_ENTITY": ""
+    "wandb_entity",
     "a loss of your own may weigh tokens (docs/extending/loss.md)": "top_entropy_quantile "
     "clip_cov kl_cov",
     "logits and their softmax are float32 in any case": "cast_lm_head_to_fp32 fp32_lm_head",

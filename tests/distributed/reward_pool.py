@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llamarl.config import RewardConfig
+from llamarl.dataflow.columns import TEXT, Column
 from llamarl.dataflow.graph import SCORE, Stage
 from llamarl.dataflow.task_stages import as_data
-from llamarl.environments.rewards.functions import ANSWER
+from llamarl.environments.rewards.functions import ANSWER, EXTRA
 from llamarl.types import REWARD, Prompt, StageResult
 from llamarl.user_code.calls import Call, Failure, UserCode
 from llamarl.user_code.pool import WorkerPool
@@ -37,7 +38,8 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, task_source: str | None = None) -> None:
         self._functions, self._full_marks = config.functions, config.full_marks
-        reads, writes = ["prompt", "completion", "sampling"], [REWARD, *config.functions, ANSWER]
+        reads = ["prompt", "completion", "sampling"]
+        writes = [REWARD, *config.functions, ANSWER, Column(EXTRA, "uint8", TEXT)]
         stage = Stage(SCORE, "scorer", reads, writes, timeout_s=config.timeout_s)
         data = as_data(stage, "scorer")
         code = UserCode(
@@ -88,7 +90,9 @@ class RewardPool:
     def _read(self, call: Call, answer: dict[str, Any]) -> list[float]:
         (row,) = answer["rows"]
         assert len(call.arguments) == 2
-        return [float(value) for value in row]
+        *numbers, extra = row
+        assert extra == "{}"
+        return [float(number) for number in numbers]
 
 
 @asynccontextmanager

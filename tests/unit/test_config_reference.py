@@ -135,13 +135,15 @@ KEY_OF = {
     "sampling.stop_strings": ["stop_token_ids"],
     "algorithm.advantage": ["scale_rewards"],
     "trainer.optimizer": ["optim"],
+    "metrics.project": ["trainer.project_name", "wandb_project"],
+    "metrics.run_name": ["run_name", "trainer.experiment_name"],
 }
 NO_KEY = [
     *("logging_steps", "trainer.val_only", "context_parallel", "enable_chunked_prefill"),
     *("actor_rollout_ref.rollout.load_format", "async_training.partial_rollout"),
     *("trigger_parameter_sync_step", "ref_model", "disable_dropout", "model_init_kwargs"),
-    *("callbacks", "compute_metrics", "custom_reward_function.reward_kwargs", "run_name"),
-    *("trainer.project_name", "trainer.experiment_name", "top_entropy_quantile"),
+    *("callbacks", "compute_metrics", "custom_reward_function.reward_kwargs", "wandb_entity"),
+    "top_entropy_quantile",
     *("cast_lm_head_to_fp32", "vllm_structured_outputs_regex", "ignore_eos", "modules_to_save"),
     *("actor_rollout_ref.rollout.multi_turn.max_tool_response_length", "max_parallel_calls"),
     *("tool_response_truncate_side", "adamw_8bit", "reward_model", "sequence_parallel", "critic"),
