@@ -14,19 +14,20 @@ from math_verify import parse, verify
 
 from llamarl.config import RewardConfig
 from llamarl.environments.rewards.answer import NUMBER, expected_answer, normal_form
+from llamarl.environments.rewards.numerals import spelled
 from llamarl.types import Prompt
 
-BARE_PERCENT = re.compile(r"(?<!\\)%")  # LaTeX reads a comment from there on
-PERCENT = r"\\%"
 BOX = "\\boxed"
 LATEX_MARKS = (BOX, "\\(", "\\[")
-MIXED = re.compile(r"(?<![\d.,/^_])(\d+) +(\d+)/(\d+)(?!\d|/|\.\d)")  # 3 1/2
-EXPONENT = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?!\w)")
-THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d.,]*\d)")
+EMPTY_BOX = re.compile(r"\\boxed\s*(?:\{\s*(?:\}|\Z)|\Z)")
 CLOCK = re.compile(r"\d+(?::\d+)+")  # a time of day, or a ratio
 CLOSE = sympy.Rational(1, 10**5)
 """Two numbers below 1 are equal if they are no farther apart than this share of the larger one.
 math-verify rounds to six decimals, of which such numbers may have none."""
+ROUNDED = sympy.Rational(1, 10**14)
+"""The same of large numbers of which one is a float. math-verify wants six decimals alike, and
+floats have fifteen digits."""
+NUM_DIGITS = 30
 
 # It warns that its own time limit is off. The pool stops a reward from outside, which also ends
 # computations that never return to Python.
@@ -45,7 +46,7 @@ def reward(prompt: Prompt, completion: str, finished: bool, config: RewardConfig
     text = expected_answer(prompt, config)
     expected = _parse_expected(text)
     last = _last_box(completion)
-    if CLOCK.fullmatch(text) and (found := CLOCK.findall(last)):
+    if CLOCK.fullmatch(text) and (found := CLOCK.findall(last.replace("{:}", ":"))):
         return float(_numbers(text) == _numbers(found[-1]))
     is_equal = _are_equal(expected, _parse(last))
     if not is_equal and last != completion and isinstance(expected[0], sympy.Set | sympy.Tuple):
@@ -64,11 +65,13 @@ def answer(completion: str, config: RewardConfig) -> str | None:
 
 
 def _are_equal(expected: Sequence[Any], found: Sequence[Any]) -> bool:
-    if not verify([*expected], [*found], timeout_seconds=None, raise_on_error=True):
-        return False
     pairs = [(one, other) for one in expected for other in found]
-    numbers = [pair for pair in pairs if all(map(_is_number, pair))]
-    return not numbers or any(_are_close(*pair) for pair in numbers)
+    if not verify([*expected], [*found], timeout_seconds=None, raise_on_error=True):
+        floats = [pair for pair in pairs if any(map(_is_float, pair))]
+        return any(_are_rounded(_values(one), _values(other)) for one, other in floats)
+    values = [(_values(one), _values(other)) for one, other in pairs]
+    alike = [(one, other) for one, other in values if one and len(one) == len(other)]
+    return not alike or any(all(map(_are_close, *pair)) for pair in alike)
 
 
 def _are_close(one: Any, other: Any) -> bool:
@@ -82,60 +85,71 @@ def _are_close(one: Any, other: Any) -> bool:
     )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, sympy.Expr) and bool(value.is_number) and bool(value.is_real)
+def _are_rounded(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether both are one large number, and as good as equal."""
+    if not len(some) == len(others) == 1:
+        return False
+    one, other = some[0], others[0]
+    largest = max(abs(one), abs(other))
+    return bool(1 <= largest < sympy.oo and abs(one - other) <= ROUNDED * largest)
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, str) or not value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo)
+def _is_float(value: Any) -> bool:
+    return isinstance(value, sympy.Expr) and bool(value.has(sympy.Float))
+
+
+def _values(value: Any) -> list[Any]:
+    """A real number, or those of which a tuple, matrix or set consists, in order, as decimals.
+    Empty for anything else."""
+    if isinstance(value, sympy.Interval):
+        parts = [value.start, value.end]
+    elif isinstance(value, sympy.Tuple | sympy.FiniteSet):
+        parts = [*value.args]
+    elif isinstance(value, sympy.MatrixBase):
+        parts = value.flat()
+    else:
+        parts = [value]
+    are_numbers = all(isinstance(each, sympy.Expr) and each.is_number for each in parts)
+    found = [each.evalf(NUM_DIGITS) for each in parts] if are_numbers else []
+    if not all(each.is_comparable or each.is_infinite for each in found):
+        return []
+    return sorted(found) if isinstance(value, sympy.FiniteSet) else found
+
+
+def _has_value(value: Any) -> bool:
+    return isinstance(value, str) or not value.has(sympy.nan, sympy.zoo)
 
 
 def _last_box(completion: str) -> str:
-    """The text from the last box on, the whole without one."""
-    place = completion.rfind(BOX)
-    return completion if place < 0 else completion[place:]
+    """The text from the last box on that holds something, the whole without a box."""
+    places = [found.start() for found in re.finditer(re.escape(BOX), completion)]
+    full = [place for place in places if EMPTY_BOX.match(completion, place) is None]
+    return EMPTY_BOX.sub("", completion[full[-1] :]) if full else completion[[0, *places][-1] :]
 
 
 def _numbers(text: str) -> list[int]:
     return [int(each) for each in text.split(":")]
 
 
-def _spelled(text: str) -> str:
-    """The text with numbers in forms that math-verify reads as others written as it reads them."""
-    text = BARE_PERCENT.sub(PERCENT, text)
-    text = MIXED.sub(_as_fraction, text)
-    return EXPONENT.sub(lambda found: normal_form(found[0]), text)
-
-
-def _as_fraction(mixed: re.Match[str]) -> str:
-    whole, above, below = map(int, mixed.groups())
-    return f"{whole * below + above}/{below}"
-
-
 def _parse(completion: str) -> list[Any]:
-    """What math-verify finds; nothing if that has no finite value."""
-    text = _spelled(completion)
-    if text.startswith(BOX):
-        text = THOUSANDS.sub(lambda found: found[0].replace(" ", ""), text)
+    """What math-verify finds; nothing if that has no value."""
+    text = spelled(completion, blanks_join=completion.startswith(BOX))
     found: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
-    return found if all(map(_is_finite, found)) else []
+    return found if all(map(_has_value, found)) else []
 
 
 @lru_cache(maxsize=1024)
 def _parse_expected(text: str) -> list[Any]:
-    text = _spelled(text)
-    if THOUSANDS.fullmatch(text):
-        text = text.replace(" ", "")
+    is_solution = text.count("$") >= 2 or any(mark in text for mark in LATEX_MARKS)
+    text = spelled(text, blanks_join=BOX in text or not is_solution)
     if NUMBER.fullmatch(text):
         latex = f"${normal_form(text)}$"
-    elif text.count("$") >= 2 or any(mark in text for mark in LATEX_MARKS):
-        latex = text
     else:
-        latex = f"${text}$"
+        latex = text if is_solution else f"${text}$"
     parsed: list[Any] = parse(latex, parsing_timeout=None, raise_on_error=True)
     if all(isinstance(value, str) for value in parsed):
         must = "be a mathematical expression for reward.functions=[math]"
         raise ValueError(f"the expected answer must {must}, got {text!r} (compare text with exact)")
-    if not all(map(_is_finite, parsed)) and not CLOCK.fullmatch(text):
+    if not all(map(_has_value, parsed)) and not CLOCK.fullmatch(text):
         raise ValueError(f"the expected answer must have a finite value, got {text!r}")
     return parsed

@@ -1,0 +1,94 @@
+"""The spellings of numbers that the reward `math` reads, and those of which it was wrong."""
+
+import pytest
+
+from llamarl.config import RewardConfig
+from llamarl.environments.rewards import math as math_reward
+from llamarl.types import Prompt
+
+CONFIG = RewardConfig(functions=["math"])
+RIGHT = [
+    ("1\u2009000", r"\boxed{1000}"),
+    ("1\u00a0000", r"\boxed{1000}"),
+    (r"12\,345\,678", r"\boxed{12345678}"),
+    ("1000", r"\boxed{1\,000}"),
+    ("1000", r"\boxed{1~000}"),
+    ("1_000", r"\boxed{1000}"),
+    ("1.234.567", r"\boxed{1234567}"),
+    ("1.000,50", r"\boxed{1000.5}"),
+    ("-1 000", r"\boxed{-1000}"),
+    ("1 000 km", r"\boxed{1000}"),
+    (r"So it is \boxed{1 000}.", r"\boxed{1000}"),
+    ("(100, 200)", r"\boxed{(100,\ 200)}"),
+    ("½", r"\boxed{\frac12}"),
+    ("-2½", r"\boxed{-2.5}"),
+    ("10²", r"\boxed{100}"),
+    ("√2", r"\boxed{\sqrt{2}}"),
+    ("1/3", r"\boxed{0.\overline{3}}"),
+    ("0.(3)", r"\boxed{1/3}"),
+    (r"90^\circ", r"\boxed{90°}"),
+    ("-5", "\\boxed{\u20135}"),
+    ("5", r"\boxed{5.}"),
+    ("6.02e23", r"\boxed{6.02\times 10^{23}}"),
+    ("3.5", r"\boxed{3~\frac{1}{2}}"),
+    ("12:00", r"\boxed{12{:}00}"),
+    ("5", r"so \boxed{5}. Answers stand in \boxed{}."),
+    ("5", r"\boxed{3}, then \boxed{5} and \boxed{"),
+    ("(1, 1e-9)", r"\boxed{(1, 10^{-9})}"),
+]
+WRONG = [
+    ("1\u2009000", r"\boxed{0}"),
+    (r"1\,000", r"\boxed{0}"),
+    ("0", r"\boxed{1\,000}"),
+    ("1_000", r"\boxed{1}"),
+    ("1 000 km", r"\boxed{0}"),
+    ("1, 200", r"\boxed{1200}"),
+    ("2½", r"\boxed{2}"),
+    ("10²", r"\boxed{10}"),
+    ("0.(3)", r"\boxed{0}"),
+    ("1e15", r"\boxed{1000000000000001}"),
+    ("(1, 1e-9)", r"\boxed{(1, 2e-9)}"),
+    (r"\begin{pmatrix}1e-9\\1\end{pmatrix}", r"\boxed{\begin{pmatrix}2e-9\\1\end{pmatrix}}"),
+    ("5", r"\boxed{5} \boxed{6} \boxed{}"),
+    ("5", r"\boxed{}"),
+]
+WITH_FUNCTIONS = [
+    ("5!", "120"),
+    (r"\frac{1}{5!}", r"\frac{1}{120}"),
+    (r"\log_2 8", "3"),
+    ("|-5|", "5"),
+    (r"\lfloor 2.5 \rfloor", "2"),
+    (r"\sum_{n=1}^{10} n", "55"),
+]
+INFINITE = [
+    (r"(-\infty, 3)", r"(-\infty,3)", r"(-\infty, 4)"),
+    (r"[2,\infty)", r"[2, \infty)", r"(2,\infty)"),
+    (r"(-\infty,1) \cup (2,\infty)", r"(-\infty,1) \cup (2,\infty)", r"(-\infty,1)"),
+    (r"\infty", r"\infty", r"-\infty"),
+]
+
+
+def grade(answer, completion):
+    prompt = Prompt(prompt_id=1, text="q", token_ids=(1,), fields={"answer": answer})
+    return math_reward.reward(prompt, completion, True, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("expected", "completion", "value"),
+    [(*pair, 1.0) for pair in RIGHT] + [(*pair, 0.0) for pair in WRONG],
+)
+def test_numbers_in_the_spellings_of_people_keep_their_value(expected, completion, value):
+    assert grade(expected, completion) == value
+
+
+@pytest.mark.parametrize(("expected", "value"), WITH_FUNCTIONS)
+def test_an_answer_that_has_to_be_worked_out_equals_its_value(expected, value):
+    assert grade(expected, rf"\boxed{{{value}}}") == 1.0
+    assert grade(value, rf"\boxed{{{expected}}}") == 1.0
+    assert grade(expected, rf"\boxed{{{value} + 1}}") == 0.0
+
+
+@pytest.mark.parametrize(("expected", "same", "other"), INFINITE)
+def test_intervals_without_an_end_are_answers(expected, same, other):
+    assert grade(expected, rf"\boxed{{{same}}}") == 1.0
+    assert grade(expected, rf"\boxed{{{other}}}") == 0.0
