@@ -56,8 +56,8 @@ class TextIds:
         return [ids if ids[:num] == self._leading else [*self._leading, *ids] for ids in found]
 
     def mark(self, value: Any, tokens: Collection[str]) -> Any:
-        """`value` with each of these special tokens marked in its texts: a text, or lists and
-        mappings of them."""
+        """`value` with each of these special tokens marked in its texts, those of keys as well: a
+        text, or lists and mappings of them."""
         if isinstance(value, str):
             value = unmarked(value)
             return self._pattern.sub(
@@ -66,7 +66,9 @@ class TextIds:
         if isinstance(value, list | tuple):
             return [self.mark(each, tokens) for each in value]
         if isinstance(value, dict):
-            return {key: self.mark(each, tokens) for key, each in value.items()}
+            return {
+                self.mark(key, tokens): self.mark(each, tokens) for key, each in value.items()
+            }
         return value
 
     def _marked_ids(self, text: str, before: str) -> list[int]:

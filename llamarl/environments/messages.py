@@ -4,11 +4,11 @@ What other tools write of the same conversation, as parts of a message's content
 arguments are JSON in a string, comes out alike; what cannot be shown to the model is refused.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from llamarl.environments.prompt_files import shorten_value
+from llamarl.json_file import parse
 
 Schema = Mapping[str, Any]
 """What the assistant may call: {"type": "function", "function": {"name": ..., ...}}."""
@@ -89,6 +89,6 @@ def _is_schema(tool: object) -> bool:
 def _parsed(text: str) -> Any:
     """What a text is as JSON; None for one that is none."""
     try:
-        return json.loads(text)
+        return parse(text)
     except ValueError:
         return None

@@ -152,6 +152,9 @@ class PromptRules:
                 must += OWN_TEMPLATE
                 raise ValueError(f"{must}, got messages with {self.tokenizer.folder}")
             goes_on = messages[-1]["role"] == ASSISTANT
+            if goes_on and messages[-1].get("tool_calls"):
+                must = f"{data.prompt_field!r} must not end with a call, before its result"
+                raise ValueError(f"{must}, got {shorten_value(messages[-1])}")
             tools = self.tools(row) or read_tools(row)
             text = self.tokenizer.render_chat(messages, tools, goes_on=goes_on)
         else:

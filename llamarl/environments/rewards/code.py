@@ -11,7 +11,6 @@ the container, so cases cannot be cheated; asserts run in the program's own proc
 that wants to can.
 """
 
-import json
 import re
 import secrets
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from llamarl.config import RewardConfig
 from llamarl.data_row import value_at
 from llamarl.environments.contained import ProgramLimits, limits_of, run_in_turn
+from llamarl.json_file import parse
 from llamarl.types import Prompt
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -63,7 +63,7 @@ def read_tests(prompt: Prompt, config: RewardConfig) -> str | list[Case]:
 
 def _tests(value: Any) -> str | list[Case]:
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        value = json.loads(value)
+        value = parse(value)
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
         value = "\n".join(value)
     if isinstance(value, str):
