@@ -66,9 +66,7 @@ class TextIds:
         if isinstance(value, list | tuple):
             return [self.mark(each, tokens) for each in value]
         if isinstance(value, dict):
-            return {
-                self.mark(key, tokens): self.mark(each, tokens) for key, each in value.items()
-            }
+            return {self.mark(key, tokens): self.mark(each, tokens) for key, each in value.items()}
         return value
 
     def _marked_ids(self, text: str, before: str) -> list[int]:

@@ -9,9 +9,8 @@ dtype.
 
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -24,7 +23,13 @@ from llamarl.environments.rewards import functions as rewards
 from llamarl.environments.rewards import score
 from llamarl.task_file import load_module
 from llamarl.types import Prompt, StageStatus
-from llamarl.user_code.calls import InvalidReturnError, InvalidRewardError, shown, user_traceback
+from llamarl.user_code.calls import (
+    InvalidReturnError,
+    InvalidRewardError,
+    as_number,
+    shown,
+    user_traceback,
+)
 
 Answer = dict[str, Any]
 OWN_FILES = (__file__, score.__file__)
@@ -140,8 +145,8 @@ def _checked(value: Any, column: Column, length: int) -> Any:
 
 
 def _number(value: Any, column: Column) -> float:
-    number = float(value) if isinstance(value, float | numbers.Real) else math.nan
-    if not math.isfinite(number):
+    number = as_number(value)
+    if number is None or not math.isfinite(number):
         _refuse(f"be a finite number for {column.name}", value)
     return number
 
@@ -169,5 +174,5 @@ def _entries(value: Any, column: Column, length: int) -> list[float] | list[int]
     return cell.tolist()
 
 
-def _refuse(must: str, got: Any) -> Any:
+def _refuse(must: str, got: Any) -> NoReturn:
     raise InvalidReturnError(f"{must}, got {shown(got)}")

@@ -6,13 +6,13 @@ own: processes (`pool.py`) or what an answer means (stages). Invariant: the futu
 one result per call, in their order; a traceback shows none of this package's own frames.
 """
 
-import math
 import numbers
 import reprlib
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
+from decimal import Decimal
 from typing import Any, Generic, TypeVar
 
 from llamarl import task_file
@@ -136,11 +136,19 @@ def shown(value: Any) -> str:
     return " ".join(reprlib.repr(value).split())
 
 
+def as_number(value: Any) -> float | None:
+    """A real number, also numpy's truth values and an array or tensor of no dimension; None for
+    anything else. OverflowError for a whole number that no float holds."""
+    if getattr(value, "ndim", None) == 0 and callable(item := getattr(value, "item", None)):
+        value = item()
+    return float(value) if isinstance(value, float | numbers.Real | Decimal) else None
+
+
 def checked_number(value: Any, of: str) -> float:
     """What the function `of` returned, as a number. InvalidReturnError if it is none, or not
     finite."""
-    number = float(value) if isinstance(value, float | numbers.Real) else math.nan
-    if not abs(number) <= LARGEST:
+    number = as_number(value)
+    if number is None or not abs(number) <= LARGEST:
         must = f"be a finite number for {of}, at most {LARGEST:g} either way"
         raise InvalidReturnError(f"{must}, got {shown(value)}")
     return number

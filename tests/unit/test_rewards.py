@@ -4,10 +4,12 @@ import math
 import sys
 import time
 from dataclasses import replace
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from llamarl.config import RewardConfig
 from llamarl.dataflow.columns import TEXT, Column
@@ -320,13 +322,14 @@ def test_a_reward_may_be_a_dict_of_its_score_and_further_numbers(is_async):
         "import numpy as np\n"
         "def reward(prompt, completion):\n"
         "    return {'score': 2, 'acc': True, 'words': np.float32(3), 'pred': 'x', 'none': None,\n"
-        "            'nan': float('nan'), 'rows': [1]}\n"
+        "            'nan': float('nan'), 'rows': [1], 'more': {'a': 1}, 'huge': 10**400,\n"
+        "            'right': np.bool_(True), 'share': np.array(0.5)}\n"
         "def group_reward(prompt, completions):\n"
         "    return [{'score': 0.5, 'place': i} if i else 0.25 for i in range(len(completions))]\n"
     )
     source = source.replace("def ", "async def ") if is_async else source
     got = grade_group(source, ["task", "group"], ["a", "b"], is_async=is_async)
-    each = {"acc": 1.0, "words": 3.0}
+    each = {"acc": 1.0, "words": 3.0, "right": 1.0, "share": 0.5}
     assert got["rows"] == [
         [20.25, 2.0, 0.25, -1.0, each],
         [20.5, 2.0, 0.5, -1.0, each | {"place": 1.0}],
@@ -340,6 +343,8 @@ def test_a_reward_may_be_a_dict_of_its_score_and_further_numbers(is_async):
         ("{'score': 'high'}", "return a number or a dict with 'score', which is one, got {'score"),
         ("{'score': float('inf')}", "return a finite number, at most 1e+09 either way, got {'sc"),
         ("{'score': 1, 2: 3}", "name its numbers by texts of up to 100 characters, got 2"),
+        ("{'score': 1, 'a\\n': 3}", "name its numbers by texts of up to 100 characters, got 'a"),
+        ("{'score': 1, '\\ud800': 3}", "name its numbers by texts of up to 100 characters, got"),
         ("{'score': 1, **{str(i): i for i in range(65)}}", "return at most 64 numbers besides"),
     ],
 )
@@ -378,7 +383,21 @@ def test_a_task_without_a_reward_function_is_refused():
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(True, 1.0), (2, 2.0), (np.float32(0.5), 0.5), (np.int64(3), 3.0), (Fraction(1, 4), 0.25)],
+    [
+        *(
+            (True, 1.0),
+            (2, 2.0),
+            (np.float32(0.5), 0.5),
+            (np.int64(3), 3.0),
+            (Fraction(1, 4), 0.25),
+        ),
+        *(
+            (np.bool_(True), 1.0),
+            (np.array(0.5), 0.5),
+            (torch.tensor(2), 2.0),
+            (Decimal("0.5"), 0.5),
+        ),
+    ],
 )
 def test_any_real_number_is_a_reward(value, expected):
     found = grade({"f": lambda *_: value}, prompt(), "")

@@ -10,7 +10,6 @@ import hashlib
 import inspect
 import json
 import math
-import numbers
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from llamarl.environments.rewards.functions import (
 )
 from llamarl.task_file import FILE
 from llamarl.types import FinishReason, Prompt, finish_reason
-from llamarl.user_code.calls import InvalidRewardError, shown
+from llamarl.user_code.calls import InvalidRewardError, as_number, shown
 
 SCORE = "score"  # of a dict that a reward returns: the reward itself
 MOST_EXTRAS, MOST_NAME_CHARS = 64, 100
@@ -101,30 +100,38 @@ def read_reward(found: Any, name: str, extras: dict[str, float]) -> float:
     value = found
     if isinstance(found, Mapping):
         value = found.get(SCORE)
-        for key, number in found.items():
-            if key == SCORE or not _is_number(number) or not math.isfinite(number):
+        for key, other in found.items():
+            number = None if key == SCORE else _finite(other)
+            if number is None:
                 continue
-            if not isinstance(key, str) or not 0 < len(key) <= MOST_NAME_CHARS:
+            is_name = isinstance(key, str) and 0 < len(key) <= MOST_NAME_CHARS
+            if not (is_name and key.isprintable()):
                 must = f"name its numbers by texts of up to {MOST_NAME_CHARS} characters"
                 raise InvalidRewardError(f"{of} must {must}, got {shown(key)}")
             if key in extras:
                 must = "give numbers that no other reward function gives"
                 raise InvalidRewardError(f"{of} must {must}, got {shown(key)} again")
-            extras[key] = float(number)
+            extras[key] = number
         if len(extras) > MOST_EXTRAS:
             must = f"return at most {MOST_EXTRAS} numbers besides {SCORE!r}"
             raise InvalidRewardError(f"{of} must {must}, got {len(extras)}")
-    if not _is_number(value):
+    reward = as_number(value)
+    if reward is None:
         must = f"return a number or a dict with {SCORE!r}, which is one"
         raise InvalidRewardError(f"{of} must {must}, got {shown(found)}")
-    if not abs(reward := float(value)) <= LARGEST:
+    if not abs(reward) <= LARGEST:
         must = f"return a finite number, at most {LARGEST:g} either way"
         raise InvalidRewardError(f"{of} must {must}, got {shown(found)}")
     return reward
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float | numbers.Real)
+def _finite(value: Any) -> float | None:
+    """The number that it is; None for anything else, and for one that no float holds."""
+    try:
+        number = as_number(value)
+    except OverflowError:
+        return None
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _number_of(answer: object) -> float:
