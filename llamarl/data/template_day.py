@@ -5,19 +5,21 @@ Owns: the function `strftime_now` of such a template. Does not own: which day th
 renders what it would.
 """
 
+import string
 from datetime import datetime
 
 TODAY = "strftime_now"  # by which a template says the day
-DIRECTIVES = "aAwdbBmyYHIMSfpjUWVuGcxX"  # those without a time zone, which there is none of
-UNPADDED = "dmHIMSj"  # glibc also knows %-d
+PERCENT = "\ufdd1"  # of no character: it stands for %% while directives are replaced
 
 
 def on_day(template: str, day: str) -> str:
     """The template with a `strftime_now` of its own, in which it is always the beginning of this
     day (ISO). transformers gives templates no function of the caller's."""
     start = datetime.fromisoformat(day)
-    texts = {f"%{each}": start.strftime(f"%{each}") for each in DIRECTIVES}
-    texts |= {f"%-{each}": start.strftime(f"%{each}").lstrip("0") or "0" for each in UNPADDED}
-    steps = "".join(f"|replace({key!r}, {text!r})" for key, text in {**texts, "%%": "%"}.items())
+    directives = [f"%{flag}{each}" for flag in ("", "-") for each in string.ascii_letters]
+    texts = {each: start.strftime(each) for each in directives}
+    texts = {"%%": PERCENT} | {key: text for key, text in texts.items() if text != key}
+    pairs = [*texts.items(), (PERCENT, "%")]
+    steps = "".join(f"|replace({key!r}, {text!r})" for key, text in pairs)
     macro = f"{{%- macro {TODAY}(format) -%}}{{{{- format{steps} -}}}}{{%- endmacro %}}"
     return f"{macro}\n{template}"  # the template begins a line, as before; Jinja drops the break

@@ -115,6 +115,7 @@ def test_a_template_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 
 
 FORMATS = ["%d %b %Y", "%-d %B %y", "%Y-%m-%d %H:%M", "%A, the %j. day, 100%% sure", "%x %X %p"]
+FORMATS += ["%F, week %V", "%e %h, %D %T", "%%d is %d"]
 
 
 @pytest.mark.parametrize("form", FORMATS)
