@@ -44,6 +44,11 @@ Writes FOLDER/run.yaml, and with --reward task a FOLDER/{FILE} to be filled in.
 # The first of each is the key's default.
 PROMPT_FIELDS = ("question", "problem", "query", "instruction", "input", "messages")
 ANSWER_FIELDS = ("answer", "solution", "ground_truth", "target", "label", "final_answer", "output")
+ANSWER_FIELDS += ("completion", "response")
+HALVES = (
+    "input",
+    "context",
+)  # of a question whose other half is an instruction, as in Alpaca's rows
 FORM = "Solve the problem step by step and put the final answer into \\boxed{}."
 CONTEXT = 1024  # tokens of prompt and completion, or what the model allows
 ANSWER_SHARE = 0.75  # of the context, at most
@@ -51,8 +56,10 @@ TRY_TOKENS = 32  # of a completion, where a recipe is only tried
 TASK_TEXT = '''\
 def reward(prompt, completion):
     """1 or more counts as correct; `prompt.fields` is the row of the prompt file."""
-    return float(completion.strip().endswith(str(prompt.fields{answer})))
+    return {value}
 '''
+ENDS = "float(completion.strip().endswith(str(prompt.fields{answer})))"
+ANY = "float(bool(completion.strip()))"
 
 
 def new(arguments: list[str]) -> str:
@@ -73,18 +80,21 @@ def new(arguments: list[str]) -> str:
     recipe = _recipe(options, fields, model, row)
     files = {"run.yaml": "".join(f"{key}: {_flow(value)}\n" for key, value in recipe.items())}
     if options.reward == TASK:
-        files[FILE] = TASK_TEXT.format(answer=_keys(fields["answer_field"], row))
+        answer = fields.get("answer_field")
+        value = ANY if answer is None else ENDS.format(answer=_keys(answer, row))
+        files[FILE] = TASK_TEXT.format(value=value)
     _write(folder, files)
     written = " and ".join(str(folder / name) for name in files)
     from_row = "" if row is not None else " (the rows are not here yet: change what differs)"
     plain = "" if options.chat or model is not None else "questions are plain text (else: --chat)\n"
+    what = ["question", "expected answer are"] if len(fields) > 1 else ["question is"]
     places = " and ".join(_place(field, row) for field in fields.values())
     small = ["cluster=inline", "num_steps=2", "trainer.groups_per_step=2", "algorithm.filters=[]"]
     small += [f"sampling.max_tokens={min(TRY_TOKENS, recipe['sampling']['max_tokens'])}"]
     small += ["evaluation.max_prompts=8"] * (options.held_out is not None)
     return (
         f"written: {written}\n"
-        f"question and expected answer are in {places}{from_row}\n{plain}"
+        f"{' and '.join(what)} in {places}{from_row}\n{plain}"
         f"try it:  llamarl train --config-dir {folder} {' '.join(small)}\n"
         f"train:   llamarl train --config-dir {folder}\n"
     )
@@ -113,23 +123,37 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _fields(options: argparse.Namespace, row: Mapping[str, Any] | None) -> dict[str, str]:
-    """The fields of question and answer; by default those that a row has, if there is one."""
-    answered = REWARDS[options.reward].answer or options.reward == TASK
+    """The fields of question and answer; by default those that a row has, if there is one. A
+    reward of one's own needs no answer."""
+    is_graded = REWARDS[options.reward].answer
     fields = {}
     for key, given, usual in (
         ("prompt_field", options.prompt_field, PROMPT_FIELDS),
         ("answer_field", options.answer_field, ANSWER_FIELDS),
     ):
         flag = f"--{key.replace('_', '-')}"
-        is_found = {name: row is None or find_value(row, name) is not None for name in usual}
-        found = given or next((name for name in usual if is_found[name]), None)
-        is_needed = key == "prompt_field" or answered
+        is_question = key == "prompt_field"
+        is_needed = is_question or is_graded
+        found = given or next((name for name in usual if _holds(row, name, is_question)), None)
         names = ", ".join(row) if row else "none"
         must = f"name a field of the rows, which have {names}"
         is_there = row is None or not is_needed or find_value(row, found or "") is not None
         require(is_there, flag, must, given)
-        fields[key] = found or usual[0]
+        half = next((name for name in HALVES if row and row.get(name)), None)
+        if is_question and given is None and found == "instruction" and half is not None:
+            must = "name a field with the whole question (join them, or name the one that counts)"
+            require(False, flag, must, f"rows with {found} and {half}")
+        if found is not None or is_needed or options.reward != TASK:
+            fields[key] = found or usual[0]
     return fields
+
+
+def _holds(row: Mapping[str, Any] | None, field: str, is_question: bool) -> bool:
+    """Whether the row, if there is one, has a question there, or an answer, which is no list."""
+    if row is None:
+        return True
+    value = find_value(row, field)
+    return value is not None and (is_question or isinstance(value, str | int | float))
 
 
 def _place(field: str, row: Mapping[str, Any] | None) -> str:
@@ -164,7 +188,7 @@ def _recipe(
     if is_chat and reward == "math" and not isinstance(find_value(row or {}, field), list):
         data["system"] = FORM
     context = min(CONTEXT, _positions(model))
-    answer = fields["answer_field"]
+    answer = fields.get("answer_field", ANSWER_FIELDS[0])
     settings = {} if answer == ANSWER_FIELDS[0] else {"answer_field": answer}
     settings |= {"pattern": "Answer: (.+)"} if REWARDS[reward].num_groups is not None else {}
     recipe: dict[str, Any] = {

@@ -92,6 +92,33 @@ def test_a_column_of_messages_is_found(tmp_path: Path) -> None:
     assert recipe(tmp_path / "r").data.prompt_field == "messages"
 
 
+@pytest.mark.parametrize("row", [{"prompt": "1+1?"}, {"prompt": "1+1?", "completion": [1]}])
+def test_prompts_without_answers_make_a_recipe_with_a_reward_of_ones_own(
+    row: dict[str, object], tmp_path: Path
+) -> None:
+    """As TRL's do; a reward that compares answers needs one."""
+    data = f"--data={write_lines(tmp_path / 'rows.jsonl', [row])}"
+    said = new([str(tmp_path / "r"), MODEL, data, "--reward=task"])
+    assert "question is in prompt\n" in said
+    scope: dict[str, Any] = {}
+    exec((tmp_path / "r" / "task.py").read_text(), scope)
+    assert scope["reward"](SimpleNamespace(fields=row), "= 2") == 1.0
+    with pytest.raises(ValueError, match="--answer-field must name a field"):
+        new([str(tmp_path / "m"), MODEL, data])
+
+
+def test_half_of_a_question_is_refused(tmp_path: Path) -> None:
+    """As Alpaca's rows have it."""
+    row = {"instruction": "Add.", "input": "1 and 1", "output": "2"}
+    data = f"--data={write_lines(tmp_path / 'rows.jsonl', [row])}"
+    with pytest.raises(ValueError, match="--prompt-field must name a field with the whole quest"):
+        new([str(tmp_path / "r"), MODEL, data])
+    new([str(tmp_path / "r"), MODEL, data, "--prompt-field=instruction"])
+    whole = f"--data={write_lines(tmp_path / 'rows.jsonl', [row | {'input': ''}])}"
+    new([str(tmp_path / "w"), MODEL, whole])
+    assert recipe(tmp_path / "w").reward.answer_field == "output"
+
+
 def test_the_first_of_the_usual_fields_is_the_keys_default() -> None:
     assert DataConfig(prompts="x").prompt_field == PROMPT_FIELDS[0]
     assert RewardConfig().answer_field == ANSWER_FIELDS[0]
