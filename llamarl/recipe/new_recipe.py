@@ -45,7 +45,7 @@ Writes FOLDER/run.yaml, and with --reward task a FOLDER/{FILE} to be filled in.
 PROMPT_FIELDS = ("question", "problem", "query", "instruction", "input", "messages")
 ANSWER_FIELDS = ("answer", "solution", "ground_truth", "target", "label", "final_answer", "output")
 ANSWER_FIELDS += ("completion", "response")
-HALVES = (
+HALVES = ("input", "context")  # of a question, beside an instruction, as in Alpaca's rows
     "input",
     "context",
 )  # of a question whose other half is an instruction, as in Alpaca's rows
