@@ -46,9 +46,6 @@ PROMPT_FIELDS = ("question", "problem", "query", "instruction", "input", "messag
 ANSWER_FIELDS = ("answer", "solution", "ground_truth", "target", "label", "final_answer", "output")
 ANSWER_FIELDS += ("completion", "response")
 HALVES = ("input", "context")  # of a question, beside an instruction, as in Alpaca's rows
-    "input",
-    "context",
-)  # of a question whose other half is an instruction, as in Alpaca's rows
 FORM = "Solve the problem step by step and put the final answer into \\boxed{}."
 CONTEXT = 1024  # tokens of prompt and completion, or what the model allows
 ANSWER_SHARE = 0.75  # of the context, at most
