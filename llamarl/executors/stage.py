@@ -28,6 +28,7 @@ from llamarl.dataflow.columns import (
 from llamarl.dataflow.graph import GROUP
 from llamarl.dataflow.task_stages import as_data
 from llamarl.environments.rewards.functions import ANSWER, EXTRA, NO_ANSWER
+from llamarl.environments.rewards.score import read_extra
 from llamarl.episode import OPENING, last_turn, turns_of
 from llamarl.executors.specs import StageSpec
 from llamarl.executors.stage_calls import FailureRate, WorkSpans
@@ -238,7 +239,8 @@ class StageExecutor:
             cells: Cells = {}
             for column, value in zip(self._stage.writes, row, strict=True):
                 if column.length == TEXT:
-                    cells[column.name] = np.frombuffer(value.encode(), np.uint8)
+                    extra = json.dumps(read_extra(value))
+                    cells[column.name] = np.frombuffer(extra.encode(), np.uint8)
                     continue
                 is_number = column.length == NUMBER
                 cell = np.array([value] if is_number else value, column.dtype)

@@ -12,6 +12,7 @@ from llamarl.dataflow.columns import TEXT, Column
 from llamarl.dataflow.graph import SCORE, Stage
 from llamarl.dataflow.task_stages import as_data
 from llamarl.environments.rewards.functions import ANSWER, EXTRA
+from llamarl.environments.rewards.score import read_extra
 from llamarl.types import REWARD, Prompt, StageResult
 from llamarl.user_code.calls import Call, Failure, UserCode
 from llamarl.user_code.pool import WorkerPool
@@ -91,7 +92,7 @@ class RewardPool:
         (row,) = answer["rows"]
         assert len(call.arguments) == 2
         *numbers, extra = row
-        assert extra == "{}"
+        assert not read_extra(extra)
         return [float(number) for number in numbers]
 
 

@@ -144,6 +144,25 @@ def reward(prompt, completion):
     assert not {"words", "task", "reward_extra"} & storage.rows[0].keys()
 
 
+@pytest.mark.parametrize("extra", ["3", "'no JSON'", "'[1]'", "'[' * 10**5", "'{\"a\": NaN}'"])
+def test_a_reward_that_forges_its_further_numbers_fails_alone(folder, extra):
+    storage = WatchedStorage()
+    put(storage, folder, 0, "words")
+    put(storage, folder, 1, "words")
+    forging = f"""
+import sys
+def reward(prompt, completion):
+    async def forged(*_):
+        return {{"rows": [[1.0, 1.0, -1.0, {extra}]]}}
+    sys.modules["llamarl.dataflow.stage_function"].answer = forged
+    return 1.0
+"""
+    config = RewardConfig(functions=["task"], num_workers=1)
+    _, (score,) = run_scorer(folder, storage, config, [[0], [1]], task_source=forging)
+    assert score.status is not StageStatus.OK
+    assert "must leave the answers of its process alone" in score.error
+
+
 def test_a_failed_reward_writes_no_cell_and_is_logged_with_its_traceback(folder, caplog):
     storage = WatchedStorage()
     for row_id, text in enumerate(["bad", "fine", "nan", "bad", "bad"]):

@@ -125,6 +125,20 @@ def read_reward(found: Any, name: str, extras: dict[str, float]) -> float:
     return reward
 
 
+def read_extra(text: object) -> dict[str, float]:
+    """The further numbers that `make_score` gave. ValueError for anything else: the process that
+    gave them runs user code."""
+    try:
+        found = json.loads(text) if isinstance(text, str) else None
+    except RecursionError as error:
+        raise ValueError("further numbers must not be nested") from error
+    if not isinstance(found, dict) or not all(isinstance(each, float) for each in found.values()):
+        raise ValueError(f"further numbers must have names, got {shown(text)}")
+    if not all(map(math.isfinite, found.values())):
+        raise ValueError(f"further numbers must be finite, got {shown(text)}")
+    return found
+
+
 def _finite(value: Any) -> float | None:
     """The number that it is; None for anything else, and for one that no float holds."""
     try:
