@@ -43,8 +43,10 @@ Writes FOLDER/run.yaml, and with --reward task a FOLDER/{FILE} to be filled in.
 """
 # The first of each is the key's default.
 PROMPT_FIELDS = ("question", "problem", "query", "instruction", "input", "messages")
-ANSWER_FIELDS = ("answer", "solution", "ground_truth", "target", "label", "final_answer", "output")
-ANSWER_FIELDS += ("completion", "response")
+ANSWER_FIELDS = (
+    *("answer", "solution", "ground_truth", "target", "label", "final_answer", "output"),
+    *("completion", "response"),
+)
 HALVES = ("input", "context")  # of a question, beside an instruction, as in Alpaca's rows
 FORM = "Solve the problem step by step and put the final answer into \\boxed{}."
 CONTEXT = 1024  # tokens of prompt and completion, or what the model allows
