@@ -24,6 +24,7 @@ from llamarl.environments.rewards.functions import (
     EXTRA,
     NO_ANSWER,
     check_answer,
+    check_pattern,
     check_rewards,
     load_functions,
 )
@@ -467,6 +468,23 @@ def test_a_failure_shows_the_lines_of_the_task_and_none_of_ours():
 def test_a_reward_section_that_can_work_passes():
     check_rewards(RewardConfig(functions=["exact", "format", "math", "task"], weights=[1.0] * 4))
     check_rewards(RewardConfig(functions=["format"], pattern="a"))
+
+
+SPELLINGS = [
+    "<think>(.*)",
+    r"\<think\>(.*)",
+    r"<(think)>(.*?)</\1>",
+    "[<]think[>]",
+    r"\[INST\] (.)",
+]
+
+
+@pytest.mark.parametrize("pattern", SPELLINGS)
+def test_a_pattern_that_asks_for_a_special_token_is_refused(pattern):
+    with pytest.raises(ValueError, match=r"reward\.pattern must hold no special token"):
+        check_pattern(RewardConfig(functions=["format"], pattern=pattern), ["[INST]", "<think>"])
+    for other in (r"\boxed\{(.+)\}", "<answer>(.*?)</answer>", "<[^>]+>(.*)", "<thinking>"):
+        check_pattern(RewardConfig(functions=["format"], pattern=other), ["[INST]", "<think>"])
 
 
 @pytest.mark.parametrize(

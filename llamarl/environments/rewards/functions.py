@@ -31,6 +31,8 @@ OWN = {TASK: "reward", OF_GROUP: "group_reward"}  # the functions of task.py beh
 ENVIRONMENT = "environment"  # what the episode's environment gave
 ANSWER = "majority_answer"  # of a task.py, and what the stage gives beside the rewards
 NO_ANSWER = -1.0
+ESCAPE = re.compile(r"\\(?=\W)")  # of a letter that stands for itself
+SYNTAX = re.compile(rf"{ESCAPE.pattern}|(?<!\\)(?:\((?:\?(?::|P<\w+>))?|[)\[\]])")  # and of groups
 EXTRA = "reward_extra"  # further numbers that rewards return, which the stage gives as JSON
 
 
@@ -120,8 +122,9 @@ def check_pattern(config: RewardConfig, special_tokens: Collection[str]) -> None
     show."""
     if not any(needs_of(name).num_groups is not None for name in config.functions):
         return
+    readings = config.pattern, ESCAPE.sub("", config.pattern), SYNTAX.sub("", config.pattern)
     for token in special_tokens:
-        is_asked = token in config.pattern or re.escape(token) in config.pattern
+        is_asked = any(token in reading for reading in readings)
         must = f"hold no special token of the tokenizer, which completions do not show ({token})"
         require(not is_asked, "reward.pattern", must, config.pattern)
 
