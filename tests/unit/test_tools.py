@@ -161,6 +161,26 @@ def check_turns(found: Found) -> None:
         assert 0 < figures["turn_ms"] <= figures["turn_p90_ms"]
 
 
+def check_soak(found: Found) -> None:
+    run = found.pop("")
+    assert run["num_steps"] == 80
+    assert run["steps_ratio"] > 0.1, "a busy machine may be five times slower at the end"
+    assert found.keys() == {"controller", "generator-0", "trainer", "scorer", "storage-0"}
+    for name, figures in found.items():
+        assert figures["growth_bytes_per_step"] < 500_000, name
+        assert min(figures["memory_bytes"]) > 1e7, name
+        before, after = figures["num_files"]
+        assert after <= before + 20, name
+
+
+def check_messages(found: Found) -> None:
+    """Of 2,000 messages; Monarch's 1.4 kB for each stand in docs/limits.md."""
+    assert len(found) == 4
+    for side in ("caller", "actor"):
+        kept = found[f"a port as argument, {side}"]["growth_bytes_per_message"]
+        assert kept < found[f"Monarch answers, {side}"]["growth_bytes_per_message"] + 1000, side
+
+
 def check_positive(found: Found) -> None:
     values = [each for values in found.values() for each in values.values()]
     numbers = [value for value in values if isinstance(value, float)]
@@ -187,10 +207,17 @@ SMALL: dict[str, tuple[list[str], Callable[[Found], None]]] = {
     "gpu_probe": (["--device=cpu"], check_probe),
     "bench_streams": (["--quick"], check_streams),
     "bench_staging": (["--quick"], check_staging),
+    "soak": (["--steps=80"], check_soak),
+    "soak_messages": (["--messages=2000"], check_messages),
 }
 
 
-LONG = {"bench_gpu", "gpu_probe"}  # the only ones for machines that are rarely at hand
+LONG = {
+    "bench_gpu",
+    "gpu_probe",
+    "soak",
+    "soak_messages",
+}  # the only ones for machines that are rarely at hand
 
 
 @pytest.mark.parametrize(
