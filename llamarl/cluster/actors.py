@@ -21,17 +21,15 @@ import pickle
 import re
 import signal
 import sys
-import uuid
 from asyncio import FIRST_COMPLETED
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch._src.actor import config as monarch_config
 from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
-from llamarl.cluster.answers import Answers
 from llamarl.cluster.call_result import CallResult, attempt, failure, merged, narrowed
 from llamarl.cluster.executor import LOSS_GRACE_S, Call, Factory, process_name, resolve
 from llamarl.cluster.hosts import DIMENSION
@@ -45,7 +43,6 @@ monarch_config.prefix_python_logs_with_actor = False  # every log line has the p
 
 SWITCH_S = 0.001  # for which a thread that computes keeps the event loop waiting
 FANOUT = 4  # ranks that one rank passes a call on to
-_ROOTS: dict[str, Answers] = {}  # see `ExecutorActors.root`
 
 
 class ExecutorActor(Actor):
@@ -59,7 +56,7 @@ class ExecutorActor(Actor):
         self._name, self._rank = "", 0
         self._actors = ExecutorActors((), 0)
         # By span and end; kept, for every new slice of a mesh subscribes to it in the controller.
-        self._heads: dict[tuple[int, int], list[Answers]] = {}
+        self._heads: dict[tuple[int, int], list[Any]] = {}
 
     @concurrent_endpoint
     async def construct(
@@ -90,22 +87,11 @@ class ExecutorActor(Actor):
         return [CallResult(rank, os.getpid())]
 
     @concurrent_endpoint
-    async def run(
-        self, port: Any, number: int, call: Call, span: int, end: int, is_first: bool
-    ) -> None:
+    async def run(self, call: Call, span: int, end: int, is_first: bool) -> list[CallResult]:
         """Run `call` on the `span` ranks from this one on that are below `end`.
 
-        Sends `number` with their results, with `is_first` rank 0's only; or the first failure
-        alone.
+        Returns their results, with `is_first` rank 0's only; or the first failure alone.
         """
-        results = await self._results(call, span, end, is_first)
-        try:
-            port.send((number, results))
-        except Exception as error:  # noqa: BLE001 - results fail to pickle in any way they like
-            remote = RemoteError(f"{self._name}: {error}")
-            port.send((number, [failure(remote, self._where, self._rank)]))
-
-    async def _results(self, call: Call, span: int, end: int, is_first: bool) -> list[CallResult]:
         end = min(self._rank + span, end)
         own = asyncio.create_task(attempt(self._executor, self._where, self._rank, call))
         answers: list[asyncio.Future[Any]] = [own]
@@ -113,13 +99,10 @@ class ExecutorActor(Actor):
             span = math.ceil((end - self._rank - 1) / FANOUT)
             if (span, end) not in self._heads:
                 ranks = range(self._rank + 1, end, span)
-                self._heads[span, end] = [
-                    Answers(heads.run, heads.size(), send(heads.wait_exit))
-                    for heads in self._actors.select(ranks)
-                ]
+                self._heads[span, end] = [heads.run for heads in self._actors.select(ranks)]
             passed_on = narrowed(call, range(self._rank + 1, end))
-            for heads in self._heads[span, end]:
-                answers += heads.send(passed_on, span, end, is_first)
+            for run in self._heads[span, end]:
+                answers += send(run, passed_on, span, end, is_first)
         results: list[CallResult] = []
         for answer in asyncio.as_completed(answers):
             try:
@@ -182,20 +165,10 @@ def end_process() -> None:
 @dataclass(frozen=True)
 class ExecutorActors:
     """The actors of all ranks: per host one Monarch mesh, with the rank of its first actor, in rank
-    order. Picklable; copies have the same `id`."""
+    order. Picklable."""
 
     meshes: tuple[tuple[Any, int], ...]
     num_ranks: int
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    def root(self) -> Answers:
-        """For calls of rank 0: one for all copies in this process, as long as rank 0 lives."""
-        if self.id not in _ROOTS:
-            actor = self.one(0)
-            (end,) = send(actor.wait_exit)
-            end.add_done_callback(lambda _: _ROOTS.pop(self.id, None))
-            _ROOTS[self.id] = Answers(actor.run, 1, [end])
-        return _ROOTS[self.id]
 
     def one(self, rank: int) -> Any:
         """The actor of one rank."""
@@ -227,16 +200,16 @@ class RemoteRun:
     is_first: bool
     lost: asyncio.Future[None] | None = None
     on_answer: Callable[[], None] = lambda: None
-    _root: Answers | None = None
+    _root: Any = None
 
     def __reduce__(self) -> Any:
         return RemoteRun, (self.name, self.actors, self.is_first)
 
     async def __call__(self, call: Call) -> list[Any]:
         if self._root is None:
-            self._root = self.actors.root()
+            self._root = self.actors.one(0).run
         size = self.actors.num_ranks
-        answers = self._root.send(call, size, size, self.is_first)
+        answers = send(self._root, call, size, size, self.is_first)
         results = await results_by_rank(self.name, answers, size, self.lost)
         self.on_answer()
         return results
@@ -279,7 +252,7 @@ async def wait_silent(
 
 async def results_by_rank(
     name: str,
-    answers: Iterable[asyncio.Future[list[CallResult]]],
+    answers: Iterator[asyncio.Future[list[CallResult]]],
     num_ranks: int,
     lost: asyncio.Future[None] | None,
 ) -> list[Any]:

@@ -34,13 +34,6 @@ class ChangedError(Exception):
         return ValueError, ("something else",)
 
 
-class Unreadable:
-    """Pickles, and fails where it is read again."""
-
-    def __reduce__(self):
-        return int, ("not a number",)
-
-
 class Probe:
     """Reports where it runs, and fails on request."""
 

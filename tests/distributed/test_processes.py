@@ -21,7 +21,7 @@ from llamarl.cluster.os_process import MARK, is_alive
 from llamarl.config import ClusterConfig
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
-from tests.distributed.executors import Gathering, Probe, StuckInClose, Unreadable
+from tests.distributed.executors import Gathering, Probe, StuckInClose
 from tests.signals import restore_ctrl_c
 
 LIMIT_S = 120.0
@@ -177,62 +177,6 @@ def test_a_result_that_does_not_pickle_is_an_error_of_the_call_and_a_stop_ends_p
             await cluster.spawn("late", Probe, {})
 
     run(tmp_path, scenario)
-
-
-def test_an_executor_that_cannot_read_its_arguments_is_lost_for_that_reason(tmp_path: Path) -> None:
-    async def scenario(cluster: Cluster) -> None:
-        group, other = await asyncio.gather(
-            cluster.spawn("storage", Probe, {}), cluster.spawn("scorer", Probe, {})
-        )
-        with pytest.raises(ExecutorLost, match=r"storage rank 0: .*not a number"):
-            await group.call_one.echo(Unreadable())
-        assert await other.call_one.echo(2) == 2
-
-    run(tmp_path, scenario)
-
-
-def test_an_answer_finds_its_call_among_many_also_through_new_copies_of_an_executor(
-    tmp_path: Path,
-) -> None:
-    async def scenario(cluster: Cluster) -> None:
-        group, other = await asyncio.gather(
-            cluster.spawn("storage", Probe, {}, 3), cluster.spawn("scorer", Probe, {})
-        )
-        waiting = asyncio.create_task(group.call_one.meet())  # answered after all others
-        given_up = asyncio.create_task(group.call_one.forever())
-        asked = [group.call_all.echo(number) for number in range(50)]
-        asked += [other.call_one.ask(group.call_all, "echo", number) for number in range(50)]
-        found = await asyncio.gather(*asked)
-        assert found == 2 * [3 * [number] for number in range(50)]
-        given_up.cancel()
-        await group.call_one.arrive()
-        assert await waiting == "met"
-
-    run(tmp_path, scenario)
-
-
-@pytest.mark.long
-def test_calls_leave_nothing_in_the_memory_of_caller_and_executor(tmp_path: Path) -> None:
-    """Of a call that Monarch answers it keeps 1.4 kB (`tools/soak_messages.py`)."""
-
-    async def scenario(cluster: Cluster) -> None:
-        group = await cluster.spawn("storage", Probe, {})
-        pids = [os.getpid(), *group.pids]
-        for _ in range(1000):
-            await group.call_one.echo(1)
-        before = [private_bytes(pid) for pid in pids]
-        for _ in range(2000):
-            await group.call_one.echo(1)
-        grown = [private_bytes(pid) - held for pid, held in zip(pids, before, strict=True)]
-        assert max(grown) < 2000 * 700, grown
-
-    run(tmp_path, scenario)
-
-
-def private_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("RssAnon:")]
-    return int(line.split()[1]) * 1024
 
 
 def test_clusters_follow_one_another_in_one_process(tmp_path: Path) -> None:
