@@ -46,7 +46,8 @@ from tests.unit.pages import (
 PATH = re.compile(r"[\w.-]+/[\w./-]*|[\w-]+\.(?:py|md|yaml|jsonl|json|txt|toml)")
 KEY = re.compile(r"([a-z_]+)\.([a-z_]+)(?:=.*)?")
 OWN_RECIPE = "recipes/mine"
-MADE_LATER = (OWN_RECIPE, "runs/", "docs/_build", ".venv")  # what a reader or a run makes
+# What a reader, a run or a session makes.
+MADE_LATER = (OWN_RECIPE, "runs/", "docs/_build", ".venv", ".gpu/", "gpu-session/")
 OF_A_RUN = {
     "command.txt",
     "environment.json",
@@ -144,8 +145,9 @@ def test_make_commands_name_targets() -> None:
 
 
 def test_every_command_is_of_a_known_program() -> None:
-    known = {"make", "llamarl", "python"} | FOREIGN_PROGRAMS
+    known = {"make", "llamarl", "python", "bash"} | FOREIGN_PROGRAMS
     assert {command.program for command in ALL_COMMANDS} <= known
+    assert all((ROOT / command.arguments[0]).is_file() for command in of("bash"))
 
 
 @pytest.mark.full

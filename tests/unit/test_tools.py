@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,21 +205,17 @@ SMALL: dict[str, tuple[list[str], Callable[[Found], None]]] = {
     "bench_peers": (["--quick"], check_peers),
     "bench_turns": (["--quick"], check_turns),
     "bench_pools": (["--quick", "--models=72B", "--groups=64"], check_pools),
-    "bench_gpu": (["--device=cpu", "--tiny"], check_gpu),
-    "gpu_probe": (["--device=cpu"], check_probe),
     "bench_streams": (["--quick"], check_streams),
     "bench_staging": (["--quick"], check_staging),
+    "bench_prompts": (["--prompts=2000"], check_positive),
+    "bench_routes": ([f"--recipe={ROOT / 'recipes' / 'gsm8k_llama32_1b_1gpu'}"], check_positive),
     "soak": (["--steps=80"], check_soak),
     "soak_messages": (["--messages=2000"], check_messages),
 }
 
 
-LONG = {
-    "bench_gpu",
-    "gpu_probe",
-    "soak",
-    "soak_messages",
-}  # the only ones for machines that are rarely at hand
+LONG = {"bench_offload", "bench_pools", "bench_prompts", "bench_routes", "soak", "soak_messages"}
+"""Those that take less than 25 s of a processor; the others are in the slow set."""
 
 
 @pytest.mark.parametrize(
@@ -234,6 +232,44 @@ def test_a_small_run_of_a_benchmark_finds_what_it_must(name: str, tmp_path: Path
     assert done.returncode == 0, done.stderr
     check_shape(tmp_path / "figures.json", name)
     check(read(tmp_path / "figures.json"))
+
+
+SESSION = TOOLS / "gpu_session" / "session.sh"
+DONE = re.compile(r"^\[\d+ s\] (\w+) rc=(\d+) ", re.MULTILINE)
+RUNS = ("billion_none", "billion_file", "quickstart", "quickstart_adapters")
+
+
+@pytest.mark.long
+def test_a_session_for_a_gpu_runs_each_of_its_parts_on_a_cpu(tmp_path: Path) -> None:
+    parts = {
+        "probe": {"probe"},
+        "tests": {"tests", "check"},
+        "speed": {"bench_generation", "bench_training", "bench_publish", "bench_offload"}
+        | {"bench_memory", "bench_loop"},
+        "runs": {"model", *RUNS},
+    }
+    environment = {**os.environ, "DEVICE": "cpu", "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment["PYTHON"] = sys.executable
+    command = ["bash", str(SESSION), *parts]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
+    found = dict(DONE.findall((tmp_path / "logs" / "session.log").read_text()))
+    assert found == dict.fromkeys(set().union(*parts.values()), "0"), done.stdout
+    assert done.returncode == 0
+    with tarfile.open(tmp_path / "logs.tgz") as packed:
+        names = packed.getnames()
+    assert {f"logs/{name}.log" for name in found} <= {*names}
+    assert {f"logs/{name}/metrics.jsonl" for name in RUNS} <= {*names}
+    check_probe(read(tmp_path / "logs" / "probe.json"))
+    files = sorted((tmp_path / "logs").glob("bench_*.json"))
+    check_gpu({case: values for file in files for case, values in read(file).items()})
+
+
+def test_a_session_names_a_part_that_it_does_not_have(tmp_path: Path) -> None:
+    environment = {**os.environ, "OUT": str(tmp_path)}
+    command = ["bash", str(SESSION), "probe", "all"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("must be probe, tests, speed or runs, got all\n")
 
 
 SECTIONS = """
