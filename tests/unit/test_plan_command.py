@@ -283,12 +283,14 @@ def test_the_readmes_own_recipe_plans_with_lengths_that_it_has_room_for(tmp_path
     done = plan(tmp_path, "plan", "--config-dir", "mine", "plan.num_steps=4")
     assert done.returncode == 0, done.stderr
     config = compose_recipe(folder, [f"recipe_dir='{folder}'"])
-    assert with_lengths(with_measured_prompts(config)).plan == PlanConfig(
-        prompt_tokens=12, median_tokens=48
-    )
+    found = with_lengths(with_measured_prompts(config)).plan
+    assert (found.prompt_tokens, found.median_tokens) == (12, 48)
     missing = replace(config, data=replace(config.data, prompts="later.jsonl"))
     assert with_lengths(with_measured_prompts(missing)).plan.prompt_tokens == 128 - 96
-    asked = replace(config, plan=PlanConfig(prompt_tokens=3, median_tokens=5))
+    asked = replace(
+        config,
+        plan=PlanConfig(prompt_tokens=3, median_tokens=5, num_turns=2, observation_tokens=7),
+    )
     assert with_lengths(with_measured_prompts(asked)) == asked
 
 
