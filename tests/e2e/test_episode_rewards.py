@@ -58,10 +58,10 @@ def test_one_that_is_not_there_or_named_twice_is_refused_in_one_line(
     recipe = write_recipe(tmp_path / "recipe")
     done = forks.run(
         *("train", f"--config-dir={recipe}", "cluster=inline", f"run_dir={tmp_path / 'run'}"),
-        *("reward.functions=[environment.rigth]", "num_steps=1"),
+        *("reward.functions=[environment.righty]", "num_steps=1"),
     )
     assert done.returncode == 2
-    assert "must be one of right, brief, got 'rigth' (did you mean right?)" in done.stderr
+    assert "must be one of right, brief, got 'righty' (did you mean right?)" in done.stderr
     twice = "reward.functions=[environment.brief,environment.brief]"
     assert "name each function of episode_rewards once" in mistake(
         recipe, twice, "reward.weights=[1,1]"
