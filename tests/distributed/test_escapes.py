@@ -73,10 +73,11 @@ def seen(home: Path) -> list[tuple[object, ...]]:
     return found
 
 
-def assert_held(attack: Attack, ran: Ran) -> None:
-    # What is watched while a program runs may be seen late on a busy machine; it ends all the same.
-    is_seen = attack in TAKING and ran.ended_for != ""
-    assert "FELL" not in ran.stdout or is_seen, (attack.__name__, ran)
+def assert_held(kind: Kind, attack: Attack, ran: Ran) -> None:
+    # Bubblewrap's kernel refuses the first byte above the quota. Beside sandlock files are watched,
+    # which a busy machine does late: what was written above it ends the program all the same.
+    is_watched = kind is not Bubblewrap and attack in TAKING and ran.ended_for == "disk"
+    assert "FELL" not in ran.stdout or is_watched, (attack.__name__, ran)
     if attack in TAKING:
         assert not ran.is_good, (attack.__name__, ran)
     else:  # none of them is refused by its limits, or for another reason than it should be
@@ -88,7 +89,7 @@ def assert_held(attack: Attack, ran: Ran) -> None:
 def test_no_program_gets_out(kind: Kind, attack: Attack) -> None:
     with decoys() as (home, port):
         ran = run_in(kind, source_of(attack, home, port, os.getpid()), "", LIMITS)
-    assert_held(attack, ran)
+    assert_held(kind, attack, ran)
 
 
 def interpreter_of_strangers() -> str | None:
@@ -124,7 +125,7 @@ def test_no_program_of_a_plain_user_gets_out(kind: Kind) -> None:
         )
     assert done.returncode == 0, done.stderr
     for attack, ran in zip(ATTACKS + TAKING, json.loads(done.stdout), strict=True):
-        assert_held(attack, Ran(**ran))
+        assert_held(kind, attack, Ran(**ran))
 
 
 @pytest.mark.parametrize("kind", HAD, ids=lambda kind: kind.__name__)
