@@ -1,7 +1,8 @@
 """The model families: what differs between them, and the parameters that all of them have.
 
 Owns: what a `model_type` implies beyond config.json's sizes; for each parameter its name, its shape
-by sizes, and how tensor-parallel ranks divide it. Does not own: reading config.json
+by sizes, and how tensor-parallel ranks divide it; which families of the transformers library are
+causal language models of text. Does not own: reading config.json
 (`architecture.py`) or the computation (`transformer.py`, `generation/decoder.py`). Invariant: no
 other module depends on the family; trainer, embedded engine, reshard plan and planner all read
 these tables. Free of torch, because the controller's process checks checkpoints.
@@ -113,3 +114,21 @@ def is_adapter(name: str) -> bool:
 
 
 load_extensions("llamarl.families")
+
+
+OTHER_HEADS = (
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES",
+)
+"""Tables of families that see what comes after a token (BERT), or answer by a second half (BART,
+Whisper): the library makes a causal model of parts of them, which their checkpoints are not."""
+
+
+def causal_families() -> set[str]:
+    """By model_type, as far as the installed version knows them."""
+    from transformers.models.auto import modeling_auto  # seconds, which others save
+
+    others = [getattr(modeling_auto, name, {}) for name in OTHER_HEADS]
+    return {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}.difference(*others)

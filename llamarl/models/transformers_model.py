@@ -25,8 +25,8 @@ from transformers.utils import logging as transformers_logging
 from llamarl.config.check import require
 from llamarl.device.devices import platform_of, send
 from llamarl.models.attention import AttentionBlock, Packing, make_packing, packed_attention
+from llamarl.models.families import causal_families
 from llamarl.models.head import TokenStats, token_stats
-from llamarl.models.library_families import causal_families
 from llamarl.models.trained_model import TrainedModel
 from llamarl.models.transformer import recomputed
 

@@ -16,9 +16,8 @@ from typing import Any
 
 from llamarl.config.check import require
 from llamarl.models.architecture import read_architecture, read_settings
-from llamarl.models.families import FAMILIES
+from llamarl.models.families import FAMILIES, causal_families
 from llamarl.models.inventory import check_checkpoint, parameter_shapes
-from llamarl.models.library_families import causal_families
 from llamarl.models.safetensors_file import read_header, weight_names
 from llamarl.recipe.hub_files import list_files
 from llamarl.recipe.hub_names import is_hub_name, read_name
