@@ -37,6 +37,7 @@ BETWEEN = re.compile(r"[;\s]*")
 END_OF_JSON = re.compile(r"\s*(?:</tool_call>|\Z)")
 OTHER_ARGUMENTS = "<arg_key>"  # of GLM-4.5, whose calls have the same marks and another form
 PYTHON_TAG = "<|python_tag|>"
+CALL_KEYS = {"name", "parameters", "arguments", "type", "id"}
 FAMILIES = ("hermes", "llama", "xml", "tagged", "template")
 NOTHING = object()  # where no JSON stands
 
@@ -190,6 +191,8 @@ def _llama_calls_at(text: str, begin: int) -> tuple[list[ToolCall], int | None]:
         if value is NOTHING:
             calls.append(ToolCall("", error="a call must be JSON"))
             break
+        if not is_marked and isinstance(value, dict) and value.keys() - CALL_KEYS:
+            break  # an answer that is an object with a name
         calls.append(_checked(value))
         at = BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing too
     thought = text.find(END_OF_THOUGHT, at)

@@ -45,6 +45,9 @@ ADD = ToolCall("add", {"a": 1, "b": 2})
         ("llama", '{"name": "now", "parameters": {}}; {"name": "now"}', [ToolCall("now")] * 2),
         ("llama", 'It is {"name": "now"}', []),
         ("llama", '{"a": 1}', []),
+        ("llama", '{"answer": 5, "name": "Bob"}', []),
+        ("llama", '{"type": "function", "name": "now", "parameters": {}}', [ToolCall("now")]),
+        ("llama", '<|python_tag|>{"name": "now", "why": "so"}', [ToolCall("now")]),
         (
             "xml",
             "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n"
