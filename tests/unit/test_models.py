@@ -330,3 +330,17 @@ def test_rope_tables_are_those_of_transformers_far_out(
     for mine, theirs in zip((cos, sin), expected, strict=True):
         half = theirs[0, :, : theirs.shape[-1] // 2]
         assert torch.equal(mine[positions[0]], half)
+
+
+def test_a_model_in_bfloat16_rotates_by_float32_angles(
+    references: Callable[[str], Reference],
+) -> None:
+    """Of bfloat16, neighbours from position 256 on would have the same angle."""
+    model = load(references("llama31")[0]).to(torch.bfloat16)
+    seen: list[tuple[torch.Tensor, ...]] = []
+    model.layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[1]))
+    hidden = model.hidden_states(torch.zeros(300, dtype=torch.int64), make_packing([300]))
+    assert hidden.dtype == torch.bfloat16
+    (rotation,) = seen
+    for mine, table in zip(rotation, rope_tables(model.architecture, 300), strict=True):
+        assert torch.equal(mine.squeeze(1), table)
