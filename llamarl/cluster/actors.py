@@ -21,16 +21,19 @@ import pickle
 import re
 import signal
 import sys
+import uuid
 from asyncio import FIRST_COMPLETED
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+import cloudpickle
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch._src.actor import config as monarch_config
 from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
-from llamarl.cluster.call_result import CallResult, attempt, failure, merged, narrowed
+from llamarl.cluster.answers import Answers
+from llamarl.cluster.call_result import CallResult, attempt, describe, failure, merged, narrowed
 from llamarl.cluster.executor import LOSS_GRACE_S, Call, Factory, process_name, resolve
 from llamarl.cluster.hosts import DIMENSION
 from llamarl.cluster.os_process import hide_files, redirect_output
@@ -43,6 +46,7 @@ monarch_config.prefix_python_logs_with_actor = False  # every log line has the p
 
 SWITCH_S = 0.001  # for which a thread that computes keeps the event loop waiting
 FANOUT = 4  # ranks that one rank passes a call on to
+_ROOTS: dict[str, Answers] = {}  # see `ExecutorActors.root`
 
 
 class ExecutorActor(Actor):
@@ -56,7 +60,7 @@ class ExecutorActor(Actor):
         self._name, self._rank = "", 0
         self._actors = ExecutorActors((), 0)
         # By span and end; kept, for every new slice of a mesh subscribes to it in the controller.
-        self._heads: dict[tuple[int, int], list[Any]] = {}
+        self._heads: dict[tuple[int, int], list[Answers]] = {}
 
     @concurrent_endpoint
     async def construct(
@@ -87,7 +91,17 @@ class ExecutorActor(Actor):
         return [CallResult(rank, os.getpid())]
 
     @concurrent_endpoint
-    async def run(self, call: Call, span: int, end: int, is_first: bool) -> list[CallResult]:
+    async def run(self, port: Any, number: int, arguments: bytes) -> None:
+        """Send `number` and the pickled results of `_results` with these pickled arguments."""
+        try:
+            results = await self._results(*pickle.loads(arguments))
+            answer = cloudpickle.dumps(results)
+        except Exception as error:  # noqa: BLE001 - they fail to pickle in any way they like
+            words = f"{self._where}: arguments or results do not pickle: {describe(error)}"
+            answer = pickle.dumps([failure(RemoteError(words), self._where, self._rank)])
+        port.send((number, answer))
+
+    async def _results(self, call: Call, span: int, end: int, is_first: bool) -> list[CallResult]:
         """Run `call` on the `span` ranks from this one on that are below `end`.
 
         Returns their results, with `is_first` rank 0's only; or the first failure alone.
@@ -99,15 +113,18 @@ class ExecutorActor(Actor):
             span = math.ceil((end - self._rank - 1) / FANOUT)
             if (span, end) not in self._heads:
                 ranks = range(self._rank + 1, end, span)
-                self._heads[span, end] = [heads.run for heads in self._actors.select(ranks)]
+                self._heads[span, end] = [
+                    Answers(heads.run, heads.size(), send(heads.wait_exit))
+                    for heads in self._actors.select(ranks)
+                ]
             passed_on = narrowed(call, range(self._rank + 1, end))
-            for run in self._heads[span, end]:
-                answers += send(run, passed_on, span, end, is_first)
+            for heads in self._heads[span, end]:
+                answers += heads.send(passed_on, span, end, is_first)
         results: list[CallResult] = []
         for answer in asyncio.as_completed(answers):
             try:
                 found = await answer
-            except (SupervisionError, ActorError) as error:
+            except Exception as error:  # noqa: BLE001 - nothing may leave an endpoint
                 lost = lost_or_remote(self._name, error)
                 found = CallResult(self._rank, error=pickle.dumps(lost))
             for result in [found] if isinstance(found, CallResult) else found:
@@ -165,10 +182,20 @@ def end_process() -> None:
 @dataclass(frozen=True)
 class ExecutorActors:
     """The actors of all ranks: per host one Monarch mesh, with the rank of its first actor, in rank
-    order. Picklable."""
+    order. Picklable; copies have the same `id`."""
 
     meshes: tuple[tuple[Any, int], ...]
     num_ranks: int
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def root(self) -> Answers:
+        """For calls of rank 0: one for all copies in this process, as long as rank 0 lives."""
+        if self.id not in _ROOTS:
+            actor = self.one(0)
+            (end,) = send(actor.wait_exit)
+            end.add_done_callback(lambda _: _ROOTS.pop(self.id, None))
+            _ROOTS[self.id] = Answers(actor.run, 1, [end])
+        return _ROOTS[self.id]
 
     def one(self, rank: int) -> Any:
         """The actor of one rank."""
@@ -200,16 +227,16 @@ class RemoteRun:
     is_first: bool
     lost: asyncio.Future[None] | None = None
     on_answer: Callable[[], None] = lambda: None
-    _root: Any = None
+    _root: Answers | None = None
 
     def __reduce__(self) -> Any:
         return RemoteRun, (self.name, self.actors, self.is_first)
 
     async def __call__(self, call: Call) -> list[Any]:
         if self._root is None:
-            self._root = self.actors.one(0).run
+            self._root = self.actors.root()
         size = self.actors.num_ranks
-        answers = send(self._root, call, size, size, self.is_first)
+        answers = self._root.send(call, size, size, self.is_first)
         results = await results_by_rank(self.name, answers, size, self.lost)
         self.on_answer()
         return results
@@ -252,7 +279,7 @@ async def wait_silent(
 
 async def results_by_rank(
     name: str,
-    answers: Iterator[asyncio.Future[list[CallResult]]],
+    answers: Iterable[asyncio.Future[list[CallResult]]],
     num_ranks: int,
     lost: asyncio.Future[None] | None,
 ) -> list[Any]:
@@ -267,7 +294,7 @@ async def results_by_rank(
             found = answer.result()
         except ValueError as error:  # Monarch's own: what an executor raises travels as data
             raise ExecutorLost(name, None, last_line(error)) from None
-        except (SupervisionError, ActorError) as error:
+        except (SupervisionError, ActorError, RemoteError) as error:
             if isinstance(error, SupervisionError):
                 await _prefer_loss(name, lost)
             raise lost_or_remote(name, error) from error
@@ -279,7 +306,7 @@ async def results_by_rank(
 
 
 def lost_or_remote(name: str, error: Exception) -> ExecutorLost | RemoteError:
-    """What a Monarch error means: the process ended, or an argument or result does not pickle."""
+    """What a failed call means: the process ended, or an argument or a result does not pickle."""
     if isinstance(error, SupervisionError):
         return ExecutorLost(name, None, last_line(error))
     return RemoteError(f"{name}: {error}")

@@ -89,11 +89,16 @@ def failure(error: BaseException, where: str, rank: int) -> CallResult:
     # StopIteration and exits would be changed or acted on by the caller's event loop.
     is_signal = isinstance(error, (StopIteration, StopAsyncIteration))
     if not travels or is_signal or not isinstance(error, Exception):
-        remote = RemoteError(f"{type(error).__name__}: {_text(error)}".removesuffix(": "))
+        remote = RemoteError(describe(error))
         for note in error.__notes__:
             remote.add_note(note)
         data = pickle.dumps(remote)
     return CallResult(rank, error=data)
+
+
+def describe(error: BaseException) -> str:
+    """Its type and text, whatever its `__str__` does."""
+    return f"{type(error).__name__}: {_text(error)}".removesuffix(": ")
 
 
 def _traceback(error: BaseException) -> str:

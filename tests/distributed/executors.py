@@ -34,6 +34,13 @@ class ChangedError(Exception):
         return ValueError, ("something else",)
 
 
+class Unreadable:
+    """Pickles, and fails where it is read again."""
+
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
 class Probe:
     """Reports where it runs, and fails on request."""
 
@@ -76,6 +83,9 @@ class Probe:
 
     async def return_unpicklable(self) -> Any:
         return threading.Lock()
+
+    async def return_unreadable(self) -> Any:
+        return Unreadable()
 
     async def block_for(self, seconds: float) -> None:
         time.sleep(seconds)  # the event loop answers nothing meanwhile

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.cluster import Cluster, ExecutorLost, RemoteError, make_cluster, meshes
+from llamarl.cluster import Cluster, Executor, ExecutorLost, RemoteError, make_cluster, meshes
 from llamarl.cluster.os_process import MARK, is_alive
 from llamarl.config import ClusterConfig
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
-from tests.distributed.executors import Gathering, Probe, StuckInClose
+from tests.distributed.executors import Gathering, Probe, StuckInClose, Unreadable
 from tests.signals import restore_ctrl_c
 
 LIMIT_S = 120.0
@@ -177,6 +177,89 @@ def test_a_result_that_does_not_pickle_is_an_error_of_the_call_and_a_stop_ends_p
             await cluster.spawn("late", Probe, {})
 
     run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_what_cannot_be_read_again_is_an_error_of_its_call_alone(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group = await cluster.spawn("storage", Probe, {}, num_ranks)
+        waiting = asyncio.create_task(group.call_all.meet())
+        with pytest.raises(RemoteError, match=r"storage-0: .* do not pickle: ValueError: .*'not a"):
+            await group.call_all.echo(Unreadable())
+        with pytest.raises(RemoteError, match=r"cannot be read: ValueError: .*'not a number'"):
+            await group.call_all.return_unreadable()
+        await group.call_all.arrive()
+        assert await waiting == ["met"] * num_ranks
+
+    run(tmp_path, scenario)
+
+
+def test_a_task_that_asyncio_cancels_at_its_end_may_still_make_calls(tmp_path: Path) -> None:
+    answers, tasks = [], []
+
+    async def clean_up(group: Executor, is_waiting: asyncio.Event) -> None:
+        try:
+            is_waiting.set()
+            await asyncio.Event().wait()
+        finally:
+            answers.append(await group.call_one.echo("cleaned up"))
+            await group.stop()
+
+    async def main() -> None:
+        cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=str(tmp_path))
+        group = await cluster.spawn("storage", Probe, {})
+        is_waiting = asyncio.Event()
+        tasks.append(asyncio.create_task(clean_up(group, is_waiting)))
+        await is_waiting.wait()
+
+    asyncio.run(main())
+    assert answers == ["cleaned up"]
+
+
+def test_an_answer_finds_its_call_among_many_also_through_new_copies_of_an_executor(
+    tmp_path: Path,
+) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group, other = await asyncio.gather(
+            cluster.spawn("storage", Probe, {}, 3), cluster.spawn("scorer", Probe, {})
+        )
+        waiting = asyncio.create_task(group.call_one.meet())  # answered after all others
+        given_up = asyncio.create_task(group.call_one.forever())
+        asked = [group.call_all.echo(number) for number in range(50)]
+        asked += [other.call_one.ask(group.call_all, "echo", number) for number in range(50)]
+        found = await asyncio.gather(*asked)
+        assert found == 2 * [3 * [number] for number in range(50)]
+        given_up.cancel()
+        await group.call_one.arrive()
+        assert await waiting == "met"
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.long
+def test_calls_leave_nothing_in_the_memory_of_caller_and_executor(tmp_path: Path) -> None:
+    """Of a call that Monarch answers it keeps 1.4 kB (`tools/soak_messages.py`)."""
+
+    async def scenario(cluster: Cluster) -> None:
+        group = await cluster.spawn("storage", Probe, {})
+        pids = [os.getpid(), *group.pids]
+        for _ in range(1000):
+            await group.call_one.echo(1)
+        before = [private_bytes(pid) for pid in pids]
+        for _ in range(2000):
+            await group.call_one.echo(1)
+        grown = [private_bytes(pid) - held for pid, held in zip(pids, before, strict=True)]
+        assert max(grown) < 2000 * 700, grown
+
+    run(tmp_path, scenario)
+
+
+def private_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("RssAnon:")]
+    return int(line.split()[1]) * 1024
 
 
 def test_clusters_follow_one_another_in_one_process(tmp_path: Path) -> None:
