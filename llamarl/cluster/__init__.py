@@ -19,12 +19,6 @@ from llamarl.config import ClusterConfig
 from llamarl.errors import ExecutorLost, RemoteError
 from llamarl.metrics.span import Spans
 
-# How often Monarch checks whether each process lives. It reads this when it is imported, and
-# children inherit it. With its default, 10 s, it would notice a killed process that late.
-POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
-MIN_POLL_MS, MAX_POLL_MS = 500, 10_000  # above, Monarch takes the controller for dead
-POLL_MS_PER_PROCESS = 32  # a check costs the controller 0.6 ms: 2 % of a core, to 312 processes
-os.environ.setdefault(POLL, f"{MIN_POLL_MS}ms")
 # How long a process may take to start. Monarch's default, 30 s, is too short on a machine that is
 # busy or reads torch from a cold network disk. With hosts, a dead one would be noticed later, too.
 SPAWN, SPAWN_LIMIT = "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE", "120s"
@@ -36,13 +30,11 @@ def make_cluster(
     spans_folder: str | None,
     logs_folder: str,
     spans_bytes: int | None = None,
-    num_processes: int = 1,
 ) -> Cluster:
     """The cluster that `config.backend` names; nothing starts before the first `spawn`.
 
     Every executor process records spans into `spans_folder` (None records nothing), at most
-    `spans_bytes` of them on disk, and logs into `logs_folder`. Monarch checks each process less
-    often the more there are.
+    `spans_bytes` of them on disk, and logs into `logs_folder`.
     """
     make_spans = partial(Spans, folder=spans_folder, limit_bytes=spans_bytes)
     if config.backend == "inline":
@@ -50,9 +42,6 @@ def make_cluster(
     configure_monarch(config)
     if not config.hosts:
         os.environ.setdefault(SPAWN, SPAWN_LIMIT)
-    if os.environ[POLL] == f"{MIN_POLL_MS}ms":  # else it is the user's choice
-        poll_ms = min(MAX_POLL_MS, max(MIN_POLL_MS, POLL_MS_PER_PROCESS * num_processes))
-        os.environ[POLL] = f"{poll_ms}ms"
     from llamarl.cluster.meshes import MonarchCluster  # here, for it imports monarch
 
     return MonarchCluster(config, make_spans, logs_folder=logs_folder)

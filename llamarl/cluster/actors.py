@@ -330,6 +330,8 @@ def raise_loss(name: str, lost: asyncio.Future[None] | None) -> None:
 def last_line(error: BaseException) -> str:
     """The cause in a Monarch error, whose text begins with the call; of another without a text, its
     type."""
+    if "explicit stop request" in str(error):
+        return "it was stopped, or a process of it was lost"
     line = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
     if "failed to configure process" in line:
         signal = re.search(r"signal: (\d+)", line)

@@ -11,8 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from llamarl.config.rank_assignment import Device
 
-REPORT_LIMIT_S = 2.0  # for Monarch to report how a process ended; then that it is gone is enough
-LOSS_GRACE_S = REPORT_LIMIT_S + 2.0  # for a loss to be noticed after the errors that it causes
+LOSS_GRACE_S = 2.0  # for a loss to be noticed after the errors that it causes
 
 Factory = type | str
 """An executor class, or "module:Class": the caller then need not load what the module imports."""

@@ -90,8 +90,8 @@ class Host:
         """Kill every process there that has `mark`; the pids that are left, normally none."""
         return await kill_marked(mark)
 
-    async def wait_first_exit(self, pids: list[int]) -> int:
-        """Wait until one of these processes there has ended; its index."""
+    async def wait_first_exit(self, pids: list[int]) -> tuple[int, str]:
+        """Wait until one of these processes there has ended; its index, and how it ended."""
         return await wait_first_exit(pids)
 
     async def wait_lost(self) -> str:
@@ -115,7 +115,7 @@ class HostAgent(Actor):
         return await kill_marked(mark)
 
     @concurrent_endpoint
-    async def wait_first_exit(self, pids: list[int]) -> int:
+    async def wait_first_exit(self, pids: list[int]) -> tuple[int, str]:
         return await wait_first_exit(pids)
 
 
@@ -166,9 +166,9 @@ class RemoteHost(Host):
             return []
         return left
 
-    async def wait_first_exit(self, pids: list[int]) -> int:
-        index: int = await self._agent.wait_first_exit.call_one(pids)
-        return index
+    async def wait_first_exit(self, pids: list[int]) -> tuple[int, str]:
+        found: tuple[int, str] = await self._agent.wait_first_exit.call_one(pids)
+        return found
 
     async def wait_lost(self) -> str:
         if self._disconnected is None:

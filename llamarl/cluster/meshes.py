@@ -24,7 +24,7 @@ from llamarl.cluster.actors import (
     send,
     wait_silent,
 )
-from llamarl.cluster.executor import REPORT_LIMIT_S, Calls, Executor, Factory, process_name
+from llamarl.cluster.executor import Calls, Executor, Factory, process_name
 from llamarl.cluster.hosts import Host, attach, attach_late
 from llamarl.cluster.os_process import environment, log_path, log_tail
 from llamarl.config import ClusterConfig
@@ -218,11 +218,11 @@ class MonarchExecutor:
         self._has_answered.set()
 
     async def _watch_pids(self, ranks: HostRanks) -> None:
-        """Report a rank lost if its process is gone and Monarch, as happens, does not report it."""
+        """Report a rank lost when its process ends: Monarch looks every 10 s, for it keeps 6 kB of
+        each look (docs/limits.md)."""
         pids = self.pids[ranks.first_rank : ranks.first_rank + ranks.num_ranks]
-        rank = ranks.first_rank + await ranks.host.wait_first_exit(pids)
-        await asyncio.sleep(REPORT_LIMIT_S)
-        self._set_lost(rank, "its process ended")
+        index, how = await ranks.host.wait_first_exit(pids)
+        self._set_lost(ranks.first_rank + index, f"its process ended{how}")
 
     async def _watch_host(self, ranks: HostRanks) -> None:
         """Report the first rank there lost when its host is."""
@@ -232,12 +232,14 @@ class MonarchExecutor:
         if self._lost.done():
             return
         process = process_name(self.name, rank, self.num_ranks)
-        if "sig=9" in reason:
+        if "SIGKILL" in reason or "sig=9" in reason:  # the words of this module, and Monarch's
             reason += " (killed; unless a user did it, the machine ran out of memory)"
         tail = log_tail(self._logs_folder, process)
         if tail:
             reason += f"\nlast lines of {log_path(self._logs_folder, process)}:\n{tail}"
         self._lost.set_exception(ExecutorLost(self.name, rank, reason))
+        for ranks in self._by_host:  # so that calls from other executors fail at once
+            ranks.actors.stop().as_asyncio().add_done_callback(mark_seen)
 
 
 class MonarchCluster:

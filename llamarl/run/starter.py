@@ -124,7 +124,6 @@ async def running_cluster(config: Config, run_dir: str) -> AsyncIterator[Cluster
         spans_folder=f"{run_dir}/spans",
         logs_folder=f"{run_dir}/logs",
         spans_bytes=config.metrics.spans_bytes,
-        num_processes=sum(map(len, assign(config).values())),
     )
     try:
         yield cluster

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.cluster import Cluster, Executor, ExecutorLost, RemoteError, make_cluster, meshes
-from llamarl.cluster.os_process import MARK, is_alive
+from llamarl.cluster.os_process import MARK, is_alive, wait_first_exit
 from llamarl.config import ClusterConfig
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
@@ -177,6 +177,48 @@ def test_a_result_that_does_not_pickle_is_an_error_of_the_call_and_a_stop_ends_p
             await cluster.spawn("late", Probe, {})
 
     run(tmp_path, scenario)
+
+
+def test_a_call_from_another_executor_fails_as_soon_as_the_process_that_it_asks_is_killed(
+    tmp_path: Path,
+) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group, other = await asyncio.gather(
+            cluster.spawn("storage", Probe, {}, 2), cluster.spawn("scorer", Probe, {})
+        )
+        assert await other.call_one.ask(group.call_all, "echo", 1) == [1, 1]
+        call = asyncio.create_task(other.call_one.ask(group.call_one, "forever"))
+        await other.call_one.echo(1)  # the call before has arrived, too
+        os.kill(group.pids[1], signal.SIGKILL)
+        async with asyncio.timeout(5.0):  # Monarch itself looks every 10 s
+            with pytest.raises(ExecutorLost, match="a process of it was lost"):
+                await call
+        with pytest.raises(ExecutorLost, match="storage rank 1: its process ended"):
+            await group.watch()
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("ending", "how"),
+    [("os.kill(os.getpid(), 9)", " by SIGKILL"), ("os._exit(3)", " with exit code 3")],
+)
+def test_the_first_of_some_processes_to_end_is_told_with_how_it_ended(
+    ending: str, how: str
+) -> None:
+    async def main() -> None:
+        words = [sys.executable, "-c", f"import os; input(); {ending}"]
+        processes = [subprocess.Popen(words, stdin=subprocess.PIPE) for _ in range(3)]
+        first_exit = asyncio.create_task(wait_first_exit([each.pid for each in processes]))
+        reaped = asyncio.create_task(asyncio.to_thread(processes[1].communicate, b"\n"))
+        async with asyncio.timeout(LIMIT_S):
+            assert await first_exit in [(1, how), (1, "")]
+            await reaped
+            assert await wait_first_exit([processes[1].pid]) == (0, ""), "it is gone already"
+        for process in (processes[0], processes[2]):
+            process.communicate(b"\n")
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
