@@ -53,8 +53,9 @@ OWN_NAME = "config"  # of the file in CONF_FOLDER
 RECIPE_FILE = "run.yaml"  # of a recipe's folder
 
 
+@cache
 def store_choices() -> None:
-    """Register the choices, and the dataclass of a whole recipe, with Hydra."""
+    """Register the choices, and the dataclass of a whole recipe, with Hydra; once."""
     store = ConfigStore.instance().store
     whole = OmegaConf.structured(Config)
     OmegaConf.set_struct(whole.evaluation.sets, False)  # its keys are the recipe's own
