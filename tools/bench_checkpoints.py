@@ -1,7 +1,7 @@
 """How long a checkpoint keeps a trainer from training.
 
     python tools/bench_checkpoints.py [--json FILE] [--megabytes 1000] [--ranks 2] [--repeats 5]
-                                      [--folder DIR]
+                                      [--step-size 1024] [--folder DIR]
 
 Ranks hold a Llama's parameters and two moments (float32, sharded by rows), and compute steps of
 matrix products of a fixed size, each ended by a barrier as a real one is. By turns within a repeat
@@ -18,6 +18,7 @@ a step without a save beside it. Medians over repeats, rank 0's clock.
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import statistics
@@ -43,7 +44,7 @@ from llamarl.models.snapshot import Snapshot
 from llamarl.weights.transports.available import available_bytes
 
 TENSORS_PER_PARAMETER = 3  # itself and two moments
-STEP_SIZE = 1024  # of a step's matrices
+FOUND = "found.json"
 Writing = threading.Thread | Future[Any]
 
 
@@ -52,7 +53,7 @@ class Ways:
 
     def __init__(self, state: dict[str, torch.Tensor]) -> None:
         self._state = state
-        self._snapshot = Snapshot()
+        self._snapshot = Snapshot(torch.device("cpu"))
         self._group = dist.new_group(backend="gloo")
 
     def waiting(self, folder: str) -> Writing | None:
@@ -127,14 +128,14 @@ def bench_way(save: Callable[[str], Writing | None], folder: Path, matrix: torch
 
 
 def bench_rank(
-    rank: int, num_ranks: int, megabytes: float, repeats: int, folder: str, answers: Any
+    rank: int, num_ranks: int, megabytes: float, step_size: int, repeats: int, folder: str
 ) -> None:
-    """One rank; rank 0 puts {way: figures by repeat} and the bytes of the state into `answers`."""
+    """One rank; rank 0 writes {way: figures by repeat} and the bytes of the state into FOUND."""
     torch.set_num_threads(1)
     join(f"{folder}/rendezvous", rank, num_ranks, torch.device("cpu"))
     state = make_state(megabytes, init_device_mesh("cpu", (num_ranks,)))
     ways = Ways(state)
-    matrix = torch.randn(STEP_SIZE, STEP_SIZE)
+    matrix = torch.randn(step_size, step_size)
     found: dict[str, list[Values]] = {"waiting": [], "beside": [], "torch": []}
     for repeat in range(repeats + 1):  # the first one allocates
         for name, figures in found.items():
@@ -142,7 +143,7 @@ def bench_rank(
             figures.append(bench_way(getattr(ways, name), path, matrix))
     if rank == 0:
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-        answers.put((found, num_bytes))
+        Path(folder, FOUND).write_text(json.dumps([found, num_bytes]))
     leave()
 
 
@@ -151,16 +152,15 @@ def main() -> None:
     bench = Bench(__doc__)
     bench.option("--megabytes", type=float, default=1000.0, help="of all ranks' state")
     bench.option("--ranks", type=int, default=2)
+    bench.option("--step-size", type=int, default=1024, help="of a step's matrices")
     bench.option("--repeats", type=int, default=5)
     bench.option("--folder", help="where checkpoints go; default: a temporary folder")
     arguments = bench.parse()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        answers = processes.get_context("spawn").SimpleQueue()
-        others = (arguments.ranks, arguments.megabytes, arguments.repeats, folder, answers)
-        started = processes.spawn(bench_rank, others, nprocs=arguments.ranks, join=False)
-        assert started is not None
-        found, num_bytes = answers.get()
-        started.join()
+        sizes = (arguments.megabytes, arguments.step_size, arguments.repeats)
+        others = (arguments.ranks, *sizes, folder)
+        processes.spawn(bench_rank, others, nprocs=arguments.ranks)
+        found, num_bytes = json.loads(Path(folder, FOUND).read_text())
     bench.add_all({"megabytes": num_bytes / 1e6, "ranks": arguments.ranks})
     bench.add_medians({name: later for name, (_, *later) in found.items()})
     for name, (first, *_) in found.items():

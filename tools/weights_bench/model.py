@@ -21,6 +21,13 @@ from llamarl.weights.layout.boxes import Box, ParameterLayout
 NUM_RANKS = 2  # of either side
 BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 ALIGN_ELEMENTS = 64
+NARROW = {  # about 2 million parameters with one layer, where one layer of the usual is too much
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -95,11 +102,13 @@ def config_json(architecture: Architecture, dtype: str) -> dict[str, object]:
 
 
 def model_of(megabytes: float, dtype: str) -> Model:
-    """The smallest model of at least so many megabytes (10^6)."""
+    """The smallest model of at least so many megabytes (10^6): a narrow one below a
+    quarter of what one layer of the usual width takes."""
     num_layers = 1
-    while Model(llama(num_layers), dtype).num_bytes < megabytes * 1e6:
+    sizes = NARROW if megabytes * 1e6 < Model(llama(1), dtype).num_bytes / 4 else {}
+    while Model(llama(num_layers, **sizes), dtype).num_bytes < megabytes * 1e6:
         num_layers += 1
-    return Model(llama(num_layers), dtype)
+    return Model(llama(num_layers, **sizes), dtype)
 
 
 def trainer_layouts(model: Model, rank: int) -> dict[str, ParameterLayout]:
