@@ -1,6 +1,7 @@
 """What adapters cost the embedded engine, and what they would cost merged into the weights.
 
-    python tools/bench_adapters.py [--json FILE] [--repeats 3] [--rank 16]
+    python tools/bench_adapters.py [--json FILE] [--repeats 3] [--rank 16] [--new-tokens 64]
+        [--updates 1 100 1000] [--batches 8 64]
 
 Three ways to decode with W + scale B A, on a Llama of 3 million parameters with random weights:
 
@@ -43,9 +44,7 @@ from llamarl.models.transformer import Transformer
 from llamarl.types import Request, Sampling
 
 LR = 1e-5
-NUM_UPDATES = (1, 100, 1000)
-BATCHES = (8, 64)
-NEW_TOKENS = 64
+NUM_ROLLOUTS = 64
 CONTEXT = 128
 Adapters = Mapping[str, Tensor]
 
@@ -101,10 +100,10 @@ def commit(engine: EmbeddedEngine, adapters: Adapters) -> None:
     engine.commit(flat, 0)
 
 
-def sample(engine: EmbeddedEngine) -> list[RequestOutput]:
+def sample(engine: EmbeddedEngine, new_tokens: int) -> list[RequestOutput]:
     """Rollouts of random prompts."""
-    for row, prompt in enumerate(random_prompts(64).tolist()):
-        sampling = Sampling(max_tokens=NEW_TOKENS)
+    for row, prompt in enumerate(random_prompts(NUM_ROLLOUTS).tolist()):
+        sampling = Sampling(max_tokens=new_tokens)
         engine.submit(Request(row_id=row, prompt_ids=tuple(prompt), sampling=sampling, seed=row))
     done: list[RequestOutput] = []
     while engine.has_work:
@@ -124,7 +123,7 @@ def trainer_logprobs(model: Transformer, items: list[RequestOutput]) -> Tensor:
 
 
 def compare(
-    model: Transformer, lora: LoraConfig, dtype: str, num_updates: int
+    model: Transformer, lora: LoraConfig, dtype: str, num_updates: int, new_tokens: int
 ) -> dict[str, Values]:
     """The three ways in one dtype."""
     number, adapters = DTYPES[dtype], make_adapters(lora, num_updates)
@@ -136,14 +135,14 @@ def compare(
         half = trainer.get_submodule(name.rpartition(".")[0])
         half.weight = torch.nn.Parameter(values.to(number))
     engines = {
-        "whole": (make_engine(ARCHITECTURE, changed, dtype, 64, CONTEXT), rounded),
-        "adapter": (adapted_engine(model, adapters, lora, dtype, 64), trainer),
-        "merged": (make_engine(ARCHITECTURE, changed, dtype, 64, CONTEXT), trainer),
+        "whole": (make_engine(ARCHITECTURE, changed, dtype, NUM_ROLLOUTS, CONTEXT), rounded),
+        "adapter": (adapted_engine(model, adapters, lora, dtype, NUM_ROLLOUTS), trainer),
+        "merged": (make_engine(ARCHITECTURE, changed, dtype, NUM_ROLLOUTS, CONTEXT), trainer),
     }
     kept = kept_share(model, adapters, lora, number)
     found: dict[str, Values] = {}
     for way, (engine, policy) in engines.items():
-        items = sample(engine)
+        items = sample(engine, new_tokens)
         mu = torch.cat([torch.from_numpy(item.written.logprobs) for item in items])
         moved = (trainer_logprobs(changed, items) - trainer_logprobs(model, items)).abs()
         found[way] = {
@@ -188,15 +187,20 @@ def main() -> None:
     bench = Bench(__doc__)
     bench.option("--repeats", type=int, default=3)
     bench.option("--rank", type=int, default=16)
+    bench.option("--updates", type=int, nargs="+", default=[1, 100, 1000])
+    bench.option("--batches", type=int, nargs="+", default=[8, 64], help="whose speed is measured")
+    bench.option("--new-tokens", type=int, default=64, help="of a rollout")
     arguments = bench.parse()
+    new_tokens = arguments.new_tokens
     torch.set_num_threads(1)
     lora = LoraConfig(rank=arguments.rank, alpha=2.0 * arguments.rank)
     library = random_model(ARCHITECTURE, torch.float32, initializer_range=0.05)
     model = Transformer(ARCHITECTURE)
     model.load_state_dict(library.state_dict(), strict=False)
     for dtype in DTYPES:
-        for num_updates in NUM_UPDATES:
-            for way, values in compare(model, lora, dtype, num_updates).items():
+        for num_updates in arguments.updates:
+            found = compare(model, lora, dtype, num_updates, new_tokens)
+            for way, values in found.items():
                 bench.add_all(values, f"{dtype}, {num_updates} updates, {way}")
     sizes = [sum(torch.Size(s).numel() for s in shapes.values()) for shapes in (
         adapter_shapes(ARCHITECTURE, lora),
@@ -207,15 +211,15 @@ def main() -> None:
     rounds: dict[str, list[Values]] = {}
     adapters = make_adapters(lora, 100)
     for dtype in DTYPES:
-        for size in BATCHES:
-            prompts, lengths = random_prompts(size), [NEW_TOKENS] * size
+        for size in arguments.batches:
+            prompts, lengths = random_prompts(size), [new_tokens] * size
             engines = {
                 "whole": make_engine(ARCHITECTURE, model, dtype, size, CONTEXT),
                 "adapter": adapted_engine(model, adapters, lora, dtype, size),
             }
             for _, way in turns(engines, arguments.repeats + 1):
                 taken_s = seconds(partial(run_engine, engines[way], prompts, lengths))
-                speed = {"tokens_per_s": size * NEW_TOKENS / taken_s}
+                speed = {"tokens_per_s": size * new_tokens / taken_s}
                 rounds.setdefault(f"{dtype}, batch {size}, {way}", []).append(speed)
             cases = [rounds[f"{dtype}, batch {size}, {way}"][1:] for way in engines]
             whole, adapted = ([each["tokens_per_s"] for each in case] for case in cases)

@@ -1,6 +1,6 @@
 """Measure the embedded generator against transformers' `generate`, vLLM and a floor.
 
-    python tools/bench_generate.py [--json FILE] [--repeats N] [--large]
+    python tools/bench_generate.py [--json FILE] [--repeats N] [--large] [--quick]
 
 The pinned job: a 3.2M-parameter Llama (hidden 256, 4 layers, 8 query and 4 key-value heads of 32)
 with random weights, 16 prompt tokens, 128 sampled tokens per rollout, end of sequence ignored,
@@ -18,6 +18,7 @@ faster of those that give log-probs, as rollouts need and the embedded engine al
 vs_vllm_cpu_ids_only with the fastest of the three.
 
 --large adds a model of 100M parameters with 32 sampled tokens, to be looked at: no goal.
+--quick: once, with few short rollouts and without vLLM; its figures say little.
 
 The long tail replays lengths drawn once from a log-normal distribution (p99 six times the mean,
 cut at eight times): the engine with 64 slots against transformers in batches of 64, in arrival
@@ -59,6 +60,7 @@ from llamarl.models.architecture import Architecture
 NEW_TOKENS_LARGE = 32
 VLLM_CONTEXT = 160  # whole blocks
 TAIL_ROLLOUTS = 512
+QUICK_TOKENS, QUICK_ROLLOUTS = 8, 16
 TAIL_MEAN = 64
 TAIL_BATCH = 64
 TAIL_SIGMA = 0.974  # exp(2.326 sigma - sigma^2 / 2) = 6: the 99th percentile over the mean
@@ -93,12 +95,17 @@ def best_settings(
 
 
 def bench_batch(
-    architecture: Architecture, dtype: str, batch: int, repeats: int, vllm: VllmRival | None
+    architecture: Architecture,
+    dtype: str,
+    batch: int,
+    new_tokens: int,
+    repeats: int,
+    vllm: VllmRival | None,
 ) -> Figures:
     """EmbeddedEngine, transformers, vLLM, and for the small model the floor, on one batch size."""
     is_large = architecture is LARGE
-    length = NEW_TOKENS_LARGE if is_large else NEW_TOKENS
-    trial_tokens = 2 if is_large else 32
+    length = min(NEW_TOKENS_LARGE, new_tokens) if is_large else new_tokens
+    trial_tokens = 2 if is_large else min(32, new_tokens)
     model, cache, settings = best_settings(architecture, DTYPES[dtype], batch, trial_tokens)
     engine = make_engine(architecture, model, dtype, batch, PROMPT_TOKENS + length)
     prompts, lengths = random_prompts(batch, architecture.vocab_size), [length] * batch
@@ -107,7 +114,7 @@ def bench_batch(
         "transformers": lambda: seconds(lambda: run_transformers(model, prompts, length, cache)),
     }
     if not is_large:
-        floor = make_floor(DTYPES[dtype], batch)
+        floor = make_floor(DTYPES[dtype], batch, length)
         floor()
         ways["floor"] = lambda: seconds(floor)
     for way in WAYS if vllm else ():
@@ -144,10 +151,10 @@ def tail_lengths() -> list[int]:
     return np.clip(np.rint(draws * TAIL_MEAN), 1, 8 * TAIL_MEAN).astype(int).tolist()
 
 
-def bench_long_tail(dtype: str, repeats: int) -> Figures:
+def bench_long_tail(dtype: str, lengths: list[int], repeats: int) -> Figures:
     """Continuous batching against fixed batches on the same lengths."""
-    model, cache, settings = best_settings(ARCHITECTURE, DTYPES[dtype], TAIL_BATCH)
-    lengths = tail_lengths()
+    trial_tokens = min(32, max(lengths))
+    model, cache, settings = best_settings(ARCHITECTURE, DTYPES[dtype], TAIL_BATCH, trial_tokens)
     engine = make_engine(ARCHITECTURE, model, dtype, TAIL_BATCH, PROMPT_TOKENS + 8 * TAIL_MEAN)
     prompts = random_prompts(len(lengths))
 
@@ -177,7 +184,12 @@ def main() -> None:
     bench.option("--repeats", type=int, default=5)
     bench.option("--large", action="store_true", help="also a model of 100M parameters")
     bench.option("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=DTYPES)
+    bench.option("--quick", action="store_true", help="once, few short rollouts, without vLLM")
     arguments = bench.parse()
+    new_tokens, lengths = NEW_TOKENS, tail_lengths()
+    if arguments.quick:
+        arguments.repeats, new_tokens = 1, QUICK_TOKENS
+        lengths = [1 + length % QUICK_TOKENS for length in lengths[:QUICK_ROLLOUTS]]
     torch.set_num_threads(1)
     details: dict[str, Figures] = {}
 
@@ -185,7 +197,7 @@ def main() -> None:
         details[name] = figures
         bench.add_all(figures, name)
 
-    reason = why_not()
+    reason = "--quick measures without it" if arguments.quick else why_not()
     if reason:
         print(f"without vLLM: {reason}")
     few = max(arguments.repeats // 2, 1)
@@ -204,10 +216,10 @@ def main() -> None:
         for (architecture, size, repeats), dtype in product(models, arguments.dtypes):
             with rival(architecture, dtype) as vllm:
                 for batch in (64, 8):
-                    figures = bench_batch(architecture, dtype, batch, repeats, vllm)
+                    figures = bench_batch(architecture, dtype, batch, new_tokens, repeats, vllm)
                     record(f"{dtype}, batch {batch}{size}", figures)
             if architecture is ARCHITECTURE:
-                record(f"{dtype}, long tail", bench_long_tail(dtype, few))
+                record(f"{dtype}, long tail", bench_long_tail(dtype, lengths, few))
 
     def lowest(part: str, key: str) -> float:
         return min(float(f[key]) for name, f in details.items() if name.endswith(part) and key in f)

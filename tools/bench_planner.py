@@ -1,7 +1,7 @@
 """How well the planner's simulation predicts step times: against replays, and against live runs.
 
-    python tools/bench_planner.py --json FILE
-    python tools/bench_planner.py --external --json FILE
+    python tools/bench_planner.py [--quick] --json FILE
+    python tools/bench_planner.py --external [--rows TEXT ...] --json FILE
 
 With --external nothing is run: forecasts of single settings are compared with public measurements
 (`tools/planner_bench/measurements.yaml`): the ratio of each row, forecast speed over measured
@@ -22,6 +22,7 @@ then runs with other settings, which nothing was fitted on, are compared with th
 (`max_error_live`). Settings take turns within a repeat, and each repeat begins with a calibration
 run of its own. Live errors compare medians over repeats; of a replay, whose forecast is made from
 the very durations that it sleeps, the repeat with the median error counts.
+--quick: one short calibration run with few rollouts, and its replay; its errors say nothing.
 
 Runs train with a learning rate of 0: the policy stays, so lengths and rewards of the calibration
 run are those of the others. Use a quiet machine: whatever else computes shares its processors.
@@ -30,9 +31,11 @@ run are those of the others. Use a quiet machine: whatever else computes shares 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +67,7 @@ COMMON = (
     "metrics.live=false",
     "metrics.trackers=[]",
 )
+QUICK = ("trainer.groups_per_step=4",)
 GOALS = {
     "max_error_live": "<= 0.2",
     "max_error_replay": "<= 0.05",
@@ -95,40 +99,65 @@ class Comparison:
         return abs(self.predicted_s / self.measured_s - 1)
 
 
-def load(overrides: tuple[str, ...]) -> Config:
-    """The quickstart recipe with these overrides."""
-    store_choices()
-    path = f"hydra.searchpath=[file://{CONF_FOLDER}]"
-    with initialize_config_dir(version_base="1.3", config_dir=str(RECIPE)):
-        return to_config(compose("run", [path, *COMMON, *overrides]))
-
-
 def cores(most: int) -> list[int]:
     """The processors that a run with at most this many uses."""
     allowed = sorted(os.sched_getaffinity(0))
     return allowed[: most or len(allowed)]
 
 
-def configure(trace: Trace, name: str) -> Config:
-    """The config of a setting, with the trace's prompts."""
-    config = load(LIVE[name][0])
-    return replace(config, plan=replace(config.plan, prompt_tokens=trace.prompt_tokens))
+@dataclass(frozen=True, kw_only=True)
+class Forecasts:
+    """Of runs of the quickstart with these overrides, as long as the measured ones."""
 
+    overrides: tuple[str, ...]
+    num_steps: int
+    architecture: Architecture
 
-def predict(
-    trace: Trace, costs: Costs, name: str, architecture: Architecture, num_steps: int
-) -> float:
-    """The simulated mean step of a setting, over the same steps as are measured."""
-    config = configure(trace, name)
-    step = simulate(
-        config,
-        architecture,
-        costs,
-        workload=trace.workload(config),
-        num_steps=num_steps,
-        num_skipped=SETTLING_STEPS,
-    )
-    return step.step_s
+    def load(self, *more: str) -> Config:
+        """The quickstart recipe with these overrides."""
+        store_choices()
+        path = f"hydra.searchpath=[file://{CONF_FOLDER}]"
+        with initialize_config_dir(version_base="1.3", config_dir=str(RECIPE)):
+            return to_config(compose("run", [path, *self.overrides, *more]))
+
+    def configure(self, trace: Trace, name: str) -> Config:
+        """The config of a setting, with the trace's prompts."""
+        config = self.load(*LIVE[name][0])
+        return replace(config, plan=replace(config.plan, prompt_tokens=trace.prompt_tokens))
+
+    def predict(self, trace: Trace, costs: Costs, name: str) -> float:
+        """The simulated mean step of a setting, over the same steps as are measured."""
+        config = self.configure(trace, name)
+        step = simulate(
+            config,
+            self.architecture,
+            costs,
+            workload=trace.workload(config),
+            num_steps=self.num_steps,
+            num_skipped=SETTLING_STEPS,
+        )
+        return step.step_s
+
+    def replay(self, trace: Trace, name: str) -> Comparison:
+        """Forecast and replay, all executors in this process."""
+        config, costs = self.configure(trace, name), costs_on(trace, name)
+        workload = trace.workload(config)
+        timeline = asyncio.run(run(config, costs, self.architecture, workload, self.num_steps))
+        measured_s = forecast(timeline, SETTLING_STEPS).step_s
+        return Comparison(self.predict(trace, costs, name), measured_s)
+
+    def replay_apart(self, trace: Trace, name: str) -> Comparison:
+        """Forecast and replay, each executor in a process of its own, on a processor of its own:
+        sleeping takes none."""
+        config, costs = self.configure(trace, name), replace(trace.costs, num_cores=0, row_s=0.0)
+        workload, num_steps = trace.workload(config), self.num_steps
+        with tempfile.TemporaryDirectory() as logs:
+            ends_s, message_s = asyncio.run(
+                processes.replay(config, costs, self.architecture, workload, num_steps, Path(logs))
+            )
+        costs = replace(costs, message_s=message_s)
+        measured_s = (ends_s[-1] - ends_s[SETTLING_STEPS - 1]) / (num_steps - SETTLING_STEPS)
+        return Comparison(self.predict(trace, costs, name), measured_s)
 
 
 def costs_on(trace: Trace, name: str) -> Costs:
@@ -136,47 +165,26 @@ def costs_on(trace: Trace, name: str) -> Costs:
     return replace(trace.costs, num_cores=len(cores(LIVE[name][1])))
 
 
-def replay(trace: Trace, name: str, architecture: Architecture, num_steps: int) -> Comparison:
-    """Forecast and replay, all executors in this process."""
-    config, costs = configure(trace, name), costs_on(trace, name)
-    timeline = asyncio.run(run(config, costs, architecture, trace.workload(config), num_steps))
-    predicted_s = predict(trace, costs, name, architecture, num_steps)
-    return Comparison(predicted_s, forecast(timeline, SETTLING_STEPS).step_s)
-
-
-def replay_apart(trace: Trace, name: str, architecture: Architecture, num_steps: int) -> Comparison:
-    """Forecast and replay, each executor in a process of its own, on a processor of its own:
-    sleeping takes none."""
-    config, costs = configure(trace, name), replace(trace.costs, num_cores=0, row_s=0.0)
-    workload = trace.workload(config)
-    with tempfile.TemporaryDirectory() as logs:
-        ends_s, message_s = asyncio.run(
-            processes.replay(config, costs, architecture, workload, num_steps, Path(logs))
-        )
-    costs = replace(costs, message_s=message_s)
-    predicted_s = predict(trace, costs, name, architecture, num_steps)
-    measured_s = (ends_s[-1] - ends_s[SETTLING_STEPS - 1]) / (num_steps - SETTLING_STEPS)
-    return Comparison(predicted_s, measured_s)
-
-
-def compare_external(bench: Bench) -> None:
-    """Every row of the table, and how far off they are."""
+def compare_external(bench: Bench, wanted: Sequence[str]) -> None:
+    """The rows of the table with one of these texts in their names, all of them without a text, and
+    how far off they are."""
     rows = external.read_measurements()
+    rows = [row for row in rows if not wanted or any(text in row.name for text in wanted)]
     ratios = external.compare(rows)
     for row in rows:
         values = {"ratio": ratios[row.name], "error": external.error(ratios[row.name])}
         bench.add_all(values, row.name + " (fit)" * row.is_fit + " (partial)" * row.is_partial)
     fitted = (external.error(ratios[row.name]) for row in rows if row.is_fit)
-    bench.add("max_error_fit", max(fitted))
+    bench.add("max_error_fit", max(fitted, default=math.nan))
     for kind, of_kind in external.counted(rows).items():
-        found = external.on_confirmed(of_kind, ratios)
-        spread = external.spread_of(found)
-        bench.add_all({"rows": spread.num_rows}, kind)
-        bench.add_all({"time_half": [*spread.half], "time_most": [*spread.most]}, kind)
+        if found := external.on_confirmed(of_kind, ratios):
+            spread = external.spread_of(found)
+            bench.add_all({"rows": spread.num_rows}, kind)
+            bench.add_all({"time_half": [*spread.half], "time_most": [*spread.most]}, kind)
         if kind != "step":
-            sizes = sorted(map(external.error, found))
-            bench.add("error_half", sizes[len(sizes) // 2], kind)
-            bench.add("error_two_thirds", sizes[2 * len(sizes) // 3], kind)
+            if sizes := sorted(map(external.error, found)):
+                bench.add("error_half", sizes[len(sizes) // 2], kind)
+                bench.add("error_two_thirds", sizes[2 * len(sizes) // 3], kind)
             for card in sorted(
                 {row.gpu for row in of_kind} - {*external.confirmed(of_kind, ratios)}
             ):
@@ -191,14 +199,26 @@ def compare_external(bench: Bench) -> None:
 def main() -> None:
     bench = Bench(__doc__, GOALS)
     bench.option("--external", action="store_true", help="compare with public measurements")
+    bench.option(
+        "--rows", nargs="*", default=[], help="of these, those with one of these texts in the name"
+    )
     bench.option("--repeats", type=int, default=3, help="runs of each setting")
     bench.option("--steps", type=int, default=10, help="optimizer steps of each run")
     bench.option("--settings", nargs="*", default=list(LIVE), help="live settings")
+    bench.option("--quick", action="store_true", help="one short run, and its replay")
     bench.option("--runs", type=Path, help="keep the run folders here, use those there")
     args = bench.parse()
     if args.external:
-        return compare_external(bench)
-    architecture = read_architecture(RECIPE / "checkpoint")
+        return compare_external(bench, args.rows)
+    overrides, replayed = COMMON, REPLAYED
+    if args.quick:
+        args.repeats, args.steps, args.settings = 1, SETTLING_STEPS + 2, [FITTED]
+        overrides, replayed = (*COMMON, *QUICK), (FITTED,)
+    forecasts = Forecasts(
+        overrides=overrides,
+        num_steps=args.steps,
+        architecture=read_architecture(RECIPE / "checkpoint"),
+    )
     found: dict[str, list[Comparison]] = defaultdict(list)
 
     def note(key: str, each: Comparison) -> None:
@@ -212,18 +232,18 @@ def main() -> None:
                 run_dir, (options, most) = folder / f"{repeat}-{name.replace(' ', '-')}", LIVE[name]
                 if not (run_dir / "summary.json").exists():
                     begin = partial(os.sched_setaffinity, 0, cores(most))
-                    options = (f"num_steps={args.steps}", *COMMON, *options)
+                    options = (f"num_steps={args.steps}", *overrides, *options)
                     train(RECIPE, run_dir, *options, begin=begin)
                 if name == FITTED:
-                    size = load(()).sampling.rollouts_per_prompt
+                    size = forecasts.load().sampling.rollouts_per_prompt
                     trace = read_trace(run_dir, size, num_cores=len(cores(0)))
-                    trace = fit_overhead(trace, configure(trace, FITTED), architecture)
-                predicted_s = predict(trace, costs_on(trace, name), name, architecture, args.steps)
+                    config = forecasts.configure(trace, FITTED)
+                    trace = fit_overhead(trace, config, forecasts.architecture)
+                predicted_s = forecasts.predict(trace, costs_on(trace, name), name)
                 note(f"live {name}", Comparison(predicted_s, measured_step_s(run_dir)))
-            for name in REPLAYED:
-                note(f"replay {name}", replay(trace, name, architecture, args.steps))
-                each = replay_apart(trace, name, architecture, args.steps)
-                note(f"replay, processes {name}", each)
+            for name in replayed:
+                note(f"replay {name}", forecasts.replay(trace, name))
+                note(f"replay, processes {name}", forecasts.replay_apart(trace, name))
     errors: dict[str, float] = defaultdict(float)
     for key, repeats in found.items():
         is_replay = key.startswith("replay")

@@ -1,6 +1,6 @@
 """How well a run's rankers find the longest fifth of the prompts that it has not seen.
 
-    python tools/bench_ranker.py [--json FILE] [--run RUN]
+    python tools/bench_ranker.py [--json FILE] [--run RUN] [--quick]
 
 Recall: of the prompts whose rollouts are the longest 20 % of a step, the share that is among the
 20 % that were expected to be. A ranker knows what has ended when a step is submitted: everything up
@@ -25,6 +25,8 @@ to two steps before it. The truth is the mean length of every second rollout of 
     oracle      knows each length
     ideal       an oracle that knows the expected length of a prompt, but not the noise; of the
                 quickstart, whose expected lengths are not known, the mean of the other rollouts
+
+--quick: a short run, and few prompts in all steps; its figures say nothing.
 """
 
 from __future__ import annotations
@@ -68,6 +70,9 @@ ARCHITECTURE = RECIPE / "checkpoint"
 LONG_SHARE = 0.2
 LAG = 2  # steps of which nothing is known when one is submitted
 GROUPS, ROLLOUTS = 64, 8  # of a made step
+QUICK_GROUPS = 5  # of every step
+QUICK = (f"trainer.groups_per_step={QUICK_GROUPS}", "num_steps=9", "data.held_out=null")
+NUM_RETURNING = 10  # steps until a prompt comes back
 PROMPT_SPREAD, NOISE = 0.8, 0.5  # of log-lengths
 NUM_WORDS, MEDIAN, MOST = 2000, 200, 8192
 RANKERS: dict[str, Callable[[], Ranker]] = {"none": Unranked, "history": History, "model": Learnt}
@@ -124,7 +129,7 @@ def ask(prompt: tuple[int, ...]) -> Request:
 
 
 def made(
-    num_steps: int, *, drift_at: int = 10**9, num_prompts: int = 0, seed: int = 0
+    num_steps: int, num_groups: int, *, drift_at: int = 10**9, num_prompts: int = 0
 ) -> list[Step]:
     """Steps of the made task; `num_prompts` 0: each prompt is new."""
     rng = random.Random(0)
@@ -147,8 +152,8 @@ def made(
             sample = [raw(words()) for _ in range(200)]
             center, scale = statistics.mean(sample), statistics.stdev(sample)
         median = MEDIAN * (2 if number >= drift_at else 1)
-        first = number * GROUPS % max(1, num_prompts)
-        prompts = pool[first : first + GROUPS] if pool else [words() for _ in range(GROUPS)]
+        first = number * num_groups % max(1, num_prompts)
+        prompts = pool[first : first + num_groups] if pool else [words() for _ in range(num_groups)]
         step = []
         for prompt in prompts:
             ideal = median * math.exp(PROMPT_SPREAD * (raw(prompt) - center) / scale)
@@ -183,7 +188,7 @@ def dispatch(steps: list[Step], max_staleness: int) -> Values:
         algorithm=AIPOConfig(),
         sampling=SamplingConfig(rollouts_per_prompt=ROLLOUTS, max_tokens=MOST),
         generator=EmbeddedConfig(num_replicas=8, max_num_seqs=32, max_model_len=2 * MOST),
-        trainer=TrainerConfig(groups_per_step=GROUPS),
+        trainer=TrainerConfig(groups_per_step=len(steps[0])),
         weights=WeightsConfig(),
         placement=PlacementConfig(),
         cluster=ClusterConfig(),
@@ -239,7 +244,7 @@ def measure(steps: list[Step], windows: dict[str, range]) -> dict[str, Values]:
     return found
 
 
-def tasks_of(learnt: list[Step]) -> dict[str, tuple[list[Step], dict[str, range]]]:
+def tasks_of(learnt: list[Step], num_groups: int) -> dict[str, tuple[list[Step], dict[str, range]]]:
     """The steps of each task, and the windows over which recall is averaged."""
     third = len(learnt) // 3
     thirds = {
@@ -256,9 +261,12 @@ def tasks_of(learnt: list[Step]) -> dict[str, tuple[list[Step], dict[str, range]
     times = {"first time": range(2, 10), "second": range(12, 20), "sixth": range(52, 60)}
     return {
         "quickstart": (learnt, thirds),
-        "made": (made(60), {"steps 3 to 12": range(2, 12), "steps 41 to 60": range(40, 60)}),
-        "drift": (made(80, drift_at=40), drift),
-        "returning": (made(60, num_prompts=640), times),
+        "made": (
+            made(60, num_groups),
+            {"steps 3 to 12": range(2, 12), "steps 41 to 60": range(40, 60)},
+        ),
+        "drift": (made(80, num_groups, drift_at=40), drift),
+        "returning": (made(60, num_groups, num_prompts=NUM_RETURNING * num_groups), times),
     }
 
 
@@ -266,20 +274,24 @@ def main() -> None:
     """Measure all."""
     bench = Bench(__doc__)
     bench.option("--run", type=Path)
+    bench.option("--quick", action="store_true", help="a short run, few prompts")
     options = bench.parse()
+    num_groups = QUICK_GROUPS if options.quick else GROUPS
     with tempfile.TemporaryDirectory() as folder:
         run = options.run or Path(folder, "run")
         if options.run is None:
-            train(RECIPE, run, "experience.keep_rollouts=1", "metrics.live=false")
+            more = QUICK if options.quick else ()
+            train(RECIPE, run, "experience.keep_rollouts=1", "metrics.live=false", *more)
         learnt = quickstart(run)
-    for task, (steps, windows) in tasks_of(learnt).items():
+    for task, (steps, windows) in tasks_of(learnt, num_groups).items():
         for ranker, shares in measure(steps, windows).items():
             for window, share in shares.items():
                 is_time = window.endswith("_ms")
                 name = f"{ranker}_{window}" if is_time else ranker
                 bench.add(name, share, task if is_time else f"{task}, {window}")
+    returning = made(NUM_RETURNING, num_groups, num_prompts=NUM_RETURNING * num_groups)
     for max_staleness in (0, 1):
-        relative_s = dispatch(made(10, num_prompts=640), max_staleness)
+        relative_s = dispatch(returning, max_staleness)
         bench.add_all(relative_s, f"dispatch, S = {max_staleness}")
     bench.write()
 

@@ -1,6 +1,6 @@
 """`llamarl sft` beside TRL's SFTTrainer, and beside the trainer's step of reinforcement learning.
 
-    python tools/bench_sft.py [--rounds 3] [--steps 12] [--json FILE]
+    python tools/bench_sft.py [--rounds 3] [--steps 12] [--quick] [--json FILE]
 
 The model is a Llama of 3 million parameters with random weights; the demonstrations are sums of 4
 to 30 numbers with their worked answers (45 to 600 tokens). Both sides get the same checkpoint, the
@@ -15,6 +15,7 @@ between both loss curves.
 
 `vs_rl` compares passes in one process: forward and backward of the same packed rows as
 demonstrations over the same as rollouts of AIPO, in turns, by processor seconds.
+--quick: one short round of our side only.
 """
 
 from __future__ import annotations
@@ -149,10 +150,10 @@ def compare(
     return rounds
 
 
-def beside_rl(num_rounds: int) -> list[float]:
+def beside_rl(num_rounds: int, num_rollouts: int) -> list[float]:
     """Processor seconds of a micro-batch of demonstrations over those of the same rows as
     rollouts."""
-    sides = [Trained(ARCHITECTURE, 40, torch.float32, name) for name in ("sft", "aipo")]
+    sides = [Trained(ARCHITECTURE, num_rollouts, torch.float32, name) for name in ("sft", "aipo")]
     found = []
     for _ in range(2 + num_rounds):
         sft_s, rl_s = map(processor_s, sides)
@@ -173,10 +174,14 @@ def main() -> None:
     bench = Bench(__doc__, GOALS)
     bench.option("--rounds", type=int, default=3)
     bench.option("--steps", type=int, default=12, help="optimizer steps of a run")
+    bench.option("--quick", action="store_true", help="one short round, without TRL")
     arguments = bench.parse()
-    if reason := rivals.why_not("trl"):
+    if arguments.quick:
+        arguments.rounds, arguments.steps = 1, NUM_SKIPPED + 1
+    reason = "--quick measures our side only" if arguments.quick else rivals.why_not("trl")
+    if reason:
         print(f"without TRL: {reason}")
-    found = beside_rl(8 * arguments.rounds)
+    found = beside_rl(8 * arguments.rounds, 2 if arguments.quick else 40)
     bench.add("vs_rl", statistics.median(found), "", sorted(found)[1:-1])
     bench.write(compare(bench, arguments.rounds, arguments.steps, not reason))
 

@@ -1,6 +1,6 @@
 """How near a trainer's micro-batch comes to the machine's matrix products, and what bfloat16 gives.
 
-    python tools/bench_training.py [--json FILE] [--rounds 5]
+    python tools/bench_training.py [--json FILE] [--rounds 5] [--widths 128 256 768]
 
 Forward, loss and backward of one micro-batch of rollouts of 31 to 130 tokens, on one core, by the
 trainer's own passes, for models of three widths (one of them the quickstart's). Per dtype:
@@ -50,17 +50,17 @@ PEAK_SIZE = 1024
 PROMPT_TOKENS = 12
 QUICKSTART = ROOT / "recipes" / "quickstart" / "checkpoint"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WIDTHS = (128, 256, 768)
 GOALS = {"share_of_peak": ">= 0.75"}
 
 
-def cases() -> dict[str, tuple[Architecture, int]]:
-    """Models, and the rollouts of a micro-batch."""
-    quickstart = read_architecture(QUICKSTART)
-    return {
-        "width 128, the quickstart": (quickstart, 80),
-        "width 256": (ARCHITECTURE, 40),
-        "width 768": (replace(LARGE, num_layers=4), 24),
-    }
+def model_of(width: int) -> tuple[str, Architecture, int]:
+    """Its name, the model, and the rollouts of a micro-batch."""
+    if width == 128:
+        return "width 128, the quickstart", read_architecture(QUICKSTART), 80
+    if width == 256:
+        return "width 256", ARCHITECTURE, 40
+    return "width 768", replace(LARGE, num_layers=4), 24
 
 
 def make_rollouts(num: int, vocab_size: int) -> tuple[list[BatchRollout], Columns]:
@@ -151,8 +151,9 @@ def main() -> None:
     torch.set_num_threads(1)
     bench = Bench(__doc__, GOALS)
     bench.option("--rounds", type=int, default=5)
+    bench.option("--widths", type=int, nargs="+", default=WIDTHS, choices=WIDTHS)
     options = bench.parse()
-    for name, (architecture, num_rollouts) in cases().items():
+    for name, architecture, num_rollouts in map(model_of, options.widths):
         models = {kind: Trained(architecture, num_rollouts, each) for kind, each in DTYPES.items()}
         seconds: dict[str, list[float]] = {kind: [] for kind in models}
         peaks: dict[str, list[float]] = {kind: [] for kind in models}

@@ -9,7 +9,7 @@ which the engine goes on: reading the turn, the tool in its process, the observa
 the wait for other answers (`llamarl/executors/gathering.py`). It is the generator's own record, the
 spans "turn" of its span file, without those of the first step. Each case gives the median and the
 90th percentile of its turns, of these the median over the rounds.
---quick: one short round.
+--quick: one short round of four episodes.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def main() -> None:
     bench = Bench(__doc__, {"turn_ms": "<= 20"})
     bench.option("--rounds", type=int, default=3)
     bench.option("--steps", type=int, default=30, help="optimizer steps of a run")
-    bench.option("--quick", action="store_true", help="one short round")
+    bench.option("--quick", action="store_true", help="one short round of four episodes")
     arguments = bench.parse()
-    num_rounds, num_steps = (1, 12) if arguments.quick else (arguments.rounds, arguments.steps)
+    num_rounds, num_steps = (1, 6) if arguments.quick else (arguments.rounds, arguments.steps)
     rounds: dict[str, list[Values]] = {}
-    for _, num_episodes in turns(GROUPS, num_rounds):
+    for _, num_episodes in turns([4] if arguments.quick else GROUPS, num_rounds):
         steps = min(num_steps, 10) if num_episodes > 100 else num_steps
         values = measure(num_episodes, steps)
         rounds.setdefault(f"{num_episodes} episodes", []).append(values)

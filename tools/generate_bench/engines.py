@@ -151,7 +151,7 @@ def run_transformers(model: torch.nn.Module, prompts: Tensor, length: int, cache
     assert out.shape[1] == prompts.shape[1] + length
 
 
-def make_floor(dtype: torch.dtype, batch: int) -> Callable[[], None]:
+def make_floor(dtype: torch.dtype, batch: int, new_tokens: int) -> Callable[[], None]:
     """The weight products and key-value reads of the whole job, and nothing else."""
     a = ARCHITECTURE
     qkv = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
@@ -173,14 +173,14 @@ def make_floor(dtype: torch.dtype, batch: int) -> Callable[[], None]:
     prompt_products = [(wide[w.shape[0]], w) for w in matrices[: 4 * a.num_layers - 3]]
     # BLAS dot on the bytes as float32 is the fastest read of memory that torch has.
     row_bytes = batch * a.num_kv_heads * a.head_dim * dtype.itemsize
-    size = (a.num_layers, (PROMPT_TOKENS + NEW_TOKENS) * row_bytes // 4)
+    size = (a.num_layers, (PROMPT_TOKENS + new_tokens) * row_bytes // 4)
     keys, values = torch.randn(size), torch.randn(size)
 
     def floor() -> None:
         with torch.inference_mode():
             for x, weight in prompt_products:
                 torch.mm(x, weight)
-            for step in range(NEW_TOKENS):
+            for step in range(new_tokens):
                 live = (PROMPT_TOKENS + step) * row_bytes // 4
                 for x, weight, out in products:
                     torch.mm(x, weight, out=out)
