@@ -1,6 +1,6 @@
 """Asynchronous against synchronous training: the same program, the same recipe, equal rollouts.
 
-    python tools/bench_async.py --seeds 3 --steps 20 --json FILE
+    python tools/bench_async.py --seeds 3 --steps 20 [--workloads ...] [--modes ...] --json FILE
 
 Two workloads: the quickstart recipe as it stands, and the same recipe with a pinned long tail of
 lengths (log-normal, fixed seed, 99th percentile six times the mean, cap eight times), replayed
@@ -83,9 +83,10 @@ def write_long_tail_recipe(folder: Path) -> None:
     )
 
 
-def run(recipe: Path, run_dir: Path, num_steps: int, seed: int, mode: str) -> Values:
+def run(recipe: Path, run_dir: Path, args: argparse.Namespace, seed: int, mode: str) -> Values:
     """Train once; the accuracy is NaN without held-out prompts."""
-    found = train(recipe, run_dir, f"seed={seed}", f"num_steps={num_steps}", *QUIET, *MODES[mode])
+    length = (f"num_steps={args.steps}", f"trainer.groups_per_step={args.groups}")
+    found = train(recipe, run_dir, f"seed={seed}", *length, *QUIET, *MODES[mode])
     seconds = sum(found.steps_s)
     return {
         "seconds": seconds,
@@ -98,11 +99,11 @@ def run(recipe: Path, run_dir: Path, num_steps: int, seed: int, mode: str) -> Va
 
 def measure(workload: str, recipe: Path, folder: Path, args: argparse.Namespace) -> Rounds:
     """All modes, all seeds, in turns."""
-    found: dict[str, list[Values]] = {mode: [] for mode in MODES}
+    found: dict[str, list[Values]] = {mode: [] for mode in args.modes}
     for seed in range(args.seeds):
-        for mode in MODES:
+        for mode in args.modes:
             run_dir = folder / f"{workload}-{seed}-{mode.replace(', ', '-').replace(' ', '-')}"
-            found[mode].append(run(recipe, run_dir, args.steps, seed, mode))
+            found[mode].append(run(recipe, run_dir, args, seed, mode))
     assert len({each["rollouts"] for rounds in found.values() for each in rounds}) == 1
     return found
 
@@ -127,12 +128,12 @@ def compare(
     found = measure(workload, recipe, folder, args)
     bench.add_medians({f"{workload}: {mode}": rounds for mode, rounds in found.items()})
     seconds = {mode: medians(rounds)["seconds"] for mode, rounds in found.items()}
-    best = min((m for m in MODES if m.startswith("sync")), key=seconds.__getitem__)
-    quick = min((m for m in MODES if m.startswith("async")), key=seconds.__getitem__)
+    best = min((m for m in args.modes if m.startswith("sync")), key=seconds.__getitem__)
+    quick = min((m for m in args.modes if m.startswith("async")), key=seconds.__getitem__)
 
     def run_once(mode: str, turn: int) -> float:
         run_dir = folder / f"{workload}-duel-{turn}-{mode.startswith('sync')}"
-        return run(recipe, run_dir, args.steps, args.seeds + turn, mode)["seconds"]
+        return run(recipe, run_dir, args, args.seeds + turn, mode)["seconds"]
 
     bench.add_all({"best_sync": best, "best_async": quick}, workload)
     bench.add("ratio", seconds[best] / seconds[quick], workload)
@@ -146,7 +147,9 @@ def main() -> None:
     bench.option("--seeds", type=int, default=3, help="runs of each mode")
     bench.option("--steps", type=int, default=20, help="optimizer steps of each run")
     bench.option("--duels", type=int, default=3, help="pairs of the best of both kinds")
+    bench.option("--groups", type=int, default=64, help="groups of a step")
     bench.option("--workloads", nargs="*", default=WORKLOADS, choices=WORKLOADS)
+    bench.option("--modes", nargs="*", default=[*MODES], choices=[*MODES], help="of both kinds one")
     args = bench.parse()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

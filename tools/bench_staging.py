@@ -20,7 +20,7 @@ same round, then medians over rounds. About 4 minutes a round.
                      each of them. Only this program has it
 
 `staging_bench/variants.py` has the forms that no setting has. The last form is as it is built, with
-staleness 2: what one more version of age buys.
+staleness 2: what one more version of age buys. --quick: the first form alone, once, with one layer.
 `staging_bench/exposure.py` says what each column means. Log-prob checks are off, because their
 rollouts follow each commit at once and would hide whether a replica had waited for it.
 """
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -62,11 +63,13 @@ def run(workload: Workload, form: Form, run_dir: Path, seed: int) -> Values:
     return found
 
 
-def measure_forms(workload: Workload, folder: Path, num_rounds: int) -> dict[str, list[Values]]:
-    """All forms in turns, by form and round."""
-    found: dict[str, list[Values]] = {form.name: [] for form in FORMS}
+def measure_forms(
+    workload: Workload, folder: Path, forms: Sequence[Form], num_rounds: int
+) -> dict[str, list[Values]]:
+    """These forms in turns, by form and round."""
+    found: dict[str, list[Values]] = {form.name: [] for form in forms}
     for number in range(num_rounds):
-        for form in FORMS:
+        for form in forms:
             run_dir = folder / f"{number}-{form.name.replace(', ', '-').replace(' ', '-')}"
             found[form.name].append(run(workload, form, run_dir, seed=number))
             print(f"round {number}  {form.name:38} {found[form.name][-1]}", flush=True)
@@ -83,16 +86,17 @@ def main() -> None:
     bench.option("--rounds", type=int, default=3, help="runs of each form")
     bench.option("--steps", type=int, default=9, help="optimizer steps of each run")
     bench.option("--layers", type=int, default=8, help="of 12 MB each")
-    bench.option("--quick", action="store_true", help="one short round of one layer")
+    bench.option("--quick", action="store_true", help="the first form once, one layer")
     args = bench.parse()
+    forms = FORMS
     if args.quick:
         # A layer, not none: or one turn of another process amid a commit is as long as a publish.
-        args.rounds, args.steps, args.layers = 1, 6, 1
+        args.rounds, args.steps, args.layers, forms = 1, 6, 1, FORMS[:1]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         workload = make_workload(folder, num_layers=args.layers, num_steps=args.steps)
         bench.add("model_bytes", workload.model_bytes)
-        found = measure_forms(workload, folder, args.rounds)
+        found = measure_forms(workload, folder, forms, args.rounds)
     bench.add_medians(found)
     bench.write(found)
 

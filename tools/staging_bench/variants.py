@@ -22,6 +22,7 @@ from llamarl.weights.layout.kinds import assign_sources
 from llamarl.weights.sync import publisher, replicas
 from llamarl.weights.sync.replica_sync import ReplicaSync
 from llamarl.weights.sync.sync_calls import Stagger
+from llamarl.weights.transports import routes
 
 NUM_REPLICAS = 2
 
@@ -58,13 +59,13 @@ def install(variants: set[str]) -> None:
     # Else these names are no longer looked up where they are replaced, and nothing would change.
     assert replicas.ReplicaSync is ReplicaSync
     assert publisher.Stagger is Stagger
-    assert replicas.assign_sources is assign_sources
+    assert routes.assign_sources is assign_sources
     if "blocking" in variants:
         replicas.ReplicaSync = Blocking
     if "together" in variants:
         publisher.Stagger = Together
         # None, the trainer, feeds each.
-        replicas.assign_sources = lambda layouts, far_sites, kind_of: dict.fromkeys(layouts)
+        routes.assign_sources = lambda layouts, far_sites, kind_of: dict.fromkeys(layouts)
 
 
 if __name__ == "__main__":
