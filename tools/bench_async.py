@@ -1,6 +1,6 @@
 """Asynchronous against synchronous training: the same program, the same recipe, equal rollouts.
 
-    python tools/bench_async.py --seeds 3 --steps 20 [--workloads ...] [--modes ...] --json FILE
+    python tools/bench_async.py --seeds 3 --steps 20 [--quick] --json FILE
 
 Two workloads: the quickstart recipe as it stands, and the same recipe with a pinned long tail of
 lengths (log-normal, fixed seed, 99th percentile six times the mean, cap eight times), replayed
@@ -12,6 +12,7 @@ whole batches. Asynchronous is given its best of staleness 1 and 2, fewer slots,
 Modes take turns in a seed; `ratio` takes medians over seeds of the seconds from the first step's
 start to the last one's end. `duel_ratio` is more exact: the best of both kinds run in pairs, one
 directly after the other, and it is the median of the pairs' ratios.
+--quick: one small run of either kind with the long tail, and no pairs; its ratio says nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 from harness import Bench, Rounds, Values, medians
-from live_run import QUIET, RECIPE, train
+from live_run import INLINE, QUIET, RECIPE, train
 
 SYNC = ["staleness.max_staleness=0"]
 ASYNC = ["staleness.max_staleness=1"]
@@ -43,6 +44,7 @@ MODES = {
     "async, 2 ranks": [*ASYNC, *RANKS],
     "async, staleness 2": ["staleness.max_staleness=2"],
 }
+QUICK = ("trainer.groups_per_step=4", INLINE)
 MEAN_TOKENS = 24
 # A log-normal's p99 over its mean is exp(2.326 s - s^2 / 2): six at s = 1.14 or so.
 TAIL_SPREAD = float(np.roots([0.5, -2.3263, np.log(6.0)]).min())
@@ -85,8 +87,8 @@ def write_long_tail_recipe(folder: Path) -> None:
 
 def run(recipe: Path, run_dir: Path, args: argparse.Namespace, seed: int, mode: str) -> Values:
     """Train once; the accuracy is NaN without held-out prompts."""
-    length = (f"num_steps={args.steps}", f"trainer.groups_per_step={args.groups}")
-    found = train(recipe, run_dir, f"seed={seed}", *length, *QUIET, *MODES[mode])
+    options = [f"seed={seed}", f"num_steps={args.steps}", *QUIET, *MODES[mode]]
+    found = train(recipe, run_dir, *options, *(QUICK if args.quick else ()))
     seconds = sum(found.steps_s)
     return {
         "seconds": seconds,
@@ -147,10 +149,13 @@ def main() -> None:
     bench.option("--seeds", type=int, default=3, help="runs of each mode")
     bench.option("--steps", type=int, default=20, help="optimizer steps of each run")
     bench.option("--duels", type=int, default=3, help="pairs of the best of both kinds")
-    bench.option("--groups", type=int, default=64, help="groups of a step")
     bench.option("--workloads", nargs="*", default=WORKLOADS, choices=WORKLOADS)
-    bench.option("--modes", nargs="*", default=[*MODES], choices=[*MODES], help="of both kinds one")
+    bench.option("--quick", action="store_true", help="one small run of either kind")
     args = bench.parse()
+    args.modes = list(MODES)
+    if args.quick:
+        args.seeds, args.steps, args.duels, args.workloads = 1, 2, 0, ["long_tail"]
+        args.modes = ["sync, 1 thread", "async, staleness 1"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_long_tail_recipe(folder / "recipe")

@@ -48,7 +48,7 @@ rollouts are of the version before. `accuracy` is that of the checkpoints that b
 over those of llamarl's fastest, the median of the rounds' ratios; `..._processor` the same of
 `processor_s`. Plain training on one core never waits, so there `vs_trl_...` is of `processor_s`
 too, which other programs on the machine change little.
---quick: one short round of our side only.
+--quick: one short round of our side only, of one workload of each task, on one core.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from pathlib import Path
 import harness
 import rivals
 from harness import Bench, Values, medians
-from live_run import LiveRun, evaluate
+from live_run import INLINE, LiveRun, evaluate
 from peers_bench.plain import EQUAL, LONG_TAIL, write_plain_recipe
 from peers_bench.sides import Run, Side, own_ways, trl_ways
 
@@ -106,7 +106,8 @@ GOALS = {
     "vs_trl_tools": ">= 2",
     "vs_trl_slow_tools": ">= 4",
 }
-QUICK = ("trainer.groups_per_step=4",)
+QUICK = ("trainer.groups_per_step=1", INLINE)
+QUICK_WORKLOADS = (EQUAL, INSTANT)
 
 
 def write_slow_recipe(folder: Path) -> Path:
@@ -169,7 +170,9 @@ class Comparison:
             if workload in TASKS["plain"]:
                 rewards = [step["reward/mean"] for step in LiveRun(run.folder).steps]
                 return trained.values | {"reward": statistics.mean(rewards[-LAST_STEPS:])}
-            accuracy = evaluate(run.recipe, trained.checkpoint, Path(folder) / "evaluation")
+            more = (INLINE, "evaluation.max_prompts=32") if arguments.quick else ()
+            evaluation = Path(folder) / "evaluation"
+            accuracy = evaluate(run.recipe, trained.checkpoint, evaluation, *more)
             return trained.values | {"accuracy": accuracy}
 
 
@@ -193,11 +196,13 @@ def main() -> None:
     bench.option("--quick", action="store_true", help="one short round, without TRL")
     arguments = bench.parse()
     if arguments.quick:
-        arguments.rounds, arguments.steps, arguments.slow_steps = 1, 3, 3
+        arguments.rounds, arguments.steps, arguments.cores = 1, 3, [1]
     reason = "--quick measures our side only" if arguments.quick else rivals.why_not("trl")
     if reason:
         print(f"without TRL: {reason}")
     workloads = [workload for task in arguments.tasks for workload in TASKS[task]]
+    if arguments.quick:
+        workloads = [workload for workload in workloads if workload in QUICK_WORKLOADS]
     with tempfile.TemporaryDirectory(prefix="llamarl-") as folder:
         comparison = Comparison(Path(folder), arguments)
         for workload, num_cores in product(workloads, arguments.cores):

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import Bench, Values
-from live_run import RECIPE, train
+from live_run import INLINE, RECIPE, train
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.config import (
@@ -71,7 +71,7 @@ LONG_SHARE = 0.2
 LAG = 2  # steps of which nothing is known when one is submitted
 GROUPS, ROLLOUTS = 64, 8  # of a made step
 QUICK_GROUPS = 5  # of every step
-QUICK = (f"trainer.groups_per_step={QUICK_GROUPS}", "num_steps=9", "data.held_out=null")
+QUICK = (f"trainer.groups_per_step={QUICK_GROUPS}", "num_steps=9", "data.held_out=null", INLINE)
 NUM_RETURNING = 10  # steps until a prompt comes back
 PROMPT_SPREAD, NOISE = 0.8, 0.5  # of log-lengths
 NUM_WORDS, MEDIAN, MOST = 2000, 200, 8192

@@ -26,6 +26,8 @@ and `async_vs_sync` is the median of the pairs' ratios. `least_step_s` is the sh
 schedule of the asynchronous run's work could reach on these processors: its busiest process's
 seconds of processor, or all processes' over the number of cores (streams_bench/processors.py).
 
+`--quick`: one small run stands for those of all modes, whose options are composed but not run, and
+one in which orders take turns for those; so its figures say nothing.
 `--simulate` adds simulated runs of StreamRL's size (streams_bench/simulated.py), in 3 minutes.
 """
 
@@ -46,18 +48,21 @@ from pathlib import Path
 import bench_async
 import numpy as np
 from harness import Bench
-from live_run import PROGRAM, QUIET, LiveRun, command, environment
+from live_run import INLINE, PROGRAM, QUIET, LiveRun, command, environment
 from staging_bench.exposure import measure, read_spans
 from streams_bench.decode_steps import decode_steps
 from streams_bench.processors import least_step_s, run_steps
 from streams_bench.simulated import CASES, bands, gains
 from streams_bench.turns import ORDERS
 
+from llamarl.recipe.composition import compose, to_config
+
 ROLLOUTS = 8  # per prompt
 NUM_SKIPPED = 2  # first steps of a run
 RANKED = "S=1, dynamic"  # also run in each order
 CARRIED = "S=0, carried over"
 NUM_PROMPTS, NUM_EPOCHS = 128, 64
+QUICK_TOKENS = 8  # of a rollout at most
 # Of log-lengths, among the rollouts of a prompt: earlier ones then find 0.85 to 0.91 of the longest
 # fifth of the prompts; StreamRL publishes 0.87.
 NOISE = 0.4
@@ -147,6 +152,8 @@ class Runs:
     """By mode with orders in turn, of all seeds."""
     last: dict[str, LiveRun] = field(default_factory=dict)
     """By mode, of the last seed."""
+    quick: dict[Sequence[str], tuple[LiveRun, float]] = field(default_factory=dict)
+    """By program, with --quick: what stands for all runs of it."""
 
     def train(
         self,
@@ -158,14 +165,17 @@ class Runs:
     ) -> tuple[LiveRun, float]:
         """Train once: the run, and the least that the seconds of a step could be."""
         run_dir = self.folder / "-".join(re.findall(r"\w+", f"{name} {seed}"))
-        words = command(
-            self.recipe,
-            run_dir,
+        overrides = (
             *(f"seed={seed}", f"num_steps={num_steps}", *QUIET, "checkpoint.every_steps=0"),
             *(f"trainer.groups_per_step={self.args.groups}", "data.shuffle=false"),
             *(f"sampling.max_tokens={self.most_tokens}", *options),
-            program=program,
         )
+        if program in self.quick:
+            to_config(compose(self.recipe, overrides))
+            return self.quick[program]
+        if self.args.quick:
+            overrides += (INLINE, "trainer.num_ranks=1")
+        words = command(self.recipe, run_dir, *overrides, program=program)
         metrics = run_dir / "metrics.jsonl"
         least_s = least_step_s(run_steps(words, environment(), metrics, NUM_SKIPPED))
         found = LiveRun(run_dir)
@@ -174,6 +184,8 @@ class Runs:
             f"step, at least {least_s:.2f}, both busy {found.summary['both_busy_share']:.0%}",
             flush=True,
         )
+        if self.args.quick:
+            self.quick[program] = found, least_s
         return found, least_s
 
     def run(self, mode: str, options: list[str], seed: int) -> None:
@@ -257,7 +269,9 @@ def orders_of(bench: Bench, shape: str, runs: Runs) -> None:
             steps = [statistics.mean(runs.decode_steps[name]) for name in names]
             fifo, ranked, oracle = steps
             bench.add("decode_steps", steps, case)
-            bench.add("share_of_oracle_decode_steps", (fifo - ranked) / (fifo - oracle), case)
+            saved = fifo - oracle
+            share = (fifo - ranked) / saved if saved > 0 else None
+            bench.add("share_of_oracle_decode_steps", share, case)
 
 
 def asynchrony_of(bench: Bench, shape: str, runs: Runs) -> None:
@@ -288,7 +302,10 @@ GOALS = {
 
 def measure_workload(bench: Bench, shape: str, folder: Path, args: argparse.Namespace) -> Runs:
     """All runs and figures of one workload."""
-    runs = Runs(write_recipe(folder, shape), WORKLOADS[shape].most, folder / shape, args)
+    lengths = WORKLOADS[shape]
+    if args.quick:
+        lengths = dataclasses.replace(lengths, most=QUICK_TOKENS)
+    runs = Runs(write_recipe(folder, shape, lengths), lengths.most, folder / shape, args)
     for seed in range(args.seeds):
         for mode, options in modes_of(args.figures, args.groups).items():
             runs.run(mode, options, seed)
@@ -301,11 +318,11 @@ def measure_workload(bench: Bench, shape: str, folder: Path, args: argparse.Name
     return runs
 
 
-def write_recipe(folder: Path, shape: str) -> Path:
+def write_recipe(folder: Path, name: str, shape: Shape) -> Path:
     """bench_async's recipe with lengths of this shape, and few prompts, which come back."""
-    recipe, lengths = folder / f"recipe-{shape}", WORKLOADS[shape].lengths(NUM_PROMPTS, NUM_EPOCHS)
+    recipe = folder / f"recipe-{name}"
     bench_async.write_long_tail_recipe(recipe)
-    (recipe / "lengths.json").write_text(json.dumps(lengths))
+    (recipe / "lengths.json").write_text(json.dumps(shape.lengths(NUM_PROMPTS, NUM_EPOCHS)))
     prompts = (recipe / "prompts.jsonl").read_text().splitlines()[:NUM_PROMPTS]
     (recipe / "prompts.jsonl").unlink()
     (recipe / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
@@ -321,12 +338,12 @@ def main() -> None:
     bench.option("--groups", type=int, default=64, help="groups of a step")
     bench.option("--workloads", nargs="*", default=[*WORKLOADS], choices=[*WORKLOADS])
     bench.option("--figures", nargs="*", default=[*FIGURES], choices=[*FIGURES])
-    bench.option("--quick", action="store_true", help="one small run of each mode")
+    bench.option("--quick", action="store_true", help="one small run stands for all")
     bench.option("--simulate", action="store_true", help="the simulated run too")
     args = bench.parse()
     if args.quick:
-        args.seeds, args.steps, args.rounds, args.duels = 1, 3, 4, 2
-        args.groups, args.workloads = 16, ["tail"]
+        args.seeds, args.steps, args.rounds, args.duels = 1, 2, 2, 1
+        args.groups, args.workloads = 8, ["tail"]
     args.rounds += args.rounds % 2  # prompts come back every second step
     rounds: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as temporary:

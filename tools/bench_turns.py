@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from harness import ROOT, Bench, Values, turns
-from live_run import QUIET, train
+from live_run import INLINE, QUIET, train
 
 from llamarl.metrics.span import SpanFolder
 
@@ -27,7 +27,7 @@ RECIPE = ROOT / "recipes" / "quickstart_tools"
 GROUPS = {2: 1, 4: 1, 32: 4, 512: 64}  # of so many episodes
 
 
-def measure(num_episodes: int, num_steps: int) -> Values:
+def measure(num_episodes: int, num_steps: int, *more: str) -> Values:
     """The turns of one run with so many episodes in a step."""
     num_groups = GROUPS[num_episodes]
     options = (
@@ -38,7 +38,7 @@ def measure(num_episodes: int, num_steps: int) -> Values:
         "data.held_out=null",  # an evaluation has hundreds at once
     )
     with tempfile.TemporaryDirectory(prefix="llamarl-") as folder:
-        run = train(RECIPE, Path(folder) / "run", *QUIET, *options)
+        run = train(RECIPE, Path(folder) / "run", *QUIET, *options, *more)
         spans = SpanFolder(run.run_dir / "spans", executor="generator").read()
         found = sorted((span for _, span in spans if span.name == "turn"), key=lambda s: s.end_ns)
     waits_ms = [(span.end_ns - span.start_ns) / 1e6 for span in found[num_episodes:]]
@@ -59,7 +59,7 @@ def main() -> None:
     rounds: dict[str, list[Values]] = {}
     for _, num_episodes in turns([4] if arguments.quick else GROUPS, num_rounds):
         steps = min(num_steps, 10) if num_episodes > 100 else num_steps
-        values = measure(num_episodes, steps)
+        values = measure(num_episodes, steps, *([INLINE] if arguments.quick else []))
         rounds.setdefault(f"{num_episodes} episodes", []).append(values)
     bench.add_medians(rounds)
     bench.write(rounds)

@@ -21,6 +21,7 @@ from harness import ROOT
 
 RECIPE = ROOT / "recipes" / "quickstart"
 QUIET = ("metrics.live=false", "checkpoint.export=false", "evaluation.every_steps=0")
+INLINE = "cluster=inline"  # all in one process: half the start, and no figure of a real run
 PROGRAM = ("-m", "llamarl")
 
 
@@ -61,11 +62,11 @@ def command(
     return [sys.executable, *program, *train, *options]
 
 
-def evaluate(recipe: Path, checkpoint: Path, run_dir: Path) -> float:
+def evaluate(recipe: Path, checkpoint: Path, run_dir: Path, *more: str) -> float:
     """Greedy accuracy of a checkpoint on all of the recipe's held-out prompts. SystemExit with what
     the run wrote if it fails."""
     options = (f"--config-dir={recipe}", f"model.checkpoint={checkpoint}", f"run_dir={run_dir}")
-    finish([sys.executable, *PROGRAM, "evaluate", *options, "metrics.live=false"])
+    finish([sys.executable, *PROGRAM, "evaluate", *options, "metrics.live=false", *more])
     lines = [line for path in run_dir.glob("archive/*.jsonl") for line in path.open()]
     return statistics.mean(json.loads(line)["correct"] for line in lines)
 
