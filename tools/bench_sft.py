@@ -39,7 +39,7 @@ from generate_bench.engines import ARCHITECTURE
 from half_good import ARCHITECTURE as SMALL
 from half_good import new_model, save, write_json, write_rows
 from harness import Bench, Values
-from live_run import PROGRAM, LiveRun, finish
+from live_run import INLINE, PROGRAM, LiveRun, finish
 from make_quickstart import question_of, worked_answer, write_tokenizer
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
@@ -88,9 +88,9 @@ def pin() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
 
 
-def run_llamarl(recipe: Path, out: Path, num_steps: int) -> LiveRun:
+def run_llamarl(recipe: Path, out: Path, num_steps: int, *more: str) -> LiveRun:
     options = (f"--config-dir={recipe}", f"run_dir={out}", f"num_steps={num_steps}")
-    finish([sys.executable, *PROGRAM, "sft", *options], pin)
+    finish([sys.executable, *PROGRAM, "sft", *options, *more], pin)
     return LiveRun(out)
 
 
@@ -120,7 +120,7 @@ def losses(run: LiveRun) -> list[float]:
 
 
 def compare(
-    bench: Bench, num_rounds: int, num_steps: int, has_rival: bool
+    bench: Bench, num_rounds: int, num_steps: int, has_rival: bool, *more: str
 ) -> dict[str, list[Values]]:
     """Both sides by turns."""
     rounds: dict[str, list[Values]] = {}
@@ -131,7 +131,7 @@ def compare(
         for number, way in harness.turns(ways, num_rounds):
             out = Path(folder) / f"{way}-{number}".replace(", ", "-")
             if way == OWN:
-                found = run_llamarl(recipe, out, num_steps)
+                found = run_llamarl(recipe, out, num_steps, *more)
             else:
                 found = run_trl(recipe, out, num_steps, is_packed=way == PACKED)
             curves[way] = losses(found)
@@ -183,7 +183,8 @@ def main() -> None:
         print(f"without TRL: {reason}")
     found = beside_rl(8 * arguments.rounds, 2 if arguments.quick else 40)
     bench.add("vs_rl", statistics.median(found), "", sorted(found)[1:-1])
-    bench.write(compare(bench, arguments.rounds, arguments.steps, not reason))
+    more = [INLINE] if arguments.quick else []
+    bench.write(compare(bench, arguments.rounds, arguments.steps, not reason, *more))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a publish of new weights costs, against a plain copy and what others do.
 
     python tools/bench_weights.py [--json FILE] [--megabytes 500] [--repeats 5] [--folder DIR]
+        [--quick]
 
 Four processes of one thread each: two trainer ranks that hold a Llama in uneven row shards, two
 tensor-parallel generator ranks that want it by rows and by columns. Both sides have one dtype, and
@@ -27,6 +28,8 @@ the other, and without. Then what the processes take beyond their weights, by `w
 Then what a publish of a fifth as many bytes to several replicas on hosts of their own costs a
 trainer rank: messages are packed once for all of them, or for each (weights.packed_bytes=0). Last,
 a publish of float32 shards to generators in bfloat16 and in eight bits, quantised by the trainer.
+--quick: all of these once, with a narrow model, a short window and one replica, without
+vLLM; its figures say nothing.
 """
 
 from __future__ import annotations
@@ -87,6 +90,8 @@ DECODING_MODEL = Model(
 RATES = "rates of the machine"
 WINDOW_S = 1.5
 NUM_WINDOWS = 3
+NUM_REPLICAS = (1, 4, 8)
+QUICK_MEGABYTES, QUICK_WINDOW_S = 4, 0.5
 Seconds = dict[str, list[float]]
 Stages = dict[str, list[Values]]
 Way = Callable[[int], Awaitable[object]]  # brings a version across
@@ -197,9 +202,10 @@ async def make_ways(
     return ways
 
 
-async def bench_decoding(folder: str) -> Values:
+async def bench_decoding(
+    model: Model, folder: str, *, window_s: float = WINDOW_S, num_windows: int = NUM_WINDOWS
+) -> Values:
     """Decoding with and without publishes, in turns."""
-    model = DECODING_MODEL
     trainers = [Remote(TrainerRank, model, rank) for rank in range(2)]
     generator = Remote(DecodingGenerator, model, folder, BATCH, CONTEXT_TOKENS)
     try:
@@ -210,14 +216,14 @@ async def bench_decoding(folder: str) -> Values:
         await publisher.connect()
         await publisher.publish(0)
         await generator.call("submit", 4 * BATCH)
-        await asyncio.sleep(WINDOW_S)
+        await asyncio.sleep(window_s)
         quiet, busy, publishes = [], [], []
-        for _ in range(NUM_WINDOWS):
+        for _ in range(num_windows):
             start_ns = now_ns()
-            await asyncio.sleep(WINDOW_S)
+            await asyncio.sleep(window_s)
             quiet.append((start_ns, now_ns()))
             start_ns = now_ns()
-            while now_ns() < start_ns + WINDOW_S * 1e9:
+            while now_ns() < start_ns + window_s * 1e9:
                 version = publisher.version + 1
                 await call_all(trainers, "label", version)
                 begin_ns = now_ns()
@@ -287,9 +293,12 @@ def main() -> None:
     bench.option("--folder", help="where the files go: a real disk (default: temporary)")
     bench.option("--forecast", action="store_true", help="only publishes and their forecasts")
     bench.option("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    bench.option("--quick", action="store_true", help="all of it once, as small as it can be")
     arguments = bench.parse()
+    if arguments.quick:
+        arguments.megabytes, arguments.repeats = QUICK_MEGABYTES, 1
     sections = ("ways",) if arguments.forecast else arguments.sections
-    reason = why_not()
+    reason = "--quick measures without it" if arguments.quick else why_not()
     if reason:
         print(f"without vLLM: {reason}")
     print("without rdma: Monarch's buffers exist only in its actors, so it needs a whole run")
@@ -310,10 +319,14 @@ def main() -> None:
 def add_others(bench: Bench, sections: Collection[str], arguments: Namespace) -> None:
     """The other sections; their files go into `arguments.folder`."""
     megabytes, parent = arguments.megabytes, arguments.folder
+    model = model_of(megabytes, "float32")
     if "decoding" in sections:
         with tempfile.TemporaryDirectory(dir=parent) as folder:
-            bench.add_all(asyncio.run(bench_decoding(folder)), "decoding")
-    model = model_of(megabytes, "float32")
+            if arguments.quick:
+                measured = bench_decoding(model, folder, window_s=QUICK_WINDOW_S, num_windows=1)
+            else:
+                measured = bench_decoding(DECODING_MODEL, folder)
+            bench.add_all(asyncio.run(measured), "decoding")
     for staging in ("double_buffer", "host", "bucket") if "memory" in sections else ():
         config = WeightsConfig(staging=staging, bucket_bytes=model.num_bytes // 16)
         with tempfile.TemporaryDirectory(dir=parent) as folder:
@@ -321,8 +334,10 @@ def add_others(bench: Bench, sections: Collection[str], arguments: Namespace) ->
     if "replicas" in sections:
         small = model_of(megabytes / 5, "float32")
         bench.add("model_bytes", small.num_bytes, "several replicas")
+        numbers = NUM_REPLICAS[:1] if arguments.quick else NUM_REPLICAS
         with tempfile.TemporaryDirectory(dir=parent) as folder:
-            bench.add_medians(asyncio.run(bench_replicas(small, arguments.repeats, folder)))
+            measured = bench_replicas(small, numbers, arguments.repeats, folder)
+            bench.add_medians(asyncio.run(measured))
     if "formats" in sections:
         with tempfile.TemporaryDirectory(dir=parent) as folder:
             found = asyncio.run(bench_formats(model, arguments.repeats, folder))

@@ -12,6 +12,10 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Forks of one that has imported what takes long: there are dozens of them."""
+PROCESSES.set_forkserver_preload(["llamarl.executors.generator", "llamarl.weights.sync.publisher"])
+
 
 class Remote:
     """An object that `make(*args)` creates in a new process; make it within a running event loop.
@@ -21,9 +25,8 @@ class Remote:
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"  # read when the new process imports torch
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, there = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(make, args, there), daemon=True)
+        self._pipe, there = PROCESSES.Pipe()
+        self._process = PROCESSES.Process(target=_serve, args=(make, args, there), daemon=True)
         self._process.start()
         there.close()
         self.pid = self._process.pid

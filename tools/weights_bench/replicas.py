@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from harness import Rounds, Values, turns
@@ -29,7 +29,6 @@ from weights_bench.model import DTYPES, NUM_RANKS, Model, generator_layouts, tra
 from weights_bench.processes import Remote, call_all
 from weights_bench.publishing import Trainer
 
-NUM_REPLICAS = (1, 4, 8)
 WAYS = {"packed for each": 0, "packed once": WeightsConfig().packed_bytes}
 LIMIT_S = 600.0
 
@@ -161,14 +160,14 @@ class Replica:
         return lambda *args: self._remote.call(name, *args)
 
 
-async def bench_replicas(model: Model, repeats: int, folder: str) -> Rounds:
+async def bench_replicas(model: Model, numbers: Sequence[int], repeats: int, folder: str) -> Rounds:
     """The figures of each number of replicas and way, by repeat."""
     trainers = [Remote(SendingRank, model, rank) for rank in range(NUM_RANKS)]
-    replicas = [Remote(ReceivingReplica, model, i) for i in range(max(NUM_REPLICAS))]
+    replicas = [Remote(ReceivingReplica, model, i) for i in range(max(numbers))]
     found: dict[str, list[Values]] = {}
     version = 0
     try:
-        for number in NUM_REPLICAS:
+        for number in numbers:
             for _, way in turns(WAYS, repeats):
                 version += 2
                 receiving = {i: Replica(replicas[i]) for i in range(number)}
