@@ -26,8 +26,8 @@ and `async_vs_sync` is the median of the pairs' ratios. `least_step_s` is the sh
 schedule of the asynchronous run's work could reach on these processors: its busiest process's
 seconds of processor, or all processes' over the number of cores (streams_bench/processors.py).
 
-`--quick`: one small run stands for those of all modes, whose options are composed but not run, and
-one in which orders take turns for those; so its figures say nothing.
+`--quick`: one small run, in which orders take turns, stands for all, whose options are composed but
+not run; so its figures say nothing.
 `--simulate` adds simulated runs of StreamRL's size (streams_bench/simulated.py), in 3 minutes.
 """
 
@@ -62,6 +62,7 @@ NUM_SKIPPED = 2  # first steps of a run
 RANKED = "S=1, dynamic"  # also run in each order
 CARRIED = "S=0, carried over"
 NUM_PROMPTS, NUM_EPOCHS = 128, 64
+IN_TURNS = ("-m", "streams_bench.turns")
 QUICK_TOKENS = 8  # of a rollout at most
 # Of log-lengths, among the rollouts of a prompt: earlier ones then find 0.85 to 0.91 of the longest
 # fifth of the prompts; StreamRL publishes 0.87.
@@ -152,8 +153,8 @@ class Runs:
     """By mode with orders in turn, of all seeds."""
     last: dict[str, LiveRun] = field(default_factory=dict)
     """By mode, of the last seed."""
-    quick: dict[Sequence[str], tuple[LiveRun, float]] = field(default_factory=dict)
-    """By program, with --quick: what stands for all runs of it."""
+    quick: tuple[LiveRun, float] | None = None
+    """With --quick: what stands for all runs."""
 
     def train(
         self,
@@ -170,11 +171,12 @@ class Runs:
             *(f"trainer.groups_per_step={self.args.groups}", "data.shuffle=false"),
             *(f"sampling.max_tokens={self.most_tokens}", *options),
         )
-        if program in self.quick:
+        if self.quick is not None:
             to_config(compose(self.recipe, overrides))
-            return self.quick[program]
+            return self.quick
         if self.args.quick:
-            overrides += (INLINE, "trainer.num_ranks=1")
+            program = IN_TURNS
+            overrides += (INLINE, f"num_steps={self.num_turns}", "trainer.num_ranks=1")
         words = command(self.recipe, run_dir, *overrides, program=program)
         metrics = run_dir / "metrics.jsonl"
         least_s = least_step_s(run_steps(words, environment(), metrics, NUM_SKIPPED))
@@ -185,7 +187,7 @@ class Runs:
             flush=True,
         )
         if self.args.quick:
-            self.quick[program] = found, least_s
+            self.quick = found, least_s
         return found, least_s
 
     def run(self, mode: str, options: list[str], seed: int) -> None:
@@ -197,9 +199,8 @@ class Runs:
 
     def run_in_turns(self, mode: str, options: list[str], seed: int) -> None:
         """Train once with the orders in turn; the first rounds have nothing to rank by."""
-        num_steps = len(ORDERS) * (self.args.rounds + NUM_SKIPPED)
-        name, program = f"{mode}, in turns", ("-m", "streams_bench.turns")
-        self.last[name], _ = self.train(name, options, seed, num_steps, program)
+        name = f"{mode}, in turns"
+        self.last[name], _ = self.train(name, options, seed, self.num_turns, IN_TURNS)
         seconds = self.last[name].steps_s
         counts = decode_steps(read_spans(self.last[name].run_dir / "spans"))
         num_skipped = NUM_SKIPPED * len(ORDERS)
@@ -211,6 +212,11 @@ class Runs:
             self.decode_steps.setdefault(f"{name}, {order}", []).extend(
                 counts[index :: len(ORDERS)]
             )
+
+    @property
+    def num_turns(self) -> int:
+        """Steps of a run in which the orders take turns."""
+        return len(ORDERS) * (self.args.rounds + NUM_SKIPPED)
 
     def seconds_of(self, mode: str, turn: int) -> float:
         """A step of one more run in this mode, with a seed of its own."""

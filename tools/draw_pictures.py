@@ -3,9 +3,10 @@
     python tools/draw_pictures.py [KEY=VALUE ...]
     python tools/draw_pictures.py --run RUN_DIR
     python tools/draw_pictures.py --benchmarks
+    Each with --folder FOLDER, to see them elsewhere than in docs/pictures.
 
 The first form runs `llamarl train --config-dir recipes/quickstart` in a terminal of its own and
-writes, into docs/pictures, the live display in the middle of that run and its learning curve. The
+writes the live display in the middle of that run and its learning curve. The
 second draws only the curve, from the folder of a finished run. The third draws the bars of
 BENCHMARKS.md (bars.py) from docs/benchmarks/*.json.
 """
@@ -49,20 +50,21 @@ def main() -> None:
     parser.add_argument("--run", help="folder of a finished run; only its curve is drawn")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the run")
     parser.add_argument("--benchmarks", action="store_true", help="the bars of BENCHMARKS.md alone")
+    parser.add_argument("--folder", type=Path, default=PICTURES, help="where the pictures go")
     options = parser.parse_args()
-    PICTURES.mkdir(parents=True, exist_ok=True)
+    options.folder.mkdir(parents=True, exist_ok=True)
     if options.benchmarks:
         for name, svg in bars.pictures().items():
-            write(name, svg)
+            write(options.folder / name, svg)
         return
     if options.run is not None:
-        draw_curves(Path(options.run))
+        draw_curves(Path(options.run), options.folder)
         return
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder, "quickstart")
         frames = split_frames(record(run_dir, options.overrides))
-        draw_display(choose_frame(frames))
-        draw_curves(run_dir)
+        draw_display(choose_frame(frames), options.folder)
+        draw_curves(run_dir, options.folder)
 
 
 def record(run_dir: Path, overrides: Sequence[str]) -> str:
@@ -113,14 +115,14 @@ def choose_frame(frames: Iterable[str]) -> str:
     sys.exit("no frame of the display shows the second half of the run")
 
 
-def draw_display(frame: str) -> None:
+def draw_display(frame: str, folder: Path) -> None:
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), color_system="truecolor")
     console.print(Text.from_ansi(frame))
     svg = console.export_svg(title="make quickstart", theme=MONOKAI, unique_id="display")
-    write("display.svg", svg)
+    write(folder / "display.svg", svg)
 
 
-def draw_curves(run_dir: Path) -> None:
+def draw_curves(run_dir: Path, folder: Path) -> None:
     """Accuracy, and the length of the answers, over the steps of the run."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     held_out, trained = series(lines, "evaluation/accuracy"), series(lines, "accuracy/train")
@@ -136,17 +138,16 @@ def draw_curves(run_dir: Path) -> None:
         ),
         chart("answer length, tokens", 40, [("held out", lengths, ORANGE)], marked=["held out"]),
     ]
-    write("learning.svg", picture(charts))
+    write(folder / "learning.svg", picture(charts))
 
 
 def series(lines: Iterable[dict[str, float]], tag: str) -> list[tuple[float, float]]:
     return [(line["step"], line[tag]) for line in lines if tag in line and "step" in line]
 
 
-def write(name: str, text: str) -> None:
-    path = PICTURES / name
+def write(path: Path, text: str) -> None:
     path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
-    print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")
+    print(f"{path}: {path.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

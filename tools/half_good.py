@@ -182,25 +182,27 @@ def mean(values: Sequence[object]) -> float:
 
 def run(
     words: str | None,
-    write: Callable[[Path, int], None],
-    evaluate: Callable[[Transformer, Tokenizer], Figures],
+    write: Callable[[Path, int, int | None], None],
+    evaluate: Callable[[Transformer, Tokenizer, int | None], Figures],
     misses: Callable[[Figures], list[str]],
 ) -> int:
-    """The command line of a tool: `write(FOLDER, seed)` all files, or evaluate a checkpoint."""
+    """The command line of a tool: `write(FOLDER, seed, rows)` all files, or evaluate a checkpoint;
+    of so many demonstrations or questions, None for all."""
     parser = argparse.ArgumentParser(
         description=words, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="a new folder for all files")
     parser.add_argument("--seed", type=int, default=0, help="of weights and demonstrations")
     parser.add_argument("--check", type=Path, help="a trained checkpoint to measure")
+    parser.add_argument("--rows", type=int, help="only so many demonstrations, or questions")
     arguments = parser.parse_args()
     if (arguments.out is None) == (arguments.check is None):
         parser.error("give --out or --check")
     if arguments.check is not None:
-        return _check(arguments.check, evaluate, misses)
+        return _check(arguments.check, evaluate, misses, arguments.rows)
     checkpoint = arguments.out / "checkpoint"
     checkpoint.mkdir(parents=True)
-    write(arguments.out, arguments.seed)
+    write(arguments.out, arguments.seed, arguments.rows)
     write_json(checkpoint / "config.json", ARCHITECTURE)
     save(new_model(checkpoint, arguments.seed), checkpoint)
     return 0
@@ -208,13 +210,15 @@ def run(
 
 def _check(
     checkpoint: Path,
-    evaluate: Callable[[Transformer, Tokenizer], Figures],
+    evaluate: Callable[[Transformer, Tokenizer, int | None], Figures],
     misses: Callable[[Figures], list[str]],
+    num_rows: int | None,
 ) -> int:
     """Print what a trained checkpoint can do; 1 unless it is half-good."""
     model = Transformer(read_architecture(checkpoint))
     hf.load_into(dict(model.named_parameters()), checkpoint)
-    figures = evaluate(model, Tokenizer.from_file(str(checkpoint / "tokenizer.json")))
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    figures = evaluate(model, tokenizer, num_rows)
     print(json.dumps(figures, indent=2))
     for rule in misses(figures):
         print(f"not half-good: {rule}", file=sys.stderr)

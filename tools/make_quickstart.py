@@ -127,11 +127,11 @@ def write_tokenizer(folder: Path, seed: int) -> None:
     train_tokenizer(folder, pieces, signs="+=?", special_tokens=SPECIAL_TOKENS, settings={})
 
 
-def write(folder: Path, seed: int) -> None:
+def write(folder: Path, seed: int, num_rows: int | None) -> None:
     """Write questions, demonstrations and tokenizer; only demonstrations differ by seed."""
     for split in NUM_ROWS:
         write_rows(folder / f"{split}.jsonl", rows_of(split, 0))
-    demonstrations = islice(draw_demonstrations(seed), NUM_DEMONSTRATIONS)
+    demonstrations = islice(draw_demonstrations(seed), num_rows or NUM_DEMONSTRATIONS)
     rows = ({"question": each.question, "completion": each.answer} for each in demonstrations)
     write_rows(folder / "demonstrations.jsonl", rows)
     write_tokenizer(folder / "checkpoint", 0)
@@ -145,9 +145,9 @@ def complete(
     return [None if ids is None else tokenizer.decode(ids) for ids in found]
 
 
-def evaluate(model: Transformer, tokenizer: Tokenizer) -> Figures:
+def evaluate(model: Transformer, tokenizer: Tokenizer, num_rows: int | None) -> Figures:
     """Greedy accuracy, right-form share, mean answer tokens, and forced-work accuracy."""
-    rows = rows_of(HELD_OUT, 0)
+    rows = rows_of(HELD_OUT, 0)[:num_rows]
     prompts = [tokenizer.encode(row["question"]).ids for row in rows]
     first = [tokenizer.encode(row["worked"][0], add_special_tokens=False).ids for row in rows]
     answers = complete(model, tokenizer, prompts)

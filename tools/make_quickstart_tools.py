@@ -124,15 +124,15 @@ def write_tokenizer(folder: Path, seed: int) -> None:
     train_tokenizer(folder, pieces, signs="*?", special_tokens=SPECIAL_TOKENS, settings=settings)
 
 
-def write(folder: Path, seed: int) -> None:
+def write(folder: Path, seed: int, num_rows: int | None) -> None:
     """Write questions, demonstrations and tokenizer; only demonstrations differ by seed."""
     for split in NUM_ROWS:
         write_rows(folder / f"{split}.jsonl", rows_of(split, 0))
-    for name, num_rows in (("patient", NUM_PATIENT), ("mixed", NUM_MIXED)):
+    for name, num_all in (("patient", NUM_PATIENT), ("mixed", NUM_MIXED)):
         drawn = draw_demonstrations(seed, are_mixed=name == "mixed")
         rows = (
             {"messages": [{"role": role, "content": text} for role, text in turns]}
-            for turns in islice(drawn, num_rows)
+            for turns in islice(drawn, num_rows or num_all)
         )
         write_rows(folder / f"{name}.jsonl", rows)
     write_tokenizer(folder / "checkpoint", 0)
@@ -161,10 +161,10 @@ def play(
     return played
 
 
-def evaluate(model: Transformer, tokenizer: Tokenizer) -> Figures:
+def evaluate(model: Transformer, tokenizer: Tokenizer, num_rows: int | None) -> Figures:
     """Greedy accuracy, by size too; the share that call the tool; accuracy once they are made to;
     and accuracy of those that do not."""
-    rows = rows_of(HELD_OUT, 0)
+    rows = rows_of(HELD_OUT, 0)[:num_rows]
     played, made = play(model, tokenizer, rows), play(model, tokenizer, rows, "<calculator>")
     right = [_is_right(turns, row) for turns, row in zip(played, rows, strict=True)]
     sizes = [row["question"].count("*") + 1 for row in rows]

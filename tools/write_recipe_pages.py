@@ -1,10 +1,10 @@
 """Write what the planner prints today into the pages that show it.
 
-    python tools/write_recipe_pages.py [RECIPE ...]
+    python tools/write_recipe_pages.py [--check] [RECIPE ...]
 
 Every page with a block that begins with `$ llamarl plan --config-dir RECIPE` (the recipes' pages
 and docs/planning.md) gets that block again; all else in it stays. RECIPE limits the work to some.
-tests/unit/test_recipes.py, run with `-m slow`, compares the pages with the planner.
+--check writes nothing, and fails if a page would be written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ SHORT_KINDS = (  # memory that docs/planning.md leaves out
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("recipes", nargs="*", help="names, such as llama31_8b_math; default: all")
-    wanted = set(parser.parse_args().recipes)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if it would")
+    arguments = parser.parse_args()
+    wanted, is_stale = set(arguments.recipes), False
     for page in PAGES:
         text = page.read_text()
 
@@ -44,11 +46,12 @@ def main() -> None:
             return f"```console\n{command}" + "\n".join(excerpt(page, report(recipe))) + "\n```"
 
         renewed = BLOCK.sub(renew, text)
-        if renewed != text:
+        if renewed != text and not arguments.check:
             page.write_text(renewed)
-        print(
-            f"{page.relative_to(ROOT)}: {'as it was' if renewed == text else 'renewed'}", flush=True
-        )
+        is_stale |= renewed != text
+        found = "as it was" if renewed == text else "stale" if arguments.check else "renewed"
+        print(f"{page.relative_to(ROOT)}: {found}", flush=True)
+    sys.exit(arguments.check and is_stale)
 
 
 @lru_cache
