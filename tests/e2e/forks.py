@@ -1,4 +1,4 @@
-"""`llamarl` commands as processes of their own, forked off one that has done the imports.
+"""`llamarl` commands and tools as processes of their own, forked off one that has done the imports.
 
 Those take most of the time of a short run; one such process serves all tests of a session (the
 fixture `forks`). What a command does is the same: the arguments go to
@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from typing import get_args
 
 from llamarl.executors.specs import Spec
 
-LIMIT_S = 120
+LIMIT_S = 300
 IMPORTS = ("llamarl.main", "torch._dynamo", "transformers")
 
 
@@ -45,10 +46,8 @@ class Forks:
         )
 
     def run(self, *arguments: str, where: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Run `llamarl` with these arguments, in the folder `where` or here, to its end.
-
-        "fuzz" as the first argument runs tools/fuzz.py with the others.
-        """
+        """Run `llamarl` with these arguments, in the folder `where` or here, to its end; or the
+        first argument, if that is the path of a program, with the others."""
         if self._server.poll() is not None:  # a command before took too long
             self._server = self._start()
         assert self._server.stdin is not None
@@ -96,7 +95,7 @@ def serve() -> list[str]:
 
 
 def command(arguments: list[str]) -> int:
-    """What `llamarl` with these arguments exits with; or tools/fuzz.py, if "fuzz" is the first."""
+    """What `llamarl` with these arguments exits with; or the program that the first one names."""
     from hydra._internal.hydra import Hydra
 
     from llamarl.main import main
@@ -104,11 +103,16 @@ def command(arguments: list[str]) -> int:
     Hydra.get_mode = lambda *_, **__: None  # tests/conftest.py says why
     sys.argv = ["llamarl", *arguments]
     try:
-        if arguments[0] == "fuzz":
-            sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-            return int(importlib.import_module("fuzz").main(arguments[1:]))
+        if arguments[0].endswith(".py"):
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(arguments[0]).parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+            return 0
         main()
     except SystemExit as end:
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+            return 1
         return int(end.code or 0)
     except BaseException:
         traceback.print_exc()

@@ -8,6 +8,9 @@ import re
 import pytest
 
 from tests.e2e.forks import Forks
+from tests.places import ROOT
+
+FUZZ = str(ROOT / "tools" / "fuzz.py")
 
 
 @pytest.mark.long
@@ -15,7 +18,7 @@ from tests.e2e.forks import Forks
 def test_damaged_files_and_keys_are_named_or_survived_and_never_believed(
     num_cases: int, forks: Forks
 ) -> None:
-    done = forks.run("fuzz", "--seed=0", f"--cases={num_cases}", "--runs=0.02")
+    done = forks.run(FUZZ, "--seed=0", f"--cases={num_cases}", "--runs=0.02")
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     assert re.match(rf"{num_cases} cases, 0 findings", last)

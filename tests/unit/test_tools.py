@@ -9,21 +9,29 @@ import runpy
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from harness import ROOT, Bench, dump, is_met, read, shown, turns
+from harness import Bench, dump, is_met, read, shown, turns
+from links import why_not
+
+from tests.e2e.forks import Forks
+from tests.places import ROOT
+from tests.unit.small_runs import (
+    ARITHMETIC,
+    BENCHES,
+    ELSEWHERE,
+    NEED_LINKS,
+    PROGRAMS,
+    Found,
+)
 
 TOOLS = ROOT / "tools"
-IS_PROGRAM = re.compile(r"(ArgumentParser|Bench)\(.*__main__", re.DOTALL)
-PROGRAMS = sorted(path for path in TOOLS.glob("*.py") if IS_PROGRAM.search(path.read_text()))
-BENCHES = [path.stem for path in PROGRAMS if path.stem.startswith("bench_")]
-Found = dict[str, dict[str, Any]]
+DESCRIBES = re.compile(r"(ArgumentParser|Bench)\(.*__main__", re.DOTALL)
+DESCRIBED = sorted(path for path in TOOLS.glob("*.py") if DESCRIBES.search(path.read_text()))
 QUICK = {  # under 2 seconds
     "bench_packing": ["--seeds=1"],
     "bench_curriculum": ["--prompts=100", "--steps=3"],
@@ -37,7 +45,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     runpy.run_path(str(TOOLS / f"{name}.py"), run_name="__main__")
 
 
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", DESCRIBED, ids=lambda path: path.stem)
 def test_a_tool_says_what_it_is_for(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,7 +55,7 @@ def test_a_tool_says_what_it_is_for(
     said = " ".join(capsys.readouterr().out.split())
     purpose = path.read_text().lstrip('r"').split("\n")[0]
     assert purpose.rstrip(".") in said
-    assert "--json" in said or path.stem not in BENCHES
+    assert "--json" in said or not path.stem.startswith("bench_")
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -63,34 +71,15 @@ def check_shape(file: Path, name: str) -> None:
     document = json.loads(file.read_text())
     keys = {"bench", "commit", "date", "machine", "command", "figures", "rounds"}
     assert document.keys() == keys
-    assert document["bench"] == name.removeprefix("bench_")
+    tool = name.partition(",")[0]
+    assert document["bench"] == name.removeprefix("bench_").replace(", ", "_")
     assert document["machine"]["cores"] > 0
-    assert document["command"].startswith(f"python tools/{name}.py ")
+    assert document["command"].startswith(f"python tools/{tool}.py ")
     assert document["command"].endswith("--json FILE")
     assert document["figures"]
     for figure in document["figures"]:
         assert {"name", "value", "unit"} <= figure.keys(), figure
         assert figure.keys() <= {"name", "value", "unit", "case", "spread", "goal"}, figure
-
-
-def check_store(found: Found) -> None:
-    assert found[""]["rows_vs_transferqueue"] is None
-    assert found[""]["bytes_vs_memcpy"] > 0
-    assert found[""]["second_unit"] > 0
-    cases = {case for case, values in found.items() if case.startswith("own,")}
-    assert len(cases) == 8
-
-
-def check_pools(found: Found) -> None:
-    mixed, same = (found[f"72B 10k, 64 groups, {kind}"] for kind in ("mixed", "same"))
-    assert mixed["generators"] == 32, "all H20 that there are"
-    assert mixed["trainer"] == same["trainer"]
-    gain = found["72B 10k, 64 groups"]["gain_trainer_x1"]
-    assert gain == pytest.approx(mixed["per_cost"] / same["per_cost"])
-    price = mixed["trainer"] * 2.85 + 32
-    tokens = mixed["per_cost"] * price / 3600 * mixed["step_s"]
-    equal = same["per_cost"] * 2.85 * (same["trainer"] + same["generators"]) / 3600 * same["step_s"]
-    assert tokens == pytest.approx(equal, rel=0.1), "both train the same rollouts"
 
 
 def check_gpu(found: Found) -> None:
@@ -124,117 +113,43 @@ def check_probe(found: Found) -> None:
     assert found["decode, 4 rows"]["tokens_per_s"] > 0
 
 
-def check_streams(found: Found) -> None:
-    assert sum("step_s" in values for values in found.values()) == 24
-    tail = found["tail"]
-    assert 0 < tail["share_of_least"] < 1.5, "no run is much faster than its work allows"
-    assert tail["least_vs_sync"] == pytest.approx(tail["async_vs_sync"] / tail["share_of_least"])
-    assert 0 <= tail["carried_masked_share"] < 1
-    ordered = [values for values in found.values() if "ranked_vs_fifo" in values]
-    assert len(ordered) == 3
-    assert all("share_of_oracle" in values for values in ordered)
-
-
-def check_staging(found: Found) -> None:
-    """Every form keeps the bound, and only a blocking publish stops decoding for long."""
-    forms = {name: figures for name, figures in found.items() if name}
-    for name, figures in forms.items():
-        assert figures["num_publishes"] >= 2, name
-        assert 0 < figures["staleness_max"] <= (2 if "staleness 2" in name else 1), name
-        assert figures["early_share"] == ("staggered" in name), name
-        assert figures["publish_s"] > figures["lead_s"] > 0, name
-    interrupted = {name: figures["interrupted_s"] for name, figures in forms.items()}
-    beside = max(interrupted[f"double_buffer, {commits}"] for commits in ("staggered", "together"))
-    for name in ("blocking, together", "blocking, staggered", "bucket, staggered"):
-        assert interrupted[name] > 10 * beside, name
-
-
-def check_peers(found: Found) -> None:
-    for cores in ("1 core", "2 cores"):
-        assert set(found[cores].values()) == {None}, "ratios, which need TRL"
-        assert found[f"slow tools, {cores}: llamarl"]["step_s"] > 0
-        assert 0 < found[f"instant tools, {cores}: llamarl"]["accuracy"] < 1
-
-
-def check_turns(found: Found) -> None:
-    assert len(found) == 4
-    for figures in found.values():
-        assert figures["num_turns"] > 0
-        assert 0 < figures["turn_ms"] <= figures["turn_p90_ms"]
-
-
-def check_soak(found: Found) -> None:
-    run = found.pop("")
-    assert run["num_steps"] == 80
-    assert run["steps_ratio"] > 0.1, "a busy machine may be five times slower at the end"
-    assert found.keys() == {"controller", "generator-0", "trainer", "scorer", "storage-0"}
-    for name, figures in found.items():
-        assert figures["growth_bytes_per_step"] < 500_000, name
-        assert min(figures["memory_bytes"]) > 1e7, name
-        before, after = figures["num_files"]
-        assert after <= before + 20, name
-
-
-def check_messages(found: Found) -> None:
-    """Of 2,000 messages; Monarch's 1.4 kB for each stand in docs/limits.md."""
-    assert len(found) == 4
-    for side in ("caller", "actor"):
-        kept = found[f"a port as argument, {side}"]["growth_bytes_per_message"]
-        assert kept < found[f"Monarch answers, {side}"]["growth_bytes_per_message"] + 1000, side
-
-
-def check_positive(found: Found) -> None:
-    values = [each for values in found.values() for each in values.values()]
-    numbers = [value for value in values if isinstance(value, float)]
-    assert numbers
-    assert min(numbers) > 0
-
-
-SMALL: dict[str, tuple[list[str], Callable[[Found], None]]] = {
-    "bench_weights": (["--megabytes=4", "--repeats=1"], check_positive),
-    "bench_offload": (["--megabytes=4", "--repeats=1"], check_positive),
-    "bench_checkpoints": (["--megabytes=4", "--repeats=1"], check_positive),
-    "bench_store": (
-        [
-            "--quick",
-            "--rounds=1",
-            *["--tokens", "16", "512", "--units", "1", "2", "--consumers", "1", "2"],
-        ],
-        check_store,
-    ),
-    "bench_peers": (["--quick"], check_peers),
-    "bench_turns": (["--quick"], check_turns),
-    "bench_pools": (["--quick", "--models=72B", "--groups=64"], check_pools),
-    "bench_streams": (["--quick"], check_streams),
-    "bench_staging": (["--quick"], check_staging),
-    "bench_prompts": (["--prompts=2000"], check_positive),
-    "bench_routes": ([f"--recipe={ROOT / 'recipes' / 'gsm8k_llama32_1b_1gpu'}"], check_positive),
-    "soak": (["--steps=80"], check_soak),
-    "soak_messages": (["--messages=2000"], check_messages),
-}
-
-
-LONG = {"bench_offload", "bench_pools", "bench_prompts", "bench_routes", "soak", "soak_messages"}
-"""Those that take less than 25 s of a processor; the others are in the slow set."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.slow)
-        for name in SMALL
-    ],
-)
-def test_a_small_run_of_a_benchmark_finds_what_it_must(name: str, tmp_path: Path) -> None:
-    arguments, check = SMALL[name]
-    command = [sys.executable, str(TOOLS / f"{name}.py"), *arguments, "--json=figures.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1500)
+@pytest.mark.long
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_small_run_of_a_benchmark_finds_what_it_must(
+    name: str, forks: Forks, tmp_path: Path
+) -> None:
+    arguments, check = BENCHES[name]
+    tool = name.partition(",")[0]
+    if tool in NEED_LINKS and (reason := why_not()):
+        pytest.skip(f"namespaces of Linux: {reason}")
+    done = forks.run(str(TOOLS / f"{tool}.py"), *arguments, "--json=figures.json", where=tmp_path)
     assert done.returncode == 0, done.stderr
     check_shape(tmp_path / "figures.json", name)
     check(read(tmp_path / "figures.json"))
 
 
-SESSION = TOOLS / "gpu_session" / "session.sh"
+@pytest.mark.long
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_small_run_of_a_tool_leaves_what_it_must(name: str, forks: Forks, tmp_path: Path) -> None:
+    arguments, check, code = PROGRAMS[name]
+    tool = str(TOOLS / f"{name.partition(',')[0]}.py")
+    done = forks.run(tool, *arguments, where=tmp_path)
+    assert done.returncode == code, done.stderr
+    check(tmp_path, done.stdout)
+
+
+def test_every_tool_is_run_by_a_test() -> None:
+    programs = {path.stem for path in TOOLS.glob("*.py") if "__main__" in path.read_text()}
+    small = {name.partition(",")[0] for name in (*BENCHES, *PROGRAMS)}
+    assert small.isdisjoint(ELSEWHERE)
+    assert programs == small | ELSEWHERE.keys()
+    assert {name for name, test in ELSEWHERE.items() if test == ARITHMETIC} == QUICK.keys()
+    for name, test in ELSEWHERE.items():
+        file, _, function = test.partition("::")
+        assert f"def {function}(" in (ROOT / file).read_text(), name
+
+
+GPU_SESSION = TOOLS / "gpu_session" / "session.sh"
 DONE = re.compile(r"^\[\d+ s\] (\w+) rc=(\d+) ", re.MULTILINE)
 RUNS = ("billion_none", "billion_file", "quickstart", "quickstart_adapters")
 
@@ -250,7 +165,7 @@ def test_a_session_for_a_gpu_runs_each_of_its_parts_on_a_cpu(tmp_path: Path) -> 
     }
     environment = {**os.environ, "DEVICE": "cpu", "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environment["PYTHON"] = sys.executable
-    command = ["bash", str(SESSION), *parts]
+    command = ["bash", str(GPU_SESSION), *parts]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
     found = dict(DONE.findall((tmp_path / "logs" / "session.log").read_text()))
     assert found == dict.fromkeys(set().union(*parts.values()), "0"), done.stdout
@@ -266,7 +181,7 @@ def test_a_session_for_a_gpu_runs_each_of_its_parts_on_a_cpu(tmp_path: Path) -> 
 
 def test_a_session_names_a_part_that_it_does_not_have(tmp_path: Path) -> None:
     environment = {**os.environ, "OUT": str(tmp_path)}
-    command = ["bash", str(SESSION), "probe", "all"]
+    command = ["bash", str(GPU_SESSION), "probe", "all"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith("must be probe, tests, speed or runs, got all\n")
