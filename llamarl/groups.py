@@ -127,7 +127,8 @@ class HeldOutResult:
     """What the rollouts of one held-out prompt reached, one entry per rollout.
 
     A reward that failed is None, and its rollout not correct. `answers` are equal where the answers
-    are; None where there is none. `shares` has the prompt's own accuracy, pass_at_k and maj_at_k.
+    are; None where there is none. `shares` has the prompt's own accuracy, pass_at_k and maj_at_k,
+    `extra` what rewards returned besides (see `StageResult`).
     """
 
     held_out: str
@@ -138,6 +139,7 @@ class HeldOutResult:
     num_tokens: tuple[int, ...]
     is_truncated: tuple[bool, ...]
     shares: dict[str, float]
+    extra: tuple[dict[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +149,8 @@ class Evaluation:
 
     `shares` has the accuracy, with several rollouts of a prompt the mean over them (avg@n), and
     pass_at_k and maj_at_k by name. `reward` and the others are means over all rollouts too; the
-    `num_failed` rollouts whose reward failed count as wrong, with the reward 0.
+    `num_failed` rollouts whose reward failed count as wrong, with the reward 0. `extra` has the
+    mean of each further number of rewards, over the rollouts that have it.
     """
 
     version: int
@@ -158,6 +161,7 @@ class Evaluation:
     num_prompts: int
     num_rollouts: int
     num_failed: int
+    extra: dict[str, float] = field(default_factory=dict)
     sets: "dict[str, Evaluation]" = field(default_factory=dict)
     results: tuple[HeldOutResult, ...] = field(default=(), repr=False)
     """Of each prompt; left out of the text of an evaluation, which people print."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from llamarl.groups import Evaluation, Group, HeldOutResult, Share
 from llamarl.metrics.estimates import majority_at, pass_at, share_of, with_interval
-from llamarl.metrics.step_metrics import Scalars
+from llamarl.metrics.step_metrics import EXTRA, Scalars, means
 from llamarl.types import FinishReason, StageStatus
 
 RESULTS_FILE = "evaluations.jsonl"
@@ -40,6 +40,7 @@ def result_of(group: Group, at_k: Sequence[int]) -> HeldOutResult:
         num_tokens=tuple(row.num_generated for row in rows),
         is_truncated=tuple(row.finish_reason is FinishReason.LENGTH for row in rows),
         shares=shares,
+        extra=tuple(score.extra for score in scores),
     )
 
 
@@ -64,6 +65,7 @@ def summed_up(
         num_prompts=len(results),
         num_rollouts=len(rewards),
         num_failed=sum(reward is None for reward in rewards),
+        extra=means([numbers for each in results for numbers in each.extra]),
         sets={name: summed_up(version, those, at_k) for name, those in of_sets.items()},
         results=tuple(results),
     )
@@ -89,6 +91,7 @@ def evaluation_scalars(evaluated: Evaluation, prefix: str = EVALUATION) -> Scala
         f"{prefix}truncated_share": evaluated.truncated_share,
         f"{prefix}failed": evaluated.num_failed,
     }
+    scalars |= {f"{prefix}{EXTRA}/{name}": value for name, value in evaluated.extra.items()}
     for name, of_set in evaluated.sets.items():
         scalars |= evaluation_scalars(of_set, f"{prefix}{name}/")
     return scalars
@@ -116,6 +119,7 @@ def _lines(evaluated: Evaluation) -> Iterator[dict[str, Any]]:
             "answers": [None if answer is None else places[answer] for answer in each.answers],
             "num_tokens": each.num_tokens,
             "is_truncated": each.is_truncated,
+            **({EXTRA: each.extra} if any(each.extra) else {}),
         }
 
 

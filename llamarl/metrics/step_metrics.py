@@ -32,6 +32,7 @@ StepMetrics = tuple[Scalars, Histograms, Texts]
 STALENESS_HISTOGRAM = "staleness/tokens"
 MAX_VALUES = 32  # of a histogram; more are counted in this many equal ranges
 TRAINED_TOKENS = "tokens/trained"
+EXTRA = "reward_extra"  # further numbers that rewards return
 FAILURES = [status for status in StageStatus if status is not StageStatus.OK]
 
 # Tags of the statistics of trainer and log-prob check; others get `trainer/` and their name.
@@ -111,7 +112,7 @@ def step_scalars(
     scalars |= {f"dropped/{reason}": len(members) for reason, members in dropped.items()}
     scalars |= {f"dropped_rollouts/{reason}": count for reason, count in dropped_rollouts.items()}
     written = [numbers for group in finished for numbers in group.numbers.values()]
-    scalars |= _means("columns", written)  # by stages of the recipe's own
+    scalars |= means(written, "columns/")  # by stages of the recipe's own
     episodes = [numbers for group in finished for numbers in group.episodes.values()]
     num_tokens = sum(row.num_tokens for row in all_rows)
     scalars |= episode_scalars(episodes, num_tokens, num_tokens - sum(lengths))
@@ -126,11 +127,11 @@ def step_scalars(
     return scalars, histograms, {"rollouts": samples} if samples else {}
 
 
-def _means(tag: str, rows: Sequence[Mapping[str, float]]) -> Scalars:
-    """The mean of each name over the rows that have it."""
+def means(rows: Sequence[Mapping[str, float]], prefix: str = "") -> Scalars:
+    """The mean of each name over the rows that have it; the prefix stands before each name."""
     names = sorted({name for numbers in rows for name in numbers})
     values = {name: [numbers[name] for numbers in rows if name in numbers] for name in names}
-    return {f"{tag}/{name}": sum(found) / len(found) for name, found in values.items()}
+    return {f"{prefix}{name}": sum(found) / len(found) for name, found in values.items()}
 
 
 def token_staleness(
@@ -171,8 +172,8 @@ def _scores(scores: list[StageResult], rewards: NDArray[np.float64]) -> Scalars:
     if (found := np.flatnonzero(~np.isnan(rewards))).size:
         scalars["reward/mean"] = float(rewards[found].mean())
         scalars["reward/std"] = float(rewards[found].std())
-    scalars |= _means("reward_parts", [scores[i].parts for i in found])
-    return scalars | _means("reward_extra", [scores[i].extra for i in found])
+    scalars |= means([scores[i].parts for i in found], "reward_parts/")
+    return scalars | means([scores[i].extra for i in found], f"{EXTRA}/")
 
 
 def _accuracy(groups: Sequence[Group]) -> Scalars:

@@ -73,6 +73,8 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "evaluation/reward": "Mean reward on held-out prompts.",
     "evaluation/length": "Mean tokens of a held-out completion.",
     "evaluation/truncated_share": "Share of held-out completions cut at evaluation.max_tokens.",
+    "evaluation/reward_extra/": "Mean of a further number of this name in the dict that a reward "
+    "of task.py returned for held-out completions.",
     "evaluation/failed": "Held-out completions whose reward failed: wrong, with reward 0.",
     "loss/train": "llamarl sft: mean loss per token of the answers in the step.",
     "loss/held_out": "llamarl sft: the same of the held-out demonstrations.",
@@ -178,7 +180,8 @@ def chart_tag(tag: str) -> str:
 
 def description(tag: str) -> str:
     """What the values of `tag` mean; "" for a tag that is not of this package."""
-    return DESCRIPTIONS.get(tag) or DESCRIPTIONS.get(tag.partition("/")[0] + "/", "")
+    folders = (tag.rpartition("/")[0] + "/", tag.partition("/")[0] + "/")
+    return next((DESCRIPTIONS[each] for each in (tag, *folders) if each in DESCRIPTIONS), "")
 
 
 class TensorBoardTracker:

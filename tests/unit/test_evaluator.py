@@ -19,7 +19,8 @@ from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.nearby_units import RowIds
 from llamarl.loop.rollouts import Rollouts
 from llamarl.metrics.best_version import BestVersion
-from llamarl.metrics.held_out import RESULTS_FILE, append_results
+from llamarl.metrics.held_out import RESULTS_FILE, append_results, evaluation_scalars
+from llamarl.metrics.tensorboard import description
 from llamarl.types import (
     REWARD,
     TOKEN_VERSIONS,
@@ -126,6 +127,27 @@ def test_a_failed_reward_counts_as_wrong_and_is_counted() -> None:
     assert (result.num_prompts, result.num_failed) == (4, 1)
     outcomes = setting.storage.outcomes
     assert [outcomes[row_id]["correct"] for row_id in ROWS] == [1, 1, 0, 0]
+
+
+def test_further_numbers_of_rewards_are_metrics_of_an_evaluation_and_stand_in_its_lines(
+    tmp_path: Path,
+) -> None:
+    extra = {10: {"format": 1.0}, 11: {"format": 0.5, "steps": 3.0}}
+    setting = EvaluatorSetting()
+    setting.score = lambda row_id: StageResult(
+        row_id=row_id, numbers={REWARD: 1.0}, correct=True, extra=extra.get(row_id, {})
+    )
+    result = setting.evaluate()
+    assert result is not None
+    found = {name: value for name, value in evaluation_scalars(result).items() if "extra" in name}
+    assert found == {
+        "evaluation/reward_extra/format": 0.75,
+        "evaluation/reward_extra/steps": 3.0,
+    }
+    assert "held-out" in description("evaluation/reward_extra/format")
+    append_results(tmp_path, result)
+    lines = read_lines(tmp_path / RESULTS_FILE)
+    assert [line.get("reward_extra") for line in lines] == [[extra[10]], [extra[11]], None, None]
 
 
 def test_there_is_no_result_without_all_prompts_and_the_next_version_is_due() -> None:
