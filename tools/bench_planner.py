@@ -43,7 +43,7 @@ from statistics import median
 
 from harness import Bench
 from hydra import compose, initialize_config_dir
-from live_run import RECIPE, train
+from live_run import INLINE, RECIPE, train
 from planner_bench import external, processes
 
 from llamarl.config import Config
@@ -67,7 +67,7 @@ COMMON = (
     "metrics.live=false",
     "metrics.trackers=[]",
 )
-QUICK = ("trainer.groups_per_step=4",)
+QUICK = ("trainer.groups_per_step=4", INLINE)
 GOALS = {
     "max_error_live": "<= 0.2",
     "max_error_replay": "<= 0.05",

@@ -34,6 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness import Bench, Values
+from live_run import INLINE
 from staging_bench.exposure import measure, read_spans
 from staging_bench.workload import FORMS, Form, Workload, make_workload
 
@@ -88,13 +89,14 @@ def main() -> None:
     bench.option("--layers", type=int, default=8, help="of 12 MB each")
     bench.option("--quick", action="store_true", help="the first form once, one layer")
     args = bench.parse()
-    forms = FORMS
+    forms, more = FORMS, ()
     if args.quick:
         # A layer, not none: or one turn of another process amid a commit is as long as a publish.
-        args.rounds, args.steps, args.layers, forms = 1, 6, 1, FORMS[:1]
+        args.rounds, args.steps, args.layers = 1, 6, 1
+        forms, more = FORMS[:1], (INLINE,)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        workload = make_workload(folder, num_layers=args.layers, num_steps=args.steps)
+        workload = make_workload(folder, *more, num_layers=args.layers, num_steps=args.steps)
         bench.add("model_bytes", workload.model_bytes)
         found = measure_forms(workload, folder, forms, args.rounds)
     bench.add_medians(found)

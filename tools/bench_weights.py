@@ -252,7 +252,8 @@ async def bench_decoding(
 
 
 async def bench_memory(model: Model, config: WeightsConfig, folder: str) -> Values:
-    """Most memory of a publish, over the weights of both sides, as a share of the model."""
+    """Most memory of a publish, over the weights of both sides, as a share of the model; a few
+    megabytes of `all` are pages of modules that the forks cease to share."""
     trainers = [Remote(TrainerRank, model, rank) for rank in range(2)]
     generators = [Remote(GeneratorRank, model, rank) for rank in range(2)]
     remotes = trainers + generators

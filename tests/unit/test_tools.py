@@ -1,4 +1,4 @@
-"""Every tool says what it is for, the quick benchmarks run, and all write one shape of file."""
+"""Every tool says what it is for and is run by a test; benchmarks write one shape of file."""
 
 from __future__ import annotations
 

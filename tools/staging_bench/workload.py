@@ -59,11 +59,12 @@ FORMS = [
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A recipe, its model's size in float32, and how long it is trained."""
+    """A recipe, its model's size in float32, how long it is trained, and further overrides."""
 
     recipe: Path
     model_bytes: int
     num_steps: int
+    more: tuple[str, ...]
 
     def run(self, form: Form, run_dir: Path, seed: int) -> LiveRun:
         """Train once in real processes."""
@@ -85,12 +86,12 @@ class Workload:
             f"weights.staging={staging}",
             f"weights.bucket_bytes={self.model_bytes // NUM_BUCKETS}",
             "weights.logprob_check=off",  # its rollouts would hide what a replica waits for
-            *("checkpoint.every_steps=0", *QUIET),
+            *("checkpoint.every_steps=0", *QUIET, *self.more),
             program=program,
         )
 
 
-def make_workload(folder: Path, *, num_layers: int, num_steps: int) -> Workload:
+def make_workload(folder: Path, *more: str, num_layers: int, num_steps: int) -> Workload:
     """Write the recipe and a checkpoint of random weights; 0 layers keep the quickstart's."""
     recipe = folder / "recipe"
     write_long_tail_recipe(recipe)
@@ -101,7 +102,7 @@ def make_workload(folder: Path, *, num_layers: int, num_steps: int) -> Workload:
         (recipe / "checkpoint").symlink_to(checkpoint)
         _write_checkpoint(checkpoint, num_layers)
     model_bytes = (checkpoint / "model.safetensors").stat().st_size
-    return Workload(recipe, model_bytes, num_steps)
+    return Workload(recipe, model_bytes, num_steps, more)
 
 
 def _write_checkpoint(folder: Path, num_layers: int) -> None:
