@@ -196,7 +196,7 @@ def main() -> None:
     bench.option("--quick", action="store_true", help="one short round, without TRL")
     arguments = bench.parse()
     if arguments.quick:
-        arguments.rounds, arguments.steps, arguments.cores = 1, 3, [1]
+        arguments.rounds, arguments.steps, arguments.cores = 1, 4, [1]
     reason = "--quick measures our side only" if arguments.quick else rivals.why_not("trl")
     if reason:
         print(f"without TRL: {reason}")
