@@ -57,11 +57,12 @@ def reward(prompt, completion):
         return "torch" in sys.modules or "transformers" in sys.modules
     return prompt.fields["value"]
 """
+LIMIT_S = 4.0  # what hangs waits for it; all else must be done by then on a busy machine
 PROMPT = Prompt(prompt_id=1, text="q", token_ids=(1, 2), fields={"value": 2.5})
 
 
 def config(**fields):
-    return RewardConfig(**{"functions": ["task"], "timeout_s": 1.5, **fields})
+    return RewardConfig(**{"functions": ["task"], "timeout_s": LIMIT_S, **fields})
 
 
 def completions(*texts, prompt=PROMPT):
@@ -102,7 +103,7 @@ def test_every_kind_of_failure_has_its_own_error_and_the_rest_is_scored():
     assert 'File "task.py", line 5, in inner\n    raise LookupError' in raised.error
     assert invalid.status is StageStatus.INVALID
     assert hung.status is StageStatus.HUNG
-    assert "within 1.5 s (reward.timeout_s)" in hung.error
+    assert f"within {LIMIT_S:g} s (reward.timeout_s)" in hung.error
     assert 'File "task.py", line 10 in reward' in hung.error
     assert "llamarl" not in hung.error
     for score in scores:
@@ -138,8 +139,8 @@ def test_a_hang_is_blamed_on_its_completion_alone_and_its_worker_is_replaced():
 
 def test_slow_rewards_that_each_keep_the_limit_are_not_hung():
     async def run():
-        async with open_pool(timeout_s=1.0) as pool:
-            return await pool.score(completions(*["sleep"] * 4))
+        async with open_pool(timeout_s=3.0) as pool:
+            return await pool.score(completions(*["sleep"] * 11))  # 0.3 s each
 
     assert all(score.status is StageStatus.OK for score in asyncio.run(run()))
 
@@ -215,7 +216,7 @@ def test_a_message_larger_than_any_pipe_passes():
 
 def test_a_stopped_process_that_does_not_even_read_is_hung_and_replaced():
     async def run():
-        async with open_pool(timeout_s=1.0) as pool:
+        async with open_pool(timeout_s=3.0) as pool:
             os.kill(pool.pids[0], signal.SIGSTOP)
             return await pool.score(completions("long " * 200_000, "a"))
 
