@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch._src.actor import config as monarch_config
 from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
@@ -95,7 +94,7 @@ class ExecutorActor(Actor):
         """Send `number` and the pickled results of `_results` with these pickled arguments."""
         try:
             results = await self._results(*pickle.loads(arguments))
-            answer = cloudpickle.dumps(results)
+            answer = pickle.dumps(results)
         except Exception as error:  # noqa: BLE001 - they fail to pickle in any way they like
             words = f"{self._where}: arguments or results do not pickle: {describe(error)}"
             answer = pickle.dumps([failure(RemoteError(words), self._where, self._rank)])

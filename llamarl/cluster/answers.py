@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-import cloudpickle
 from monarch.actor import Channel
 
 from llamarl.cluster.call_result import describe
@@ -47,7 +46,7 @@ class Answers:
         futures = [loop.create_future() for _ in range(self._num_actors)]
         for future in futures:
             future.add_done_callback(mark_seen)
-        data = cloudpickle.dumps(args)
+        data = pickle.dumps(args)
         number = next(self._numbers)
         self._waiting[number] = deque(futures)
         if self._failure is not None:
