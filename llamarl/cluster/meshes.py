@@ -11,6 +11,7 @@ import math
 import uuid
 from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -123,6 +124,9 @@ class MonarchExecutor:
         actors = processes.spawn(mesh_name, ExecutorActor)
         return HostRanks(host, first, len(devices), processes, actors)
 
+    def _pids(self, ranks: HostRanks) -> list[int]:
+        return self.pids[ranks.first_rank : ranks.first_rank + ranks.num_ranks]
+
     @property
     def is_stopped(self) -> bool:
         """`stop` has ended all processes."""
@@ -143,14 +147,18 @@ class MonarchExecutor:
         is_clean = not self._lost.done() and await self._finish()
         if not self._lost.done():
             self._lost.set_result(None)
-        # The processes of a lost host died with its daemon.
-        left = [ranks for ranks in self._by_host if not ranks.host.is_lost]
-        await asyncio.gather(*(self._stop_ranks(ranks, is_clean) for ranks in left))
+        await asyncio.gather(*(self._stop_ranks(ranks, is_clean) for ranks in self._by_host))
 
     async def _stop_ranks(self, ranks: HostRanks, is_clean: bool) -> None:
-        if is_clean:  # a call of `exit` fails when the process has ended
-            await asyncio.wait([*send(ranks.actors.exit)], timeout=STOP_LIMIT_S)
+        if ranks.host.is_lost:  # they died with its daemon
+            return _fail_calls(ranks)
+        if is_clean:
+            for _ in send(ranks.actors.exit):
+                pass  # it never answers
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wait_exits(ranks), STOP_LIMIT_S)
         await ranks.host.kill(self.mark)  # Monarch waits long for a process that hangs
+        _fail_calls(ranks)
         try:
             async with asyncio.timeout(STOP_LIMIT_S):
                 await ranks.processes.stop().as_asyncio()
@@ -159,6 +167,13 @@ class MonarchExecutor:
         left = await ranks.host.kill(self.mark)
         if left:
             log.error("processes of %s could not be killed: %s", self.name, left)
+
+    async def _wait_exits(self, ranks: HostRanks) -> None:
+        """Wait until all processes of these ranks have ended."""
+        pids = self._pids(ranks)
+        while pids:
+            index, _ = await ranks.host.wait_first_exit(pids)
+            del pids[index]
 
     async def _finish(self) -> bool:
         """Close the executors; False if one did not answer in time."""
@@ -220,8 +235,7 @@ class MonarchExecutor:
     async def _watch_pids(self, ranks: HostRanks) -> None:
         """Report a rank lost when its process ends: Monarch looks every 10 s, for it keeps 6 kB of
         each look (docs/limits.md)."""
-        pids = self.pids[ranks.first_rank : ranks.first_rank + ranks.num_ranks]
-        index, how = await ranks.host.wait_first_exit(pids)
+        index, how = await ranks.host.wait_first_exit(self._pids(ranks))
         self._set_lost(ranks.first_rank + index, f"its process ended{how}")
 
     async def _watch_host(self, ranks: HostRanks) -> None:
@@ -238,8 +252,17 @@ class MonarchExecutor:
         if tail:
             reason += f"\nlast lines of {log_path(self._logs_folder, process)}:\n{tail}"
         self._lost.set_exception(ExecutorLost(self.name, rank, reason))
-        for ranks in self._by_host:  # so that calls from other executors fail at once
-            ranks.actors.stop().as_asyncio().add_done_callback(mark_seen)
+        if self._stopping is None:  # what is left of it is of no use
+            self._stopping = asyncio.create_task(self._stop())
+
+
+def _fail_calls(ranks: HostRanks) -> None:
+    """Calls of these ranks from other executors fail now, and not when Monarch next looks.
+
+    Their processes must have ended: a call to an actor that was stopped in a process that lives
+    would end its caller.
+    """
+    ranks.actors.stop().as_asyncio().add_done_callback(mark_seen)
 
 
 class MonarchCluster:

@@ -32,7 +32,7 @@ KILL_LIMIT_S = 5.0  # a killed process that is still there after this is stuck i
 HIDDEN = 0o027  # of the modes of files: writing by the group, and all by others
 USER_CODE = "llamarl.user_code"  # logs what rewards and stages print
 POLL_S = 1.0  # between checks whether a process is there, where nothing tells it
-REAP_TRIES = 50  # every 10 ms: does the parent know how its process ended?
+REAP_TRIES = 20  # every 10 ms: has the parent asked how its process ended?
 PIDFD_GET_INFO, PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3  # Linux: include/uapi/linux/pidfd.h
 PIDFD_INFO = struct.Struct("Q52xi")  # mask, ..., exit_code
 LOG_TAIL_LINES = 12
@@ -235,14 +235,14 @@ async def wait_first_exit(pids: list[int]) -> tuple[int, str]:
             opened.callback(loop.remove_reader, file)
         index, file = await ended.get()
         for _ in range(REAP_TRIES):
-            if how := exit_words(file):
-                break
+            if (how := exit_words(file)) is not None:
+                return index, how
             await asyncio.sleep(0.01)
-        return index, how
+        return index, ""
 
 
-def exit_words(pidfd: int) -> str:
-    """How a process has ended, once its parent has asked; Linux 6.15 and later say it."""
+def exit_words(pidfd: int) -> str | None:
+    """How a process has ended; None before its parent has asked, "" on Linux before 6.15."""
     info = bytearray(PIDFD_INFO.size)
     PIDFD_INFO.pack_into(info, 0, PIDFD_INFO_EXIT, 0)
     try:
@@ -251,7 +251,7 @@ def exit_words(pidfd: int) -> str:
         return ""
     known, status = PIDFD_INFO.unpack(info)
     if not known & PIDFD_INFO_EXIT:
-        return ""
+        return None
     code = os.waitstatus_to_exitcode(status)
     return f" by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
 

@@ -122,6 +122,10 @@ class History:
             again[batch.version] |= {row.row_id for row in batch.rows}
         self.used |= {version: rows for version, rows in again.items() if rows}
 
+    def is_end_of_session(self, version: int) -> bool:
+        """Whether the session that trained it was to end with it, by a limit of its time, say."""
+        return self.loop_of[version - 1].saver.last == version
+
     def cut(self, state: dict[str, Any]) -> None:
         """The next session begins with `state`: what came after it is repeated."""
         end = state.get("next_row_id", 0)
@@ -237,7 +241,7 @@ class History:
 def best_of(history: History, lines: list[dict[str, Any]], end: int) -> tuple[int, int, bool]:
     """The version with the best accuracy, the first of equal ones; how many were evaluated after
     it; and whether these ended the run. Only versions that have a checkpoint count: those of every
-    so many steps, and the one that the run ended with, if it did at `end`."""
+    so many steps, and the ones that its sessions ended with, the last one if it did at `end`."""
     of_version: dict[int, list[int]] = {}
     for line in lines:
         if line["outcome"] == "evaluated":
@@ -247,7 +251,8 @@ def best_of(history: History, lines: list[dict[str, Any]], end: int) -> tuple[in
         is_regular = history.evaluate_every and version % history.evaluate_every == 0
         if is_regular and version:  # amid a batch nothing is saved
             is_regular = steps_before(history.loop_of[version - 1], version)[1:] == (0, 0)
-        if version == 0 or not (is_regular or version == end):
+        is_end = version == end or (version and history.is_end_of_session(version))
+        if version == 0 or not (is_regular or is_end):
             continue
         accuracy = sum(marks) / len(marks)
         num_since += 1
