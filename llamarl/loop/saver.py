@@ -42,7 +42,8 @@ class Saver:
     last: int
     deadline_s: float = math.inf
     limit: str = ""
-    _saved: tuple[int, str, int] = field(init=False)  # version, why it is last, evaluations since
+    _saved: tuple[int, str, int, int] = field(init=False)
+    """What is saved: the version, why it is the last one, the best one and evaluations since."""
     _exported: int = -1  # the version that was last, while training
     _under_way: set[asyncio.Future[Any]] = field(default_factory=set)
     _whole: set[asyncio.Future[None]] = field(default_factory=set)
@@ -55,7 +56,8 @@ class Saver:
     _has_phases: bool = True  # else the trainer has the device for good
 
     def __post_init__(self) -> None:
-        self._saved, self._asked = (self.version, "", self.evaluator.best.num_since), self.version
+        best = self.evaluator.best
+        self._saved, self._asked = (self.version, "", best.version, best.num_since), self.version
 
     @property
     def version(self) -> int:
@@ -237,12 +239,12 @@ class Saver:
             self._taking.discard(taking)
             taking.set_result(None)
         gate, version, best = self.engines.gate, self.version, self.evaluator.best
-        now = version, gate.solved or gate.ended, best.num_since
+        known = best.version
+        now = version, gate.solved or gate.ended, known, best.num_since
         if now == self._saved:
             return
         state: dict[str, Any] = {"version": version, "evaluated": self.evaluator.version}
         state |= {"best": best.state(), **gate.state(version)}
-        known = best.version
         if gate.solved:
             state["solved"] = gate.solved
         with self.spans.span("checkpoint", "mark", version=version):

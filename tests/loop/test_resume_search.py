@@ -110,6 +110,7 @@ class History:
     loop_of: dict[int, Loop] = field(default_factory=dict)  # by version that was trained
     share_of: dict[int, float] = field(default_factory=dict)  # that was to be kept, by row
     used: dict[int, set[int]] = field(default_factory=dict)  # rows by version that learnt from them
+    last_of: set[int] = field(default_factory=set)  # evaluated as the last version of a session
 
     def add(self, loop: Loop) -> None:
         """A session, which began with what is known so far, is over."""
@@ -121,14 +122,13 @@ class History:
         for batch in loop.batches:
             again[batch.version] |= {row.row_id for row in batch.rows}
         self.used |= {version: rows for version, rows in again.items() if rows}
-
-    def is_end_of_session(self, version: int) -> bool:
-        """Whether the session that trained it was to end with it, by a limit of its time, say."""
-        return self.loop_of[version - 1].saver.last == version
+        if loop.state.get("version", 0) < loop.saver.last == loop.saver.evaluator.version:
+            self.last_of.add(loop.saver.last)
 
     def cut(self, state: dict[str, Any]) -> None:
         """The next session begins with `state`: what came after it is repeated."""
         end = state.get("next_row_id", 0)
+        self.last_of = {each for each in self.last_of if each <= state.get("evaluated", -1)}
         self.prompt_of = {row: each for row, each in self.prompt_of.items() if row < end}
         self.group_of = {row: each for row, each in self.group_of.items() if row < end}
 
@@ -138,7 +138,8 @@ class History:
             state = checkpoint.read_state(path)
             self.check(folder, state)
             if path == checkpoint.latest(folder) and (known := state.get("best")):
-                assert checkpoint.find(folder, known["version"]) is not None
+                found = checkpoint.find(folder, known["version"])
+                assert found is not None or state["version"] in self.last_of, "it is better"
 
     def check(self, folder: Path, state: dict[str, Any]) -> None:
         """The files hold all that was done before `state`, once, and what is open is in it."""
@@ -251,7 +252,7 @@ def best_of(history: History, lines: list[dict[str, Any]], end: int) -> tuple[in
         is_regular = history.evaluate_every and version % history.evaluate_every == 0
         if is_regular and version:  # amid a batch nothing is saved
             is_regular = steps_before(history.loop_of[version - 1], version)[1:] == (0, 0)
-        is_end = version == end or (version and history.is_end_of_session(version))
+        is_end = version == end or version in history.last_of
         if version == 0 or not (is_regular or is_end):
             continue
         accuracy = sum(marks) / len(marks)
