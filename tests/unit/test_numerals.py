@@ -35,6 +35,25 @@ RIGHT = [
     ("5", r"so \boxed{5}. Answers stand in \boxed{}."),
     ("5", r"\boxed{3}, then \boxed{5} and \boxed{"),
     ("(1, 1e-9)", r"\boxed{(1, 10^{-9})}"),
+    ("1\u2019000", r"\boxed{1'000}"),
+    ("2**10", r"\boxed{1024}"),
+    ("2 ** 3", r"\boxed{8}"),
+    ("10^-3", r"\boxed{0.001}"),
+    ("1.5\u00b710^3", r"\boxed{1500}"),
+    ("1.5x10^3", r"\boxed{1500}"),
+    (r"0.\bar{3}", r"\boxed{1/3}"),
+    ("2 1/2 x", r"\boxed{\frac{5x}{2}}"),
+    ("$1 000$", r"\boxed{1000}"),
+    (r"\(1 000\)", r"\boxed{1000}"),
+    ("2 3/4%", r"\boxed{2.75\%}"),
+    ("12.50%", r"\boxed{12.5%}"),
+    ("1,200%", r"\boxed{1200\%}"),
+    ("1/2%", r"$\boxed{0.5}\%$"),
+    ("€5", r"\boxed{5 €}"),
+    ("\u221e", r"\boxed{\infty}"),
+    (r"90\degree", r"\boxed{90}"),
+    ("5,", r"\boxed{5}"),
+    ("5", r"\boxed{\boxed{5}}, for \text{5} = \{5\}."),
 ]
 WRONG = [
     ("1\u2009000", r"\boxed{0}"),
@@ -51,7 +70,17 @@ WRONG = [
     (r"\begin{pmatrix}1e-9\\1\end{pmatrix}", r"\boxed{\begin{pmatrix}2e-9\\1\end{pmatrix}}"),
     ("5", r"\boxed{5} \boxed{6} \boxed{}"),
     ("5", r"\boxed{}"),
+    ("2**10", r"\boxed{2}"),
+    ("10^-3", r"\boxed{10}"),
+    ("1.5\u00b710^3", r"\boxed{1.5}"),
+    ("1\u2019000", r"\boxed{1}"),
+    (r"0.\bar{3}", r"\boxed{0}"),
+    ("$1 000$", r"\boxed{0}"),
+    ("1/2%", r"\boxed{1}"),
+    ("5", r"\boxed{no answer##}. There are 5 days left."),
+    ("7", r"\boxed{unknown##}, since $7$ is a prime"),
 ]
+UNREADABLE = ["1//2", "5 \u2032", r"\boxed{5//6}", r"As $x=3$ it is \boxed{2 < < 3}.", "1 - - / 2"]
 WITH_FUNCTIONS = [
     ("5!", "120"),
     (r"\frac{1}{5!}", r"\frac{1}{120}"),
@@ -92,3 +121,9 @@ def test_an_answer_that_has_to_be_worked_out_equals_its_value(expected, value):
 def test_intervals_without_an_end_are_answers(expected, same, other):
     assert grade(expected, rf"\boxed{{{same}}}") == 1.0
     assert grade(expected, rf"\boxed{{{other}}}") == 0.0
+
+
+@pytest.mark.parametrize("expected", UNREADABLE)
+def test_an_answer_is_read_whole_or_refused(expected):
+    with pytest.raises(ValueError, match="must be a mathematical expression"):
+        grade(expected, r"\boxed{1}")

@@ -10,17 +10,21 @@ from functools import lru_cache
 from typing import Any
 
 import sympy
-from math_verify import parse, verify
+from math_verify import LatexExtractionConfig, parse, verify
 
 from llamarl.config import RewardConfig
 from llamarl.environments.rewards.answer import NUMBER, expected_answer, normal_form
-from llamarl.environments.rewards.numerals import spelled
+from llamarl.environments.rewards.numerals import PERCENT, spelled
 from llamarl.types import Prompt
 
 BOX = "\\boxed"
 LATEX_MARKS = (BOX, "\\(", "\\[")
+ONE_FORMULA = re.compile(
+    r"\$[^$]+\$|\\\((?:(?!\\[()]).)+\\\)|\\\[(?:(?!\\[\[\]]).)+\\\]", re.DOTALL
+)
 EMPTY_BOX = re.compile(r"\\boxed\s*(?:\{\s*(?:\}|\Z)|\Z)")
 CLOCK = re.compile(r"\d+(?::\d+)+")  # a time of day, or a ratio
+BRACE = re.compile(r"(?<!\\)[{}]")
 CLOSE = sympy.Rational(1, 10**5)
 """Two numbers below 1 are equal if they are no farther apart than this share of the larger one.
 math-verify rounds to six decimals, of which such numbers may have none."""
@@ -121,10 +125,21 @@ def _has_value(value: Any) -> bool:
 
 
 def _last_box(completion: str) -> str:
-    """The text from the last box on that holds something, the whole without a box."""
+    """The last box that holds something, the text from there on if it has no end, the whole without
+    a box."""
     places = [found.start() for found in re.finditer(re.escape(BOX), completion)]
     full = [place for place in places if EMPTY_BOX.match(completion, place) is None]
-    return EMPTY_BOX.sub("", completion[full[-1] :]) if full else completion[[0, *places][-1] :]
+    return _box_at(completion, full[-1]) if full else completion[[0, *places][-1] :]
+
+
+def _box_at(text: str, start: int) -> str:
+    """The box that begins here, or the text from here on if its braces do not close."""
+    depth = 0
+    for brace in BRACE.finditer(text, start):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[start : brace.end()]
+    return text[start:]
 
 
 def _numbers(text: str) -> list[int]:
@@ -133,7 +148,10 @@ def _numbers(text: str) -> list[int]:
 
 def _parse(completion: str) -> list[Any]:
     """What math-verify finds; nothing if that has no value."""
-    text = spelled(completion, blanks_join=completion.startswith(BOX))
+    is_box = completion.startswith(BOX)
+    text = spelled(completion, blanks_join=is_box)
+    if is_box:  # in prose math-verify reads the sign itself
+        text = text.replace(PERCENT, "")
     found: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
     return found if all(map(_has_value, found)) else []
 
@@ -141,12 +159,16 @@ def _parse(completion: str) -> list[Any]:
 @lru_cache(maxsize=1024)
 def _parse_expected(text: str) -> list[Any]:
     is_solution = text.count("$") >= 2 or any(mark in text for mark in LATEX_MARKS)
-    text = spelled(text, blanks_join=BOX in text or not is_solution)
+    is_prose = is_solution and BOX not in text and not ONE_FORMULA.fullmatch(text)
+    text = spelled(text, blanks_join=not is_prose).replace(PERCENT, "").strip()
     if NUMBER.fullmatch(text):
         latex = f"${normal_form(text)}$"
     else:
-        latex = text if is_solution else f"${text}$"
-    parsed: list[Any] = parse(latex, parsing_timeout=None, raise_on_error=True)
+        latex = text[max(0, text.find(BOX)) :] if is_solution else f"${text}$"
+    options: dict[str, Any] = {"parsing_timeout": None, "raise_on_error": True}
+    if not is_prose:  # else math-verify takes the first number of what it cannot read
+        options["extraction_config"] = [LatexExtractionConfig()]
+    parsed: list[Any] = parse(latex, **options)
     if all(isinstance(value, str) for value in parsed):
         must = "be a mathematical expression for reward.functions=[math]"
         raise ValueError(f"the expected answer must {must}, got {text!r} (compare text with exact)")
