@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 MARK = "\ufdd0"  # of no character: Unicode keeps it for programs
+BOTH = (False, True)
 NOTHING = {"type": "Sequence", "normalizers": []}  # a normalizer that changes nothing
 
 
@@ -24,9 +25,13 @@ class TextIds:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self._special = {token.content: (i, token) for i, token in added.items() if token.special}
-        texts = sorted(map(re.escape, self._special), key=len, reverse=True)
-        self._pattern = re.compile("|".join(texts) or r"(?!)")
-        bare, whole = (self._encode(["1"], special=each)[0] for each in (False, True))
+        self._pattern = _any_of(self._special)
+        splits = "normalized" not in self._blanks
+        self._borders = tuple(i.content for i in added.values() if splits or not i.normalized)
+        """Tokens behind which a tokenizer that always puts a blank begins anew."""
+        plain = [text for text in self._borders if text not in self._special]
+        self._border = {is_text: _any_of(plain if is_text else self._borders) for is_text in BOTH}
+        bare, whole = (self._encode(["1"], special=each)[0] for each in BOTH)
         starts = range(len(whole) - len(bare) + 1)
         first = next((i for i in starts if whole[i : i + len(bare)] == bare), 0)
         self._leading = whole[:first]
@@ -42,10 +47,13 @@ class TextIds:
         found: list[list[int]] = [[] for _ in texts]
         batches: dict[bool, list[int]] = {False: [], True: []}  # those that go on: their places
         for i, (text, prior) in enumerate(zip(texts, before, strict=True)):
+            goes_on = self._goes_on(prior)
             if MARK in text:
                 found[i] = self._marked_ids(text, prior)
+            elif goes_on and self._blanks != {"first"}:
+                found[i] = self._ids_behind(text)
             else:
-                batches[self._goes_on(prior)].append(i)
+                batches[goes_on].append(i)
         for goes_on, places in batches.items():
             some = self._encode([texts[i] for i in places], goes_on=goes_on)
             for i, ids in zip(places, some, strict=True):
@@ -83,24 +91,34 @@ class TextIds:
             if match is not None and self._special[match[0]][1].lstrip:
                 part = part.rstrip()
             if part:
-                goes_on = self._goes_on(before + text[:at])
-                ids += self._encode([part], goes_on=goes_on, is_text=True)[0]
+                if self._goes_on(before + text[:at]):
+                    ids += self._ids_behind(part, is_text=True)
+                else:
+                    ids += self._encode([part], is_text=True)[0]
             if match is not None:
                 ids.append(self._special[match[0]][0])
                 at = match.end()
         return ids
+
+    def _ids_behind(self, text: str, *, is_text: bool = False) -> list[int]:
+        """Of a text that goes on from another one, up to a token in it behind which it begins."""
+        border = self._border[is_text].search(text) if self._blanks != {"first"} else None
+        end = len(text) if border is None else border.start()
+        ids = self._encode([text[:end]], goes_on=True, is_text=is_text)[0]
+        return [*ids, *self._encode([text[end:]], is_text=is_text)[0]] if end < len(text) else ids
 
     def _goes_on(self, before: str) -> bool:
         """Whether a text behind `before` gets other ids than one that begins."""
         kinds = self._blanks
         if not before or not kinds:
             return False
-        return kinds == {"first"} or not before.endswith((*self._special,))
+        return kinds == {"first"} or not before.endswith(self._borders)
 
     @functools.cached_property
     def _blanks(self) -> set[str]:
         """Where the tokenizer puts a blank before a text: at the "first" one, or "always", also
-        behind a special token. Empty for one that puts none."""
+        behind a token that was added to its vocabulary, or with what is "normalized", which may
+        hold such tokens. Empty for one that puts none."""
         parts = [self._backend.normalizer, self._backend.pre_tokenizer]
         found: set[str] = set()
         for part in parts:
@@ -135,6 +153,11 @@ class TextIds:
         return backend
 
 
+def _any_of(texts: Collection[str]) -> re.Pattern[str]:
+    """What finds any of these texts, the longest that stands there."""
+    return re.compile("|".join(sorted(map(re.escape, texts), key=len, reverse=True)) or r"(?!)")
+
+
 def unmarked(text: str) -> str:
     """The text as it is read."""
     return text.replace(MARK, "")
@@ -159,6 +182,6 @@ def _without_blanks(part: Any, found: set[str]) -> Any:
             found.add("always")
             return part | {"add_prefix_space": False}
         case {"type": "Prepend"}:
-            found.add("always")
+            found.add("normalized")
             return NOTHING
     return {key: _without_blanks(each, found) for key, each in part.items()}

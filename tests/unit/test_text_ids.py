@@ -7,12 +7,13 @@ import string
 from itertools import chain
 
 import pytest
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from llamarl.data.text_ids import TextIds, unmarked
 from tests.random_search import case, searched
 
+WORD = "<think>"  # a token of its own that is not special
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 BLANK = "\u2581"  # which stands for a blank in SentencePiece's tokens
 KINDS = ["first", "always", "never", "prepend", "byte level"]
@@ -38,6 +39,7 @@ def make(kind: str) -> Backend:
     else:
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
     made.add_special_tokens(SPECIAL)
+    made.add_tokens([AddedToken(WORD, normalized=False)])
     made.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
@@ -48,7 +50,8 @@ def make(kind: str) -> Backend:
 def test_passages_have_together_the_ids_of_the_whole(kind: str) -> None:
     backend = make(kind)
     head = "<|im_start|>user\nCapital of France?<|im_end|>\n<|im_start|>assistant\n"
-    parts = [head, "Paris<|im_end|>", "\n<|im_start|>user\n15 Paris", " is 15"]
+    parts = [head, "Paris<|im_end|>\n", "<|im_start|>user\n15 Paris", " is<|im_end|>\n<s>15"]
+    parts += [WORD, "15", f"a{WORD}\n15"]
     before = ["".join(parts[:i]) for i in range(len(parts))]
     found = TextIds(backend).encode_all(parts, special=False, before=before)
     assert [*chain(*found)] == backend.encode("".join(parts), add_special_tokens=False).ids
@@ -62,8 +65,11 @@ def test_ids_of_passages_cut_anywhere_read_as_the_whole(seeds: range) -> None:
         with case(seed):
             source = random.Random(seed)
             backend = made[source.choice(KINDS)]
-            pieces = [*SPECIAL, "Paris", " Paris", "15", " ", "\n", "a"]
-            parts = [source.choice(pieces) for _ in range(source.randint(1, 9))]
+            pieces = [*SPECIAL, WORD, "Paris", " Paris", "15", " ", "\n", "a"]
+            some = [source.choice(pieces) for _ in range(source.randint(1, 18))]
+            cuts = sorted(source.choices(range(len(some) + 1), k=source.randint(0, 9)))
+            ends = zip([0, *cuts], [*cuts, len(some)], strict=True)
+            parts = ["".join(some[begin:end]) for begin, end in ends if begin < end]
             before = ["".join(parts[:i]) for i in range(len(parts))]
             found = TextIds(backend).encode_all(parts, special=False, before=before)
             tokens = [backend.id_to_token(i) for each in found for i in each]
