@@ -174,17 +174,44 @@ def _rows_between(batch: Any, row: int, start: int, stop: int) -> Iterator[Numbe
     """Those of a batch, which has `row` rows before it, that are among `start` to `stop`."""
     first, last = max(start - row, 0), min(stop - row, batch.num_rows)
     if first < last:
+        read = _reader(batch.schema)
         some = batch.slice(first, last - first).to_pylist()
-        rows = ({key: _without_padding(each) for key, each in row.items()} for row in some)
-        yield from enumerate(rows, start=row + first + 1)
+        yield from enumerate(map(read, some), start=row + first + 1)
 
 
-def _without_padding(value: Any) -> Any:
-    """A cell without the keys that only other rows have: the records of a column all have the same
-    keys, and nulls where a row had none."""
-    if isinstance(value, dict):
-        return {key: _without_padding(each) for key, each in value.items() if each is not None}
-    return [_without_padding(each) for each in value] if isinstance(value, list) else value
+def _reader(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What makes rows as JSON has them of those of a batch."""
+    cells = {field.name: _cell_reader(field.type) for field in schema}
+    return lambda row: {key: cells[key](each) for key, each in row.items()}
+
+
+def _cell_reader(kind: Any) -> Callable[[Any], Any]:
+    """What makes a value as JSON has it of one of this Arrow type. The records of a column all have
+    the same keys, with nulls where a row had none, which are left out; a map becomes an object."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return _cell_reader(kind.value_type)
+    if types.is_struct(kind):
+        keys = {field.name: _cell_reader(field.type) for field in kind}
+        return _unless_null(
+            lambda cell: {key: keys[key](each) for key, each in cell.items() if each is not None}
+        )
+    if types.is_map(kind):
+        item = _cell_reader(kind.item_type)
+        return _unless_null(lambda cell: {key: item(each) for key, each in cell})
+    if types.is_nested(kind) and hasattr(kind, "value_type"):  # a list of any form
+        each_of = _cell_reader(kind.value_type)
+        return _unless_null(lambda cell: [*map(each_of, cell)])
+    return _as_it_is
+
+
+def _unless_null(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda cell: None if cell is None else read(cell)
+
+
+def _as_it_is(cell: Any) -> Any:
+    return cell
 
 
 @contextmanager

@@ -78,14 +78,42 @@ def test_keys_that_only_other_rows_have_are_not_there(kind: str, tmp_path: Path)
         {"messages": calling({"city": "Paris", "near": {"km": 3}}), "answer": None},
         {"messages": calling({"a": 1, "near": {"m": 5}}), "answer": "x"},
     ]
-    path = tmp_path / f"rows.{kind}"
-    table = pa.Table.from_pylist(rows)
+    assert read_table(pa.Table.from_pylist(rows), kind, tmp_path) == rows
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_map_of_a_column_is_an_object_with_its_nulls(
+    kind: str, tmp_path: Path, qwen: Tokenizer
+) -> None:
+    arguments = pa.map_(pa.string(), pa.string())
+    call = pa.struct([("name", pa.string()), ("arguments", arguments)])
+    message = pa.struct(
+        [("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))]
+    )
+    rows = [
+        {"messages": [ASKED, {"role": "assistant", "tool_calls": [CALL]}]},
+        {"messages": calling_plainly({"near": None})},
+        {"messages": calling_plainly({})},
+    ]
+    table = pa.Table.from_pylist(rows, pa.schema([("messages", pa.list_(message))]))
+    found = read_table(table, kind, tmp_path)
+    assert found == rows
+    (said,) = written(make_demonstration(1, found[0], CHATS, qwen), qwen)
+    assert '"arguments": {"city": "Paris"}' in said
+
+
+def calling_plainly(arguments: Any) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "tool_calls": [{"name": "look", "arguments": arguments}]}]
+
+
+def read_table(table: pa.Table, kind: str, folder: Path) -> list[dict[str, Any]]:
+    path = folder / f"rows.{kind}"
     if kind == "parquet":
         parquet.write_table(table, path)
     else:
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
             stream.write_table(table)
-    assert [row for _, row in read_rows(path)] == rows
+    return [row for _, row in read_rows(path)]
 
 
 def test_tools_of_a_row_are_shown(qwen: Tokenizer) -> None:
