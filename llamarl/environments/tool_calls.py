@@ -37,7 +37,8 @@ BETWEEN = re.compile(r"[;\s]*")
 END_OF_JSON = re.compile(r"\s*(?:</tool_call>|\Z)")
 OTHER_ARGUMENTS = "<arg_key>"  # of GLM-4.5, whose calls have the same marks and another form
 PYTHON_TAG = "<|python_tag|>"
-CALL_KEYS = {"name", "parameters", "arguments", "type", "id"}
+ARGUMENTS = {"parameters", "arguments"}
+CALL_KEYS = {"name", "type", "id"} | ARGUMENTS
 FAMILIES = ("hermes", "llama", "xml", "tagged", "template")
 NOTHING = object()  # where no JSON stands
 
@@ -111,9 +112,9 @@ def _scan(
     text: str, family: str, schemas: Sequence[Schema], is_thinking: bool
 ) -> list[tuple[int, ToolCall]]:
     """The calls of a turn, and where each begins."""
-    if family == "llama":
-        return _llama_calls(text, is_thinking)
     tools = {schema["function"]["name"]: schema["function"] for schema in schemas}
+    if family == "llama":
+        return _llama_calls(tools, text, is_thinking)
     names = tools if family == "tagged" else ["tool_call"]
     reads: Mapping[str, Read] = {
         "hermes": _hermes_call,
@@ -168,18 +169,22 @@ def _hermes_call(text: str, begin: re.Match[str]) -> tuple[ToolCall, int]:
     return _checked(value), end.end()
 
 
-def _llama_calls(text: str, is_thinking: bool) -> list[tuple[int, ToolCall]]:
+def _llama_calls(
+    tools: Mapping[str, Any], text: str, is_thinking: bool
+) -> list[tuple[int, ToolCall]]:
     """A turn that is nothing but calls, after its thinking; several are separated by semicolons."""
     is_thinking = is_thinking or text.lstrip().startswith(THOUGHT)
     begin = _after_thought(text, 0) if is_thinking else 0
     while True:
-        calls, at = _llama_calls_at(text, begin)
+        calls, at = _llama_calls_at(tools, text, begin)
         if at is None:
             return [(begin, call) for call in calls]
         begin = at
 
 
-def _llama_calls_at(text: str, begin: int) -> tuple[list[ToolCall], int | None]:
+def _llama_calls_at(
+    tools: Mapping[str, Any], text: str, begin: int
+) -> tuple[list[ToolCall], int | None]:
     """The calls that a turn is from this place on; or where thinking ends in there, whose beginning
     the prompt or nobody has written."""
     at, is_marked = text.find(PYTHON_TAG, begin), PYTHON_TAG in text[begin:]
@@ -191,12 +196,20 @@ def _llama_calls_at(text: str, begin: int) -> tuple[list[ToolCall], int | None]:
         if value is NOTHING:
             calls.append(ToolCall("", error="a call must be JSON"))
             break
-        if not is_marked and isinstance(value, dict) and value.keys() - CALL_KEYS:
-            break  # an answer that is an object with a name
+        if not is_marked and _is_answer(value, tools):
+            break
         calls.append(_checked(value))
         at = BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing too
     thought = text.find(END_OF_THOUGHT, at)
     return calls, None if thought < 0 else thought + len(END_OF_THOUGHT)
+
+
+def _is_answer(value: object, tools: Mapping[str, Any]) -> bool:
+    """Whether this is an object with a name that calls nothing."""
+    if not isinstance(value, dict):
+        return False
+    is_bare = not value.keys() & ARGUMENTS
+    return bool(value.keys() - CALL_KEYS) or (is_bare and value.get("name") not in [*tools])
 
 
 def _xml_call(tools: Mapping[str, Any], text: str, begin: re.Match[str]) -> tuple[ToolCall, int]:

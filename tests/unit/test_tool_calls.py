@@ -46,6 +46,11 @@ ADD = ToolCall("add", {"a": 1, "b": 2})
         ("llama", 'It is {"name": "now"}', []),
         ("llama", '{"a": 1}', []),
         ("llama", '{"answer": 5, "name": "Bob"}', []),
+        ("llama", '{"name": "Bob"}', []),
+        ("llama", '{"id": 1, "name": "Bob", "type": "person"}', []),
+        ("llama", '{"name": null}', []),
+        ("llama", '{"name": ["now"]}', []),
+        ("llama", '{"name": "Bob", "parameters": {}}', [ToolCall("Bob")]),
         ("llama", '{"type": "function", "name": "now", "parameters": {}}', [ToolCall("now")]),
         ("llama", '<|python_tag|>{"name": "now", "why": "so"}', [ToolCall("now")]),
         (
