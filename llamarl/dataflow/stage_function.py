@@ -83,7 +83,7 @@ async def answer(
     arguments = [record if name == PROMPT_RECORD else column for name, column in pairs]
     try:
         found = function(*arguments)
-        if inspect.isawaitable(found):
+        while inspect.isawaitable(found):
             found = await found
         if is_group:
             rows = _group_rows(found, stage, lengths)

@@ -224,9 +224,30 @@ def _schema(tool: Tool) -> Schema:
     from transformers.utils import chat_template_utils as templates
 
     vars(templates)["is_torch_available"] = lambda: False
+    _check_callable(tool)
     try:
         return dict(templates.get_json_schema(tool))
     except Exception as error:  # noqa: BLE001 - it raises kinds of its own
-        name, got = getattr(tool, "__name__", repr(tool)), " ".join(str(error).split())
+        name, got = _tool_name(tool), " ".join(str(error).split())
     must = "must have a type for each argument, and a docstring that describes each under Args:"
     raise ValueError(f"{place_of(tool)}: tool {name} {must}, got: {got:.300}")
+
+
+def _tool_name(tool: Tool) -> str:
+    return getattr(tool, "__name__", repr(tool))
+
+
+def _check_callable(tool: Tool) -> None:
+    """ValueError for a tool that a call, which names its arguments, could not run."""
+    place = f"{place_of(tool)}: tool {_tool_name(tool)}"
+    function = inspect.unwrap(tool)
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError(f"{place} must return what the model is told, got one that yields it")
+    try:
+        parameters = inspect.signature(tool).parameters.values()
+    except (ValueError, TypeError):
+        return  # of a function that Python does not know is seen why it has no schema
+    for parameter in parameters:
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+            got = "*" * (parameter.kind == parameter.VAR_POSITIONAL) + parameter.name
+            raise ValueError(f"{place} must take its arguments by their names, got {got}")

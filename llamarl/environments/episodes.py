@@ -231,6 +231,8 @@ class Episodes:
 
 def _text(value: Any) -> str:
     """What a tool returned, as the model sees it. Raises Raised if it has no text."""
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        raise Raised(TypeError("a tool must return what it says, got a generator"))
     try:
         return str(value)
     except BaseException as error:  # noqa: BLE001 - a user's __str__ may do anything

@@ -53,10 +53,11 @@ class Runner:
         """What it returns. Raises Raised, or CancelledError if this call is cancelled: a coroutine
         is then cancelled too, a function is left behind in its thread."""
         call = partial(function, *args, **named)
-        if inspect.iscoroutinefunction(function):
-            return _value(await _in_task(call))
-        found = _value(await self._in_thread(call))
-        return _value(await _in_task(lambda: found)) if inspect.isawaitable(found) else found
+        is_coroutine = inspect.iscoroutinefunction(function)
+        found = _value(await (_in_task(call) if is_coroutine else self._in_thread(call)))
+        while inspect.isawaitable(found):  # one that returns another, too
+            found = _value(await _in_task(partial(_itself, found)))
+        return found
 
     async def _in_thread(self, call: Callable[[], Any]) -> Outcome:
         thread: list[int] = []
@@ -82,6 +83,10 @@ def _called(call: Callable[[], Any], thread: list[int]) -> Outcome:
         return call(), None
     except BaseException as error:  # noqa: BLE001 - user code may raise anything
         return None, error
+
+
+def _itself(found: Awaitable[Any]) -> Awaitable[Any]:
+    return found
 
 
 async def _awaited(call: Callable[[], Awaitable[Any]]) -> Outcome:

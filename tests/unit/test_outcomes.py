@@ -111,3 +111,28 @@ def test_whatever_an_environment_raises_fails_its_episode(at: str, kind: str) ->
         assert 'File "task.py"' in found["error"], "it shows the user's own lines"
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+PROMISES = """
+async def inner(): return 7
+async def soft(): return inner()
+def plain(): return inner()
+def twice(): return soft()
+def some(): return (i for i in range(3))
+async def others():
+    async def each(): yield 1
+    return each()
+tools = [soft, plain, twice, some, others]
+"""
+
+
+def test_a_tool_that_returns_a_coroutine_says_what_that_returns() -> None:
+    module = ModuleType("task")
+    exec(PROMISES, module.__dict__)
+    episodes = Episodes(find_defined(module))
+    calls = [[tool.__name__, {}, ""] for tool in module.tools]
+    answer = asyncio.run(episodes.take_turn(1, "", calls))
+    said = [message["content"] for message in answer["messages"]]
+    assert said[:3] == ["7"] * 3
+    wrong = str({"error": "a tool must return what it says, got a generator"})
+    assert said[3:] == [wrong] * 2

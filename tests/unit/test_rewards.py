@@ -357,6 +357,14 @@ def test_a_dict_that_is_no_reward_is_refused_in_one_plain_line(found, message):
     assert "\n" not in got["error"]
 
 
+def test_a_reward_may_return_a_coroutine_that_returns_one():
+    source = "async def inner(): return 2\nasync def outer(): return inner()\n"
+    source += "async def reward(prompt, completion): return outer()\n"
+    source += "async def group_reward(prompt, completions): return [1]\n"
+    got = grade_group(source, ["task", "group"], ["a"], is_async=True)
+    assert got["rows"] == [[21.0, 2.0, 1.0, -1.0]]
+
+
 def test_two_rewards_may_not_give_numbers_of_one_name():
     source = "def reward(prompt, completion):\n    return {'score': 1, 'acc': 1}\n"
     source += "def group_reward(prompt, completions):\n    return [{'score': 1, 'acc': 1}]\n"

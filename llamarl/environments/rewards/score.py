@@ -157,7 +157,9 @@ def _number_of(answer: object) -> float:
 
 
 async def _awaited(found: Any) -> Any:
-    return await found if inspect.isawaitable(found) else found
+    while inspect.isawaitable(found):
+        found = await found
+    return found
 
 
 async def _at_once(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
