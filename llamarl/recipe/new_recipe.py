@@ -6,6 +6,7 @@ what it writes composes to a checked config; it fetches nothing and replaces no 
 
 import argparse
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,11 +92,12 @@ def new(arguments: list[str]) -> str:
     small = ["cluster=inline", "num_steps=2", "trainer.groups_per_step=2", "algorithm.filters=[]"]
     small += [f"sampling.max_tokens={min(TRY_TOKENS, recipe['sampling']['max_tokens'])}"]
     small += ["evaluation.max_prompts=8"] * (options.held_out is not None)
+    train = ["llamarl", "train", "--config-dir", str(folder)]
     return (
         f"written: {written}\n"
         f"{' and '.join(what)} in {places}{from_row}\n{plain}"
-        f"try it:  llamarl train --config-dir {folder} {' '.join(small)}\n"
-        f"train:   llamarl train --config-dir {folder}\n"
+        f"try it:  {shlex.join([*train, *small])}\n"
+        f"train:   {shlex.join(train)}\n"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_a_new_recipe_trains(tmp_path: Path) -> None:
     inputs += [f"--held-out={RECIPE / 'held_out.jsonl'}", "--reward=task", "--device=cpu"]
     code, out, err = finish(start("new", str(folder), *inputs))
     assert code == 0, err
-    (command,) = [line.split() for line in out.splitlines() if line.startswith("try it:")]
+    (command,) = [shlex.split(line) for line in out.splitlines() if line.startswith("try it:")]
     given = [*command[command.index("train") :], f"run_dir={tmp_path}/run", *SMALL]
     code, _, err = finish(start(*given))
     assert code == 0, err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,13 +27,15 @@ def recipe(folder: Path) -> Config:
 
 @pytest.mark.parametrize("reward", ["math", "task"])
 def test_a_new_recipe_reads_its_inputs(tmp_path: Path, reward: str) -> None:
-    folder = tmp_path / "mine"
+    folder = tmp_path / "my own"
     held_out = f"--held-out={RECIPE / 'held_out.jsonl'}"
     said = new([str(folder), MODEL, DATA, held_out, "--reward", reward, "--device=cpu"])
     assert len((folder / "run.yaml").read_text().splitlines()) <= 10
-    small = "trainer.groups_per_step=2 algorithm.filters=[] sampling.max_tokens=32"
+    small = ["trainer.groups_per_step=2", "algorithm.filters=[]", "sampling.max_tokens=32"]
     (line,) = [line for line in said.splitlines() if line.startswith("try it:")]
-    assert f"llamarl train --config-dir {folder} cluster=inline num_steps=2 {small}" in line
+    train = ["llamarl", "train", "--config-dir", str(folder), "cluster=inline", "num_steps=2"]
+    assert shlex.split(line)[2:][: len(train + small)] == train + small, "a shell reads it so"
+    assert "'algorithm.filters=[]'" in line, "some take brackets for a pattern"
     inputs = read_inputs(recipe(folder))
     assert (len(inputs.prompts), len(inputs.held_out)) == (5000, 1000)
     assert (folder / "task.py").exists() == (reward == "task")
