@@ -8,6 +8,7 @@ compared too; nothing in the runs' folders is changed.
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,6 +100,7 @@ def compare(arguments: list[str]) -> str:
     names = [Path(each).resolve().name for each in folders]
     if len({*names}) < len(names):
         names = folders
+    names = [*map(_plain, names)]
     runs = [read_run(Path(each), name) for each, name in zip(folders, names, strict=True)]
     output = Path(options.output)
     try:
@@ -106,9 +108,10 @@ def compare(arguments: list[str]) -> str:
     except OSError as error:
         raise ValueError(f"--output must name a file that can be written, got {error}") from error
     differing = differences(runs)
-    parts = [_table(["", *names], figures(runs))]
+    head = ["", *names]
+    parts = [_table(head, figures(runs))]
     if differing:
-        parts.append("what differs in their configs:\n" + _table(["", *names], differing))
+        parts.append("what differs in their configs:\n" + _table(head, differing))
     else:
         parts.append("their configs are equal, and so is their task.py\n")
     return "\n".join([*parts, f"{output}\n"])
@@ -123,13 +126,14 @@ def read_run(folder: Path, name: str) -> ComparedRun:
         if not (folder / needed).is_file():
             raise ValueError(f"{must}, got {folder} without {needed}")
     try:
-        config = yaml.safe_load((folder / CONFIG_FILE).read_bytes())
+        read = yaml.safe_load((folder / CONFIG_FILE).read_bytes())
+        config = _by_key(read) if isinstance(read, dict) else None
         lines = read_metrics(folder / METRICS_FILE, TAGS)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         got = " ".join(str(error).split())[:MOST_CHARS]
         raise ValueError(f"{must} that can be read, got {folder}: {got}") from error
-    if not isinstance(config, dict):
-        got = type(config).__name__
+    if config is None:
+        got = type(read).__name__
         raise ValueError(f"{folder / CONFIG_FILE} must hold keys with their values, got {got}")
     steps = {
         step: {
@@ -139,17 +143,25 @@ def read_run(folder: Path, name: str) -> ComparedRun:
         }
         for step, line in lines.items()
     }
-    entries = config.pop("defaults", [])
+    run = ComparedRun(name, steps, config | _digests(folder))
+    if not any(run.points(tag) for tag, _ in CHARTS.values()):
+        raise ValueError(f"{must} that has trained a step, got {folder}")
+    return run
+
+
+def _by_key(config: dict[Any, Any]) -> dict[str, Any]:
+    """The choice of each group, and the values by dotted key. TypeError, ValueError or
+    RecursionError if one of them has no JSON."""
+    entries = config.get("defaults", [])
     choices = {
-        str(key).split()[-1].strip("/"): choice
+        str(key).rpartition(" ")[2].strip("/"): choice
         for entry in (entries if isinstance(entries, list) else [])
         if isinstance(entry, dict)
         for key, choice in entry.items()
     }
-    run = ComparedRun(name, steps, choices | _digests(folder) | _flat(config))
-    if not any(run.points(tag) for tag, _ in CHARTS.values()):
-        raise ValueError(f"{must} that has trained a step, got {folder}")
-    return run
+    found = choices | _flat({key: each for key, each in config.items() if key != "defaults"})
+    json.dumps([*found.values()], default=str)
+    return found
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -173,7 +185,7 @@ def figures(runs: Sequence[ComparedRun]) -> list[list[str]]:
     a run has not."""
     rows: dict[str, Callable[[ComparedRun], str]] = {
         "steps": lambda run: f"{max(run.steps)}",
-        "time of the steps": lambda run: duration(run.sum(STEP_S)),
+        "time of the steps": _time,
     }
     tags = dict.fromkeys(tag for run in runs for line in run.steps.values() for tag in line)
     for tag in (tag for tag in tags if f"{tag}_low" in tags):
@@ -194,7 +206,7 @@ def figures(runs: Sequence[ComparedRun]) -> list[list[str]]:
 def differences(runs: Sequence[ComparedRun]) -> list[list[str]]:
     """A row per key whose values differ; a dash stands for a key that a config does not have."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in ALWAYS_DIFFERENT)
-    rows = [[key, *(_value(run.config, key) for run in runs)] for key in keys]
+    rows = [[_one_line(key), *(_value(run.config, key) for run in runs)] for key in keys]
     return [row for row in rows if len({*row[1:]}) > 1]
 
 
@@ -240,6 +252,11 @@ def _share(tag: str, run: ComparedRun) -> str:
     return f"{with_interval(Share(value, *ends))} at step {step}"
 
 
+def _time(run: ComparedRun) -> str:
+    seconds = run.sum(STEP_S)
+    return duration(seconds) if math.isfinite(seconds) else "-"
+
+
 def _rate(run: ComparedRun) -> str:
     lines = [line for line in run.steps.values() if line.keys() >= {RATE, STEP_S}]
     seconds = sum(line[STEP_S] for line in lines)
@@ -262,14 +279,18 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _value(config: dict[str, Any], key: str) -> str:
-    """On one line that no terminal obeys."""
-    if key not in config:
-        return "-"
-    value = config[key]
-    text = (
-        value if isinstance(value, str) and value.isprintable() else json.dumps(value, default=str)
-    )
+    return _one_line(config[key]) if key in config else "-"
+
+
+def _one_line(value: Any) -> str:
+    text = _plain(value)
     return text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 3] + "..."
+
+
+def _plain(value: Any) -> str:
+    """A text as it is, if no terminal obeys it and it has one line; anything else as JSON."""
+    is_plain = isinstance(value, str) and value.isprintable()
+    return value if is_plain else json.dumps(value, default=str)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

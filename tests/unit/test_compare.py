@@ -134,6 +134,9 @@ def damaged(name: str, content: bytes | None) -> Callable[[Path], None]:
         (damaged("config.yaml", b"\xff\xfe\x00"), "that can be read, got"),
         (damaged("config.yaml", b"- 1\n"), "must hold keys with their values, got list"),
         (damaged("config.yaml", b"[" * 5000), "that can be read, got"),
+        (damaged("config.yaml", b"a: &x {b: *x}\n"), "that can be read, got"),
+        (damaged("config.yaml", b"a: &x [*x]\n"), "that can be read, got"),
+        (damaged("config.yaml", b"a: [{2026-01-01: 1}]\n"), "that can be read, got"),
         (damaged("metrics.jsonl", b""), "that has trained a step"),
         (damaged("metrics.jsonl", b"\x00\xff{{{\n[]\n"), "that has trained a step"),
         (damaged("metrics.jsonl", b'{"step": 1, "reward/mean": "x"}\n'), "trained a step"),
@@ -173,7 +176,9 @@ def test_numbers_and_names_of_any_kind_give_a_picture_and_lines(tmp_path: Path) 
         {"step": -1, **STEP, **evaluated(-1, 2.0), "evaluation/accuracy_low": "low"},
         {"step": 3, **STEP, "reward/mean": float("nan")},
     ]
-    first = write_run(tmp_path / "<script>&'\"", lines, 'a: "\\e[31m\\n"\n')
+    lines += [{"step": step, **STEP, "time/step_s": 1e308} for step in (4, 5)]
+    config = 'a: "\\e[31m\\n"\n"\\e[31mb": 1\ndefaults: [config, {"": 1}, {3: null}]\n'
+    first = write_run(tmp_path / "<script>&'\"\x1b", lines, config)
     second = write_run(tmp_path / "b", [{"step": 5, "reward/mean": 0}], "a: 2026-01-02\n")
     said = compare([str(first), str(second), "--output", str(tmp_path / "c.svg")])
     assert "\x1b" not in said
