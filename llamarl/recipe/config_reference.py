@@ -49,6 +49,7 @@ WANTED = {
     "section": "keys with their values",
 }
 """What a value of each type is called in an error."""
+ABSENT = {name for names in NOT_HERE.values() for name in names.split()}
 ZERO = re.compile(r"(?:; |\. )(0(?::| [a-z])[^.;]*)")
 WIDTH = 100
 INDENT = "    "
@@ -271,9 +272,11 @@ def _elsewhere(name: str) -> list[str]:
 
 def _elsewhere_in_full(name: str) -> list[str]:
     """The same, by the whole name or by an end of it that has several parts, the longest first:
-    `model.path` also as `model_path`."""
+    `model.path` also as `model_path`. What is in a section of something that is not here, such as
+    `critic.model.path`, is none of it."""
     parts = name.split(".")
-    ends = [parts[at:] for at in range(max(1, len(parts) - 1))]
+    absent = next((at for at, part in enumerate(parts) if part in ABSENT), len(parts))
+    ends = [parts[at:] for at in range(max(1, len(parts) - 1)) if at <= absent]
     return _first_elsewhere([joint.join(end) for end in ends for joint in (".", "_")])
 
 

@@ -38,7 +38,7 @@ ELSEWHERE = {
     "algorithm.teacher": "teacher_model_name_or_path teacher_model",
     "algorithm.advantage": "scale_rewards norm_adv_by_std_in_grpo multi_objective_aggregation",
     "algorithm.normalization": "loss_agg_mode loss_reduction",
-    "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef kl_penalty_coef",
+    "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef kl_penalty_coef use_kl_loss",
     "algorithm.kl_estimator": "kl_loss_type kl_penalty use_bias_correction_kl",
     "algorithm.entropy_coefficient": "entropy_coeff entropy_coef",
     "algorithm.filters": "filter_groups dynamic_sampling",

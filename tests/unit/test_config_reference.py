@@ -122,6 +122,7 @@ KEY_OF = {
         "custom_reward_function.name",
     ],
     "reward.functions": ["sandbox_fusion"],
+    "algorithm.kl_coefficient": ["actor_rollout_ref.actor.use_kl_loss"],
     "trainer.parts": ["async_training.require_batches"],
     "algorithm.max_drops_in_row": ["algorithm.filter_groups.max_num_gen_batches"],
     "environment.tools": [
@@ -143,7 +144,7 @@ NO_KEY = [
     *("actor_rollout_ref.rollout.load_format", "async_training.partial_rollout"),
     *("trigger_parameter_sync_step", "ref_model", "disable_dropout", "model_init_kwargs"),
     *("callbacks", "compute_metrics", "custom_reward_function.reward_kwargs", "wandb_entity"),
-    "top_entropy_quantile",
+    *("critic.model.path", "critic.optim.lr", "reward_model.model.path", "top_entropy_quantile"),
     *("cast_lm_head_to_fp32", "vllm_structured_outputs_regex", "ignore_eos", "modules_to_save"),
     *("actor_rollout_ref.rollout.multi_turn.max_tool_response_length", "max_parallel_calls"),
     *("tool_response_truncate_side", "adamw_8bit", "reward_model", "sequence_parallel", "critic"),
