@@ -187,7 +187,8 @@ def _reader(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 def _cell_reader(kind: Any) -> Callable[[Any], Any]:
     """What makes a value as JSON has it of one of this Arrow type. The records of a column all have
-    the same keys, with nulls where a row had none, which are left out; a map becomes an object."""
+    the same keys, with nulls where a row had none, which are left out; a map becomes an object,
+    whose keys are texts."""
     from pyarrow import types
 
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
@@ -199,7 +200,7 @@ def _cell_reader(kind: Any) -> Callable[[Any], Any]:
         )
     if types.is_map(kind):
         item = _cell_reader(kind.item_type)
-        return _unless_null(lambda cell: {key: item(each) for key, each in cell})
+        return _unless_null(lambda cell: {str(key): item(each) for key, each in cell})
     if types.is_nested(kind) and hasattr(kind, "value_type"):  # a list of any form
         each_of = _cell_reader(kind.value_type)
         return _unless_null(lambda cell: [*map(each_of, cell)])

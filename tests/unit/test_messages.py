@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.unit import chat_templates
 from tests.unit.test_demonstrations import CHATS, make_demonstration, written
 
 CALL = {"name": "look", "arguments": {"city": "Paris"}}
+DAY = pa.struct([("a", pa.int64()), ("b", pa.int64())])
 ASKED = {"role": "user", "content": "Where?"}
 
 
@@ -100,6 +102,8 @@ def test_a_map_of_a_column_is_an_object_with_its_nulls(
     assert found == rows
     (said,) = written(make_demonstration(1, found[0], CHATS, qwen), qwen)
     assert '"arguments": {"city": "Paris"}' in said
+    days = pa.array([[(date(2026, 1, 2), {"a": 1, "b": None})]], pa.map_(pa.date32(), DAY))
+    assert read_table(pa.table({"x": days}), kind, tmp_path) == [{"x": {"2026-01-02": {"a": 1}}}]
 
 
 def calling_plainly(arguments: Any) -> list[dict[str, Any]]:
