@@ -484,6 +484,10 @@ SPELLINGS = [
     r"<(think)>(.*?)</\1>",
     "[<]think[>]",
     r"\[INST\] (.)",
+    "(?i)<THINK>(.*)",
+    "(?is)<Think>.*",
+    r"\x3cthink\x3E(.*)",
+    r"\u003cthink>(.*)",
 ]
 
 
@@ -491,7 +495,8 @@ SPELLINGS = [
 def test_a_pattern_that_asks_for_a_special_token_is_refused(pattern):
     with pytest.raises(ValueError, match=r"reward\.pattern must hold no special token"):
         check_pattern(RewardConfig(functions=["format"], pattern=pattern), ["[INST]", "<think>"])
-    for other in (r"\boxed\{(.+)\}", "<answer>(.*?)</answer>", "<[^>]+>(.*)", "<thinking>"):
+    others = [r"\boxed\{(.+)\}", "<answer>(.*?)</answer>", "<[^>]+>(.*)", "<thinking>"]
+    for other in (*others, "<THINK>(.*)", "(?i)<Answer>(.*)"):
         check_pattern(RewardConfig(functions=["format"], pattern=other), ["[INST]", "<think>"])
 
 

@@ -32,6 +32,8 @@ ENVIRONMENT = "environment"  # what the episode's environment gave
 ANSWER = "majority_answer"  # of a task.py, and what the stage gives beside the rewards
 NO_ANSWER = -1.0
 ESCAPE = re.compile(r"\\(?=\W)")  # of a letter that stands for itself
+NUMBERED = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})")  # a letter by its number
+FLAGS = re.compile(r"\(\?[aimsux]+\)")
 SYNTAX = re.compile(rf"{ESCAPE.pattern}|(?<!\\)(?:\((?:\?(?::|P<\w+>))?|[)\[\]])")  # and of groups
 EXTRA = "reward_extra"  # further numbers that rewards return, which the stage gives as JSON
 
@@ -122,9 +124,13 @@ def check_pattern(config: RewardConfig, special_tokens: Collection[str]) -> None
     show."""
     if not any(needs_of(name).num_groups is not None for name in config.functions):
         return
-    readings = config.pattern, ESCAPE.sub("", config.pattern), SYNTAX.sub("", config.pattern)
+    pattern = NUMBERED.sub(lambda found: chr(int(found[1] or found[2], 16)), config.pattern)
+    pattern = FLAGS.sub("", pattern)
+    is_folded = bool(re.compile(config.pattern).flags & re.IGNORECASE)
+    folded: Callable[[str], str] = str.lower if is_folded else str
+    readings = [*map(folded, (pattern, ESCAPE.sub("", pattern), SYNTAX.sub("", pattern)))]
     for token in special_tokens:
-        is_asked = any(token in reading for reading in readings)
+        is_asked = any(folded(token) in reading for reading in readings)
         must = f"hold no special token of the tokenizer, which completions do not show ({token})"
         require(not is_asked, "reward.pattern", must, config.pattern)
 
