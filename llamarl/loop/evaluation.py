@@ -66,7 +66,9 @@ class Evaluator:
     def is_wanted(self, version: int) -> bool:
         """Whether `version` is one of every `every_steps`: so will be due, unless it is lost. Where
         one is to be the best, what falls amid a batch is put off to its end: nothing is saved
-        before."""
+        before. The version that a session begins with is saved, so it may be the best."""
+        if self.prompts and self.best.metric and version == self.engines.gate.first_version > 0:
+            return True
         if not (self.prompts and self.every_steps):
             return False
         before = version - 1

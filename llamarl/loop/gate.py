@@ -154,6 +154,11 @@ class Gate:
         """Groups that the step under way takes for later steps of its batch."""
         return self._steps.num_ahead(self.version)
 
+    @property
+    def first_version(self) -> int:
+        """The one that the session begins with."""
+        return self._steps.first_version
+
     def first_of_batch(self, version: int) -> int:
         """See `MiniBatches`."""
         return self._steps.first_of_batch(version)

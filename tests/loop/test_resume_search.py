@@ -110,7 +110,7 @@ class History:
     loop_of: dict[int, Loop] = field(default_factory=dict)  # by version that was trained
     share_of: dict[int, float] = field(default_factory=dict)  # that was to be kept, by row
     used: dict[int, set[int]] = field(default_factory=dict)  # rows by version that learnt from them
-    last_of: set[int] = field(default_factory=set)  # evaluated as the last version of a session
+    ends: set[int] = field(default_factory=set)  # versions that sessions begin or end with
 
     def add(self, loop: Loop) -> None:
         """A session, which began with what is known so far, is over."""
@@ -122,13 +122,23 @@ class History:
         for batch in loop.batches:
             again[batch.version] |= {row.row_id for row in batch.rows}
         self.used |= {version: rows for version, rows in again.items() if rows}
-        if loop.state.get("version", 0) < loop.saver.last == loop.saver.evaluator.version:
-            self.last_of.add(loop.saver.last)
+        start = loop.state.get("version", 0)
+        self.ends |= {start}
+        if start < loop.saver.last == loop.saver.evaluator.version:
+            self.ends |= {loop.saver.last}
+
+    def is_regular(self, version: int) -> bool:
+        """Whether it ends a batch in which one of every so many versions was made: amid a batch
+        nothing is saved."""
+        every, loop = self.evaluate_every, self.loop_of[version - 1]
+        first = steps_before(loop, version - 1)[0]
+        is_between = steps_before(loop, version)[1:] == (0, 0)
+        return every > 0 and is_between and version // every > first // every
 
     def cut(self, state: dict[str, Any]) -> None:
         """The next session begins with `state`: what came after it is repeated."""
         end = state.get("next_row_id", 0)
-        self.last_of = {each for each in self.last_of if each <= state.get("evaluated", -1)}
+        self.ends = {each for each in self.ends if each <= state.get("version", 0)}
         self.prompt_of = {row: each for row, each in self.prompt_of.items() if row < end}
         self.group_of = {row: each for row, each in self.group_of.items() if row < end}
 
@@ -139,7 +149,7 @@ class History:
             self.check(folder, state)
             if path == checkpoint.latest(folder) and (known := state.get("best")):
                 found = checkpoint.find(folder, known["version"])
-                assert found is not None or state["version"] in self.last_of, "it is better"
+                assert found is not None or state["version"] in self.ends, "it is better"
 
     def check(self, folder: Path, state: dict[str, Any]) -> None:
         """The files hold all that was done before `state`, once, and what is open is in it."""
@@ -242,18 +252,15 @@ class History:
 def best_of(history: History, lines: list[dict[str, Any]], end: int) -> tuple[int, int, bool]:
     """The version with the best accuracy, the first of equal ones; how many were evaluated after
     it; and whether these ended the run. Only versions that have a checkpoint count: those of every
-    so many steps, and the ones that its sessions ended with, the last one if it did at `end`."""
+    so many steps, and those that its sessions began or ended with, the last one at `end`."""
     of_version: dict[int, list[int]] = {}
     for line in lines:
         if line["outcome"] == "evaluated":
             of_version.setdefault(line["version"], []).append(line["correct"])
     best, most, num_since, is_over = 0, -1.0, 0, False
     for version, marks in sorted(of_version.items()):
-        is_regular = history.evaluate_every and version % history.evaluate_every == 0
-        if is_regular and version:  # amid a batch nothing is saved
-            is_regular = steps_before(history.loop_of[version - 1], version)[1:] == (0, 0)
-        is_end = version == end or version in history.last_of
-        if version == 0 or not (is_regular or is_end):
+        is_end = version == end or version in history.ends
+        if version == 0 or not (is_end or history.is_regular(version)):
             continue
         accuracy = sum(marks) / len(marks)
         num_since += 1

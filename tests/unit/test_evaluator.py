@@ -284,6 +284,9 @@ def test_what_may_be_the_best_is_evaluated_between_batches(
     evaluator = replace(begun, best=BestVersion(metric="x"), every_steps=every, version=first)
     gate: Any = evaluator.engines.gate
     gate.first_of_batch = lambda version: version - (version - first) % 2
+    gate.first_version = first
+    assert begun.is_wanted(first) is False, "no best one is asked for"
+    assert first == 0 or evaluator.is_wanted(first), "its checkpoint is there"
     due, saved = [], []
     for version in range(first + 1, last + 1):
         if evaluator.is_due(version, last):
