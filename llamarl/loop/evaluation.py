@@ -52,6 +52,10 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._begun = self.version
+        self._saved = -1  # a version that is saved, though it is not wanted
+        self._passed_over: Evaluation | None = (
+            None  # which can be the best if it is saved after all
+        )
 
     def is_due(self, version: int, last: int) -> bool:
         """Whether to evaluate `version`: the first and the last one are, and one every
@@ -77,6 +81,14 @@ class Evaluator:
                 return False
             before = self.engines.gate.first_of_batch(before)
         return version // self.every_steps > before // self.every_steps
+
+    def note_saved(self, version: int) -> None:
+        """`version` is saved after all, as the last one of a run that ends early, say: so it may be
+        the best."""
+        self._saved, passed_over = version, self._passed_over
+        if passed_over is not None and passed_over.version == version:
+            self.best.add(passed_over)
+            self._passed_over = None
 
     def _is_between(self, version: int) -> bool:
         """Whether it is the version before the first step of a batch."""
@@ -139,8 +151,10 @@ class Evaluator:
             )
         self.version = result.version
         self.engines.observer.log_evaluation(result)
-        if is_saved:
+        if is_saved or result.version == self._saved:
             self.best.add(result)
+        else:
+            self._passed_over = result
         if why := self.best.why_over:
             await self.engines.gate.end(why)
 

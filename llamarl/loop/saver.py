@@ -238,6 +238,8 @@ class Saver:
         finally:  # what follows is done before any other task runs, up to the end of the copies
             self._taking.discard(taking)
             taking.set_result(None)
+        if self.has_last:
+            self.evaluator.note_saved(self.version)
         gate, version, best = self.engines.gate, self.version, self.evaluator.best
         known = best.version
         now = version, gate.solved or gate.ended, known, best.num_since

@@ -57,7 +57,9 @@ class EvaluatorSetting(RolloutSetting):
         engines = Engines(
             rules=SimpleNamespace(make_record=make_record),  # type: ignore[arg-type]
             gate=SimpleNamespace(  # type: ignore[arg-type]
-                allocate_rows=RowIds(10, 1).take, first_of_batch=lambda version: version
+                allocate_rows=RowIds(10, 1).take,
+                first_of_batch=lambda version: version,
+                first_version=0,
             ),
             dispatch=self.dispatch,  # type: ignore[arg-type]
             rollouts=self.rollouts,
@@ -295,6 +297,24 @@ def test_what_may_be_the_best_is_evaluated_between_batches(
         if version == last or evaluator.is_wanted(version):
             saved.append(version)
     assert due == saved == expected
+
+
+@pytest.mark.parametrize("is_known_before", [True, False])
+def test_a_version_that_is_saved_after_all_may_be_the_best(is_known_before: bool) -> None:
+    best = BestVersion(metric="accuracy")
+    setting = EvaluatorSetting()
+
+    async def work(rollouts: Rollouts) -> None:
+        evaluator = replace(setting.evaluator, best=best)
+        if is_known_before:
+            evaluator.note_saved(3)
+        assert await evaluator.evaluate(3) is not None
+        assert best.version == 3 * is_known_before, "it is neither wanted nor the last one"
+        evaluator.note_saved(3)
+        evaluator.note_saved(3)
+        assert (best.version, best.num_since) == (3, 0)
+
+    setting.run(work)
 
 
 def test_an_evaluation_is_short_to_print_however_many_prompts_it_has() -> None:

@@ -116,7 +116,12 @@ def saver_of(trainer, run_dir, version=0):
         run_dir=str(run_dir),
         engines=SimpleNamespace(trainer=trainer, gate=Gate(), version=version),
         colocation=Colocation(),
-        evaluator=SimpleNamespace(version=-1, best=BestVersion(), is_wanted=lambda version: False),
+        evaluator=SimpleNamespace(
+            version=-1,
+            best=BestVersion(),
+            is_wanted=lambda version: False,
+            note_saved=lambda version: None,
+        ),
         spans=Spans("controller", None),
         last=9,
     )
