@@ -156,7 +156,8 @@ class MonarchExecutor:
             for _ in send(ranks.actors.exit):
                 pass  # it never answers
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wait_exits(ranks), STOP_LIMIT_S)
+                async with asyncio.timeout(STOP_LIMIT_S):
+                    await self._wait_exits(ranks)
         await ranks.host.kill(self.mark)  # Monarch waits long for a process that hangs
         _fail_calls(ranks)
         try:
