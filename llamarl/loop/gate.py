@@ -257,6 +257,15 @@ class Gate:
                 lambda: self._is_given or self._choose(count, count) or self._lacks(count)
             )
 
+    async def end_if_short(self, count: int) -> bool:
+        """End if the prompts do before a step has its `count` groups, with those that it looks
+        ahead to; returns whether they do. Else `take` would wait for groups of no use, which
+        generators that have given up their device do not write."""
+        if self._is_given or not self._is_short(count):
+            return False
+        await self.end(self.prompts.limit)
+        return True
+
     async def take(self, at_least: int, at_most: int, num_tokens: int = 0) -> list[Group]:
         """The next groups to train on, as the sampler chooses; waits until `at_least` with
         `num_tokens` tokens together may be taken, or `at_most`.
@@ -348,9 +357,12 @@ class Gate:
 
     def _lacks(self, count: int) -> bool:
         """Whether so many groups will never be ready."""
+        return bool(self.solved or self.ended) or self._is_short(count)
+
+    def _is_short(self, count: int) -> bool:
+        """Whether the prompts end before so many groups are there."""
         num_left = len(self._waiting) - len(self._kept)
-        is_short = self.prompts.is_exhausted and num_left < count
-        return bool(self.solved or self.ended) or is_short
+        return self.prompts.is_exhausted and num_left < count
 
     def _open(self, unit: int | None, prompt: Prompt) -> Group:
         # Used then at the latest, if as many of those before it as may be are carried over.
