@@ -316,9 +316,10 @@ def test_a_run_ends_with_the_last_whole_step_of_its_epochs(tmp_path: Path) -> No
     assert make_prompts(more, loop.inputs, state).num_left == 2 + 29, "it could go on"
 
 
+@pytest.mark.parametrize("is_colocated", [False, True])
 @pytest.mark.parametrize(("looks_ahead", "num_steps"), [(False, 7 * 4 + 1), (True, 7 * 4)])
 def test_a_batch_of_several_steps_that_is_short_is_trained_once_or_not_at_all(
-    looks_ahead: bool, num_steps: int, tmp_path: Path
+    looks_ahead: bool, num_steps: int, is_colocated: bool, tmp_path: Path
 ) -> None:
     loop = Loop(
         prompts=PROMPTS,
@@ -328,6 +329,7 @@ def test_a_batch_of_several_steps_that_is_short_is_trained_once_or_not_at_all(
         max_staleness=3,
         proximal="recompute" if looks_ahead else "none",
         num_steps=100,
+        is_colocated=is_colocated,
     )
     assert with_last_step(loop.config, len(PROMPTS)).num_steps == num_steps, (
         "61 are 7 times 8 and 5"
