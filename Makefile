@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make quickstart   fine-tune a small checkpoint by asynchronous RL on this CPU"
 	@echo "make quickstart-tools  the same for a tool: the model learns to call a calculator over several turns"
-	@echo "make test         the default test suite (CPU, offline, 5 minutes)"
+	@echo "make test         the default test suite (CPU, offline, 10 minutes on two cores)"
 	@echo "make test-quick   its unit, contract and loop tests, and one run that learns (2 minutes)"
 	@echo "make test-long    second looks at what the default suite checks: other moments, paths and options"
 	@echo "make test-all     all of these, and the slow set"
