@@ -262,13 +262,14 @@ def _check_allocator(config: Config) -> None:
 
 
 def _check_folder(config: Config, folder: str) -> None:
-    """ValueError, with its name, for what may be meant as a model of the Hub."""
-    name = config.model.checkpoint
-    if REPOSITORY.fullmatch(name) and not os.path.isdir(folder):
-        raise ValueError(
-            f"the checkpoint must be an existing folder, got {folder!r} (if {name} is a model of "
-            f"the Hub: model.checkpoint={PREFIX}{name})"
-        )
+    """ValueError for a checkpoint that is not there; with its name for what may be meant as a model
+    of the Hub."""
+    if os.path.isdir(folder):
+        return
+    name, hint = config.model.checkpoint, ""
+    if REPOSITORY.fullmatch(name):
+        hint = f" (if {name} is a model of the Hub: model.checkpoint={PREFIX}{name})"
+    raise ValueError(f"model.checkpoint must be an existing folder, got {folder!r}{hint}")
 
 
 def _check_checkpoint(config: Config, checkpoint: str) -> AnyArchitecture:

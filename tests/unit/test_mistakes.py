@@ -197,7 +197,7 @@ WRONG_COMMANDS = [
         [*PLAN, "trainer.tensor_parallel=3", "trainer.num_ranks=3"],
         "trainer.tensor_parallel must div",
     ),
-    ([*PLAN, "model.architecture=null"], "the checkpoint must be an existing folder"),
+    ([*PLAN, "model.architecture=null"], "model.checkpoint must be an existing folder"),
     (
         [*PLAN, "model.architecture=null", "model.checkpoint=Qwen/Qwen2.5-0.5B"],
         "Hub: model.checkpoint=hf:Qwen/Qwen2.5-0.5B)",
