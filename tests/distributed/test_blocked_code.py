@@ -110,7 +110,7 @@ def test_one_that_cannot_be_interrupted_fails_and_the_others_begin_again(tmp_pat
     async def work(setting: Setting) -> None:
         rows = range(4)
         await setting.begin_all(rows)
-        wait = call("wait", '{"seconds": 0.8}')
+        wait = call("wait", '{"seconds": 2.4}')
         asked = [call("deaf"), wait, wait]
         found = await asyncio.gather(*(setting.turn(row, text) for row, text in enumerate(asked)))
         assert found[0].status is StageStatus.HUNG
@@ -120,7 +120,7 @@ def test_one_that_cannot_be_interrupted_fails_and_the_others_begin_again(tmp_pat
         assert (await setting.turn(3, ADD)).state is EpisodeState.LOST
         assert (await setting.begin(3, attempt=1)).state is EpisodeState.GOES_ON
 
-    with running(tmp_path, task=BLOCKING, timeout_s=1.0) as run:
+    with running(tmp_path, task=BLOCKING, timeout_s=3.0) as run:
         run(work)
 
 
