@@ -96,8 +96,6 @@ class Controller:
         """Train on the parts of a step as they become ready; False if it will not be whole."""
         oldest = self.gate.oldest_version(self.engines.version)
         missing, ahead = self.gate.groups_per_step, self.gate.num_ahead
-        if await self.gate.end_if_short(missing + ahead):
-            return False
         while most := missing or ahead:
             num_groups, num_tokens = self.part_size.least(most)
             if not (groups := await self.gate.take(num_groups, most, num_tokens)):

@@ -251,20 +251,18 @@ class Gate:
 
     async def wait_for(self, count: int) -> None:
         """Sleep until `take` could give `count` groups at once, or will never give another. The
-        groups of a later pass are there."""
+        groups of a later pass are there.
+
+        If the prompts end before, the run has `ended`: `take` would wait for groups of no use,
+        which generators that have given up their device do not write.
+        """
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._is_given or self._choose(count, count) or self._lacks(count)
             )
-
-    async def end_if_short(self, count: int) -> bool:
-        """End if the prompts do before a step has its `count` groups, with those that it looks
-        ahead to; returns whether they do. Else `take` would wait for groups of no use, which
-        generators that have given up their device do not write."""
-        if self._is_given or not self._is_short(count):
-            return False
-        await self.end(self.prompts.limit)
-        return True
+            if self._is_short(count) and not self._is_given and not self.solved:
+                self.ended = self.ended or self.prompts.limit
+                self._changed.notify_all()
 
     async def take(self, at_least: int, at_most: int, num_tokens: int = 0) -> list[Group]:
         """The next groups to train on, as the sampler chooses; waits until `at_least` with
