@@ -11,6 +11,7 @@ from llamarl.generation.cpu_kv_cache import CALL_COST, cut
 from llamarl.generation.decoder import float32_product, product
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.scheduler import completes_stop_string
+from llamarl.models.transformer import rope_tables
 from llamarl.types import FinishReason, Purpose, Sampling
 from tests.tiny_checkpoints import LLAMA, make_model
 from tests.unit.engine_models import (
@@ -270,3 +271,14 @@ def test_what_moves_beside_the_weight_buffer_is_the_cache(quantization: str) -> 
     kv_bytes = sum(t.nbytes for t in engine.movable("kv"))
     assert kv_bytes == 2 * LLAMA.num_layers * 4 * LLAMA.num_kv_heads * 160 * LLAMA.head_dim * 4
     assert engine.movable("weights") == []
+
+
+def test_an_engine_in_bfloat16_rotates_by_float32_angles() -> None:
+    """Those of the trainer's model, which neighbours far out would share in bfloat16."""
+    engine = EmbeddedEngine(
+        LLAMA, EmbeddedConfig(max_num_seqs=4, max_model_len=300, dtype="bfloat16")
+    )
+    cos, sin = rope_tables(LLAMA, 300)
+    half = LLAMA.head_dim // 2
+    assert torch.equal(engine._decoder._cos[:300, half:], cos)
+    assert torch.equal(engine._decoder._sin[:300, half:], sin)
