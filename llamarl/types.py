@@ -113,6 +113,7 @@ TOKEN_VERSIONS = "token_versions"  # int32 [T], weight version that wrote each r
 NO_VERSION = -1  # that of an observation, which no model wrote
 SAMPLING = "sampling"  # float64 [6]: temperature, top_k, top_p, max_tokens, seed, finish code
 REWARD = "reward"  # float64 [1]
+EXTRA = "reward_extra"  # further numbers that rewards return: JSON in uint8, and their metrics
 EPISODE_REWARD = "episode_reward"  # float64 [1], what the environment gave
 EPISODE_REWARDS = "episode_rewards"  # float64, of each of task.py's functions that a recipe names
 REF_LOGPROBS = "ref_logprobs"  # float32 [T]

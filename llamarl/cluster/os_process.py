@@ -27,6 +27,8 @@ from llamarl.device.names import PROCESS_VARIABLES
 if TYPE_CHECKING:
     from rich.console import Console
 
+log = logging.getLogger(__name__)
+
 MARK = "LLAMARL_EXECUTOR"  # environment variable: <cluster id>/<executor name>
 KILL_LIMIT_S = 5.0  # a killed process that is still there after this is stuck in the kernel
 HIDDEN = 0o027  # of the modes of files: writing by the group, and all by others
@@ -216,12 +218,20 @@ def is_alive(pid: int) -> bool:
 async def wait_first_exit(pids: list[int]) -> tuple[int, str]:
     """Wait until one of these processes has ended: its index, and " by SIGKILL" or " with exit code
     3", or "" where the system does not say it of a process that is no child."""
-    if not hasattr(os, "pidfd_open"):
-        while True:
-            for index, pid in enumerate(pids):
-                if not is_alive(pid):
-                    return index, ""
-            await asyncio.sleep(POLL_S)
+    if hasattr(os, "pidfd_open"):
+        try:
+            return await _wait_told(pids)
+        except OSError as error:  # a sandbox without this call, or too many open files
+            log.info("processes are looked at every %g s: %s", POLL_S, error)
+    while True:
+        for index, pid in enumerate(pids):
+            if not is_alive(pid):
+                return index, ""
+        await asyncio.sleep(POLL_S)
+
+
+async def _wait_told(pids: list[int]) -> tuple[int, str]:
+    """As `wait_first_exit`, from the kernel; OSError where it has no descriptors of processes."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
     with ExitStack() as opened:
@@ -253,7 +263,10 @@ def exit_words(pidfd: int) -> str | None:
     if not known & PIDFD_INFO_EXIT:
         return None
     code = os.waitstatus_to_exitcode(status)
-    return f" by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
+    if code >= 0:
+        return f" with exit code {code}"
+    names = (each.name for each in signal.Signals if each == -code)
+    return f" by {next(names, f'signal {-code}')}"  # those for real time have no names
 
 
 async def kill_marked(mark: str) -> list[int]:

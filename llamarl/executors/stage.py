@@ -27,7 +27,7 @@ from llamarl.dataflow.columns import (
 )
 from llamarl.dataflow.graph import GROUP
 from llamarl.dataflow.task_stages import as_data
-from llamarl.environments.rewards.functions import ANSWER, EXTRA, NO_ANSWER
+from llamarl.environments.rewards.functions import ANSWER, NO_ANSWER
 from llamarl.environments.rewards.score import read_extra
 from llamarl.episode import OPENING, last_turn, turns_of
 from llamarl.executors.specs import StageSpec
@@ -35,6 +35,7 @@ from llamarl.executors.stage_calls import FailureRate, WorkSpans
 from llamarl.metrics.span import Spans
 from llamarl.storage.store import RecordingStore
 from llamarl.types import (
+    EXTRA,
     PROMPT_ID,
     PROMPT_IDS,
     RESPONSE_IDS,

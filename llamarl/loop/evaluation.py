@@ -53,9 +53,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         self._begun = self.version
         self._saved = -1  # a version that is saved, though it is not wanted
-        self._passed_over: Evaluation | None = (
-            None  # which can be the best if it is saved after all
-        )
+        self._passed_over: Evaluation | None = None  # the best one if it is saved after all?
 
     def is_due(self, version: int, last: int) -> bool:
         """Whether to evaluate `version`: the first and the last one are, and one every

@@ -12,8 +12,8 @@ from typing import Any
 
 from llamarl.groups import Evaluation, Group, HeldOutResult, Share
 from llamarl.metrics.estimates import majority_at, pass_at, share_of, with_interval
-from llamarl.metrics.step_metrics import EXTRA, Scalars, means
-from llamarl.types import FinishReason, StageStatus
+from llamarl.metrics.step_metrics import Scalars, means
+from llamarl.types import EXTRA, FinishReason, StageStatus
 
 RESULTS_FILE = "evaluations.jsonl"
 EVALUATION = "evaluation/"

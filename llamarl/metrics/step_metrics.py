@@ -20,7 +20,7 @@ from llamarl.groups import Group, StepStats
 from llamarl.metrics.episode_metrics import episode_scalars
 from llamarl.metrics.estimates import share_of
 from llamarl.metrics.source_metrics import source_scalars
-from llamarl.types import FinishReason, RolloutInfo, StageResult, StageStatus
+from llamarl.types import EXTRA, FinishReason, RolloutInfo, StageResult, StageStatus
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ StepMetrics = tuple[Scalars, Histograms, Texts]
 STALENESS_HISTOGRAM = "staleness/tokens"
 MAX_VALUES = 32  # of a histogram; more are counted in this many equal ranges
 TRAINED_TOKENS = "tokens/trained"
-EXTRA = "reward_extra"  # further numbers that rewards return
 FAILURES = [status for status in StageStatus if status is not StageStatus.OK]
 
 # Tags of the statistics of trainer and log-prob check; others get `trainer/` and their name.

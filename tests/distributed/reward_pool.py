@@ -11,9 +11,9 @@ from llamarl.config import RewardConfig
 from llamarl.dataflow.columns import TEXT, Column
 from llamarl.dataflow.graph import SCORE, Stage
 from llamarl.dataflow.task_stages import as_data
-from llamarl.environments.rewards.functions import ANSWER, EXTRA
+from llamarl.environments.rewards.functions import ANSWER
 from llamarl.environments.rewards.score import read_extra
-from llamarl.types import REWARD, Prompt, StageResult
+from llamarl.types import EXTRA, REWARD, Prompt, StageResult
 from llamarl.user_code.calls import Call, Failure, UserCode
 from llamarl.user_code.pool import WorkerPool
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -201,7 +202,11 @@ def test_a_call_from_another_executor_fails_as_soon_as_the_process_that_it_asks_
 
 @pytest.mark.parametrize(
     ("ending", "how"),
-    [("os.kill(os.getpid(), 9)", " by SIGKILL"), ("os._exit(3)", " with exit code 3")],
+    [
+        ("os.kill(os.getpid(), 9)", " by SIGKILL"),
+        ("os.kill(os.getpid(), 40)", " by signal 40"),  # it has no name
+        ("os._exit(3)", " with exit code 3"),
+    ],
 )
 def test_the_first_of_some_processes_to_end_is_told_with_how_it_ended(
     ending: str, how: str
@@ -219,6 +224,25 @@ def test_the_first_of_some_processes_to_end_is_told_with_how_it_ended(
             process.communicate(b"\n")
 
     asyncio.run(main())
+
+
+def test_where_the_kernel_has_no_descriptors_of_processes_their_ends_are_seen_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    async def scenario(cluster: Cluster) -> None:
+        group, other = await asyncio.gather(
+            cluster.spawn("storage", Probe, {}), cluster.spawn("scorer", Probe, {})
+        )
+        os.kill(group.pids[0], signal.SIGKILL)
+        with pytest.raises(ExecutorLost, match="storage rank 0: its process ended"):
+            await group.watch()
+        await other.stop()
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    run(tmp_path, scenario)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

@@ -35,7 +35,6 @@ ESCAPE = re.compile(r"\\(?=\W)")  # of a letter that stands for itself
 NUMBERED = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})")  # a letter by its number
 FLAGS = re.compile(r"\(\?[aimsux]+\)")
 SYNTAX = re.compile(rf"{ESCAPE.pattern}|(?<!\\)(?:\((?:\?(?::|P<\w+>))?|[)\[\]])")  # and of groups
-EXTRA = "reward_extra"  # further numbers that rewards return, which the stage gives as JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
