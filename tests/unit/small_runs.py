@@ -199,6 +199,20 @@ def check_staging(found: Found) -> None:
     assert form["interrupted_s"] > form["publish_s"] / 10
 
 
+def check_all_staging(found: Found) -> None:
+    """Every form keeps the bound, and only a blocking publish stops decoding for long."""
+    forms = {name: figures for name, figures in found.items() if name}
+    for name, figures in forms.items():
+        assert figures["num_publishes"] >= 2, name
+        assert 0 < figures["staleness_max"] <= (2 if "staleness 2" in name else 1), name
+        assert figures["early_share"] == ("staggered" in name), name
+        assert figures["publish_s"] > figures["lead_s"] > 0, name
+    interrupted = {name: figures["interrupted_s"] for name, figures in forms.items()}
+    beside = max(interrupted[f"double_buffer, {commits}"] for commits in ("staggered", "together"))
+    for name in ("blocking, together", "blocking, staggered", "bucket, staggered"):
+        assert interrupted[name] > 10 * beside, name
+
+
 def check_peers(found: Found) -> None:
     assert found["1 core"].keys() == {
         f"vs_trl_{workload}{end}" for workload in ("equal", "tools") for end in ("", "_processor")

@@ -21,7 +21,6 @@ from llamarl.environments.rewards import math as math_reward
 from llamarl.environments.rewards.answer import normal_form
 from llamarl.environments.rewards.functions import (
     ANSWER,
-    EXTRA,
     NO_ANSWER,
     check_answer,
     check_pattern,
@@ -30,7 +29,7 @@ from llamarl.environments.rewards.functions import (
 )
 from llamarl.environments.rewards.score import make_score
 from llamarl.task_file import FILE
-from llamarl.types import FINISH_CODES, FinishReason, Prompt, StageStatus
+from llamarl.types import EXTRA, FINISH_CODES, FinishReason, Prompt, StageStatus
 
 CONFIG = RewardConfig(functions=["exact"])
 OTHERS = Column(EXTRA, "uint8", TEXT)

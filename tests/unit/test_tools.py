@@ -27,6 +27,7 @@ from tests.unit.small_runs import (
     NEED_LINKS,
     PROGRAMS,
     Found,
+    check_all_staging,
 )
 
 TOOLS = ROOT / "tools"
@@ -136,6 +137,18 @@ def test_a_small_run_of_a_tool_leaves_what_it_must(name: str, forks: Forks, tmp_
     done = forks.run(tool, *arguments, where=tmp_path)
     assert done.returncode == code, done.stderr
     check(tmp_path, done.stdout)
+
+
+@pytest.mark.slow
+def test_all_forms_of_staging_keep_the_bound_and_only_blocking_ones_stop_decoding(
+    tmp_path: Path,
+) -> None:
+    """A minute of real processes: too long for `make test-long`."""
+    command = [sys.executable, str(TOOLS / "bench_staging.py"), "--rounds=1", "--layers=1"]
+    command += ["--steps=6", "--json=figures.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr
+    check_all_staging(read(tmp_path / "figures.json"))
 
 
 def test_every_tool_is_run_by_a_test() -> None:
