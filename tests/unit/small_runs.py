@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -380,6 +381,10 @@ def check_recipe_pages(folder: Path, printed: str) -> None:
     assert "recipes/gsm8k_llama32_1b_1gpu/README.md: as it was\n" in printed
 
 
+def check_same_run(folder: Path, printed: str) -> None:
+    assert re.search(r"^sft: \d{3} rows equal$", printed, re.MULTILINE)
+
+
 PROGRAMS: dict[str, Program] = {  # the same of those that measure nothing
     "demo_two_hosts": (
         [
@@ -410,6 +415,7 @@ PROGRAMS: dict[str, Program] = {  # the same of those that measure nothing
         check_half_good,
         1,
     ),
+    "same_run": ([str(ROOT), str(ROOT), "--scenarios", "sft"], check_same_run, 0),
     "write_recipe_pages": (["--check", "gsm8k_llama32_1b_1gpu"], check_recipe_pages, 0),
 }
 ARITHMETIC = "tests/unit/test_tools.py::test_a_quick_benchmark_writes_the_shape_of_all"
