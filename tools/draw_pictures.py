@@ -1,14 +1,12 @@
-"""Draw the README's pictures from one real run of the quickstart, and those of BENCHMARKS.md.
+"""Draw the README's pictures from one real run of the quickstart.
 
     python tools/draw_pictures.py [KEY=VALUE ...]
     python tools/draw_pictures.py --run RUN_DIR
-    python tools/draw_pictures.py --benchmarks
     Each with --folder FOLDER, to see them elsewhere than in docs/pictures.
 
 The first form runs `llamarl train --config-dir recipes/quickstart` in a terminal of its own and
-writes the live display in the middle of that run and its learning curve. The
-second draws only the curve, from the folder of a finished run. The third draws the bars of
-BENCHMARKS.md (bars.py) from docs/benchmarks/*.json.
+writes the live display in the middle of that run and its learning curve.
+The second draws only the curve, from the folder of a finished run.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from collections.abc import Iterable, Sequence
 from fcntl import ioctl
 from pathlib import Path
 
-import bars
 from harness import ROOT
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
@@ -49,14 +46,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--run", help="folder of a finished run; only its curve is drawn")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the run")
-    parser.add_argument("--benchmarks", action="store_true", help="the bars of BENCHMARKS.md alone")
     parser.add_argument("--folder", type=Path, default=PICTURES, help="where the pictures go")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    if options.benchmarks:
-        for name, svg in bars.pictures().items():
-            write(options.folder / name, svg)
-        return
     if options.run is not None:
         draw_curves(Path(options.run), options.folder)
         return

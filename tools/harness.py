@@ -42,7 +42,6 @@ UNITS = {  # end of a figure's name -> unit, the first that fits
     "_s": "s",
 }
 RELATIONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le}  # of a goal
-KEPT = ("title", "headlines", "notes")  # what a file keeps when it is written again
 Values = dict[str, float]
 Rounds = Mapping[str, Sequence[Values]]
 """By case: what each round gave."""
@@ -95,8 +94,8 @@ class Bench:
 
     def write(self, rounds: object = None, name: str = "") -> None:
         """Write the file, if one was asked for. `rounds` is what lies behind the figures, `name`
-        the benchmark's if it is not the program's. A file that is there already keeps what its page
-        says (`KEPT`)."""
+        the benchmark's if it is not the program's. A file that is there already keeps its
+        notes."""
         if self._path is None:
             return
         known = json.loads(self._path.read_text()) if self._path.exists() else {}
@@ -109,7 +108,7 @@ class Bench:
             "figures": self._figures,
             "rounds": rounds or {},
         }
-        notes = {name: known[name] for name in KEPT if name in known}
+        notes = {"notes": known["notes"]} if "notes" in known else {}
         self._path.write_text(dump(document | notes))
 
     def _command(self) -> str:

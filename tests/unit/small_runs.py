@@ -356,10 +356,6 @@ def check_drawn_run(folder: Path, printed: str) -> None:
     assert "answer length" in (folder / "pictures" / "learning.svg").read_text()
 
 
-def check_drawn_bars(folder: Path, printed: str) -> None:
-    assert len({*(folder / "pictures").glob("*.svg")}) == len(printed.splitlines()) == 4
-
-
 def check_made(folder: Path, printed: str) -> None:
     made = folder / "made"
     held_out, prompts = ((made / f"{name}.jsonl").read_text() for name in ("held_out", "prompts"))
@@ -402,7 +398,6 @@ PROGRAMS: dict[str, Program] = {  # the same of those that measure nothing
         check_drawn_run,
         0,
     ),
-    "draw_pictures, bars": (["--folder=pictures", "--benchmarks"], check_drawn_bars, 0),
     "make_quickstart": (["--rows=50", "--out=made"], check_made, 0),
     "make_quickstart, check": (
         ["--rows=12", f"--check={ROOT / 'recipes' / 'quickstart' / 'checkpoint'}"],
@@ -434,8 +429,6 @@ ELSEWHERE = {  # program -> the test that runs it
     "test_links_have_their_rate_and_delay_and_leave_nothing_after_an_error",
     "prepare_prompts": "tests/unit/test_prepare_prompts.py::"
     "test_a_run_reads_what_was_written_with_its_instruction",
-    "write_benchmark_pages": "tests/unit/test_docs.py::"
-    "test_pages_and_pictures_of_benchmarks_show_their_files",
     "write_reference_pages": "tests/unit/test_docs.py::"
     "test_generated_pages_are_what_the_code_says_today",
 }

@@ -290,14 +290,14 @@ def test_a_benchmark_that_is_run_again_keeps_the_notes_of_its_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.json"
-    file.write_text(dump({"bench": "mine", "figures": [], "title": "Mine", "notes": ["Why."]}))
+    file.write_text(dump({"bench": "mine", "figures": [], "notes": ["Why."]}))
     monkeypatch.setattr(sys, "argv", ["tools/bench_mine.py", "--json", str(file)])
     bench = Bench("What mine does.", {"ratio": ">= 2"})
     bench.parse()
     bench.add_medians({"one": [{"ratio": 1.0}, {"ratio": 4.0}, {"ratio": 3.0}]})
     bench.write()
     document = json.loads(file.read_text())
-    assert (document["title"], document["notes"]) == ("Mine", ["Why."])
+    assert document["notes"] == ["Why."]
     assert document["figures"] == [
         {"name": "ratio", "value": 3.0, "unit": "", "case": "one", "spread": [1.0, 4.0]}
         | {"goal": ">= 2"}
