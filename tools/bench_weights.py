@@ -16,20 +16,14 @@ what was sent, element by element, in a first round that is not timed.
                    ranks, each copies its slice; over gloo (loopback)
     file           each trainer rank saves its shards as safetensors (no gather, two writers: faster
                    than one rank that saves all) and syncs; the generator ranks load their slices
-    vLLM           gather and broadcast as above, into vLLM's own reload of whole parameters
-                   (float32 only, and only where vLLM is installed)
 
 Within each round the rates of this machine are measured too, each by itself: copies, sums, calls of
 torch, messages (`weights_bench/rates.py`). From these the planner's law forecasts both publishes:
 `forecast_ratio` is its forecast over the measured time. `--forecast` measures nothing else.
 
 Then a real generator executor decodes a batch of 64 while versions are published into it one after
-the other, and without. Then what the processes take beyond their weights, by `weights.staging`.
-Then what a publish of a fifth as many bytes to several replicas on hosts of their own costs a
-trainer rank: messages are packed once for all of them, or for each (weights.packed_bytes=0). Last,
-a publish of float32 shards to generators in bfloat16 and in eight bits, quantised by the trainer.
---quick: all of these once, with a narrow model, a short window and one replica, without
-vLLM; its figures say nothing.
+the other, and without.
+--quick: all of this once, with a narrow model and a short window; its figures say nothing.
 """
 
 from __future__ import annotations
@@ -38,11 +32,9 @@ import asyncio
 import statistics
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Awaitable, Callable, Collection
 
 from harness import Bench, Values, medians, ratio, turns
-from vllm_rival import why_not
 from weights_bench.decoding import (
     DecodingGenerator,
     decode_spans,
@@ -51,14 +43,10 @@ from weights_bench.decoding import (
     tokens_per_s,
 )
 from weights_bench.forecast import Forecast
-from weights_bench.formats import bench_formats, shares_of_bfloat16
-from weights_bench.memory import Peaks, private_bytes, shared_out_bytes
 from weights_bench.model import Model, llama, model_of
 from weights_bench.processes import Remote, call_all
 from weights_bench.publishing import Executor, Generator, make_publisher
 from weights_bench.ranks import GeneratorRank, TrainerRank
-from weights_bench.replicas import bench_replicas
-from weights_bench.vllm_rank import VllmRank
 
 from llamarl.config import WeightsConfig
 from llamarl.weights.layout.reshard import plan
@@ -72,14 +60,13 @@ GOALS = {
     "vs_gather_broadcast": ">= 3",
 }
 TRANSPORTS = ("shared_memory", "collective")  # rdma: only between Monarch actors
-SECTIONS = ("ways", "decoding", "memory", "replicas", "formats")
+SECTIONS = ("ways", "decoding")
 PUBLISH = "publish, shared_memory"
 RATIOS = {  # of a way's seconds over those of PUBLISH
     "publish, collective": "vs_collective",
     "memcpy": "shared_memory_vs_memcpy",
     "gather and broadcast": "vs_gather_broadcast",
     "file": "vs_file",
-    "vLLM's reload": "vs_vllm_reload",
 }
 BATCH = 64
 CONTEXT_TOKENS = 384
@@ -90,7 +77,6 @@ DECODING_MODEL = Model(
 RATES = "rates of the machine"
 WINDOW_S = 1.5
 NUM_WINDOWS = 3
-NUM_REPLICAS = (1, 4, 8)
 QUICK_MEGABYTES, QUICK_WINDOW_S = 4, 0.3
 Seconds = dict[str, list[float]]
 Stages = dict[str, list[Values]]
@@ -98,18 +84,14 @@ Way = Callable[[int], Awaitable[object]]  # brings a version across
 
 
 async def bench_ways(
-    model: Model, repeats: int, folder: str, with_vllm: bool, only: Collection[str] = ()
+    model: Model, repeats: int, folder: str, only: Collection[str] = ()
 ) -> tuple[Seconds, Stages]:
     """(seconds of each way by repeat, the planner's forecast of each publish by stage likewise);
     `only` these ways, or all."""
     trainers = [Remote(TrainerRank, model, rank) for rank in range(2)]
     generators = [Remote(GeneratorRank, model, rank) for rank in range(2)]
-    engines: list[Remote] = []
-    if with_vllm:
-        rendezvous = f"{folder}/vllm"
-        engines = [Remote(VllmRank, model, rank, rendezvous) for rank in range(2)]
     try:
-        ways = await make_ways(model, trainers, generators, engines, folder)
+        ways = await make_ways(trainers, generators, folder)
         ways = {name: way for name, way in ways.items() if not only or name in only}
         layouts = await call_all(trainers, "layout"), await call_all(generators, "layout", 0)
         forecast = Forecast(*layouts)
@@ -137,17 +119,13 @@ async def bench_ways(
         finally:
             forecast.machine.close()
     finally:
-        for remote in trainers + generators + engines:
+        for remote in trainers + generators:
             remote.close()
     return seconds, stages
 
 
 async def make_ways(
-    model: Model,
-    trainers: list[Remote],
-    generators: list[Remote],
-    engines: list[Remote],
-    folder: str,
+    trainers: list[Remote], generators: list[Remote], folder: str
 ) -> dict[str, Way]:
     """Everything that is timed, by name, connected and run once."""
     await call_all(trainers, "fill")
@@ -189,15 +167,6 @@ async def make_ways(
         await call_all(generators, "wipe")
         await ways[name](0)
         await call_all(generators, "check")
-    if engines:
-        await asyncio.gather(
-            call_all(trainers, "meet", folder, "vllm"), call_all(engines, "start", folder, "vllm")
-        )
-        ways["vLLM's reload"] = lambda version: asyncio.gather(
-            call_all(trainers, "broadcast", "vllm"), call_all(engines, "receive")
-        )
-        await ways["vLLM's reload"](0)
-        await call_all(engines, "check")
     await ways["memcpy"](0)
     return ways
 
@@ -251,41 +220,6 @@ async def bench_decoding(
     }
 
 
-async def bench_memory(model: Model, config: WeightsConfig, folder: str) -> Values:
-    """Most memory of a publish, over the weights of both sides, as a share of the model; a few
-    megabytes of `all` are pages of modules that the forks cease to share."""
-    trainers = [Remote(TrainerRank, model, rank) for rank in range(2)]
-    generators = [Remote(GeneratorRank, model, rank) for rank in range(2)]
-    remotes = trainers + generators
-    try:
-        await call_all(trainers, "ready")
-        await call_all(generators, "ready")
-        pids = [remote.pid for remote in remotes]
-        before_bytes = sum(map(shared_out_bytes, pids))
-        await call_all(trainers, "fill")
-        filled_bytes = list(map(private_bytes, pids))
-        await call_all(generators, "reserve_weight_buffer", 0, config.staging, config.bucket_bytes)
-        publisher = make_publisher(trainers, Generator(generators, 0), 0, config, folder)
-        peaks = Peaks(pids)
-        watching = asyncio.create_task(peaks.watch())
-        await publisher.connect()
-        for version in range(3):
-            await call_all(trainers, "label", version)
-            await publisher.publish(version)
-        watching.cancel()
-        peaks.look()
-        await call_all(generators, "check", 0)
-    finally:
-        for remote in remotes:
-            remote.close()
-    grown = [peaks.private_bytes[pid] - size for pid, size in zip(pids, filled_bytes, strict=True)]
-    return {
-        "trainer_private": sum(grown[:2]) / model.num_bytes,
-        "generator_private": sum(grown[2:]) / model.num_bytes,
-        "all": (peaks.total_bytes - before_bytes) / model.num_bytes - 2,
-    }
-
-
 def main() -> None:
     """Run everything."""
     bench = Bench(__doc__, GOALS)
@@ -299,52 +233,25 @@ def main() -> None:
     if arguments.quick:
         arguments.megabytes, arguments.repeats = QUICK_MEGABYTES, 1
     sections = ("ways",) if arguments.forecast else arguments.sections
-    reason = "--quick measures without it" if arguments.quick else why_not()
-    if reason:
-        print(f"without vLLM: {reason}")
     print("without rdma: Monarch's buffers exist only in its actors, so it needs a whole run")
     only = [f"publish, {name}" for name in TRANSPORTS] if arguments.forecast else []
     rounds: dict[str, Seconds] = {}
     for dtype in ("float32", "bfloat16") if "ways" in sections else ():
         model = model_of(arguments.megabytes, dtype)
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            is_with_vllm = reason is None and dtype == "float32" and not only
-            measured = bench_ways(model, arguments.repeats, folder, is_with_vllm, only)
+            measured = bench_ways(model, arguments.repeats, folder, only)
             rounds[dtype], stages = asyncio.run(measured)
         add_ways(bench, model, rounds[dtype])
         add_forecasts(bench, model, rounds[dtype], stages)
-    add_others(bench, sections, arguments)
-    bench.write(rounds)
-
-
-def add_others(bench: Bench, sections: Collection[str], arguments: Namespace) -> None:
-    """The other sections; their files go into `arguments.folder`."""
-    megabytes, parent = arguments.megabytes, arguments.folder
-    model = model_of(megabytes, "float32")
     if "decoding" in sections:
-        with tempfile.TemporaryDirectory(dir=parent) as folder:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             if arguments.quick:
+                model = model_of(arguments.megabytes, "float32")
                 measured = bench_decoding(model, folder, window_s=QUICK_WINDOW_S, num_windows=1)
             else:
                 measured = bench_decoding(DECODING_MODEL, folder)
             bench.add_all(asyncio.run(measured), "decoding")
-    for staging in ("double_buffer", "host", "bucket") if "memory" in sections else ():
-        config = WeightsConfig(staging=staging, bucket_bytes=model.num_bytes // 16)
-        with tempfile.TemporaryDirectory(dir=parent) as folder:
-            bench.add_all(asyncio.run(bench_memory(model, config, folder)), f"memory, {staging}")
-    if "replicas" in sections:
-        small = model_of(megabytes / 5, "float32")
-        bench.add("model_bytes", small.num_bytes, "several replicas")
-        numbers = NUM_REPLICAS[:1] if arguments.quick else NUM_REPLICAS
-        with tempfile.TemporaryDirectory(dir=parent) as folder:
-            measured = bench_replicas(small, numbers, arguments.repeats, folder)
-            bench.add_medians(asyncio.run(measured))
-    if "formats" in sections:
-        with tempfile.TemporaryDirectory(dir=parent) as folder:
-            found = asyncio.run(bench_formats(model, arguments.repeats, folder))
-        bench.add_medians({f"to {name}": each for name, each in found.items()})
-        for name, shares in shares_of_bfloat16(found).items():
-            bench.add_all(shares, f"to {name}")
+    bench.write(rounds)
 
 
 def add_ways(bench: Bench, model: Model, seconds: Seconds) -> None:

@@ -4,7 +4,7 @@ Owns: which answer belongs to which call. Does not own: what a failure means (`a
 Invariant: every future that `send` returns ends, with an answer or with the failure of the actors.
 
 Of each call that Monarch 0.7 itself answers it keeps 1.4 kB in the caller and 0.5 kB in the actor
-until their processes end (`tools/soak_messages.py`): of the calls of days, gigabytes. Of a message
+until their processes end: of the calls of days, gigabytes. Of a message
 whose port is an argument it keeps nothing.
 """
 

@@ -306,7 +306,7 @@ def test_an_answer_finds_its_call_among_many_also_through_new_copies_of_an_execu
 
 @pytest.mark.long
 def test_calls_leave_nothing_in_the_memory_of_caller_and_executor(tmp_path: Path) -> None:
-    """Of a call that Monarch answers it keeps 1.4 kB (`tools/soak_messages.py`)."""
+    """Of a call that Monarch answers it keeps 1.4 kB."""
 
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("storage", Probe, {})

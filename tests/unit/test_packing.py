@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import sys
+import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,13 +13,13 @@ from hypothesis import strategies as st
 from llamarl.config import ClusterConfig, PlanConfig, TrainerConfig
 from llamarl.data.packing import pack
 from llamarl.data.partition import partition, partition_in_equal_counts
+from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import attention_cost
 from llamarl.planner.simulation.roofline import hardware_costs
+from tests.places import ROOT
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-import bench_packing
+ARCHITECTURE = ROOT / "recipes" / "llama31_8b_math" / "architecture"
 
 batches = given(
     lengths=st.lists(st.integers(1, 60), max_size=50),
@@ -105,13 +104,32 @@ def test_a_micro_batch_walks_its_rollouts_from_long_to_short(lengths, num_ranks,
 
 @pytest.mark.parametrize("num_ranks", [4, 8, 64])
 def test_with_long_tails_ranks_wait_less_for_the_slowest_than_if_balanced_as_a_whole(num_ranks):
-    lengths = bench_packing.draw_lengths(7, 2000, 1.0, 16384)
-    costs = bench_packing.costs_of(lengths)
-    waits = {
-        name: bench_packing.waits(way(lengths, num_ranks, 32768), costs)
-        for name, way in bench_packing.WAYS.items()
-    }
-    assert waits["pack"] < min(waits["tokens"], waits["cost"]) / 2
+    drawn, budget = random.Random(7), 32768
+    square = attention_cost(read_architecture(ARCHITECTURE))
+    lengths = [200 + min(16384, round(2000 * drawn.lognormvariate(0, 1.0))) for _ in range(1024)]
+    costs = [length + square * length * length for length in lengths]
+    packed = waits(pack(lengths, num_ranks, budget, square), costs)
+    for whole in (partition(lengths, num_ranks), partition(costs, num_ranks)):
+        assert packed < waits([cut(rank, lengths, budget) for rank in whole], costs) / 2
+
+
+def cut(rank, lengths, budget):
+    """A rank's rollouts, the longest first, in micro-batches of at most `budget` tokens."""
+    batches, room = [], 0
+    for i in sorted(rank, key=lambda i: -lengths[i]):
+        if lengths[i] > room:
+            batches.append([])
+            room = budget
+        batches[-1].append(i)
+        room -= lengths[i]
+    return batches
+
+
+def waits(ranks, costs):
+    """What all ranks wait for the slowest of each micro-batch, over the work of a rank."""
+    rounds = itertools.zip_longest(*ranks, fillvalue=())
+    slowest = sum(max(sum(costs[i] for i in batch) for batch in batches) for batches in rounds)
+    return slowest * len(ranks) / sum(costs) - 1
 
 
 def test_attention_costs_about_as_much_as_in_the_forecasts():

@@ -20,9 +20,9 @@ from bench_peers import RECIPE, write_slow_recipe
 from generate_bench.engines import random_model
 from peers_bench.chat import load_tokenizer
 from peers_bench.plain import EQUAL, LONG_TAIL, write_plain_recipe
+from peers_bench.processors import run_steps
 from peers_bench.replayed_lengths import replay
 from peers_bench.sides import Run, job_of
-from streams_bench.processors import run_steps
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.data.tokenizer import Tokenizer

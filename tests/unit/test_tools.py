@@ -16,7 +16,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from harness import Bench, dump, is_met, read, shown, turns
-from links import why_not
 
 from tests.e2e.forks import Forks
 from tests.places import ROOT
@@ -24,18 +23,14 @@ from tests.unit.small_runs import (
     ARITHMETIC,
     BENCHES,
     ELSEWHERE,
-    NEED_LINKS,
     PROGRAMS,
     Found,
-    check_all_staging,
 )
 
 TOOLS = ROOT / "tools"
 DESCRIBES = re.compile(r"(ArgumentParser|Bench)\(.*__main__", re.DOTALL)
 DESCRIBED = sorted(path for path in TOOLS.glob("*.py") if DESCRIBES.search(path.read_text()))
 QUICK = {  # under 2 seconds
-    "bench_packing": ["--seeds=1"],
-    "bench_curriculum": ["--prompts=100", "--steps=3"],
     "bench_controller": ["--actors=0", "--replicas=4", "--trainer-ranks=16", "--rollouts=256"],
 }
 
@@ -121,8 +116,6 @@ def test_a_small_run_of_a_benchmark_finds_what_it_must(
 ) -> None:
     arguments, check = BENCHES[name]
     tool = name.partition(",")[0]
-    if tool in NEED_LINKS and (reason := why_not()):
-        pytest.skip(f"namespaces of Linux: {reason}")
     done = forks.run(str(TOOLS / f"{tool}.py"), *arguments, "--json=figures.json", where=tmp_path)
     assert done.returncode == 0, done.stderr
     check_shape(tmp_path / "figures.json", name)
@@ -137,18 +130,6 @@ def test_a_small_run_of_a_tool_leaves_what_it_must(name: str, forks: Forks, tmp_
     done = forks.run(tool, *arguments, where=tmp_path)
     assert done.returncode == code, done.stderr
     check(tmp_path, done.stdout)
-
-
-@pytest.mark.slow
-def test_all_forms_of_staging_keep_the_bound_and_only_blocking_ones_stop_decoding(
-    tmp_path: Path,
-) -> None:
-    """A minute of real processes: too long for `make test-long`."""
-    command = [sys.executable, str(TOOLS / "bench_staging.py"), "--rounds=1", "--layers=1"]
-    command += ["--steps=6", "--json=figures.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr
-    check_all_staging(read(tmp_path / "figures.json"))
 
 
 def test_every_tool_is_run_by_a_test() -> None:

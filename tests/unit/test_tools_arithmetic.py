@@ -26,8 +26,6 @@ from controller_bench.charged import IdleReplica, IdleTrainer, Load
 from controller_bench.clock import CostClock
 from controller_bench.messages import MessageCosts
 from controller_bench.simulation import Shape
-from staging_bench.exposure import measure
-from staging_bench.variants import Together
 from weights_bench.decoding import longest_gap_s, tokens_per_s
 from weights_bench.model import Model, generator_layouts, llama, trainer_layouts
 
@@ -67,125 +65,6 @@ def test_the_benchmark_model_is_planned_whole_with_norms_on_both_ranks() -> None
     copies = plan(source, target)
     assert num_bytes(copies) == model.num_bytes + 3 * 64 * 2  # three norms more
     assert {copy.source_rank for copy in copies} == {0, 1}
-
-
-def span(name, start_ms, end_ms, cat="busy", **args):
-    return Span(0, name, cat, start_ms * MS, end_ms * MS, args)
-
-
-def publish(version, start_ms, end_ms, **args):
-    return span("publish", start_ms, end_ms, "publish", version=version, **args)
-
-
-def spans(generators, trainer=()):
-    """A run whose versions 3, 4 and 5 are made at 200, 300 and 400 ms; version 3 is published from
-    200 to 240 ms."""
-    steps = [span("step", v * 100 - 200, v * 100 - 100, "mark", version=v) for v in (2, 3, 4, 5)]
-    publishes = [publish(1, 50, 70), publish(3, 200, 240), publish(3, 200, 219, replica=0)]
-    controller = [*steps, *publishes, publish(5, 400, 430)]
-    return {"controller": controller, "trainer-0": list(trainer)} | {
-        f"generator-{i}": each for i, each in enumerate(generators)
-    }
-
-
-def generator(verified_ms, commit_ms, *rest):
-    verify = span("verify", verified_ms - 10, verified_ms, "publish", version=3)
-    return [verify, span("commit", *commit_ms, version=3), *rest]
-
-
-FIRST = generator(
-    215,
-    (216, 218),
-    span("decode", 100, 190, tokens=8, version=2),
-    span("requests", 190, 216, "wait"),
-    span("decode", 218, 230, tokens=10, version=3),
-    span("decode", 230, 400, tokens=3, version=3),
-)
-SECOND = generator(
-    235,
-    (236, 240),
-    span("decode", 100, 210, tokens=8, version=2),
-    span("requests", 210, 236, "wait"),
-    span("prefill", 240, 242, tokens=7, version=3),
-    span("decode", 242, 400, tokens=7, version=3),
-)
-
-
-def test_a_wait_counts_from_the_version_on_and_a_commit_wherever_it_is() -> None:
-    found = measure(spans([FIRST, SECOND]), first_version=2)
-    assert found.num_publishes == 1, "neither before the window nor after it"
-    assert found.interrupted_s == pytest.approx((0.002 + 0.004) / 2)
-    assert found.starved_s == pytest.approx((0.016 + 0.026) / 2)
-    assert found.exposed_s == pytest.approx(0.024)
-    assert found.all_stopped_s == pytest.approx(0.008), "from 210 to 218 ms"
-    assert found.idle_share == pytest.approx((28 + 30) / 2 / 300)
-    assert found.publish_s == pytest.approx(0.040)
-
-
-def test_the_lead_is_what_the_first_replica_writes_before_the_last_one_has_committed() -> None:
-    found = measure(spans([FIRST, SECOND]), first_version=2)
-    assert found.lead_s == pytest.approx(0.022)
-    assert found.lead_tokens == 13
-    assert found.early_share == 1
-    verified_before = generator(216, (236, 240), *SECOND[2:])
-    assert measure(spans([FIRST, verified_before]), first_version=2).early_share == 0
-
-
-def test_a_replica_that_has_nothing_to_do_after_its_commit_was_not_starved() -> None:
-    late = [each for each in FIRST if each.name != "decode"]
-    found = measure(
-        spans([[*late, span("decode", 269, 400, tokens=3, version=3)], SECOND]), first_version=2
-    )
-    assert found.starved_s == pytest.approx(0.026 / 2)
-    assert found.interrupted_s == pytest.approx((0.002 + 0.004) / 2)
-
-
-def test_a_replica_that_was_made_to_stand_still_was_interrupted_not_starved() -> None:
-    stopped = [*FIRST[:2], span("phase", 201, 219, "wait"), span("decode", 219, 400, version=3)]
-    found = measure(spans([stopped, stopped]), first_version=2)
-    assert found.interrupted_s == pytest.approx(0.018)
-    assert found.starved_s == 0
-
-
-def test_the_trainer_waits_where_it_keeps_weights_or_does_not_begin_a_batch() -> None:
-    trainer = [
-        span("publish", 220, 222, "wait", version=3),
-        span("optimizer_step", 222, 230, version=3),
-        span("batch", 230, 260, "wait", version=4),
-    ]
-    found = measure(spans([FIRST, SECOND], trainer), first_version=2)
-    assert found.trainer_s == pytest.approx(0.012), "2 ms kept, 10 ms until the publish had ended"
-
-
-def test_a_version_that_a_replica_never_took_is_not_counted() -> None:
-    behind = [each for each in SECOND if each.name != "commit"]
-    with pytest.raises(ValueError, match="must reach all replicas"):
-        measure(spans([FIRST, behind]), first_version=2)
-
-
-async def commit_both() -> list[str]:
-    """What two replicas do, the second 10 ms later."""
-    together, done = Together(0.0, num_replicas=2), []
-
-    async def commit(replica, delay_s):
-        await asyncio.sleep(delay_s)
-        done.append(f"{replica} verified")
-        async with together.alone():
-            done.append(f"{replica} commits")
-            await asyncio.sleep(0.01)
-
-    for _ in range(2):
-        await asyncio.gather(commit("first", 0.0), commit("second", 0.01))
-        done.append("both have it")
-    return done
-
-
-def test_replicas_that_commit_together_wait_until_the_last_one_is_verified() -> None:
-    done = asyncio.run(commit_both())
-    assert len(done) == 10
-    for half in done[:5], done[5:]:
-        assert half[:2] == ["first verified", "second verified"]
-        assert sorted(half[2:4]) == ["first commits", "second commits"]
 
 
 COSTS = MessageCosts(call_s=1e-3, sent_byte_s=0.0, received_byte_s=0.0, ranks_s=1e-3, num_actors=0)

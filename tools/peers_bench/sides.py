@@ -22,12 +22,12 @@ from typing import Any
 import rivals
 from harness import Values
 from live_run import LiveRun, command, environment
-from streams_bench.processors import run_steps
 from weights_bench.memory import shared_out_bytes
 
 from llamarl.config import Config
 from llamarl.recipe.composition import compose, to_config
 from llamarl.user_code.supervisor import descendants
+from peers_bench.processors import run_steps
 
 LOOK_EVERY_S = 0.5
 START_LIMIT_S = 300.0  # of a run: imports, and its end

@@ -1,8 +1,4 @@
-"""Seconds of processor that a run takes, by process: what bounds any schedule of its work.
-
-Owns: running a command and reading /proc meanwhile. Does not own: what a run is (bench_streams.py).
-Invariant: only whole steps count, those between the ends of two.
-"""
+"""Runs a command that trains, and reads from /proc the processor seconds of its steps."""
 
 from __future__ import annotations
 
@@ -75,13 +71,6 @@ def _kill(process: subprocess.Popen[bytes], mark: str) -> None:
     for pid in _seconds(mark):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def least_step_s(seconds: Seconds) -> float:
-    """Seconds below which no schedule of this work gets, on these processors, by processes that
-    compute in one thread each."""
-    num_cores = len(os.sched_getaffinity(0))
-    return max(max(seconds.values()), sum(seconds.values()) / num_cores)
 
 
 def _num_steps(metrics: Path) -> int:

@@ -1,1 +1,0 @@
-"""The simulated part of bench_streams.py."""
