@@ -18,15 +18,11 @@ with the form of cells, the batch size and the number of calls under way that ar
 chosen at the start; then they run alternately and medians count. The first run of every setting
 checks that each row arrived once and whole.
 
-Our side has two ways to take rows. "own": consumers ask the controller and read from the
-units, as trainers and stages of a run do. "own_loader": they are processes outside the run, with a
-StageLoader each, which has leases and hands results back for each row; its batches are smaller.
-
 `rows_vs_transferqueue` is the ratio of rows per second at the fewest tokens,
 `bytes_vs_transferqueue` that of bytes at the most, each with the number of units that is best for
-each side, the lowest over the numbers of consumers; with "loader_" before it they are those of the
-loaders, else of the first way. `bytes_vs_memcpy` compares the same bytes with
-one memcpy by one thread. `second_unit` is our throughput with two units over that with one, at the
+each side, the lowest over the numbers of consumers. Our consumers ask the controller and read from
+the units, as trainers and stages of a run do. `bytes_vs_memcpy` compares the same bytes with one
+memcpy by one thread. `second_unit` is our throughput with two units over that with one, at the
 most tokens and consumers, measured alternately. --quick: few rows, our side only.
 """
 
@@ -48,7 +44,7 @@ import harness
 import numpy as np
 from harness import Values, medians
 from rivals import why_not
-from store_bench.own import CONTROLLER, LOADER, OwnStore
+from store_bench.own import OwnStore
 from store_bench.rival import TransferQueueRival
 from store_bench.rows import Work, make_rows, num_bytes
 
@@ -57,7 +53,6 @@ from llamarl.cluster import exiting_process
 MAX_ROWS, MAX_TOKENS = 16384, 2**23  # of one run
 BATCH_SHARES = (32, 8, 4)  # of the rows of a run
 DEPTHS = (1, 2)
-LOADER_ROWS = 1024  # of a batch of a loader at most: 4096 are not faster, a trainer takes fewer
 FORMS = ("bytes", "jagged", "padded")  # of the rival
 FORM_ROWS_SHARE = 8  # the slow forms take long
 NUM_TRIES, NUM_FORM_TRIES = 2, 4
@@ -117,9 +112,7 @@ class Bench:
 
     async def compare(self, units: int, rival: TransferQueueRival | None) -> None:
         """All workloads with this number of units."""
-        sides: dict[str, Run] = {
-            way: functools.partial(self._own.run, units, way) for way in (CONTROLLER, LOADER)
-        }
+        sides: dict[str, Run] = {"own": functools.partial(self._own.run, units)}
         if rival is not None:
             sides["transferqueue"] = functools.partial(asyncio.to_thread, rival.run)
         for tokens, consumers in itertools.product(*self._axes()):
@@ -141,12 +134,9 @@ class Bench:
         work = next(
             result.work
             for result in reversed(self.results)
-            if result.side == CONTROLLER and result.work.tokens == max(self._arguments.tokens)
+            if result.side == "own" and result.work.tokens == max(self._arguments.tokens)
         )
-        runs = {
-            str(units): (functools.partial(self._own.run, units, CONTROLLER), work)
-            for units in (1, 2)
-        }
+        runs = {str(units): (functools.partial(self._own.run, units), work) for units in (1, 2)}
         found = await alternate(runs, self._arguments.rounds)
         return found["1"]["flow_s"] / found["2"]["flow_s"]
 
@@ -159,11 +149,11 @@ class Bench:
         ]
         return max(found, key=lambda result: result.rows_per_s, default=None)
 
-    def lowest_ratio(self, tokens: int, other: str, way: str = CONTROLLER) -> float | None:
+    def lowest_ratio(self, tokens: int, other: str) -> float | None:
         """Ours over another side's, the lowest over numbers of consumers."""
         ratios = []
         for consumers in self._arguments.consumers:
-            own = self.best(way, tokens, consumers)
+            own = self.best("own", tokens, consumers)
             rival = self.best(other, tokens, consumers)
             if own is not None and rival is not None:
                 ratios.append(own.rows_per_s / rival.rows_per_s)
@@ -194,11 +184,10 @@ class Bench:
         if name == "transferqueue":
             forms = self.forms[base.tokens]
             base = dataclasses.replace(base, form=max(forms, key=forms.__getitem__))
-        most, depths = (LOADER_ROWS, (1,)) if name == LOADER else (base.rows, DEPTHS)
-        batch_rows = {max(1, min(most, base.rows // share)) for share in BATCH_SHARES}
+        batch_rows = {max(1, base.rows // share) for share in BATCH_SHARES}
         works = [
             dataclasses.replace(base, batch_rows=rows, depth=depth)
-            for rows, depth in itertools.product(sorted(batch_rows), depths)
+            for rows, depth in itertools.product(sorted(batch_rows), DEPTHS)
         ]
         found = {work: await shortest(run, work) for work in works}
         return min(found, key=found.__getitem__)
@@ -253,10 +242,8 @@ async def measure(frame: harness.Bench, arguments: argparse.Namespace) -> list[R
         finally:
             await own.stop()
     fewest, most = min(arguments.tokens), max(arguments.tokens)
-    for way, prefix in ((CONTROLLER, ""), (LOADER, "loader_")):
-        rows, num_bytes = (bench.lowest_ratio(n, "transferqueue", way) for n in (fewest, most))
-        frame.add(f"{prefix}rows_vs_transferqueue", rows)
-        frame.add(f"{prefix}bytes_vs_transferqueue", num_bytes)
+    frame.add("rows_vs_transferqueue", bench.lowest_ratio(fewest, "transferqueue"))
+    frame.add("bytes_vs_transferqueue", bench.lowest_ratio(most, "transferqueue"))
     frame.add("bytes_vs_memcpy", bench.lowest_ratio(most, "memcpy"))
     frame.add("second_unit", second_unit)
     for tokens, forms in bench.forms.items():

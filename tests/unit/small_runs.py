@@ -36,7 +36,7 @@ def check_store(found: Found) -> None:
     assert found[""]["rows_vs_transferqueue"] is None
     assert found[""]["bytes_vs_memcpy"] > 0
     assert found[""]["second_unit"] > 0
-    for side in ("own", "own_loader", "memcpy"):
+    for side in ("own", "memcpy"):
         for tokens in (16, 512):
             assert found[f"{side}, 1 units, 2 consumers, {tokens} tokens"]["rows_per_s"] > 0
 

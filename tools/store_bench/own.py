@@ -1,13 +1,9 @@
-"""llamarl's own store on the benchmark's job: units, producer and consumers in a llamarl cluster.
-
-Owns: the processes. Does not own: rows (`rows.py`), exclusive taking (`taking.py`).
-"""
+"""llamarl's own store on the benchmark's job: units, producer and consumers in one cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +15,8 @@ from llamarl.executors.specs import StorageSpec
 from llamarl.storage.store import Store
 from llamarl.storage.unit import Unit
 from store_bench import rows
-from store_bench.loading import Loading
 from store_bench.rows import Taken, Work
 from store_bench.taking import TakeClient, TakeServer
-
-CONTROLLER, LOADER = "own", "own_loader"  # ways to take rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,22 +97,12 @@ class Consumer:
 
 
 class OwnStore:
-    """Storage units, one producer and consumers; a run uses the first units and consumers.
+    """Storage units, one producer and consumers; a run uses the first units and consumers."""
 
-    All are on the first host of `config`, or the units on `unit_hosts`, of which loaders cannot
-    read then.
-    """
-
-    def __init__(
-        self, folder: Path, config: ClusterConfig | None = None, unit_hosts: Sequence[int] = ()
-    ) -> None:
-        self._cluster = make_cluster(
-            config or ClusterConfig(), spans_folder=None, logs_folder=str(folder)
-        )
-        self._unit_hosts = unit_hosts
+    def __init__(self, folder: Path) -> None:
+        self._cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=str(folder))
         self._folder, self._path = folder, str(folder / "takes.sock")
         self._server = TakeServer(self._path)
-        self._loading = Loading(self._cluster, folder)
         self._prepared: Work | None = None
         self._digest = 0
         self._next_row = 0
@@ -135,24 +118,20 @@ class OwnStore:
             )
             for unit in range(max(nums_units))
         ]
-        hosts = self._unit_hosts or [0] * len(units)
         groups: list[Any] = await asyncio.gather(
             *(
                 self._cluster.spawn(
-                    f"storage-{unit.unit}", unit.executor, unit, 1, [Device(host=host, gpu=None)]
+                    f"storage-{unit.unit}", unit.executor, unit, 1, [Device(host=0, gpu=None)]
                 )
-                for unit, host in zip(units, hosts, strict=True)
+                for unit in units
             )
         )
         await asyncio.gather(*(group.call_one.start() for group in groups))
         pairs = [*zip(groups, units, strict=True)]
         clients = [Unit(group.name, group.call_one, str(unit.socket)) for group, unit in pairs]
         self._pids = [pid for group in groups for pid in group.pids]
-        self._units = [(group.name, str(unit.socket)) for group, unit in pairs]
         self._stores = {num_units: Store(clients[:num_units]) for num_units in nums_units}
         spec = RoleSpec(stores=self._stores, takes=self._path)
-        if not self._unit_hosts:
-            await self._loading.start(num_consumers)
         self._producer, *self._consumers = await asyncio.gather(
             self._cluster.spawn("producer", "store_bench.own:Producer", spec),
             *(
@@ -162,30 +141,22 @@ class OwnStore:
         )
 
     async def run(
-        self, num_units: int, way: str, work: Work, is_streamed: bool, is_checked: bool = False
+        self, num_units: int, work: Work, is_streamed: bool, is_checked: bool = False
     ) -> dict[str, float]:
-        """Move all rows once; what each part took (`rows.times`). With loaders rows are always
-        streamed."""
+        """Move all rows once; what each part took (`rows.times`)."""
         producer = self._producer.call_one
         if work != self._prepared:
             self._digest, self._prepared = await producer.prepare(work), work
         first_row, self._next_row = self._next_row, self._next_row + work.rows
-        units, store = self._units[:num_units], self._stores[num_units]
-        ready = None
-        if way == LOADER:
-            ready = await self._loading.begin(work, units, store, is_checked)
-        self._server.begin(range(first_row, self._next_row), ready)
+        self._server.begin(range(first_row, self._next_row))
         before_s = rows.cpu_s(self._pids)
         putting = asyncio.create_task(producer.put(num_units, first_row))
-        if way == LOADER:
-            taken = await self._loading.take(work, num_units)
-        else:
-            if not is_streamed:
-                await putting
-            consumers = [each.call_one for each in self._consumers[: work.consumers]]
-            taken = await asyncio.gather(
-                *(consumer.take(num_units, work, is_checked) for consumer in consumers)
-            )
+        if not is_streamed:
+            await putting
+        consumers = [each.call_one for each in self._consumers[: work.consumers]]
+        taken = await asyncio.gather(
+            *(consumer.take(num_units, work, is_checked) for consumer in consumers)
+        )
         put, notify_s = await putting
         units_s = rows.cpu_s(self._pids) - before_s
         if is_checked:
@@ -196,5 +167,4 @@ class OwnStore:
     async def stop(self) -> None:
         """End all processes."""
         self._server.close()
-        await self._loading.stop()
         await self._cluster.stop()

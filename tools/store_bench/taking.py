@@ -47,7 +47,7 @@ class TakeServer:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._own = self._ready = ReadyRows()
+        self._ready = ReadyRows()
         self._num_left = 0
         self._turn = asyncio.Lock()
 
@@ -55,10 +55,9 @@ class TakeServer:
         """Listen."""
         self._server = await asyncio.start_unix_server(self._serve, self._path)
 
-    def begin(self, row_ids: range, ready: ReadyRows | None = None) -> None:
-        """Give so many rows once they are marked, then nothing. `ready`: they are only marked
-        there."""
-        self._ready, self._num_left = ready or self._own, len(row_ids)
+    def begin(self, row_ids: range) -> None:
+        """Give so many rows once they are marked, then nothing."""
+        self._num_left = len(row_ids)
 
     def close(self) -> None:
         """Listen no more."""
