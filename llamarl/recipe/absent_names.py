@@ -68,13 +68,13 @@ NOT_HERE = {
     "model_init_kwargs override_config",
     "a loop of your own is a program that calls the library (docs/library.md)": "callbacks "
     "callback",
-    "a reward that returns a dict has its further numbers logged (docs/extending/reward.md)": ""
+    "a reward that returns a dict has its further numbers logged (docs/extending/task.md)": ""
     "compute_metrics log_metric log_extra reward_extra_info reward_extra_keys",
     "a reward of your own has its settings beside it, in the same file": "reward_kwargs "
     "reward_func_kwargs",
     "metrics.project names the project, and W&B's own variables hold, such as WANDB_ENTITY": ""
     "wandb_entity",
-    "a loss of your own may weigh tokens (docs/extending/loss.md)": "top_entropy_quantile "
+    "a loss of your own may weigh tokens (docs/extending/task.md)": "top_entropy_quantile "
     "clip_cov kl_cov",
     "logits and their softmax are float32 in any case": "cast_lm_head_to_fp32 fp32_lm_head",
     "a rollout ends where the model ends it, or at sampling.max_tokens": "ignore_eos min_tokens "

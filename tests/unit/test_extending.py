@@ -56,10 +56,21 @@ from tests.unit.composing import compose_recipe
 PAGES = ("loss", "advantage", "group_filter", "reward", "group_reward", "sampler", "prompts")
 
 
-def block(page: str, language: str) -> str:
-    """The only fenced block of this language on a page."""
-    text = (ROOT / "docs" / "extending" / f"{page}.md").read_text()
-    (body,) = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+SECTIONS = {  # heading by name
+    **{"prompts": "Prompts", "reward": "A reward", "group_reward": "A reward of a group"},
+    **{"loss": "A loss", "advantage": "An advantage", "group_filter": "A group filter"},
+    **{"sampler": "A sampler", "stage": "A stage of your own"},
+    **{"consumer": "A stage outside the run", "model_family": "A model family"},
+    **{"transport": "A transport", "tracker": "A tracker"},
+}
+
+
+def block(section: str, language: str) -> str:
+    """The only fenced block of this language in a section."""
+    pages = sorted((ROOT / "docs" / "extending").glob("*.md"))
+    text = "\n".join(page.read_text() for page in pages)
+    own = text.split(f"\n## {SECTIONS[section]}\n")[1].split("\n## ")[0]
+    (body,) = re.findall(rf"^```{language}\n(.*?)^```", own, re.MULTILINE | re.DOTALL)
     return body
 
 
@@ -236,9 +247,7 @@ def test_a_run_passes_the_four_stages_of_the_page(tmp_path: Path, forks: Forks) 
 
 @pytest.mark.slow
 def test_a_run_is_served_by_the_consumer_of_the_page(tmp_path: Path, forks: Forks) -> None:
-    text = (ROOT / "docs" / "extending" / "consumer.md").read_text()
-    (task,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    recipe = write_recipe(tmp_path, block("consumer", "yaml"), task)
+    recipe = write_recipe(tmp_path, block("consumer", "yaml"), block("consumer", "text"))
     command = [sys.executable, "-c", block("consumer", "python"), str(tmp_path / "run")]
     consumers = [subprocess.Popen(command) for _ in range(2)]
     small = ("trainer.groups_per_step=4", "checkpoint.export=false", "run_dir=run")

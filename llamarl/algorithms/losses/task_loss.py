@@ -1,7 +1,7 @@
 """The loss that a recipe's own task.py defines, as `loss(inputs)`.
 
 It runs in the trainer's processes, on its device. The file is the user's own code and has all the
-rights of the process; see docs/extending/loss.md.
+rights of the process; see docs/extending/task.md.
 """
 
 from dataclasses import dataclass
