@@ -61,7 +61,7 @@ def documented() -> dict[str, tuple[Mending, Mending]]:
 
 def test_the_docs_say_what_the_table_says() -> None:
     assert documented() == MENDING
-    healing = (DOCS / "healing.md").read_text().partition("## Healing")[2].partition("\n## ")[0]
+    healing = (DOCS / "running.md").read_text().partition("## Healing")[2].partition("\n## ")[0]
     words = {"generator replica": "A replica that dies", "stage of the recipe's own": "own stages"}
     for role, (loss, _) in MENDING.items():
         says_so = words.get(role, role).lower() in healing.lower()
