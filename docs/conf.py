@@ -13,7 +13,7 @@ exclude_patterns = [".*", "docs/_build", "build", "dist", "runs", "outputs", "mu
 nitpicky = True  # a reference to nothing is an error
 
 myst_fence_as_directive = ["mermaid", "math"]  # the forge draws the same fences
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 
 html_theme = "furo"
 html_title = "llamarl"
