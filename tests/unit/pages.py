@@ -21,7 +21,6 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNNABLE = re.compile(r"^<!-- runs -->\n```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]*))?\)")
-SENTENCE_END = re.compile(r"(?<=[.!?])[)*_`]*\s+(?=[^a-z\s])")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
@@ -36,14 +35,6 @@ def blocks(text: str, language: str = "") -> list[str]:
 def prose(text: str) -> str:
     """The text without its blocks."""
     return FENCED.sub("", text)
-
-
-def sentences(text: str) -> list[str]:
-    """Those of the text outside blocks and tables; an item of a list ends its sentence."""
-    plain = re.sub(r"<!--.*?-->|^\|.*$", "", prose(text), flags=re.MULTILINE | re.DOTALL)
-    parts = re.split(r"\n\s*\n|^\s*(?:[-*]|\d+\.)\s|^#.*$", plain, flags=re.MULTILINE)
-    words = (re.sub(r"\]\([^)]*\)", "]", " ".join(part.split())) for part in parts)
-    return [each for part in words for each in SENTENCE_END.split(part) if each]
 
 
 def anchors(page: Path) -> set[str]:
