@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,30 +38,26 @@ class Producer:
         rows.calm_gc()
         return rows.digest(rows.join(self._columns))
 
-    async def put(self, num_units: int, first_row: int) -> tuple[tuple[float, float], float]:
-        """When the writes began and ended, and how long the rows' list was waited for in them."""
-        notify_s, work, store = 0.0, self._work, self._stores[num_units]
+    async def put(self, num_units: int, first_row: int) -> float:
+        """When the writes began."""
+        work, store = self._work, self._stores[num_units]
         starts = iter(range(0, work.rows, work.batch_rows))
 
         async def put_some() -> None:
-            nonlocal notify_s
             for start in starts:
                 part = slice(start, start + work.batch_rows)
                 columns = {name: cells[part] for name, cells in self._columns.items()}
                 row_ids = [first_row + row for row in range(work.rows)[part]]
                 await store.write(row_ids, columns)
-                start_s = time.perf_counter()
                 await self._takes.mark(row_ids)
-                notify_s += time.perf_counter() - start_s
 
-        return await rows.at_once(put_some, work), notify_s
+        start_s, _ = await rows.at_once(put_some, work)
+        return start_s
 
-    async def clear(self, num_units: int, first_row: int) -> float:
-        """Free all rows; seconds."""
-        start_s = time.monotonic()
+    async def clear(self, num_units: int, first_row: int) -> None:
+        """Free all rows."""
         row_ids = list(range(first_row, first_row + self._work.rows))
         await self._stores[num_units].retire(row_ids, {"outcome": "trained"})
-        return time.monotonic() - start_s
 
 
 class Consumer:
@@ -74,26 +69,17 @@ class Consumer:
 
     async def take(self, num_units: int, work: Work, is_checked: bool) -> Taken:
         """Take and read batches until every row was taken."""
-        take_s = get_s = 0.0
         found: list[rows.Flat] = []
         store = self._stores[num_units]
 
         async def take_some() -> None:
-            nonlocal take_s, get_s
-            while True:
-                start_s = time.perf_counter()
-                row_ids = await self._takes.take(work.batch_rows)
-                took_s = time.perf_counter()
-                take_s += took_s - start_s
-                if not row_ids:
-                    return
+            while row_ids := await self._takes.take(work.batch_rows):
                 flat = rows.join(await store.read(row_ids, rows.NAMES))
-                get_s += time.perf_counter() - took_s
                 if is_checked:
                     found.append(flat)
 
-        span_s = await rows.at_once(take_some, work)
-        return rows.taken_of(span_s, take_s, get_s, found)
+        _, end_s = await rows.at_once(take_some, work)
+        return rows.taken_of(end_s, found)
 
 
 class OwnStore:
@@ -129,7 +115,6 @@ class OwnStore:
         await asyncio.gather(*(group.call_one.start() for group in groups))
         pairs = [*zip(groups, units, strict=True)]
         clients = [Unit(group.name, group.call_one, str(unit.socket)) for group, unit in pairs]
-        self._pids = [pid for group in groups for pid in group.pids]
         self._stores = {num_units: Store(clients[:num_units]) for num_units in nums_units}
         spec = RoleSpec(stores=self._stores, takes=self._path)
         self._producer, *self._consumers = await asyncio.gather(
@@ -140,29 +125,23 @@ class OwnStore:
             ),
         )
 
-    async def run(
-        self, num_units: int, work: Work, is_streamed: bool, is_checked: bool = False
-    ) -> dict[str, float]:
-        """Move all rows once; what each part took (`rows.times`)."""
+    async def run(self, num_units: int, work: Work, is_checked: bool = False) -> float:
+        """Move all rows once; seconds (`rows.flow_s`)."""
         producer = self._producer.call_one
         if work != self._prepared:
             self._digest, self._prepared = await producer.prepare(work), work
         first_row, self._next_row = self._next_row, self._next_row + work.rows
         self._server.begin(range(first_row, self._next_row))
-        before_s = rows.cpu_s(self._pids)
         putting = asyncio.create_task(producer.put(num_units, first_row))
-        if not is_streamed:
-            await putting
         consumers = [each.call_one for each in self._consumers[: work.consumers]]
         taken = await asyncio.gather(
             *(consumer.take(num_units, work, is_checked) for consumer in consumers)
         )
-        put, notify_s = await putting
-        units_s = rows.cpu_s(self._pids) - before_s
+        start_s = await putting
         if is_checked:
             rows.check(work, self._digest, taken)
-        clear_s = await producer.clear(num_units, first_row)
-        return rows.times(put, notify_s, taken, units_s, clear_s)
+        await producer.clear(num_units, first_row)
+        return rows.flow_s(start_s, taken)
 
     async def stop(self) -> None:
         """End all processes."""

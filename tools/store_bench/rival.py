@@ -1,7 +1,4 @@
-"""TransferQueue in the environment of `make rivals`, asked over pipes.
-
-Owns: the child process. Does not own: what it does (`transferqueue.py`).
-"""
+"""TransferQueue (`transferqueue.py`) in the environment of `make rivals`, asked over pipes."""
 
 from __future__ import annotations
 
@@ -30,14 +27,10 @@ class TransferQueueRival:
         )
         self._read()
 
-    def run(self, work: Work, is_streamed: bool, is_checked: bool = False) -> dict[str, float]:
-        """Move all rows once; what each part took (`rows.times`)."""
+    def run(self, work: Work, is_checked: bool = False) -> float:
+        """Move all rows once; seconds (`rows.flow_s`)."""
         assert self._child.stdin is not None
-        request = {
-            "work": dataclasses.asdict(work),
-            "is_streamed": is_streamed,
-            "is_checked": is_checked,
-        }
+        request = {"work": dataclasses.asdict(work), "is_checked": is_checked}
         self._child.stdin.write(json.dumps(request) + "\n")
         self._child.stdin.flush()
         return self._read()
@@ -51,10 +44,9 @@ class TransferQueueRival:
         except subprocess.TimeoutExpired:
             self._child.kill()
 
-    def _read(self) -> dict[str, float]:
+    def _read(self) -> float:
         assert self._child.stdout is not None
         line = self._child.stdout.readline()
         if not line:
             raise RuntimeError("TransferQueue has ended; what it said is above")
-        answer: dict[str, float] = json.loads(line)
-        return answer
+        return float(json.loads(line))

@@ -1,8 +1,7 @@
-"""The rows that both sides move, and what is reported of a measurement.
+"""The rows that both sides move, and whether every row arrived whole.
 
-Owns: columns, lengths, the digest that shows that every row arrived whole, the times. Does not own:
-how rows travel. Invariant: imports neither llamarl nor torch, for both sides' environments use it,
-and the same work makes the same rows in every process.
+The same work makes the same rows in every process. Both sides' environments use this module, so it
+imports neither llamarl nor torch.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import gc
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -34,8 +32,7 @@ class Work:
     """`rows` rollouts go through a store, from one producer to `consumers` processes.
 
     A response has `tokens` tokens on average, 0.5 to 1.5 times that. A put, a take and a get have
-    `batch_rows` rows; every process has `depth` of them under way. `form` is how a rival is given
-    the cells.
+    `batch_rows` rows; every process has `depth` of them under way.
     """
 
     tokens: int
@@ -43,17 +40,13 @@ class Work:
     consumers: int
     batch_rows: int
     depth: int = 1
-    form: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What one consumer did: when it began and ended, how long its calls took, what it got."""
+    """When one consumer was done, and what it got."""
 
-    start_s: float
     end_s: float
-    take_s: float
-    get_s: float
     row_numbers: list[int]
     digest: int
 
@@ -97,15 +90,10 @@ async def at_once(each: Callable[[], Awaitable[None]], work: Work) -> tuple[floa
     return start_s, time.monotonic()
 
 
-def taken_of(
-    span_s: tuple[float, float], take_s: float, get_s: float, found: Sequence[Flat]
-) -> Taken:
-    """What one consumer did between these times; `found` are the batches it got, if kept."""
+def taken_of(end_s: float, found: Sequence[Flat]) -> Taken:
+    """What one consumer did until then; `found` are the batches it got, if kept."""
     return Taken(
-        start_s=span_s[0],
-        end_s=span_s[1],
-        take_s=take_s,
-        get_s=get_s,
+        end_s=end_s,
         row_numbers=[int(row) for flat in found for row in flat["reward"].tolist()],
         digest=sum(map(digest, found)),
     )
@@ -121,32 +109,9 @@ def check(work: Work, expected_digest: int, taken: Sequence[Taken]) -> None:
         raise RuntimeError("the rows that consumers got are not those that were put")
 
 
-def cpu_s(pids: Sequence[int]) -> float:
-    """CPU time of all threads of these processes so far."""
-    files = (file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
-    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
-
-
-def times(
-    put: tuple[float, float],
-    notify_s: float,
-    taken: Sequence[Taken],
-    units_s: float,
-    clear_s: float,
-) -> dict[str, float]:
-    """Of all rows. `flow_s` is from the first put to the last row in a consumer's memory; `take_s`
-    and `get_s` are of a consumer, on average; `put_s` holds `notify_s`; `units_s` is CPU time of
-    all units."""
-    start_s, end_s = put
-    return {
-        "flow_s": max(each.end_s for each in taken) - start_s,
-        "put_s": end_s - start_s,
-        "notify_s": notify_s,
-        "take_s": sum(each.take_s for each in taken) / len(taken),
-        "get_s": sum(each.get_s for each in taken) / len(taken),
-        "units_s": units_s,
-        "clear_s": clear_s,
-    }
+def flow_s(start_s: float, taken: Sequence[Taken]) -> float:
+    """From the first put to the last row in a consumer's memory."""
+    return max(each.end_s for each in taken) - start_s
 
 
 def calm_gc() -> None:
