@@ -1,4 +1,4 @@
-"""Measure the embedded generator against transformers' `generate`, vLLM and a floor.
+"""Measure the embedded generator against transformers' `generate` and vLLM.
 
     python tools/bench_generate.py [--json FILE] [--repeats N] [--large] [--quick]
 
@@ -7,10 +7,8 @@ with random weights, 16 prompt tokens, 128 sampled tokens per rollout, end of se
 one thread, float32 and bfloat16, batch 64 and 8.
 
 transformers runs with its best CPU settings of those tried at the start (eager or sdpa attention,
-dynamic or static cache), in inference mode. The floor is what the job cannot avoid: the matrix
-products with the weights (same shapes, dtype and batch; the prompts' too) and, per decode step, one
-contiguous read of the keys and values so far. All are measured in turn within each repeat; ratios
-are medians over repeats of ratios within one repeat.
+dynamic or static cache), in inference mode. All are measured in turn within each repeat; ratios are
+medians over repeats of ratios within one repeat.
 
 vLLM (the CPU build, if it is installed) runs the same job in its own process, three ways: its LLM
 class without log-probs and with them, and llamarl's engine over it. vs_vllm_cpu compares with the
@@ -24,8 +22,8 @@ The long tail replays lengths drawn once from a log-normal distribution (p99 six
 cut at eight times): the engine with 64 slots against transformers in batches of 64, in arrival
 order and sorted by length, whichever is faster.
 
-Ratios above 1 mean the engine is faster; floor_share is the floor's time over the engine's. Of
-several dtypes (and batches) the JSON file holds the lowest.
+Ratios above 1 mean the engine is faster. Of several dtypes (and batches) the JSON file holds the
+lowest, too.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ from generate_bench.engines import (
     NEW_TOKENS,
     PROMPT_TOKENS,
     make_engine,
-    make_floor,
     random_model,
     random_prompts,
     run_engine,
@@ -67,7 +64,6 @@ TAIL_SIGMA = 0.974  # exp(2.326 sigma - sigma^2 / 2) = 6: the 99th percentile ov
 GOALS = {
     "ratio_64": ">= 1.8",
     "ratio_8": ">= 1.8",
-    "floor_share": ">= 0.6",
     "ratio_long_tail": ">= 3",
     "vs_vllm_cpu": ">= 1",
 }
@@ -102,7 +98,7 @@ def bench_batch(
     repeats: int,
     vllm: VllmRival | None,
 ) -> Figures:
-    """EmbeddedEngine, transformers, vLLM, and for the small model the floor, on one batch size."""
+    """EmbeddedEngine, transformers and vLLM on one batch size."""
     is_large = architecture is LARGE
     length = min(NEW_TOKENS_LARGE, new_tokens) if is_large else new_tokens
     trial_tokens = 2 if is_large else min(32, new_tokens)
@@ -113,10 +109,6 @@ def bench_batch(
         "engine": lambda: seconds(lambda: run_engine(engine, prompts, lengths)),
         "transformers": lambda: seconds(lambda: run_transformers(model, prompts, length, cache)),
     }
-    if not is_large:
-        floor = make_floor(DTYPES[dtype], batch, length)
-        floor()
-        ways["floor"] = lambda: seconds(floor)
     for way in WAYS if vllm else ():
         vllm.seconds(way, prompts.tolist(), 8)
         ways[way] = lambda way=way: vllm.seconds(way, prompts.tolist(), length)
@@ -128,8 +120,6 @@ def bench_batch(
     figures = compared(times, batch * length)
     if is_large:
         figures["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    else:
-        figures["floor_share"] = ratio(times["floor"], times["engine"])
     return figures | {"transformers_settings": settings}
 
 
@@ -226,7 +216,6 @@ def main() -> None:
 
     bench.add("ratio_64", lowest("batch 64", "ratio"))
     bench.add("ratio_8", lowest("batch 8", "ratio"))
-    bench.add("floor_share", lowest("", "floor_share"))
     bench.add("ratio_long_tail", lowest("long tail", "ratio"))
     for key in ("vs_vllm_cpu", "vs_vllm_cpu_ids_only") if reason is None else ():
         bench.add(key, lowest("batch 64", key))

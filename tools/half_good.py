@@ -1,9 +1,4 @@
-"""What the tools that make the recipes with a small half-good checkpoint share.
-
-Owns: the architecture, the weights at the start, sets of questions that are disjoint, how a
-tokenizer is trained, greedy answers, and the command line. Does not own: what is asked and
-demonstrated, what half-good means (the tools), training (`llamarl sft`).
-"""
+"""What the tools share that make the recipes with a small half-good checkpoint."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """The frame of every benchmark: arguments, rounds by turns, medians with their spread, the file.
 
-Owns: what all `bench_*.py` do alike, and the shape of their JSON. Does not own: what is measured.
-Invariant: within a round every way has its turn, and a ratio compares two ways of one round.
+Within a round every way has its turn, and a ratio compares two ways of one round.
 
 The file of `--json FILE` holds {"bench", "commit", "date", "machine", "command", "figures",
-"rounds"}. A figure is {"name", "value", "unit"}, and where it has them "case" (which setting, way
-or workload it belongs to), "spread" (lowest and highest of the rounds) and "goal" (">= 1.2",
-"> 1" or "<= 0.05"). `value` is a number, a text, a list of numbers, or null for what was not
-measured.
+"rounds"}, and "notes" if they are written in. A figure is {"name", "value", "unit"}, and where it
+has them "case" (which setting, way or workload it belongs to), "spread" (lowest and highest of the
+rounds) and "goal" (">= 1.2", "> 1" or "<= 0.05"). `value` is a number, a text, a list of numbers,
+or null for what was not measured.
 """
 
 from __future__ import annotations

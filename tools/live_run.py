@@ -1,7 +1,6 @@
 """One real run, a training or an evaluation, in processes of its own, and what it leaves behind.
 
-Owns: the commands, and reading metrics and summary. Does not own: which options a benchmark sets.
-Invariant: a run that fails ends the benchmark with all that the run wrote.
+A run that fails ends the benchmark with all that the run wrote.
 """
 
 from __future__ import annotations

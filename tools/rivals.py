@@ -1,7 +1,4 @@
-"""The environment of `make rivals`: other systems, run by benchmarks in processes of their own.
-
-Owns: where their Python is, and what their processes inherit. Does not own: what they do.
-"""
+"""The environment of `make rivals`: other systems, run by benchmarks in processes of their own."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Sections of a measurement, each in a process of its own with a limit of its own.
 
-Owns: a section's process, what becomes of its facts, and which sections a CPU leaves out. Does not
-own: what is measured. Invariant: a fact that a section gave is kept and written, however this
-section or a later one ends.
+A fact that a section gave is kept and written, however this section or a later one ends.
 """
 
 from __future__ import annotations

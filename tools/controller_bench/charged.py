@@ -1,9 +1,4 @@
-"""Executors whose calls cost the controller what real messages would, and what that adds up to.
-
-Owns: the charge of each call, when an executor waited for the controller. Does not own: what a
-message costs (`messages.py`), the executors' model (`llamarl/planner`). Invariant: an executor
-computes what it would without the charge; only the clock differs.
-"""
+"""Executors whose calls cost the controller what real messages would, and what that adds up to."""
 
 from __future__ import annotations
 

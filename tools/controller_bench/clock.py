@@ -1,9 +1,7 @@
 """A virtual clock on which the controller's own work takes the time that it really takes.
 
-Owns: whose callbacks cost time, and when cycles are looked for. Does not own: what messages cost
-(`messages.py`). Invariant: what simulated executors compute costs nothing; every other callback
-takes its CPU time, less what reading the clock takes, and what was charged in it, during which
-nothing else happens.
+What simulated executors compute costs nothing. Every other callback takes its CPU time, less what
+reading the clock takes, and what was charged in it, during which nothing else happens.
 
 Simulated executors allocate objects in this process, far more than the controller does, and Python
 would look for cycles among all of them in whatever callback comes next. So the clock does it, where

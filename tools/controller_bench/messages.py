@@ -1,10 +1,7 @@
-"""What a message costs the controller's process: measured on real Monarch actors, which a worker
-daemon on this machine serves: so do those of large runs, over TLS, and what ranks say to each other
-passes through the daemon. (Without daemons it passes through the controller's process.)
+"""What a message costs the controller's process, Monarch's threads included.
 
-Owns: the linear model, the calls it is fitted on. Does not own: which messages a step has, and what
-pickling them takes (`simulation.py`). Invariant: CPU time of the whole process counts, Monarch's
-threads included.
+It is measured on real Monarch actors, which a worker daemon on this machine serves, as daemons do
+in large runs: what ranks say to each other passes through the daemon.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""The real controller at the scale of a large cluster, around simulated executors.
-
-Owns: the run's shape, which executor is charged what, the steps that count. Does not own: the
-executors' model (`llamarl/planner`), how a call is charged (`charged.py`). Invariant: controller,
-gate, dispatch, rollouts, packing, publisher, log-prob check and run logger are those of a run,
-wired by `run/wiring.py`.
-"""
+"""The real controller, wired as in a run, around simulated executors of a large cluster."""
 
 from __future__ import annotations
 

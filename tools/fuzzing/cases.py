@@ -1,7 +1,6 @@
 """What is damaged and how it is tried.
 
-Owns: the files and keys, and one case per number. Does not own: running it. Invariant: a case is a
-function of seed and number alone, so that what was found can be tried again.
+A case is a function of seed and number alone, so that what was found can be tried again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Tries cases in forks of a process that has done the imports.
 
-Owns: the sound inputs, one folder and one process per case, its limits, and the verdict. Invariant:
-a case's process group is gone when its outcome is known.
+A case's process group is gone when its outcome is known.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What is compared: our engine, transformers, a floor of bare matrix products; and their model."""
+"""What is compared: our engine and transformers; and their model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -149,42 +148,3 @@ def run_transformers(model: torch.nn.Module, prompts: Tensor, length: int, cache
             **options,
         )
     assert out.shape[1] == prompts.shape[1] + length
-
-
-def make_floor(dtype: torch.dtype, batch: int, new_tokens: int) -> Callable[[], None]:
-    """The weight products and key-value reads of the whole job, and nothing else."""
-    a = ARCHITECTURE
-    qkv = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-    sizes = [
-        (qkv, a.hidden_size),
-        (a.hidden_size, a.num_heads * a.head_dim),
-        (2 * a.intermediate_size, a.hidden_size),
-        (a.hidden_size, a.intermediate_size),
-    ] * a.num_layers + [(a.vocab_size, a.hidden_size)]
-    weights = [torch.randn(size).to(dtype) for size in sizes]
-    inputs = {size[1]: torch.randn(batch, size[1]).to(dtype) for size in sizes}
-    outputs = {size[0]: torch.empty(batch, size[0], dtype=dtype) for size in sizes}
-    # Stored as the engine stores them: [in, out], which is faster, but for the tied embedding.
-    matrices = [weight.t().contiguous() for weight in weights[:-1]] + [weights[-1].t()]
-    products = [(inputs[w.shape[0]], w, outputs[w.shape[1]]) for w in matrices]
-    # Of the prompts only keys and values are needed: neither the last layer's rest nor the head.
-    num_prompt = batch * (PROMPT_TOKENS - 1)
-    wide = {size: torch.randn(num_prompt, size).to(dtype) for size in inputs}
-    prompt_products = [(wide[w.shape[0]], w) for w in matrices[: 4 * a.num_layers - 3]]
-    # BLAS dot on the bytes as float32 is the fastest read of memory that torch has.
-    row_bytes = batch * a.num_kv_heads * a.head_dim * dtype.itemsize
-    size = (a.num_layers, (PROMPT_TOKENS + new_tokens) * row_bytes // 4)
-    keys, values = torch.randn(size), torch.randn(size)
-
-    def floor() -> None:
-        with torch.inference_mode():
-            for x, weight in prompt_products:
-                torch.mm(x, weight)
-            for step in range(new_tokens):
-                live = (PROMPT_TOKENS + step) * row_bytes // 4
-                for x, weight, out in products:
-                    torch.mm(x, weight, out=out)
-                for layer in range(a.num_layers):
-                    torch.dot(keys[layer, :live], values[layer, :live])
-
-    return floor

@@ -1,8 +1,7 @@
 """The tokenizer of `recipes/quickstart_tools` with what TRL asks of one that calls tools.
 
-Owns: the chat template that can render a call, the response template that finds one. Does not own:
-TRL's settings. Invariant: a run renders and reads with it what llamarl does with the recipe's own;
-tests/unit/test_peers.py compares the two. Imported in both environments.
+Both environments import it. A run renders and reads with it what llamarl does with the recipe's
+own; tests/unit/test_peers.py compares the two.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Plain training: a recipe of prompts and answers in one turn, with lengths that are the same for
-both sides.
+"""Plain training: a recipe of prompts and answers in one turn, everything from fixed seeds.
 
-Owns: the recipe's files: random weights, a tokenizer of whole words, prompts, lengths, the reward.
-Does not own: either side's settings. Invariant: everything comes from fixed seeds; rollout i of a
-run writes exactly as many tokens as entry i of lengths.json says, on both sides.
+Rollout i of a run writes exactly as many tokens as entry i of lengths.json says, on both sides.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """transformers' `generate` with given lengths, as llamarl's `sampling.replay_lengths` has it.
 
-Owns: where each rollout of a TRL run ends. Does not own: which lengths. Invariant: a rollout ends
-with the end-of-sequence token at its length, and never before; nothing else of the distribution
-changes. Imported in both environments.
+A rollout ends with the end-of-sequence token at its length, and never before; nothing else of the
+distribution changes. Both environments import this.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """One run of each side on the same recipe and the same cores, and what it took.
 
-Owns: the job that TRL is given, starting both sides, watching their memory. Does not own: which
-runs are compared (bench_peers.py), or TRL's settings (trl_program.py). Invariant: TRL's numbers are
-those of the recipe that llamarl composes.
+TRL's numbers are those of the recipe that llamarl composes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What TRL's trainers log of each step, as lines with llamarl's names.
-
-Owns: the seconds of a step and the file. Does not own: which figures are in a line (the programs).
-Invariant: nothing of llamarl is imported.
-"""
+"""What TRL's trainers log of each step, as lines with llamarl's names."""
 
 from __future__ import annotations
 

@@ -2,10 +2,6 @@
 
     python -m peers_bench.trl_program JOB.json
 
-Owns: TRL's settings, and what it needs beside them to train on the recipe's task. Does not own:
-the task, which is the recipe's own files, or the numbers of the job, which are the recipe's too.
-Invariant: nothing of llamarl is imported.
-
 JOB.json has the fields of `Job`. In the folder `out`, weights go into checkpoint/. A line
 per step goes into metrics.jsonl, with llamarl's names, and a few rollouts of the first step, as TRL
 trained them, into samples.json. With several processes (torchrun) each has its share of the

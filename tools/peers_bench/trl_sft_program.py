@@ -2,9 +2,6 @@
 
     python -m peers_bench.trl_sft_program JOB.json
 
-Owns: TRL's settings. Does not own: the demonstrations, which are a file that both sides read, or
-the numbers of the job. Invariant: nothing of llamarl is imported.
-
 JOB.json has the fields of `Job`. A line per step, with the loss and seconds, goes into
 metrics.jsonl in the folder `out`, with llamarl's names.
 """

@@ -1,7 +1,4 @@
-"""Exclusive taking of rows: the controller's batcher behind a unix socket.
-
-Owns: the socket, who gets which rows. Does not own: arrays. Invariant: each row is given once.
-"""
+"""Exclusive taking of rows: the controller's batcher behind a unix socket."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The planner's law for the publish of the benchmark, with this machine's rates.
 
-Owns: which of the law's parts a publish of the benchmark has. Does not own: the law
-(`llamarl/planner/simulation/stages.py`, `delivery.py`) or the rates (`rates.py`). Invariant: no
-figure of a publish enters its forecast.
+No figure of a publish enters its forecast.
 """
 
 from __future__ import annotations

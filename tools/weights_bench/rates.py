@@ -1,9 +1,8 @@
-"""What this machine reaches in each kind of work of a publish, for the planner's law.
+"""What this machine reaches in each kind of work of a publish, each measured by itself.
 
-Owns: processes that measure, each kind by itself, and rates from their seconds. Does not own: the
-law (`forecast.py`). Invariant: no rate comes from a publish. But memory, caches and messages are
-used by as many processes at once, in blocks as large, and after the same neighbours as in one: what
-a receiver sums, a sender has just written from another core.
+Memory, caches and messages are used by as many processes at once as in a publish, in blocks as
+large, and after the same neighbours: what a receiver sums, a sender has just written from another
+core.
 """
 
 from __future__ import annotations
