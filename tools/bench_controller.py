@@ -1,8 +1,7 @@
 """What the controller costs at the scale of thousands of GPUs.
 
     python tools/bench_controller.py [--json FILE] [--replicas 256] [--trainer-ranks 2048]
-        [--rollouts 16384] [--collectors 1] [--staleness 1] [--turns 0] [--actors 16] [--profile]
-        [--scaling]
+        [--rollouts 16384] [--collectors 1] [--staleness 1] [--turns 0] [--actors 16] [--scaling]
 
 First the CPU time of a message is measured on real Monarch actors in processes of their own, which
 a worker daemon serves: a linear model per call and per byte; and what a call on 16 ranks costs, as
@@ -29,11 +28,8 @@ the ratio of the controller's load, `bytes_by_length` that of its bytes per roll
 from __future__ import annotations
 
 import asyncio
-import cProfile
 import dataclasses
 import gc
-import pstats
-import sys
 from collections import Counter, defaultdict
 
 from controller_bench.charged import Load
@@ -132,7 +128,6 @@ def main() -> None:
     bench.option("--staleness", type=int, default=1)
     bench.option("--turns", type=int, default=0, help="of each episode; 0: there are none")
     bench.option("--actors", type=int, default=16, help="0: assume what messages cost")
-    bench.option("--profile", action="store_true", help="where the CPU time goes")
     bench.option("--scaling", action="store_true", help="from 32 to 1024 ranks instead")
     arguments = bench.parse()
     shape = Shape(
@@ -146,11 +141,7 @@ def main() -> None:
     costs = COSTS_WITHOUT_MEASURING
     if arguments.actors:
         costs = measure(arguments.actors, num_calls=320, num_rounds=5)
-    profile = cProfile.Profile()
-    if arguments.profile:
-        profile.enable()
     found = scale(costs) if arguments.scaling else results(shape, costs, simulate(shape, costs))
-    profile.disable()
     details = {name: found.pop(name) for name in ("shape", "message_costs") if name in found}
     for name, value in found.items():
         if isinstance(value, dict):
@@ -159,8 +150,6 @@ def main() -> None:
         else:
             bench.add(name, value)
     bench.write(details)
-    if arguments.profile:
-        pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(45)
 
 
 if __name__ == "__main__":

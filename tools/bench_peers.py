@@ -40,8 +40,8 @@ of our own around its generation, in which the calls of all rollouts of a turn r
 `step_s` is the mean from the start of the first step, so filling llamarl's pipeline counts.
 `processor_s` is what all processes together compute in a step, without the first one. Beside other
 programs it is the fairer figure: many processes get more of a shared core than one. `tokens_per_s`
-counts what the model wrote in the rollouts that were trained. `peak_bytes` is the memory of all
-processes together that is no file's. `reward` is the mean of the last LAST_STEPS steps; llamarl's
+counts what the model wrote in the rollouts that were trained. `reward` is the mean of the last
+LAST_STEPS steps; llamarl's
 rollouts are of the version before. `accuracy` is that of the checkpoints that both export, by
 `llamarl evaluate` on all held-out prompts. `vs_trl_equal`, `vs_trl_long_tail`, `vs_trl_tools`,
 `vs_trl_slow_tools` and `vs_trl_slow_tools_gathered` are the seconds per step of TRL's fastest way

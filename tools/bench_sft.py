@@ -1,4 +1,4 @@
-"""`llamarl sft` beside TRL's SFTTrainer, and beside the trainer's step of reinforcement learning.
+"""`llamarl sft` beside TRL's SFTTrainer: the same demonstrations on the same core, by turns.
 
     python tools/bench_sft.py [--rounds 3] [--steps 12] [--quick] [--json FILE]
 
@@ -12,9 +12,6 @@ the mean over the tokens of the answers. TRL packs the demonstrations of a step 
 `step_s` is the median of a run's steps after the first two. `vs_trl` is the ratio of TRL's faster
 way to llamarl's, the median of the rounds. `loss_difference` is the largest relative difference
 between both loss curves.
-
-`vs_rl` compares passes in one process: forward and backward of the same packed rows as
-demonstrations over the same as rollouts of AIPO, in turns, by processor seconds.
 --quick: one short round of our side only.
 """
 
@@ -27,15 +24,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import harness
 import rivals
-import torch
-from bench_training import Trained
-from generate_bench.engines import ARCHITECTURE
 from half_good import ARCHITECTURE as SMALL
 from half_good import new_model, save, write_json, write_rows
 from harness import Bench, Values
@@ -47,7 +40,7 @@ CONFIG = {**SMALL, **SIZES, "num_attention_heads": 8, "max_position_embeddings":
 BATCH = 16
 NUM_SKIPPED = 2  # first steps, which load what is used later
 OWN, PACKED, PADDED = "llamarl", "TRL, packed", "TRL, padded"
-GOALS = {"vs_rl": "<= 1.05", "loss_difference": "<= 0.01", "vs_trl": "> 1"}
+GOALS = {"loss_difference": "<= 0.01", "vs_trl": "> 1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,27 +143,7 @@ def compare(
     return rounds
 
 
-def beside_rl(num_rounds: int, num_rollouts: int) -> list[float]:
-    """Processor seconds of a micro-batch of demonstrations over those of the same rows as
-    rollouts."""
-    sides = [Trained(ARCHITECTURE, num_rollouts, torch.float32, name) for name in ("sft", "aipo")]
-    found = []
-    for _ in range(2 + num_rounds):
-        sft_s, rl_s = map(processor_s, sides)
-        again_rl_s, again_sft_s = map(processor_s, reversed(sides))
-        found.append((sft_s + again_sft_s) / (rl_s + again_rl_s))
-    return found[2:]
-
-
-def processor_s(side: Trained) -> float:
-    """Of one micro-batch: other programs do not count."""
-    start_s = time.process_time()
-    side.run()
-    return time.process_time() - start_s
-
-
 def main() -> None:
-    torch.set_num_threads(1)
     bench = Bench(__doc__, GOALS)
     bench.option("--rounds", type=int, default=3)
     bench.option("--steps", type=int, default=12, help="optimizer steps of a run")
@@ -181,8 +154,6 @@ def main() -> None:
     reason = "--quick measures our side only" if arguments.quick else rivals.why_not("trl")
     if reason:
         print(f"without TRL: {reason}")
-    found = beside_rl(8 * arguments.rounds, 2 if arguments.quick else 40)
-    bench.add("vs_rl", statistics.median(found), "", sorted(found)[1:-1])
     more = [INLINE] if arguments.quick else []
     bench.write(compare(bench, arguments.rounds, arguments.steps, not reason, *more))
 

@@ -102,9 +102,7 @@ def flops(a: Architecture, num_tokens: int) -> float:
 class Trained:
     """A model with random weights and its passes."""
 
-    def __init__(
-        self, a: Architecture, num_rollouts: int, dtype: torch.dtype, algorithm: str = "aipo"
-    ) -> None:
+    def __init__(self, a: Architecture, num_rollouts: int, dtype: torch.dtype) -> None:
         random = torch.Generator().manual_seed(0)
         model = Transformer(a)
         with torch.no_grad():
@@ -115,7 +113,7 @@ class Trained:
             hf.load_into(dict(model.named_parameters()), QUICKSTART)
         self.model = model.to(dtype)
         self.rows, self.columns = make_rollouts(num_rollouts, a.vocab_size)
-        chosen, sampling = algorithms()[algorithm](), SimpleNamespace(temperature=1.0)
+        chosen, sampling = algorithms()["aipo"](), SimpleNamespace(temperature=1.0)
         config = SimpleNamespace(lora=LoraConfig())
         spec = SimpleNamespace(algorithm=chosen, sampling=sampling, config=config)
         policy = SimpleNamespace(model=self.model)

@@ -101,7 +101,6 @@ def check_planner_external(found: Found) -> None:
 
 def check_sft(found: Found) -> None:
     assert found[""]["vs_trl"] is None
-    assert found[""]["vs_rl"] > 0
     check_times(found["llamarl"])
 
 
@@ -115,7 +114,6 @@ def check_peers(found: Found) -> None:
     )
     for figures in (plain, tools):
         check_times(figures)
-        assert figures["peak_bytes"] > 1e8
     assert 0.4 < plain["reward"] < 0.6, "words are even or odd"
     assert 0 < tools["accuracy"] < 1
 

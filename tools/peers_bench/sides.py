@@ -9,9 +9,7 @@ import json
 import os
 import shutil
 import statistics
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,14 +18,11 @@ from typing import Any
 import rivals
 from harness import Values
 from live_run import LiveRun, command, environment
-from weights_bench.memory import shared_out_bytes
 
 from llamarl.config import Config
 from llamarl.recipe.composition import compose, to_config
-from llamarl.user_code.supervisor import descendants
 from peers_bench.processors import run_steps
 
-LOOK_EVERY_S = 0.5
 START_LIMIT_S = 300.0  # of a run: imports, and its end
 STEP_LIMIT_S = 300.0  # ten times what the slowest side takes
 NUM_SKIPPED = 1  # first steps, of processor seconds: llamarl fills its pipeline in them
@@ -113,42 +108,15 @@ def trl_ways(num_cores: int, *, are_calls_gathered: bool) -> dict[str, Side]:
     return ways
 
 
-@contextmanager
-def watched() -> Iterator[list[int]]:
-    """Of all processes below this one, how many bytes they had together, look by look."""
-    seen: list[int] = []
-    is_over = threading.Event()
-
-    def look() -> None:
-        while not is_over.wait(LOOK_EVERY_S):
-            num_bytes = 0
-            for pid in descendants(os.getpid()):
-                with suppress(OSError):  # it has ended
-                    num_bytes += shared_out_bytes(pid)
-            seen.append(num_bytes)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        is_over.set()
-        thread.join()
-
-
 def _timed(run: Run, words: list[str], variables: dict[str, str]) -> Values:
     found = LiveRun(run.folder)
     limit_s = START_LIMIT_S + STEP_LIMIT_S * run.num_steps
-    with watched() as seen:
-        busy_s = run_steps(
-            words, variables, found.metrics, NUM_SKIPPED, begin=run.pin, limit_s=limit_s
-        )
+    busy_s = run_steps(words, variables, found.metrics, NUM_SKIPPED, begin=run.pin, limit_s=limit_s)
     tokens = sum(step["trainer/num_tokens"] for step in found.steps)
     return {
         "step_s": statistics.mean(found.steps_s),
         "processor_s": sum(busy_s.values()),
         "tokens_per_s": tokens / sum(found.steps_s),
-        "peak_bytes": max(seen),
     }
 
 

@@ -2,10 +2,9 @@
 
     python -m peers_bench.trl_program JOB.json
 
-JOB.json has the fields of `Job`. In the folder `out`, weights go into checkpoint/. A line
-per step goes into metrics.jsonl, with llamarl's names, and a few rollouts of the first step, as TRL
-trained them, into samples.json. With several processes (torchrun) each has its share of the
-rollouts, and the first one writes.
+JOB.json has the fields of `Job`. In the folder `out`, weights go into checkpoint/ and a line per
+step, with llamarl's names, into metrics.jsonl. With several processes (torchrun) each has its share
+of the rollouts, and the first one writes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from peers_bench.chat import load_tokenizer
 from peers_bench.replayed_lengths import replay
 from peers_bench.step_log import StepLog
 
-NUM_SAMPLES = 8
 END_LIMIT = timedelta(minutes=2)  # from the last step until the first process has written
 
 
@@ -78,13 +76,12 @@ def figures(job: Job, logs: Mapping[str, float]) -> dict[str, float]:
 
 
 class Reward:
-    """The recipe's reward: 1 if the last turn stopped and is the answer, else 0. Keeps samples."""
+    """The recipe's reward: 1 if the last turn stopped and is the answer, else 0."""
 
     __name__ = "exact"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, pattern: str) -> None:
         self._tokenizer, self._pattern = tokenizer, re.compile(pattern)
-        self.samples: list[dict[str, Any]] = []
 
     def __call__(
         self,
@@ -101,19 +98,6 @@ class Reward:
             match = self._pattern.search(text)
             is_stopped = ids[-1] == self._tokenizer.eos_token_id
             rewards.append(float(is_stopped and match is not None and match[1] == expected))
-        if not self.samples:
-            rows = zip(prompts, completion_ids, rewards, strict=True)
-            self.samples = [
-                {
-                    "prompt": self._tokenizer.apply_chat_template(
-                        prompt[:1], tokenize=False, add_generation_prompt=True
-                    ),
-                    "ids": ids,
-                    "text": self._tokenizer.decode(ids),
-                    "reward": reward,
-                }
-                for (prompt, ids, reward), _ in zip(rows, range(NUM_SAMPLES), strict=False)
-            ]
         return rewards
 
 
@@ -293,9 +277,6 @@ def train(job: Job) -> None:
     if trainer.is_world_process_zero():
         out = Path(job.out)
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(out / "checkpoint")
-        (reward,) = trainer.reward_funcs
-        if isinstance(reward, Reward):
-            (out / "samples.json").write_text(json.dumps(reward.samples))
 
 
 def leave() -> NoReturn:

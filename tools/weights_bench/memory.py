@@ -5,11 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def shared_out_bytes(pid: int) -> int:
-    """Memory that is no file's; what n processes share counts as an n-th."""
-    return _bytes(Path(f"/proc/{pid}/smaps_rollup"), ("Pss_Anon:", "Pss_Shmem:"))
-
-
 def private_bytes(pid: int) -> int:
     """Memory that is no file's and that no other process shares."""
     return _bytes(Path(f"/proc/{pid}/status"), ("RssAnon:",))
