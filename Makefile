@@ -128,7 +128,7 @@ test: $(KERNELS_READY)
 test-quick: $(KERNELS_READY)
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal \
 	  -m 'not full and not long and not slow and not gpu and not vllm and not environments and not parity' tests/unit tests/contract tests/loop \
-	  tests/test_house.py tests/test_rooms.py tests/e2e/test_learning.py::test_a_short_run_learns $(ARGS)
+	  tests/test_house.py tests/e2e/test_learning.py::test_a_short_run_learns $(ARGS)
 
 # Continuous integration runs these too.
 test-long: $(KERNELS_READY)

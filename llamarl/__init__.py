@@ -1,13 +1,13 @@
 """llamarl: asynchronous reinforcement learning for pretrained language models.
 
-Read `loop/controller.py` first: it is the whole loop. `types.py` holds the glossary. For a loop of
-your own there is `llamarl.start_engines` (`library/`).
+Read `controller/controller.py` first: it is the whole loop. `core/records.py` holds the glossary.
+For a loop of your own there is `llamarl.start_engines` (`cli/start_engines.py`).
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llamarl.library.start import LibraryEngines, start_engines
+    from llamarl.cli.start_engines import LibraryEngines, start_engines
 
 __version__ = "0.1.0"
 
@@ -16,6 +16,6 @@ def __getattr__(name: str) -> Any:
     """Of `library/`, imported on first use: importing llamarl alone loads next to nothing."""
     if name not in ("LibraryEngines", "start_engines"):
         raise AttributeError(f"module 'llamarl' has no attribute {name!r}")
-    from llamarl.library import start
+    from llamarl.cli import start_engines as start
 
     return getattr(start, name)

@@ -1,5 +1,5 @@
 """`python -m llamarl` is the `llamarl` command."""
 
-from llamarl.main import program
+from llamarl.cli.main import program
 
 program()

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llamarl.config import LoraConfig
-from llamarl.models.adapter_inventory import adapted_modules, adapter_shapes
+from llamarl.core.config import LoraConfig
+from llamarl.model.adapter_inventory import adapted_modules, adapter_shapes
 
 if TYPE_CHECKING:
-    from llamarl.models.architecture import Architecture
+    from llamarl.model.architecture import Architecture
 
 
 def random_adapters(

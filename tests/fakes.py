@@ -12,16 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.dataflow.graph import Graph, Stage, make_graph
-from llamarl.executors.specs import StorageSpec
-from llamarl.executors.storage import StorageExecutor
-from llamarl.groups import Group
-from llamarl.loop.rollouts import Rollouts
-from llamarl.metrics.span import Spans
-from llamarl.planner.simulation import clock
-from llamarl.storage.wire import Written, write_message
-from llamarl.types import (
+from llamarl.controller.rollouts import Rollouts
+from llamarl.core.groups import Group
+from llamarl.core.records import (
     REWARD,
     TOKEN_VERSIONS,
     Columns,
@@ -37,6 +30,13 @@ from llamarl.types import (
     StageStatus,
     VersionSpan,
 )
+from llamarl.metrics.span import Spans
+from llamarl.planner.simulation import clock
+from llamarl.scoring.stages import Graph, Stage, make_graph
+from llamarl.storage.specs import StorageSpec
+from llamarl.storage.wire import Written, write_message
+from llamarl.storage.worker import StorageExecutor
+from llamarl.trainer.losses.aipo import AIPOConfig
 from tests.unit.planner_recipes import make_recipe
 
 Rows = Mapping[int, Mapping[str, np.ndarray]]

@@ -10,17 +10,17 @@ import math
 import statistics
 from dataclasses import dataclass, replace
 
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.algorithms.losses.cispo import CISPOConfig
-from llamarl.algorithms.losses.clip import DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
-from llamarl.algorithms.losses.distill import DistillConfig
-from llamarl.algorithms.losses.dppo import DPPOKLConfig, DPPOTVConfig
-from llamarl.algorithms.losses.gmpo import GMPOConfig
-from llamarl.algorithms.losses.gspo import GSPOConfig
-from llamarl.algorithms.losses.reinforce import ReinforceConfig, RLOOConfig
-from llamarl.algorithms.losses.sapo import SAPOConfig
-from llamarl.algorithms.losses.sft import SFTConfig
-from llamarl.config import AlgorithmConfig
+from llamarl.core.config import AlgorithmConfig
+from llamarl.trainer.losses.aipo import AIPOConfig
+from llamarl.trainer.losses.cispo import CISPOConfig
+from llamarl.trainer.losses.clip import DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
+from llamarl.trainer.losses.distill import DistillConfig
+from llamarl.trainer.losses.dppo import DPPOKLConfig, DPPOTVConfig
+from llamarl.trainer.losses.gmpo import GMPOConfig
+from llamarl.trainer.losses.gspo import GSPOConfig
+from llamarl.trainer.losses.reinforce import ReinforceConfig, RLOOConfig
+from llamarl.trainer.losses.sapo import SAPOConfig
+from llamarl.trainer.losses.sft import SFTConfig
 
 CONFIGS: dict[str, AlgorithmConfig] = {
     "aipo": AIPOConfig(),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import DataConfig
-from llamarl.data.tokenizer import Tokenizer
-from llamarl.environments.prompt_cache import PromptSource, read_source
-from llamarl.environments.prompt_files import find_files
-from llamarl.environments.prompt_table import PromptTable
-from llamarl.types import Prompt
+from llamarl.core.config import DataConfig
+from llamarl.core.records import Prompt
+from llamarl.model.tokenizer import Tokenizer
+from llamarl.prompts.cache import PromptSource, read_source
+from llamarl.prompts.files import find_files
+from llamarl.prompts.rows import PromptTable
 
 
 def source_of(

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from llamarl.config import EmbeddedConfig, VllmConfig
-from llamarl.weights.layout.formats import FP8, LARGEST, VLLM_SMALLEST, Format, format_of
+from llamarl.core.config import EmbeddedConfig, VllmConfig
+from llamarl.publish.layout import FP8, LARGEST, VLLM_SMALLEST, Format, format_of
 from tests.tiny_checkpoints import LLAMA
 
 WHOLE = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "up", "up_proj": "up"}

@@ -11,13 +11,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llamarl.models.architecture import Architecture, read_architecture
+from llamarl.model.architecture import Architecture, read_architecture
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from llamarl.models.transformer import Transformer
+    from llamarl.model.transformer import Transformer
 
 LLAMA = Architecture(
     model_type="llama",
@@ -93,7 +93,7 @@ def make_model(architecture: Architecture, seed: int, std: float = 0.25) -> Tran
     """Our model."""
     import torch
 
-    from llamarl.models.transformer import Transformer
+    from llamarl.model.transformer import Transformer
 
     torch.manual_seed(seed)
     model = Transformer(architecture)
@@ -168,8 +168,8 @@ def load(folder: str | Path) -> Transformer:
     """Our model of the checkpoint in `folder`."""
     import torch
 
-    from llamarl.models import hf, inventory
-    from llamarl.models.transformer import Transformer
+    from llamarl.model import hf, inventory
+    from llamarl.model.transformer import Transformer
 
     with torch.device("meta"):
         model = Transformer(inventory.check_checkpoint(folder))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout
-from llamarl.weights.layout.buckets import Memory
-from llamarl.weights.layout.formats import Format
-from llamarl.weights.layout.reshard import plan
-from llamarl.weights.quantization.shard_scales import ShardScales
-from llamarl.weights.sync.writer import Writer
+from llamarl.publish.buckets import Memory
+from llamarl.publish.layout import Box, Format, ParameterLayout, RankLayout
+from llamarl.publish.reshard import plan
+from llamarl.publish.shards import ShardScales
+from llamarl.publish.source import Writer
 
 
 def uneven_source(

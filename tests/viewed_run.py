@@ -13,15 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.checkpoints.tokenizer_files import keep_tokenizer
-from llamarl.data.kept_rollouts import as_cell, make_record
-from llamarl.data.tokenizer import Tokenizer, load_tokenizer
-from llamarl.episode import turns_of
-from llamarl.executors.specs import StorageSpec
-from llamarl.executors.storage import StorageExecutor
-from llamarl.groups import Group
-from llamarl.metrics.span import Spans
-from llamarl.types import (
+from llamarl.core.groups import Group, turns_of
+from llamarl.core.records import (
     CLIPPED,
     FINISH_CODES,
     GENERATOR_LOGPROBS,
@@ -40,6 +33,11 @@ from llamarl.types import (
     Prompt,
     StageResult,
 )
+from llamarl.metrics.span import Spans
+from llamarl.model.tokenizer import Tokenizer, keep_tokenizer, load_tokenizer
+from llamarl.storage.archive import as_cell, make_record
+from llamarl.storage.specs import StorageSpec
+from llamarl.storage.worker import StorageExecutor
 from tests.unit.tokenizer_files import write_tokenizer
 
 ATTACK = "</script><img src=x onerror=\"window.hacked=1\"><b id='b'>&amp;{{7*7}}${7*7}"

@@ -39,9 +39,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from weights_bench.model import model_of
 
-from llamarl.models.process_group import join, leave
-from llamarl.models.snapshot import Snapshot
-from llamarl.weights.transports.available import available_bytes
+from llamarl.core.memory import available_bytes
+from llamarl.core.process_group import join, leave
+from llamarl.trainer.policy import Snapshot
 
 TENSORS_PER_PARAMETER = 3  # itself and two moments
 FOUND = "found.json"

@@ -51,8 +51,8 @@ from generate_bench.engines import (
 from harness import Bench, medians, ratio, seconds, turns
 from vllm_rival import LLM, WAYS, WITH_LOGPROBS, VllmRival, why_not
 
-from llamarl.generation.parameters import DTYPES
-from llamarl.models.architecture import Architecture
+from llamarl.generator.engine.weights import DTYPES
+from llamarl.model.architecture import Architecture
 
 NEW_TOKENS_LARGE = 32
 VLLM_CONTEXT = 160  # whole blocks

@@ -46,8 +46,8 @@ from hydra import compose, initialize_config_dir
 from live_run import INLINE, RECIPE, train
 from planner_bench import external, processes
 
-from llamarl.config import Config
-from llamarl.models.architecture import Architecture, read_architecture
+from llamarl.core.config import Config
+from llamarl.model.architecture import Architecture, read_architecture
 from llamarl.planner.simulation.calibration import (
     SETTLING_STEPS,
     Trace,

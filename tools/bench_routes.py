@@ -29,19 +29,17 @@ from typing import Any
 import torch
 from harness import ROOT, Bench
 
-from llamarl.config import Config, WeightsConfig
+from llamarl.core.config import Config, WeightsConfig
 from llamarl.metrics.span import Spans
-from llamarl.models.architecture import read_architecture
+from llamarl.model.architecture import read_architecture
 from llamarl.planner.memory.shardings import generator_layouts, trainer_layouts
+from llamarl.publish.layout import Format, RankLayout, formats_of
+from llamarl.publish.publisher import Publisher
+from llamarl.publish.reshard import SplitRoute, WeightKind
+from llamarl.publish.shards import ShardScales
+from llamarl.publish.source import Writer
+from llamarl.publish.transports.messages import messages_by
 from llamarl.recipe.composition import compose, to_config
-from llamarl.weights.layout.boxes import RankLayout
-from llamarl.weights.layout.formats import Format, formats_of
-from llamarl.weights.layout.kinds import WeightKind
-from llamarl.weights.layout.split_route import SplitRoute
-from llamarl.weights.quantization.shard_scales import ShardScales
-from llamarl.weights.sync.publisher import Publisher
-from llamarl.weights.sync.writer import Writer
-from llamarl.weights.transports.packed import messages_by
 
 GOALS = {"route_bytes": "<= 1000000", "route_cpu_s": "<= 0.2", "connect_cpu_s": "<= 60"}
 

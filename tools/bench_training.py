@@ -29,14 +29,9 @@ import torch
 from generate_bench.engines import ARCHITECTURE, LARGE
 from harness import ROOT, Bench
 
-from llamarl.algorithms.losses import algorithms, find_loss
-from llamarl.config import LoraConfig
-from llamarl.executors.passes import Passes, infer
-from llamarl.groups import BatchRollout
-from llamarl.models import hf
-from llamarl.models.architecture import Architecture, read_architecture
-from llamarl.models.transformer import Transformer
-from llamarl.types import (
+from llamarl.core.config import LoraConfig
+from llamarl.core.groups import BatchRollout
+from llamarl.core.records import (
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -44,6 +39,11 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     Columns,
 )
+from llamarl.model import hf
+from llamarl.model.architecture import Architecture, read_architecture
+from llamarl.model.transformer import Transformer
+from llamarl.trainer.losses import algorithms, find_loss
+from llamarl.trainer.passes import Passes, infer
 
 CPU = torch.device("cpu")
 PEAK_SIZE = 1024

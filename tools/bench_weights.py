@@ -48,9 +48,9 @@ from weights_bench.processes import Remote, call_all
 from weights_bench.publishing import Executor, Generator, make_publisher
 from weights_bench.ranks import GeneratorRank, TrainerRank
 
-from llamarl.config import WeightsConfig
-from llamarl.weights.layout.reshard import plan
-from llamarl.weights.sync.publisher import Publisher
+from llamarl.core.config import WeightsConfig
+from llamarl.publish.publisher import Publisher
+from llamarl.publish.reshard import plan
 
 GOALS = {
     "forecast_error": "<= 0.25",

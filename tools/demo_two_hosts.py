@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from llamarl.cluster.deploy.certificates import make_certificates
+from llamarl.cluster.certificates import make_certificates
 
 ROOT = Path(__file__).resolve().parent.parent
 LLAMARL = (sys.executable, "-m", "llamarl")

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from llamarl.view.chart import COLOURS, chart, picture
+from llamarl.view.compare import COLOURS, chart, picture
 
 PICTURES = ROOT / "docs" / "pictures"
 RECIPE = "recipes/quickstart"

@@ -32,7 +32,7 @@ from omegaconf import DictConfig
 
 from llamarl.recipe.composition import CONF_FOLDER, store_choices, to_config
 
-IMPORTS = ("llamarl.main", "torch._dynamo", "transformers", "safetensors.torch")
+IMPORTS = ("llamarl.cli.main", "torch._dynamo", "transformers", "safetensors.torch")
 VERDICTS = ("refused", "passed over", "accepted", "ended")
 
 
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _import() -> None:
     """What every case needs, so that its fork has it."""
-    from llamarl.executors.specs import Spec
+    from llamarl.controller.specs import Spec
 
     for name in (*IMPORTS, *(spec.executor.split(":")[0] for spec in get_args(Spec))):
         importlib.import_module(name)

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from llamarl.models import hf
-from llamarl.models.architecture import read_architecture
-from llamarl.models.attention import make_packing
-from llamarl.models.transformer import Transformer
+from llamarl.model import hf
+from llamarl.model.architecture import read_architecture
+from llamarl.model.attention import make_packing
+from llamarl.model.transformer import Transformer
 
 PAD, BOS, EOS = 0, 1, 2
 ARCHITECTURE: dict[str, Any] = {

@@ -45,7 +45,7 @@ from half_good import (
 )
 from tokenizers import Tokenizer
 
-from llamarl.models.transformer import Transformer
+from llamarl.model.transformer import Transformer
 
 NUM_ROWS = {HELD_OUT: 1000, PROMPTS: 5000}
 LAZY_SHARE = {2: 0.0, 3: 0.1, 4: 0.65, 5: 0.75, 6: 0.85}  # by how many numbers are added

@@ -49,7 +49,7 @@ from half_good import (
 )
 from tokenizers import Tokenizer
 
-from llamarl.models.transformer import Transformer
+from llamarl.model.transformer import Transformer
 
 NUM_ROWS = {HELD_OUT: 999, PROMPTS: 3300}
 HASTY_SHARE = {2: 0.1, 3: 0.65, 4: 0.8}  # by how many numbers are multiplied

@@ -29,11 +29,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import RewardConfig
-from llamarl.environments.prompt_files import read_rows
-from llamarl.environments.rewards import math
-from llamarl.environments.rewards.answer import GSM8K_MARK
-from llamarl.types import Prompt
+from llamarl.core.config import RewardConfig
+from llamarl.core.records import Prompt
+from llamarl.prompts.files import read_rows
+from llamarl.scoring.rewards import math
+from llamarl.scoring.rewards.answer import GSM8K_MARK
 
 BOXES = ("\\boxed", "\\fbox")
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from weights_bench.model import config_json
 from weights_bench.processes import Remote
 
-from llamarl.config import VllmConfig
-from llamarl.generation.vllm.limits import check_installed
-from llamarl.generation.vllm.settings import set_environment
-from llamarl.models.architecture import Architecture
-from llamarl.types import Request, Sampling
+from llamarl.core.config import VllmConfig
+from llamarl.core.records import Request, Sampling
+from llamarl.generator.vllm.limits import check_installed
+from llamarl.generator.vllm.settings import set_environment
+from llamarl.model.architecture import Architecture
 
 LLM, LLM_LOGPROBS, ENGINE = "vllm", "vllm_with_logprobs", "llamarl_vllm"
 WAYS = (LLM, LLM_LOGPROBS, ENGINE)
@@ -132,7 +132,7 @@ class _Job:
     def _make_engine(self) -> Run:
         import torch
 
-        from llamarl.generation.vllm.vllm_engine import VllmEngine
+        from llamarl.generator.vllm.engine import VllmEngine
 
         config = VllmConfig(
             max_num_seqs=self._slots,

@@ -3,7 +3,7 @@
     python tools/write_reference_pages.py
 
 The config reference comes from the config's dataclasses, the metrics from
-`llamarl/metrics/tensorboard.py`, the glossary from the docstring of `llamarl/types.py`.
+`llamarl/metrics/tensorboard.py`, the glossary from the docstring of `llamarl/core/records.py`.
 tests/unit/test_docs.py compares the pages with what this writes.
 """
 
@@ -13,11 +13,11 @@ import re
 from json import dumps
 from pathlib import Path
 
-from llamarl import types
+from llamarl.core import records
 from llamarl.metrics.tensorboard import DESCRIPTIONS, chart_tag
 from llamarl.recipe.composition import reference
-from llamarl.recipe.config_reference import Choice, Key
 from llamarl.recipe.names_elsewhere import ELSEWHERE
+from llamarl.recipe.reference import Choice, Key
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TERM = re.compile(r"^    (\S.*?)(?: {2,}(.*))?$")
@@ -45,8 +45,8 @@ def config_page() -> str:
     scalars = [key for key in known.keys.values() if "." not in key.name]
     blocks = [
         "# Config reference",
-        "Written by `tools/write_reference_pages.py` from the dataclasses of `llamarl/config/` "
-        "and `llamarl/algorithms/losses/`. "
+        "Written by `tools/write_reference_pages.py` from the dataclasses of `core/config/` "
+        "and `trainer/losses/`. "
         "`llamarl config KEY` prints the same for one key, a section, or a name of TRL or verl.",
         "A recipe chooses one of a group by `GROUP=CHOICE` (the first is the default) and sets "
         "a key by `KEY=VALUE`:",
@@ -117,7 +117,7 @@ def metrics_page() -> str:
 
 
 def glossary_page() -> str:
-    entries = (types.__doc__ or "").partition("Glossary\n")[2]
+    entries = (records.__doc__ or "").partition("Glossary\n")[2]
     rows: list[list[str]] = []
     for line in entries.splitlines():
         if found := TERM.match(line):
@@ -127,7 +127,7 @@ def glossary_page() -> str:
     return (
         "# Glossary\n\nOne word per thing, the same in code, config and metrics. Written by "
         "`tools/write_reference_pages.py` from the docstring of "
-        "[types.py](../llamarl/types.py), where each record stands with shapes and units.\n\n"
+        "[records.py](../llamarl/core/records.py), where each record has its shapes and units.\n\n"
         + table(["word", "meaning"], [[f"**{word}**", meaning] for word, meaning in rows])
         + "\n"
     )

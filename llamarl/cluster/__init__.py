@@ -1,8 +1,6 @@
 """Processes: how executors are started, called and stopped.
 
-Owns: the choice of backend. Does not own: what executors do, or which of them a run needs.
-Invariant: importing this loads neither monarch nor torch; `inline` never does.
-"""
+Importing this loads neither monarch nor torch; `inline` never does."""
 
 import logging
 import os
@@ -15,8 +13,8 @@ from functools import partial
 from llamarl.cluster.credentials import configure_monarch
 from llamarl.cluster.executor import LOSS_GRACE_S, Cluster, Executor, process_name
 from llamarl.cluster.inline import InlineCluster
-from llamarl.config import ClusterConfig
-from llamarl.errors import ExecutorLost, RemoteError
+from llamarl.core.config import ClusterConfig
+from llamarl.core.errors import ExecutorLost, RemoteError
 from llamarl.metrics.span import Spans
 
 # How long a process may take to start. Monarch's default, 30 s, is too short on a machine that is

@@ -1,19 +1,11 @@
-"""The actor around an executor, and calls on all its ranks from any process.
+"""The actor around an executor, and calls on all its ranks from any process."""
 
-Owns: endpoints, the proxies that travel, and what a failed call raises. Does not own: processes
-(`meshes.py`). Invariant: no exception of an executor leaves an endpoint, for Monarch would end the
-actor; it travels as data.
-
-A message costs its sender and the receiver of the answer about 0.2 ms. So a call is one message to
-rank 0, which passes it to the heads of FANOUT spans of the other ranks, and so on: no process sends
-more than FANOUT messages, and the caller's cost does not grow with the number of ranks. Results
-come back the same way, together (an `executor.MergeableResult` as one); the first failure comes
-back at once.
-"""
+from __future__ import annotations
 
 import asyncio
 import atexit
 import gc
+import itertools
 import logging
 import math
 import os
@@ -23,20 +15,31 @@ import signal
 import sys
 import uuid
 from asyncio import FIRST_COMPLETED
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch._src.actor import config as monarch_config
-from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
+from monarch.actor import Actor, ActorError, Channel, concurrent_endpoint, current_rank
 
-from llamarl.cluster.answers import Answers
-from llamarl.cluster.call_result import CallResult, attempt, describe, failure, merged, narrowed
-from llamarl.cluster.executor import LOSS_GRACE_S, Call, Factory, process_name, resolve
+from llamarl.cluster.executor import (
+    LOSS_GRACE_S,
+    Call,
+    CallResult,
+    Factory,
+    attempt,
+    describe,
+    failure,
+    merged,
+    narrowed,
+    process_name,
+    resolve,
+)
 from llamarl.cluster.hosts import DIMENSION
 from llamarl.cluster.os_process import hide_files, redirect_output
-from llamarl.errors import ExecutorLost, RemoteError, mark_seen
+from llamarl.core.errors import ExecutorLost, RemoteError, mark_seen
 from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)
@@ -64,7 +67,7 @@ class ExecutorActor(Actor):
     @concurrent_endpoint
     async def construct(
         self,
-        actors: "ExecutorActors",
+        actors: ExecutorActors,
         first_rank: int,
         name: str,
         factory: Factory,
@@ -336,3 +339,72 @@ def last_line(error: BaseException) -> str:
         signal = re.search(r"signal: (\d+)", line)
         return "a process ended while it started" + (f" (sig={signal[1]})" if signal else "")
     return line
+
+
+class Answers:
+    """Sends calls to one endpoint of `num_actors` actors, which takes a port, a number and the
+    pickled arguments, and sends (number, pickled answer). What cannot be pickled or read again
+    fails its own call.
+
+    `ends` are calls of the same actors that never answer: they fail when a process ends, and with
+    them all calls, for nothing tells a port that stays open. For one event loop.
+    """
+
+    def __init__(self, endpoint: Any, num_actors: int, ends: Iterable[asyncio.Future[Any]]) -> None:
+        self._endpoint, self._num_actors = endpoint, num_actors
+        self._waiting: dict[int, deque[asyncio.Future[Any]]] = {}  # by the number of the call
+        self._numbers = itertools.count()
+        self._failure: BaseException | None = None
+        self._port, self._receiver = Channel[tuple[int, bytes]].open()
+        for end in ends:
+            end.add_done_callback(self._end)
+        self._listen()
+
+    def send(self, *args: Any) -> list[asyncio.Future[Any]]:
+        """One future per actor, in the order the answers arrive."""
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in range(self._num_actors)]
+        for future in futures:
+            future.add_done_callback(mark_seen)
+        data = pickle.dumps(args)
+        number = next(self._numbers)
+        self._waiting[number] = deque(futures)
+        if self._failure is not None:
+            self._fail(self._failure)
+        else:
+            self._endpoint.broadcast(self._port, number, data)
+        return futures
+
+    def _listen(self) -> None:
+        # By a callback and not in a task: asyncio cancels all tasks at the end of its loop, and
+        # some of those make calls as they end.
+        self._receiver.recv().as_asyncio().add_done_callback(self._take)
+
+    def _take(self, message: asyncio.Future[tuple[int, bytes]]) -> None:
+        if message.cancelled() or message.exception() is not None:
+            return self._end(message)
+        self._listen()
+        number, data = message.result()
+        futures = self._waiting.get(number)
+        if futures is None:
+            return  # it has failed
+        future = futures.popleft()
+        if not futures:
+            del self._waiting[number]
+        if future.done():
+            return  # nobody waits any more
+        try:
+            future.set_result(pickle.loads(data))
+        except Exception as error:  # noqa: BLE001 - results fail in any way they like
+            future.set_exception(RemoteError(f"an answer cannot be read: {describe(error)}"))
+
+    def _end(self, end: asyncio.Future[Any]) -> None:
+        if not end.cancelled():
+            self._failure = end.exception() or RuntimeError("it left its endless call")
+            self._fail(self._failure)
+
+    def _fail(self, error: BaseException) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for future in itertools.chain.from_iterable(waiting.values()):
+            if not future.done():
+                future.set_exception(error)

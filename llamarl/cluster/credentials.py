@@ -1,12 +1,10 @@
 """Mutual TLS between the controller and the worker daemons.
 
-Owns: the addresses and PEM files of both ends, and a handshake before Monarch's own, which says why
-a connection fails (Monarch would wait without a message). Does not own: the connections of a run,
-which are Monarch's. Invariant: loads neither Monarch nor torch.
-
 Both ends show a certificate, and each checks that the other's is signed by the authority `ca` and
 names the address that it connected to. A client that can connect can run code: protect the keys.
-"""
+
+
+Loads neither Monarch nor torch."""
 
 import asyncio
 import logging
@@ -20,8 +18,8 @@ from ipaddress import ip_address
 from typing import Self
 from urllib.parse import urlsplit
 
-from llamarl.config import ClusterConfig
-from llamarl.config.check import require
+from llamarl.core.config import ClusterConfig
+from llamarl.core.fields import require
 
 log = logging.getLogger(__name__)
 

@@ -1,11 +1,10 @@
 """`llamarl worker`: the daemon that serves one host to the controllers of runs.
 
-Owns: the daemon's options and its address. Does not own: what runs on the host, which a controller
-decides. Invariant: over tls:// both ends show certificates; tcp:// needs --trusted-network.
-
 The daemon outlives the runs and serves one controller after the other. When a controller or the
 daemon dies, the controller's processes on the host are ended.
-"""
+
+
+Over tls:// both ends show certificates; tcp:// needs --trusted-network."""
 
 import argparse
 import os
@@ -16,8 +15,7 @@ from typing import NoReturn
 
 from llamarl.cluster.credentials import SHORT_LIMITS, Address, Credentials, connect, reason_of
 from llamarl.cluster.os_process import import_path, quiet_stderr
-from llamarl.cluster.peer_check import refuse_other_users
-from llamarl.cluster.socket_folder import private_sockets
+from llamarl.cluster.peer_check import private_sockets, refuse_other_users
 
 LISTEN_LIMIT_S = 20.0
 

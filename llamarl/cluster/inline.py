@@ -1,9 +1,6 @@
 """All executors in this process: for debugging, and for tests that need no second process.
 
-Owns: executors as plain objects. Does not own: isolation: one event loop runs everything, and
-arguments are passed by reference. Invariant: the same calls give the same results and exceptions as
-with processes.
-"""
+The same calls give the same results and exceptions as with processes."""
 
 import asyncio
 import logging
@@ -11,9 +8,18 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llamarl.cluster.call_result import attempt, failure, merged
-from llamarl.cluster.executor import Call, Calls, Executor, Factory, process_name, resolve
-from llamarl.config.rank_assignment import Device
+from llamarl.cluster.executor import (
+    Call,
+    Calls,
+    Executor,
+    Factory,
+    attempt,
+    failure,
+    merged,
+    process_name,
+    resolve,
+)
+from llamarl.core.config.rank_assignment import Device
 from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)

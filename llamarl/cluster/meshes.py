@@ -1,9 +1,7 @@
 """Executors in processes of their own: per executor and host one Monarch process mesh.
 
-Owns: starting, watching and ending processes. Does not own: calls (`actors.py`), hosts
-(`hosts.py`). Invariant: an executor is at every moment running, lost (for a stated reason) or
-stopped, and the future `_lost` says which; after `stop` none of its processes is alive.
-"""
+An executor is at every moment running, lost (for a stated reason) or stopped, and the future
+`_lost` says which; after `stop` none of its processes is alive."""
 
 import asyncio
 import logging
@@ -28,9 +26,9 @@ from llamarl.cluster.actors import (
 from llamarl.cluster.executor import Calls, Executor, Factory, process_name
 from llamarl.cluster.hosts import Host, attach, attach_late
 from llamarl.cluster.os_process import environment, log_path, log_tail
-from llamarl.config import ClusterConfig
-from llamarl.config.rank_assignment import Device
-from llamarl.errors import ExecutorLost, mark_seen
+from llamarl.core.config import ClusterConfig
+from llamarl.core.config.rank_assignment import Device
+from llamarl.core.errors import ExecutorLost, mark_seen
 from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)

@@ -1,11 +1,8 @@
 """The processes of a run as the operating system sees them: environment, output, end.
 
-Owns: what is set before an executor's module is imported, where the output of executors and
-controller goes, and how processes that outlive their executor are found. Does not own: Monarch, or
-what is logged. Invariant: every process started for an executor, and every process that one starts,
-has the executor's mark in its environment, so none can be missed at the end; what a run prints is
-in its logs/controller.log too, whether lines are printed or a display is drawn.
-"""
+Every process started for an executor, and every process that one starts, has the executor's mark
+in its environment, so none can be missed at the end; what a run prints is in its
+logs/controller.log too, whether lines are printed or a display is drawn."""
 
 import asyncio
 import faulthandler
@@ -22,10 +19,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llamarl.device.names import PROCESS_VARIABLES
+from llamarl.core.device.names import PROCESS_VARIABLES
 
 if TYPE_CHECKING:
     from rich.console import Console
+
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Spans, sums over them, and where numbers are written."""
+"""What a run measures, shows and writes of itself."""

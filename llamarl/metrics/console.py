@@ -1,10 +1,7 @@
 """What the console shows during a run.
 
-Owns: when something is shown, which figures, and the terminal's settings meanwhile. Does not own:
-the numbers, or how single figures look (`rendering.py`). Invariant: a terminal gets one display
-that redraws itself, and is afterwards as it was found; anything else (a log file, CI) gets whole
-lines, after the first few steps at most one every few seconds.
-"""
+A terminal gets one display that redraws itself, and is afterwards as it was found; anything else
+(a log file, CI) gets whole lines, after the first few steps at most one every few seconds."""
 
 import logging
 import os
@@ -26,15 +23,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from llamarl.groups import Evaluation, Share
+from llamarl.core.groups import Evaluation, Share
 from llamarl.metrics import rendering
-from llamarl.metrics.episode_metrics import tools_in_words
 from llamarl.metrics.estimates import with_margin
 from llamarl.metrics.held_out import ACCURACY, in_lines, share_words
-from llamarl.metrics.recent_spans import RecentSpans
-from llamarl.metrics.shares import Shares
+from llamarl.metrics.shares import RecentSpans, Shares
 from llamarl.metrics.span import executor_of
-from llamarl.metrics.step_metrics import Drops, Scalars, in_words
+from llamarl.metrics.step_metrics import Drops, Scalars, in_words, tools_in_words
 
 log = logging.getLogger(__name__)
 

@@ -1,18 +1,69 @@
-"""What samples say about a model: accuracy, pass@k, maj@k, and the interval of each.
+"""Estimates of shares with their intervals: accuracy, pass@k, maj@k."""
 
-Owns: the estimators and the interval. Does not own: which samples there are (`loop/evaluation.py`)
-or how figures look. Invariant: pure functions of counts; each estimate is unbiased over the samples
-of a prompt, and its interval follows from how much prompts differ.
-"""
+from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from numpy.typing import NDArray
 
-from llamarl.groups import Share
+from llamarl.core.groups import Share
+
+Intervals = npt.NDArray[np.int64]
+
+EMPTY: Intervals = np.zeros((0, 2), dtype=np.int64)
+
+
+def union(intervals: Intervals) -> Intervals:
+    """The set covered by any of these intervals; [n, 2] in any order, overlapping or empty."""
+    intervals = intervals[intervals[:, 1] > intervals[:, 0]]
+    if not len(intervals):
+        return EMPTY
+    intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
+    reached = np.maximum.accumulate(intervals[:, 1])
+    first = np.flatnonzero(np.r_[True, intervals[1:, 0] > reached[:-1]])
+    last = np.r_[first[1:] - 1, len(intervals) - 1]
+    return np.stack([intervals[first, 0], reached[last]], axis=1)
+
+
+def intersect(a: Intervals, b: Intervals) -> Intervals:
+    """The set covered by both."""
+    return _part(a, b, inside=True)
+
+
+def subtract(a: Intervals, b: Intervals) -> Intervals:
+    """The set covered by `a` and not by `b`."""
+    return _part(a, b, inside=False)
+
+
+def length(a: Intervals) -> int:
+    """Total time covered, in the unit of the intervals."""
+    return int((a[:, 1] - a[:, 0]).sum())
+
+
+def overlaps(a: Intervals, spans: Intervals) -> npt.NDArray[np.int64]:
+    """For each row of `spans` (any order, may overlap) how much of it `a` covers, [n]."""
+    if not len(a):
+        return np.zeros(len(spans), dtype=np.int64)
+    covered_before = np.r_[0, np.cumsum(a[:, 1] - a[:, 0])]
+
+    def covered_until(times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        index = np.searchsorted(a[:, 0], times, side="right")
+        overshoot = np.maximum(a[index - 1, 1] - times, 0)
+        return np.where(index == 0, 0, covered_before[index] - overshoot)
+
+    return covered_until(spans[:, 1]) - covered_until(spans[:, 0])
+
+
+def _part(a: Intervals, b: Intervals, *, inside: bool) -> Intervals:
+    """What of `a` is inside `b`, or outside: time is cut at every start and stop."""
+    times = np.unique(np.concatenate([a, b]))
+    pieces = np.stack([times[:-1], times[1:]], axis=1)
+    return union(pieces[(overlaps(a, pieces) > 0) & ((overlaps(b, pieces) > 0) == inside)])
+
 
 Z_95 = 1.959964  # standard deviations on either side that hold 95 % of a normal distribution
 

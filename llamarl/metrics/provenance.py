@@ -1,9 +1,7 @@
 """What a run was started with, in its folder.
 
-Owns: config.yaml, command.txt, environment.json and the copies in `recipe/`. Does not own: how a
-recipe is composed (`recipe/composition.py`). Invariant: what an earlier start ran is still there
-after a later one: its command in command.txt, its files of the recipe under another name.
-"""
+What an earlier start ran is still there after a later one: its command in command.txt, its files
+of the recipe under another name."""
 
 import hashlib
 import json

@@ -1,17 +1,15 @@
-"""How figures look on a console, and what a run shows at its end.
+"""What the display shows: lines, tables and bars, made of numbers."""
 
-Owns: the look of single figures, the table that ends a run, the commands that a user may type next,
-and whether a resumed run has ended before. Does not own: the numbers (`summary.py`), the display
-during a run (`console.py`) or exit codes (`main.py`). Invariant: commands and paths are never
-wrapped or cut; a summary in the folder is that of a run that came to its end there.
-"""
+from __future__ import annotations
 
+import asyncio
 import logging
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,15 +18,15 @@ from rich import box
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, RenderableType
 from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from llamarl.checkpoints import checkpoint
-from llamarl.config import Config
-from llamarl.groups import Share
-from llamarl.metrics.best_version import best_version
+from llamarl.core import checkpoint
+from llamarl.core.config import Config
+from llamarl.core.groups import Share
 from llamarl.metrics.estimates import with_margin
-from llamarl.metrics.held_out import is_shaped, share_words
+from llamarl.metrics.held_out import best_version, is_shaped, share_words
 from llamarl.metrics.shares import Shares
 from llamarl.metrics.step_metrics import in_words
 from llamarl.metrics.summary import SUMMARY_FILE, summarize
@@ -323,3 +321,39 @@ def _margin(share: Sequence[float]) -> str:
 def _before_after(values: Iterable[Any], words: Callable[[Any], str]) -> Text:
     before, after = ("-" if value is None else words(value) for value in values)
     return Text.assemble((before, "bold"), " before   ", (after, "bold green"), " after")
+
+
+@contextmanager
+def tokenizing_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """What draws it: called with a file, how many of its pieces are done, and how many there are.
+    The bar is gone once the block ends. CancelledError, in what calls it, once the present task was
+    cancelled, as by Ctrl-C."""
+    columns = TextColumn("tokenizing {task.description}"), BarColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    tasks: dict[str, TaskID] = {}
+    start_s = time.monotonic()
+
+    def show(name: str, num_done: int, num_pieces: int) -> None:
+        if name not in tasks:
+            bar.start()
+            tasks[name] = bar.add_task(name, total=num_pieces)
+        bar.update(tasks[name], completed=num_done, refresh=True)
+        if is_cancelled():
+            raise asyncio.CancelledError
+
+    try:
+        yield show
+    finally:
+        bar.stop()
+    if tasks:
+        words = f"tokenized {', '.join(tasks)} in {time.monotonic() - start_s:.1f} s"
+        console.print(words, markup=False, highlight=False, soft_wrap=True)
+
+
+def is_cancelled() -> bool:
+    """Whether the present task is to end, though it has not come to an `await` since."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # outside a loop
+        return False
+    return task is not None and task.cancelling() > 0

@@ -1,26 +1,27 @@
 """The controller's view of the metrics: what happened in the loop becomes metrics and step marks.
 
-Owns: what is remembered between two steps. Does not own: tags (`step_metrics.py`), where numbers go
-(`trackers.py`) or the display (`console.py`). Invariant: it never changes what the run does; a
-batch that is ready as a step ends goes to the trainer before the metrics are made.
-"""
+It never changes what the run does; a batch that is ready as a step ends goes to the trainer
+before the metrics are made."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from llamarl.groups import Dropped, Evaluation, Group, StepStats, Verdict
+from llamarl.core.groups import Dropped, Evaluation, Group, StepStats, Verdict
 from llamarl.metrics.console import Progress
-from llamarl.metrics.demonstration_metrics import (
+from llamarl.metrics.held_out import append_results, evaluation_scalars
+from llamarl.metrics.shares import RecentSpans
+from llamarl.metrics.span import Spans
+from llamarl.metrics.step_metrics import (
     HELD_OUT_LOSS,
+    Drops,
+    Scalars,
     demonstration_scalars,
     perplexity,
+    sample_rows,
+    step_scalars,
 )
-from llamarl.metrics.held_out import append_results, evaluation_scalars
-from llamarl.metrics.recent_spans import RecentSpans
-from llamarl.metrics.span import Spans
-from llamarl.metrics.step_metrics import Drops, Scalars, sample_rows, step_scalars
 from llamarl.metrics.trackers import MetricsLog
 
 TURNS = 8  # of the event loop, in which it sends the next batch, unless that must wait anyway

@@ -1,9 +1,5 @@
 """Spans: what each process did, from when to when, in its file `<process>.jsonl`.
 
-Owns: recording spans, the file's lines, the one way to read them, what is kept of old ones. Does
-not own: what is computed from spans (`shares.py`, `recent_spans.py`). Invariant: a file stays below
-its limit, and busy time, wait time, counts and bytes of each name and session stay exact.
-
 Categories: `busy` (useful work), `wait` (the name says for what), `publish`, `mark` (anything
 else). Example line: {"name": "decode", "cat": "busy", "start_ns": 5, "end_ns": 9, "tokens": 64}.
 Times are nanoseconds of the host's monotonic clock, which all processes of one host share. A
@@ -12,7 +8,10 @@ session, and a `start` mark. Any other line is skipped.
 
 A file that is half full is replaced, in one move, by one with an origin line as its head, a sum for
 each session, category and name in Unix time, and the newest spans as they were recorded.
-"""
+
+
+A file stays below its limit, and busy time, wait time, counts and bytes of each name and session
+stay exact."""
 
 import json
 import math
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llamarl.metrics.intervals import EMPTY, length, subtract, union
+from llamarl.metrics.estimates import EMPTY, length, subtract, union
 
 FLUSH_SPANS = 256  # a killed process loses at most this many spans
 FLUSH_NS = 10**9  # what is older is written when the next span is recorded

@@ -1,26 +1,28 @@
-"""The metrics of one optimizer step: metadata of its rollouts in, values by tag out.
+"""The metrics of one optimizer step: metadata of its rollouts in, values by tag out."""
 
-Owns: the tags and what each means, counts of dropped groups and the early warning. Does not own:
-where the values go (`trackers.py`) or where times come from, the filter
-(`algorithms/group_filters.py`), or ending a run whose groups are all dropped (`gate.py`).
-Invariant: the same rows and statistics give the same values; one warning per reason for drops.
-"""
+from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from textwrap import indent
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llamarl.data_row import find_value
-from llamarl.groups import Group, StepStats
-from llamarl.metrics.episode_metrics import episode_scalars
+from llamarl.core.groups import Group, StepStats
+from llamarl.core.records import (
+    EXTRA,
+    FinishReason,
+    RolloutInfo,
+    StageResult,
+    StageStatus,
+    find_value,
+)
 from llamarl.metrics.estimates import share_of
-from llamarl.metrics.source_metrics import source_scalars
-from llamarl.types import EXTRA, FinishReason, RolloutInfo, StageResult, StageStatus
 
 log = logging.getLogger(__name__)
 
@@ -337,3 +339,144 @@ def in_words(counts: Mapping[str, int]) -> str:
     parts = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     named = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in parts]
     return f"{sum(counts.values()):,}: {', '.join(named)}"
+
+
+TRAIN_LOSS, HELD_OUT_LOSS = "loss/train", "loss/held_out"
+MOST_NATS = 50.0  # of a loss whose perplexity is shown
+STATISTICS = {
+    "loss": TRAIN_LOSS,
+    "entropy": "trained/entropy",
+    "grad_norm": "policy/grad_norm",
+    "trained_tokens": TRAINED_TOKENS,
+    "lr": "trainer/lr",
+}
+"""Of a step, with their tags."""
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean loss per token, in nats."""
+    return math.exp(min(loss, MOST_NATS))
+
+
+def demonstration_scalars(
+    groups: Sequence[Group], stats: StepStats, seconds: Mapping[str, float]
+) -> StepMetrics:
+    """(scalars by tag, histograms by tag, no texts) of the step that learnt from `groups`.
+
+    The loss is the mean over `tokens/trained`, which the assistant wrote; `tokens/context` are the
+    others. `length/` is of whole demonstrations. `seconds` as for `step_scalars`.
+    """
+    rows = [row for group in groups for row in group.rollouts.values()]
+    lengths = [row.num_prompt_tokens + row.num_tokens for row in rows]
+    scalars = {tag: stats.scalars[name] for name, tag in STATISTICS.items()}
+    scalars |= {name: value for name, value in stats.scalars.items() if "/" in name}
+    scalars["perplexity/train"] = perplexity(scalars[TRAIN_LOSS])
+    scalars["demonstrations/trained"] = len(rows)
+    scalars["tokens/context"] = sum(lengths) - scalars[TRAINED_TOKENS]
+    scalars["length/mean"], scalars["length/max"] = sum(lengths) / len(lengths), max(lengths)
+    for name, value in seconds.items():
+        scalars[name if "/" in name else f"time/{name}_s"] = value
+    if seconds.get("step"):
+        scalars["tokens/per_s"] = sum(lengths) / seconds["step"]
+    return scalars, {"length/tokens": count_values(lengths)}, {}
+
+
+MAX_TOOLS = 3  # that are named in words
+CALLS, SECONDS, ERRORS = "calls", "seconds", "errors"  # each by tool: "calls/search"
+
+
+def episode_scalars(
+    episodes: Sequence[Mapping[str, float]], num_tokens: int, num_observed: int
+) -> dict[str, float]:
+    """Of the episodes finished in a step, trained and dropped ones, whose rollouts have this many
+    tokens together, `num_observed` of them of observations."""
+    if not episodes:
+        return {}
+    sums: dict[str, float] = defaultdict(int)
+    for numbers in episodes:
+        for name, value in numbers.items():
+            sums[name] += value
+    num_episodes, num_turns = len(episodes), sums["turns"]
+    found = {
+        "episode/turns": num_turns / num_episodes,
+        "episode/environment_s": sums["environment_s"] / num_episodes,
+        "episode/observed_share": num_observed / max(num_tokens, 1),
+        "episode/malformed_calls": sums["malformed"],
+        "episode/overlong_observations": sums["overlong"],
+        "episode/restarts": sums["restarts"],
+    }
+    if sums["resumed"]:
+        found["episode/kept_share"] = sums["kept"] / sums["resumed"]
+    for name, num_calls in sorted(sums.items()):
+        kind, _, tool = name.partition("/")
+        if kind == CALLS and num_calls:
+            found[f"tool_calls/{tool}"] = num_calls
+            found[f"tool_s/{tool}"] = sums[f"{SECONDS}/{tool}"] / num_calls
+            found[f"tool_errors/{tool}"] = sums[f"{ERRORS}/{tool}"]
+    return found
+
+
+def tools_in_words(scalars: Mapping[str, float]) -> str:
+    """The tools that were called most, such as "search 1,204 calls of 1.25 s, 3 errors"; "" without
+    calls."""
+    head = "tool_calls/"
+    calls = {tag.removeprefix(head): n for tag, n in scalars.items() if tag.startswith(head)}
+    most = sorted(calls, key=lambda tool: -calls[tool])
+    words = []
+    for tool in most[:MAX_TOOLS]:
+        seconds, num_errors = scalars[f"tool_s/{tool}"], scalars[f"tool_errors/{tool}"]
+        of_each = f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1000:,.1f} ms"
+        plural = "" if num_errors == 1 else "s"
+        errors = f", {num_errors:,.0f} error{plural}" if num_errors else ""
+        words.append(f"{tool} {calls[tool]:,.0f} calls of {of_each}{errors}")
+    words += [f"{len(most) - MAX_TOOLS} more"] * (len(most) > MAX_TOOLS)
+    return "; ".join(words)
+
+
+GROUPS, DROPPED, REWARD, LENGTH = (
+    f"source_{name}" for name in ("groups", "dropped_share", "reward", "length")
+)
+SOURCE_TAGS = tuple(f"{name}/" for name in (GROUPS, DROPPED, REWARD, LENGTH))  # their beginnings
+
+
+def source_scalars(
+    trained: Sequence[Group], finished: Sequence[Group], names: Sequence[str]
+) -> dict[str, float]:
+    """By tag, of all groups `finished` in a step, those `trained` and those dropped; a source
+    without one is left out."""
+    kept = {group.group_id for group in trained}
+    scalars: dict[str, float] = {}
+    for source, name in enumerate(names):
+        groups = [group for group in finished if group.prompt.source == source]
+        if not groups:
+            continue
+        scalars[f"{GROUPS}/{name}"] = len(groups)
+        num_dropped = sum(group.group_id not in kept for group in groups)
+        scalars[f"{DROPPED}/{name}"] = num_dropped / len(groups)
+        scores = [score for group in groups for score in group.scores.values()]
+        rewards = [score.reward for score in scores if score.has_reward]
+        lengths = [row.num_generated for group in groups for row in group.rollouts.values()]
+        for tag, values in ((REWARD, rewards), (LENGTH, lengths)):
+            if values:
+                scalars[f"{tag}/{name}"] = sum(values) / len(values)
+    return scalars
+
+
+def sum_sources(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """By source, over the steps of a run: its groups, the share of them that was dropped, and the
+    mean reward and length, each step weighted by the source's groups in it."""
+    found: dict[str, dict[str, float]] = {}
+    names = {tag.partition("/")[2] for step in steps for tag in step if tag.startswith(GROUPS)}
+    for name in sorted(names):
+        tag = f"{GROUPS}/{name}"
+        counts = [(step, step[tag]) for step in steps if isinstance(step.get(tag), int | float)]
+        sums = {"groups": float(sum(count for _, count in counts))}
+        for tag in (DROPPED, REWARD, LENGTH):
+            own = f"{tag}/{name}"
+            pairs = [(s[own], n) for s, n in counts if isinstance(s.get(own), int | float)]
+            total = sum(number for _, number in pairs)
+            if total:
+                mean = sum(value * number for value, number in pairs) / total
+                sums[tag.removeprefix("source_")] = mean
+        found[name] = sums
+    return found

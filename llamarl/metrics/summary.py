@@ -1,9 +1,7 @@
 """The files of a run as a whole: what it achieved, and its timeline.
 
-Owns: summary.json and trace.json at the end. Does not own: what it was started with
-(`provenance.py`), or anything counted during the run. Invariant: summary and trace are functions of
-the run folder alone (archive of retired rollouts, spans, metrics.jsonl), independent of the loop's
-own counters; no file of spans is ever whole in memory.
+Summary and trace are functions of the run folder alone (archive of retired rollouts, spans,
+metrics.jsonl), independent of the loop's own counters; no file of spans is ever whole in memory.
 """
 
 import json
@@ -18,14 +16,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from llamarl.json_file import parse, write_object
-from llamarl.metrics.estimates import share_of
+from llamarl.core.files import parse, write_object
+from llamarl.metrics.estimates import length, share_of
 from llamarl.metrics.held_out import EVALUATION
-from llamarl.metrics.intervals import length
 from llamarl.metrics.shares import Shares, by_executor, read_timeline
-from llamarl.metrics.source_metrics import SOURCE_TAGS, sum_sources
 from llamarl.metrics.span import Span, SpanReader, executor_of, span_files
-from llamarl.metrics.step_metrics import TRAINED_TOKENS
+from llamarl.metrics.step_metrics import SOURCE_TAGS, TRAINED_TOKENS, sum_sources
 from llamarl.metrics.trackers import METRICS_FILE, read_metrics
 
 LOGGER = logging.getLogger(__name__)

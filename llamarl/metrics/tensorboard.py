@@ -1,13 +1,11 @@
 """The tracker `tensorboard`: event files in the run's folder, written by TensorBoard's own writer.
 
-Owns: how values become TensorBoard's events, the section in which a tag is shown, its description
-there. Does not own: which values (`step_metrics.py`, `run_logger.py`). Invariant: when `log`
-returns, its values are on disk; every tag of a run has a section and a description.
-
 The writer is that of the tensorboard package. Those of torch and tensorboardX load torch into the
 controller (2.2 s at the start instead of 0.2 s), and a flush of tensorboardX returns before its
 queue is written.
-"""
+
+
+When `log` returns, its values are on disk; every tag of a run has a section and a description."""
 
 import time
 from collections.abc import Mapping

@@ -1,10 +1,7 @@
 """Where the numbers of a run go: metrics.jsonl, and the trackers named by `metrics.trackers`.
 
-Owns: the file's format, what a tracker is, the table of them, and those that pass numbers to other
-programs. Does not own: which numbers (`step_metrics.py`) or TensorBoard's files (`tensorboard.py`).
-Invariant: when `log` returns, its values are in metrics.jsonl on disk; a tracker's package is
-imported only if the recipe names the tracker, and none of them loads torch into the controller.
-"""
+When `log` returns, its values are in metrics.jsonl on disk; a tracker's package is imported only
+if the recipe names the tracker, and none of them loads torch into the controller."""
 
 import dataclasses
 import json
@@ -19,9 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from llamarl.config.check import require, require_choice
-from llamarl.extensions import load_extensions
-from llamarl.json_file import parse, read_object, write_object
+from llamarl.core.extensions import load_extensions
+from llamarl.core.fields import require, require_choice
+from llamarl.core.files import parse, read_object, write_object
 from llamarl.metrics.step_metrics import Histograms, Scalars, Texts
 
 METRICS_FILE = "metrics.jsonl"

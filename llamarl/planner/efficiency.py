@@ -151,6 +151,6 @@ BACKWARD_TOUCHES = 2.0
 
 LOSS_TOUCHES = 24
 """How often log-probs, entropy and their gradient read or write float32 logits: counted in
-`models/head.py`."""
+`model/head.py`."""
 SAMPLING_TOUCHES = 10
 """The same of an engine that scales, normalises and samples with log-probs."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from llamarl.config import Config
-from llamarl.models.architecture import Architecture
+from llamarl.core.config import Config
+from llamarl.model.architecture import Architecture
 from llamarl.planner.hardware import HOUR_S, Cost
 
 FrozenModels = Mapping[str, Architecture]

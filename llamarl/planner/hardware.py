@@ -10,13 +10,12 @@ there is none.
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from llamarl.config import Config
-from llamarl.config.check import require
-from llamarl.config.plan_keys import read_prices
-from llamarl.config.pools import pools_of
-from llamarl.config.rank_assignment import assign
-from llamarl.device.card import size_bytes
-from llamarl.device.names import CPU, GPU, is_gpu
+from llamarl.core.config import Config
+from llamarl.core.config.generator import pools_of
+from llamarl.core.config.plan_keys import read_prices
+from llamarl.core.config.rank_assignment import assign
+from llamarl.core.device.names import CPU, GPU, is_gpu, size_bytes
+from llamarl.core.fields import require
 
 HOUR_S = 3600
 FLASH2, FLASH3 = "flash2", "flash3"

@@ -1,10 +1,6 @@
 """The groups of a recipe: their choices by name.
 
-Owns: which choices there are, which of them a composed recipe has, and what one that is given on
-the command line sets against the recipe's own file. Does not own: the fields of a section
-(`config/`), or how Hydra composes them (`composition.py`). Invariant: a name and the section that
-it selects stand together here alone.
-"""
+A name and the section that it selects stand together here alone."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from llamarl import config as schema
-from llamarl.algorithms.losses import algorithms
-from llamarl.environments.rewards.functions import REWARDS
-from llamarl.recipe.config_reference import Choice, default_of
-from llamarl.weights.transports.registry import TRANSPORTS
+from llamarl.core import config as schema
+from llamarl.publish.transports.routes import TRANSPORTS
+from llamarl.recipe.reference import Choice, default_of
+from llamarl.scoring.rewards.functions import REWARDS
+from llamarl.trainer.losses import algorithms
 
 CHOICES: dict[str, dict[str, Choice]] = {
     "algorithm": {name: Choice(options) for name, options in algorithms().items()},

@@ -1,9 +1,7 @@
-"""How a recipe's folder and the arguments become a checked `Config`.
+"""How a recipe's folder and the arguments become a checked `Config`, and where in its files a
+mistake is."""
 
-Owns: composing, how Hydra's errors are worded. Does not own: the choices of groups (`choices.py`),
-fields and checks (`config/`) or commands (`main.py`). Invariant: the only module that uses Hydra;
-after `to_config` a config is plain dataclasses.
-"""
+from __future__ import annotations
 
 import dataclasses
 import os
@@ -12,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,110 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from llamarl.algorithms.group_filters import check_names
-from llamarl.config import Config
-from llamarl.config.check import did_you_mean, require, wrong_choice
-from llamarl.config.pools import alone, named, pools_of
-from llamarl.config.rank_assignment import assign
-from llamarl.dataflow.samplers import check_sampler
-from llamarl.environments.rewards.functions import check_rewards
-from llamarl.recipe.arguments import MULTIRUN_FLAGS, divide, flag_values, is_shown, without_cfg
+from llamarl.core.config import Config
+from llamarl.core.config.generator import alone, named, pools_of
+from llamarl.core.config.rank_assignment import assign
+from llamarl.core.fields import did_you_mean, require, wrong_choice
+from llamarl.publish.transports.routes import check_transport
 from llamarl.recipe.choices import CHOICES, chosen, settle, written_choices
-from llamarl.recipe.config_reference import WANTED, KeyReference
-from llamarl.recipe.yaml_places import place_of, place_with, syntax_error
-from llamarl.weights.transports.registry import check_transport
+from llamarl.recipe.reference import WANTED, KeyReference
+from llamarl.scoring.rewards.functions import check_rewards
+from llamarl.scoring.samplers import check_sampler
+from llamarl.trainer.advantages import check_names
+
+MULTIRUN_FLAGS = {"--multirun", "-m"}
+CFG_FLAGS = {"--cfg", "-c"}
+VALUE_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", *CFG_FLAGS}
+SHOWN = "job"  # what --cfg prints: the composed recipe
+
+
+def divide(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Flags with their values, and overrides, which Hydra's parser wants in this order.
+
+    ValueError for an unknown flag.
+    """
+    flags: list[str] = []
+    overrides: list[str] = []
+    previous = ""
+    for argument in arguments:
+        is_value = previous in VALUE_FLAGS
+        is_flag = argument.startswith("-") and not is_value
+        if is_flag and argument.partition("=")[0] not in VALUE_FLAGS | MULTIRUN_FLAGS:
+            known = sorted(flag for flag in VALUE_FLAGS | MULTIRUN_FLAGS if flag.startswith("--"))
+            raise ValueError(f"an option must be one of {', '.join(known)}, got {argument!r}")
+        (flags if is_flag or is_value else overrides).append(argument)
+        previous = "" if is_value else argument
+    if previous in VALUE_FLAGS:
+        raise ValueError(f"{previous} must come with a value, got none")
+    return flags, overrides
+
+
+def flag_values(flags: list[str]) -> list[tuple[str, str]]:
+    """`--config-dir=x` and `--config-dir x` alike."""
+    joined = [flag.partition("=") for flag in flags if "=" in flag]
+    return [(flag, value) for flag, _, value in joined] + list(pairwise(flags))
+
+
+def is_shown(flags: list[str]) -> bool:
+    """Whether --cfg is there; ValueError for another value of it than job, or with --multirun."""
+    shown = [value for flag, value in flag_values(flags) if flag in CFG_FLAGS]
+    for value in shown:
+        require(value == SHOWN, "--cfg", f"be {SHOWN}", value)
+        must = "come without --multirun"
+        require(not MULTIRUN_FLAGS & {*flags}, "--cfg", must, "both")
+    return bool(shown)
+
+
+def without_cfg(flags: list[str]) -> list[str]:
+    """The others."""
+    pairs = pairwise(["", *flags])
+    return [flag for before, flag in pairs if not {before, flag.partition("=")[0]} & CFG_FLAGS]
+
+
+def syntax_error(error: yaml.YAMLError, name: str) -> str:
+    """One line about what is no YAML, in the file that the error names, or else in `name`."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return f"{name} must be YAML, got {' '.join(str(error).split())}"
+    path = mark.name if Path(mark.name).is_file() else name
+    mistake = f"a mistake at column {mark.column + 1}: {getattr(error, 'problem', '')}"
+    return f"{path}:{mark.line + 1}: must be YAML, got {mistake}"
+
+
+def place_of(recipe: Path, key: str) -> str:
+    """`FILE:LINE: ` of a key in the files of a recipe's folder, or nothing."""
+    others = sorted(path for path in recipe.parent.glob("*/*.yaml"))
+    for path in (recipe, *others):
+        group = path.relative_to(recipe.parent).parent.parts
+        names = [name.partition("[")[0] for name in key.split(".")]
+        if tuple(names[: len(group)]) == group and (line := _line_of(path, names[len(group) :])):
+            return f"{path}:{line}: "
+    return ""
+
+
+def _line_of(path: Path, keys: list[str]) -> int | None:
+    """Line, from 1, of the nested `keys` in a YAML file."""
+    try:
+        node: yaml.Node | None = yaml.compose(path.read_text("utf-8"), yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):  # not the file that Hydra read
+        return None
+    line = None
+    for key in keys:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        found = [(name, value) for name, value in pairs if name.value == key]
+        if not found:
+            return None
+        name, node = found[-1]
+        line = name.start_mark.line + 1
+    return line
+
+
+def place_with(recipe: Path | None, word: str) -> str:
+    """`FILE:LINE: ` of the first line of the recipe with this word, or nothing."""
+    lines = recipe.read_text("utf-8").splitlines() if recipe is not None else []
+    found = [i for i, line in enumerate(lines, 1) if re.search(rf"\b{re.escape(word)}\b", line)]
+    return f"{recipe}:{found[0]}: " if found else ""
+
 
 SPECIFIC = (OmegaConfBaseException, OverrideParseException, MissingConfigException, yaml.YAMLError)
 WITHOUT_CONFIG = "defaults must begin with config, as in `defaults: [config, _self_]`"

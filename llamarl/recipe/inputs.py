@@ -1,57 +1,163 @@
-"""What a run reads: checkpoint, tokenizer, prompts and task.py, checked.
+"""What a run reads: checkpoint, frozen models, tokenizer with its chat template, prompts and
+task.py, checked."""
 
-Owns: reading and checking them, and the sampling of training and held-out rollouts. Does not own:
-objects of the run (`run/wiring.py`). Invariant: `read_inputs` finds every mistake that can be found
-before a process starts.
-"""
+from __future__ import annotations
 
+import datetime
+import hashlib
 import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llamarl.checkpoints import manifest
-from llamarl.config import Config, TransformersConfig, VllmConfig
-from llamarl.config.check import require
-from llamarl.config.pools import alone, named, pools_of
-from llamarl.data.kept_rollouts import is_kept
-from llamarl.data.tokenizer import (
+from llamarl.core import files
+from llamarl.core.config import Config, TransformersConfig, VllmConfig
+from llamarl.core.config.generator import alone, named, pools_of
+from llamarl.core.device.names import ALLOCATOR_VARIABLES, GPU, has_driver
+from llamarl.core.extensions import TaskSource
+from llamarl.core.fields import require
+from llamarl.core.records import Prompt
+from llamarl.generator.vllm.limits import check_installed, check_limits, check_temperature
+from llamarl.metrics.trackers import check_trackers
+from llamarl.model.adapter_inventory import check_adapter
+from llamarl.model.architecture import AnyArchitecture, Architecture, read_architecture
+from llamarl.model.inventory import check_checkpoint, check_parallel
+from llamarl.model.prompt_rules import is_chat
+from llamarl.model.tokenizer import (
+    END_FILE,
+    TODAY,
     TextDecoder,
     Tokenizer,
+    check_teacher,
     check_tokenizer,
     load_tokenizer,
     split_stops,
+    tokenizer_files,
 )
-from llamarl.dataflow.graph import Graph
-from llamarl.device.driver import ALLOCATOR_VARIABLES, has_driver
-from llamarl.device.names import GPU
-from llamarl.environments.contained import lacking, missing
-from llamarl.environments.definition import Kinds
-from llamarl.environments.prompt_cache import ShowPieces, show_nothing
-from llamarl.environments.prompt_stream import PromptStream
-from llamarl.environments.prompt_table import PromptTable
-from llamarl.environments.prompts import is_chat
-from llamarl.environments.requests import read_lengths
-from llamarl.environments.rewards.functions import check_pattern
-from llamarl.environments.turn_format import TurnFormats
-from llamarl.generation.vllm.limits import check_installed, check_limits, check_temperature
-from llamarl.metrics.trackers import check_trackers
-from llamarl.models.adapter_inventory import check_adapter
-from llamarl.models.architecture import Architecture, read_architecture
-from llamarl.models.inventory import check_checkpoint, check_parallel
-from llamarl.models.other_architecture import AnyArchitecture
-from llamarl.recipe.demonstration_inputs import read_demonstrations
-from llamarl.recipe.frozen_models import check_models
-from llamarl.recipe.hub_names import PREFIX, REPOSITORY
-from llamarl.recipe.prompt_inputs import check_length, read_prompts, resolve
+from llamarl.prompts.cache import ShowPieces, show_nothing
+from llamarl.prompts.rows import PromptTable
+from llamarl.prompts.stream import PromptStream, read_lengths
+from llamarl.publish.transports.routes import TRANSPORTS
+from llamarl.recipe.hub import PREFIX, REPOSITORY
+from llamarl.recipe.prompt_inputs import check_length, read_demonstrations, read_prompts, resolve
 from llamarl.recipe.task_source import load_task, read_graph, read_task
-from llamarl.task_neighbours import TaskSource
-from llamarl.types import Prompt
-from llamarl.weights.transports.registry import TRANSPORTS
+from llamarl.scoring.definition import Kinds
+from llamarl.scoring.rewards.functions import check_pattern
+from llamarl.scoring.sandbox.contained import lacking, missing
+from llamarl.scoring.stages import INFER, FrozenModel, Graph
+from llamarl.scoring.turn_format import TurnFormats
+from llamarl.storage.archive import is_kept
+
+
+def read_frozen(config: Config, graph: Graph) -> dict[str, Architecture]:
+    """The architectures of the frozen models that run stages, by stage; without the policy's own
+    reference, and those that are not on this machine or of a family that forecasts do not know."""
+    found = {}
+    for stage in graph.between:
+        if isinstance(stage.run, FrozenModel) and stage.name not in _own(config):
+            with suppress(ValueError):
+                found[stage.name] = read_architecture(_folder(config, stage.run))
+    return found
+
+
+def check_models(
+    config: Config, graph: Graph, architecture: AnyArchitecture, tokenizer: Tokenizer
+) -> None:
+    """ValueError unless the frozen models of stages can read the policy's tokens."""
+    for stage in graph.between:
+        if isinstance(stage.run, FrozenModel) and stage.name not in _own(config):
+            folder = _folder(config, stage.run)
+            is_any = isinstance(config.trainer, TransformersConfig)  # its code computes them too
+            found = check_checkpoint(folder, is_any=is_any)
+            key, own = f"the vocabulary of {folder} (stage {stage.name})", architecture.vocab_size
+            if stage.name == INFER:
+                check_teacher(tokenizer, load_tokenizer(folder), found.vocab_size)
+                must = f"be at least the policy's {own}, of which generators draw"
+                require(found.vocab_size >= own, key, must, found.vocab_size)
+            else:
+                require(found.vocab_size == own, key, f"be the policy's {own}", found.vocab_size)
+            longest = max(pool.generator.max_model_len for pool in pools_of(config.generator))
+            must = f"be at least generator.max_model_len {longest}"
+            key = f"the positions of {folder} (stage {stage.name})"
+            require(found.max_positions >= longest, key, must, found.max_positions)
+            check_parallel(found, config.trainer, config.generator)
+
+
+def _own(config: Config) -> set[str]:
+    """Stages whose model is the checkpoint that the policy begins as."""
+    return set() if config.algorithm.reference else {INFER}
+
+
+def _folder(config: Config, model: FrozenModel) -> str:
+    return os.path.abspath(Path(config.recipe_dir, model.checkpoint))
+
+
+DATE = "data.date"
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+def with_own_template(config: Config) -> Config:
+    """With a tokenizer whose template is that of `data.chat_template`: a folder of links in the
+    cache. ValueError, in one line, for a file that cannot be read."""
+    if config.data.chat_template is None:
+        return config
+    path = Path(resolve(config, config.data.chat_template))
+    try:
+        text = path.read_bytes()
+        text.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        must = "data.chat_template must name a file of UTF-8 text"
+        raise ValueError(f"{must}, got {error}") from error
+    source = Path(tokenizer_folder(config))
+    files = [each for each in (*tokenizer_files(source), source / END_FILE) if each.is_file()]
+    others = [each for each in files if not _is_template(each, source)]
+    key = hashlib.sha256("\n".join([str(source), *map(str, others)]).encode() + text)
+    from huggingface_hub import cached_assets_path
+
+    try:
+        folder = cached_assets_path("llamarl", "tokenizers", key.hexdigest()[:12])
+        for each in others:
+            with suppress(FileExistsError):
+                os.symlink(each, folder / each.name)
+        unfinished = folder / f"{TEMPLATE_FILE}.{os.getpid()}"
+        unfinished.write_bytes(text)
+        unfinished.rename(folder / TEMPLATE_FILE)
+    except OSError as error:
+        must = "be used where links can be made (HF_ASSETS_CACHE)"
+        raise ValueError(f"data.chat_template must {must}, got {error}") from error
+    return replace(config, model=replace(config.model, tokenizer=str(folder)))
+
+
+def with_date(config: Config, saved: Callable[[], Mapping[str, Any]]) -> Config:
+    """With the day that the chat template gets, if it asks for one: the recipe's, that of the run
+    whose config `saved` gives, or today."""
+    folder = Path(tokenizer_folder(config))
+    if config.data.date is not None or not any(map(_is_dated, tokenizer_files(folder))):
+        return config
+    data = saved().get("data")
+    kept = data.get("date") if isinstance(data, dict) else None
+    date = str(kept or datetime.date.today().isoformat())
+    return replace(config, data=replace(config.data, date=date))
+
+
+def tokenizer_folder(config: Config) -> str:
+    """The folder of the tokenizer."""
+    return resolve(config, config.model.tokenizer or config.model.checkpoint)
+
+
+def _is_template(path: Path, folder: Path) -> bool:
+    return path.name == TEMPLATE_FILE or path.parent != folder
+
+
+def _is_dated(path: Path) -> bool:
+    is_text = path.suffix == ".jinja" or path.name == "tokenizer_config.json"
+    return is_text and TODAY.encode() in path.read_bytes()
+
 
 LOGGER = logging.getLogger(__name__)
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
@@ -125,7 +231,7 @@ def read_inputs(
         path = resolve(config, config.sampling.replay_lengths)
         replay_lengths = read_lengths(path, config.sampling.max_tokens)
     for folder in {checkpoint, tokenizer_folder, adapter or checkpoint}:  # as it reads every byte
-        manifest.verify_if_listed(Path(folder))
+        files.verify_if_listed(Path(folder))
     return Inputs(
         checkpoint=checkpoint,
         adapter=adapter,

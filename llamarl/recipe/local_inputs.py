@@ -1,10 +1,7 @@
 """A recipe whose names of the Hub stand for files on this machine.
 
-Owns: which keys may hold such a name, and what each command needs of it. Does not own: the names
-(`hub_names.py`), the files (`hub_files.py`, `hub_splits.py`) or reading them (`inputs.py`).
-Invariant: nothing is fetched unless a key names it, never code or a pickle, and no weights for a
-forecast; after `with_local_files` a run knows paths alone, and its saved config the commits.
-"""
+Nothing is fetched unless a key names it, never code or a pickle, and no weights for a forecast;
+after `with_local_files` a run knows paths alone, and its saved config the commits."""
 
 import hashlib
 import os
@@ -19,16 +16,25 @@ from typing import Any
 
 import yaml
 
-from llamarl.checkpoints.tokenizer_files import END_FILE, TOKENIZER_FILES
-from llamarl.config import Config, LoraConfig
+from llamarl.core.config import Config, LoraConfig
 from llamarl.metrics import provenance
-from llamarl.models.adapter_inventory import ADAPTER_FILE, read_lora
-from llamarl.models.adapter_inventory import CONFIG_FILE as ADAPTER_CONFIG
-from llamarl.models.safetensors_file import weight_names
-from llamarl.recipe.chat_templates import DATE, with_date, with_own_template
-from llamarl.recipe.hub_files import fetch_files
-from llamarl.recipe.hub_names import HubName, Kind, is_hub_name, read_name
-from llamarl.recipe.hub_splits import TRAIN, choose_files, default_config, is_rows_file, read_splits
+from llamarl.model.adapter_inventory import ADAPTER_FILE, read_lora
+from llamarl.model.adapter_inventory import CONFIG_FILE as ADAPTER_CONFIG
+from llamarl.model.safetensors_file import weight_names
+from llamarl.model.tokenizer import END_FILE, TOKENIZER_FILES
+from llamarl.recipe.hub import (
+    TRAIN,
+    HubName,
+    Kind,
+    choose_files,
+    default_config,
+    fetch_files,
+    is_hub_name,
+    is_rows_file,
+    read_name,
+    read_splits,
+)
+from llamarl.recipe.inputs import DATE, with_date, with_own_template
 from llamarl.recipe.prompt_inputs import TASK, resolve
 
 CHECKPOINT = "model.checkpoint"

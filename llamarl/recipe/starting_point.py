@@ -1,18 +1,16 @@
 """Where a run begins: at version 0 or at a checkpoint, which is checked before any process starts.
 
-Owns: the choice of the checkpoint, and whether this run may resume from it. Does not own:
-checkpoint folders (`checkpoint.py`) or loading weights. Invariant: the state returned was read
-whole and is what was saved; a damaged checkpoint is named and never loaded.
-"""
+The state returned was read whole and is what was saved; a damaged checkpoint is named and never
+loaded."""
 
 import logging
 from pathlib import Path
 from typing import Any
 
-from llamarl.checkpoints import checkpoint, positions
-from llamarl.config import Config
-from llamarl.config.check import require
-from llamarl.metrics.best_version import is_sound
+from llamarl.core import checkpoint, files
+from llamarl.core.config import Config
+from llamarl.core.fields import require
+from llamarl.metrics.held_out import is_sound
 from llamarl.recipe.inputs import Inputs, check_identity, identity, make_prompts
 
 LOGGER = logging.getLogger(__name__)
@@ -105,7 +103,7 @@ def _read(folder: Path) -> dict[str, Any]:
     best = state.get("best", {})
     check(is_sound(best, state["version"]), "best", "be a version, its value and a count")
     check(isinstance(state.get("identity"), dict), "identity", "be an object")
-    check(positions.is_sound(state.get("positions")), "positions", "list parts")
+    check(files.is_sound(state.get("positions")), "positions", "list parts")
     return state
 
 
@@ -117,7 +115,7 @@ def _are_pairs(value: object) -> bool:
 
 def _check_positions(run_dir: str, folder: Path, state: dict[str, Any]) -> None:
     try:
-        positions.verify(run_dir, state["positions"])
+        files.verify_positions(run_dir, state["positions"])
     except ValueError as error:
         raise ValueError(
             f"{error}: restore the file, or resume without it in a new run_dir with "

@@ -1,26 +1,21 @@
 """A recipe's own task.py: its files, and what of it the recipe uses.
 
-Owns: which functions, stages and trackers a config names, and reading the file. Does not own: what
-they must look like (`task_file.py`), or running them. Invariant: stages and rewards run in
-processes of their own, never here.
-"""
+Stages and rewards run in processes of their own, never here."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llamarl.algorithms.losses.task_loss import TaskConfig
-from llamarl.config import Config
-from llamarl.config.check import require, require_choice
-from llamarl.config.reward import OF_EPISODE
-from llamarl.dataflow.graph import ENVIRONMENT, Graph, make_graph
-from llamarl.dataflow.task_stages import check_task
-from llamarl.environments.definition import TOOLS, Kinds
-from llamarl.environments.ready_tools import READY
-from llamarl.environments.rewards.functions import OWN
+from llamarl.core.config import Config
+from llamarl.core.config.inputs import OF_EPISODE
+from llamarl.core.extensions import FILE, STAGES, TaskSource, load, neighbours, read_source
+from llamarl.core.fields import require, require_choice
 from llamarl.metrics.trackers import TRACKERS
-from llamarl.task_file import FILE, STAGES, load
-from llamarl.task_neighbours import TaskSource, neighbours, read_source
+from llamarl.scoring.definition import TOOLS, Kinds
+from llamarl.scoring.rewards.functions import OWN
+from llamarl.scoring.stages import ENVIRONMENT, Graph, check_task, make_graph
+from llamarl.scoring.tool_calls import READY
+from llamarl.trainer.losses.task_loss import TaskConfig
 
 CONTROLLER_TASKS = {"advantages", "drop", "sample"}  # functions that run in this process
 

@@ -1,14 +1,13 @@
 """The packets between a storage unit and its clients on the same host.
 
-Owns: their form. Does not own: sockets (`channel.py`), rows (`table.py`). Invariant: every array is
-at a multiple of 8 bytes of its packet's body, and no cell is copied on its way to a reader unless
-that is cheaper than mapping its slab.
-
     write   row ids, lengths [columns, rows], then the cells as `cells.pack` orders them
     read    row ids
     found   which memory [columns, rows], starts [columns, rows], lengths [columns, rows], then the
             cells that were copied; memory 0 is the body, the others are the files beside it
-"""
+
+
+Every array is at a multiple of 8 bytes of its packet's body, and no cell is copied on its way to
+a reader unless that is cheaper than mapping its slab."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,17 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.memory_file import Buffer, map_file
-from llamarl.storage.cells import Cells, entries, joined, pack
-from llamarl.storage.channel import MAX_FILES, Packet
-from llamarl.storage.slabs import Slab, Slabs
-from llamarl.types import SAMPLING, Columns, Prompt
+from llamarl.cluster.sockets import MAX_FILES, Message, Packet
+from llamarl.core.memory import Buffer, map_file
+from llamarl.core.records import SAMPLING, Columns, Prompt
+from llamarl.storage.columns import Cells, entries, joined, pack
+from llamarl.storage.table import Slab, Slabs
 
 MAPPED_BYTES = 32 * 1024  # to map a slab costs as much as to copy so many bytes
 FOUND_BYTES = 64 * 1024 * 1024  # cells copied for one answer; further rows are asked for again
 INT = np.dtype(np.int64)
-
-Message = tuple[dict[str, Any], list[Buffer]]  # header, body
 
 
 def ints(values: list[int]) -> np.ndarray:

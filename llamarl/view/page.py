@@ -1,25 +1,315 @@
-"""`llamarl view RUN`: the kept rollouts of a run in one file that a browser shows offline.
+"""`llamarl view RUN`: the kept rollouts of a run in one file that a browser shows offline."""
 
-Owns: the command, and the file's form. Does not own: which rollouts (`selection.py`), or what of
-them (`page_data.py`). Invariant: the page loads nothing, and its policy forbids it to; data are
-compressed and in base64, so no text of a model or a prompt is ever read as HTML.
-"""
+from __future__ import annotations
 
 import argparse
 import base64
 import gzip
 import hashlib
 import json
+import logging
 import os
+import reprlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from string import Template
+from types import NoneType
 from typing import Any
 
-from llamarl.checkpoints.tokenizer_files import TOKENIZER_FOLDER
-from llamarl.config.check import require
-from llamarl.data.tokenizer import load_tokenizer
-from llamarl.view.page_data import Pieces, page_data
-from llamarl.view.selection import choose, find_places, read_lines
+import yaml
+
+from llamarl.core.fields import require
+from llamarl.core.files import parse
+from llamarl.core.records import NO_VERSION
+from llamarl.metrics.provenance import CONFIG_FILE
+from llamarl.metrics.trackers import METRICS_FILE, read_metrics
+from llamarl.model.tokenizer import TOKENIZER_FOLDER, load_tokenizer
+
+MOST_WHOLE = 2**53 - 1  # a browser takes larger ones for others
+MOST_ID = 2**31 - 1
+MOST = sys.float_info.max
+NUMERIC = {int, float, NoneType}
+TURN = {"role", "content"}
+LOGPROBS = ("generator_logprobs", "trainer_logprobs", "ref_logprobs")
+WHOLE = ("response_ids", "token_versions", "loss_weights", "clipped")
+
+
+def read_kept(text: bytes) -> dict[str, Any]:
+    """The line, with its `numbers` as an object. ValueError says what is wrong with it."""
+    line = parse(text)
+    _require(type(line) is dict, "the line", "an object", line)
+    for must, (rule, names) in RULES.items():
+        for name in names.split():
+            _require(name in line, "the line", f"one with {name}", "none")
+            is_sound = rule(line[name]) or (line[name] is None and name in OR_NULL)
+            _require(is_sound, name, must, line[name])
+    numbers = parse(line["numbers"])
+    is_sound = type(numbers) is dict and {*map(type, numbers.values())} <= NUMERIC
+    _require(is_sound, "numbers", "an object of numbers, as text", numbers)
+    line["numbers"] = {name: one if is_number(one) else None for name, one in numbers.items()}
+    is_grouped = line["is_held_out"] or line["group_id"] is not None
+    _require(is_grouped, "group_id", "there in training", None)
+    if line["response_ids"] is not None:
+        for name in ("prompt_ids", "token_versions"):
+            _require(line[name] is not None, name, "there with response_ids", None)
+        lengths = {len(line[name]) for name in (*WHOLE, *LOGPROBS) if line[name] is not None}
+        must = "the length of each list of tokens"
+        _require(lengths == {line["num_tokens"]}, "num_tokens", must, lengths)
+    return line
+
+
+def _require(holds: bool, name: str, must: str, got: object) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {must}, got {reprlib.repr(got)}")
+
+
+def is_whole(value: object) -> bool:
+    """A whole number that a browser holds."""
+    return type(value) is int and abs(value) <= MOST_WHOLE
+
+
+def is_number(value: Any) -> bool:
+    """A finite number, no larger than a float can be."""
+    return type(value) in (int, float) and abs(value) <= MOST
+
+
+def _are_numbers(values: Any) -> bool:
+    """NaN, infinities and what is larger than a float are none."""
+    is_list = type(values) is list and {*map(type, values)} <= NUMERIC
+    return is_list and all(-MOST <= value <= MOST for value in values if value is not None)
+
+
+def _are_of_tokens(values: Any, least: int = 0) -> bool:
+    if type(values) is not list or not {*map(type, values)} <= {int}:
+        return False
+    return min(values, default=0) >= least and max(values, default=0) <= MOST_ID
+
+
+def _are_turns(values: Any) -> bool:
+    return type(values) is list and all(
+        type(turn) is dict and turn.keys() == TURN and {*map(type, turn.values())} == {str}
+        for turn in values
+    )
+
+
+Rules = dict[str, tuple[Callable[[Any], bool], str]]
+RULES: Rules = {
+    "a whole number": (
+        is_whole,
+        "row_id step prompt_id group_id version version_min version_max staleness",
+    ),
+    "a count": (lambda value: is_whole(value) and value >= 0, "num_tokens num_prompt_tokens"),
+    "a number": (is_number, "reward advantage"),
+    "a text": (
+        lambda value: type(value) is str,
+        "outcome reason finish error prompt_file prompt question fields numbers",
+    ),
+    "true or false": (lambda value: type(value) is bool, "is_held_out correct"),
+    "an object of numbers": (
+        lambda value: type(value) is dict and _are_numbers([*value.values()]),
+        "rewards",
+    ),
+    "messages": (_are_turns, "turns"),
+    "a list of token ids": (_are_of_tokens, "prompt_ids response_ids loss_weights clipped"),
+    "a list of versions": (partial(_are_of_tokens, least=NO_VERSION), "token_versions"),
+    "a list of numbers": (_are_numbers, " ".join(LOGPROBS)),
+}
+OR_NULL = {
+    *("group_id", "version", "version_min", "version_max", "staleness", "reward", "advantage"),
+    *("reason", "finish", "correct", "turns", "prompt_ids", *WHOLE, *LOGPROBS),
+}
+
+
+log = logging.getLogger(__name__)
+
+KEPT_FILES = "archive/kept-*.jsonl"
+MOST_NAMED = 10  # damaged lines; more are only counted
+SHRINK = 0.98  # from one try to the next
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPlace:
+    """Where the line of a rollout begins, and what the choice needs of it."""
+
+    path: Path
+    byte: int
+    together: tuple[bool, int, int]
+    """(held out, step or prompt, group): equal for what is shown together, in order."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is shown, and of how many rollouts."""
+
+    places: list[KeptPlace]
+    num_found: int
+
+
+def find_places(run_dir: Path) -> tuple[list[KeptPlace], int]:
+    """All kept rollouts of a run, and how many lines are damaged: these are skipped, the first ones
+    with a warning. So is a line that a killed process left unfinished, without one. ValueError if
+    no rollout is found."""
+    if not run_dir.is_dir():
+        raise ValueError(f"RUN must be the folder of a run, got {run_dir}")
+    places: list[KeptPlace] = []
+    num_damaged = 0
+    for path in sorted(filter(Path.is_file, run_dir.glob(KEPT_FILES))):
+        byte = 0
+        with path.open("rb") as file:
+            for number, text in enumerate(file, start=1):
+                try:
+                    places.append(_kept_place(path, byte, len(text), read_kept(text)))
+                except ValueError as error:
+                    if text.endswith(b"\n"):
+                        num_damaged += 1
+                        if num_damaged <= MOST_NAMED:
+                            log.warning("%s:%d is not shown: %s", path, number, error)
+                byte += len(text)
+    if not places:
+        must = "be the folder of a run that kept rollouts (experience.keep_rollouts above 0, or an "
+        got = f"{num_damaged} damaged lines" if num_damaged else "none"
+        raise ValueError(f"RUN must {must}evaluation), got {got} in {run_dir}/{KEPT_FILES}")
+    return places, num_damaged
+
+
+def _kept_place(path: Path, byte: int, num_bytes: int, line: dict[str, Any]) -> KeptPlace:
+    if line["is_held_out"]:
+        together = (True, line["prompt_id"], 0)
+    else:
+        together = (False, line["step"], line["group_id"])
+    # A count that is damaged must not take the room of others.
+    return KeptPlace(path, byte, together, min(line["num_tokens"], num_bytes))
+
+
+def choose(places: Sequence[KeptPlace], max_rollouts: int, max_tokens: int) -> Selection:
+    """As many of them as both limits allow, spread evenly over steps and over held-out prompts.
+    None if no group fits."""
+    sets: dict[tuple[bool, int, int], list[KeptPlace]] = {}
+    for place in sorted(places, key=lambda place: place.together):
+        sets.setdefault(place.together, []).append(place)
+
+    def fits(some: Sequence[KeptPlace]) -> bool:
+        num_tokens = sum(place.num_tokens for place in some)
+        return len(some) <= max_rollouts and num_tokens <= max_tokens
+
+    fitting = [(key[0], each) for key, each in sets.items() if fits(each)]
+    kinds = [
+        [each for kind, each in fitting if kind is is_held_out] for is_held_out in (False, True)
+    ]
+    chosen, share = [place for _, each in fitting for place in each], 1.0
+    while not fits(chosen):
+        share *= SHRINK
+        chosen = [place for kind in kinds for each in _spread(kind, share) for place in each]
+    return Selection(chosen or [place for _, each in fitting[:1] for place in each], len(places))
+
+
+def _spread(sets: Sequence[list[KeptPlace]], share: float) -> Iterator[list[KeptPlace]]:
+    """This share of them, at even distances."""
+    count = int(len(sets) * share)
+    return (sets[i * len(sets) // count] for i in range(count))
+
+
+def read_lines(places: Sequence[KeptPlace]) -> Iterator[dict[str, Any]]:
+    """The lines there, in order; a run that goes on from a checkpoint may have cut off some."""
+    files: dict[Path, Any] = {}
+    try:
+        for place in places:
+            if place.path not in files:
+                files[place.path] = place.path.open("rb")
+            files[place.path].seek(place.byte)
+            with suppress(ValueError):
+                yield read_kept(files[place.path].readline())
+    finally:
+        for file in files.values():
+            file.close()
+
+
+CURVES = {
+    "reward": "reward/mean",
+    "accuracy": "accuracy/train",
+    "evaluation": "evaluation/accuracy",
+}
+"""The curves of the overview, and their tags in metrics.jsonl."""
+SAME = (
+    *("row_id", "step", "group_id", "outcome", "reason", "is_held_out", "version"),
+    *("reward", "rewards", "correct", "error", "advantage", "numbers", "finish", "turns"),
+    *("num_prompt_tokens", "num_tokens", "version_min", "version_max", "staleness"),
+)
+"""What a rollout of the page has of its line."""
+PROMPT = ("prompt_file", "prompt_id", "question", "fields")
+DAMAGED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, yaml.YAMLError)
+"""What reading a config may raise."""
+DIGITS = 6  # of a log-prob
+
+Pieces = Callable[[Sequence[int]], list[str]]
+"""The text of each token."""
+
+
+def page_data(
+    run_dir: Path, lines: Iterable[dict[str, Any]], num_found: int, pieces: Pieces | None
+) -> dict[str, Any]:
+    """Everything that the page shows; without `pieces` tokens have no texts, and only whole texts
+    are shown."""
+    prompts: dict[tuple[str, int], int] = {}
+    texts: list[dict[str, Any]] = []
+    rollouts = []
+    for line in lines:
+        place = prompts.setdefault((line["prompt_file"], line["prompt_id"]), len(texts))
+        if place == len(texts):
+            texts.append({name: line[name] for name in PROMPT})
+        rollouts.append(_rollout(line, pieces) | {"prompt": place})
+    return {
+        "run": run_dir.resolve().name,
+        "num_found": num_found,
+        "curves": _curves(run_dir / METRICS_FILE),
+        "sets": _sets(run_dir / CONFIG_FILE),
+        "prompts": texts,
+        "rollouts": rollouts,
+    }
+
+
+def _sets(path: Path) -> dict[str, str]:
+    """The name of each held-out set by its file, as far as the run's config can be read."""
+    try:
+        sets = yaml.safe_load(path.read_bytes())["evaluation"]["sets"]
+        return {str(file): str(name) for name, file in sets.items()}
+    except (*DAMAGED, OSError):
+        return {}
+
+
+def _rollout(line: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
+    rollout = {name: line[name] for name in SAME}
+    rollout["prompt_text"] = line["prompt"]  # an environment may have made it, of one row several
+    if line["response_ids"] is not None and pieces is not None:
+        texts = {"texts": pieces(line["response_ids"])}
+        logprobs = {name: _rounded(line[name]) for name in LOGPROBS}
+        rollout["tokens"] = texts | {name: line[name] for name in WHOLE} | logprobs
+        rollout["prompt_text"] = "".join(pieces(line["prompt_ids"]))  # with special tokens
+    return rollout
+
+
+def _rounded(values: Sequence[float | None] | None) -> list[float | None] | None:
+    if values is None:
+        return None
+    return [None if value is None else round(value, DIGITS) for value in values]
+
+
+def _curves(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of each curve."""
+    steps = read_metrics(path, CURVES.values()) if path.is_file() else {}
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in CURVES}
+    for step, line in steps.items():
+        for name, tag in CURVES.items():
+            value: Any = line.get(tag)
+            if is_whole(step) and is_number(value):
+                found[name].append((step, value))
+    return found
+
 
 USAGE = """usage: llamarl view RUN [--output FILE] [--max_rollouts N] [--max_tokens N]
 

@@ -10,7 +10,7 @@ from typing import Any
 from reasoning_gym.factory import DATASETS, create_dataset
 from reasoning_gym.utils import extract_answer
 
-from llamarl.types import Prompt
+from llamarl.core.records import Prompt
 
 UNREADABLE = (ValueError, TypeError, AttributeError, LookupError)  # what some scorers then raise
 COMPOSITE = "composite"  # of other tasks, which the list of names is here

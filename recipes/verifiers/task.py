@@ -14,7 +14,7 @@ import verifiers.v1 as vf
 from pydantic import ValidationError
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-from llamarl.environments.agent import AgentEnvironment
+from llamarl.scoring.agent import AgentEnvironment
 
 KEY = "LLAMARL_NO_KEY"  # an environment variable that is not set: our server asks for none
 _opened: dict[str, asyncio.Task[tuple[Any, list[Any]]]] = {}  # by config

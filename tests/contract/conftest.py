@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.executors.storage import StorageExecutor
-from llamarl.storage.store import Store
+from llamarl.storage.client import Store
+from llamarl.storage.worker import StorageExecutor
 from tests.unit.stored_rows import WAYS, opened
 
 Scenario = Callable[[Store, list[StorageExecutor]], Awaitable[None]]

@@ -15,11 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamarl.errors import StaleVersion
-from llamarl.metrics.span import Spans
-from llamarl.models.architecture import read_architecture
-from llamarl.models.inventory import parameter_shapes
-from llamarl.types import (
+from llamarl.core.errors import StaleVersion
+from llamarl.core.records import (
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -28,6 +25,9 @@ from llamarl.types import (
     FinishReason,
     RolloutInfo,
 )
+from llamarl.metrics.span import Spans
+from llamarl.model.architecture import read_architecture
+from llamarl.model.inventory import parameter_shapes
 from tests.contract.generator_replica import (
     EngineCase,
     Replica,

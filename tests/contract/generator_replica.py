@@ -11,25 +11,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from llamarl.cluster.call_result import endpoint, parts_for
-from llamarl.config import GeneratorConfig, PlacementConfig, WeightsConfig
-from llamarl.executors.generator import GeneratorExecutor
-from llamarl.executors.specs import GeneratorSpec
+from llamarl.cluster.executor import endpoint, parts_for
+from llamarl.core.config import GeneratorConfig, PlacementConfig, WeightsConfig
+from llamarl.core.records import GENERATOR_LOGPROBS, RESPONSE_IDS, Request, RolloutInfo, Sampling
+from llamarl.generator.specs import GeneratorSpec
+from llamarl.generator.worker import GeneratorExecutor
 from llamarl.metrics.span import Spans
-from llamarl.models.architecture import read_architecture
-from llamarl.models.hf import load_into
-from llamarl.models.inventory import parameter_shapes
-from llamarl.protocols import WeightSource, WeightTarget
-from llamarl.storage.store import Store
-from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, Request, RolloutInfo, Sampling
-from llamarl.weights.integrity.comparison import MODULUS
-from llamarl.weights.layout.boxes import Box, ParameterLayout
-from llamarl.weights.layout.formats import formats_of
-from llamarl.weights.layout.reshard import plan
-from llamarl.weights.layout.split_route import pack, split
-from llamarl.weights.quantization.shard_scales import ShardScales
-from llamarl.weights.sync.writer import Writer
-from llamarl.weights.transports.shared_memory import this_host
+from llamarl.model.architecture import read_architecture
+from llamarl.model.hf import load_into
+from llamarl.model.inventory import parameter_shapes
+from llamarl.publish.comparison import MODULUS
+from llamarl.publish.faces import WeightSource, WeightTarget
+from llamarl.publish.layout import Box, ParameterLayout, formats_of
+from llamarl.publish.reshard import pack, plan, split
+from llamarl.publish.shards import ShardScales
+from llamarl.publish.source import Writer
+from llamarl.publish.transports.mapped import this_host
+from llamarl.storage.client import Store
 from tests.fakes import WatchedStorage
 
 RUNS = itertools.count()

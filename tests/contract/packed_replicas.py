@@ -6,14 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from llamarl.config import WeightsConfig
-from llamarl.weights.integrity.comparison import add_up
-from llamarl.weights.layout.boxes import Box, ParameterLayout
-from llamarl.weights.layout.buckets import Memory
-from llamarl.weights.layout.reshard import plan
-from llamarl.weights.layout.split_route import pack, split
-from llamarl.weights.sync.weight_buffer import WeightBuffer
-from llamarl.weights.sync.writer import Writer
+from llamarl.core.config import WeightsConfig
+from llamarl.publish.buckets import Memory
+from llamarl.publish.comparison import add_up
+from llamarl.publish.layout import Box, ParameterLayout
+from llamarl.publish.reshard import pack, plan, split
+from llamarl.publish.source import Writer
+from llamarl.publish.target import WeightBuffer
 
 SHAPES = {"w": (24, 10), "embed": (9, 6), "norm": (7,)}
 ROWS = {"w": (0, 11, 24), "embed": (0, 9, 9), "norm": (0, 4, 7)}  # of the trainer's two ranks

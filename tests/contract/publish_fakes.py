@@ -3,13 +3,12 @@
 import asyncio
 import dataclasses
 
-from llamarl.config import WeightsConfig
-from llamarl.errors import StaleVersion
+from llamarl.core.config import WeightsConfig
+from llamarl.core.errors import StaleVersion
 from llamarl.metrics.span import Spans
-from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout, StagingHandle
-from llamarl.weights.layout.kinds import WeightKind
-from llamarl.weights.layout.reshard import num_bytes
-from llamarl.weights.sync.publisher import Publisher
+from llamarl.publish.layout import Box, ParameterLayout, RankLayout, StagingHandle
+from llamarl.publish.publisher import Publisher
+from llamarl.publish.reshard import WeightKind, num_bytes
 
 NAMES = ("layers.0.weight", "layers.1.weight", "norm")
 

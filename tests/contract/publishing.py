@@ -8,16 +8,16 @@ import traceback
 
 import torch
 
-from llamarl.config import WeightsConfig
-from llamarl.device.devices import PLATFORMS
+from llamarl.core.config import WeightsConfig
+from llamarl.core.device.devices import PLATFORMS
 from llamarl.metrics.span import Spans
-from llamarl.weights.layout.boxes import Box, ParameterLayout
-from llamarl.weights.layout.buckets import Memory
-from llamarl.weights.layout.kinds import WeightKind
-from llamarl.weights.sync.publisher import Publisher
-from llamarl.weights.sync.weight_buffer import WeightBuffer
-from llamarl.weights.sync.writer import Writer
-from llamarl.weights.transports.mapped import opened
+from llamarl.publish.buckets import Memory
+from llamarl.publish.layout import Box, ParameterLayout
+from llamarl.publish.publisher import Publisher
+from llamarl.publish.reshard import WeightKind
+from llamarl.publish.source import Writer
+from llamarl.publish.target import WeightBuffer
+from llamarl.publish.transports.mapped import opened
 from tests.allocation import LargestAllocation
 from tests.contract.publishing_damage import BitFlip, SocketRdma, bent
 from tests.contract.publishing_layouts import (

@@ -6,7 +6,7 @@ from multiprocessing.connection import Client, Listener
 
 import torch
 
-from llamarl.weights.layout.split_route import pack
+from llamarl.publish.reshard import pack
 
 
 class SocketRdma:

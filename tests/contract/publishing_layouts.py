@@ -5,7 +5,7 @@ import zlib
 
 import torch
 
-from llamarl.weights.layout.boxes import Box, ParameterLayout
+from llamarl.publish.layout import Box, ParameterLayout
 
 SHAPES = {
     "embed": (203, 96),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llamarl.cluster import Cluster, RemoteError, make_cluster, process_name
-from llamarl.config import ClusterConfig
+from llamarl.core.config import ClusterConfig
 from llamarl.metrics.span import SpanReader
 from tests.distributed.executors import FullDisk, Probe
 
@@ -191,7 +191,7 @@ def test_the_inline_backend_needs_neither_monarch_nor_torch() -> None:
 import asyncio, sys
 sys.modules["monarch"] = None
 from llamarl.cluster import make_cluster
-from llamarl.config import ClusterConfig
+from llamarl.core.config import ClusterConfig
 from tests.distributed.executors import FullDisk, Probe
 async def main():
     config = ClusterConfig(backend="inline")

@@ -11,16 +11,15 @@ from threading import Event
 import pytest
 import torch
 
-from llamarl.config import WeightsConfig
-from llamarl.errors import TargetLost
-from llamarl.weights.layout.boxes import Box, ParameterLayout
-from llamarl.weights.layout.buckets import Memory
-from llamarl.weights.layout.reshard import plan
-from llamarl.weights.layout.split_route import pack, split
-from llamarl.weights.sync.weight_buffer import WeightBuffer
-from llamarl.weights.sync.writer import Writer
-from llamarl.weights.transports.collective import RouteGroup
-from llamarl.weights.transports.registry import End
+from llamarl.core.config import WeightsConfig
+from llamarl.core.errors import TargetLost
+from llamarl.publish.buckets import Memory
+from llamarl.publish.layout import Box, ParameterLayout
+from llamarl.publish.reshard import pack, plan, split
+from llamarl.publish.source import Writer
+from llamarl.publish.target import WeightBuffer
+from llamarl.publish.transports.collective import RouteGroup
+from llamarl.publish.transports.routes import End
 from tests.distributed.ranks import FORKS
 
 TIMEOUT_S = 1.0

@@ -9,10 +9,10 @@ import threading
 import pytest
 import torch
 
-from llamarl.config import EmbeddedConfig
-from llamarl.executors.generator import GeneratorExecutor
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.models.inventory import parameter_shapes
+from llamarl.core.config import EmbeddedConfig
+from llamarl.generator.engine.engine import EmbeddedEngine
+from llamarl.generator.worker import GeneratorExecutor
+from llamarl.model.inventory import parameter_shapes
 from tests.contract import generator_contract
 from tests.contract.generator_contract import *  # noqa: F403 - the questions
 from tests.contract.generator_replica import (

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from llamarl.config import EmbeddedConfig
+from llamarl.core.config import EmbeddedConfig
 from tests.contract.generator_replica import (
     EngineCase,
     Replica,

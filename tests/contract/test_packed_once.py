@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from llamarl.errors import StaleVersion, TargetLost
-from llamarl.weights.integrity.comparison import add_up
-from llamarl.weights.integrity.fingerprint import line_dim, transfer
-from llamarl.weights.transports.message_store import MessageStore
-from llamarl.weights.transports.registry import End, make_sender
+from llamarl.core.errors import StaleVersion, TargetLost
+from llamarl.publish.comparison import add_up
+from llamarl.publish.fingerprint import line_dim, transfer
+from llamarl.publish.transports.messages import MessageStore
+from llamarl.publish.transports.routes import End, make_sender
 from tests.contract.packed_replicas import (
     MESSAGE_BYTES,
     SHAPES,

@@ -11,8 +11,8 @@ import pytest
 
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.clock import run
-from llamarl.weights.sync import publisher
-from llamarl.weights.sync.sync_calls import Stagger
+from llamarl.publish import publisher
+from llamarl.publish.replica import Stagger
 from tests.contract.publish_fakes import (
     SINGLE,
     WHOLE,

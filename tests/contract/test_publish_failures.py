@@ -7,9 +7,9 @@ from itertools import chain
 
 import pytest
 
-from llamarl.errors import FingerprintMismatch, ReplicaLost, StaleVersion, TargetLost
+from llamarl.core.errors import FingerprintMismatch, ReplicaLost, StaleVersion, TargetLost
 from llamarl.planner.simulation.clock import run
-from llamarl.weights.sync import replica_sync
+from llamarl.publish import replica as replica_sync
 from tests.contract.publish_fakes import (
     NUM_BYTES,
     SINGLE,

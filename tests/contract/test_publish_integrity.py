@@ -2,9 +2,9 @@
 
 import pytest
 
-from llamarl.errors import FingerprintMismatch
+from llamarl.core.errors import FingerprintMismatch
 from llamarl.planner.simulation.clock import run
-from llamarl.weights.integrity.comparison import compare
+from llamarl.publish.comparison import compare
 from tests.contract.publish_fakes import (
     NAMES,
     SINGLE,

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from llamarl.errors import ReplicaLost
+from llamarl.core.errors import ReplicaLost
 from llamarl.planner.simulation.clock import run
-from llamarl.weights.layout.boxes import RankLayout
-from llamarl.weights.layout.reshard import plan
-from llamarl.weights.transports import routes
+from llamarl.publish.layout import RankLayout
+from llamarl.publish.reshard import plan
+from llamarl.publish.transports import routes
 from tests.contract.publish_fakes import (
     NAMES,
     NUM_BYTES,

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from llamarl.cluster import make_cluster
-from llamarl.config import ClusterConfig, WeightsConfig
-from llamarl.errors import TargetLost
-from llamarl.weights.integrity.comparison import compare
-from llamarl.weights.layout.boxes import Box, ParameterLayout
-from llamarl.weights.layout.buckets import Memory
-from llamarl.weights.layout.reshard import plan
-from llamarl.weights.layout.split_route import pack, split
-from llamarl.weights.sync.weight_buffer import WeightBuffer
-from llamarl.weights.sync.writer import Writer
+from llamarl.core.config import ClusterConfig, WeightsConfig
+from llamarl.core.errors import TargetLost
+from llamarl.publish.buckets import Memory
+from llamarl.publish.comparison import compare
+from llamarl.publish.layout import Box, ParameterLayout
+from llamarl.publish.reshard import pack, plan, split
+from llamarl.publish.source import Writer
+from llamarl.publish.target import WeightBuffer
 
 pytestmark = pytest.mark.slow
 

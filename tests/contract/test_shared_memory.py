@@ -9,17 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llamarl.config import WeightsConfig
-from llamarl.errors import FingerprintMismatch, StaleVersion, TargetLost
-from llamarl.weights.integrity.comparison import MODULUS, compare
-from llamarl.weights.layout.boxes import Box, ParameterLayout
-from llamarl.weights.layout.buckets import Memory
-from llamarl.weights.layout.reshard import plan
-from llamarl.weights.layout.split_route import pack, split
-from llamarl.weights.sync.weight_buffer import WeightBuffer
-from llamarl.weights.sync.writer import Writer
-from llamarl.weights.transports.mapped import MappedSender
-from llamarl.weights.transports.registry import End
+from llamarl.core.config import WeightsConfig
+from llamarl.core.errors import FingerprintMismatch, StaleVersion, TargetLost
+from llamarl.publish.buckets import Memory
+from llamarl.publish.comparison import MODULUS, compare
+from llamarl.publish.layout import Box, ParameterLayout
+from llamarl.publish.reshard import pack, plan, split
+from llamarl.publish.source import Writer
+from llamarl.publish.target import WeightBuffer
+from llamarl.publish.transports.mapped import MappedSender
+from llamarl.publish.transports.routes import End
 from tests.distributed.ranks import FORKS
 
 SHAPE = (6, 4)

@@ -14,12 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
-from llamarl.dataflow.columns import COLUMNS
-from llamarl.errors import NotStored
-from llamarl.storage.slabs import FULL_BYTES
-from llamarl.storage.store import Store
-from llamarl.storage.unit import MESSAGE_BYTES
-from llamarl.types import (
+from llamarl.core.errors import NotStored
+from llamarl.core.records import (
     REF_LOGPROBS,
     RESPONSE_IDS,
     REWARD,
@@ -27,6 +23,9 @@ from llamarl.types import (
     Columns,
     FinishReason,
 )
+from llamarl.storage.client import MESSAGE_BYTES, Store
+from llamarl.storage.columns import COLUMNS
+from llamarl.storage.table import FULL_BYTES
 from tests.unit.stored_rows import (
     NAMES,
     WAYS,

@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamarl.metrics.span import Spans
-from llamarl.storage.store import RecordingStore
-from llamarl.types import (
+from llamarl.core.records import (
     FINISH_CODES,
     PROMPT_ID,
     RESPONSE_IDS,
@@ -19,6 +17,8 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     FinishReason,
 )
+from llamarl.metrics.span import Spans
+from llamarl.storage.client import RecordingStore
 from tests.unit.stored_rows import NAMES, assert_same, numbers, rows
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from llamarl.errors import FingerprintMismatch, ReplicaLost, StaleVersion
+from llamarl.core.errors import FingerprintMismatch, ReplicaLost, StaleVersion
 from tests.contract.publishing import (
     STAGINGS,
     TRANSPORTS,

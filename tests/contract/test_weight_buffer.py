@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from llamarl.weights.transports import available
+from llamarl.core import memory
 from tests.contract.test_shared_memory import layout, make_weight_buffer
 
 
@@ -63,7 +63,7 @@ def test_a_container_limit_counts(tmp_path, monkeypatch) -> None:
         "memory.stat": "anon 5\ninactive_file 20\nactive_file 30\n",
     }.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(available, "CGROUP", tmp_path)
-    assert available.available_bytes() == 150
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert memory.available_bytes() == 150
     (tmp_path / "memory.max").write_text("max\n")
-    assert available.available_bytes() > 1000
+    assert memory.available_bytes() > 1000

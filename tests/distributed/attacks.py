@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from llamarl.environments.system_calls import NUMBERS, machine
+from llamarl.scoring.sandbox.limits import NUMBERS, machine
 
 LISTED = [int(word) for word in NUMBERS[machine()].split() if word.isdigit()]
 """Numbers of the calls that some form of is allowed."""

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.dataflow.graph import External, Stage
-from llamarl.executors.external import ExternalExecutor
-from llamarl.executors.specs import ExternalSpec, StorageSpec
-from llamarl.executors.storage import StorageExecutor
+from llamarl.core.records import PROMPT_IDS, RESPONSE_IDS, Prompt, StageItem
 from llamarl.metrics.span import Spans
-from llamarl.storage.loader import SOCKETS, StageBatch, StageLoader
-from llamarl.storage.store import Store
-from llamarl.storage.unit import Unit
-from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Prompt, StageItem
+from llamarl.scoring.external import ExternalExecutor
+from llamarl.scoring.loader import SOCKETS, StageBatch, StageLoader
+from llamarl.scoring.specs import ExternalSpec
+from llamarl.scoring.stages import External, Stage
+from llamarl.storage.client import Store, Unit
+from llamarl.storage.specs import StorageSpec
+from llamarl.storage.worker import StorageExecutor
 
 PROMPT = Prompt(prompt_id=3, text="what?", token_ids=(1, 2), fields={"answer": "4"})
 READS = ("prompt", RESPONSE_IDS)

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import DataConfig, EnvironmentConfig
-from llamarl.dataflow.task_stages import check_task
-from llamarl.environments.contained import ProgramLimits
-from llamarl.environments.definition import Kinds
-from llamarl.executors.environment import EnvironmentExecutor
-from llamarl.executors.environment_link import EnvironmentLink
-from llamarl.executors.specs import EnvironmentSpec
+from llamarl.core.config import DataConfig, EnvironmentConfig
+from llamarl.core.records import Prompt, TurnItem, TurnResult
 from llamarl.metrics.span import Spans
-from llamarl.types import Prompt, TurnItem, TurnResult
+from llamarl.scoring.definition import Kinds
+from llamarl.scoring.environment import EnvironmentExecutor
+from llamarl.scoring.environment_link import EnvironmentLink
+from llamarl.scoring.sandbox.contained import ProgramLimits
+from llamarl.scoring.specs import EnvironmentSpec
+from llamarl.scoring.stages import check_task
 from tests.unit import chat_templates as templates
 
 TASK = '''

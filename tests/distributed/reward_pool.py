@@ -7,15 +7,14 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llamarl.config import RewardConfig
-from llamarl.dataflow.columns import TEXT, Column
-from llamarl.dataflow.graph import SCORE, Stage
-from llamarl.dataflow.task_stages import as_data
-from llamarl.environments.rewards.functions import ANSWER
-from llamarl.environments.rewards.score import read_extra
-from llamarl.types import EXTRA, REWARD, Prompt, StageResult
-from llamarl.user_code.calls import Call, Failure, UserCode
-from llamarl.user_code.pool import WorkerPool
+from llamarl.core.config import RewardConfig
+from llamarl.core.records import EXTRA, REWARD, Prompt, StageResult
+from llamarl.scoring.rewards.functions import ANSWER
+from llamarl.scoring.rewards.score import read_extra
+from llamarl.scoring.stages import SCORE, Stage, as_data
+from llamarl.scoring.user_code.calls import Call, Failure, UserCode
+from llamarl.scoring.user_code.pool import WorkerPool
+from llamarl.storage.columns import TEXT, Column
 
 STOPPED = [1.0, 0, 1.0, 64, 7, 0]  # a cell of SAMPLING
 
@@ -44,7 +43,7 @@ class RewardPool:
         stage = Stage(SCORE, "scorer", reads, writes, timeout_s=config.timeout_s)
         data = as_data(stage, "scorer")
         code = UserCode(
-            service="llamarl.dataflow.stage_function",
+            service="llamarl.scoring.stage_function",
             setup={
                 "stage": data,
                 "task_source": None if task_source is None else {"task.py": task_source},

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from llamarl.data.packing import pack
-from llamarl.groups import Batch, BatchRollout
-from llamarl.types import (
+from llamarl.core.groups import Batch, BatchRollout
+from llamarl.core.records import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
@@ -14,6 +13,7 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     FinishReason,
 )
+from llamarl.trainer.packing import pack
 from tests.tiny_checkpoints import CONFIG
 
 VOCAB = CONFIG["vocab_size"]

@@ -4,8 +4,8 @@ import asyncio
 
 import torch
 
-from llamarl.checkpoints import checkpoint
-from llamarl.executors import policy_step
+from llamarl.core import checkpoint
+from llamarl.trainer import worker
 from tests.distributed.training import flat, make_executor
 from tests.fakes import WatchedStorage
 
@@ -23,7 +23,7 @@ async def save_for_ever(rank, num_ranks, job, run_dir):
 async def save_beside_a_step(rank, num_ranks, job, folder, available_bytes):
     """Copies version 0, makes version 1, then writes the copy; whether it could be made, and the
     shards before and after."""
-    policy_step.available_bytes = lambda: available_bytes
+    worker.available_bytes = lambda: available_bytes
     executor = make_executor(rank, num_ranks, job, WatchedStorage(cells=job.cells))
     await executor.start()
     before = flat(executor)

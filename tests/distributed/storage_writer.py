@@ -14,9 +14,8 @@ import sys
 
 import numpy as np
 
-from llamarl.storage import channel
-from llamarl.storage.unit import Unit
-from llamarl.types import (
+from llamarl.cluster import sockets
+from llamarl.core.records import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
@@ -26,6 +25,7 @@ from llamarl.types import (
     Columns,
     FinishReason,
 )
+from llamarl.storage.client import Unit
 
 
 def stamped(row_ids: list[int], num_entries: int, stamp: int) -> Columns:
@@ -53,7 +53,7 @@ async def write(unit: Unit, line: str) -> None:
 
 
 async def main(socket: str, packet_bytes: str) -> None:
-    channel.MAX_PACKET_BYTES = int(packet_bytes)
+    sockets.MAX_PACKET_BYTES = int(packet_bytes)
     unit = Unit("storage-0", None, socket)  # type: ignore[arg-type]
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)

@@ -12,20 +12,18 @@ import torch
 import torch.distributed as dist
 from torch.func import functional_call
 
-from llamarl.config import EmbeddedConfig, LoraConfig, TrainerConfig, TransformersConfig
-from llamarl.data.micro_batch import micro_batch
-from llamarl.generation.checkpoint_boxes import load_boxes, sums_of_boxes
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.generation.parameters import BufferLayout
-from llamarl.models import adapter_files
-from llamarl.models.architecture import read_architecture
-from llamarl.models.dcp_index import SavedShards
-from llamarl.models.parallelize import gather, make_mesh, parameter_placements
-from llamarl.models.policy import Policy
-from llamarl.models.process_group import join, leave
-from llamarl.types import PROMPT_IDS, RESPONSE_IDS
-from llamarl.weights.integrity.comparison import Fingerprints, add_up, compare_frozen
-from llamarl.weights.quantization.frozen_sums import key_of, shard_sums
+from llamarl.core.config import EmbeddedConfig, LoraConfig, TrainerConfig, TransformersConfig
+from llamarl.core.process_group import join, leave
+from llamarl.core.records import PROMPT_IDS, RESPONSE_IDS
+from llamarl.generator.engine.engine import EmbeddedEngine
+from llamarl.generator.engine.weights import BufferLayout, load_boxes, sums_of_boxes
+from llamarl.model import adapters as adapter_files
+from llamarl.model.architecture import read_architecture
+from llamarl.publish.comparison import Fingerprints, add_up, compare_frozen
+from llamarl.publish.fingerprint import key_of, shard_sums
+from llamarl.trainer.parallel import gather, make_mesh, parameter_placements
+from llamarl.trainer.passes import micro_batch
+from llamarl.trainer.policy import Policy, SavedShards
 from tests.adapter_oracle import deltas, random_adapters
 from tests.quantised_oracle import make_formats
 from tests.tiny_checkpoints import load, write_checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.types import EpisodeState, StageStatus
+from llamarl.core.records import EpisodeState, StageStatus
 from tests.distributed.played import ADD, Setting, call, running
 
 BLOCKING = """
@@ -127,7 +127,7 @@ def test_one_that_cannot_be_interrupted_fails_and_the_others_begin_again(tmp_pat
 AGENT = """
 import json, time, urllib.request
 
-from llamarl.environments.agent import AgentEnvironment
+from llamarl.scoring.agent import AgentEnvironment
 
 class Agent(AgentEnvironment):
     def play(self, url, hangs=False, **row):

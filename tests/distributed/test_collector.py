@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from llamarl.cluster import ExecutorLost, make_cluster
-from llamarl.config import ClusterConfig
-from llamarl.executors.collector import CollectorExecutor
-from llamarl.executors.engine_output import KeptRows
-from llamarl.executors.specs import CollectorSpec
-from llamarl.protocols import Report
+from llamarl.core.config import ClusterConfig
+from llamarl.core.faces import Report
+from llamarl.generator.collector import CollectorExecutor
+from llamarl.generator.decoding import KeptRows
+from llamarl.generator.specs import CollectorSpec
 from tests.fakes import stopped
 
 

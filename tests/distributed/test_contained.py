@@ -13,8 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import Config, RewardConfig
-from llamarl.environments.contained import (
+from llamarl.core.config import Config, RewardConfig
+from llamarl.core.records import Prompt, StageResult, StageStatus
+from llamarl.recipe.composition import CONF_FOLDER
+from llamarl.recipe.inputs import check_contained
+from llamarl.scoring.rewards import code
+from llamarl.scoring.sandbox.contained import (
     Kind,
     ProgramLimits,
     Ran,
@@ -24,13 +28,9 @@ from llamarl.environments.contained import (
     run_in,
     run_program,
 )
-from llamarl.environments.containers import PREFIX, Sandlock, Uncontained, remove_left
-from llamarl.environments.ready_tools import SHOWN_CHARS, make_python, shorten
-from llamarl.environments.rewards import code
-from llamarl.recipe.composition import CONF_FOLDER
-from llamarl.recipe.inputs import check_contained
-from llamarl.types import Prompt, StageResult, StageStatus
-from llamarl.user_code.supervisor import descendants
+from llamarl.scoring.sandbox.containers import PREFIX, Sandlock, Uncontained, remove_left
+from llamarl.scoring.tool_calls import SHOWN_CHARS, make_python, shorten
+from llamarl.scoring.user_code.supervisor import descendants
 from tests.distributed.attacked import HAD
 from tests.distributed.reward_pool import completions, running
 from tests.unit.composing import compose_file

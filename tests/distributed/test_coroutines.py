@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from llamarl.dataflow.graph import Stage
-from llamarl.dataflow.task_stages import as_data
-from llamarl.types import Prompt, StageStatus
-from llamarl.user_code.calls import Call, Failure, UserCode
-from llamarl.user_code.pool import WorkerPool
+from llamarl.core.records import Prompt, StageStatus
+from llamarl.scoring.stages import Stage, as_data
+from llamarl.scoring.user_code.calls import Call, Failure, UserCode
+from llamarl.scoring.user_code.pool import WorkerPool
 
 TASK = """
 import asyncio, os, time
@@ -69,7 +68,7 @@ def run(
     """What comes of these batches of completions, each begun `pause_s` after the one before."""
     stage = Stage(function, function, ["completion"], ["value"], per=per)
     code = UserCode(
-        service="llamarl.dataflow.stage_function",
+        service="llamarl.scoring.stage_function",
         setup={"stage": as_data(stage, function), "task_source": {"task.py": TASK}, "reward": None},
         timeout_s=timeout_s,
         label=f"stage {function}",

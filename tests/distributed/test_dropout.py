@@ -17,15 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llamarl.config import LoraConfig, TrainerConfig
-from llamarl.data.micro_batch import micro_batch
-from llamarl.models import adapter_files, policy
-from llamarl.models.architecture import read_architecture
-from llamarl.models.parallelize import gather, make_mesh
-from llamarl.models.policy import Policy
-from llamarl.models.process_group import join, leave
-from llamarl.models.random_states import RandomStates
-from llamarl.types import PROMPT_IDS, RESPONSE_IDS
+from llamarl.core.config import LoraConfig, TrainerConfig
+from llamarl.core.process_group import join, leave
+from llamarl.core.records import PROMPT_IDS, RESPONSE_IDS
+from llamarl.model import adapters as adapter_files
+from llamarl.model.architecture import read_architecture
+from llamarl.trainer import policy
+from llamarl.trainer.parallel import gather, make_mesh
+from llamarl.trainer.passes import micro_batch
+from llamarl.trainer.policy import Policy, RandomStates
 from tests.adapter_oracle import random_adapters
 from tests.distributed.rollouts import make_batch, make_rollouts
 from tests.distributed.test_trainer import job, laid_out

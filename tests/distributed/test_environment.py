@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.types import EpisodeState, StageStatus
+from llamarl.core.records import EpisodeState, StageStatus
 from tests.distributed.played import ADD, Setting, call, running
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.types import EpisodeState, StageStatus
+from llamarl.core.records import EpisodeState, StageStatus
 from tests.distributed.played import ADD, TASK, Setting, call, running
 
 READS = """

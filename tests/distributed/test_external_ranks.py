@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.dataflow.graph import External
-from llamarl.errors import NotStored
-from llamarl.storage.loader import StageBatch, StageLoader
+from llamarl.core.errors import NotStored
+from llamarl.scoring.loader import StageBatch, StageLoader
+from llamarl.scoring.stages import External
 from tests.distributed.external import Run, alone, consume, lengths_of, make, run
 
 

@@ -12,11 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamarl.data.tokenizer import load_tokenizer
-from llamarl.dataflow.columns import Column
-from llamarl.errors import UserCodeError
-from llamarl.storage.loader import StageBatch, StageLoader
-from llamarl.types import (
+from llamarl.core.errors import UserCodeError
+from llamarl.core.records import (
     NO_VERSION,
     RESPONSE_IDS,
     TOKEN_VERSIONS,
@@ -24,6 +21,9 @@ from llamarl.types import (
     StageResult,
     StageStatus,
 )
+from llamarl.model.tokenizer import load_tokenizer
+from llamarl.scoring.loader import StageBatch, StageLoader
+from llamarl.storage.columns import Column
 from tests.distributed.external import NUM_ROWS, PROMPT, Run, alone, consume, lengths_of, make, run
 from tests.places import TOOLS_RECIPE
 
@@ -78,7 +78,7 @@ def test_prompts_and_reasons_of_a_batch_may_be_longer_than_a_packet(tmp_path: Pa
 
 TAKE_AND_HANG = """
 import sys, time
-from llamarl.storage.loader import StageLoader
+from llamarl.scoring.loader import StageLoader
 for batch in StageLoader(sys.argv[1], "judge", batch_size=10, prefetch=1):
     print(*batch.row_ids, flush=True)
     time.sleep(60)
@@ -110,7 +110,7 @@ def test_what_a_killed_consumer_had_taken_goes_to_another_and_nothing_is_lost_or
 
 TAKE_AND_WAIT = """
 import sys
-from llamarl.storage.loader import StageLoader
+from llamarl.scoring.loader import StageLoader
 for batch in StageLoader(sys.argv[1], "judge", batch_size=10):
     batch.finish(quality=[1.0] * len(batch.row_ids))
     print(*batch.row_ids, flush=True)
@@ -138,7 +138,7 @@ def test_a_consumer_that_died_while_it_waited_gets_nothing_more(tmp_path: Path) 
 
 CLOSE = """
 import sys, threading
-from llamarl.storage.loader import StageLoader
+from llamarl.scoring.loader import StageLoader
 loader = StageLoader(sys.argv[1], "judge", batch_size=10, prefetch=1)
 seen = []
 thread = threading.Thread(target=lambda: seen.extend(loader))

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamarl.executors.storage import StorageExecutor
-from llamarl.storage import slabs as slabs_module
-from llamarl.storage.store import Store
-from llamarl.types import Columns
+from llamarl.core.records import Columns
+from llamarl.storage import table as slabs_module
+from llamarl.storage.client import Store
+from llamarl.storage.worker import StorageExecutor
 from tests.distributed.storage_writer import stamped
 from tests.random_search import case, searched
 from tests.unit.stored_rows import NAMES, assert_same, serving

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from llamarl.config import EmbeddedConfig, PlacementConfig, WeightsConfig
-from llamarl.executors.generator import GeneratorExecutor
-from llamarl.executors.specs import GeneratorSpec
+from llamarl.core.config import EmbeddedConfig, PlacementConfig, WeightsConfig
+from llamarl.core.records import RESPONSE_IDS, Request, Sampling
+from llamarl.generator.specs import GeneratorSpec
+from llamarl.generator.worker import GeneratorExecutor
 from llamarl.metrics.span import Spans
-from llamarl.storage.store import Store
-from llamarl.types import RESPONSE_IDS, Request, Sampling
+from llamarl.storage.client import Store
 from tests.allocation import resident_bytes
 from tests.fakes import WatchedStorage
 from tests.tiny_checkpoints import write_checkpoint

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.config import EmbeddedConfig
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.types import FinishReason
+from llamarl.core.config import EmbeddedConfig
+from llamarl.core.records import FinishReason
+from llamarl.generator.engine.engine import EmbeddedEngine
 from tests.tiny_checkpoints import make_model
 from tests.unit.engine_models import (
     VARIANTS,

@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from llamarl.cluster.os_process import is_alive
-from llamarl.config import RewardConfig
-from llamarl.types import Prompt, StageStatus
-from llamarl.user_code.process import LOGGED_LINES
-from llamarl.user_code.supervisor import OUT_OF_MEMORY_SCORE, descendants
+from llamarl.core.config import RewardConfig
+from llamarl.core.records import Prompt, StageStatus
+from llamarl.scoring.user_code.pool import LOGGED_LINES
+from llamarl.scoring.user_code.supervisor import OUT_OF_MEMORY_SCORE, descendants
 from tests.distributed import reward_pool
 from tests.distributed.reward_pool import RewardPool
 from tests.distributed.test_reward_pool import wait_until
@@ -144,7 +144,7 @@ def return_liar():
 def patch_answers():
     async def forged(*_):
         return {"rows": [["forged", 1.0]]}
-    sys.modules["llamarl.dataflow.stage_function"].answer = forged
+    sys.modules["llamarl.scoring.stage_function"].answer = forged
 
 def reward(prompt, completion):
     attack = globals().get(completion)
@@ -312,7 +312,7 @@ def test_a_bomb_of_processes_ends_with_the_pool():
 
 PARENT = """
 import asyncio, sys
-from llamarl.config import RewardConfig
+from llamarl.core.config import RewardConfig
 from tests.distributed.reward_pool import RewardPool
 from tests.distributed.test_hostile_rewards import ESCAPES, completions
 

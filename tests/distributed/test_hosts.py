@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from llamarl.cluster import daemon as worker_command
 from llamarl.cluster.actors import ExecutorActors
+from llamarl.cluster.certificates import make_certificates
 from llamarl.cluster.credentials import (
     Address,
     Credentials,
@@ -28,12 +29,11 @@ from llamarl.cluster.credentials import (
     connect,
     controller_name,
 )
-from llamarl.cluster.deploy.certificates import make_certificates
-from llamarl.cluster.host_check import check_reports, versions
+from llamarl.cluster.hosts import check_reports, versions
 from llamarl.cluster.meshes import ranks_by_host
 from llamarl.cluster.os_process import is_alive
-from llamarl.config import ClusterConfig
-from llamarl.config.rank_assignment import Device
+from llamarl.core.config import ClusterConfig
+from llamarl.core.config.rank_assignment import Device
 from tests.distributed.test_processes import is_loopback, listening_addresses
 from tests.distributed.test_reward_pool import wait_until
 
@@ -258,8 +258,8 @@ def test_hosts_must_see_the_run_folder_and_have_our_versions_and_the_interface(
 CONTROLLER = """
 import asyncio, json, sys
 from llamarl.cluster import make_cluster, exiting_process
-from llamarl.config import ClusterConfig
-from llamarl.config.rank_assignment import Device
+from llamarl.core.config import ClusterConfig
+from llamarl.core.config.rank_assignment import Device
 from tests.distributed.executors import Probe
 folder, logs, one, two, odd = sys.argv[1:]
 pem = {name: f"{folder}/{name}.pem" for name in ("ca", "certificate", "private_key")}

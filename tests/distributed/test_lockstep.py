@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llamarl.executors.lockstep import Lockstep
+from llamarl.generator.decoding import Lockstep
 from tests.distributed.ranks import FORKS
 
 NUM_CALLS = 32

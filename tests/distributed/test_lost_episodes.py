@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from llamarl.executors.environment_link import EnvironmentLink, Environments
-from llamarl.types import EpisodeState, TurnItem
+from llamarl.core.records import EpisodeState, TurnItem
+from llamarl.scoring.environment_link import EnvironmentLink, Environments
 from tests.distributed.test_environment import ADD, Setting
 
 

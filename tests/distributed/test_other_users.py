@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from llamarl.cluster import make_cluster
-from llamarl.cluster.deploy.certificates import make_certificates
-from llamarl.config import ClusterConfig
-from llamarl.storage.server import LocalServer
+from llamarl.cluster.certificates import make_certificates
+from llamarl.cluster.sockets import LocalServer
+from llamarl.core.config import ClusterConfig
 from tests.distributed.executors import Probe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
@@ -121,7 +121,7 @@ def test_a_cluster_in_one_process_listens_nowhere(tmp_path: Path) -> None:
     code = (
         "import asyncio, os\n"
         "from llamarl.cluster import make_cluster\n"
-        "from llamarl.config import ClusterConfig\n"
+        "from llamarl.core.config import ClusterConfig\n"
         "from tests.distributed.executors import Probe\n"
         "from tests.distributed.test_other_users import listening_sockets\n"
         "async def main():\n"

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from llamarl.config import EmbeddedConfig, LoraConfig, TrainerConfig
-from llamarl.models.architecture import read_architecture
-from llamarl.models.attention import make_packing
-from llamarl.models.parallelize import make_mesh
-from llamarl.models.policy import Policy
-from llamarl.models.process_group import join, leave
+from llamarl.core.config import EmbeddedConfig, LoraConfig, TrainerConfig
+from llamarl.core.process_group import join, leave
+from llamarl.model.architecture import read_architecture
+from llamarl.model.attention import make_packing
 from llamarl.planner.memory.activations import forecast_activations, fullest_packings
 from llamarl.planner.memory.shardings import trainer_layouts
 from llamarl.planner.memory.trainer_memory import forecast_trainer
-from llamarl.weights.layout.shards import shard_boxes
+from llamarl.publish.shards import shard_boxes
+from llamarl.trainer.parallel import make_mesh
+from llamarl.trainer.policy import Policy
 from tests.tiny_checkpoints import write_checkpoint
 from tests.unit.planner_recipes import make_recipe
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.cluster import Cluster
-from llamarl.errors import ExecutorLost
+from llamarl.core.errors import ExecutorLost
 from tests.distributed.executors import AtExit, CancelledInClose, Probe
 from tests.distributed.test_processes import run
 

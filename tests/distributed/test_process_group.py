@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from llamarl.cluster.os_process import environment
-from llamarl.device.cuda import (
+from llamarl.core.device.cuda import (
     CLEAN_UP_ONLY,
     CONNECTING_S,
     ERROR_HANDLING,
     formed_to_fail_alone,
     why_no_gpu,
 )
-from llamarl.device.devices import check_gpu
-from llamarl.models.process_group import INTERFACE, interface_address, join, leave, meet
-from llamarl.weights.transports.collective import RouteGroup
+from llamarl.core.device.devices import check_gpu
+from llamarl.core.process_group import INTERFACE, interface_address, join, leave, meet
+from llamarl.publish.transports.collective import RouteGroup
 from tests.distributed.test_processes import is_loopback, listening_addresses
 
 GB = 10**9

@@ -19,9 +19,9 @@ import pytest
 
 from llamarl.cluster import Cluster, Executor, ExecutorLost, RemoteError, make_cluster, meshes
 from llamarl.cluster.os_process import MARK, is_alive, wait_first_exit
-from llamarl.config import ClusterConfig
-from llamarl.executors.specs import StorageSpec
-from llamarl.executors.storage import StorageExecutor
+from llamarl.core.config import ClusterConfig
+from llamarl.storage.specs import StorageSpec
+from llamarl.storage.worker import StorageExecutor
 from tests.distributed.executors import Gathering, Probe, StuckInClose, Unreadable
 from tests.signals import restore_ctrl_c
 
@@ -391,7 +391,7 @@ def test_the_last_words_of_a_dead_process_are_passed_on(tmp_path: Path) -> None:
 CONTROLLER = """
 import asyncio, sys
 from llamarl.cluster import make_cluster
-from llamarl.config import ClusterConfig
+from llamarl.core.config import ClusterConfig
 from tests.distributed.executors import Probe
 async def main():
     cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=sys.argv[1])

@@ -12,20 +12,19 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from llamarl.config import TrainerConfig, WeightsConfig
-from llamarl.executors.weight_source import SourcePart
-from llamarl.generation.parameters import BufferLayout
+from llamarl.core.config import TrainerConfig, WeightsConfig
+from llamarl.core.process_group import join, leave
+from llamarl.generator.engine.weights import BufferLayout
 from llamarl.metrics.span import Spans
-from llamarl.models.architecture import read_architecture
-from llamarl.models.parallelize import make_mesh
-from llamarl.models.policy import Policy
-from llamarl.models.process_group import join, leave
-from llamarl.weights.integrity.comparison import MODULUS
-from llamarl.weights.layout.quantized_parameters import quantized_parameters
-from llamarl.weights.layout.reshard import plan
-from llamarl.weights.layout.shards import cut_rows, shard_boxes
-from llamarl.weights.layout.split_route import pack, split
-from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.model.architecture import read_architecture
+from llamarl.publish.comparison import MODULUS
+from llamarl.publish.layout import quantized_parameters
+from llamarl.publish.reshard import pack, plan, split
+from llamarl.publish.shards import cut_rows, shard_boxes
+from llamarl.publish.source import SourcePart
+from llamarl.publish.target import WeightBuffer
+from llamarl.trainer.parallel import make_mesh
+from llamarl.trainer.policy import Policy
 from tests.quantised_oracle import make_formats, quantise_whole
 from tests.tiny_checkpoints import write_checkpoint
 

@@ -15,10 +15,9 @@ from collections import Counter
 import pytest
 
 from llamarl.cluster.os_process import is_alive
-from llamarl.config import RewardConfig
-from llamarl.dataflow.graph import Stage
-from llamarl.dataflow.task_stages import as_data
-from llamarl.types import Prompt, StageStatus
+from llamarl.core.config import RewardConfig
+from llamarl.core.records import Prompt, StageStatus
+from llamarl.scoring.stages import Stage, as_data
 from tests.distributed import reward_pool
 from tests.distributed.reward_pool import RewardPool, running
 
@@ -267,8 +266,8 @@ def test_close_ends_every_process_even_one_that_hangs_and_its_children():
 
 PARENT = """
 import asyncio, sys, threading
-from llamarl.config import RewardConfig
-from llamarl.types import Prompt
+from llamarl.core.config import RewardConfig
+from llamarl.core.records import Prompt
 from tests.distributed.reward_pool import RewardPool, completions
 
 async def main():
@@ -322,7 +321,7 @@ def test_no_worker_outlives_a_parent_that_is_killed_or_forgets_to_close(state, e
 
 def start_worker(parent_pid):
     return subprocess.Popen(
-        [sys.executable, "-m", "llamarl.user_code.worker", str(parent_pid), "reward"],
+        [sys.executable, "-m", "llamarl.scoring.user_code.worker", str(parent_pid), "reward"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -340,7 +339,7 @@ def test_a_worker_ends_when_its_input_ends_whatever_user_code_left(source):
     worker = start_worker(os.getpid())
     stage = as_data(Stage("judge", "judge", ["completion"], ["value"]), "judge")
     setup = {"stage": stage, "reward": None, "task_source": {"task.py": source}}
-    service = "llamarl.dataflow.stage_function"
+    service = "llamarl.scoring.stage_function"
     lines = (
         {"token": "abc", "service": service, "setup": setup, "timeout_s": 100.0},
         {"prompts": [], "calls": [[None, [["2.5"], [1]], "def"]]},

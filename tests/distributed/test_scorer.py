@@ -12,15 +12,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from llamarl.config import RewardConfig
-from llamarl.data.tokenizer import load_tokenizer
-from llamarl.dataflow.graph import SCORE, make_graph
-from llamarl.errors import UserCodeError
-from llamarl.executors.specs import StageSpec
-from llamarl.executors.stage import StageExecutor
-from llamarl.metrics.span import Spans
-from llamarl.storage.store import Store
-from llamarl.types import (
+from llamarl.core.config import RewardConfig
+from llamarl.core.errors import UserCodeError
+from llamarl.core.records import (
     FINISH_CODES,
     PROMPT_ID,
     PROMPT_IDS,
@@ -33,6 +27,12 @@ from llamarl.types import (
     Prompt,
     StageStatus,
 )
+from llamarl.metrics.span import Spans
+from llamarl.model.tokenizer import load_tokenizer
+from llamarl.scoring.specs import StageSpec
+from llamarl.scoring.stage_worker import StageExecutor
+from llamarl.scoring.stages import SCORE, make_graph
+from llamarl.storage.client import Store
 from tests.fakes import WatchedStorage
 from tests.json_lines import read_lines
 from tests.unit.planner_recipes import make_recipe
@@ -154,7 +154,7 @@ import sys
 def reward(prompt, completion):
     async def forged(*_):
         return {{"rows": [[1.0, 1.0, -1.0, {extra}]]}}
-    sys.modules["llamarl.dataflow.stage_function"].answer = forged
+    sys.modules["llamarl.scoring.stage_function"].answer = forged
     return 1.0
 """
     config = RewardConfig(functions=["task"], num_workers=1)

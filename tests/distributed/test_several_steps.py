@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.algorithms.losses.clip import PPOConfig
-from llamarl.config import TrainerConfig
-from llamarl.types import GENERATOR_LOGPROBS, PROMPT_IDS, RESPONSE_IDS, TOKEN_VERSIONS
+from llamarl.core.config import TrainerConfig
+from llamarl.core.records import GENERATOR_LOGPROBS, PROMPT_IDS, RESPONSE_IDS, TOKEN_VERSIONS
+from llamarl.trainer.losses.clip import PPOConfig
 from tests.distributed.rollouts import TEMPERATURE, make_batch, make_rollouts
 from tests.distributed.training import Job, train
 from tests.loss_formulas import Sampled, step

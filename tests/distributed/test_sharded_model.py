@@ -14,19 +14,13 @@ import torch
 import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llamarl.config import TrainerConfig
-from llamarl.data.micro_batch import micro_batch
-from llamarl.models.attention import make_packing
-from llamarl.models.parallelize import (
-    gather,
-    make_mesh,
-    parallelize,
-    parameter_placements,
-    reshard,
-)
-from llamarl.models.process_group import join, leave
-from llamarl.models.transformer import Transformer
-from llamarl.types import PROMPT_IDS, RESPONSE_IDS
+from llamarl.core.config import TrainerConfig
+from llamarl.core.process_group import join, leave
+from llamarl.core.records import PROMPT_IDS, RESPONSE_IDS
+from llamarl.model.attention import make_packing
+from llamarl.model.transformer import Transformer
+from llamarl.trainer.parallel import gather, make_mesh, parallelize, parameter_placements, reshard
+from llamarl.trainer.passes import micro_batch
 from tests.tiny_checkpoints import LLAMA
 
 LENGTHS = (30, 5, 11)  # 43 tokens are fed: no tensor-parallel rank count divides them

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.cluster.socket_folder import PREFIX, private_sockets, remove_left
+from llamarl.cluster.peer_check import PREFIX, private_sockets, remove_left
 
 RUN = """
 import asyncio, sys
 from llamarl.cluster import make_cluster
-from llamarl.config import ClusterConfig
+from llamarl.core.config import ClusterConfig
 from tests.distributed.executors import Probe
 
 async def main():

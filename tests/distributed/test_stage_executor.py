@@ -8,15 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from llamarl.data.tokenizer import load_tokenizer
-from llamarl.dataflow.columns import Column
-from llamarl.dataflow.graph import Stage
-from llamarl.errors import UserCodeError
-from llamarl.executors.specs import StageSpec
-from llamarl.executors.stage import StageExecutor
-from llamarl.metrics.span import Spans
-from llamarl.storage.store import Store
-from llamarl.types import (
+from llamarl.core.errors import UserCodeError
+from llamarl.core.records import (
     GENERATOR_LOGPROBS,
     RESPONSE_IDS,
     REWARD,
@@ -24,6 +17,13 @@ from llamarl.types import (
     Prompt,
     StageStatus,
 )
+from llamarl.metrics.span import Spans
+from llamarl.model.tokenizer import load_tokenizer
+from llamarl.scoring.specs import StageSpec
+from llamarl.scoring.stage_worker import StageExecutor
+from llamarl.scoring.stages import Stage
+from llamarl.storage.client import Store
+from llamarl.storage.columns import Column
 from tests.fakes import WatchedStorage
 from tests.json_lines import read_lines
 from tests.unit.tokenizer_files import write_tokenizer
@@ -33,7 +33,7 @@ PROMPT = Prompt(prompt_id=7, text="what?", token_ids=(1, 2), fields={"word": "ca
 # What `judge` does is chosen by the completion, so that one text serves many tests.
 TASK = """
 import math, os, sys, time
-from llamarl.dataflow.graph import Drop
+from llamarl.scoring.stages import Drop
 
 def judge(prompt, completion):
     if completion == "raise":
@@ -56,7 +56,7 @@ def judge(prompt, completion):
             except OSError:
                 pass
     if completion == "patch":
-        service = sys.modules["llamarl.dataflow.stage_function"]
+        service = sys.modules["llamarl.scoring.stage_function"]
         async def answer(*_):
             return {"rows": [[[1.0, 2.0]]]}
         service.answer = answer

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from llamarl.cluster import make_cluster
-from llamarl.config import ClusterConfig
-from llamarl.executors.specs import StorageSpec
-from llamarl.executors.storage import StorageExecutor
-from llamarl.storage.store import Store
-from llamarl.storage.unit import Unit
+from llamarl.core.config import ClusterConfig
+from llamarl.storage.client import Store, Unit
+from llamarl.storage.specs import StorageSpec
+from llamarl.storage.worker import StorageExecutor
 from tests.distributed.test_storage_processes import Client, memory_files
 
 MIB = 1024 * 1024

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from llamarl import memory_file
 from llamarl.cluster import make_cluster
-from llamarl.config import ClusterConfig
-from llamarl.errors import ExecutorLost
-from llamarl.executors.specs import StorageSpec
-from llamarl.executors.storage import StorageExecutor
-from llamarl.storage.store import Store
-from llamarl.storage.unit import Unit
+from llamarl.core import memory
+from llamarl.core.config import ClusterConfig
+from llamarl.core.errors import ExecutorLost
+from llamarl.storage.client import Store, Unit
+from llamarl.storage.specs import StorageSpec
+from llamarl.storage.worker import StorageExecutor
 from tests.unit.stored_rows import NAMES, assert_same, rows
 
 
@@ -44,7 +43,7 @@ class Client:
 
     async def die_in_write(self, row_ids: list[int], num_tokens: int, num_pieces: int) -> None:
         """Be killed when so many pieces of the write were handed to the kernel."""
-        memory_file.MAX_BUFFERS = 4
+        memory.MAX_BUFFERS = 4
         left, pwritev = num_pieces, os.pwritev
 
         def count(*arguments):

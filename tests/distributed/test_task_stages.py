@@ -6,13 +6,12 @@ import sys
 
 import pytest
 
-from llamarl.dataflow.columns import Column
-from llamarl.dataflow.graph import FrozenModel, Stage
-from llamarl.dataflow.task_stages import check_task, load
-from llamarl.user_code.supervisor import descendants
+from llamarl.scoring.stages import FrozenModel, Stage, check_task, load
+from llamarl.scoring.user_code.supervisor import descendants
+from llamarl.storage.columns import Column
 
 TASK = """from functools import cache, partial
-from llamarl.dataflow.graph import Column, Drop, FrozenModel, Stage
+from llamarl.scoring.stages import Column, Drop, FrozenModel, Stage
 import json
 
 def brief(completion):
@@ -75,7 +74,7 @@ def test_the_named_stages_come_back_as_data_in_the_order_of_the_names() -> None:
         ("import sys\nsys.exit(3)", r"got SystemExit: 3 \(task\.py, line 2: sys\.exit\(3\)\)"),
         ("import os\nos._exit(3)", r"got the task\.py process ended by itself \(exit code 3\)"),
         (
-            "from llamarl.dataflow.graph import Stage\nstages = [Stage('A', print)]",
+            "from llamarl.scoring.stages import Stage\nstages = [Stage('A', print)]",
             r"got ValueError: the name of a stage must .* \(task\.py, line 2: stages",
         ),
         ("stages = 3", r"^task\.py: stages must be a list of Stage, got 3$"),
@@ -88,7 +87,7 @@ def test_a_text_that_gives_no_stages_is_refused_in_one_line(source: str, message
     assert len(str(error.value).splitlines()) == 1
 
 
-HEAD = "from llamarl.dataflow.graph import Stage\n"
+HEAD = "from llamarl.scoring.stages import Stage\n"
 
 
 @pytest.mark.parametrize(

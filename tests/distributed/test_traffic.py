@@ -9,15 +9,9 @@ import numpy as np
 import pytest
 
 from llamarl.cluster import make_cluster
-from llamarl.config import ClusterConfig
-from llamarl.dataflow.columns import Column
-from llamarl.dataflow.graph import Stage
-from llamarl.executors.specs import StageSpec, StorageSpec
-from llamarl.executors.stage import StageExecutor
-from llamarl.executors.storage import StorageExecutor
-from llamarl.protocols import Report
-from llamarl.storage.store import Store
-from llamarl.types import (
+from llamarl.core.config import ClusterConfig
+from llamarl.core.faces import Report
+from llamarl.core.records import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
@@ -33,6 +27,13 @@ from llamarl.types import (
     StageResult,
     StageStatus,
 )
+from llamarl.scoring.specs import StageSpec
+from llamarl.scoring.stage_worker import StageExecutor
+from llamarl.scoring.stages import Stage
+from llamarl.storage.client import Store
+from llamarl.storage.columns import Column
+from llamarl.storage.specs import StorageSpec
+from llamarl.storage.worker import StorageExecutor
 from tests.distributed.weighing import Weighed
 from tests.fakes import stopped
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.config import PlacementConfig, TrainerConfig
-from llamarl.types import (
+from llamarl.core.config import PlacementConfig, TrainerConfig
+from llamarl.core.records import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
@@ -19,6 +18,7 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     FinishReason,
 )
+from llamarl.trainer.losses.aipo import AIPOConfig
 from tests.distributed.rollouts import TEMPERATURE, make_batch, make_rollouts
 from tests.distributed.training import (
     Job,

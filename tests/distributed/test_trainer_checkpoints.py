@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from llamarl.checkpoints.checkpoint import begin, latest, read_state
+from llamarl.core.checkpoint import begin, latest, read_state
 from tests.distributed.ranks import Ranks
 from tests.distributed.rollouts import make_batch, make_rollouts
 from tests.distributed.saving import save_after_a_broken_step, save_beside_a_step, save_for_ever

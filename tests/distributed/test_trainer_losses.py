@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.config import TrainerConfig
-from llamarl.types import (
+from llamarl.core.config import TrainerConfig
+from llamarl.core.records import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
     PROMPT_IDS,

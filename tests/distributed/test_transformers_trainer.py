@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from llamarl.config import PlacementConfig, TrainerConfig, TransformersConfig
+from llamarl.core.config import PlacementConfig, TrainerConfig, TransformersConfig
 from tests.distributed.rollouts import make_batch, make_rollouts
 from tests.distributed.test_trainer import ADAM, SGD, job, relative_errors
 from tests.distributed.training import infer, take_turns, train

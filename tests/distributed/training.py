@@ -9,28 +9,28 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.cluster.call_result import endpoint
-from llamarl.config import (
+from llamarl.cluster.executor import endpoint
+from llamarl.core.config import (
     EmbeddedConfig,
     PlacementConfig,
     SamplingConfig,
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.errors import StaleVersion
-from llamarl.executors.generator import GeneratorExecutor
-from llamarl.executors.reference import ReferenceExecutor
-from llamarl.executors.specs import GeneratorSpec, ReferenceSpec, TrainerSpec
-from llamarl.executors.trainer import TrainerExecutor
+from llamarl.core.errors import StaleVersion
+from llamarl.core.records import REF_LOGPROBS, TRAINER_LOGPROBS
+from llamarl.generator.specs import GeneratorSpec
+from llamarl.generator.worker import GeneratorExecutor
 from llamarl.metrics.span import Spans
-from llamarl.models.parallelize import gather
-from llamarl.storage.store import Store
-from llamarl.types import REF_LOGPROBS, TRAINER_LOGPROBS
-from llamarl.weights.layout.buckets import Memory
-from llamarl.weights.layout.reshard import plan
-from llamarl.weights.layout.split_route import pack, split
-from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.publish.buckets import Memory
+from llamarl.publish.reshard import pack, plan, split
+from llamarl.publish.target import WeightBuffer
+from llamarl.storage.client import Store
+from llamarl.trainer.losses.aipo import AIPOConfig
+from llamarl.trainer.parallel import gather
+from llamarl.trainer.reference import ReferenceExecutor
+from llamarl.trainer.specs import ReferenceSpec, TrainerSpec
+from llamarl.trainer.worker import TrainerExecutor
 from tests.allocation import resident_bytes
 from tests.distributed.ranks import listening
 from tests.distributed.rollouts import TEMPERATURE
@@ -44,7 +44,7 @@ class _Kept(logging.Handler):
         WARNINGS.append(record.getMessage())
 
 
-logging.getLogger("llamarl.executors.policy_step").addHandler(_Kept())
+logging.getLogger("llamarl.trainer.worker").addHandler(_Kept())
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import json
 import urllib.request
 
-from llamarl.environments.agent import AgentEnvironment
+from llamarl.scoring.agent import AgentEnvironment
 
 CALCULATOR = {
     "type": "function",

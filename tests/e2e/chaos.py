@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llamarl.run.control import Message, ask
+from llamarl.controller.control import Message, ask
 from tests.e2e.commands import RECIPE, SMALL, Command, read_archive, start, told_of
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from transformers import AutoTokenizer
 
-from llamarl.run.control import ask
+from llamarl.controller.control import ask
 from tests.json_lines import read_lines
 from tests.places import RECIPE
 from tests.signals import restore_ctrl_c
@@ -184,7 +184,7 @@ def parent_of(pid: int) -> int:
 
 
 def is_reward_worker(pid: int) -> bool:
-    return "llamarl.user_code.worker" in told_of(pid, "cmdline")
+    return "llamarl.scoring.user_code.worker" in told_of(pid, "cmdline")
 
 
 def told_of(pid: int, file: str) -> str:

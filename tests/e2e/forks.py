@@ -20,10 +20,10 @@ import traceback
 from pathlib import Path
 from typing import get_args
 
-from llamarl.executors.specs import Spec
+from llamarl.controller.specs import Spec
 
 LIMIT_S = 300
-IMPORTS = ("llamarl.main", "torch._dynamo", "transformers")
+IMPORTS = ("llamarl.cli.main", "torch._dynamo", "transformers")
 
 
 class Forks:
@@ -98,7 +98,7 @@ def command(arguments: list[str]) -> int:
     """What `llamarl` with these arguments exits with; or the program that the first one names."""
     from hydra._internal.hydra import Hydra
 
-    from llamarl.main import main
+    from llamarl.cli.main import main
 
     Hydra.get_mode = lambda *_, **__: None  # tests/conftest.py says why
     sys.argv = ["llamarl", *arguments]

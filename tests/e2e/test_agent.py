@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.types import NO_VERSION
+from llamarl.core.records import NO_VERSION
 from tests.e2e.commands import read_rollouts
 from tests.e2e.forks import Forks
 from tests.e2e.test_tools_exact import SMALL, check, questions

@@ -19,7 +19,7 @@ from tests.unit.test_rehearsal import write_environment_recipe
 TWO_RANKS = ["trainer.num_ranks=2", "weights=collective", "generator.num_ranks=2"]
 IMPATIENT = (
     "import sys; from llamarl.checks import trial; trial.CALL_S = 5.0; "
-    "from llamarl.main import program; program()"
+    "from llamarl.cli.main import program; program()"
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.run.control import ask
+from llamarl.controller.control import ask
 from tests.e2e.commands import RECIPE, SMALL, finish, start
 
 SHORT, LONG = 4, 64  # tokens: they double four times

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.checkpoints import checkpoint
+from llamarl.core import checkpoint
 from tests.e2e.commands import KEEPING, Command, finish, read_archive, train, wait_for_step
 from tests.json_lines import read_lines
 

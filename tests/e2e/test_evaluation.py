@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.checkpoints import checkpoint
+from llamarl.core import checkpoint
 from tests.e2e.forks import Forks
 from tests.json_lines import read_lines
 from tests.places import RECIPE

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.run.control import SOCKET, ask
+from llamarl.controller.control import SOCKET, ask
 from tests.e2e.commands import (
     Command,
     executors,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.models.safetensors_file import read_header
+from llamarl.model.safetensors_file import read_header
 from llamarl.view.page import view
 from tests.e2e.commands import read_rollouts
 from tests.e2e.forks import Forks
@@ -168,7 +168,7 @@ def test_a_users_own_task_is_rewarded_by_its_code(llamarl: Command, tmp_path: Pa
 
 
 def test_the_help_names_the_commands() -> None:
-    command = [sys.executable, "-m", "llamarl.main", "--help"]
+    command = [sys.executable, "-m", "llamarl.cli.main", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "train" in done.stdout

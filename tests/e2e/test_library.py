@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import llamarl
-from llamarl.groups import Group
-from llamarl.library.own_loop import LibraryEngines
+from llamarl.controller.library import LibraryEngines
+from llamarl.core.groups import Group
 from tests.e2e.commands import read_archive
 from tests.e2e.forks import Forks
 from tests.places import RECIPE, ROOT

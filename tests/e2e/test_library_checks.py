@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from llamarl.config import Config, VllmConfig
-from llamarl.environments.prompts import make_prompt
-from llamarl.library.own_groups import Question
-from llamarl.library.own_loop import LibraryEngines
-from llamarl.models.hf import as_parameters
-from llamarl.models.inventory import parameter_shapes
+from llamarl.controller.library import LibraryEngines, Question
+from llamarl.core.config import Config, VllmConfig
+from llamarl.model.hf import as_parameters
+from llamarl.model.inventory import parameter_shapes
+from llamarl.model.prompt_rules import make_prompt
 from llamarl.recipe.inputs import Inputs, read_inputs
-from llamarl.recipe.sampling_rules import replace_sampling, train_sampling
+from llamarl.recipe.rules import replace_sampling, train_sampling
 from tests.e2e.test_library import RECIPE, run
 from tests.unit.test_mistakes import compose
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.errors import UserCodeError
-from llamarl.library.own_loop import LibraryEngines
+from llamarl.controller.library import LibraryEngines
+from llamarl.core.errors import UserCodeError
 from tests.e2e.commands import Command
 from tests.e2e.test_library import RECIPE, run
 
@@ -51,7 +51,7 @@ def test_an_error_in_the_background_reaches_every_call(tmp_path: Path) -> None:
 LEAVING = """
 import asyncio, os, signal, sys
 import llamarl
-from llamarl.errors import NoGenerator
+from llamarl.core.errors import NoGenerator
 
 async def block(run_dir):
     async with llamarl.start_engines({recipe!r}, run_dir=run_dir, executors={parts}) as engines:

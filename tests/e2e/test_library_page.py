@@ -78,7 +78,7 @@ def test_the_first_lines_of_the_page_run(place: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_table_of_calls_has_them_all() -> None:
-    from llamarl.library.own_loop import LibraryEngines
+    from llamarl.controller.library import LibraryEngines
 
     named = set(
         re.findall(r"`(?:engines\.)?(\w+)(?:\(.*?\))?`", TEXT[TEXT.index("## The calls") :])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.library.own_loop import LibraryEngines
+from llamarl.controller.library import LibraryEngines
 from tests.e2e.commands import read_archive
 from tests.e2e.test_library import run, train
 

@@ -139,7 +139,7 @@ COMMON = [
     *("evaluation.max_prompts=4", "evaluation.every_steps=1", "metrics.trackers=[]"),
 ]
 TASK = """
-from llamarl.dataflow.graph import Drop, Stage
+from llamarl.scoring.stages import Drop, Stage
 
 def loss(inputs):
     return -inputs.ratio.detach().clamp(max=2.0) * inputs.advantages * inputs.trainer_logprobs

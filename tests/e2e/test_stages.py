@@ -27,7 +27,7 @@ algorithm: {reward_columns: [reward, quality, share], reward_column_weights: [1.
 """
 TASK = """
 import os, time
-from llamarl.dataflow.graph import Drop, Stage
+from llamarl.scoring.stages import Drop, Stage
 
 def judge(prompt, completion):
     chance = hash(completion) % 40

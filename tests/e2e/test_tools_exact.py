@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.data.tokenizer import load_tokenizer
+from llamarl.core.records import NO_VERSION
+from llamarl.model.tokenizer import load_tokenizer
 from llamarl.recipe.inputs import read_inputs
-from llamarl.types import NO_VERSION
 from tests.e2e.commands import read_rollouts
 from tests.e2e.forks import Forks
 from tests.json_lines import read_lines

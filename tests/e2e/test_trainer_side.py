@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.run.control import ask
+from llamarl.controller.control import ask
 from tests.e2e.commands import (
     executors,
     finish,

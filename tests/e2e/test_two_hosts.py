@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from llamarl.cluster.deploy.certificates import make_certificates
+from llamarl.cluster.certificates import make_certificates
 from llamarl.cluster.os_process import is_alive
-from llamarl.run.control import ask, scale
+from llamarl.controller.control import ask, scale
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 

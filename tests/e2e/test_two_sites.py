@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from demo_two_hosts import options, worker
 from live_run import RECIPE, LiveRun, command, environment
 
-from llamarl.cluster.deploy.certificates import make_certificates
+from llamarl.cluster.certificates import make_certificates
 from llamarl.metrics.span import Span, SpanReader
 from tests.links import Host, Link, network, why_not
 

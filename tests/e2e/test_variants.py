@@ -176,7 +176,7 @@ def test_the_code_of_transformers_gives_the_log_probs_of_the_embedded_engine(
 
 
 TEACHER = """
-from llamarl.dataflow.graph import Column, FrozenModel, Stage
+from llamarl.scoring.stages import Column, FrozenModel, Stage
 def loss(inputs):
     return inputs.columns["teacher"] + 0 * inputs.trainer_logprobs
 stages = [Stage("old", FrozenModel("teacher"), writes=[Column("teacher", "float32", "response")])]

@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from llamarl.checks import command, trial
-from llamarl.config import Config
-from llamarl.device import driver
+from llamarl.cli import check, check_trial
+from llamarl.core.config import Config
+from llamarl.core.device import names
 from tests.emulated import module
 from tests.emulated.accelerator import KIND, damage, in_every_thread
 from tests.emulated.platform import RecordedGraphs, install
@@ -59,7 +59,7 @@ def stale(record: Callable[..., object]) -> Callable[..., object]:
 
 def hang() -> None:
     """Waits for the device end long after the limit of a call."""
-    trial.CALL_S = 4.0
+    check_trial.CALL_S = 4.0
     module.Event.synchronize = lambda self: time.sleep(6)  # type: ignore[method-assign]
 
 
@@ -71,8 +71,8 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "a device that hangs": hang,
     "stale graphs": lambda: setattr(RecordedGraphs, "record", stale(RecordedGraphs.record)),
     "bytes lost in offload": lambda: damage.update({"copy out": whole_memory(lambda x: x.zero_())}),
-    "no driver": lambda: setattr(driver, "DRIVER_FILES", ()),
-    "torch for CPUs": lambda: setattr(command.metadata, "version", lambda name: "2.13.0+cpu"),
+    "no driver": lambda: setattr(names, "DRIVER_FILES", ()),
+    "torch for CPUs": lambda: setattr(check.metadata, "version", lambda name: "2.13.0+cpu"),
 }
 
 
@@ -87,20 +87,20 @@ async def check_with(
     """The lines that the command prints, and its error."""
     install()
     in_every_thread()
-    driver.DRIVER_FILES = ("/proc",)
-    command.metadata = SimpleNamespace(version=lambda name: "2.13.0")
+    names.DRIVER_FILES = ("/proc",)
+    check.metadata = SimpleNamespace(version=lambda name: "2.13.0")
     torch.set_num_threads(1)
     MISTAKES[mistake]()
     tool = Path(folder) / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\necho '{card}'\necho '{card}'\n")
     tool.chmod(0o755)
-    driver.TOOL = str(tool)
+    names.TOOL = str(tool)
     config: Config = compose_recipe(RECIPE, [*GPU_RECIPE, *overrides])
     config = replace(config, run_dir=f"{folder}/runs/run", recipe_dir=str(RECIPE))
     shown = io.StringIO()
     error = ""
     try:
-        await command.check(config, Console(file=shown, width=300))
+        await check.check(config, Console(file=shown, width=300))
     except ValueError as raised:
         error = str(raised)
     return shown.getvalue().splitlines(), error

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llamarl.algorithms.losses import algorithms
-from llamarl.config import (
+from llamarl.core.config import (
     EmbeddedConfig,
     LoraConfig,
     PlacementConfig,
@@ -21,21 +20,20 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.device.devices import platform_of
-from llamarl.executors.memory_mover import MemoryMover
-from llamarl.executors.policy_step import PolicyStep
-from llamarl.executors.specs import TrainerSpec
-from llamarl.generation.engine import EmbeddedEngine
+from llamarl.core.device.devices import platform_of
+from llamarl.core.records import REF_LOGPROBS
+from llamarl.generator.engine.engine import EmbeddedEngine
 from llamarl.metrics.span import Spans
-from llamarl.models.architecture import read_architecture
-from llamarl.models.dcp_index import SavedShards
-from llamarl.models.random_states import is_state
-from llamarl.storage.store import Store
-from llamarl.types import REF_LOGPROBS
-from llamarl.weights.layout.boxes import Route
-from llamarl.weights.layout.formats import kinds_of
-from llamarl.weights.layout.reshard import plan
-from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.model.architecture import read_architecture
+from llamarl.publish.layout import Route, kinds_of
+from llamarl.publish.offload import MemoryMover
+from llamarl.publish.reshard import plan
+from llamarl.publish.target import WeightBuffer
+from llamarl.storage.client import Store
+from llamarl.trainer.losses import algorithms
+from llamarl.trainer.policy import SavedShards, is_state
+from llamarl.trainer.specs import TrainerSpec
+from llamarl.trainer.worker import PolicyStep
 from tests.distributed.rollouts import TEMPERATURE, add_reference, make_batch, make_rollouts
 from tests.emulated.accelerator import KIND, counts, emulated
 from tests.emulated.platform import EmulatedPlatform, install

@@ -7,10 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llamarl.device.accelerator import Accelerator
-from llamarl.device.devices import PLATFORMS
-from llamarl.device.names import DEVICES
-from llamarl.device.platform import Card, Graphs, Handle, Replay
+from llamarl.core.device.devices import PLATFORMS
+from llamarl.core.device.names import DEVICES
+from llamarl.core.device.platform import Accelerator, Card, Graphs, Handle, Replay
 from tests.emulated.accelerator import DEVICE_MEMORY_BYTES, KIND, EmulatedTensor, register
 from tests.emulated.module import Module
 

@@ -25,19 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llamarl.algorithms.losses import find_loss
-from llamarl.config import Config, EmbeddedConfig, WeightsConfig
-from llamarl.device.devices import PLATFORMS
-from llamarl.device.platform import Arrival, Handle
-from llamarl.executors.passes import Passes
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.groups import BatchRollout
-from llamarl.models.architecture import read_architecture
-from llamarl.models.loading import empty_model
-from llamarl.models.parallelize import make_mesh
-from llamarl.models.policy import Policy
-from llamarl.planner.memory.activations import AttentionKernel, Watch, fullest_packings
-from llamarl.types import (
+from llamarl.core.config import Config, EmbeddedConfig, WeightsConfig
+from llamarl.core.device.devices import PLATFORMS
+from llamarl.core.device.platform import Arrival, Handle
+from llamarl.core.groups import BatchRollout
+from llamarl.core.records import (
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -46,7 +38,14 @@ from llamarl.types import (
     Request,
     Sampling,
 )
-from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.generator.engine.engine import EmbeddedEngine
+from llamarl.model.architecture import read_architecture
+from llamarl.planner.memory.activations import AttentionKernel, Watch, fullest_packings
+from llamarl.publish.target import WeightBuffer
+from llamarl.trainer.losses import find_loss
+from llamarl.trainer.parallel import empty_model, make_mesh
+from llamarl.trainer.passes import Passes
+from llamarl.trainer.policy import Policy
 from tests.emulated.accelerator import KIND
 from tests.emulated.platform import EmulatedPlatform, install
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.algorithms.losses import algorithms
+from llamarl.trainer.losses import algorithms
 from tests.distributed.ranks import Ranks
 from tests.emulated.jobs import (
     CPU,

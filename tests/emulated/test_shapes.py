@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import Config, EmbeddedConfig
-from llamarl.models.architecture import Architecture, read_architecture
+from llamarl.core.config import Config, EmbeddedConfig
+from llamarl.model.architecture import Architecture, read_architecture
 from llamarl.planner.memory.generator_memory import forecast_generator
 from llamarl.planner.memory.trainer_memory import forecast_trainer
 from llamarl.planner.simulation.trainer_times import sizes

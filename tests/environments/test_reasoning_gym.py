@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from reasoning_gym.factory import DATASETS, create_dataset
 
-from llamarl.config import RewardConfig
-from llamarl.environments.task_prompts import make_rows
-from llamarl.types import Prompt
+from llamarl.core.config import RewardConfig
+from llamarl.core.records import Prompt
+from llamarl.prompts.rows import make_rows
 from tests.distributed.reward_pool import Completion, RewardPool
 from tests.e2e.commands import read_rollouts
 from tests.e2e.forks import Forks

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from llamarl.data.tokenizer import load_tokenizer
-from llamarl.environments.definition import find_defined
-from llamarl.environments.episodes import Episodes
-from llamarl.environments.task_prompts import load as load_prompts
-from llamarl.environments.task_prompts import make_rows
-from llamarl.task_file import load_module
-from llamarl.types import NO_VERSION, Prompt
+from llamarl.core.extensions import load_module
+from llamarl.core.records import NO_VERSION, Prompt
+from llamarl.model.tokenizer import load_tokenizer
+from llamarl.prompts.rows import load as load_prompts
+from llamarl.prompts.rows import make_rows
+from llamarl.scoring.definition import find_defined
+from llamarl.scoring.episodes import Episodes
 from tests.e2e.commands import finish, read_rollouts, start
 from tests.places import ROOT, TOOLS_RECIPE
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.config import EmbeddedConfig
-from llamarl.device.devices import platform_of
-from llamarl.executors.memory_mover import MemoryMover
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.generation.sampling import SamplingRows, sample
+from llamarl.core.config import EmbeddedConfig
+from llamarl.core.device.devices import platform_of
+from llamarl.generator.engine.engine import EmbeddedEngine
+from llamarl.generator.engine.sampling import SamplingRows, sample
+from llamarl.publish.offload import MemoryMover
 from tests.random_search import case
 from tests.tiny_checkpoints import LLAMA, make_model
 from tests.unit.engine_models import (
@@ -130,7 +130,7 @@ def test_the_kernels_of_decode_attention_write_what_torchs_attention_does(
 ) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     assert platform_of(device).has_triton(device)
-    from llamarl.generation import decode_attention  # where Triton is
+    from llamarl.generator.engine import decode_attention  # where Triton is
     from tests.unit.decode_attention_cases import check
 
     for name in ("SPLIT", "MOST_SPLITS"):  # of which the cases choose others

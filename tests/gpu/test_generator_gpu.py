@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llamarl.config import EmbeddedConfig
+from llamarl.core.config import EmbeddedConfig
 from tests.contract.generator_contract import (  # noqa: F401 - the questions, and `run_dir`
     run_dir,
     test_a_partial_row_is_resumed_from_storage_on_another_replica,

@@ -18,7 +18,7 @@ import sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from llamarl.device.devices import platform_of
+from llamarl.core.device.devices import platform_of
 torch.cuda.set_device(0)
 store = dist.FileStore(sys.argv[1], int(sys.argv[2]))
 limit = timedelta(seconds=4)

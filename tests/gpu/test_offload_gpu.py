@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llamarl.executors.memory_mover import CHUNK_BYTES, MemoryMover
+from llamarl.publish.offload import CHUNK_BYTES, MemoryMover
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,9 +8,9 @@ import asyncio
 import pytest
 import torch
 
-from llamarl.errors import FingerprintMismatch
-from llamarl.weights.integrity.fingerprint import fingerprint, transfer
-from llamarl.weights.transports.mapped import MappedBlock
+from llamarl.core.errors import FingerprintMismatch
+from llamarl.publish.fingerprint import fingerprint, transfer
+from llamarl.publish.transports.mapped import MappedBlock
 from tests.contract.publishing import STAGINGS, Generator, GeneratorRanks, Trainer, World, connected
 from tests.contract.publishing_damage import one_row_further
 from tests.contract.publishing_layouts import KINDS

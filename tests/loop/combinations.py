@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llamarl.config import DispatchConfig
-from llamarl.dataflow.samplers import ReadyItem, Sample
-from llamarl.lengths.ranker import History, Learnt, Oracle, Ranker, Unranked
+from llamarl.controller.lengths import History, Learnt, Oracle, Ranker, Unranked
+from llamarl.core.config import DispatchConfig
+from llamarl.core.records import Prompt, Request
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.simulated_run import make_skew
-from llamarl.types import Prompt, Request
+from llamarl.scoring.samplers import ReadyItem, Sample
 from tests.loop.faults import Faults
 from tests.loop.loop import COSTS, Loop, heavy_tail, slower
 from tests.loop.test_loop import STAGES

@@ -11,17 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.config import Config
-from llamarl.episode import version_spans
-from llamarl.errors import ExecutorLost
-from llamarl.executors.rollout_part import read_written, write_finished
-from llamarl.generation.protocol import PartialOutput, RequestOutput
-from llamarl.planner.simulation.cores import Cores, Job
-from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.setting import Rollout, SimulatedRollouts, tokens_of
-from llamarl.planner.simulation.simulated_cluster import SimulatedCluster, SimulatedProcess
-from llamarl.protocols import Storage
-from llamarl.types import (
+from llamarl.core.config import Config
+from llamarl.core.errors import ExecutorLost
+from llamarl.core.faces import Storage
+from llamarl.core.groups import version_spans
+from llamarl.core.records import (
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -31,6 +25,12 @@ from llamarl.types import (
     RolloutInfo,
     StageResult,
 )
+from llamarl.generator.protocol import PartialOutput, RequestOutput
+from llamarl.generator.worker import read_written, write_finished
+from llamarl.planner.simulation.cores import Cores, Job
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.setting import Rollout, SimulatedRollouts, tokens_of
+from llamarl.planner.simulation.simulated_cluster import SimulatedCluster, SimulatedProcess
 
 LIVENESS_TIMEOUT_S = 5.0  # after so long a silence a process counts as lost
 STOP_S = 0.2  # what it takes to stop one

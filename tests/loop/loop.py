@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.config import (
+from llamarl.controller.balance import Skew
+from llamarl.controller.fleet import Fleet
+from llamarl.controller.wiring import Wiring
+from llamarl.core.config import (
     CheckpointConfig,
     ClusterConfig,
     Config,
@@ -27,21 +29,8 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.dataflow.graph import Stage, make_graph
-from llamarl.dataflow.samplers import Sampler, admission
-from llamarl.groups import Batch, Dropped, Evaluation, Group, StepStats, Verdict
-from llamarl.loop.skew import Skew
-from llamarl.metrics.span import Spans
-from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.executors import SimulatedRunLogger
-from llamarl.planner.simulation.setting import Setting
-from llamarl.planner.simulation.simulated_cluster import make_executors
-from llamarl.planner.simulation.simulated_run import make_inputs
-from llamarl.planner.simulation.timeline import SimulatedTimeline
-from llamarl.planner.simulation.workload import Workload, spread
-from llamarl.run.fleet import Fleet
-from llamarl.run.wiring import Wiring
-from llamarl.types import (
+from llamarl.core.groups import Batch, Dropped, Evaluation, Group, StepStats, Verdict
+from llamarl.core.records import (
     NO_VERSION,
     EpisodeState,
     Prompt,
@@ -50,6 +39,17 @@ from llamarl.types import (
     StageStatus,
     TurnResult,
 )
+from llamarl.metrics.span import Spans
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.executors import SimulatedRunLogger
+from llamarl.planner.simulation.setting import Setting
+from llamarl.planner.simulation.simulated_cluster import make_executors
+from llamarl.planner.simulation.simulated_run import make_inputs
+from llamarl.planner.simulation.timeline import SimulatedTimeline
+from llamarl.planner.simulation.workload import Workload, spread
+from llamarl.scoring.samplers import Sampler, admission
+from llamarl.scoring.stages import Stage, make_graph
+from llamarl.trainer.losses.aipo import AIPOConfig
 from tests.fakes import WatchedStorage
 from tests.loop.faults import Faults, FaultyCluster, FaultyProcess, StoredRollouts
 from tests.unit.planner_recipes import LLAMA, make_recipe

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.errors import ExecutorLost, NoGenerator
+from llamarl.controller.wiring import make_dispatch
+from llamarl.core.errors import ExecutorLost, NoGenerator
+from llamarl.core.records import RESPONSE_IDS, FinishReason, Purpose, Request, RolloutInfo, Sampling
 from llamarl.planner.simulation.clock import run
-from llamarl.run.wiring import make_dispatch
-from llamarl.types import RESPONSE_IDS, FinishReason, Purpose, Request, RolloutInfo, Sampling
 from tests.loop.faults import LIVENESS_TIMEOUT_S, Faults
 from tests.loop.loop import Loop
 

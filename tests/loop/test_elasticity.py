@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llamarl.controller.elasticity import wanted_change
+from llamarl.core.records import Request
 from llamarl.planner.simulation.clock import run
-from llamarl.run.elasticity import wanted_change
-from llamarl.types import Request
 from tests.loop.loop import COSTS, Loop
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from llamarl.checkpoints import checkpoint
-from llamarl.environments.prompt_stream import PromptStream
-from llamarl.groups import StepStats
+from llamarl.core import checkpoint
+from llamarl.core.groups import StepStats
+from llamarl.core.records import REWARD, Prompt, StageResult
 from llamarl.planner.simulation.clock import run
+from llamarl.prompts.stream import PromptStream
 from llamarl.recipe.inputs import make_prompts
 from llamarl.recipe.prompt_inputs import with_last_step
-from llamarl.types import REWARD, Prompt, StageResult
 from tests.fakes import WatchedStorage
 from tests.loop.faults import Faults
 from tests.loop.loop import COSTS, Loop, LoopWorkload, first_error

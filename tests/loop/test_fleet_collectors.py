@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from llamarl.errors import ExecutorLost
-from llamarl.executors.collector import CollectorExecutor
-from llamarl.executors.engine_output import KeptRows
-from llamarl.executors.specs import CollectorSpec
+from llamarl.core.errors import ExecutorLost
+from llamarl.core.faces import Report
+from llamarl.core.records import Request
+from llamarl.generator.collector import CollectorExecutor
+from llamarl.generator.decoding import KeptRows
+from llamarl.generator.specs import CollectorSpec
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.clock import run
-from llamarl.protocols import Report
-from llamarl.types import Request
 from tests.fakes import stopped
 from tests.loop.faults import Faults
 from tests.loop.loop import COSTS, Loop, first_error

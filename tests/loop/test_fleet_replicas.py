@@ -11,14 +11,14 @@ from typing import cast
 import pytest
 
 from llamarl.cluster import Executor
-from llamarl.config.rank_assignment import Device
-from llamarl.errors import ExecutorLost, NoGenerator
-from llamarl.executors.specs import CollectorSpec
+from llamarl.controller.fleet import Fleet
+from llamarl.controller.starter import Starter
+from llamarl.controller.wiring import make_dispatch
+from llamarl.core.config.rank_assignment import Device
+from llamarl.core.errors import ExecutorLost, NoGenerator
+from llamarl.generator.specs import CollectorSpec
 from llamarl.planner.simulation.clock import run
-from llamarl.run.fleet import Fleet
-from llamarl.run.starter import Starter
-from llamarl.run.wiring import make_dispatch
-from llamarl.weights.sync.publisher import Publisher
+from llamarl.publish.publisher import Publisher
 from tests.loop.faults import Faults, FaultyProcess, dying
 from tests.loop.loop import COSTS, Loop, first_error, slower
 

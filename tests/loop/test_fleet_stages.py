@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.errors import ExecutorLost
-from llamarl.groups import Group, Verdict
+from llamarl.core.errors import ExecutorLost
+from llamarl.core.groups import Group, Verdict
+from llamarl.core.records import REWARD, Outcome, Prompt, StageResult, StageStatus
 from llamarl.planner.simulation.clock import run
-from llamarl.types import REWARD, Outcome, Prompt, StageResult, StageStatus
 from tests.fakes import WatchedStorage
 from tests.loop.faults import Faults, FaultyProcess, dying
 from tests.loop.loop import COSTS, Loop, LoopWorkload, first_error, heavy_tail

@@ -14,20 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.algorithms.losses.sft import SFTConfig
-from llamarl.checkpoints import checkpoint
-from llamarl.config import Config
-from llamarl.environments.demonstrations import WRITTEN
-from llamarl.environments.prompt_stream import PromptStream
-from llamarl.groups import Group
+from llamarl.controller.fleet import Fleet
+from llamarl.controller.wiring import Wiring, build_imitation
+from llamarl.core import checkpoint
+from llamarl.core.config import Config
+from llamarl.core.groups import Group
+from llamarl.core.records import PROXIMAL_LOGPROBS, Prompt
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.clock import run
-from llamarl.recipe.demonstration_inputs import as_imitation
-from llamarl.recipe.prompt_inputs import with_last_step
-from llamarl.run.fleet import Fleet
-from llamarl.run.imitation_wiring import build_imitation
-from llamarl.run.wiring import Wiring
-from llamarl.types import PROXIMAL_LOGPROBS, Prompt
+from llamarl.prompts.demonstrations import WRITTEN
+from llamarl.prompts.stream import PromptStream
+from llamarl.recipe.prompt_inputs import as_imitation, with_last_step
+from llamarl.trainer.losses.sft import SFTConfig
 from tests.fakes import WatchedStorage
 from tests.loop.loop import Loop, WatchedRunLogger
 from tests.random_search import case, searched

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llamarl.dataflow.graph import Stage
-from llamarl.groups import Batch
+from llamarl.core.groups import Batch
+from llamarl.core.records import Request
 from llamarl.metrics.console import Progress
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.metrics.trackers import MetricsLog
 from llamarl.planner.simulation.clock import run
-from llamarl.types import Request
+from llamarl.scoring.stages import Stage
 from tests.fakes import nothing
 from tests.loop.faults import Faults
 from tests.loop.loop import COSTS, Loop, first_error, slower

@@ -9,8 +9,8 @@ from collections import Counter
 from itertools import product
 from pathlib import Path
 
+from llamarl.core.records import StageStatus
 from llamarl.planner.simulation.clock import run
-from llamarl.types import StageStatus
 from tests.loop.combinations import draw, due_evaluations
 from tests.loop.loop import Loop
 from tests.random_search import case, searched

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.checkpoints.checkpoint import latest, version_of
+from llamarl.core.checkpoint import latest, version_of
+from llamarl.core.records import Purpose, Request
 from llamarl.planner.simulation.clock import run
 from llamarl.planner.simulation.replica import SimulatedReplica
-from llamarl.types import Purpose, Request
 from tests.loop.faults import Faults
 from tests.loop.loop import COSTS, Loop
 

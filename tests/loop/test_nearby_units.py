@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.config.rank_assignment import assign, num_storage_units, units_near
-from llamarl.generation.protocol import RequestOutput
-from llamarl.groups import Group
-from llamarl.loop.nearby_units import Neighbours, RowIds
+from llamarl.controller.balance import Neighbours, RowIds
+from llamarl.controller.wiring import make_dispatch
+from llamarl.core.config.rank_assignment import assign, num_storage_units, units_near
+from llamarl.core.groups import Group
+from llamarl.generator.protocol import RequestOutput
 from llamarl.planner.simulation.clock import run
-from llamarl.run.wiring import make_dispatch
 from tests.loop.faults import Faults
 from tests.loop.loop import Loop, slower
 
@@ -130,7 +130,7 @@ def test_rollouts_are_stored_where_they_are_written_and_no_replica_has_more_to_d
 ) -> None:
     changes = {"segment_tokens": segment_tokens, "drop_share": drop_share}
     near, near_s = played(tmp_path / "near", **changes)
-    monkeypatch.setattr("llamarl.run.wiring.units_near", lambda config: {})
+    monkeypatch.setattr("llamarl.controller.wiring.units_near", lambda config: {})
     far, far_s = played(tmp_path / "far", **changes)
     assert {host_of(near, replica) for replica in range(4)} == {0, 1}
     assert near.share_at_home() >= 0.9
@@ -148,7 +148,7 @@ def test_a_host_whose_replicas_are_lost_or_slow_holds_no_other(
     faults = {f"generator-{replica}": fault for replica, units in hosts.items() if units == [1]}
     assert 0 < len(faults) < 4
     near, near_s = played(tmp_path / "near", faults=faults)
-    monkeypatch.setattr("llamarl.run.wiring.units_near", lambda config: {})
+    monkeypatch.setattr("llamarl.controller.wiring.units_near", lambda config: {})
     _, far_s = played(tmp_path / "far", faults=faults)
     assert near.trainer.version == 20
     assert max(near.staleness()) <= 1

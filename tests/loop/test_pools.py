@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from llamarl.config import EmbeddedConfig
-from llamarl.config.pools import pools_of
-from llamarl.loop.speeds import FEWEST_ROLLOUTS, Speeds
+from llamarl.controller.balance import FEWEST_ROLLOUTS, Speeds
+from llamarl.core.config import EmbeddedConfig
+from llamarl.core.config.generator import pools_of
+from llamarl.core.records import FinishReason, Purpose, Request, Sampling
 from llamarl.planner.simulation import clock
-from llamarl.types import FinishReason, Purpose, Request, Sampling
 from tests.fakes import stopped
 from tests.loop.loop import Loop, slower
 

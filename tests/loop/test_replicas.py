@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.errors import ExecutorLost
+from llamarl.controller.wiring import make_dispatch
+from llamarl.core.errors import ExecutorLost
+from llamarl.core.records import TOKEN_VERSIONS, Purpose, Request, Sampling
 from llamarl.planner.simulation.clock import run
-from llamarl.run.wiring import make_dispatch
-from llamarl.types import TOKEN_VERSIONS, Purpose, Request, Sampling
 from tests.loop.faults import LIVENESS_TIMEOUT_S, Faults
 from tests.loop.loop import COSTS, Loop, first_error, slower
 from tests.loop.test_loop import four_tokens, one_token

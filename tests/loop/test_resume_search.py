@@ -14,17 +14,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llamarl.checkpoints import checkpoint, positions
-from llamarl.data.kept_rollouts import is_kept
-from llamarl.environments.prompt_stream import PromptStream
-from llamarl.errors import ExecutorLost
-from llamarl.groups import StepStats
+from llamarl.core import checkpoint, files
+from llamarl.core.errors import ExecutorLost
+from llamarl.core.groups import StepStats
+from llamarl.core.records import Prompt
 from llamarl.metrics.held_out import EVALUATION
 from llamarl.metrics.run_logger import TURNS
 from llamarl.metrics.trackers import METRICS_FILE, MetricsLog
 from llamarl.planner.simulation.clock import run
+from llamarl.prompts.stream import PromptStream
 from llamarl.recipe.starting_point import starting_point
-from llamarl.types import Prompt
+from llamarl.storage.archive import is_kept
 from tests.fakes import WatchedStorage
 from tests.loop.combinations import draw
 from tests.loop.loop import Loop
@@ -283,7 +283,7 @@ def resume(loop: Loop, folder: Path) -> dict[str, Any]:
     automatic = replace(loop.config.checkpoint, resume="auto")
     config = replace(loop.config, checkpoint=automatic)
     state, _ = starting_point(config, loop.inputs, str(folder))
-    positions.cut(folder, state.get("positions", {}))
+    files.cut(folder, state.get("positions", {}))
     return state
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.loop.gate import ROOM_PAUSE_S
-from llamarl.loop.room import Room
+from llamarl.controller.dispatch import Room
+from llamarl.controller.gate import ROOM_PAUSE_S
 from llamarl.planner.simulation.clock import run
 from tests.fakes import WatchedStorage
 from tests.loop.loop import Loop

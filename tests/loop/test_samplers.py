@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.dataflow.samplers import ReadyItem, Sample
 from llamarl.planner.simulation.clock import run
+from llamarl.scoring.samplers import ReadyItem, Sample
 from tests.loop.loop import COSTS, Loop, slower
 
 HARD = {"drop_share": 0.2, "failed_share": 0.02}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from llamarl.checkpoints import checkpoint
+from llamarl.core import checkpoint
 from llamarl.planner.simulation.clock import run
 from tests.loop.loop import Loop
 

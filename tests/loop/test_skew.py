@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import DispatchConfig
-from llamarl.lengths.ranker import History, Learnt, Oracle, Ranker, Unranked
-from llamarl.lengths.split import Limits
-from llamarl.loop.balance import Balance, Replica
-from llamarl.loop.skew import Skew
+from llamarl.controller.balance import Balance, Replica, Skew
+from llamarl.controller.lengths import History, Learnt, Limits, Oracle, Ranker, Unranked
+from llamarl.core.config import DispatchConfig
+from llamarl.core.records import FinishReason, Prompt, Purpose, Request, Sampling
 from llamarl.planner.simulation.clock import run
 from llamarl.planner.simulation.simulated_run import make_skew
-from llamarl.types import FinishReason, Prompt, Purpose, Request, Sampling
 from tests.fakes import stopped
 from tests.loop.faults import Faults
 from tests.loop.loop import COSTS, Loop, slower

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from llamarl.algorithms.loss_inputs import LossInputs
-from llamarl.algorithms.policy_loss import denominator, policy_loss
-from llamarl.config import AlgorithmConfig
+from llamarl.core.config import AlgorithmConfig
+from llamarl.trainer.loss_inputs import LossInputs
+from llamarl.trainer.policy_loss import denominator, policy_loss
 
 MAX_TOKENS = 16
 NUM_ROLLOUTS = 24

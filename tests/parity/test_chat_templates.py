@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from llamarl.data.tokenizer import Tokenizer
-from llamarl.environments.definition import Kind
-from llamarl.environments.turn_format import TurnFormat
+from llamarl.model.tokenizer import Tokenizer
+from llamarl.scoring.definition import Kind
+from llamarl.scoring.turn_format import TurnFormat
 from tests.unit import chat_templates as writing
 from tests.unit.test_turn_format import ADD, STEPS, TOOLS
 

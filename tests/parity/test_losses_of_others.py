@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.algorithms.advantages import ADVANTAGES, apart, over_deviation
-from llamarl.algorithms.losses import algorithms
-from llamarl.algorithms.policy_loss import kl_penalty
-from llamarl.config import AlgorithmConfig
+from llamarl.core.config import AlgorithmConfig
+from llamarl.trainer.advantages import ADVANTAGES, apart, over_deviation
+from llamarl.trainer.losses import algorithms
+from llamarl.trainer.policy_loss import kl_penalty
 from tests.parity import of_trl, of_verl
 from tests.parity.rollouts import Padded, ours, random_rollouts
 

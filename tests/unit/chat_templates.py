@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from llamarl.data import tokenizer as loading
+from llamarl.model import tokenizer as loading
 
 HEAD = (
     "{% if tools %}<|im_start|>system\nTools in <tool_call>: {{ tools | tojson }}<|im_end|>\n"

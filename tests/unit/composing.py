@@ -15,7 +15,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from llamarl.config import Config
+from llamarl.core.config import Config
 from llamarl.recipe.choices import CHOICES
 from llamarl.recipe.composition import CONF_FOLDER, store_choices, to_config
 

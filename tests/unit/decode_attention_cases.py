@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from llamarl.config import EmbeddedConfig
-from llamarl.device.devices import PLATFORMS
-from llamarl.device.platform import Platform
-from llamarl.generation import decode_attention, padded_kv_cache
-from llamarl.generation.engine import EmbeddedEngine
+from llamarl.core.config import EmbeddedConfig
+from llamarl.core.device.devices import PLATFORMS
+from llamarl.core.device.platform import Platform
+from llamarl.generator.engine import decode_attention, kv_cache
+from llamarl.generator.engine.engine import EmbeddedEngine
 from tests.random_search import case
 from tests.tiny_checkpoints import LLAMA, make_model
 from tests.unit.engine_models import (
@@ -90,7 +90,7 @@ class WithTriton(Platform):
 def check_engine() -> None:
     """Recorded steps with the kernels write what plain ones write on a CPU, and there is one
     recording for each number of rows."""
-    decode_attention.SPLIT, padded_kv_cache.SHORTEST = 32, 8
+    decode_attention.SPLIT, kv_cache.SHORTEST = 32, 8
     done = []
     for has_triton in (False, True):
         PLATFORMS["cpu"] = WithTriton() if has_triton else Platform()

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from llamarl.config import EmbeddedConfig
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.types import Prompt, Request, Sampling
+from llamarl.core.config import EmbeddedConfig
+from llamarl.core.records import Prompt, Request, Sampling
+from llamarl.generator.engine.engine import EmbeddedEngine
 from tests.unit.engine_models import VARIANTS, record_steps
 
 EPISODE = Prompt(prompt_id=0, text="", token_ids=(1,))

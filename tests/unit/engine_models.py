@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from llamarl.config import EmbeddedConfig
-from llamarl.generation.decoder import Decoder
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.generation.model_runner import PaddedRunner
-from llamarl.generation.protocol import RequestOutput
-from llamarl.generation.quantized import QuantizedMatrix, make_scratch
-from llamarl.models.architecture import RopeScaling
-from llamarl.models.attention import make_packing
-from llamarl.models.transformer import Transformer
-from llamarl.types import Request, Sampling
-from llamarl.weights.layout.formats import FP8, LARGEST, Format, format_of
-from llamarl.weights.quantization.rounding import quantize, row_maxima, scales_of
+from llamarl.core.config import EmbeddedConfig
+from llamarl.core.records import Request, Sampling
+from llamarl.generator.engine.decoder import Decoder, PaddedRunner
+from llamarl.generator.engine.engine import EmbeddedEngine
+from llamarl.generator.engine.weights import QuantizedMatrix, make_scratch
+from llamarl.generator.protocol import RequestOutput
+from llamarl.model.architecture import RopeScaling
+from llamarl.model.attention import make_packing
+from llamarl.model.transformer import Transformer
+from llamarl.publish.layout import FP8, LARGEST, Format, format_of
+from llamarl.publish.shards import quantize, row_maxima, scales_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from llamarl.generation.sampling import uniforms
-from llamarl.types import FinishReason, Request, Sampling
+from llamarl.core.records import FinishReason, Request, Sampling
+from llamarl.generator.engine.sampling import uniforms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

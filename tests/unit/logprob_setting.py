@@ -2,8 +2,8 @@
 
 import asyncio
 
-from llamarl.loop.logprob_check import LogprobCheck
-from llamarl.types import FinishReason, Prompt, Sampling
+from llamarl.controller.logprob_check import LogprobCheck
+from llamarl.core.records import FinishReason, Prompt, Sampling
 from tests.fakes import RolloutSetting, stopped
 
 SAMPLING = Sampling(temperature=0.7, max_tokens=256, stop_token_ids=(1,))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.config import (
+from llamarl.core.config import (
     ClusterConfig,
     Config,
     DataConfig,
@@ -18,6 +17,7 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
+from llamarl.trainer.losses.aipo import AIPOConfig
 from tests import tiny_checkpoints
 
 LLAMA = replace(

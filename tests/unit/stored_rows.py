@@ -14,15 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.cluster.call_result import attempt
-from llamarl.cluster.executor import Call, Calls
+from llamarl.cluster.executor import Call, Calls, attempt
 from llamarl.cluster.inline import InlineExecutor
-from llamarl.executors.specs import StorageSpec
-from llamarl.executors.storage import StorageExecutor
-from llamarl.metrics.span import Spans
-from llamarl.storage.store import Store
-from llamarl.storage.unit import Unit
-from llamarl.types import (
+from llamarl.core.records import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
@@ -32,6 +26,10 @@ from llamarl.types import (
     Columns,
     FinishReason,
 )
+from llamarl.metrics.span import Spans
+from llamarl.storage.client import Store, Unit
+from llamarl.storage.specs import StorageSpec
+from llamarl.storage.worker import StorageExecutor
 
 NAMES = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
 

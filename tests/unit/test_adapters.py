@@ -17,17 +17,15 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from llamarl.config import EmbeddedConfig, LoraConfig
-from llamarl.generation.adapted import AdaptedMatrix
-from llamarl.generation.adapter_layout import AdapterLayout
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.generation.parameters import BufferLayout, bind
-from llamarl.merging import merge
-from llamarl.models import adapter_files
-from llamarl.models.adapter_inventory import adapter_shapes, check_adapter, read_lora
-from llamarl.models.adapters import attach, initialize
-from llamarl.models.architecture import read_architecture
-from llamarl.models.other_architecture import read_any_architecture
+from llamarl.cli.reports import merge
+from llamarl.core.config import EmbeddedConfig, LoraConfig
+from llamarl.generator.adapter_layout import AdapterLayout
+from llamarl.generator.engine.engine import EmbeddedEngine
+from llamarl.generator.engine.weights import AdaptedMatrix, BufferLayout, bind
+from llamarl.model import adapters as adapter_files
+from llamarl.model.adapter_inventory import adapter_shapes, check_adapter, read_lora
+from llamarl.model.adapters import attach, initialize
+from llamarl.model.architecture import read_any_architecture, read_architecture
 from llamarl.recipe.local_inputs import with_local_files
 from tests.adapter_oracle import merged, random_adapters
 from tests.random_search import case, searched

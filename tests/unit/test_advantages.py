@@ -11,16 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.algorithms.advantages import ADVANTAGES, overlong_penalty
-from llamarl.algorithms.group_filters import filter_group
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.algorithms.losses.cispo import CISPOConfig
-from llamarl.algorithms.losses.clip import DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
-from llamarl.algorithms.losses.gspo import GSPOConfig
-from llamarl.algorithms.losses.reinforce import ReinforceConfig, RLOOConfig
-from llamarl.config import AlgorithmConfig
-from llamarl.groups import Dropped, Kept
-from llamarl.types import REWARD, StageResult, StageStatus
+from llamarl.core.config import AlgorithmConfig
+from llamarl.core.groups import Dropped, Kept
+from llamarl.core.records import REWARD, StageResult, StageStatus
+from llamarl.trainer.advantages import ADVANTAGES, filter_group, overlong_penalty
+from llamarl.trainer.losses.aipo import AIPOConfig
+from llamarl.trainer.losses.cispo import CISPOConfig
+from llamarl.trainer.losses.clip import DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
+from llamarl.trainer.losses.gspo import GSPOConfig
+from llamarl.trainer.losses.reinforce import ReinforceConfig, RLOOConfig
 from tests.fakes import group_of, stopped
 
 NONE = ReinforceConfig(advantage="none", filters=["equal_rewards"])
@@ -184,7 +183,7 @@ def test_a_group_of_full_marks_alone_is_dropped_as_solved(firsts, rewards, reaso
 
 def test_advantages_filters_and_the_options_of_losses_load_no_torch():
     code = (
-        "import sys, llamarl.algorithms.group_filters; from llamarl.algorithms.losses import "
+        "import sys, llamarl.trainer.advantages; from llamarl.trainer.losses import "
         "algorithms; sys.exit(len(algorithms()) < 9 or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from llamarl.environments.agent import AgentEnvironment
-from llamarl.environments.definition import describe, find_defined
-from llamarl.environments.episodes import Episodes
-from llamarl.episode import Opening
+from llamarl.core.groups import Opening
+from llamarl.core.records import Prompt
 from llamarl.recipe.inputs import read_inputs
-from llamarl.types import Prompt
+from llamarl.scoring.agent import AgentEnvironment
+from llamarl.scoring.definition import describe, find_defined
+from llamarl.scoring.episodes import Episodes
 from tests.places import TOOLS_RECIPE
 from tests.random_search import case, searched
 from tests.unit.composing import compose_recipe
@@ -308,7 +308,7 @@ def test_a_system_message_beside_a_program_that_says_all_is_refused(tmp_path: Pa
     recipe = tmp_path / "recipe"
     shutil.copytree(TOOLS_RECIPE, recipe)
     (recipe / "task.py").write_text(
-        "from llamarl.environments.agent import AgentEnvironment as environment\n"
+        "from llamarl.scoring.agent import AgentEnvironment as environment\n"
     )
     own = [f"recipe_dir={recipe}", "data.system=Be brief.", "reward.functions=[environment]"]
     with pytest.raises(ValueError, match=r"^data\.system must be null with an AgentEnvironment, "):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from llamarl.environments.definition import Kind, schemas_of
-from llamarl.environments.episodes import load
-from llamarl.types import StageStatus
+from llamarl.core.records import StageStatus
+from llamarl.scoring.definition import Kind, schemas_of
+from llamarl.scoring.episodes import load
 from tests.unit.test_agent import TOOL, USER, Scripted, asked, run
 from tests.unit.test_episodes import prompt
 
@@ -112,7 +112,7 @@ def test_a_field_that_an_environment_gets_otherwise_is_refused_with_its_row(
 
 
 OPENING = """
-from llamarl.episode import Opening
+from llamarl.core.groups import Opening
 class Opens:
     def reset(self, /, what, function=None, **row):
         user = {"role": "user", "content": "q"}

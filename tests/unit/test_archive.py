@@ -11,9 +11,7 @@ import numpy as np
 import pyarrow.json
 import pytest
 
-from llamarl.data.kept_rollouts import as_cell
-from llamarl.executors.archive import TOKEN_COLUMNS
-from llamarl.types import (
+from llamarl.core.records import (
     CLIPPED,
     GENERATOR_LOGPROBS,
     LOSS_WEIGHTS,
@@ -29,6 +27,7 @@ from llamarl.types import (
     Columns,
     Outcome,
 )
+from llamarl.storage.archive import TOKEN_COLUMNS, as_cell
 from tests.json_lines import read_lines
 from tests.unit.stored_rows import new_unit, opened, rows
 

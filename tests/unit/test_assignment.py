@@ -6,8 +6,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.weights.layout.boxes import RankLayout
-from llamarl.weights.layout.kinds import WeightKind, assign_sources
+from llamarl.publish.layout import RankLayout
+from llamarl.publish.reshard import WeightKind, assign_sources
 
 
 def sources(hosts, far_sites=None):

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from llamarl.executors.compute import Background
+from llamarl.core.compute import Background
 
 
 async def fail_after(wait: asyncio.Event) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.batcher import Batcher
+from llamarl.core.batcher import Batcher
 from llamarl.planner.simulation import clock
 
 

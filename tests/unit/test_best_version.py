@@ -6,10 +6,9 @@ import json
 
 import pytest
 
-from llamarl.errors import TaskError
-from llamarl.groups import Evaluation, HeldOutResult
-from llamarl.metrics.best_version import BestVersion, best_version, is_sound
-from llamarl.metrics.held_out import summed_up
+from llamarl.core.errors import TaskError
+from llamarl.core.groups import Evaluation, HeldOutResult
+from llamarl.metrics.held_out import BestVersion, best_version, is_sound, summed_up
 
 
 def evaluation(version: int, *correct: bool) -> Evaluation:

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.weights.layout.boxes import Box, Copy, ParameterLayout
-from llamarl.weights.layout.buckets import cut_buckets
-from llamarl.weights.transports.packed import Message, cut, in_turns, messages
+from llamarl.publish.buckets import cut_buckets
+from llamarl.publish.layout import Box, Copy, ParameterLayout
+from llamarl.publish.transports.messages import Message, cut, in_turns, messages
 
 
 def parameter(*boxes):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from llamarl.checks.trial import same_rollouts
-from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS
+from llamarl.cli.check_trial import same_rollouts
+from llamarl.core.records import GENERATOR_LOGPROBS, RESPONSE_IDS
 
 
 def columns(*rollouts):

@@ -10,8 +10,8 @@ from collections import namedtuple
 
 import pytest
 
-from llamarl.checkpoints import checkpoint, manifest, positions
-from llamarl.checkpoints.checkpoint import (
+from llamarl.core import checkpoint, files
+from llamarl.core.checkpoint import (
     begin,
     commit,
     committed,
@@ -116,7 +116,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_its_reason(tmp_path, con
     folder.mkdir()
     if content is not None:
         (folder / "controller.json").write_text(content)
-    manifest.write(folder)
+    files.write(folder)
     with pytest.raises(ValueError, match=f"checkpoint.resume must .*{message}"):
         read_state(folder)
 
@@ -160,14 +160,14 @@ def test_records_are_cut_to_what_they_were_at_the_checkpoint(tmp_path):
     folder = asyncio.run(checkpoint.save(tmp_path, SavingTrainer(), {"version": 1}, keep=1))
     metrics.write_text("one\ntwo\n")
     archive.write_text("row\n")
-    positions.cut(tmp_path, read_state(folder)["positions"])
+    files.cut(tmp_path, read_state(folder)["positions"])
     assert metrics.read_text() == "one\n"
     assert archive.read_text() == ""
-    positions.cut(tmp_path, {})
+    files.cut(tmp_path, {})
     assert metrics.read_text() == ""
     assert checkpoint.holds_run(tmp_path), "a checkpoint alone is enough to lose"
 
 
 def test_importing_the_module_loads_no_torch():
-    command = "import sys, llamarl.checkpoints.checkpoint; sys.exit('torch' in sys.modules)"
+    command = "import sys, llamarl.core.checkpoint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command]).returncode == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llamarl.config import Config
+from llamarl.core.config import Config
 from llamarl.recipe.choices import CHOICES, set_by
 from llamarl.recipe.composition import compose, to_config, to_yaml
 from tests.places import RECIPE

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from llamarl.errors import ExecutorLost, NoGenerator
-from llamarl.loop.colocation import Colocated, Colocation, Phase
+from llamarl.controller.colocation import Colocated, Colocation, Phase
+from llamarl.core.errors import ExecutorLost, NoGenerator
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.clock import run
 from tests.json_lines import read_lines

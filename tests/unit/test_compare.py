@@ -10,8 +10,7 @@ from xml.dom import minidom
 
 import pytest
 
-from llamarl.view.chart import chart, picture, round_up
-from llamarl.view.compare import compare
+from llamarl.view.compare import chart, compare, picture, round_up
 
 STEP = {"reward/mean": 0.25, "time/step_s": 2.0, "tokens/per_s": 100.0, "tokens/trained": 150}
 STALE = {"staleness/mean": 0.5, "staleness/max": 2}

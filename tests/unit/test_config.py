@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llamarl.config import Config, VllmConfig
-from llamarl.config.pools import generator_of, pools_of
+from llamarl.core.config import Config, VllmConfig
+from llamarl.core.config.generator import generator_of, pools_of
+from llamarl.publish.reshard import weight_kind
 from llamarl.recipe.choices import CHOICES
 from llamarl.recipe.composition import CONF_FOLDER
-from llamarl.weights.layout.kinds import weight_kind
 from tests.e2e.forks import Forks
 from tests.places import ROOT
 from tests.unit.composing import compose_file, compose_recipe
@@ -329,7 +329,7 @@ def test_a_pool_with_a_mistake_is_named(pools: str, others: str, words: str) -> 
 
 def test_importing_the_config_loads_no_heavy_package() -> None:
     code = (
-        "import sys, llamarl.config; "
+        "import sys, llamarl.core.config; "
         "sys.exit(bool({'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

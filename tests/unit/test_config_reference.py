@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from llamarl.recipe.absent_names import FOREIGN_SECTIONS, NOT_HERE
 from llamarl.recipe.composition import compose, reference, to_config
-from llamarl.recipe.names_elsewhere import ELSEWHERE
+from llamarl.recipe.names_elsewhere import ELSEWHERE, FOREIGN_SECTIONS, NOT_HERE
 from tests.places import RECIPE, ROOT
 from tests.unit.test_config import MINIMUM, make_config
 

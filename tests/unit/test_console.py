@@ -22,14 +22,14 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from llamarl.cluster.os_process import kept_log, show_warnings, take_any_letter
-from llamarl.groups import Evaluation, Share
+from llamarl.core.groups import Evaluation, Share
+from llamarl.core.records import Prompt
 from llamarl.metrics.console import Progress
 from llamarl.metrics.estimates import interval, with_interval
-from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.run_logger import RunLogger
+from llamarl.metrics.shares import RecentSpans
 from llamarl.metrics.span import Spans
 from llamarl.metrics.trackers import MetricsLog
-from llamarl.types import Prompt
 from tests.signals import restore_ctrl_c
 from tests.unit.test_metrics_step import TRAINED
 from tests.unit.test_metrics_time import write_spans

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.run import control
-from llamarl.run.control import Message, listening, scale, status
-from llamarl.storage import channel
-from llamarl.storage.connection import Connection
+from llamarl.cluster import sockets
+from llamarl.cluster.sockets import Connection
+from llamarl.controller import control
+from llamarl.controller.control import Message, listening, scale, status
 
 
 async def answer(message: Message) -> Message:
@@ -69,7 +69,7 @@ def test_only_the_user_can_connect_in_a_folder_with_a_long_name(tmp_path: Path) 
 
 
 def test_another_users_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "user_of", lambda peer: os.geteuid() + 1)
+    monkeypatch.setattr(sockets, "user_of", lambda peer: os.geteuid() + 1)
     owner = pwd.getpwuid(os.geteuid()).pw_name
     (said,) = talk(tmp_path, lambda: status([str(tmp_path)]))
     assert said == f"RUN must be a run of yours, got {tmp_path}, of {owner}"

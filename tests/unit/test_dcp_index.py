@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from llamarl.models.dcp_index import INDEX_FILE, SavedShards
+from llamarl.trainer.policy import DCP_INDEX_FILE, SavedShards
 
 
 @pytest.fixture
@@ -45,13 +45,13 @@ class Code:
 
 def test_code_in_an_index_is_refused_before_it_runs(folder: Path, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
-    (folder / INDEX_FILE).write_bytes(pickle.dumps(Code(witness)))
+    (folder / DCP_INDEX_FILE).write_bytes(pickle.dumps(Code(witness)))
     with pytest.raises(
         ValueError, match=r"\.metadata must be .*got posix\.system, which no trainer"
     ):
         SavedShards(folder).shapes()
     assert not witness.exists()
-    pickle.loads((folder / INDEX_FILE).read_bytes())
+    pickle.loads((folder / DCP_INDEX_FILE).read_bytes())
     assert witness.exists(), "else it proves nothing"
 
 
@@ -62,7 +62,7 @@ def piece(**changed: Any) -> Callable[[Path], object]:
         index = SavedShards(folder).read_metadata()
         index.storage_meta = StorageMeta()
         vars(next(iter(index.storage_data.values()))).update(changed)
-        (folder / INDEX_FILE).write_bytes(pickle.dumps(index))
+        (folder / DCP_INDEX_FILE).write_bytes(pickle.dumps(index))
 
     return damage
 
@@ -74,7 +74,7 @@ def piece(**changed: Any) -> Callable[[Path], object]:
         (piece(relative_path="none"), "No such file"),
         (piece(length=10**9), r"past the end of __0_0\.distcp"),
         (
-            lambda folder: (folder / INDEX_FILE).unlink(),
+            lambda folder: (folder / DCP_INDEX_FILE).unlink(),
             r"\.metadata must be the index of a checkpoint, got ",
         ),
     ],
@@ -89,14 +89,14 @@ def test_an_index_that_is_gone_or_leads_elsewhere_is_refused(
 
 
 def test_any_damage_is_one_line_or_harmless(folder: Path) -> None:
-    good = (folder / INDEX_FILE).read_bytes()
+    good = (folder / DCP_INDEX_FILE).read_bytes()
     draw = random.Random(0)
     refused = 0
     for _ in range(300):
         data = bytearray(good)
         for _ in range(draw.choice([1, 1, 8])):
             data[draw.randrange(len(data))] = draw.randrange(256)
-        (folder / INDEX_FILE).write_bytes(
+        (folder / DCP_INDEX_FILE).write_bytes(
             data[: draw.choice([len(data), draw.randrange(len(data))])]
         )
         reason = refusal(SavedShards(folder))

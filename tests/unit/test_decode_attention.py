@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from llamarl.device.devices import PLATFORMS
+from llamarl.core.device.devices import PLATFORMS
 from tests.places import ROOT
 from tests.random_search import searched
 
@@ -114,7 +114,7 @@ def test_they_compile_for_a_gpu_and_spill_nothing(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from triton.runtime import driver
 
-    from llamarl.generation.decode_attention import attend
+    from llamarl.generator.engine.decode_attention import attend
 
     given = Driver(capability)
     monkeypatch.setattr(driver, "_active", given)

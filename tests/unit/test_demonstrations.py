@@ -10,11 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import DataConfig
-from llamarl.data.tokenizer import Tokenizer, load_tokenizer
-from llamarl.environments.demonstrations import WRITTEN, DemonstrationRules, as_row, truncate
-from llamarl.environments.prompts import make_prompt
-from llamarl.types import (
+from llamarl.core.config import DataConfig
+from llamarl.core.records import (
     NO_VERSION,
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -22,6 +19,9 @@ from llamarl.types import (
     Prompt,
     VersionSpan,
 )
+from llamarl.model.prompt_rules import make_prompt
+from llamarl.model.tokenizer import Tokenizer, load_tokenizer
+from llamarl.prompts.demonstrations import WRITTEN, DemonstrationRules, as_row, truncate
 from tests.places import CHECKPOINT
 from tests.unit import chat_templates
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.dataflow.graph import INFER, SCORE
-from llamarl.environments.rewards.functions import REWARDS
-from llamarl.main import COMMANDS
+from llamarl.cli.main import COMMANDS
 from llamarl.metrics.tensorboard import DESCRIPTIONS
 from llamarl.recipe.composition import reference
 from llamarl.recipe.names_elsewhere import ELSEWHERE
+from llamarl.scoring.rewards.functions import REWARDS
+from llamarl.scoring.stages import INFER, SCORE
 from tests.e2e.forks import Forks
 from tests.test_house import FILES, RANK, TREES, room
 from tests.unit.composing import compose_recipe
@@ -306,7 +306,7 @@ def test_names_elsewhere_lead_to_the_keys_that_the_config_reference_knows() -> N
 
 
 def test_the_loops_picture_names_what_the_controller_does() -> None:
-    source = (ROOT / "llamarl" / "loop" / "controller.py").read_text()
+    source = (ROOT / "llamarl" / "controller" / "controller.py").read_text()
     (picture,) = blocks(README.read_text(), "mermaid")
     (line,) = re.findall(r"^    (admit -> .*)$", source, re.M)
     steps = set(re.findall(r"[a-z]+", line)) - {"roll", "out"}

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from llamarl.weights.sync.early_sums import EarlySums
+from llamarl.publish.target import EarlySums
 from tests.random_search import case, searched
 
 

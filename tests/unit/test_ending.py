@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from llamarl import jobs
+from llamarl.cli import train
 from llamarl.metrics.provenance import write_provenance
 from llamarl.metrics.rendering import resume_command
-from llamarl.models.architecture import read_architecture
+from llamarl.model.architecture import read_architecture
 from tests.places import CHECKPOINT, RECIPE
 from tests.unit.test_config import MINIMUM, make_config
 
@@ -52,5 +52,5 @@ def test_a_disk_that_is_nearly_large_enough_is_shown_in_figures_that_differ(
     for free in (0, 10**7, 2 * 10**7):
         monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         with pytest.raises(ValueError, match=rf"got {free // 10**6} MB at") as caught:
-            jobs._check_disk(config, inputs, str(tmp_path))  # type: ignore[arg-type]
+            train._check_disk(config, inputs, str(tmp_path))  # type: ignore[arg-type]
         assert f"with {free // 10**6} MB" not in str(caught.value)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.config import EmbeddedConfig
-from llamarl.device.devices import PLATFORMS
-from llamarl.generation import cpu_kv_cache, model_runner, padded_kv_cache, scheduler
-from llamarl.generation import engine as engine_module
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.generation.protocol import PartialOutput, RequestOutput
-from llamarl.models.transformer import Transformer
-from llamarl.types import NO_VERSION, FinishReason, Request
+from llamarl.core.config import EmbeddedConfig
+from llamarl.core.device.devices import PLATFORMS
+from llamarl.core.records import NO_VERSION, FinishReason, Request
+from llamarl.generator.engine import decoder, kv_cache, scheduler
+from llamarl.generator.engine import engine as engine_module
+from llamarl.generator.engine.engine import EmbeddedEngine
+from llamarl.generator.protocol import PartialOutput, RequestOutput
+from llamarl.model.transformer import Transformer
 from tests.random_search import case, searched
 from tests.tiny_checkpoints import make_model
 from tests.unit.engine_cases import ARCHITECTURES, Options
@@ -166,7 +166,7 @@ class Search:
                 memory.view(torch.uint8).fill_(255)  # nan; the next version may be written there
 
     def offload(self) -> None:
-        """The KV cache leaves the device, as in `executors/decoding.py`."""
+        """The KV cache leaves the device, as in `generator/decoding.py`."""
         if self.away is not None:
             return
         is_kept = self.engine.num_running > 0
@@ -184,7 +184,7 @@ class Search:
             self.away = None
 
     def reset(self) -> None:
-        """Another run begins, as in `executors/decoding.py`: its versions may be the same ones."""
+        """Another run begins, as in `generator/decoding.py`: its versions may be the same ones."""
         self.onload()
         self.engine.abort_requests([*self.open])
         self.aborted |= dict.fromkeys(self.open, len(self.history))
@@ -300,12 +300,12 @@ class Search:
 def patch(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
     """Sizes that are chosen for speed, so small that a few tokens pass them."""
     steps = rng.choice([1, 2, 8])
-    for module in (cpu_kv_cache, engine_module, model_runner):
+    for module in (kv_cache, engine_module, decoder):
         monkeypatch.setattr(module, "PLAN_STEPS", steps)
-    monkeypatch.setattr(cpu_kv_cache, "BLOCK", rng.choice([1, 4, 32]))
-    monkeypatch.setattr(padded_kv_cache, "BLOCK", rng.choice([1, 4, 32]))
-    monkeypatch.setattr(cpu_kv_cache, "CALL_COST", rng.choice([0, 5, 500]))
-    monkeypatch.setattr(padded_kv_cache, "SHORTEST", rng.choice([1, 8, 128]))
+    monkeypatch.setattr(kv_cache, "BLOCK", rng.choice([1, 4, 32]))
+    monkeypatch.setattr(kv_cache, "BLOCK", rng.choice([1, 4, 32]))
+    monkeypatch.setattr(kv_cache, "CALL_COST", rng.choice([0, 5, 500]))
+    monkeypatch.setattr(kv_cache, "SHORTEST", rng.choice([1, 8, 128]))
     monkeypatch.setattr(scheduler, "START_SHARE", rng.choice([1, 2, 16]))
     monkeypatch.setattr(engine_module, "PREFILL_TOKENS", rng.choice([1, 20, 8192]))
     monkeypatch.setattr(PLATFORMS["cpu"], "num_tiled", rng.choice([500, 1 << 19]))

@@ -11,11 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.executors.environment_link import Environments
-from llamarl.executors.episode_part import EpisodePart, Rank
-from llamarl.executors.gathering import Gathering
-from llamarl.generation.protocol import PartialOutput, RequestOutput
-from llamarl.types import (
+from llamarl.core.batcher import Gathering
+from llamarl.core.records import (
     NO_VERSION,
     EpisodeState,
     FinishReason,
@@ -26,6 +23,9 @@ from llamarl.types import (
     TurnItem,
     TurnResult,
 )
+from llamarl.generator.episodes import EpisodePart, Rank
+from llamarl.generator.protocol import PartialOutput, RequestOutput
+from llamarl.scoring.environment_link import Environments
 from tests.random_search import case, searched
 
 PROMPT = Prompt(prompt_id=1, text="q", token_ids=(5, 6), fields={})
@@ -72,9 +72,9 @@ class Environment:
 
 
 class TwoRanks:
-    """Two ranks in lockstep, each with an engine that is a dictionary. As in `lockstep.py`, rank
-    1's command waits until rank 0 has come to the one with its key, and a rank's event loop may be
-    behind the other's."""
+    """Two ranks in lockstep, each with an engine that is a dictionary. As in
+    `generator/decoding.py`, rank 1's command waits until rank 0 has come to the one with its key,
+    and a rank's event loop may be behind the other's."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.environment = rng, Environment(rng)

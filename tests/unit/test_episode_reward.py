@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from llamarl.environments.agent import AgentEnvironment
-from llamarl.environments.contained import ProgramLimits
-from llamarl.environments.definition import as_kinds, describe, find_defined
-from llamarl.environments.episodes import UNKNOWN, Episodes, load
-from llamarl.environments.ready_tools import READY
+from llamarl.core.records import Prompt, StageStatus
 from llamarl.recipe.inputs import read_inputs
-from llamarl.types import Prompt, StageStatus
+from llamarl.scoring.agent import AgentEnvironment
+from llamarl.scoring.definition import as_kinds, describe, find_defined
+from llamarl.scoring.episodes import UNKNOWN, Episodes, load
+from llamarl.scoring.sandbox.contained import ProgramLimits
+from llamarl.scoring.tool_calls import READY
 from tests.places import TOOLS_RECIPE
 from tests.unit.composing import compose_recipe
 from tests.unit.test_agent import post, run

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from llamarl.environments import episodes as playing
-from llamarl.environments.definition import as_kinds, describe, find_defined, kind_of, schemas_of
-from llamarl.environments.episodes import UNKNOWN, Episodes, load
-from llamarl.types import Prompt, StageStatus
+from llamarl.core.records import Prompt, StageStatus
+from llamarl.scoring import episodes as playing
+from llamarl.scoring.definition import as_kinds, describe, find_defined, kind_of, schemas_of
+from llamarl.scoring.episodes import UNKNOWN, Episodes, load
 from tests.places import ROOT
 
 # Forms that TRL's own documentation shows for `tools` and `environment_factory`.

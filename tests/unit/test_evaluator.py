@@ -12,16 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.data.kept_rollouts import make_record
-from llamarl.groups import Evaluation, HeldOutResult, Share
-from llamarl.loop.engines import Engines, Unobserved
-from llamarl.loop.evaluation import Evaluator
-from llamarl.loop.nearby_units import RowIds
-from llamarl.loop.rollouts import Rollouts
-from llamarl.metrics.best_version import BestVersion
-from llamarl.metrics.held_out import RESULTS_FILE, append_results, evaluation_scalars
-from llamarl.metrics.tensorboard import description
-from llamarl.types import (
+from llamarl.controller.balance import RowIds
+from llamarl.controller.engines import Engines, Unobserved
+from llamarl.controller.evaluation import Evaluator
+from llamarl.controller.rollouts import Rollouts
+from llamarl.core.groups import Evaluation, HeldOutResult, Share
+from llamarl.core.records import (
     REWARD,
     TOKEN_VERSIONS,
     FinishReason,
@@ -32,6 +28,9 @@ from llamarl.types import (
     StageResult,
     StageStatus,
 )
+from llamarl.metrics.held_out import RESULTS_FILE, BestVersion, append_results, evaluation_scalars
+from llamarl.metrics.tensorboard import description
+from llamarl.storage.archive import make_record
 from tests.fakes import RolloutSetting, stopped
 from tests.json_lines import read_lines
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.weights.transports.packed import expand, longest, squeeze
+from llamarl.publish.transports.messages import expand, longest, squeeze
 
 
 def arrived(memory: torch.Tensor, itemsize: int) -> tuple[torch.Tensor, int]:

@@ -14,31 +14,30 @@ from types import ModuleType
 import pytest
 import torch
 
-from llamarl.algorithms.group_filters import filter_group
-from llamarl.algorithms.loss_inputs import LossInputs
-from llamarl.algorithms.losses import find_loss
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.algorithms.losses.task_loss import TaskConfig
-from llamarl.algorithms.policy_loss import policy_loss
-from llamarl.config import Config, TrainerConfig, WeightsConfig
-from llamarl.dataflow.samplers import ReadyItem, draw, make_sampler
-from llamarl.errors import TaskError
-from llamarl.generation.parameters import BufferLayout
-from llamarl.groups import Dropped, Group, Kept
+from llamarl.core.config import Config, TrainerConfig, WeightsConfig
+from llamarl.core.errors import TaskError
+from llamarl.core.extensions import load
+from llamarl.core.groups import Dropped, Group, Kept
+from llamarl.core.records import REWARD, FinishReason, Prompt, StageResult
+from llamarl.generator.engine.weights import BufferLayout
 from llamarl.metrics import trackers
-from llamarl.models import architecture, families
-from llamarl.models.architecture import read_architecture
-from llamarl.models.parallelize import parameter_placements
+from llamarl.model import architecture
+from llamarl.model.architecture import read_architecture
+from llamarl.publish.buckets import Memory
+from llamarl.publish.layout import Box, ParameterLayout
+from llamarl.publish.reshard import pack, plan, split
+from llamarl.publish.source import Writer
+from llamarl.publish.target import WeightBuffer
+from llamarl.publish.transports import routes
 from llamarl.recipe.inputs import Inputs, read_inputs
-from llamarl.task_file import load
-from llamarl.types import REWARD, FinishReason, Prompt, StageResult
-from llamarl.weights.layout.boxes import Box, ParameterLayout
-from llamarl.weights.layout.buckets import Memory
-from llamarl.weights.layout.reshard import plan
-from llamarl.weights.layout.split_route import pack, split
-from llamarl.weights.sync.weight_buffer import WeightBuffer
-from llamarl.weights.sync.writer import Writer
-from llamarl.weights.transports import registry
+from llamarl.scoring.samplers import ReadyItem, draw, make_sampler
+from llamarl.trainer.advantages import filter_group
+from llamarl.trainer.loss_inputs import LossInputs
+from llamarl.trainer.losses import find_loss
+from llamarl.trainer.losses.aipo import AIPOConfig
+from llamarl.trainer.losses.task_loss import TaskConfig
+from llamarl.trainer.parallel import parameter_placements
+from llamarl.trainer.policy_loss import policy_loss
 from tests.e2e.forks import Forks
 from tests.fakes import group_of, stopped
 from tests.json_lines import read_lines
@@ -283,8 +282,8 @@ def test_the_family_of_the_page_computes_what_transformers_computes(
     expected = reference_logits(write_reference(tmp_path, "mistral", **changes))
     with pytest.raises(ValueError, match=r"model_type .* must be one of llama, .*, got 'mistral'"):
         read_architecture(tmp_path)
-    monkeypatch.setattr(families, "FAMILIES", families.FAMILIES.copy())
-    monkeypatch.setattr(architecture, "FAMILIES", families.FAMILIES)
+    monkeypatch.setattr(architecture, "FAMILIES", architecture.FAMILIES.copy())
+    monkeypatch.setattr(architecture, "FAMILIES", architecture.FAMILIES)
     exec(block("model_family", "python"), {})
     assert relative_error(load_model(tmp_path).logits(token_ids(), LENGTHS), expected) <= 1e-5
     found = read_architecture(tmp_path)
@@ -299,11 +298,11 @@ def test_the_family_of_the_page_computes_what_transformers_computes(
 def test_the_transport_of_the_page_carries_a_version_bit_by_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "TRANSPORTS", registry.TRANSPORTS.copy())
+    monkeypatch.setattr(routes, "TRANSPORTS", routes.TRANSPORTS.copy())
     module = ModuleType("files")
     monkeypatch.setitem(sys.modules, "files", module)
     exec(block("transport", "python"), module.__dict__)
-    assert registry.named("crosses_hosts") == "collective or rdma or files"
+    assert routes.named("crosses_hosts") == "collective or rdma or files"
 
     def parameters(buffer: str, strides: tuple[int, int]) -> dict[str, ParameterLayout]:
         box = Box(start=(0, 0), stop=(40, 30), buffer=buffer, offset=0, strides=strides)
@@ -350,9 +349,9 @@ def test_an_installed_package_adds_a_transport_a_family_and_a_tracker(tmp_path: 
                 (tmp_path / f"{module}.py").write_text(block(page, "python"))
     (info / "entry_points.txt").write_text(lines)
     script = (
-        "from llamarl.models.families import FAMILIES\n"
+        "from llamarl.model.architecture import FAMILIES\n"
         "from llamarl.recipe.composition import reference\n"
-        "from llamarl.weights.transports.registry import TRANSPORTS\n"
+        "from llamarl.publish.transports.routes import TRANSPORTS\n"
         "from llamarl.metrics.trackers import check_trackers\n"
         "import pkgutil\n"
         "print(*FAMILIES, *TRANSPORTS, *reference().groups['weights'])\n"

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llamarl.storage.packed_columns import PackedColumns
-from llamarl.storage.store import Store
-from llamarl.storage.unit import MESSAGE_BYTES, Unit
-from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, TOKEN_VERSIONS
+from llamarl.core.records import GENERATOR_LOGPROBS, RESPONSE_IDS, TOKEN_VERSIONS
+from llamarl.storage.client import MESSAGE_BYTES, Store, Unit
+from llamarl.storage.columns import PackedColumns
 from tests.unit.stored_rows import NAMES, assert_same, calls_elsewhere, new_unit, rows
 
 

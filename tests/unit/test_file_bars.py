@@ -8,7 +8,7 @@ import io
 import pytest
 from rich.console import Console
 
-from llamarl.metrics.file_bars import tokenizing_bar
+from llamarl.metrics.rendering import tokenizing_bar
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -8,12 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.device.devices import PLATFORMS
-from llamarl.weights.integrity import byte_sums
-from llamarl.weights.integrity import fingerprint as fingerprints
-from llamarl.weights.integrity.byte_sums import NUM_KEYS, SEGMENT_BYTES
-from llamarl.weights.integrity.comparison import MODULUS
-from llamarl.weights.integrity.fingerprint import (
+from llamarl.core.device.devices import PLATFORMS
+from llamarl.publish import fingerprint as byte_sums
+from llamarl.publish import fingerprint as fingerprints
+from llamarl.publish.comparison import MODULUS
+from llamarl.publish.fingerprint import (
+    NUM_KEYS,
+    SEGMENT_BYTES,
     fingerprint,
     line_dim,
     segment_elements,
@@ -61,7 +62,7 @@ def by_definition(name, weights, dim=-1):
     weights = weights.mT if dim == -2 else weights
     columns, itemsize = weights.shape[-1], weights.itemsize
     segment = segment_elements(columns, itemsize) * itemsize
-    keys = [byte_sums._keys(number).flatten().tolist() for number in range(NUM_KEYS)]
+    keys = [byte_sums._column_keys(number).flatten().tolist() for number in range(NUM_KEYS)]
     assert [each[:20] for each in keys] == BYTE_KEYS
     name_key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
     lines = weights.contiguous().view(torch.int8).reshape(-1, columns * itemsize).tolist()
@@ -89,7 +90,7 @@ def test_the_sum_is_the_documented_one(shape, dtype) -> None:
 
 
 def test_a_processor_whose_product_rounds_gets_the_same_sums(monkeypatch) -> None:
-    largest = byte_sums._keys(0)[:3000, 0].sign().expand(9, 3000) * 127
+    largest = byte_sums._column_keys(0)[:3000, 0].sign().expand(9, 3000) * 127
     weights = largest.clone()  # sums that float32 would round, odd and even
     for row in range(9):
         weights[row, :row] //= 2
@@ -140,7 +141,7 @@ def test_a_device_that_wants_several_columns_gets_the_same_sums(
 
 
 def test_bytes_with_equal_keys_are_as_rare_as_chance_has_them() -> None:
-    keys = torch.cat([byte_sums._keys(number) for number in range(NUM_KEYS)], dim=1)
+    keys = torch.cat([byte_sums._column_keys(number) for number in range(NUM_KEYS)], dim=1)
     assert (keys != 0).all()
     for sign in (1, -1):  # two equal errors, or opposite ones, hide each other
         alike = (keys[:, None] == sign * keys[None]).all(2).triu(1).sum()

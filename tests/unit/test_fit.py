@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from llamarl.algorithms.losses.sft import SFTConfig
 from llamarl.planner.memory import fit, ranks
 from llamarl.planner.memory.fit import check_fit
-from llamarl.recipe.demonstration_inputs import as_imitation
+from llamarl.recipe.prompt_inputs import as_imitation
+from llamarl.trainer.losses.sft import SFTConfig
 from tests.unit.planner_recipes import LLAMA
 from tests.unit.test_config import MINIMUM, make_config
 

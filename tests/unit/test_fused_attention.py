@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from llamarl.device.names import CPU, GPU
-from llamarl.models.attention import attend_causally
+from llamarl.core.device.names import CPU, GPU
+from llamarl.model.attention import attend_causally
 from llamarl.planner.memory.activations import _in_pieces_of as computing_as
 
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.environments.prompt_stream import PromptStream
-from llamarl.groups import Group
-from llamarl.loop.gate import Gate
+from llamarl.controller.gate import Gate
+from llamarl.core.groups import Group
+from llamarl.core.records import Prompt
 from llamarl.metrics.span import Spans
-from llamarl.types import Prompt
+from llamarl.prompts.stream import PromptStream
 from tests.fakes import stopped
 
 PROMPTS = [Prompt(prompt_id=i, text=str(i), token_ids=(i,)) for i in range(1, 8)]

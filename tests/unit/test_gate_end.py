@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from llamarl.dataflow.samplers import ReadyItem, Sample
-from llamarl.environments.prompt_stream import PromptStream
-from llamarl.loop.gate import Gate
+from llamarl.controller.gate import Gate
+from llamarl.core.records import Prompt
 from llamarl.metrics.span import Spans
-from llamarl.types import Prompt
+from llamarl.prompts.stream import PromptStream
+from llamarl.scoring.samplers import ReadyItem, Sample
 
 
 def make_gate(num_prompts: int, stream: dict[str, Any], **fields: Any) -> Gate:

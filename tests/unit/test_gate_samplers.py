@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.data.packing import make_batch
-from llamarl.dataflow.samplers import ReadyItem, Sample, Sampler, admission, group_complete
-from llamarl.errors import TaskError
-from llamarl.groups import Group
-from llamarl.loop.gate import Gate
+from llamarl.controller.gate import Gate
+from llamarl.core.errors import TaskError
+from llamarl.core.groups import Group
+from llamarl.scoring.samplers import ReadyItem, Sample, Sampler, admission, group_complete
+from llamarl.trainer.packing import make_batch
 from tests.fakes import stopped
 from tests.unit.test_gate import ids
 from tests.unit.test_gate import make_gate as gate_with

@@ -6,7 +6,7 @@ import asyncio
 import random
 from dataclasses import dataclass
 
-from llamarl.executors.gathering import Gathering
+from llamarl.core.batcher import Gathering
 from llamarl.planner.simulation.clock import run
 from tests.random_search import case, searched
 

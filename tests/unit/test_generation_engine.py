@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.config import EmbeddedConfig
-from llamarl.generation.cpu_kv_cache import CALL_COST, cut
-from llamarl.generation.decoder import float32_product, product
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.generation.scheduler import completes_stop_string
-from llamarl.models.transformer import rope_tables
-from llamarl.types import FinishReason, Purpose, Sampling
+from llamarl.core.config import EmbeddedConfig
+from llamarl.core.records import FinishReason, Purpose, Sampling
+from llamarl.generator.engine.decoder import float32_product, product
+from llamarl.generator.engine.engine import EmbeddedEngine
+from llamarl.generator.engine.kv_cache import CALL_COST, cut
+from llamarl.generator.engine.scheduler import completes_stop_string
+from llamarl.model.transformer import rope_tables
 from tests.tiny_checkpoints import LLAMA, make_model
 from tests.unit.engine_models import (
     VARIANTS,

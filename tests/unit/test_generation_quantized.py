@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.config import EmbeddedConfig
-from llamarl.generation import decoder
-from llamarl.generation.decoder import float32_product
-from llamarl.generation.engine import EmbeddedEngine
+from llamarl.core.config import EmbeddedConfig
+from llamarl.generator.engine import decoder
+from llamarl.generator.engine.decoder import float32_product
+from llamarl.generator.engine.engine import EmbeddedEngine
 from tests.tiny_checkpoints import LLAMA, make_model
 from tests.unit.engine_models import (
     VARIANTS,

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.config import EmbeddedConfig
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.generation.model_runner import padded_rows
-from llamarl.generation.protocol import RequestOutput
+from llamarl.core.config import EmbeddedConfig
+from llamarl.generator.engine.decoder import padded_rows
+from llamarl.generator.engine.engine import EmbeddedEngine
+from llamarl.generator.protocol import RequestOutput
 from tests.tiny_checkpoints import LLAMA, make_model
 from tests.unit.engine_models import (
     VARIANTS,

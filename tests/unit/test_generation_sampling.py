@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.generation.sampling import SamplingRows, sample, uniforms
+from llamarl.generator.engine.sampling import SamplingRows, sample, uniforms
 
 NUM = 40000
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.generation.scheduler import PrefixIndex, Queue, QueuedRequest, assign_slots
-from llamarl.generation.vllm.vllm_requests import priority
-from llamarl.types import Purpose, Request, Sampling
+from llamarl.core.records import Purpose, Request, Sampling
+from llamarl.generator.engine.scheduler import PrefixIndex, Queue, QueuedRequest, assign_slots
+from llamarl.generator.vllm.engine import priority
 
 SAMPLING = Sampling(max_tokens=4)
 

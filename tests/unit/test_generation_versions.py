@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from llamarl.config import EmbeddedConfig
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.generation.protocol import PartialOutput
-from llamarl.types import FinishReason, Request
+from llamarl.core.config import EmbeddedConfig
+from llamarl.core.records import FinishReason, Request
+from llamarl.generator.engine.engine import EmbeddedEngine
+from llamarl.generator.protocol import PartialOutput
 from tests.tiny_checkpoints import LLAMA, make_model
 from tests.unit.engine_models import (
     finish,

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llamarl.config import Config
-from llamarl.device.card import is_kind
-from llamarl.device.devices import check_gpu
+from llamarl.cli.reports import plan
+from llamarl.core.config import Config
+from llamarl.core.device.devices import check_gpu
+from llamarl.core.device.names import is_kind
 from llamarl.planner.hardware import CPU, GPUS, gpu
 from llamarl.planner.memory.fit import check_fit, kind_here, on_this_card
 from llamarl.planner.memory.ranks import forecast_memory
 from llamarl.planner.report.recipe import forecast_recipe
 from llamarl.planner.report.text import render_memory, render_report
 from llamarl.recipe.inputs import read_planned_architecture
-from llamarl.reports import plan
 from tests.places import ROOT
 from tests.unit.composing import compose_recipe
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.config import Config
-from llamarl.dataflow.columns import Column
-from llamarl.dataflow.graph import FrozenModel, Graph, Stage, make_graph
+from llamarl.core.config import Config
+from llamarl.scoring.stages import FrozenModel, Graph, Stage, make_graph
+from llamarl.storage.columns import Column
 from tests.fakes import nothing
 from tests.places import RECIPE
 from tests.unit.composing import compose_recipe

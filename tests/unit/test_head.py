@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamarl.device.devices import PLATFORMS
-from llamarl.device.platform import Platform
-from llamarl.models import head
+from llamarl.core.device.devices import PLATFORMS
+from llamarl.core.device.platform import Platform
+from llamarl.model import head
 from tests.allocation import LargestAllocation
 from tests.tiny_checkpoints import relative_error
 

@@ -20,12 +20,12 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llamarl.config import TrainerConfig
-from llamarl.models import hf, inventory
-from llamarl.models.families import split_dimension
-from llamarl.models.parallelize import make_mesh, parallelize
-from llamarl.models.safetensors_file import INDEX_FILE, SINGLE_FILE
-from llamarl.models.transformer import Transformer
+from llamarl.core.config import TrainerConfig
+from llamarl.model import hf, inventory
+from llamarl.model.architecture import split_dimension
+from llamarl.model.safetensors_file import INDEX_FILE, SINGLE_FILE
+from llamarl.model.transformer import Transformer
+from llamarl.trainer.parallel import make_mesh, parallelize
 from tests.places import ROOT
 from tests.tiny_checkpoints import (
     CASES,
@@ -339,9 +339,9 @@ MEMORY_SCRIPT = """
 import sys, threading, time
 from pathlib import Path
 import torch
-from llamarl.config import TrainerConfig
+from llamarl.core.config import TrainerConfig
 from llamarl.models import hf, inventory
-from llamarl.models.transformer import Transformer
+from llamarl.model.transformer import Transformer
 
 torch.set_num_threads(1)
 

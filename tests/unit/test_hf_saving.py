@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from llamarl.models import hf
+from llamarl.model import hf
 from tests.tiny_checkpoints import CASES, write_reference
 from tests.unit.test_hf import parameters
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.recipe import hub_files
+from llamarl.recipe import hub as hub_files
 from tests.hub_server import Hub
 from tests.unit.hub_client import MODEL, client_of_hub
 from tests.unit.test_hub import error_of, recipe

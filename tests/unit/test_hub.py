@@ -16,13 +16,13 @@ import torch
 import yaml
 from huggingface_hub import constants
 
-from llamarl.config import Config, LoraConfig
-from llamarl.environments.prompt_files import read_rows
-from llamarl.merging import merge
-from llamarl.models import adapter_files
-from llamarl.models.architecture import read_architecture
+from llamarl.cli.reports import merge
+from llamarl.core.config import Config, LoraConfig
+from llamarl.model import adapters as adapter_files
+from llamarl.model.architecture import read_architecture
+from llamarl.prompts.files import read_rows
 from llamarl.recipe.composition import as_argument
-from llamarl.recipe.hub_names import read_name
+from llamarl.recipe.hub import read_name
 from llamarl.recipe.inputs import read_inputs, read_planned_architecture
 from llamarl.recipe.local_inputs import with_local_files
 from llamarl.recipe.prompt_inputs import with_measured_prompts

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from llamarl.recipe.hub_names import COMMIT, HubName, read_name
+from llamarl.recipe.hub import COMMIT, HubName, read_name
 from llamarl.recipe.local_inputs import fetch_model
 from tests.hub_server import Hub
 from tests.random_search import case, searched

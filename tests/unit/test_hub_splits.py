@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.recipe.hub_splits import SUFFIXES, choose_files, default_config, read_splits
+from llamarl.recipe.hub import SUFFIXES, choose_files, default_config, read_splits
 
 MAIN_TRAIN, MAIN_TEST = "main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"
 SOCRATIC = "socratic/train-00000-of-00001.parquet"

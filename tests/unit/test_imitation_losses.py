@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llamarl.algorithms.losses import algorithms
-from llamarl.algorithms.losses.distill import DistillConfig
-from llamarl.algorithms.losses.sft import SFTConfig
-from llamarl.algorithms.policy_loss import is_inert, policy_loss
-from llamarl.config import LoraConfig
+from llamarl.core.config import LoraConfig
+from llamarl.trainer.losses import algorithms
+from llamarl.trainer.losses.distill import DistillConfig
+from llamarl.trainer.losses.sft import SFTConfig
+from llamarl.trainer.policy_loss import is_inert, policy_loss
 from tests.unit.test_losses import example, loss_and_gradient
 
 

@@ -13,13 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llamarl.checkpoints import manifest
-from llamarl.recipe.inputs import (
-    check_identity,
-    identity,
-    read_inputs,
-    read_planned_architecture,
-)
+from llamarl.core import files
+from llamarl.recipe.inputs import check_identity, identity, read_inputs, read_planned_architecture
 from llamarl.recipe.prompt_inputs import with_measured_prompts
 from tests.places import RECIPE
 from tests.tiny_checkpoints import write_reference
@@ -69,7 +64,7 @@ def planned(**values: object) -> Damage:
 
 def damage_one_byte(recipe: Path) -> None:
     """Of an export, which lists what its files hold."""
-    manifest.write(recipe / "checkpoint")
+    files.write(recipe / "checkpoint")
     replace(WEIGHTS, b"\x3b", b"\x3c")(recipe)
 
 
@@ -100,7 +95,7 @@ def narrow_teacher(recipe: Path) -> None:
 def teacher_of_another_family(recipe: Path) -> None:
     write_reference(recipe / "other", "qwen2")
     (recipe / "task.py").write_text(
-        "from llamarl.dataflow.graph import Column, FrozenModel, Stage\n"
+        "from llamarl.scoring.stages import Column, FrozenModel, Stage\n"
         "column = Column('teacher', 'float32', 'response')\n"
         "def loss(inputs): return -inputs.trainer_logprobs\n"
         "stages = [Stage('a', FrozenModel('other'), writes=[column])]\n"
@@ -239,10 +234,10 @@ def test_gpu_memory_that_others_cannot_map_by_its_handle_is_refused(
 def test_a_gpu_on_a_machine_without_one_is_refused_by_its_own_key(
     section: str, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llamarl.device.driver.DRIVER_FILES", (str(recipe / "nowhere"),))
+    monkeypatch.setattr("llamarl.core.device.names.DRIVER_FILES", (str(recipe / "nowhere"),))
     with pytest.raises(ValueError, match=f"{section}.device must be cpu on a machine without a "):
         read(recipe, [f"{section}.device=cuda", "weights=collective"])
-    monkeypatch.setattr("llamarl.device.driver.DRIVER_FILES", (str(recipe),))
+    monkeypatch.setattr("llamarl.core.device.names.DRIVER_FILES", (str(recipe),))
     read(recipe, [*GPUS, "weights=collective"])
 
 

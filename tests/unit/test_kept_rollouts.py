@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from llamarl.data.kept_rollouts import as_cell, is_kept, make_record
-from llamarl.environments.prompt_stream import PromptStream
-from llamarl.groups import Group
-from llamarl.types import Prompt, StageResult, StageStatus
+from llamarl.core.groups import Group
+from llamarl.core.records import Prompt, StageResult, StageStatus
+from llamarl.prompts.stream import PromptStream
+from llamarl.storage.archive import as_cell, is_kept, make_record
 
 PROMPTS = [Prompt(prompt_id=i, text="", token_ids=(1,)) for i in range(1, 21)]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llamarl.cluster.deploy.launch import render
-from llamarl.config import Config
+from llamarl.cluster.launch import render
+from llamarl.core.config import Config
 from tests.unit.test_config import MINIMUM, make_config
 
 COMMAND = ["--config-dir", "recipes/a b", "trainer.lr=1e-4"]
@@ -72,7 +72,7 @@ def test_the_sbatch_file_starts_a_daemon_on_each_node_and_trains_on_all(tmp_path
         for name in ("python", "worker", "train")
     )
     certificates = f"{tmp_path}/.llamarl-20011"
-    assert python == ["llamarl.cluster.deploy.certificates", certificates, *NODES]
+    assert python == ["llamarl.cluster.certificates", certificates, *NODES]
     assert worker[:4] == ["worker", "--address", "tls://node8:20011", "--ca"]
     assert train[:3] == ["train", f"run_dir={tmp_path}/runs/20011", "checkpoint.resume=auto"]
     assert train[3:6] == COMMAND

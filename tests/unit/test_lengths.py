@@ -10,12 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import DispatchConfig, SamplingConfig
-from llamarl.lengths.latency import Latency
-from llamarl.lengths.linear import features, solve
-from llamarl.lengths.ranker import History, Learnt, Oracle, Ranker, Unranked, make_ranker
-from llamarl.lengths.split import LEAST_GAIN, Limits, TailSplit, duration, find_split
-from llamarl.types import Request, Sampling
+from llamarl.controller.lengths import (
+    LEAST_GAIN,
+    History,
+    Latency,
+    Learnt,
+    Limits,
+    Oracle,
+    Ranker,
+    TailSplit,
+    Unranked,
+    duration,
+    features,
+    find_split,
+    make_ranker,
+    solve,
+)
+from llamarl.core.config import DispatchConfig, SamplingConfig
+from llamarl.core.records import Request, Sampling
 from tests.unit.planner_recipes import make_recipe
 
 

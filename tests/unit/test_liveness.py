@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from llamarl.cluster.actors import results_by_rank, wait_silent
-from llamarl.cluster.call_result import failure
-from llamarl.cluster.executor import LOSS_GRACE_S
-from llamarl.errors import ExecutorLost
+from llamarl.cluster.executor import LOSS_GRACE_S, failure
+from llamarl.core.errors import ExecutorLost
 from llamarl.planner.simulation.clock import run
 
 SILENCE_S = 60.0

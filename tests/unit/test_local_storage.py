@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.errors import ExecutorLost
+from llamarl.cluster.sockets import MAX_FILES, MAX_PACKET_BYTES
+from llamarl.core.errors import ExecutorLost
+from llamarl.core.records import RESPONSE_IDS, REWARD
 from llamarl.metrics.span import Spans
-from llamarl.storage.channel import MAX_FILES, MAX_PACKET_BYTES
-from llamarl.storage.store import RecordingStore, Store
-from llamarl.storage.unit import Unit
-from llamarl.types import RESPONSE_IDS, REWARD
+from llamarl.storage.client import RecordingStore, Store, Unit
 from tests.json_lines import read_lines
 from tests.unit.stored_rows import NAMES, assert_same, new_unit, rows, serving
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from llamarl.loop.logprob_check import (
+from llamarl.controller.balance import RowIds
+from llamarl.controller.logprob_check import (
     FACTOR,
     FLOOR,
     NUM_LATEST,
@@ -18,9 +19,8 @@ from llamarl.loop.logprob_check import (
     LogprobCheck,
     Tolerance,
 )
-from llamarl.loop.nearby_units import RowIds
+from llamarl.core.records import Purpose
 from llamarl.planner.simulation.clock import run
-from llamarl.types import Purpose
 from tests.unit.logprob_setting import PROMPTS, SAMPLING, CheckSetting
 
 

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.algorithms.advantages import ADVANTAGES
-from llamarl.algorithms.loss_inputs import LossInputs
-from llamarl.algorithms.losses import algorithms
-from llamarl.algorithms.losses.gspo import GSPOConfig
-from llamarl.algorithms.policy_loss import denominator, policy_loss
-from llamarl.config import AlgorithmConfig
+from llamarl.core.config import AlgorithmConfig
+from llamarl.trainer.advantages import ADVANTAGES
+from llamarl.trainer.loss_inputs import LossInputs
+from llamarl.trainer.losses import algorithms
+from llamarl.trainer.losses.gspo import GSPOConfig
+from llamarl.trainer.policy_loss import denominator, policy_loss
 from tests.loss_formulas import CONFIGS, NO_ADVANTAGE, NO_RATIO, PAPERS, Sampled, advantages, step
 
 MAX_TOKENS = 16

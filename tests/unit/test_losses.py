@@ -12,21 +12,28 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llamarl.algorithms.loss_inputs import LossInputs
-from llamarl.algorithms.loss_metrics import LossMetrics, on_policy_warning, statistics
-from llamarl.algorithms.losses import algorithms
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.algorithms.losses.cispo import CISPOConfig
-from llamarl.algorithms.losses.clip import DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
-from llamarl.algorithms.losses.distill import DistillConfig
-from llamarl.algorithms.losses.dppo import DPPOKLConfig, DPPOTVConfig
-from llamarl.algorithms.losses.gmpo import GMPOConfig
-from llamarl.algorithms.losses.gspo import GSPOConfig
-from llamarl.algorithms.losses.reinforce import ReinforceConfig, RLOOConfig
-from llamarl.algorithms.losses.sapo import SAPOConfig
-from llamarl.algorithms.losses.sft import SFTConfig
-from llamarl.algorithms.policy_loss import denominator, is_inert, kl_penalty, policy_loss
-from llamarl.config import AlgorithmConfig
+from llamarl.core.config import AlgorithmConfig
+from llamarl.trainer.loss_inputs import LossInputs
+from llamarl.trainer.losses import algorithms
+from llamarl.trainer.losses.aipo import AIPOConfig
+from llamarl.trainer.losses.cispo import CISPOConfig
+from llamarl.trainer.losses.clip import DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
+from llamarl.trainer.losses.distill import DistillConfig
+from llamarl.trainer.losses.dppo import DPPOKLConfig, DPPOTVConfig
+from llamarl.trainer.losses.gmpo import GMPOConfig
+from llamarl.trainer.losses.gspo import GSPOConfig
+from llamarl.trainer.losses.reinforce import ReinforceConfig, RLOOConfig
+from llamarl.trainer.losses.sapo import SAPOConfig
+from llamarl.trainer.losses.sft import SFTConfig
+from llamarl.trainer.policy_loss import (
+    LossMetrics,
+    denominator,
+    is_inert,
+    kl_penalty,
+    on_policy_warning,
+    policy_loss,
+    statistics,
+)
 
 PI = [-1.0, -2.0, -0.5]  # log pi of the three tokens
 RATIOS = [2.0, 0.5, 8.0]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.checkpoints import manifest
-from llamarl.checkpoints.manifest import MANIFEST_FILE, verify, verify_if_listed, write, write_part
+from llamarl.core import files
+from llamarl.core.files import MANIFEST_FILE, verify, verify_if_listed, write, write_part
 
 
 @pytest.fixture
@@ -94,10 +94,8 @@ def test_what_a_rank_hashed_is_not_hashed_again(
         write_part(tmp_path, rank, tmp_path.glob(f"__{rank}_*"))
     (tmp_path / "controller.json").write_text("{}")
     hashed = []
-    digest = manifest._digest
-    monkeypatch.setattr(
-        manifest, "_digest", lambda path: (hashed.append(path.name), digest(path))[1]
-    )
+    digest = files._digest
+    monkeypatch.setattr(files, "_digest", lambda path: (hashed.append(path.name), digest(path))[1])
     write(tmp_path)
     assert hashed == ["controller.json"]
     listed = json.loads((tmp_path / MANIFEST_FILE).read_text())["files"]

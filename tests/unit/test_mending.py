@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import PlacementConfig
-from llamarl.dataflow.graph import External, FrozenModel, Stage, make_graph
-from llamarl.planner.simulation.clock import run
-from llamarl.run.mending import (
+from llamarl.controller.fleet import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     MENDING,
@@ -21,8 +18,11 @@ from llamarl.run.mending import (
     Restarts,
     role_of,
 )
-from llamarl.run.starter import name_executor
-from llamarl.types import RESPONSE_IDS
+from llamarl.controller.starter import name_executor
+from llamarl.core.config import PlacementConfig
+from llamarl.core.records import RESPONSE_IDS
+from llamarl.planner.simulation.clock import run
+from llamarl.scoring.stages import External, FrozenModel, Stage, make_graph
 from tests.unit.planner_recipes import make_recipe
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

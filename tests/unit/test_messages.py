@@ -11,11 +11,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from llamarl.config import DataConfig
-from llamarl.data.tokenizer import Tokenizer
-from llamarl.environments.messages import read_messages, read_tools
-from llamarl.environments.prompt_files import read_rows
-from llamarl.environments.prompts import make_prompt
+from llamarl.core.config import DataConfig
+from llamarl.model.messages import read_messages, read_tools
+from llamarl.model.prompt_rules import make_prompt
+from llamarl.model.tokenizer import Tokenizer
+from llamarl.prompts.files import read_rows
 from tests.unit import chat_templates
 from tests.unit.test_demonstrations import CHATS, make_demonstration, written
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from llamarl import metrics
-from llamarl.groups import Dropped, Evaluation, Group, Kept, StepStats
+from llamarl.core.groups import Dropped, Evaluation, Group, Kept, StepStats
+from llamarl.core.records import REWARD, FinishReason, Prompt, RolloutInfo, StageResult, StageStatus
 from llamarl.metrics.console import Progress
 from llamarl.metrics.held_out import result_of, summed_up
 from llamarl.metrics.run_logger import RunLogger
@@ -32,7 +33,6 @@ from llamarl.metrics.step_metrics import (
 )
 from llamarl.metrics.tensorboard import MOST_BUCKETS, OTHERS, _histogram, chart_tag, description
 from llamarl.metrics.trackers import MetricsLog, open_trackers, read_metrics
-from llamarl.types import REWARD, FinishReason, Prompt, RolloutInfo, StageResult, StageStatus
 from tests.fakes import stopped
 from tests.json_lines import read_lines
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from llamarl.executors.specs import StorageSpec
-from llamarl.executors.storage import StorageExecutor
-from llamarl.groups import Group
+from llamarl.core.groups import Group
+from llamarl.core.records import FinishReason
 from llamarl.metrics.console import Progress
 from llamarl.metrics.rendering import render_summary
 from llamarl.metrics.span import Spans
 from llamarl.metrics.step_metrics import MEANINGS, Drops
 from llamarl.metrics.summary import summarize
 from llamarl.metrics.trackers import MetricsLog
-from llamarl.types import FinishReason
+from llamarl.storage.specs import StorageSpec
+from llamarl.storage.worker import StorageExecutor
 from tests.json_lines import write_lines
 from tests.unit.test_console import drive, show
 from tests.unit.test_metrics_step import make_group, make_row
@@ -300,10 +300,10 @@ def test_a_warning_names_once_why_more_than_half_of_the_groups_are_dropped(caplo
 
 
 def test_every_reason_for_a_drop_has_a_meaning():
-    from llamarl.algorithms import group_filters
+    from llamarl.trainer import advantages
 
     names = ("FAILED_REWARD", "EQUAL_REWARDS", "SOLVED")
-    reasons = {getattr(group_filters, name) for name in names}
+    reasons = {getattr(advantages, name) for name in names}
     assert reasons <= set(MEANINGS)
     assert "failed_reward" in reasons
 

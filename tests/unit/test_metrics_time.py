@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.metrics.intervals import intersect, length, overlaps, subtract, union
-from llamarl.metrics.recent_spans import MAX_FILES, Exposure, RecentSpans
-from llamarl.metrics.shares import by_executor, read_timeline
+from llamarl.metrics.estimates import intersect, length, overlaps, subtract, union
+from llamarl.metrics.shares import MAX_FILES, Exposure, RecentSpans, by_executor, read_timeline
 from llamarl.metrics.span import FLUSH_SPANS, Span, SpanReader, Spans
 from llamarl.metrics.summary import TraceFile
 

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.algorithms.loss_inputs import LossInputs
-from llamarl.algorithms.loss_metrics import LossMetrics, statistics
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.algorithms.policy_loss import policy_loss
-from llamarl.data.micro_batch import column, micro_batch
-from llamarl.types import GENERATOR_LOGPROBS, PROMPT_IDS, RESPONSE_IDS
+from llamarl.core.records import GENERATOR_LOGPROBS, PROMPT_IDS, RESPONSE_IDS
+from llamarl.trainer.loss_inputs import LossInputs
+from llamarl.trainer.losses.aipo import AIPOConfig
+from llamarl.trainer.passes import column, micro_batch
+from llamarl.trainer.policy_loss import LossMetrics, policy_loss, statistics
 
 COLUMNS = {
     PROMPT_IDS: [np.array([1, 2, 3], np.int32), np.array([9], np.int32)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.loop.mini_batches import MiniBatches
+from llamarl.trainer.packing import MiniBatches
 
 NUM_BATCHES = 4
 

@@ -13,9 +13,9 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from llamarl.config import Config
-from llamarl.device.driver import has_driver
-from llamarl.main import main
+from llamarl.cli.main import main
+from llamarl.core.config import Config
+from llamarl.core.device.names import has_driver
 from llamarl.recipe.composition import WITHOUT_CONFIG, for_each_config, reference, to_config
 from tests.places import RECIPE, ROOT
 
@@ -256,7 +256,7 @@ def refusal(section: type, name: str, value: object) -> str | None:
         return ""
     except ValueError as error:
         return str(error)
-    return None if is_sane(found) else "accepted: give it limits (config/check.py)"
+    return None if is_sane(found) else "accepted: give it limits (core/fields.py)"
 
 
 def is_sane(value: object) -> bool:

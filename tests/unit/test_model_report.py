@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from llamarl.models.architecture import read_architecture
-from llamarl.models.families import FAMILIES
-from llamarl.models.inventory import parameter_shapes
-from llamarl.recipe.model_report import models
+from llamarl.cli.reports import models
+from llamarl.model.architecture import FAMILIES, read_architecture
+from llamarl.model.inventory import parameter_shapes
 from tests.hub_server import Hub
 from tests.places import CHECKPOINT
 from tests.tiny_checkpoints import CONFIG, write_checkpoint, write_reference

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llamarl.config import EmbeddedConfig, TrainerConfig, VllmConfig
-from llamarl.data.micro_batch import micro_batch
-from llamarl.models import attention
-from llamarl.models.architecture import Architecture
-from llamarl.models.attention import make_packing
-from llamarl.models.inventory import check_parallel
-from llamarl.models.transformer import Layer, Transformer, rope_tables
+from llamarl.core.config import EmbeddedConfig, TrainerConfig, VllmConfig
+from llamarl.model import attention
+from llamarl.model.architecture import Architecture
+from llamarl.model.attention import make_packing
+from llamarl.model.inventory import check_parallel
+from llamarl.model.transformer import Layer, Transformer, rope_tables
+from llamarl.trainer.passes import micro_batch
 from tests.tiny_checkpoints import (
     CASES,
     LENGTHS,

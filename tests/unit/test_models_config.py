@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.models.architecture import RopeScaling, read_architecture
+from llamarl.model.architecture import RopeScaling, read_architecture
 
 LLAMA_3_1 = {  # the published file of Llama 3.1 8B Instruct
     "architectures": ["LlamaForCausalLM"],

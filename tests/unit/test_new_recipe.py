@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from llamarl.config import Config, DataConfig, RewardConfig
+from llamarl.cli.new import ANSWER_FIELDS, PROMPT_FIELDS, REWARD_CHOICES, new
+from llamarl.core.config import Config, DataConfig, RewardConfig
 from llamarl.recipe.composition import compose, to_config
 from llamarl.recipe.inputs import read_inputs
-from llamarl.recipe.new_recipe import ANSWER_FIELDS, PROMPT_FIELDS, REWARD_CHOICES, new
 from tests.json_lines import write_lines
 from tests.places import CHECKPOINT, RECIPE
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from llamarl.config import RewardConfig
-from llamarl.environments.rewards import math as math_reward
-from llamarl.types import Prompt
+from llamarl.core.config import RewardConfig
+from llamarl.core.records import Prompt
+from llamarl.scoring.rewards import math as math_reward
 
 CONFIG = RewardConfig(functions=["math"])
 RIGHT = [

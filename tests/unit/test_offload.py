@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from llamarl.executors.memory_mover import MemoryMover
-from llamarl.weights.transports.shared_memory import Segment
+from llamarl.publish.offload import MemoryMover
+from llamarl.publish.transports.mapped import Segment
 from tests.allocation import resident_bytes
 
 PAGE = mmap.PAGESIZE
@@ -153,7 +153,7 @@ def test_a_full_disk_is_an_error_at_once_and_nothing_has_moved(tmp_path):
     """In a process of its own: the limit on file sizes stands in for the end of the disk."""
     program = f"""
 import resource, torch
-from llamarl.executors.memory_mover import MemoryMover
+from llamarl.publish.offload import MemoryMover
 offload = MemoryMover("file", {str(tmp_path)!r}, "trainer-1")
 tensor = torch.arange(1 << 20)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))

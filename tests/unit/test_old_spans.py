@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.metrics.intervals import length
+from llamarl.metrics.estimates import length
 from llamarl.metrics.shares import Shares, read_timeline, shares_of, tracks_of
 from llamarl.metrics.span import (
     KEPT_SHARE,

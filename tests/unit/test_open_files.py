@@ -13,7 +13,7 @@ def test_a_reward_process_finds_room_for_its_channel_where_few_files_may_be_open
     code = (
         "import os, resource\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most}))\n"
-        "from llamarl.user_code.worker import _move\n"
+        "from llamarl.scoring.user_code.worker import _move\n"
         "for _ in range(40):\n"
         "    own = os.open(os.devnull, os.O_RDONLY)\n"
         "    os.close(_move(own, os.O_RDONLY))\n"

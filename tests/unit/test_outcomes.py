@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 
-from llamarl.environments.definition import find_defined
-from llamarl.environments.episodes import Episodes, load
-from llamarl.types import StageStatus
+from llamarl.core.records import StageStatus
+from llamarl.scoring.definition import find_defined
+from llamarl.scoring.episodes import Episodes, load
 from tests.unit.test_episodes import prompt
 
 RAISING = """

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from llamarl.config import Config
-from llamarl.data.tokenizer import Tokenizer, load_tokenizer
+from llamarl.core.config import Config
+from llamarl.model.tokenizer import Tokenizer, load_tokenizer
 from llamarl.recipe.inputs import identity, read_inputs
 from llamarl.recipe.local_inputs import with_local_files
 from llamarl.recipe.prompt_inputs import resolve

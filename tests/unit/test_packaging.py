@@ -58,7 +58,7 @@ def test_a_wheel_carries_every_file_that_is_no_module() -> None:
         str(path.relative_to(ROOT)).removeprefix("llamarl/") for path in found if path.is_file()
     }
     data = {name for name in names if not name.endswith((".py", ".pyc"))}
-    assert {"conf/config.yaml", "cluster/deploy/slurm.sbatch"} <= data
+    assert {"conf/config.yaml", "cluster/slurm.sbatch"} <= data
     for name in data:
         assert any(PurePosixPath(name).match(pattern) for pattern in patterns), name
 

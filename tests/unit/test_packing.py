@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.config import ClusterConfig, PlanConfig, TrainerConfig
-from llamarl.data.packing import pack
-from llamarl.data.partition import partition, partition_in_equal_counts
-from llamarl.models.architecture import read_architecture
-from llamarl.models.inventory import attention_cost
+from llamarl.core.config import ClusterConfig, PlanConfig, TrainerConfig
+from llamarl.core.partition import partition, partition_in_equal_counts
+from llamarl.model.architecture import read_architecture
+from llamarl.model.inventory import attention_cost
 from llamarl.planner.simulation.roofline import hardware_costs
+from llamarl.trainer.packing import pack
 from tests.places import ROOT
 from tests.unit.planner_recipes import LLAMA, make_recipe
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from llamarl.config import TrainerConfig
-from llamarl.loop.part_size import PartSize, fit_line
+from llamarl.controller.batches import PartSize, fit_line
+from llamarl.core.config import TrainerConfig
 from llamarl.planner.simulation import clock
 from tests.fakes import group_of, stopped
 

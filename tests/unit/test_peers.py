@@ -25,13 +25,13 @@ from peers_bench.replayed_lengths import replay
 from peers_bench.sides import Run, job_of
 from transformers import PreTrainedTokenizerBase
 
-from llamarl.data.tokenizer import Tokenizer
-from llamarl.data.tokenizer import load_tokenizer as load_own
-from llamarl.environments.definition import Kind, describe, find_defined
-from llamarl.environments.turn_format import TurnFormat
+from llamarl.core.extensions import load_module
+from llamarl.model.tokenizer import Tokenizer
+from llamarl.model.tokenizer import load_tokenizer as load_own
 from llamarl.recipe.composition import compose, to_config
 from llamarl.recipe.inputs import read_inputs
-from llamarl.task_file import load_module
+from llamarl.scoring.definition import Kind, describe, find_defined
+from llamarl.scoring.turn_format import TurnFormat
 from tests.tiny_checkpoints import LLAMA
 
 CHECKPOINT = RECIPE / "checkpoint"

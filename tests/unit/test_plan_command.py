@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import PlanConfig
+from llamarl.core.config import PlanConfig
 from llamarl.planner.forecast import (
     Advice,
     BestSplit,
@@ -43,7 +43,7 @@ GIB = 2**30
 # The command line as `llamarl` has it, then what the process has loaded by then.
 SCRIPT = """
 import sys
-from llamarl.main import main
+from llamarl.cli.main import main
 main()
 sys.stderr.write(f"monarch loaded: {'monarch' in sys.modules}")
 """
@@ -243,7 +243,7 @@ def test_a_teacher_counts_in_memory_and_other_stages_are_said_to_be_left_out(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "task.py").write_text(
-        "from llamarl.dataflow.graph import Column, FrozenModel, Stage\n"
+        "from llamarl.scoring.stages import Column, FrozenModel, Stage\n"
         f"teacher = FrozenModel({str(RECIPES / 'quickstart' / 'checkpoint')!r})\n"
         "column = Column('teacher_logprobs', 'float32', 'response')\n"
         "def brief(completion): pass\n"

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from llamarl.algorithms.losses.clip import PPOConfig
-from llamarl.config import TrainerConfig
+from llamarl.core.config import TrainerConfig
 from llamarl.planner.forecast import StepForecast
 from llamarl.planner.simulation.simulated_run import settling_steps, simulate
+from llamarl.trainer.losses.clip import PPOConfig
 from tests.unit.test_planner_step import (
     COSTS,
     GROUPS,

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.config import (
+from llamarl.core.config import (
     ClusterConfig,
     Config,
     EmbeddedConfig,
@@ -17,7 +16,7 @@ from llamarl.config import (
     VllmConfig,
     WeightsConfig,
 )
-from llamarl.config.plan_keys import PlanConfig
+from llamarl.core.config.plan_keys import PlanConfig
 from llamarl.planner.efficiency import COLLECTIVE_S, LAW, OVERLAP
 from llamarl.planner.hardware import GPUS
 from llamarl.planner.simulation import collectives
@@ -25,6 +24,7 @@ from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.roofline import hardware_costs
 from llamarl.planner.simulation.simulated_run import simulate
 from llamarl.planner.simulation.trainer_times import trainer_times
+from llamarl.trainer.losses.aipo import AIPOConfig
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 H100 = GPUS["H100-80GB"]

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.planner.simulation.effort import Effort, Walk, walked
-from llamarl.weights.integrity.fingerprint import fingerprint, transfer
+from llamarl.publish.fingerprint import fingerprint, transfer
 
 VIEWS = {
     torch.ops.aten.detach.default,

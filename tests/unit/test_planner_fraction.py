@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from llamarl.config import (
+from llamarl.core.config import (
     ClusterConfig,
     Config,
     EmbeddedConfig,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamarl.config import EmbeddedConfig, LoraConfig, TrainerConfig, WeightsConfig
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.generation.parameters import tensors
+from llamarl.core.config import EmbeddedConfig, LoraConfig, TrainerConfig, WeightsConfig
+from llamarl.generator.engine.engine import EmbeddedEngine
+from llamarl.generator.engine.weights import tensors
 from llamarl.planner.memory.generator_memory import forecast_generator
-from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.publish.target import WeightBuffer
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 FIELDS = {"max_num_seqs": 4, "max_model_len": 64}

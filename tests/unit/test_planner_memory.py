@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.algorithms.losses.clip import GRPOConfig
-from llamarl.config import (
+from llamarl.core.config import (
     ClusterConfig,
     Config,
     EmbeddedConfig,
@@ -22,10 +21,10 @@ from llamarl.config import (
     VllmConfig,
     WeightsConfig,
 )
-from llamarl.generation.parameters import BufferLayout
-from llamarl.models.attention import make_packing
-from llamarl.models.inventory import parameter_shapes
-from llamarl.models.transformer import Transformer
+from llamarl.generator.engine.weights import BufferLayout
+from llamarl.model.attention import make_packing
+from llamarl.model.inventory import parameter_shapes
+from llamarl.model.transformer import Transformer
 from llamarl.planner.memory import activations, fit
 from llamarl.planner.memory.activations import (
     Watch,
@@ -37,7 +36,8 @@ from llamarl.planner.memory.fit import check_fit, upper_bound_bytes
 from llamarl.planner.memory.generator_memory import kv_cache_bytes
 from llamarl.planner.memory.ranks import forecast_memory, fullest
 from llamarl.planner.memory.shardings import generator_layouts, trainer_layouts
-from llamarl.weights.layout.boxes import RankLayout
+from llamarl.publish.layout import RankLayout
+from llamarl.trainer.losses.clip import GRPOConfig
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import (
+from llamarl.core.config import (
     ClusterConfig,
     Config,
     EmbeddedConfig,
@@ -17,7 +17,7 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.config.plan_keys import PlanConfig
+from llamarl.core.config.plan_keys import PlanConfig
 from llamarl.planner.forecast import StepForecast
 from llamarl.planner.hardware import GPUS, HOUR_S, Cost, cost_of
 from llamarl.planner.memory.ranks import forecast_memory

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import (
+from llamarl.core.config import (
     ClusterConfig,
     Config,
     EmbeddedConfig,
@@ -19,12 +19,12 @@ from llamarl.config import (
     VllmConfig,
     WeightsConfig,
 )
-from llamarl.config.rank_assignment import assign
+from llamarl.core.config.rank_assignment import assign
 from llamarl.planner.efficiency import LAW
 from llamarl.planner.hardware import GPUS
 from llamarl.planner.memory.shardings import generator_layouts, trainer_layouts, weight_buffer
 from llamarl.planner.simulation.publish import forecast_publish, relays, traffic
-from llamarl.weights.layout.reshard import num_bytes, plan
+from llamarl.publish.reshard import num_bytes, plan
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.config import (
+from llamarl.core.config import (
     ClusterConfig,
     Config,
     PlacementConfig,
@@ -20,7 +19,7 @@ from llamarl.config import (
     VllmConfig,
     WeightsConfig,
 )
-from llamarl.config.plan_keys import PlanConfig, read_baseline
+from llamarl.core.config.plan_keys import PlanConfig, read_baseline
 from llamarl.planner.report.bands import band_words, bands
 from llamarl.planner.report.one_side import forecast_one_side
 from llamarl.planner.simulation import clock
@@ -40,6 +39,7 @@ from llamarl.planner.simulation.single import (
 from llamarl.planner.simulation.stages import STAGES
 from llamarl.planner.simulation.variants import best_share
 from llamarl.planner.simulation.workload import make_workload
+from llamarl.trainer.losses.aipo import AIPOConfig
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 ONE_B = replace(

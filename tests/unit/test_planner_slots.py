@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.generation.scheduler import QueuedRequest
+from llamarl.core.records import Request, Sampling
+from llamarl.generator.engine.scheduler import QueuedRequest
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.slots import Slot, Slots
-from llamarl.types import Request, Sampling
 
 COSTS = Costs(decode_step_s=1e-3, decode_row_s=1e-4, decode_context_s=1e-5)
 PROMPT_TOKENS = 3

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import ClusterConfig, EmbeddedConfig, TrainerConfig, WeightsConfig
+from llamarl.core.config import ClusterConfig, EmbeddedConfig, TrainerConfig, WeightsConfig
 from llamarl.planner.hardware import GPUS
 from llamarl.planner.simulation.delivery import Delivery, SideRates, delivery
 from llamarl.planner.simulation.effort import Effort
 from llamarl.planner.simulation.publish import forecast_publish
 from llamarl.planner.simulation.publish_rates import PublishRates, publish_rates
 from llamarl.planner.simulation.stages import STAGES, Stream, hidden_s, publish_stages
-from llamarl.weights.layout.boxes import BUFFER, Box, Copy, ParameterLayout, RankLayout
-from llamarl.weights.transports.packed import messages
+from llamarl.publish.layout import BUFFER, Box, Copy, ParameterLayout, RankLayout
+from llamarl.publish.transports.messages import messages
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 SECONDS = st.floats(0, 10)

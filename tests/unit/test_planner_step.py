@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import (
+from llamarl.core.config import (
     Config,
     DataConfig,
     EmbeddedConfig,
@@ -24,9 +24,9 @@ from llamarl.config import (
     TransformersConfig,
     WeightsConfig,
 )
-from llamarl.config.plan_keys import PlanConfig
-from llamarl.executors.engine_output import GATHER_S
-from llamarl.models.architecture import Architecture
+from llamarl.core.config.plan_keys import PlanConfig
+from llamarl.generator.decoding import GATHER_S
+from llamarl.model.architecture import Architecture
 from llamarl.planner.forecast import Variant
 from llamarl.planner.memory.ranks import forecast_memory
 from llamarl.planner.simulation import clock

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import pytest
 
-from llamarl.config import EmbeddedConfig, TrainerConfig
+from llamarl.core.config import EmbeddedConfig, TrainerConfig
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.generator_times import generator_times, kv_bytes
 from llamarl.planner.simulation.roofline import trainer_costs

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.checkpoints import positions
-from llamarl.checkpoints.positions import MAX_PARTS, cut, digest, is_sound, measure, verify
+from llamarl.core import files
+from llamarl.core.files import MAX_PARTS, cut, digest, is_sound, measure, verify_positions
 
 
 def write_lines(path: Path, numbers: range, mixed: str = "") -> None:
@@ -28,7 +28,7 @@ def test_a_file_is_measured_in_whole_lines_and_cut_there(tmp_path: Path) -> None
     saved = digest(tmp_path, measure(tmp_path), {})
     write_lines(path, range(0), mixed="}\n")
     write_lines(path, range(9))
-    verify(tmp_path, saved)
+    verify_positions(tmp_path, saved)
     cut(tmp_path, saved)
     assert path.read_text() == whole
 
@@ -38,11 +38,11 @@ def test_only_what_came_since_the_last_checkpoint_is_read(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     read = []
-    whole_hash = positions._hash
+    whole_hash = files._hash
     monkeypatch.setattr(
-        positions, "_hash", lambda path, *ends: (read.append(ends), whole_hash(path, *ends))[1]
+        files, "_hash", lambda path, *ends: (read.append(ends), whole_hash(path, *ends))[1]
     )
-    saved: dict[str, positions.Parts] = {}
+    saved: dict[str, files.Parts] = {}
     for number in range(3 * MAX_PARTS):
         write_lines(path, range(number, number + 1))
         saved = json.loads(json.dumps(digest(tmp_path, measure(tmp_path), saved)))
@@ -50,7 +50,7 @@ def test_only_what_came_since_the_last_checkpoint_is_read(
         assert len(saved["metrics.jsonl"]) <= MAX_PARTS
     ends = {end for _, end in read}
     assert sum(start not in ends for start, _ in read) <= 1 + 3, "else all is hashed over and over"
-    verify(tmp_path, saved)
+    verify_positions(tmp_path, saved)
 
 
 LINE = b'{"a":1}\n'
@@ -73,7 +73,7 @@ def test_any_committed_bit_is_found_and_a_line_that_is_no_object_is_named(
     with pytest.raises(
         ValueError, match=r"metrics\.jsonl:\d+ must be as the run wrote it"
     ) as caught:
-        verify(folder, saved)
+        verify_positions(folder, saved)
     if LINE[place % 8 : place % 8 + 1] in b'{":':  # without it, the line is no object
         assert f"jsonl:{place // 8 + 1} " in str(caught.value)
 
@@ -85,7 +85,7 @@ def test_a_file_that_is_shorter_than_it_was_is_named(damage: str, tmp_path: Path
     saved = digest(tmp_path, measure(tmp_path), {})
     path.unlink() if damage == "gone" else path.write_text("{}\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl must be at least \d+ bytes long, got "):
-        verify(tmp_path, saved)
+        verify_positions(tmp_path, saved)
 
 
 @pytest.mark.parametrize(

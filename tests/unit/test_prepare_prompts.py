@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from llamarl.config import DataConfig
-from llamarl.data.tokenizer import load_tokenizer
+from llamarl.core.config import DataConfig
+from llamarl.model.tokenizer import load_tokenizer
 from tests.prompt_files import read_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))

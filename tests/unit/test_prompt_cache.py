@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from llamarl.config import DataConfig, RewardConfig
-from llamarl.data.tokenizer import Tokenizer, load_tokenizer
-from llamarl.environments import prompt_cache, prompt_files
-from llamarl.environments.demonstrations import DemonstrationRules
-from llamarl.environments.prompt_cache import read_source
-from llamarl.environments.prompt_files import cut_files, read_rows
-from llamarl.environments.prompt_table import PromptTable, rows_in_memory
-from llamarl.types import SOURCE_ROWS, Prompt
+from llamarl.core.config import DataConfig, RewardConfig
+from llamarl.core.records import SOURCE_ROWS, Prompt
+from llamarl.model.tokenizer import Tokenizer, load_tokenizer
+from llamarl.prompts import cache, files
+from llamarl.prompts.cache import read_source
+from llamarl.prompts.demonstrations import DemonstrationRules
+from llamarl.prompts.files import cut_files, read_rows
+from llamarl.prompts.rows import PromptTable, rows_in_memory
 from tests.json_lines import write_lines
 from tests.prompt_files import source_of
 from tests.unit.tokenizer_files import write_tokenizer
@@ -38,10 +38,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture
 def small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """All files count as large; the folder of the cache."""
-    monkeypatch.setattr(prompt_cache, "LEAST_BYTES", 1)
-    monkeypatch.setattr(prompt_files, "PIECE_BYTES", 2000)
-    monkeypatch.setattr(prompt_files, "PIECE_ROWS", 60)
-    monkeypatch.setattr(prompt_files, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(cache, "LEAST_BYTES", 1)
+    monkeypatch.setattr(files, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(files, "PIECE_ROWS", 60)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 500)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "llamarl" / "prompts"
 
@@ -62,8 +62,8 @@ def test_pieces_of_lines_give_the_rows_of_the_whole(
     path = tmp_path_factory.mktemp("pieces") / "p.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n" * has_end)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt_files, "PIECE_BYTES", piece_bytes)
-        patch.setattr(prompt_files, "BLOCK_BYTES", block_bytes)
+        patch.setattr(files, "PIECE_BYTES", piece_bytes)
+        patch.setattr(files, "BLOCK_BYTES", block_bytes)
         pieces = cut_files([path])
     assert [row for piece in pieces for row in piece.rows()] == [*read_rows(path)]
 
@@ -76,7 +76,7 @@ def test_pieces_of_a_parquet_file_give_its_rows(
     table = pyarrow.table({"number": pyarrow.array(range(num_rows), pyarrow.int64())})
     parquet.write_table(table, path, row_group_size=group_rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt_files, "PIECE_ROWS", piece_rows)
+        patch.setattr(files, "PIECE_ROWS", piece_rows)
         pieces = cut_files([path])
     expected = [(i + 1, {"number": i}) for i in range(num_rows)]
     assert [row for piece in pieces for row in piece.rows()] == expected
@@ -102,11 +102,11 @@ def test_processes_make_of_pieces_what_one_makes_of_the_whole_and_later_runs_fin
     table = PromptTable([read_source(source, show=lambda *each: shown.append(each))])
     assert shown[-1][1] == shown[-1][2] == len(cut_files([path])) > 3
     found = [*table]
-    monkeypatch.setattr(prompt_cache, "LEAST_BYTES", 10**9)
+    monkeypatch.setattr(cache, "LEAST_BYTES", 10**9)
     whole = [*PromptTable([read_source(source)])]
     assert found == whole
     assert [prompt.fields for prompt in found] == ROWS[:100]
-    monkeypatch.setattr(prompt_cache, "LEAST_BYTES", 1)
+    monkeypatch.setattr(cache, "LEAST_BYTES", 1)
     caplog.clear()
     (folder,) = small_pieces.iterdir()
     times = {each: each.stat().st_mtime_ns for each in folder.iterdir()}
@@ -196,7 +196,7 @@ def test_rows_of_several_files_are_numbered_through_and_mistakes_name_their_own(
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prompt_cache, "LEAST_BYTES", 1 if is_large else 10**9)
+    monkeypatch.setattr(cache, "LEAST_BYTES", 1 if is_large else 10**9)
     first = write_lines(tmp_path / "a.jsonl", ROWS[:70])
     second = tmp_path / "b.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(ROWS[70:100]), second)

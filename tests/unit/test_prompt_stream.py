@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.environments.prompt_stream import PromptStream
-from llamarl.types import SOURCE_ROWS, Prompt
+from llamarl.core.records import SOURCE_ROWS, Prompt
+from llamarl.prompts.stream import PromptStream
 from tests.random_search import case, searched
 
 ORDER_OF_SEED_17 = [7, 6, 1, 3, 5, 4, 8, 2]

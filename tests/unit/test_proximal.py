@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.algorithms.losses.clip import PPOConfig
-from llamarl.algorithms.proximal import interpolated, share_of_way
-from llamarl.types import NO_VERSION
+from llamarl.core.records import NO_VERSION
+from llamarl.trainer.losses.clip import PPOConfig
+from llamarl.trainer.policy_loss import interpolated, share_of_way
 from tests.loss_formulas import CONFIGS, PAPERS, Sampled
 from tests.unit.test_loss_formulas import PENALTIES, TOLERANCE, difference, ours, steps, theirs
 from tests.unit.test_loss_formulas import random_rollouts as without_prox

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.weights.sync.states import TRANSITIONS, Event, State, next_state
+from llamarl.publish.replica import TRANSITIONS, Event, State, next_state
 
 PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
 

@@ -10,16 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llamarl.generation.checkpoint_boxes import load_boxes
-from llamarl.generation.parameters import BufferLayout
-from llamarl.models.architecture import read_architecture
-from llamarl.models.inventory import parameter_shapes
-from llamarl.weights.layout.boxes import RankLayout, Route
-from llamarl.weights.layout.quantized_parameters import quantized_parameters
-from llamarl.weights.layout.reshard import DTYPE_BYTES, num_bytes, plan
-from llamarl.weights.quantization.rounding import quantize, row_maxima, scales_of
-from llamarl.weights.quantization.shard_scales import ShardScales
-from llamarl.weights.sync.writer import Writer
+from llamarl.generator.engine.weights import BufferLayout, load_boxes
+from llamarl.model.architecture import read_architecture
+from llamarl.model.inventory import parameter_shapes
+from llamarl.publish.layout import RankLayout, Route, quantized_parameters
+from llamarl.publish.reshard import DTYPE_BYTES, num_bytes, plan
+from llamarl.publish.shards import ShardScales, quantize, row_maxima, scales_of
+from llamarl.publish.source import Writer
 from tests.quantised_oracle import make_formats, quantise_whole
 from tests.random_search import case, searched
 from tests.tiny_checkpoints import LLAMA, write_checkpoint

@@ -12,10 +12,10 @@ from types import ModuleType
 import pytest
 import yaml
 
-from llamarl.config import DataConfig, RewardConfig
-from llamarl.data.tokenizer import check_tokenizer, load_tokenizer
-from llamarl.environments.rewards import exact
-from llamarl.models.inventory import check_checkpoint
+from llamarl.core.config import DataConfig, RewardConfig
+from llamarl.model.inventory import check_checkpoint
+from llamarl.model.tokenizer import check_tokenizer, load_tokenizer
+from llamarl.scoring.rewards import exact
 from tests.json_lines import read_lines
 from tests.places import CHECKPOINT, RECIPE
 from tests.prompt_files import read_prompts

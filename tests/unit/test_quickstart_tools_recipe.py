@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from llamarl.data.tokenizer import load_tokenizer
+from llamarl.model.tokenizer import load_tokenizer
 from tests.json_lines import read_lines
 from tests.places import ROOT
 from tests.places import TOOLS_RECIPE as RECIPE

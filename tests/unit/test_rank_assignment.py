@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.config import Config
-from llamarl.config.rank_assignment import (
+from llamarl.core.config import Config
+from llamarl.core.config.rank_assignment import (
     assign,
     companions,
     num_storage_units,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import Config
-from llamarl.config.rank_assignment import assign
+from llamarl.core.config import Config
+from llamarl.core.config.rank_assignment import assign
 from llamarl.planner.memory.ranks import forecast_memory
 from llamarl.planner.report.published import published_figures
 from llamarl.planner.report.recipe import forecast_recipe
@@ -107,7 +107,7 @@ def test_a_recipe_fits_its_gpus(name: str) -> None:
 def test_an_architecture_is_the_published_one(name: str) -> None:
     from math import prod
 
-    from llamarl.models.inventory import parameter_shapes
+    from llamarl.model.inventory import parameter_shapes
 
     architecture = read_planned_architecture(config_of(name))
     number = sum(map(prod, parameter_shapes(architecture).values()))

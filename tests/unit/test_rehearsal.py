@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llamarl.checks.trial import tiny_config
-from llamarl.config import Config
+from llamarl.cli.check_trial import tiny_config
+from llamarl.cli.reports import plan
+from llamarl.core.config import Config
 from llamarl.planner.simulation.workload import make_workload, shrunk_guesses, with_lengths
 from llamarl.recipe.composition import compose, to_config
-from llamarl.recipe.rehearsal import (
+from llamarl.recipe.rules import (
     with_processes,
     without_evaluation,
     without_own_stages,
     without_rewards,
 )
-from llamarl.reports import plan
 from tests.e2e.test_option_pairs import COMMON, cases, overrides
 from tests.places import RECIPE, ROOT, TOOLS_RECIPE
 from tests.unit.composing import compose_recipe

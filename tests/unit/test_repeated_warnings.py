@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from llamarl.executors.stage_calls import FailureRate
-from llamarl.repeated_warnings import RepeatedWarnings
-from llamarl.types import StageResult, StageStatus
+from llamarl.core.errors import RepeatedWarnings
+from llamarl.core.records import StageResult, StageStatus
+from llamarl.scoring.stage_worker import FailureRate
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
+from llamarl.cli.main import _report
 from llamarl.cluster import ExecutorLost
-from llamarl.errors import NoGenerator, ReplicaLost
-from llamarl.main import _report
+from llamarl.core.errors import NoGenerator, ReplicaLost
 
 LOSS = ExecutorLost("generator-0", 0, "killed")
 

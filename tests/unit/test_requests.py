@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.environments.requests import make_requests, read_lengths
-from llamarl.groups import Group
-from llamarl.types import Prompt, Sampling
+from llamarl.core.groups import Group
+from llamarl.core.records import Prompt, Sampling
+from llamarl.prompts.stream import make_requests, read_lengths
 
 SAMPLING = Sampling(max_tokens=9, stop_token_ids=(2,))
 

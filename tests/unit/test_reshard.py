@@ -14,15 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.weights.layout import reshard
-from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout
-from llamarl.weights.layout.reshard import (
+from llamarl.publish import reshard
+from llamarl.publish.layout import Box, ParameterLayout, RankLayout
+from llamarl.publish.reshard import (
     MIN_SPLIT_ELEMENTS,
     MIN_SPREAD_ELEMENTS,
     num_bytes,
+    pack,
     plan,
+    split,
 )
-from llamarl.weights.layout.split_route import pack, split
 
 GAP = -1.0  # no weight has this value
 
@@ -394,5 +395,5 @@ def test_layouts_that_do_not_fit_are_refused_by_name(source, target, message) ->
 
 
 def test_planning_and_publishing_import_no_torch() -> None:
-    code = "import sys, llamarl.weights.sync.publisher; sys.exit('torch' in sys.modules)"
+    code = "import sys, llamarl.publish.publisher; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

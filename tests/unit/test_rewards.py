@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.config import RewardConfig
-from llamarl.dataflow.columns import TEXT, Column
-from llamarl.dataflow.graph import SCORE, Stage
-from llamarl.dataflow.stage_function import answer, run_now
-from llamarl.environments.rewards import exact
-from llamarl.environments.rewards import format as format_reward
-from llamarl.environments.rewards import math as math_reward
-from llamarl.environments.rewards.answer import normal_form
-from llamarl.environments.rewards.functions import (
+from llamarl.core.config import RewardConfig
+from llamarl.core.extensions import FILE
+from llamarl.core.records import EXTRA, FINISH_CODES, FinishReason, Prompt, StageStatus
+from llamarl.scoring.rewards import exact
+from llamarl.scoring.rewards import format as format_reward
+from llamarl.scoring.rewards import math as math_reward
+from llamarl.scoring.rewards.answer import normal_form
+from llamarl.scoring.rewards.functions import (
     ANSWER,
     NO_ANSWER,
     check_answer,
@@ -27,9 +26,10 @@ from llamarl.environments.rewards.functions import (
     check_rewards,
     load_functions,
 )
-from llamarl.environments.rewards.score import make_score
-from llamarl.task_file import FILE
-from llamarl.types import EXTRA, FINISH_CODES, FinishReason, Prompt, StageStatus
+from llamarl.scoring.rewards.score import make_score
+from llamarl.scoring.stage_function import answer, run_now
+from llamarl.scoring.stages import SCORE, Stage
+from llamarl.storage.columns import TEXT, Column
 
 CONFIG = RewardConfig(functions=["exact"])
 OTHERS = Column(EXTRA, "uint8", TEXT)

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.algorithms.advantages import apart, mean_std, over_deviation
-from llamarl.algorithms.group_filters import filter_group
-from llamarl.algorithms.losses.clip import GRPOConfig
-from llamarl.config import AlgorithmConfig
-from llamarl.data.packing import make_batch
-from llamarl.groups import Dropped, Kept, Verdict
-from llamarl.types import REWARD, StageResult
+from llamarl.core.config import AlgorithmConfig
+from llamarl.core.groups import Dropped, Kept, Verdict
+from llamarl.core.records import REWARD, StageResult
+from llamarl.trainer.advantages import apart, filter_group, mean_std, over_deviation
+from llamarl.trainer.losses.clip import GRPOConfig
+from llamarl.trainer.packing import make_batch
 from tests.fakes import group_of, stopped
 
 FUNCTIONS = [("exact", 1.0), ("format", 0.25)]

@@ -10,15 +10,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from llamarl.algorithms.loss_metrics import (
+from llamarl.core.config import AlgorithmConfig
+from llamarl.trainer.losses.aipo import AIPOConfig
+from llamarl.trainer.policy_loss import (
     LossMetrics,
     empty_step_warning,
     on_policy_warning,
+    policy_loss,
 )
-from llamarl.algorithms.loss_metrics import statistics as step_statistics
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.algorithms.policy_loss import policy_loss
-from llamarl.config import AlgorithmConfig
+from llamarl.trainer.policy_loss import statistics as step_statistics
 from tests.loss_formulas import CONFIGS, PAPERS, Sampled
 from tests.unit.test_loss_formulas import (
     TOLERANCE,

@@ -10,12 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.data.kept_rollouts import make_record
-from llamarl.dataflow.graph import FrozenModel, Graph, Stage, make_graph
-from llamarl.groups import Group
-from llamarl.loop.rollouts import Rollouts
-from llamarl.types import (
+from llamarl.controller.rollouts import Rollouts
+from llamarl.core.groups import Group
+from llamarl.core.records import (
     EpisodeState,
     FinishReason,
     Purpose,
@@ -23,6 +20,9 @@ from llamarl.types import (
     StageStatus,
     TurnResult,
 )
+from llamarl.scoring.stages import FrozenModel, Graph, Stage, make_graph
+from llamarl.storage.archive import make_record
+from llamarl.trainer.losses.aipo import AIPOConfig
 from tests.fakes import RolloutSetting, good, group_of, nothing, request, stopped
 from tests.random_search import case, searched
 from tests.unit.planner_recipes import make_recipe

@@ -9,8 +9,8 @@ import pyarrow
 import pytest
 from pyarrow import ipc, parquet
 
-from llamarl.environments import prompt_files
-from llamarl.environments.prompt_files import cut_files, find_files, read_rows
+from llamarl.prompts import files
+from llamarl.prompts.files import cut_files, find_files, read_rows
 from tests.json_lines import write_lines
 
 ROWS = [{"question": f"What is {i}?", "answer": str(i)} for i in range(7)]
@@ -61,7 +61,7 @@ def test_pieces_of_a_folder_give_its_rows(
 ) -> None:
     write_lines(tmp_path / "0.jsonl", ROWS[:2])
     write_arrow(tmp_path / "1.arrow", ROWS[2:], write)
-    monkeypatch.setattr(prompt_files, "PIECE_ROWS", piece_rows)
+    monkeypatch.setattr(files, "PIECE_ROWS", piece_rows)
     pieces = cut_files(find_files(tmp_path))
     assert len(pieces) == 1 + -(-5 // piece_rows)
     found = [(piece.before + number, row) for piece in pieces for number, row in piece.rows()]

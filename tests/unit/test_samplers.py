@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.dataflow.samplers import (
+from llamarl.core.errors import TaskError
+from llamarl.core.extensions import load
+from llamarl.scoring.samplers import (
     SAMPLERS,
     RankAware,
     Ranks,
@@ -22,8 +24,6 @@ from llamarl.dataflow.samplers import (
     make_sampler,
     token_balanced,
 )
-from llamarl.errors import TaskError
-from llamarl.task_file import load
 
 
 def rollout(row_id: int, group_id: int, num_tokens: int = 9, group_size: int = 2) -> ReadyItem:

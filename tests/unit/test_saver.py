@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from llamarl.checkpoints import checkpoint
-from llamarl.config import CheckpointConfig
-from llamarl.loop.colocation import Colocation
-from llamarl.loop.saver import Saver
-from llamarl.metrics.best_version import BestVersion
+from llamarl.controller.colocation import Colocation
+from llamarl.controller.saver import Saver
+from llamarl.core import checkpoint
+from llamarl.core.config import CheckpointConfig
+from llamarl.metrics.held_out import BestVersion
 from llamarl.metrics.span import Spans
 from tests.fakes import SHARD, SavingTrainer
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from llamarl.algorithms.schedule import learning_rate
-from llamarl.config import TrainerConfig
+from llamarl.core.config import TrainerConfig
+from llamarl.trainer.schedule import learning_rate
 
 
 def rates(num_steps, **fields):

@@ -1,7 +1,7 @@
 """What a run says when it goes on without executors that it lost."""
 
-from llamarl.errors import ExecutorLost
-from llamarl.run.sessions import SessionLost, describe
+from llamarl.controller.sessions import SessionLost, describe
+from llamarl.core.errors import ExecutorLost
 
 
 def test_one_line_names_what_was_lost_where_the_run_goes_on_and_how_many_steps_that_costs():

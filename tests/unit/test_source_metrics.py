@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import DataConfig
-from llamarl.groups import Group, StepStats
-from llamarl.metrics.source_metrics import sum_sources
-from llamarl.metrics.step_metrics import step_scalars
+from llamarl.core.config import DataConfig
+from llamarl.core.groups import Group, StepStats
+from llamarl.core.records import REWARD, SOURCE_ROWS, Prompt, StageResult, StageStatus
+from llamarl.metrics.step_metrics import step_scalars, sum_sources
 from llamarl.metrics.summary import summarize
 from llamarl.metrics.tensorboard import OTHERS, chart_tag, description
-from llamarl.types import REWARD, SOURCE_ROWS, Prompt, StageResult, StageStatus
 from tests.fakes import stopped
 
 NAMES = ["gsm8k", "math", "code"]

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamarl.storage.slabs import SPARE_BYTES
-from llamarl.types import Columns
+from llamarl.core.records import Columns
+from llamarl.storage.table import SPARE_BYTES
 from tests.unit.stored_rows import NAMES, assert_same, client, rows, serving
 
 TRAINED = {"outcome": "trained", "version": 1}

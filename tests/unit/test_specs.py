@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from llamarl.cluster.executor import resolve
-from llamarl.executors.specs import Spec
+from llamarl.controller.specs import Spec
 
 
 @pytest.mark.parametrize("spec", get_args(Spec), ids=lambda spec: spec.__name__)
@@ -19,5 +19,5 @@ def test_each_spec_names_the_executor_that_takes_it(spec: type) -> None:
 
 
 def test_the_wiring_loads_no_torch() -> None:
-    code = "import sys, llamarl.run.wiring; sys.exit('torch' in sys.modules)"
+    code = "import sys, llamarl.controller.wiring; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.executors import storage as storage_module
-from llamarl.storage import spill as spill_module
-from llamarl.storage.slabs import FULL_BYTES
-from llamarl.types import REWARD, FinishReason
+from llamarl.core.records import REWARD, FinishReason
+from llamarl.storage import table as spill_module
+from llamarl.storage import worker as storage_module
+from llamarl.storage.table import FULL_BYTES
 from tests.unit.stored_rows import NAMES, assert_same, rows, serving
 
 MIB = 1024 * 1024

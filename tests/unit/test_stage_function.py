@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.dataflow.columns import Column
-from llamarl.dataflow.graph import Drop, Stage
-from llamarl.dataflow.stage_function import answer, run_now
-from llamarl.types import Prompt, StageStatus
+from llamarl.core.records import Prompt, StageStatus
+from llamarl.scoring.stage_function import answer, run_now
+from llamarl.scoring.stages import Drop, Stage
+from llamarl.storage.columns import Column
 
 FLOATS, INTS = Column("floats", "float32", "response"), Column("ints", "int32", "response")
 PROMPT = Prompt(prompt_id=1, text="q", token_ids=())

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from llamarl.checkpoints import checkpoint, manifest
-from llamarl.config import Config
+from llamarl.controller.wiring import Wiring
+from llamarl.core import checkpoint, files
+from llamarl.core.config import Config
 from llamarl.recipe.inputs import Inputs, identity, read_inputs
 from llamarl.recipe.starting_point import starting_point
-from llamarl.run.wiring import Wiring
 from tests.fakes import SHARD, SavingTrainer
 from tests.places import RECIPE
 from tests.unit.composing import compose_recipe
@@ -54,7 +54,7 @@ def state(**values: Any) -> Damage:
         path = folder / checkpoint.STATE_FILE
         written = json.loads(path.read_text()) | values
         path.write_text(json.dumps({k: v for k, v in written.items() if v is not None}))
-        manifest.write(folder)
+        files.write(folder)
 
     return damage
 

@@ -13,15 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.errors import ExecutorLost, NotStored
-from llamarl.executors import storage as storage_module
-from llamarl.storage import channel as channel_module
-from llamarl.storage import slabs as slabs_module
-from llamarl.storage import spill as spill_module
-from llamarl.storage import unit as unit_module
-from llamarl.storage import wire as wire_module
-from llamarl.storage.store import Store
-from llamarl.types import (
+from llamarl.cluster import sockets as channel_module
+from llamarl.core.errors import ExecutorLost, NotStored
+from llamarl.core.records import (
     REF_LOGPROBS,
     REWARD,
     SAMPLING,
@@ -30,6 +24,12 @@ from llamarl.types import (
     Columns,
     FinishReason,
 )
+from llamarl.storage import client as unit_module
+from llamarl.storage import table as slabs_module
+from llamarl.storage import table as spill_module
+from llamarl.storage import wire as wire_module
+from llamarl.storage import worker as storage_module
+from llamarl.storage.client import Store
 from tests.random_search import case, searched
 from tests.unit.stored_rows import WAYS, assert_same, opened, rows
 

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.errors import TaskError
-from llamarl.task_file import FORMS, load
-from llamarl.task_neighbours import neighbours
+from llamarl.core.errors import TaskError
+from llamarl.core.extensions import FORMS, load, neighbours
 
 
 @pytest.mark.parametrize(

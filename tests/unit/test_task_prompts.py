@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import Config
-from llamarl.environments.task_prompts import load, make_rows
+from llamarl.core.config import Config
+from llamarl.prompts.rows import load, make_rows
 from llamarl.recipe.inputs import read_inputs
 from llamarl.recipe.prompt_inputs import with_measured_prompts
 from tests.places import RECIPE

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from llamarl.data.text_ids import TextIds, unmarked
+from llamarl.model.text_ids import TextIds, unmarked
 from tests.random_search import case, searched
 
 WORD = "<think>"  # a token of its own that is not special

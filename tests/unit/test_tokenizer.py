@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from llamarl.config import DataConfig
-from llamarl.data import bounds
-from llamarl.data.tokenizer import check_tokenizer, load_tokenizer, split_stops
+from llamarl.core.config import DataConfig
+from llamarl.model import text_ids
+from llamarl.model.tokenizer import check_tokenizer, load_tokenizer, split_stops
 from tests.prompt_files import read_prompts
 from tests.unit.tokenizer_files import write_tokenizer
 
@@ -63,7 +63,7 @@ def test_end_of_sequence_ids_join_those_of_the_generation_config(tmp_path):
 def test_loading_a_tokenizer_loads_no_torch_and_importing_data_no_transformers(tmp_path):
     write_tokenizer(tmp_path)
     code = (
-        "import sys; import llamarl.environments.prompts, llamarl.executors.stage as s\n"
+        "import sys; import llamarl.model.prompt_rules, llamarl.scoring.stage_worker as s\n"
         "assert 'transformers' not in sys.modules\n"
         f"t = s.load_tokenizer({str(tmp_path)!r}); t.decode(t.encode('a'))\n"
         "assert 'transformers' in sys.modules and 'torch' not in sys.modules\n"
@@ -94,7 +94,7 @@ def test_a_stop_string_that_is_a_special_token_is_an_id_and_one_with_more_is_ref
 def test_threads_may_load_the_first_tokenizer_of_a_process_at_once(tmp_path):
     write_tokenizer(tmp_path)
     code = (
-        "import threading, time; from llamarl.data.tokenizer import load_tokenizer\n"
+        "import threading, time; from llamarl.model.tokenizer import load_tokenizer\n"
         "failed = []; threading.excepthook = lambda args: failed.append(args.exc_value)\n"
         f"load = lambda: load_tokenizer({str(tmp_path)!r})\n"
         "threads = [threading.Thread(target=load) for _ in range(6)]\n"
@@ -127,7 +127,7 @@ def test_threads_may_load_the_first_tokenizer_of_a_process_at_once(tmp_path):
 def test_a_template_that_fails_or_takes_too_much_is_one_line_with_its_place(
     tmp_path, template, reason, monkeypatch
 ):
-    monkeypatch.setattr(bounds, "TIME_S", 0.3)
+    monkeypatch.setattr(text_ids, "TIME_S", 0.3)
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, chat=True))
     tokenizer._backend.chat_template = template
     path = tmp_path / "p.jsonl"
@@ -149,7 +149,7 @@ def test_a_template_of_millions_of_letters_is_one_line_whatever_limit_the_proces
     folder = write_tokenizer(tmp_path, chat=True)
     code = (
         "import resource, sys\n"
-        "from llamarl.data.tokenizer import load_tokenizer\n"
+        "from llamarl.model.tokenizer import load_tokenizer\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))\n"
         "tokenizer = load_tokenizer(sys.argv[1])\n"
         "tokenizer._backend.chat_template = sys.argv[2]\n"
@@ -165,8 +165,8 @@ def test_a_template_of_millions_of_letters_is_one_line_whatever_limit_the_proces
 
 def test_keywords_of_a_macro_are_no_powers() -> None:
     template = "{% macro f() %}{{ kwargs }}{% endmacro %}{{ f(**{'a': 1}) }}{{ '2 ** 3' }} 2 ** 3"
-    assert not bounds.has_powers(template)
-    assert bounds.has_powers("{{ f(1 ** 2) }}")
+    assert not text_ids.has_powers(template)
+    assert text_ids.has_powers("{{ f(1 ** 2) }}")
 
 
 def test_a_prompt_of_millions_of_characters_is_refused_before_it_becomes_tokens(tmp_path):

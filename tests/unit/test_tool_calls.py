@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.environments.tool_calls import (
+from llamarl.scoring.tool_calls import (
     FAMILIES,
     MAX_CALLS,
     ToolCall,

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.environments.tool_calls import ToolCall, parse_calls
-from llamarl.environments.tool_values import typed
+from llamarl.scoring.tool_calls import ToolCall, parse_calls, typed
 
 INT, BOOL, NUMBER, TEXT = ({"type": kind} for kind in ("integer", "boolean", "number", "string"))
 NULL = {"type": "null"}

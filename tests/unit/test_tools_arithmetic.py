@@ -15,8 +15,8 @@ import pytest
 
 from llamarl.metrics.span import Span
 from llamarl.planner.simulation.clock import run
-from llamarl.weights.layout.boxes import RankLayout
-from llamarl.weights.layout.reshard import num_bytes, plan
+from llamarl.publish.layout import RankLayout
+from llamarl.publish.reshard import num_bytes, plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.config import MetricsConfig
+from llamarl.core.config import MetricsConfig
 from llamarl.metrics.trackers import (
     TRACKERS,
     MetricsLog,

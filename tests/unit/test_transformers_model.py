@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from llamarl.config import TransformersConfig
-from llamarl.models.attention import make_packing
-from llamarl.models.inventory import check_checkpoint, parameter_shapes
-from llamarl.models.loading import load_model
-from llamarl.models.other_architecture import read_any_architecture
-from llamarl.models.trained_model import TrainedModel
+from llamarl.core.config import TransformersConfig
+from llamarl.model.architecture import read_any_architecture
+from llamarl.model.attention import make_packing
+from llamarl.model.inventory import check_checkpoint, parameter_shapes
+from llamarl.model.trained_model import TrainedModel
+from llamarl.trainer.parallel import load_model
 from tests.tiny_checkpoints import write_reference
 
 VOCAB, TEMPERATURE = 64, 0.7

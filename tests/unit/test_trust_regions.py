@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from llamarl.algorithms.losses.dppo import DPPOKLConfig, DPPOTVConfig
-from llamarl.algorithms.losses.gmpo import GMPOConfig
-from llamarl.algorithms.losses.sapo import SAPOConfig
+from llamarl.trainer.losses.dppo import DPPOKLConfig, DPPOTVConfig
+from llamarl.trainer.losses.gmpo import GMPOConfig
+from llamarl.trainer.losses.sapo import SAPOConfig
 from tests.unit.test_losses import loss_and_gradient
 
 

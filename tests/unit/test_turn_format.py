@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.config import EnvironmentConfig
-from llamarl.data.tokenizer import Tokenizer
-from llamarl.environments.definition import Kind
-from llamarl.environments.tool_calls import ToolCall
-from llamarl.environments.turn_format import TurnFormat, TurnFormats
+from llamarl.core.config import EnvironmentConfig
+from llamarl.model.tokenizer import Tokenizer
+from llamarl.scoring.definition import Kind
+from llamarl.scoring.tool_calls import ToolCall
+from llamarl.scoring.turn_format import TurnFormat, TurnFormats
 from tests.unit import chat_templates as templates
 
 ADD = {

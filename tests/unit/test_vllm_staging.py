@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llamarl.generation.vllm.staging import on_device
+from llamarl.generator.vllm.staging import on_device
 
 
 def groups_of(*shapes: list[tuple[int, ...]]) -> list[dict[str, Tensor]]:

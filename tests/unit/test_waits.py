@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from llamarl.weights.sync.sync_calls import LATE_S, attempt, failure
+from llamarl.publish.replica import LATE_S, attempt, failure
 
 
 async def answer_after(seconds: float) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from llamarl.types import StageResult, StageStatus
-from llamarl.wire_form import WireList
+from llamarl.core.records import StageResult, StageStatus, WireList
 
 
 def test_a_list_of_records_arrives_as_it_was_and_in_less_than_they_take_one_by_one() -> None:

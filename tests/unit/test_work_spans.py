@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-from llamarl.executors.stage_calls import WorkSpans
 from llamarl.metrics.span import Spans
+from llamarl.scoring.stage_worker import WorkSpans
 from tests.json_lines import read_lines
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from llamarl.generation.protocol import RequestOutput
+from llamarl.generator.protocol import RequestOutput
 from tests.tiny_checkpoints import write_reference
 
 TOLERANCE = 1e-5

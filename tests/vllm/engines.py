@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from llamarl.config import LoraConfig, VllmConfig
-from llamarl.generation.parameters import DTYPES
-from llamarl.generation.protocol import RequestOutput
-from llamarl.generation.vllm.vllm_engine import VllmEngine
-from llamarl.types import Request, Sampling
+from llamarl.core.config import LoraConfig, VllmConfig
+from llamarl.core.records import Request, Sampling
+from llamarl.generator.engine.weights import DTYPES
+from llamarl.generator.protocol import RequestOutput
+from llamarl.generator.vllm.engine import VllmEngine
 
 DEFAULTS: dict[str, Any] = {
     "max_num_seqs": 8,

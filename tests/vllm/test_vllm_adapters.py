@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llamarl.config import LoraConfig
-from llamarl.models.architecture import read_architecture
-from llamarl.weights.integrity.comparison import compare_frozen
-from llamarl.weights.layout.formats import kinds_of
-from llamarl.weights.quantization.frozen_sums import shard_sums
+from llamarl.core.config import LoraConfig
+from llamarl.model.architecture import read_architecture
+from llamarl.publish.comparison import compare_frozen
+from llamarl.publish.fingerprint import shard_sums
+from llamarl.publish.layout import kinds_of
 from tests.adapter_oracle import merged, random_adapters
 from tests.distributed.test_processes import is_loopback
 from tests.uneven_publish import publish

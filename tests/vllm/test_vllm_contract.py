@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from llamarl.config import VllmConfig
+from llamarl.core.config import VllmConfig
 from tests.contract.generator_contract import *  # noqa: F403 - the questions
 from tests.contract.generator_replica import EngineCase
 from tests.vllm.checkpoints import write_versions

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llamarl.config import VllmConfig, WeightsConfig
+from llamarl.core.config import VllmConfig, WeightsConfig
 from llamarl.planner.memory.generator_memory import forecast_generator
-from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.publish.target import WeightBuffer
 from tests.unit.planner_recipes import make_recipe
 from tests.vllm.checkpoints import check_logprobs, write_versions
 from tests.vllm.engines import DEFAULTS, drain, make_engine, request, step

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llamarl.config import VllmConfig
-from llamarl.models.other_architecture import read_any_architecture
-from llamarl.weights.layout.formats import formats_of
+from llamarl.core.config import VllmConfig
+from llamarl.model.architecture import read_any_architecture
+from llamarl.publish.layout import formats_of
 from tests.distributed.test_processes import is_loopback
 from tests.uneven_publish import publish
 from tests.vllm.checkpoints import check_logprobs, write_versions

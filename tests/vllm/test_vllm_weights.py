@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.generation.vllm.limits import CPU_HEAD_SIZES
-from llamarl.types import FinishReason
+from llamarl.core.records import FinishReason
+from llamarl.generator.vllm.limits import CPU_HEAD_SIZES
 from tests.uneven_publish import publish
 from tests.vllm.checkpoints import check_logprobs, write_versions
 from tests.vllm.engines import as_vllm_loads, commit, drain, make_engine, request, step
@@ -83,7 +83,7 @@ class Fused(torch.nn.Module):
 def test_a_loader_that_does_more_than_copy_is_refused(load, words: str) -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    from llamarl.generation.vllm.recorder import record
+    from llamarl.generator.vllm.recorder import record
 
     shapes = {"a": (4, 6), "b": (4, 6)}
     for chosen in (load, torch.Tensor.copy_):

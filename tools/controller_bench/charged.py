@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from controller_bench.clock import CostClock
 from controller_bench.messages import MessageCosts
-from llamarl.config import ClusterConfig, GeneratorConfig
-from llamarl.weights.integrity.comparison import Fingerprints
+from llamarl.core.config import ClusterConfig, GeneratorConfig
+from llamarl.publish.comparison import Fingerprints
 
 HEARTBEAT_S = GeneratorConfig().heartbeat_s
 PING_S = ClusterConfig().liveness_timeout_s / 4

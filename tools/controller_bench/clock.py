@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any, TypeVar
 
+from llamarl.controller.sessions import GC_THRESHOLDS
 from llamarl.planner.simulation.clock import VirtualClockLoop
-from llamarl.run.sessions import GC_THRESHOLDS
 
 T = TypeVar("T")
 IS_MODELLED = contextvars.ContextVar("IS_MODELLED", default=False)

@@ -20,8 +20,8 @@ import numpy as np
 from demo_two_hosts import worker
 
 from llamarl.cluster import make_cluster
-from llamarl.cluster.deploy.certificates import make_certificates
-from llamarl.config import ClusterConfig
+from llamarl.cluster.certificates import make_certificates
+from llamarl.core.config import ClusterConfig
 
 
 @dataclass(frozen=True, kw_only=True)

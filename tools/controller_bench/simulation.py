@@ -14,8 +14,8 @@ from rich.console import Console
 from controller_bench.charged import Charged, Idle, IdleReplica, IdleScorer, IdleTrainer, Load
 from controller_bench.clock import CostClock
 from controller_bench.messages import MessageCosts
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.config import (
+from llamarl.controller.starter import Executors
+from llamarl.core.config import (
     CheckpointConfig,
     ClusterConfig,
     Config,
@@ -31,13 +31,12 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.config.plan_keys import PlanConfig
-from llamarl.dataflow.graph import make_graph
+from llamarl.core.config.plan_keys import PlanConfig
 from llamarl.metrics.console import Progress
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.metrics.trackers import MetricsLog, open_trackers
-from llamarl.models.architecture import read_architecture
+from llamarl.model.architecture import read_architecture
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.simulated_cluster import (
@@ -47,8 +46,9 @@ from llamarl.planner.simulation.simulated_cluster import (
 )
 from llamarl.planner.simulation.simulated_run import drive, make_inputs
 from llamarl.planner.simulation.workload import USUAL_PROMPT_TOKENS, make_workload
-from llamarl.run.starter import Executors
-from llamarl.storage.store import Store
+from llamarl.scoring.stages import make_graph
+from llamarl.storage.client import Store
+from llamarl.trainer.losses.aipo import AIPOConfig
 
 NUM_STORAGE_UNITS = 4
 EQUAL_SHARE = 0.0

@@ -14,7 +14,7 @@ from typing import Any
 
 from fuzzing import mutations
 from fuzzing.mutations import Mutation
-from llamarl.checkpoints import manifest
+from llamarl.core import files
 
 NEWEST = "run/checkpoints/step-00000002"
 KEYS = "a config key"
@@ -35,9 +35,9 @@ FILES: dict[str, tuple[Mutation, ...]] = {
     "recipe/sharded/model-00001-of-00003.safetensors": mutations.SAFETENSORS,
     "export/model.safetensors": mutations.SAFETENSORS,
     "export/config.json": mutations.JSON,
-    f"export/{manifest.MANIFEST_FILE}": mutations.JSON,
+    f"export/{files.MANIFEST_FILE}": mutations.JSON,
     f"{NEWEST}/controller.json": mutations.JSON,
-    f"{NEWEST}/{manifest.MANIFEST_FILE}": mutations.JSON,
+    f"{NEWEST}/{files.MANIFEST_FILE}": mutations.JSON,
     f"{NEWEST}/.metadata": mutations.BYTES,
     f"{NEWEST}/__0_0.distcp": mutations.BYTES,
     "run/metrics.jsonl": mutations.JSON_LINES,
@@ -114,10 +114,10 @@ def make_case(seed: int, number: int, folder: Path, config: Any, run_share: floa
     kind = draw.choice(KINDS)
     is_changed = _damage(path, kind, draw.choice(FILES[target]), draw)
     is_signed = target.startswith(LISTED) and kind == "text" and draw.random() < 0.5
-    if is_signed and path.name != manifest.MANIFEST_FILE:  # as if it had been written so
-        (path.parent / manifest.MANIFEST_FILE).unlink()
-        manifest.write(path.parent)
-    vouched = target.startswith(LISTED) and not is_signed and path.name != manifest.MANIFEST_FILE
+    if is_signed and path.name != files.MANIFEST_FILE:  # as if it had been written so
+        (path.parent / files.MANIFEST_FILE).unlink()
+        files.write(path.parent)
+    vouched = target.startswith(LISTED) and not is_signed and path.name != files.MANIFEST_FILE
     is_viewed = target in VIEWED and draw.random() < VIEWED[target]
     what = f"{target} ({kind}{', signed' * is_signed}{', viewed' * is_viewed})"
     return Case(

@@ -71,7 +71,7 @@ def _make_inputs(folder: Path) -> None:
     from pyarrow import parquet
     from safetensors.torch import load_file
 
-    from llamarl.models import hf
+    from llamarl.model import hf
 
     recipe = folder / "recipe"
     shutil.copytree(RECIPE, recipe)
@@ -163,7 +163,8 @@ def start(case: Case, folder: Path, composed: DictConfig | None) -> tuple[int, P
 
 
 def _command(case: Case, folder: Path, composed: DictConfig | None) -> int:
-    from llamarl import jobs, main
+    from llamarl.cli import main
+    from llamarl.cli import train as jobs
 
     if not case.is_run:
         jobs.spawn_executors = _load  # type: ignore[assignment]
@@ -204,11 +205,11 @@ async def _load(config: Any, inputs: Any, cluster: Any, run_dir: str, **_: Any) 
     """In place of starting executors: load what they would load, read what the end will read."""
     import torch
 
-    from llamarl.checkpoints import checkpoint
+    from llamarl.core import checkpoint
+    from llamarl.core.process_group import join
     from llamarl.metrics.summary import summarize
-    from llamarl.models.parallelize import make_mesh
-    from llamarl.models.policy import Policy
-    from llamarl.models.process_group import join
+    from llamarl.trainer.parallel import make_mesh
+    from llamarl.trainer.policy import Policy
 
     join(f"{run_dir}/.rendezvous-fuzz", 0, 1, torch.device("cpu"))
     mesh = make_mesh("cpu", config.trainer)

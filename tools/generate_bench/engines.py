@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llamarl.config import EmbeddedConfig
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.models.architecture import Architecture
-from llamarl.types import Request, Sampling
+from llamarl.core.config import EmbeddedConfig
+from llamarl.core.records import Request, Sampling
+from llamarl.generator.engine.engine import EmbeddedEngine
+from llamarl.model.architecture import Architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

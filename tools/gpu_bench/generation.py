@@ -16,12 +16,12 @@ from gpu_bench.setting import (
     num_parameters,
     synchronize,
 )
-from llamarl.config import WeightsConfig
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.models.architecture import read_architecture
+from llamarl.core.config import WeightsConfig
+from llamarl.core.records import Request, Sampling
+from llamarl.generator.engine.engine import EmbeddedEngine
+from llamarl.model.architecture import read_architecture
 from llamarl.planner.memory.ranks import forecast_memory
-from llamarl.types import Request, Sampling
-from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.publish.target import WeightBuffer
 
 
 def measure(setting: Setting) -> Iterator[Facts]:

@@ -22,7 +22,7 @@ from gpu_bench.setting import (
     make_config,
     make_lengths,
 )
-from llamarl.jobs import train
+from llamarl.cli.train import train
 from llamarl.metrics.provenance import keep_nothing
 
 

@@ -15,17 +15,16 @@ from sections import Facts
 from torch import Tensor
 
 from gpu_bench.setting import Setting, best_s, make_checkpoint, synchronize
-from llamarl.config import WeightsConfig
-from llamarl.executors.memory_mover import MemoryMover
-from llamarl.generation.parameters import DTYPES, BufferLayout
-from llamarl.models.architecture import read_architecture
-from llamarl.models.inventory import parameter_shapes
-from llamarl.weights.layout.boxes import Box, ParameterLayout
-from llamarl.weights.layout.reshard import num_bytes, plan
-from llamarl.weights.layout.split_route import pack, split
-from llamarl.weights.sync.weight_buffer import WeightBuffer
-from llamarl.weights.sync.writer import Writer
-from llamarl.weights.transports.shared_memory import this_host
+from llamarl.core.config import WeightsConfig
+from llamarl.generator.engine.weights import DTYPES, BufferLayout
+from llamarl.model.architecture import read_architecture
+from llamarl.model.inventory import parameter_shapes
+from llamarl.publish.layout import Box, ParameterLayout
+from llamarl.publish.offload import MemoryMover
+from llamarl.publish.reshard import num_bytes, pack, plan, split
+from llamarl.publish.source import Writer
+from llamarl.publish.target import WeightBuffer
+from llamarl.publish.transports.mapped import this_host
 
 NUM_VERSIONS = 4  # the first opens the memory and is not measured
 LIMIT_S = 120

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.config import (
+from llamarl.core.config import (
     CheckpointConfig,
     ClusterConfig,
     Config,
@@ -28,10 +27,11 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.device.devices import check_gpu
-from llamarl.models.architecture import Architecture, read_architecture
-from llamarl.models.inventory import parameter_shapes
+from llamarl.core.device.devices import check_gpu
+from llamarl.model.architecture import Architecture, read_architecture
+from llamarl.model.inventory import parameter_shapes
 from llamarl.planner.hardware import CPU, GPUS, Gpu
+from llamarl.trainer.losses.aipo import AIPOConfig
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 RANDOM_REWARD = Path(__file__).resolve().parents[1] / "gpu_session"  # whose task.py draws it

@@ -22,13 +22,8 @@ from gpu_bench.setting import (
     num_parameters,
     synchronize,
 )
-from llamarl.data.packing import pack
-from llamarl.executors.specs import TrainerSpec
-from llamarl.executors.trainer import TrainerExecutor
-from llamarl.groups import Batch, BatchRollout
-from llamarl.metrics.span import Spans
-from llamarl.models.architecture import Architecture, read_architecture
-from llamarl.types import (
+from llamarl.core.groups import Batch, BatchRollout
+from llamarl.core.records import (
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -36,6 +31,11 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     Columns,
 )
+from llamarl.metrics.span import Spans
+from llamarl.model.architecture import Architecture, read_architecture
+from llamarl.trainer.packing import pack
+from llamarl.trainer.specs import TrainerSpec
+from llamarl.trainer.worker import TrainerExecutor
 
 NUM_STEPS = 5  # the first two are not measured
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from gpu_session.timing import graphed_s, median_s, peak_bytes
-from llamarl.device.devices import send, use_device
-from llamarl.models.attention import attend_causally, make_packing, packed_attention
+from llamarl.core.device.devices import send, use_device
+from llamarl.model.attention import attend_causally, make_packing, packed_attention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 64  # of Llama 3.2 1B
 GROUP = NUM_HEADS // NUM_KV_HEADS
@@ -35,7 +35,7 @@ SPREAD = (  # tokens of packed rollouts, three blocks of attention
 
 def attend(setting: Setting) -> Iterator[Facts]:
     """The error of decode attention's kernels in bfloat16, and how fast they read the cache."""
-    from llamarl.generation.decode_attention import attend as decoded
+    from llamarl.generator.engine.decode_attention import attend as decoded
 
     for num_rows, mean, most in DECODED:
         keys, values = (_normal(setting, num_rows, NUM_KV_HEADS, most, HEAD_DIM) for _ in range(2))

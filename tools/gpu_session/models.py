@@ -13,15 +13,15 @@ from gpu_bench.setting import Setting, make_checkpoint, num_parameters, synchron
 from sections import Facts
 
 from gpu_session.timing import compute_ms, kernels, median_s, read_us
-from llamarl.config import EmbeddedConfig
-from llamarl.device.devices import send, use_device
-from llamarl.generation.engine import EmbeddedEngine
-from llamarl.models import head
-from llamarl.models.architecture import Architecture, read_architecture
-from llamarl.models.attention import make_packing
-from llamarl.models.parallelize import compile_layer
-from llamarl.models.transformer import Transformer
-from llamarl.types import Request, Sampling
+from llamarl.core.config import EmbeddedConfig
+from llamarl.core.device.devices import send, use_device
+from llamarl.core.records import Request, Sampling
+from llamarl.generator.engine.engine import EmbeddedEngine
+from llamarl.model import head
+from llamarl.model.architecture import Architecture, read_architecture
+from llamarl.model.attention import make_packing
+from llamarl.model.transformer import Transformer
+from llamarl.trainer.parallel import compile_layer
 
 NUM_LAYERS = 4  # of the trainer
 EQUAL = (1023,) * 8

@@ -19,9 +19,9 @@ from sections import Facts
 from torch import Tensor
 
 from gpu_session.timing import median_s
-from llamarl.device.devices import platform_of, use_device
-from llamarl.models.process_group import form_group, meet
-from llamarl.weights.transports.mapped import MappedBlock, opened
+from llamarl.core.device.devices import platform_of, use_device
+from llamarl.core.process_group import form_group, meet
+from llamarl.publish.transports.mapped import MappedBlock, opened
 
 T = TypeVar("T")
 PINNED_BYTES = 2**31 + 2**27  # just above a power of two, to which torch rounds

@@ -18,9 +18,8 @@ from sections import Facts
 from torch import Tensor
 
 from gpu_session.timing import graphed_s, median_s, read_us
-from llamarl.generation.quantized import widened_mm
-from llamarl.weights.integrity.byte_sums import NUM_KEYS, add_bytes, byte_keys
-from llamarl.weights.integrity.fingerprint import fingerprint, transfer
+from llamarl.generator.engine.weights import widened_mm
+from llamarl.publish.fingerprint import NUM_KEYS, add_bytes, byte_keys, fingerprint, transfer
 
 ROWS = (17, 24, 32, 48, 203, 208, 1024, 1032)
 BYTES = (8, 16, 24, 48, 64, 192, 600, 608, 2048, 3072)

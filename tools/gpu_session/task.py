@@ -3,7 +3,7 @@ any advantage updates nothing."""
 
 import random
 
-from llamarl.types import Prompt
+from llamarl.core.records import Prompt
 
 
 def reward(prompt: Prompt, completion: str) -> float:

@@ -19,7 +19,7 @@ import rivals
 from harness import Values
 from live_run import LiveRun, command, environment
 
-from llamarl.config import Config
+from llamarl.core.config import Config
 from llamarl.recipe.composition import compose, to_config
 from peers_bench.processors import run_steps
 

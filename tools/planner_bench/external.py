@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.config import (
+from llamarl.core.config import (
     ClusterConfig,
     Config,
     DataConfig,
@@ -33,13 +32,13 @@ from llamarl.config import (
     VllmConfig,
     WeightsConfig,
 )
-from llamarl.config.plan_keys import PlanConfig
-from llamarl.models.architecture import Architecture
-from llamarl.models.families import FAMILIES
+from llamarl.core.config.plan_keys import PlanConfig
+from llamarl.model.architecture import FAMILIES, Architecture
 from llamarl.planner.efficiency import Spread
 from llamarl.planner.simulation.roofline import hardware_costs
 from llamarl.planner.simulation.simulated_run import simulate
 from llamarl.planner.simulation.single import forecast_generator_alone, forecast_trainer_alone
+from llamarl.trainer.losses.aipo import AIPOConfig
 
 Ratios = Mapping[str, float]
 TABLE = Path(__file__).with_name("measurements.yaml")

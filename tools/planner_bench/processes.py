@@ -15,10 +15,10 @@ from statistics import median
 from typing import Any
 
 from llamarl.cluster import make_cluster
-from llamarl.config import Config
-from llamarl.dataflow.graph import SCORE, make_graph
-from llamarl.loop.logprob_check import NUM_TOKENS
-from llamarl.models.architecture import Architecture
+from llamarl.controller.logprob_check import NUM_TOKENS
+from llamarl.controller.starter import Executors
+from llamarl.core.config import Config
+from llamarl.model.architecture import Architecture
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.executors import (
@@ -33,8 +33,8 @@ from llamarl.planner.simulation.simulated_cluster import SimulatedProcess
 from llamarl.planner.simulation.simulated_run import drive, make_inputs
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload
-from llamarl.run.starter import Executors
-from llamarl.storage.store import Store
+from llamarl.scoring.stages import SCORE, make_graph
+from llamarl.storage.client import Store
 
 HOST = "host 0"
 NUM_CALLS = 200  # timed for `message_s`

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.cluster import make_cluster
-from llamarl.config import ClusterConfig
-from llamarl.config.rank_assignment import Device
-from llamarl.executors.specs import StorageSpec
-from llamarl.storage.store import Store
-from llamarl.storage.unit import Unit
+from llamarl.core.config import ClusterConfig
+from llamarl.core.config.rank_assignment import Device
+from llamarl.storage.client import Store, Unit
+from llamarl.storage.specs import StorageSpec
 from store_bench import rows
 from store_bench.rows import Taken, Work
 from store_bench.taking import TakeClient, TakeServer

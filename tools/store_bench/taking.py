@@ -7,7 +7,7 @@ import json
 from collections import deque
 from typing import Any
 
-from llamarl.batcher import Batcher
+from llamarl.core.batcher import Batcher
 
 
 class ReadyRows:

@@ -11,12 +11,12 @@ from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
-from llamarl.cluster.call_result import endpoint, parts_for
-from llamarl.config import EmbeddedConfig, PlacementConfig, WeightsConfig
-from llamarl.executors.generator import GeneratorExecutor
-from llamarl.executors.specs import GeneratorSpec
+from llamarl.cluster.executor import endpoint, parts_for
+from llamarl.core.config import EmbeddedConfig, PlacementConfig, WeightsConfig
+from llamarl.core.records import Columns, Request, Sampling
+from llamarl.generator.specs import GeneratorSpec
+from llamarl.generator.worker import GeneratorExecutor
 from llamarl.metrics.span import Span, SpanReader, Spans
-from llamarl.types import Columns, Request, Sampling
 from weights_bench.model import Model, config_json
 
 PROMPT_TOKENS = 16

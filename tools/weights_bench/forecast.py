@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from harness import Values
 
-from llamarl.config import WeightsConfig
-from llamarl.device.names import CPU
+from llamarl.core.config import WeightsConfig
+from llamarl.core.device.names import CPU
 from llamarl.planner.simulation.delivery import SideRates, delivery
 from llamarl.planner.simulation.stages import Stream, mapped_stages, publish_stages
-from llamarl.weights.layout.boxes import RankLayout
-from llamarl.weights.layout.reshard import num_bytes, plan
-from llamarl.weights.transports.registry import TRANSPORTS
+from llamarl.publish.layout import RankLayout
+from llamarl.publish.reshard import num_bytes, plan
+from llamarl.publish.transports.routes import TRANSPORTS
 from weights_bench.model import NUM_RANKS
 from weights_bench.rates import Machine
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llamarl.models.architecture import Architecture
-from llamarl.models.inventory import parameter_shapes
-from llamarl.weights.layout.boxes import Box, ParameterLayout
+from llamarl.model.architecture import Architecture
+from llamarl.model.inventory import parameter_shapes
+from llamarl.publish.layout import Box, ParameterLayout
 
 NUM_RANKS = 2  # of either side
 BY_COLUMNS = ("o_proj.weight", "down_proj.weight")

@@ -14,7 +14,7 @@ from typing import Any
 
 PROCESSES = multiprocessing.get_context("forkserver")
 """Forks of one that has imported what takes long: there are dozens of them."""
-PROCESSES.set_forkserver_preload(["llamarl.executors.generator", "llamarl.weights.sync.publisher"])
+PROCESSES.set_forkserver_preload(["llamarl.generator.worker", "llamarl.publish.publisher"])
 
 
 class Remote:

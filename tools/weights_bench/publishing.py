@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from llamarl.config import WeightsConfig
+from llamarl.core.config import WeightsConfig
 from llamarl.metrics.span import Spans
-from llamarl.weights.layout.boxes import RankLayout, StagingHandle
-from llamarl.weights.layout.kinds import WeightKind
-from llamarl.weights.layout.split_route import SplitRoute
-from llamarl.weights.sync.publisher import Publisher
+from llamarl.publish.layout import RankLayout, StagingHandle
+from llamarl.publish.publisher import Publisher
+from llamarl.publish.reshard import SplitRoute, WeightKind
 from weights_bench.processes import Remote, call_all
 
 

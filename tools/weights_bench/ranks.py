@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupGloo
 
-from llamarl.config import WeightsConfig
-from llamarl.executors.memory_mover import trim
-from llamarl.weights.layout.boxes import Copy, ParameterLayout, RankLayout, Route, StagingHandle
-from llamarl.weights.layout.buckets import Memory
-from llamarl.weights.sync.weight_buffer import WeightBuffer
-from llamarl.weights.sync.writer import Writer
-from llamarl.weights.transports.shared_memory import Segment, this_host
+from llamarl.core.config import WeightsConfig
+from llamarl.publish.buckets import Memory
+from llamarl.publish.layout import Copy, ParameterLayout, RankLayout, Route, StagingHandle
+from llamarl.publish.offload import trim
+from llamarl.publish.source import Writer
+from llamarl.publish.target import WeightBuffer
+from llamarl.publish.transports.mapped import Segment, this_host
 from weights_bench.model import (
     DTYPES,
     NUM_RANKS,

@@ -17,13 +17,13 @@ from dataclasses import replace
 import torch
 from harness import Values
 
-from llamarl.device.names import CPU
-from llamarl.device.platform import Platform
+from llamarl.core.device.names import CPU
+from llamarl.core.device.platform import Platform
 from llamarl.planner.simulation.effort import Effort, Walk, walked
 from llamarl.planner.simulation.publish_rates import PublishRates
-from llamarl.weights.integrity.fingerprint import fingerprint, transfer
-from llamarl.weights.transports.collective import TRAILER_BYTES
-from llamarl.weights.transports.shared_memory import Segment, open_segment
+from llamarl.publish.fingerprint import fingerprint, transfer
+from llamarl.publish.transports.collective import TRAILER_BYTES
+from llamarl.publish.transports.mapped import Segment, open_segment
 from weights_bench.model import NUM_RANKS
 from weights_bench.processes import Remote, call_all
 from weights_bench.ranks import form_group

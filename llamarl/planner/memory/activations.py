@@ -14,7 +14,7 @@ Rules for what the meta device cannot know:
 - Attention. A CPU runs `flash_cpu`. CUDA runs `flash` on bfloat16 and `efficient` on float32. The
   kernel that `attention_kernel` names runs on the meta device too.
 - Head. In bfloat16 a CPU widens the head's weight to float32, which meta tensors do not.
-- Padding. Attention pads rollouts of one block to its longest (models/attention.py), so memory
+- Padding. Attention pads rollouts of one block to its longest (model/attention.py), so memory
   depends on their lengths. The worst packing counts: twice as many cells as tokens.
 """
 
@@ -35,15 +35,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from llamarl.config import Config, LoraConfig
-from llamarl.device.devices import PLATFORMS, MetaPlatform, send
-from llamarl.device.names import CPU, GPU
-from llamarl.models.adapter_inventory import adapter_shapes
-from llamarl.models.adapters import attach
-from llamarl.models.architecture import Architecture
-from llamarl.models.attention import SPLIT_RATIO, make_packing, packed_attention
-from llamarl.models.parallelize import _split as split
-from llamarl.models.transformer import Layer, Transformer
+from llamarl.core.config import Config, LoraConfig
+from llamarl.core.device.devices import PLATFORMS, MetaPlatform, send
+from llamarl.core.device.names import CPU, GPU
+from llamarl.model.adapter_inventory import adapter_shapes
+from llamarl.model.adapters import attach
+from llamarl.model.architecture import Architecture
+from llamarl.model.attention import SPLIT_RATIO, make_packing, packed_attention
+from llamarl.model.transformer import Layer, Transformer
+from llamarl.trainer.parallel import _split as split
 
 META = torch.device("meta")
 MOST_TOKENS = 1 << 16  # passed through a block; from there on memory grows in a straight line

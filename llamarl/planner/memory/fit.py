@@ -11,18 +11,16 @@ import logging
 import math
 from dataclasses import replace
 
-from llamarl.config import Config, GeneratorConfig, VllmConfig
-from llamarl.config.check import require
-from llamarl.config.pools import pools_of
-from llamarl.config.rank_assignment import assign, needs_gpu
-from llamarl.device.card import AUTO, is_kind
-from llamarl.device.driver import TOOL, cards_here
-from llamarl.models.architecture import Architecture
-from llamarl.models.inventory import parameter_shapes
-from llamarl.models.other_architecture import AnyArchitecture, OtherArchitecture
+from llamarl.core.config import Config, GeneratorConfig, VllmConfig
+from llamarl.core.config.generator import pools_of
+from llamarl.core.config.rank_assignment import assign, needs_gpu
+from llamarl.core.device.names import AUTO, TOOL, cards_here, is_kind
+from llamarl.core.fields import require
+from llamarl.core.memory import available_bytes
+from llamarl.model.architecture import AnyArchitecture, Architecture, OtherArchitecture
+from llamarl.model.inventory import parameter_shapes
 from llamarl.planner.forecast import NO_MODELS, FrozenModels, RankMemory
 from llamarl.planner.hardware import CPU, GPUS, check_kinds
-from llamarl.weights.transports.available import available_bytes
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """What one generator rank has in memory.
 
 Owns: weight buffer and staging, KV cache and working memory of the fullest rank, for both engines.
-Does not own: sharing a device with others (`ranks.py`). Invariant: kinds mirror `weight_buffer.py`
+Does not own: sharing a device with others (`ranks.py`). Invariant: kinds mirror `publish/target.py`
 and the embedded engine; vLLM's memory follows its own settings, and where it keeps its own weights
 these are as large as the staging memory that they are copied from.
 """
@@ -10,18 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
-from llamarl.config import Config, VllmConfig
-from llamarl.device.names import is_gpu
-from llamarl.generation.cpu_kv_cache import CpuKVCache
-from llamarl.generation.engine import PREFILL_TOKENS
-from llamarl.generation.padded_kv_cache import PaddedKVCache
-from llamarl.generation.parameters import DTYPES
-from llamarl.models.architecture import Architecture
+from llamarl.core.config import Config, VllmConfig
+from llamarl.core.device.names import is_gpu
+from llamarl.generator.engine.engine import PREFILL_TOKENS
+from llamarl.generator.engine.kv_cache import CpuKVCache, PaddedKVCache
+from llamarl.generator.engine.weights import DTYPES
+from llamarl.model.architecture import Architecture
 from llamarl.planner.memory.shardings import published_buffer, weight_buffer
 from llamarl.planner.memory.trainer_memory import Kinds
-from llamarl.weights.layout import buckets
-from llamarl.weights.layout.reshard import DTYPE_BYTES
-from llamarl.weights.transports.registry import TRANSPORTS
+from llamarl.publish import buckets
+from llamarl.publish.reshard import DTYPE_BYTES
+from llamarl.publish.transports.routes import TRANSPORTS
 
 FLOAT32_BYTES = 4
 

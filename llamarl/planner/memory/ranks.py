@@ -19,19 +19,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from llamarl.config import Config, VllmConfig
-from llamarl.config.pools import alone, named, pool_at, pools_of
-from llamarl.config.rank_assignment import assign, needs_gpu
-from llamarl.device.names import is_gpu
-from llamarl.generation.vllm.limits import check_limits
-from llamarl.models.architecture import Architecture
-from llamarl.models.inventory import check_parallel
+from llamarl.core.config import Config, VllmConfig
+from llamarl.core.config.generator import alone, named, pool_at, pools_of
+from llamarl.core.config.rank_assignment import assign, needs_gpu
+from llamarl.core.device.names import is_gpu
+from llamarl.core.memory import available_bytes
+from llamarl.generator.vllm.limits import check_limits
+from llamarl.model.architecture import Architecture
+from llamarl.model.inventory import check_parallel
 from llamarl.planner.forecast import NO_MODELS, Advice, FrozenModels, MemoryForecast, RankMemory
 from llamarl.planner.hardware import CPU, GPUS, gpu
 from llamarl.planner.memory.generator_memory import GeneratorMemory, forecast_generator
 from llamarl.planner.memory.trainer_memory import Kinds, TrainerMemory, forecast_trainer
-from llamarl.weights.transports.available import available_bytes
-from llamarl.weights.transports.registry import check_transport
+from llamarl.publish.transports.routes import check_transport
 
 PROCESS_BYTES = 2**30
 """What each further process on a GPU keeps: context, kernels, communicators. Our own allowance."""

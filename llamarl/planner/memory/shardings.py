@@ -1,9 +1,9 @@
 """What every rank holds of every parameter, without any process.
 
 Owns: layouts of trainer and generator ranks as they will be, and their sizes. Does not own: how a
-model is cut (`models/parallelize.py`, `generation/parameters.py`) or what else lies in memory
+model is cut (`trainer/parallel.py`, `generator/engine/weights.py`) or what else lies in memory
 (`ranks.py`). Invariant: boxes come from torch's own computation on the real placements, and equal
-those that running ranks report (`weights/layout/shards.py`, an engine's weight buffer), but for the
+those that running ranks report (`publish/shards.py`, an engine's weight buffer), but for the
 host's name.
 
 Where all layers look alike, callers ask for an architecture of one layer.
@@ -26,20 +26,24 @@ from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from llamarl.config import Config, VllmConfig
-from llamarl.config.pools import alone, pool_at
-from llamarl.config.rank_assignment import Device, assign
-from llamarl.generation.adapter_layout import AdapterLayout
-from llamarl.generation.parameters import BufferLayout
-from llamarl.models.adapter_inventory import adapter_shapes, trained_shapes
-from llamarl.models.architecture import Architecture
-from llamarl.models.families import split_dimension
-from llamarl.models.inventory import parameter_shapes
-from llamarl.models.parallelize import parameter_placements
-from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout, RankLayout
-from llamarl.weights.layout.formats import format_of
-from llamarl.weights.layout.quantized_parameters import quantized_parameters
-from llamarl.weights.layout.reshard import DTYPE_BYTES
+from llamarl.core.config import Config, VllmConfig
+from llamarl.core.config.generator import alone, pool_at
+from llamarl.core.config.rank_assignment import Device, assign
+from llamarl.generator.adapter_layout import AdapterLayout
+from llamarl.generator.engine.weights import BufferLayout
+from llamarl.model.adapter_inventory import adapter_shapes, trained_shapes
+from llamarl.model.architecture import Architecture, split_dimension
+from llamarl.model.inventory import parameter_shapes
+from llamarl.publish.layout import (
+    BUFFER,
+    Box,
+    ParameterLayout,
+    RankLayout,
+    format_of,
+    quantized_parameters,
+)
+from llamarl.publish.reshard import DTYPE_BYTES
+from llamarl.trainer.parallel import parameter_placements
 
 Shape = tuple[int, ...]
 

@@ -1,9 +1,9 @@
 """What one trainer rank has in memory, moment by moment.
 
 Owns: state, FSDP's buffers and activations of the fullest rank, and the frozen models beside it.
-Does not own: sharing a device with others (`ranks.py`). Invariant: kinds mirror `models/policy.py`,
-FSDP2 and `versioned_tensors.py`; rank 0, whose shards are never shorter than others', is the
-fullest.
+Does not own: sharing a device with others (`ranks.py`). Invariant: kinds mirror
+`trainer/policy.py`, FSDP2 and `publish/source.py`; rank 0, whose shards are never shorter than
+others', is the fullest.
 
 How FSDP2's buffers are counted, per group of parameters (each layer, and one of embedding, norm
 and head, which stays gathered from forward to backward):
@@ -20,19 +20,19 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import Replicate
 
-from llamarl.config import Config, LoraConfig, TrainerConfig
-from llamarl.config.pools import pools_of
-from llamarl.dataflow.graph import INFER
-from llamarl.device.devices import platform_of
-from llamarl.models.adapter_inventory import adapter_shapes, trained_shapes
-from llamarl.models.architecture import Architecture
-from llamarl.models.inventory import parameter_shapes
-from llamarl.models.parallelize import mesh_shape, parameter_placements
+from llamarl.core.config import Config, LoraConfig, TrainerConfig
+from llamarl.core.config.generator import pools_of
+from llamarl.core.device.devices import platform_of
+from llamarl.model.adapter_inventory import adapter_shapes, trained_shapes
+from llamarl.model.architecture import Architecture
+from llamarl.model.inventory import parameter_shapes
 from llamarl.planner.forecast import NO_MODELS, STAGE, FrozenModels
 from llamarl.planner.memory.activations import forecast_activations, forecast_inference
 from llamarl.planner.memory.shardings import local_box, local_elements
-from llamarl.weights.layout.reshard import DTYPE_BYTES
-from llamarl.weights.transports.registry import TRANSPORTS
+from llamarl.publish.reshard import DTYPE_BYTES
+from llamarl.publish.transports.routes import TRANSPORTS
+from llamarl.scoring.stages import INFER
+from llamarl.trainer.parallel import mesh_shape, parameter_placements
 
 MASTER_BYTES = 4  # of a float32 master weight, gradient or moment
 QUANTISED_BYTES = 8  # of an element of a tile in all its forms, while it is quantised

@@ -5,9 +5,9 @@ spread (`efficiency.py`). Invariant: a band says which share of the measurements
 kind of card that no measurement confirms there is none, and a line says so.
 """
 
-from llamarl.config import Config
-from llamarl.config.pools import pools_of
-from llamarl.device.names import is_gpu
+from llamarl.core.config import Config
+from llamarl.core.config.generator import pools_of
+from llamarl.core.device.names import is_gpu
 from llamarl.planner.efficiency import CONFIRMED, SPREADS
 
 NO_BAND = "no band for a publish: no measurement on GPUs has been compared with its forecast"

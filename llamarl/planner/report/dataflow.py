@@ -1,7 +1,7 @@
 """The dataflow of a recipe as text and as a picture.
 
 Owns: the tables of `llamarl graph`, its Mermaid text, and what a run's spans say of its edges. Does
-not own: the graph (`dataflow/graph.py`) or the spans. Invariant: starts no process and reads no
+not own: the graph (`scoring/stages.py`) or the spans. Invariant: starts no process and reads no
 weights; what spans do not hold is missing, never estimated.
 """
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from rich.table import Table
 
-from llamarl.config.check import require
-from llamarl.config.rank_assignment import Device
-from llamarl.dataflow.columns import stored_columns
-from llamarl.dataflow.graph import GENERATE, SCORE, SETTLE, FrozenModel, Graph, Stage
+from llamarl.core.config.rank_assignment import Device
+from llamarl.core.fields import require
 from llamarl.metrics.shares import by_executor, read_timeline
 from llamarl.metrics.span import Span, executor_of
 from llamarl.planner.report.tables import render, whole_words
+from llamarl.scoring.stages import GENERATE, SCORE, SETTLE, FrozenModel, Graph, Stage
+from llamarl.storage.columns import stored_columns
 
 UNITS = ("B", "kB", "MB", "GB")
 NS_PER_S = 1e9

@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
-from llamarl.config import Config
-from llamarl.config.check import require_choice
-from llamarl.device.names import is_gpu
-from llamarl.models.architecture import Architecture
+from llamarl.core.config import Config
+from llamarl.core.device.names import is_gpu
+from llamarl.core.fields import require_choice
+from llamarl.model.architecture import Architecture
 from llamarl.planner.forecast import GeneratorForecast, PublishForecast, TrainerForecast
 from llamarl.planner.hardware import check_kinds, timed
 from llamarl.planner.report.bands import NO_BAND, band_words, bands

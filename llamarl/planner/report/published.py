@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rich.console import RenderableType
 
-from llamarl.models.architecture import Architecture
+from llamarl.model.architecture import Architecture
 from llamarl.planner.forecast import Decomposition, Forecast
 from llamarl.planner.report.tables import make_table
 

@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 
 import yaml
 
-from llamarl.algorithms.group_filters import EQUAL_REWARDS
-from llamarl.config import Config, PlanConfig, rank_assignment
-from llamarl.config.check import require
-from llamarl.config.pools import pools_of
-from llamarl.models.architecture import Architecture
+from llamarl.core.config import Config, PlanConfig, rank_assignment
+from llamarl.core.config.generator import pools_of
+from llamarl.core.fields import require
+from llamarl.model.architecture import Architecture
 from llamarl.planner.forecast import (
     NO_MODELS,
     Decomposition,
@@ -40,6 +39,7 @@ from llamarl.planner.simulation.roofline import hardware_costs
 from llamarl.planner.simulation.simulated_run import simulate
 from llamarl.planner.simulation.variants import best_share, best_split, decompose
 from llamarl.planner.simulation.workload import with_lengths
+from llamarl.trainer.advantages import EQUAL_REWARDS
 
 T = TypeVar("T")
 

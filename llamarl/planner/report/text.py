@@ -12,9 +12,9 @@ from xml.sax.saxutils import escape, quoteattr
 from rich.console import RenderableType
 from rich.table import Table
 
-from llamarl.config import Config
-from llamarl.config.pools import pools_of
-from llamarl.device.names import is_gpu
+from llamarl.core.config import Config
+from llamarl.core.config.generator import pools_of
+from llamarl.core.device.names import is_gpu
 from llamarl.planner.forecast import (
     STAGE,
     Forecast,

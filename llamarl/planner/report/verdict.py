@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rich.console import RenderableType
 
-from llamarl.config import Config
+from llamarl.core.config import Config
 from llamarl.planner.forecast import BestSplit, Decomposition, Forecast, StepForecast
 from llamarl.planner.hardware import HOUR_S, Cost
 from llamarl.planner.report.bands import band_words

@@ -13,10 +13,10 @@ that fit; generator weights are counted once, without staging, in its favour.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from llamarl.config import Config, EmbeddedConfig, TrainerConfig
-from llamarl.config.plan_keys import Baseline, read_baseline
-from llamarl.device.names import is_gpu
-from llamarl.models.architecture import Architecture
+from llamarl.core.config import Config, EmbeddedConfig, TrainerConfig
+from llamarl.core.config.plan_keys import Baseline, read_baseline
+from llamarl.core.device.names import is_gpu
+from llamarl.model.architecture import Architecture
 from llamarl.planner.forecast import Decomposition, Variant
 from llamarl.planner.hardware import gpu
 from llamarl.planner.memory.trainer_memory import forecast_trainer

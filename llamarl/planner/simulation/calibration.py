@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.config import Config
-from llamarl.metrics.intervals import Intervals, overlaps, union
+from llamarl.core.config import Config
+from llamarl.metrics.estimates import Intervals, overlaps, union
 from llamarl.metrics.span import Span, SpanReader, executor_of, span_files
 from llamarl.metrics.summary import ARCHIVE_FILES, ARCHIVE_FOLDER, SPANS_FOLDER
-from llamarl.models.architecture import Architecture
+from llamarl.model.architecture import Architecture
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.simulated_run import simulate
 from llamarl.planner.simulation.workload import Workload, make_workload

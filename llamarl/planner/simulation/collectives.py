@@ -6,7 +6,7 @@ Owns: bandwidth and latency of a group of ranks. Does not own: what is sent, or 
 
 import math
 
-from llamarl.config import Config
+from llamarl.core.config import Config
 from llamarl.planner.efficiency import BETWEEN_HOSTS_S, HOP_S, LAW
 from llamarl.planner.hardware import Gpu
 

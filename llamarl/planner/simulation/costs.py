@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llamarl.data.packing import Assignment
 from llamarl.planner.efficiency import OVERLAP
+from llamarl.trainer.packing import Assignment
 
 
 @dataclass(frozen=True, kw_only=True)

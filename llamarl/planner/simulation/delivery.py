@@ -1,7 +1,7 @@
 """One version on its way from a source to one replica: what each rank does for it.
 
 Owns: pieces, messages and efforts of every rank, from real copies and layouts, in seconds of its
-own device. Does not own: which copies there are (`weights/layout/reshard.py`), what a piece takes
+own device. Does not own: which copies there are (`publish/reshard.py`), what a piece takes
 (`effort.py`), the ways between devices (`publish.py`) or what goes on at once (`stages.py`).
 Invariant: needs nothing but layouts and rates, so each copy counts in its own dtype.
 """
@@ -14,8 +14,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from llamarl.device.devices import platform_of
-from llamarl.device.names import CPU
+from llamarl.core.device.devices import platform_of
+from llamarl.core.device.names import CPU
 from llamarl.planner.simulation.effort import (
     ANSWER,
     PLACED,
@@ -27,13 +27,19 @@ from llamarl.planner.simulation.effort import (
     walked,
 )
 from llamarl.planner.simulation.publish_rates import PublishRates
-from llamarl.weights.integrity.fingerprint import line_dim
-from llamarl.weights.layout.boxes import Copy, ParameterLayout, RankLayout
-from llamarl.weights.layout.quantized_parameters import ROWS_SCALE, TENSOR_SCALE, base_of
-from llamarl.weights.layout.reshard import DTYPE_BYTES
-from llamarl.weights.transports.mapped import PIECE_BYTES
-from llamarl.weights.transports.packed import ALIGN_BYTES, cut
-from llamarl.weights.transports.registry import TRANSPORTS
+from llamarl.publish.fingerprint import line_dim
+from llamarl.publish.layout import (
+    ROWS_SCALE,
+    TENSOR_SCALE,
+    Copy,
+    ParameterLayout,
+    RankLayout,
+    base_of,
+)
+from llamarl.publish.reshard import DTYPE_BYTES
+from llamarl.publish.transports.mapped import PIECE_BYTES
+from llamarl.publish.transports.messages import ALIGN_BYTES, cut
+from llamarl.publish.transports.routes import TRANSPORTS
 
 QUANTISING_VIEWS, QUANTISING_KERNELS = 4, 8
 """Of a tile: both ends' places, its scales; rounded, widened, scaled, cut, rounded, stored."""

@@ -1,6 +1,6 @@
 """What casting, summing and copying a box of a parameter takes: calls of torch and bytes.
 
-Owns: these counts, as `weights/integrity/fingerprint.py` makes them. Does not own: seconds
+Owns: these counts, as `publish/fingerprint.py` makes them. Does not own: seconds
 (`publish_rates.py`) or which boxes there are. Invariant: a count is that of the walk itself, tile
 by tile, once its keys are kept from an earlier publish; a test counts the real calls beside it.
 """
@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
 
-from llamarl.device.devices import platform_of
-from llamarl.device.names import CPU
-from llamarl.weights.integrity.byte_sums import FEWEST_ROWS, MATRIX_BLOCK, NUM_KEYS
-from llamarl.weights.integrity.fingerprint import SIDE_ELEMENTS, segment_elements
-from llamarl.weights.layout.reshard import DTYPE_BYTES
+from llamarl.core.device.devices import platform_of
+from llamarl.core.device.names import CPU
+from llamarl.publish.fingerprint import (
+    FEWEST_ROWS,
+    MATRIX_BLOCK,
+    NUM_KEYS,
+    SIDE_ELEMENTS,
+    segment_elements,
+)
+from llamarl.publish.reshard import DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

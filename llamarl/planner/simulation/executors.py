@@ -9,17 +9,10 @@ import asyncio
 from collections import Counter
 from dataclasses import replace
 
-from llamarl.algorithms.policy_loss import is_inert
-from llamarl.config.pools import number_of, pools_of
-from llamarl.dataflow.graph import Stage
-from llamarl.errors import StaleVersion
-from llamarl.executors.environment_link import lost
-from llamarl.groups import Batch, Evaluation, Group, StepStats, Verdict
-from llamarl.planner.simulation.cores import Cores
-from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.setting import Layouts, Setting, SimulatedExecutor
-from llamarl.planner.simulation.timeline import SimulatedTimeline
-from llamarl.types import (
+from llamarl.core.config.generator import number_of, pools_of
+from llamarl.core.errors import StaleVersion
+from llamarl.core.groups import Batch, Evaluation, Group, StepStats, Verdict
+from llamarl.core.records import (
     Columns,
     EpisodeState,
     Outcome,
@@ -29,7 +22,14 @@ from llamarl.types import (
     TurnItem,
     TurnResult,
 )
-from llamarl.weights.layout.boxes import StagingHandle
+from llamarl.planner.simulation.cores import Cores
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.setting import Layouts, Setting, SimulatedExecutor
+from llamarl.planner.simulation.timeline import SimulatedTimeline
+from llamarl.publish.layout import StagingHandle
+from llamarl.scoring.environment_link import lost
+from llamarl.scoring.stages import Stage
+from llamarl.trainer.policy_loss import is_inert
 
 
 class SimulatedStorage(SimulatedExecutor):
@@ -155,7 +155,7 @@ class SimulatedEnvironment(SimulatedExecutor):
 
 
 class SimulatedTrainer(Layouts):
-    """Trainer, WeightSource and Offloadable of `protocols.py` for all ranks: the slowest one paces
+    """Trainer, WeightSource and Offloadable of `core/faces.py` for all ranks: the slowest one paces
     each micro-batch. It computes on `device`; what goes beside that takes `cores`.
 
     As the real one it leaves out rows without a gradient, and can write the version before its

@@ -13,9 +13,9 @@ out 1.7 % shorter than that of the whole, one with max_staleness 4 0.2 %.
 import math
 from dataclasses import replace
 
-from llamarl.config import Config
+from llamarl.core.config import Config
 from llamarl.planner.simulation.costs import Costs
-from llamarl.weights.sync.publisher import TURN_REPLICAS
+from llamarl.publish.publisher import TURN_REPLICAS
 
 FEWEST_ROLLOUTS = 4096  # of a step that are simulated
 FEWEST_RANKS = 8  # trainer ranks among which the slowest is looked for

@@ -9,9 +9,9 @@ kernel of its own."""
 import math
 from typing import Any
 
-from llamarl.config import Config, EmbeddedConfig, GeneratorConfig, VllmConfig
-from llamarl.generation.vllm.limits import kv_item_bytes, kv_tokens
-from llamarl.models.architecture import Architecture
+from llamarl.core.config import Config, EmbeddedConfig, GeneratorConfig, VllmConfig
+from llamarl.generator.vllm.limits import kv_item_bytes, kv_tokens
+from llamarl.model.architecture import Architecture
 from llamarl.planner import hardware
 from llamarl.planner.efficiency import (
     ALL_REDUCE_S,
@@ -27,13 +27,8 @@ from llamarl.planner.efficiency import (
     SAMPLING_TOUCHES,
 )
 from llamarl.planner.simulation import collectives
-from llamarl.planner.simulation.trainer_times import (
-    gemm_flops,
-    pair_flops,
-    sizes,
-    touched_bytes,
-)
-from llamarl.weights.layout.reshard import DTYPE_BYTES
+from llamarl.planner.simulation.trainer_times import gemm_flops, pair_flops, sizes, touched_bytes
+from llamarl.publish.reshard import DTYPE_BYTES
 
 QUANTIZED_BYTES = 1
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from llamarl.config import Config
-from llamarl.device.names import is_gpu
-from llamarl.models.architecture import Architecture
+from llamarl.core.config import Config
+from llamarl.core.device.names import is_gpu
+from llamarl.model.architecture import Architecture
 from llamarl.planner.forecast import StepForecast, Variant
 from llamarl.planner.simulation.baselines import simulated
 from llamarl.planner.simulation.costs import Costs

@@ -1,12 +1,12 @@
 """What one publish moves, and how long that takes.
 
 Owns: bytes per rank and per network card, and what each pool's replicas and the trainer have to do
-with a version. Does not own: which copies there are (`weights/layout/reshard.py`), what a rank does
+with a version. Does not own: which copies there are (`publish/reshard.py`), what a rank does
 for them (`delivery.py`), the ways between devices (`ways.py`), what goes on at once (`stages.py`)
 or constants of hardware (`hardware.py`). Invariant: bytes come from real plans; seconds come from
 bytes, counts and named constants alone.
 
-As in `weights/layout/kinds.py` the trainer feeds the first replica of each host of its site, the
+As in `publish/reshard.py` the trainer feeds the first replica of each host of its site, the
 first of each other site, and each replica that spans hosts of its site; these, once they have the
 version, the others. A link between sites counts as any other. Messages are packed once for all
 replicas of a kind, and sent to each. Replicas of a pool look alike, so one plan serves them all; it
@@ -23,11 +23,11 @@ from functools import partial
 
 import numpy as np
 
-from llamarl.config import Config, VllmConfig
-from llamarl.config.pools import Pool, alone, pools_of
-from llamarl.config.rank_assignment import Device, assign, far_sites
-from llamarl.device.names import CPU
-from llamarl.models.architecture import Architecture
+from llamarl.core.config import Config, VllmConfig
+from llamarl.core.config.generator import Pool, alone, pools_of
+from llamarl.core.config.rank_assignment import Device, assign, far_sites
+from llamarl.core.device.names import CPU
+from llamarl.model.architecture import Architecture
 from llamarl.planner.forecast import PublishForecast
 from llamarl.planner.hardware import gpu
 from llamarl.planner.memory.shardings import (
@@ -48,11 +48,10 @@ from llamarl.planner.simulation.delivery import (
 from llamarl.planner.simulation.publish_rates import publish_rates
 from llamarl.planner.simulation.stages import Stream, hidden_s, mapped_stages, publish_stages
 from llamarl.planner.simulation.ways import Ways
-from llamarl.weights.layout import buckets
-from llamarl.weights.layout.boxes import Copy, RankLayout
-from llamarl.weights.layout.kinds import WeightKind, assign_sources, weight_kind
-from llamarl.weights.layout.reshard import num_bytes, plan
-from llamarl.weights.transports.registry import TRANSPORTS
+from llamarl.publish import buckets
+from llamarl.publish.layout import Copy, RankLayout
+from llamarl.publish.reshard import WeightKind, assign_sources, num_bytes, plan, weight_kind
+from llamarl.publish.transports.routes import TRANSPORTS
 
 Counted = list[tuple[RankLayout, int]]
 """Parts of ranks' layouts, and how often each is there."""

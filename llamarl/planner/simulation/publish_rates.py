@@ -9,7 +9,7 @@ is a peak times the share of its kind of work in `efficiency.py`, or a constant 
 import math
 from dataclasses import dataclass
 
-from llamarl.device.names import is_gpu
+from llamarl.core.device.names import is_gpu
 from llamarl.planner.efficiency import (
     ANSWER_S,
     CALL_S,
@@ -21,7 +21,7 @@ from llamarl.planner.efficiency import (
 )
 from llamarl.planner.hardware import Gpu
 from llamarl.planner.simulation.effort import Effort
-from llamarl.weights.transports.collective import POLL_S
+from llamarl.publish.transports.collective import POLL_S
 
 MESSAGE_S = 20e-6
 """To start one message: a kernel, a rendezvous and a round trip. Our estimate, as no data sheet

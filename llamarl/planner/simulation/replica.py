@@ -16,14 +16,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from llamarl.config.pools import generator_of
-from llamarl.executors.decoding import Standstill
-from llamarl.executors.engine_output import GATHER_S, KeptRows
-from llamarl.executors.environment_link import Environments
-from llamarl.executors.episode_part import EpisodePart, Rank
-from llamarl.executors.rollout_part import rollout_info
-from llamarl.generation.protocol import PartialOutput, RequestOutput
-from llamarl.generation.scheduler import (
+from llamarl.core.config.generator import generator_of
+from llamarl.core.faces import Environment, Report
+from llamarl.core.records import FinishReason, Request, RolloutInfo, VersionSpan
+from llamarl.generator.decoding import GATHER_S, KeptRows, Standstill
+from llamarl.generator.engine.scheduler import (
     KeptEpisode,
     OpenGroups,
     PrefixIndex,
@@ -31,14 +28,16 @@ from llamarl.generation.scheduler import (
     SlotAssignment,
     assign_slots,
 )
+from llamarl.generator.episodes import EpisodePart, Rank
+from llamarl.generator.protocol import PartialOutput, RequestOutput
+from llamarl.generator.worker import rollout_info
 from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.setting import Setting, joined
 from llamarl.planner.simulation.slots import Piece, Slot, Slots
 from llamarl.planner.simulation.target import SimulatedTarget
 from llamarl.planner.simulation.waiting import WaitingRollouts
-from llamarl.protocols import Environment, Report
-from llamarl.types import FinishReason, Request, RolloutInfo, VersionSpan
+from llamarl.scoring.environment_link import Environments
 
 T = TypeVar("T")
 Command = tuple[float, Callable[[], None], str]
@@ -48,7 +47,7 @@ NOTHING = PartialOutput()
 
 
 class SimulatedReplica(SimulatedTarget):
-    """GeneratorReplica, WeightTarget, WeightSource and Offloadable of `protocols.py`, for replica
+    """GeneratorReplica, WeightTarget, WeightSource and Offloadable of `core/faces.py`, for replica
     `index` on `hosts`.
 
     The embedded engine's KV cache holds `generator.max_num_seqs` rollouts, whatever their length.

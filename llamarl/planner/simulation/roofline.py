@@ -9,10 +9,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from llamarl.config import Config
-from llamarl.config.pools import alone, pools_of
-from llamarl.models.adapter_inventory import trained_shapes
-from llamarl.models.architecture import Architecture
+from llamarl.core.config import Config
+from llamarl.core.config.generator import alone, pools_of
+from llamarl.model.adapter_inventory import trained_shapes
+from llamarl.model.architecture import Architecture
 from llamarl.planner import hardware
 from llamarl.planner.efficiency import LAW, REWARD_S
 from llamarl.planner.forecast import PublishForecast
@@ -21,7 +21,7 @@ from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.generator_times import generator_bytes, generator_times
 from llamarl.planner.simulation.publish import forecast_publish, relays
 from llamarl.planner.simulation.trainer_times import sizes, trainer_times
-from llamarl.weights.layout.reshard import DTYPE_BYTES
+from llamarl.publish.reshard import DTYPE_BYTES
 
 
 def hardware_costs(

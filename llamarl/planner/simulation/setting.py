@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llamarl.config import Config
-from llamarl.generation.protocol import PartialOutput
+from llamarl.core.config import Config
+from llamarl.core.records import NO_VERSION, Request, RolloutInfo, StageResult, VersionSpan
+from llamarl.generator.protocol import PartialOutput
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload
-from llamarl.types import NO_VERSION, Request, RolloutInfo, StageResult, VersionSpan
-from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout
-from llamarl.weights.layout.split_route import SplitRoute
+from llamarl.publish.layout import Box, ParameterLayout, RankLayout
+from llamarl.publish.reshard import SplitRoute
 
 DIFFERENCE = 1e-6  # between a trainer's log-probs and those of a replica
 

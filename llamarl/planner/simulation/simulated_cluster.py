@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from llamarl.config import Config, rank_assignment
-from llamarl.config.pools import number_of, pools_of
-from llamarl.dataflow.graph import ENVIRONMENT, SCORE, Graph
-from llamarl.executors.collector import CollectorExecutor
-from llamarl.executors.environment_link import EnvironmentLink, Environments
-from llamarl.executors.specs import CollectorSpec
+from llamarl.controller.specs import collector_spec
+from llamarl.controller.starter import Executors, name_executor
+from llamarl.core.config import Config, rank_assignment
+from llamarl.core.config.generator import number_of, pools_of
+from llamarl.generator.collector import CollectorExecutor
+from llamarl.generator.specs import CollectorSpec
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
@@ -30,9 +30,9 @@ from llamarl.planner.simulation.executors import (
 from llamarl.planner.simulation.replica import SimulatedReplica
 from llamarl.planner.simulation.setting import Setting
 from llamarl.recipe.prompt_inputs import context_of
-from llamarl.run.executor_specs import collector_spec
-from llamarl.run.starter import Executors, name_executor
-from llamarl.storage.store import Store
+from llamarl.scoring.environment_link import EnvironmentLink, Environments
+from llamarl.scoring.stages import ENVIRONMENT, SCORE, Graph
+from llamarl.storage.client import Store
 
 
 class SimulatedProcess:

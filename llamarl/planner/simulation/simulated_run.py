@@ -2,7 +2,7 @@
 
 Owns: the assembly of a simulated run and what is read off it. Does not own: the loop (gate,
 dispatch, packing, log-prob check, publisher and placement are those of a run, wired by
-`run/wiring.py`),
+`controller/wiring.py`),
 durations (`costs.py`) or lengths (`workload.py`). Invariant: deterministic; equal arguments give
 equal times.
 """
@@ -12,15 +12,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from llamarl.config import CheckpointConfig, Config, DispatchConfig
-from llamarl.config.pools import number_of, pools_of
-from llamarl.dataflow.graph import Graph, make_graph
-from llamarl.dataflow.samplers import admission
-from llamarl.lengths.ranker import Ranker
-from llamarl.lengths.split import Limits
-from llamarl.loop.skew import Skew
+from llamarl.controller.balance import Skew
+from llamarl.controller.fleet import Fleet
+from llamarl.controller.lengths import Limits, Ranker
+from llamarl.controller.starter import Executors
+from llamarl.controller.wiring import Wiring
+from llamarl.core.config import CheckpointConfig, Config, DispatchConfig
+from llamarl.core.config.generator import number_of, pools_of
+from llamarl.core.faces import RunObserver
+from llamarl.core.records import Prompt
 from llamarl.metrics.span import Spans
-from llamarl.models.architecture import Architecture
+from llamarl.model.architecture import Architecture
 from llamarl.planner.forecast import PoolStep, StepForecast
 from llamarl.planner.simulation import clock, fraction
 from llamarl.planner.simulation.costs import Costs
@@ -29,13 +31,10 @@ from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.simulated_cluster import SimulatedCluster, make_executors
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, make_workload
-from llamarl.protocols import RunObserver
 from llamarl.recipe.inputs import Inputs
-from llamarl.recipe.rehearsal import without_evaluation, without_own_stages
-from llamarl.run.fleet import Fleet
-from llamarl.run.starter import Executors
-from llamarl.run.wiring import Wiring
-from llamarl.types import Prompt
+from llamarl.recipe.rules import without_evaluation, without_own_stages
+from llamarl.scoring.samplers import admission
+from llamarl.scoring.stages import Graph, make_graph
 
 
 def simulate(

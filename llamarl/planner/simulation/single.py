@@ -9,10 +9,10 @@ import asyncio
 from collections import defaultdict
 from dataclasses import replace
 
-from llamarl.config import Config
-from llamarl.data.packing import pack
-from llamarl.generation.protocol import RequestOutput
-from llamarl.models.architecture import Architecture
+from llamarl.core.config import Config
+from llamarl.core.records import Request, Sampling
+from llamarl.generator.protocol import RequestOutput
+from llamarl.model.architecture import Architecture
 from llamarl.planner import hardware
 from llamarl.planner.forecast import GeneratorForecast, TrainerForecast
 from llamarl.planner.simulation import clock
@@ -24,7 +24,7 @@ from llamarl.planner.simulation.roofline import trainer_costs
 from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.trainer_times import pair_flops, sizes, trainer_times
 from llamarl.planner.simulation.workload import Workload, make_workload
-from llamarl.types import Request, Sampling
+from llamarl.trainer.packing import pack
 
 
 def forecast_trainer_alone(config: Config, architecture: Architecture) -> TrainerForecast:

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from typing import NamedTuple
 
-from llamarl.generation.scheduler import QueuedRequest
+from llamarl.core.records import NO_VERSION
+from llamarl.generator.engine.scheduler import QueuedRequest
 from llamarl.planner.simulation.costs import Costs
-from llamarl.types import NO_VERSION
 
 
 class Slot:

@@ -8,17 +8,17 @@ the version is.
 import asyncio
 from functools import partial
 
-from llamarl.config.pools import generator_of
-from llamarl.errors import StaleVersion
+from llamarl.core.config.generator import generator_of
+from llamarl.core.errors import StaleVersion
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.setting import Layouts, Setting
-from llamarl.weights.layout.boxes import RankLayout, StagingHandle
-from llamarl.weights.layout.split_route import SplitRoute
+from llamarl.publish.layout import RankLayout, StagingHandle
+from llamarl.publish.reshard import SplitRoute
 
 
 class SimulatedTarget(Layouts):
-    """WeightTarget of `protocols.py` but for the commit, and WeightSource, of replica `index` on
+    """WeightTarget of `core/faces.py` but for the commit, and WeightSource, of replica `index` on
     `hosts`."""
 
     def __init__(

@@ -9,10 +9,10 @@ prefetched traffic goes on beside them.
 import math
 from dataclasses import dataclass
 
-from llamarl.config import Config
-from llamarl.models.adapter_inventory import trained_shapes
-from llamarl.models.architecture import Architecture
-from llamarl.models.inventory import parameter_shapes
+from llamarl.core.config import Config
+from llamarl.model.adapter_inventory import trained_shapes
+from llamarl.model.architecture import Architecture
+from llamarl.model.inventory import parameter_shapes
 from llamarl.planner import hardware
 from llamarl.planner.efficiency import (
     BACKWARD_ATTENTION,
@@ -32,7 +32,7 @@ from llamarl.planner.efficiency import (
 from llamarl.planner.memory.trainer_memory import MASTER_BYTES
 from llamarl.planner.simulation import collectives
 from llamarl.planner.simulation.workload import make_workload
-from llamarl.weights.layout.reshard import DTYPE_BYTES
+from llamarl.publish.reshard import DTYPE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,9 @@ The paper (arXiv 2505.24034) states the result; definitions and proof are our re
 from collections.abc import Callable
 from dataclasses import replace
 
-from llamarl.config import Config
-from llamarl.device.names import is_gpu
-from llamarl.models.architecture import Architecture
+from llamarl.core.config import Config
+from llamarl.core.device.names import is_gpu
+from llamarl.model.architecture import Architecture
 from llamarl.planner.forecast import BestSplit, Decomposition, Split, StepForecast, Variant
 from llamarl.planner.hardware import gpu
 from llamarl.planner.simulation.baselines import simulated

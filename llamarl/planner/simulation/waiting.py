@@ -6,8 +6,8 @@ others."""
 
 from collections import deque
 
-from llamarl.config import GeneratorConfig, VllmConfig
-from llamarl.generation.scheduler import Queue, QueuedRequest, fewest_free
+from llamarl.core.config import GeneratorConfig, VllmConfig
+from llamarl.generator.engine.scheduler import Queue, QueuedRequest, fewest_free
 
 GRAIN = 64
 """vLLM fills every slot as soon as it is free; here a 64th of them together, so that a simulation

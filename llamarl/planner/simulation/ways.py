@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamarl.config import Config
-from llamarl.config.rank_assignment import Device
-from llamarl.device.names import CPU
+from llamarl.core.config import Config
+from llamarl.core.config.rank_assignment import Device
+from llamarl.core.device.names import CPU
 from llamarl.planner.efficiency import LAW, LOOPBACK_BYTES_PER_S
 from llamarl.planner.hardware import GPUS, Gpu, gpu
-from llamarl.weights.transports.registry import TRANSPORTS
+from llamarl.publish.transports.routes import TRANSPORTS
 
 Load = Counter[Device]
 WAYS = ("card", "link", "memory")

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.config import Config
-from llamarl.config.pools import pools_of
-from llamarl.config.rank_assignment import num_storage_units, units_near
-from llamarl.dataflow.columns import NUMBER
-from llamarl.dataflow.graph import Stage
-from llamarl.types import REWARD, EpisodeState, Prompt, Request, StageResult, TurnResult
+from llamarl.core.config import Config
+from llamarl.core.config.generator import pools_of
+from llamarl.core.config.rank_assignment import num_storage_units, units_near
+from llamarl.core.records import REWARD, EpisodeState, Prompt, Request, StageResult, TurnResult
+from llamarl.scoring.stages import Stage
+from llamarl.storage.columns import NUMBER
 
 NUM_DRAWN = 1 << 14  # lengths drawn; a rollout's seed picks one of them
 NUM_PROMPTS = 1 << 11
@@ -43,7 +43,7 @@ class Workload:
     prompt_tokens: int
     equal_share: float = 0.0
     row_step: int = 1
-    """By which the row ids of a group differ: `loop/nearby_units.py` decides."""
+    """By which the row ids of a group differ: `controller/balance.py` decides."""
     num_turns: int = 1
     """Of each episode; its rollout's tokens are spread over them evenly."""
     tool_seconds: tuple[float, ...] = (0.0,)

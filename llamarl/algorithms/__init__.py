@@ -1,1 +1,0 @@
-"""Losses, advantages and group filters: pure functions of tensors and rewards."""

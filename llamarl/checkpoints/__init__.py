@@ -1,1 +1,0 @@
-"""Checkpoint folders of a run: written, committed, verified, pruned."""

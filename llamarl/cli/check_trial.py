@@ -1,0 +1,373 @@
+"""A few steps of a recipe's own executors on a tiny model, held against what the CPU says."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from llamarl.cli.findings import Findings, compare_with_plan, free_bytes
+from llamarl.cli.start_engines import running_engines
+from llamarl.controller.colocation import Phase
+from llamarl.controller.library import LibraryEngines
+from llamarl.core.config import Config
+from llamarl.core.config.generator import pools_of
+from llamarl.core.config.rank_assignment import needs_gpu
+from llamarl.core.groups import BatchRollout, Group
+from llamarl.core.records import (
+    GENERATOR_LOGPROBS,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    SAMPLING,
+    TOKEN_VERSIONS,
+    Columns,
+)
+from llamarl.metrics.provenance import keep_nothing
+from llamarl.model import hf
+from llamarl.model.architecture import read_architecture
+from llamarl.model.transformer import Transformer
+from llamarl.recipe.inputs import Inputs
+from llamarl.recipe.rules import without_evaluation, without_own_stages, without_rewards
+from llamarl.trainer.losses import find_loss
+from llamarl.trainer.passes import Passes, infer
+from llamarl.trainer.policy_loss import denominator
+
+
+class CpuReference:
+    """The checkpoint in `folder` under the algorithm and temperature of `config`."""
+
+    def __init__(self, folder: str, config: Config) -> None:
+        self._config, self._device = config, torch.device("cpu")
+        self.architecture = read_architecture(folder)
+        self._model = Transformer(self.architecture)
+        hf.load_into(dict(self._model.named_parameters()), folder)
+
+    def logprobs(self, columns: Columns) -> list[np.ndarray]:
+        """log pi of each response, float32 [t] each."""
+        every = [range(len(next(iter(columns.values()))))]
+        temperature = self._config.sampling.temperature
+        found = infer(self._model, columns, every, temperature, self._device)
+        return [found[i] for i in every[0]]
+
+    def gradient_norm(self, rows: Sequence[BatchRollout], columns: Columns) -> float:
+        """Of the step that these rows are, before it is clipped."""
+        config = self._config
+        policy = SimpleNamespace(model=self._model, finish_inference=lambda: None)
+        passes = Passes(policy, self._device, config, find_loss(config.algorithm))  # type: ignore[arg-type]
+        passes.accumulate(rows, columns, [len(rows)])
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().item()
+        num_tokens = sum(row.num_generated for row in rows)
+        return norm / denominator(
+            num_tokens, len(rows), config.sampling.max_tokens, config.algorithm
+        )
+
+
+NUM_LAYERS = 2
+HIDDEN_SIZE = 128
+SCALE = 0.08  # of random weights: logits of about 1, so that a wrong product shows in log-probs
+
+
+def write_tiny_checkpoint(config: Config, inputs: Inputs, folder: Path) -> str:
+    """Write it, with the recipe's tokenizer, below `folder`; returns its path."""
+    description = json.loads((Path(inputs.checkpoint) / "config.json").read_text())
+    ranks = {config.trainer.tensor_parallel}
+    ranks |= {pool.generator.num_ranks for pool in pools_of(config.generator)}
+    unit = math.lcm(*ranks)
+    num_heads = description["num_attention_heads"]
+    num_kv_heads = description.get("num_key_value_heads") or num_heads
+    head_dim = description.get("head_dim") or description["hidden_size"] // num_heads
+    group = 1 if num_heads == num_kv_heads else 2
+    kv_heads = max(2, unit)
+    description |= {
+        "num_hidden_layers": NUM_LAYERS,
+        "hidden_size": HIDDEN_SIZE * unit,
+        "intermediate_size": 2 * HIDDEN_SIZE * unit,
+        "num_attention_heads": kv_heads * group,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+    for key in ("layer_types", "max_window_layers"):  # one entry per layer, and all are alike
+        description.pop(key, None)
+    source = folder / "sizes"
+    source.mkdir(parents=True)
+    (source / "config.json").write_text(json.dumps(description))
+    architecture = read_architecture(source)
+    generator = torch.Generator().manual_seed(0)
+    model = Transformer(architecture)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            spread = torch.randn(parameter.shape, generator=generator) * SCALE
+            parameter.copy_(spread + 1.0 if name.endswith("norm.weight") else spread)
+    target = folder / "checkpoint"
+    hf.save(
+        target,
+        model.named_parameters(),
+        source_folder=source,
+        tokenizer_folder=inputs.tokenizer_folder,
+        dtype=torch.float32,
+    )
+    return str(target)
+
+
+START_S, CALL_S = 180.0, 60.0
+NUM_PROMPTS, NUM_ROLLOUTS, PROMPT_TOKENS, NEW_TOKENS = 4, 2, 24, 12
+READ = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
+HANGS = "a rank waits for another one: see the log of each process, the network interface"
+STOPS = "see the logs of the processes"
+BOTH = {"generator", "trainer"}
+
+
+@dataclass(frozen=True, slots=True)
+class TrialTolerance:
+    """How far log-probs and the gradient's norm may be from the CPU's float32."""
+
+    median: float
+    largest: float
+    gradient: float
+
+    @classmethod
+    def of(cls, config: Config) -> TrialTolerance:
+        """float32 differs by how sums are ordered; 16 and 8 bits by their rounding, with a long
+        tail."""
+        generator, trainer = config.generator, config.trainer
+        is_wide = generator.dtype == "float32" and generator.quantization == "none"
+        gradient = 2e-3 if is_wide and trainer.compute_dtype == "float32" else 0.15
+        return cls(1e-3, 1e-2, gradient) if is_wide else cls(0.5, 2.0, gradient)
+
+
+def tiny_config(config: Config, checkpoint: str, tokenizer: str) -> Config:
+    """The recipe on the tiny model, with few short rollouts that are one answer each and get their
+    rewards from the trial."""
+    config = without_own_stages(without_rewards(without_evaluation(config)))
+    generator, trainer = config.generator, config.trainer
+    small: dict[str, Any] = {"max_num_seqs": NUM_PROMPTS * NUM_ROLLOUTS, "elastic": []}
+    if hasattr(generator, "kv_cache_bytes"):
+        small["kv_cache_bytes"] = min(generator.kv_cache_bytes, 1 << 28)
+    num_tokens = min(trainer.tokens_per_micro_batch, 4096)
+    algorithm = replace(config.algorithm, kl_coefficient=0.0, filters=[])
+    return replace(
+        config,
+        model=replace(config.model, checkpoint=checkpoint, tokenizer=tokenizer, architecture=None),
+        algorithm=algorithm,
+        generator=replace(generator, **small),
+        trainer=replace(trainer, tokens_per_micro_batch=num_tokens, groups_per_step=NUM_PROMPTS),
+        sampling=replace(
+            config.sampling,
+            max_tokens=NEW_TOKENS,
+            rollouts_per_prompt=NUM_ROLLOUTS,
+            segment_tokens=0,
+            stop_strings=[],
+            replay_lengths=None,
+        ),
+        dispatch=replace(config.dispatch, ranker="none"),
+        checkpoint=replace(config.checkpoint, resume="off"),
+    )
+
+
+class Trial:
+    """The calls, in their order; each is one line of `findings`."""
+
+    def __init__(self, config: Config, reference: CpuReference, findings: Findings) -> None:
+        self._config, self._reference, self._findings = config, reference, findings
+        self._tolerance = TrialTolerance.of(config)
+        self._free_before = free_bytes()
+        shape = (NUM_PROMPTS, PROMPT_TOKENS)
+        self._random = np.random.default_rng(0).random(shape)
+        self._groups: list[Group] = []  # what the generators wrote first, and its columns
+        self._columns: Columns = {}
+
+    async def run(self, run_dir: str) -> None:
+        """All checks; those after a start that failed cannot be asked."""
+        async with AsyncExitStack() as stack:
+            engines = await self._start(stack, f"{run_dir}/run", "executors start", self._config)
+            if engines is not None:
+                await self._ask(engines)
+        await self._compare_graphs(run_dir)
+
+    async def _ask(self, engines: LibraryEngines) -> None:
+        """Until one fails: what follows would wait for it, or be wrong because of it."""
+        calls: list[tuple[str, str, Callable[[LibraryEngines], Awaitable[str]]]] = [
+            ("publish", HANGS, self._publish),
+            ("generation", STOPS, self._generate),
+            ("step", HANGS, self._step),
+            ("publish after a step", HANGS, self._publish),
+            ("generation after a step", STOPS, self._generate_again),
+        ]
+        for name, remedy, call in calls:
+            if not await self._findings.await_for(name, CALL_S, remedy, call(engines)):
+                return
+        if not needs_gpu(self._config) or not self._config.cluster.hosts:
+            self._findings.ask("memory in use", self._measure)
+
+    def _measure(self) -> str:
+        architecture = self._reference.architecture
+        return compare_with_plan(self._config, architecture, self._free_before)
+
+    async def _start(
+        self, stack: AsyncExitStack, run_dir: str, name: str, config: Config
+    ) -> LibraryEngines | None:
+        started: list[LibraryEngines] = []
+
+        async def start() -> str:
+            engines = running_engines(
+                replace(config, run_dir=run_dir), keep_nothing, executors=BOTH
+            )
+            started.append(await stack.enter_async_context(engines))
+            ranks = config.trainer.num_ranks
+            ranks += config.generator.num_replicas * config.generator.num_ranks
+            return f"{ranks} ranks met"
+
+        await self._findings.await_for(name, START_S, HANGS, start())
+        return started[0] if started else None
+
+    async def _publish(self, engines: LibraryEngines) -> str:
+        async with engines.phase(Phase.SYNC):
+            stats = await engines.sync_weights()
+        if stats.lost:
+            replica, why = next(iter(stats.lost.items()))
+            raise RuntimeError(f"replica {replica} was lost: {why}")
+        return (
+            f"version {engines.published} over {self._config.weights.transport} in "
+            f"{stats.seconds:.2f} s, sums of both sides equal"
+        )
+
+    async def _write(self, engines: LibraryEngines) -> tuple[list[Group], Columns]:
+        questions = (self._random * engines.tokenizer.num_ids).astype(int).tolist()
+        groups = await engines.generate(questions, NUM_ROLLOUTS)
+        row_ids = [row_id for group in groups for row_id in group.row_ids]
+        return groups, await engines.get_experience(row_ids, READ)
+
+    async def _generate(self, engines: LibraryEngines) -> str:
+        """Log-probs of what the generators write are the CPU's."""
+        self._groups, self._columns = await self._write(engines)
+        wanted = self._reference.logprobs(self._columns)
+        pairs = zip(self._columns[GENERATOR_LOGPROBS], wanted, strict=True)
+        return self._compare(
+            [float(d) for mine, cpu in pairs for d in np.abs(mine - cpu)], "the CPU"
+        )
+
+    def _compare(self, differences: Sequence[float], whose: str) -> str:
+        middle, largest = median(differences), max(differences)
+        words = f"log-probs are {middle:.2g} from those of {whose}, {largest:.2g} at most"
+        if not (middle <= self._tolerance.median and largest <= self._tolerance.largest):
+            limits = f"{self._tolerance.median:g} and {self._tolerance.largest:g}"
+            raise RuntimeError(
+                f"{words}, must be below {limits}: this device, or the engine on it, computes "
+                "another model; try generator.dtype=float32, generator.enforce_eager=true"
+            )
+        return words
+
+    async def _step(self, engines: LibraryEngines) -> str:
+        """The norm of the gradient is the CPU's."""
+        for group in self._groups:
+            rewards = [float(i % 2) for i in range(NUM_ROLLOUTS)]
+            if reason := await engines.settle(group, rewards):
+                raise RuntimeError(f"a group was dropped ({reason})")
+        async with engines.phase(Phase.TRAIN):
+            await engines.forward_backward(self._groups)
+            stats = await engines.optim_step()
+        found = stats.scalars["grad_norm"]
+        wanted = self._reference.gradient_norm(self._rows(), self._columns)
+        apart = abs(found / wanted - 1)
+        words = f"gradient norm {found:.4g}, on the CPU {wanted:.4g}"
+        if apart > self._tolerance.gradient:
+            raise RuntimeError(
+                f"{words}: must be within {self._tolerance.gradient:.1%}; try "
+                "trainer.compute_dtype=float32, trainer.compile=none"
+            )
+        return words
+
+    def _rows(self) -> list[BatchRollout]:
+        pairs = [(g, i) for g in self._groups for i in range(len(g.row_ids))]
+        lengths = zip(self._columns[PROMPT_IDS], self._columns[RESPONSE_IDS], strict=True)
+        return [
+            BatchRollout(
+                row_id=group.row_ids[i],
+                group_id=group.group_id,
+                num_prompt_tokens=len(prompt),
+                num_tokens=len(response),
+                num_generated=len(response),
+                advantage=group.advantages[i],
+                oldest_version=0,
+            )
+            for (group, i), (prompt, response) in zip(pairs, lengths, strict=True)
+        ]
+
+    async def _generate_again(self, engines: LibraryEngines) -> str:
+        """What the generators write is what the trainer's new version says; if they share a device,
+        all has been offloaded and brought back meanwhile."""
+        groups, _ = await self._write(engines)
+        row_ids = [row_id for group in groups for row_id in group.row_ids]
+        async with self._reading(engines):
+            differences = await engines.compare_logprobs(row_ids)
+        await engines.retire(groups, "dropped", reason="checked")
+        return self._compare(differences, "the trainer")
+
+    @asynccontextmanager
+    async def _reading(self, engines: LibraryEngines) -> AsyncIterator[None]:
+        """The trainer may compute."""
+        if not self._config.placement.colocated:
+            yield
+            return
+        async with engines.phase(Phase.TRAIN):
+            yield
+
+    async def _compare_graphs(self, run_dir: str) -> None:
+        """Captured graphs write what single launches write."""
+        generator = self._config.generator
+        if not needs_gpu(self._config) or generator.enforce_eager or not self._columns:
+            return
+        eager = replace(self._config, generator=replace(generator, enforce_eager=True))
+        async with AsyncExitStack() as stack:
+            engines = await self._start(stack, f"{run_dir}/eager", "executors start, eager", eager)
+            if engines is None:
+                return
+
+            async def compare() -> str:
+                await self._publish(engines)
+                _, columns = await self._write(engines)
+                return same_rollouts(columns, self._columns, self._tolerance.largest)
+
+            await self._findings.await_for("graphs", CALL_S, STOPS, compare())
+
+
+def same_rollouts(columns: Columns, graphed: Columns, most: float) -> str:
+    """Say how far rollouts of one seed are equal without captured graphs and with them.
+
+    Products round by how many rows are computed at once, which depends on when requests arrive: so
+    in 16 bits a token may differ, and then all that follow it. RuntimeError if the log-probs of
+    equal beginnings are more than `most` apart, or more than half of the tokens are behind a
+    difference.
+    """
+    num_same = num_equal = num_tokens = 0
+    apart = [0.0]
+    for i, (ids, others) in enumerate(
+        zip(columns[RESPONSE_IDS], graphed[RESPONSE_IDS], strict=True)
+    ):
+        shorter = min(len(ids), len(others))
+        differing = np.flatnonzero(ids[:shorter] != others[:shorter])
+        num_common = int(differing[0]) if len(differing) else shorter
+        mine, theirs = (each[GENERATOR_LOGPROBS][i][:num_common] for each in (columns, graphed))
+        apart += np.abs(mine - theirs).tolist()
+        num_same += num_common == len(ids) == len(others)
+        num_equal, num_tokens = num_equal + num_common, num_tokens + max(len(ids), len(others))
+    words = (
+        f"{num_same} of {len(columns[RESPONSE_IDS])} rollouts are the same without captured graphs,"
+        f" log-probs of equal beginnings are {max(apart):.2g} apart at most"
+    )
+    if max(apart) > most or 2 * num_equal < num_tokens:
+        raise RuntimeError(
+            f"{words}: must be below {most:g}, and {num_equal} of {num_tokens} equal tokens must "
+            "be at least half; set generator.enforce_eager=true"
+        )
+    return words

@@ -1,0 +1,373 @@
+"""The commands that say something about a recipe or make files of a checkpoint: plan, graph,
+launch, models, merge."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import logging
+import math
+import os
+import re
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from llamarl.controller.starter import name_executor, place_executors
+from llamarl.core.config import Config
+from llamarl.core.fields import require, require_choice
+from llamarl.core.files import read_object
+from llamarl.model.adapter_inventory import CONFIG_FILE, read_lora
+from llamarl.model.architecture import (
+    FAMILIES,
+    Architecture,
+    causal_families,
+    read_architecture,
+    read_settings,
+)
+from llamarl.model.inventory import check_checkpoint, parameter_shapes
+from llamarl.model.safetensors_file import read_header, weight_names
+from llamarl.recipe.hub import REPOSITORY, HubName, is_hub_name, list_files, read_name
+from llamarl.recipe.inputs import read_frozen, read_planned_architecture
+from llamarl.recipe.local_inputs import fetch_model
+from llamarl.recipe.prompt_inputs import with_measured_prompts
+from llamarl.recipe.rules import with_processes
+from llamarl.recipe.task_source import read_graph, read_task
+
+MERGE_USAGE = (
+    "usage: llamarl merge ADAPTER FOLDER [--checkpoint FOLDER] [--dtype float32|bfloat16]\n\n"
+    "ADAPTER is an adapter's folder, such as the export of a run with trainer.lora. FOLDER\n"
+    "gets the checkpoint with the adapter added to its weights, for engines that know no\n"
+    "adapters. --checkpoint names the checkpoint, if it is not where adapter_config.json says;\n"
+    "the weights are rounded to --dtype, or to that of the checkpoint.\n"
+)
+DTYPES = ("float32", "bfloat16")
+
+
+def merge(arguments: list[str]) -> str:
+    """Do it; returns what to say. ValueError for wrong arguments, or what does not fit together."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("places", nargs="*")
+    parser.add_argument("--checkpoint", default="")
+    parser.add_argument("--dtype")
+    must = "be ADAPTER FOLDER, as `llamarl merge --help` says"
+    try:
+        options, more = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"arguments must {must}, got {error}") from None
+    is_whole = len(options.places) == 2 and not more
+    require(is_whole, "arguments", must, " ".join(arguments))
+    require_choice("--dtype", options.dtype or DTYPES[0], DTYPES)
+    adapter, folder = options.places
+    lora = read_lora(adapter, "ADAPTER")
+    checkpoint = options.checkpoint or _named_by(adapter)
+    must = f"be the folder of the checkpoint of {adapter}"
+    require(Path(checkpoint, "config.json").is_file(), "--checkpoint", must, checkpoint)
+    require(not Path(folder).exists(), "FOLDER", "not exist yet", folder)
+    from llamarl.model import adapters  # here, for it imports torch
+
+    adapters.merge(checkpoint, adapter, folder, options.dtype)
+    return f"{folder} is {checkpoint} with an adapter of rank {lora.rank}\n"
+
+
+def _named_by(adapter: str) -> str:
+    """The checkpoint's folder, as the adapter names it: a folder, or a model of the Hub, whose
+    weights are fetched unless they are in its cache."""
+    values = read_object(Path(adapter, CONFIG_FILE))
+    name, revision = values.get("base_model_name_or_path") or "", values.get("revision")
+    if not isinstance(name, str) or Path(name).is_dir() or not REPOSITORY.fullmatch(name):
+        return str(name)
+    named = HubName(kind="model", repository=name, revision=revision and str(revision))
+    return str(fetch_model("--checkpoint", named, has_weights=True)[0])
+
+
+MODELS_USAGE = """\
+usage: llamarl models [FOLDER | hf:ORG/NAME[@REVISION]]
+
+Lists the families of models; or says what a checkpoint is and what runs it. Of a name
+config, index and tokenizer are fetched, no weights.
+"""
+REGISTRY = "model_executor/models/registry.py"  # of vLLM: names the classes that it has
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+WIDTH = 100
+
+
+def models(arguments: list[str]) -> str:
+    """What `llamarl models [CHECKPOINT]` says. ValueError for what is no checkpoint."""
+    require(len(arguments) < 2, "CHECKPOINT", "be one folder or name", arguments)
+    return _describe(arguments[0]) if arguments else _families()
+
+
+def _families() -> str:
+    known = sorted(causal_families() - FAMILIES.keys())
+    ours = "".join(f"  {name:<12}{each.model_class}\n" for name, each in FAMILIES.items())
+    others = textwrap.fill(
+        ", ".join(known),
+        WIDTH,
+        initial_indent="  ",
+        subsequent_indent="  ",
+        break_on_hyphens=False,
+    )
+    return (
+        f"trainer=native, with generator=embedded or vllm, by model_type of config.json:\n{ours}"
+        f"trainer=transformers, with generator=vllm, the causal language models of transformers "
+        f"{importlib.metadata.version('transformers')} (which are tested: docs/recipes.md):\n"
+        f"{others}\nllamarl models FOLDER, or hf:ORG/NAME, says what runs a checkpoint\n"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundModel:
+    """A checkpoint: its `folder`, the `sizes` in bytes of its weight files by name, and whether
+    those are here."""
+
+    title: str
+    folder: Path
+    sizes: Mapping[str, int]
+    has_weights: bool
+
+
+def _find(text: str) -> FoundModel:
+    if not is_hub_name(text):
+        folder = Path(text)
+        read_settings(folder)  # raises what is wrong with the folder
+        paths = [folder / name for name in weight_names(folder)]
+        sizes = {path.name: path.stat().st_size for path in paths if path.is_file()}
+        is_whole = len(sizes) == len(paths)
+        return FoundModel(title=text, folder=folder, sizes=sizes, has_weights=is_whole)
+    name = read_name("CHECKPOINT", text, "model")
+    folder, pinned = fetch_model("CHECKPOINT", name, has_weights=False)
+    listed = list_files("CHECKPOINT", pinned)
+    sizes = {name: listed[name] for name in weight_names(folder) if name in listed}
+    is_here = all((folder / name).is_file() for name in weight_names(folder))
+    return FoundModel(title=str(pinned), folder=folder, sizes=sizes, has_weights=is_here)
+
+
+def _describe(text: str) -> str:
+    model = _find(text)
+    values, _ = read_settings(model.folder)
+    classes = values.get("architectures") or []
+    model_class = str(classes[0]) if isinstance(classes, list) and classes else "no class"
+    dtype = str(values.get("dtype") or values.get("torch_dtype") or "")
+    native, damaged = _error(read_architecture, model.folder), None
+    if model.has_weights:
+        damaged = _error(lambda folder: check_checkpoint(folder, is_any=True), model.folder)
+    num_bytes = sum(model.sizes.values())
+    where = "" if model.has_weights else ", not all of them here"
+    files = "file" if len(model.sizes) == 1 else "files"
+    positions, vocab = values.get("max_position_embeddings"), values.get("vocab_size")
+    has_tokenizer = (model.folder / "tokenizer.json").is_file()
+    quantized = values.get("quantization_config") is not None
+    reason = "no: its weights are quantised" if quantized else damaged and f"no: {damaged}"
+    library = reason or _by_transformers(values)
+    engine = reason or _by_vllm(model_class)
+    rows = {
+        "family": f"{values.get('model_type')} ({model_class})",
+        "parameters": _parameters(model, native is None, DTYPE_BYTES.get(dtype)),
+        "weights": f"{num_bytes:,} bytes in {len(model.sizes)} safetensors {files}{where}",
+        "context": f"{positions} positions, a vocabulary of {vocab}",
+        "tokenizer": "tokenizer.json" if has_tokenizer else "none that is read (tokenizer.json)",
+        "trainer=native": reason or (f"no: {native}" if native else "yes"),
+        "trainer=transformers": library,
+        "generator=embedded": reason or ("no: its family is none of ours" if native else "yes"),
+        "generator=vllm": engine,
+    }
+    lines = [f"  {name:<22}{words}\n" for name, words in rows.items()]
+    return f"{model.title}\n{''.join(lines)}"
+
+
+def _parameters(model: FoundModel, is_ours: bool, itemsize: int | None) -> str:
+    """How many numbers: by config.json of our families, by the headers of files that are here, or
+    by the bytes."""
+    if is_ours:
+        shapes = parameter_shapes(read_architecture(model.folder)).values()
+        return f"{sum(map(math.prod, shapes)):,}"
+    if model.has_weights and (headers := _headers(model)) is not None:
+        return f"{sum(math.prod(shape) for shape in headers):,}"
+    num_bytes = sum(model.sizes.values())
+    return f"about {num_bytes // itemsize:,}" if itemsize and num_bytes else "unknown"
+
+
+def _headers(model: FoundModel) -> list[tuple[int, ...]] | None:
+    try:
+        headers = [read_header(model.folder / name) for name in model.sizes]
+    except ValueError:
+        return None
+    return [entry.shape for header in headers for entry in header.values()]
+
+
+def _error(check: Any, folder: Path) -> str | None:
+    """What a check says is wrong; None if nothing."""
+    try:
+        check(folder)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _by_transformers(values: Mapping[str, Any]) -> str:
+    version = importlib.metadata.version("transformers")
+    if values.get("model_type") in causal_families():
+        return f"yes, if its tensors have the names of transformers {version} (seen at the start)"
+    if values.get("auto_map"):
+        return "no: its code is in its own folder, and does not run"
+    return f"no: transformers {version} has no causal language model of this family"
+
+
+def _by_vllm(model_class: str) -> str:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        if model_class in {family.model_class for family in FAMILIES.values()}:
+            return "yes (vLLM is not installed here)"
+        return "not known: vLLM is not installed here"
+    text = (Path(spec.origin).parent / REGISTRY).read_text("utf-8")
+    is_known = re.search(rf'"{re.escape(model_class)}"', text) is not None
+    return "yes" if is_known else f"no: vLLM has no {model_class}"
+
+
+log = logging.getLogger(__name__)
+
+
+def plan(
+    config: Config,
+    console: Console,
+    *,
+    json: str | None,
+    html: str | None,
+    trace: str | None,
+    sweep: bool,
+    only: str | None = None,
+) -> None:
+    """Say on `console`, and in the files `json` and `html`, what the recipe needs and does; `only`
+    the trainer, a generator or a publish.
+
+    Reads no weights and makes no run folder; of prompts and tokenizer only what their length needs.
+    Starts one short process if it uses a task.py.
+    """
+    from llamarl.planner.hardware import timed
+    from llamarl.planner.memory.ranks import forecast_memory
+    from llamarl.planner.report.published import published_figures
+    from llamarl.planner.report.recipe import figures, forecast_recipe, memory_figures
+    from llamarl.planner.report.text import (
+        assumptions,
+        render_memory,
+        render_page,
+        render_report,
+        title_of,
+    )
+
+    _check_writable("--json", json)
+    _check_writable("--html", html)
+    architecture = read_planned_architecture(config)
+    if only is not None:
+        return _plan_one_side(only, config, architecture, console, json, html or trace or sweep)
+    frozen = read_frozen(config, read_graph(config, read_task(config))[0])
+    config = _planned(config)
+    if not timed(config) and not (html or trace or sweep):
+        memory = forecast_memory(config, architecture, frozen)
+        text, found = render_memory(config, memory), memory_figures(memory)
+        return _say(console, text, json, found)
+    # The paper trains all weights.
+    published = None if config.trainer.lora.is_used else published_figures(architecture)
+    forecast = forecast_recipe(
+        config,
+        architecture,
+        frozen=frozen,
+        run_dir=trace,
+        sweep=sweep,
+        is_published=published is not None,
+    )
+    text = render_report(config, forecast, published)
+    _say(console, text, json, figures(config, forecast))
+    if html is not None:
+        title, words = title_of(config, forecast), assumptions(config, forecast)
+        page = render_page(title, text, words, forecast.memory)
+        _write("--html", html, page)
+
+
+def _plan_one_side(
+    only: str,
+    config: Config,
+    architecture: Architecture,
+    console: Console,
+    json: str | None,
+    other: object,
+) -> None:
+    """`other`: an option that is for whole recipes."""
+    from llamarl.planner.report.one_side import forecast_one_side
+
+    require(not other, "--only", "come without --html, --trace and --sweep", only)
+    config = _planned(config)
+    text, figures = forecast_one_side(only, config, architecture)
+    _say(console, text, json, figures)
+
+
+def _planned(config: Config) -> Config:
+    """The recipe as it is planned: with all lengths of its workload in `plan`, and with processes,
+    of which what it is compared with may have more. The log says which guesses are smaller than
+    usual."""
+    from llamarl.planner.simulation.workload import shrunk_guesses, with_lengths
+
+    config = with_measured_prompts(config)
+    if words := shrunk_guesses(config):
+        log.warning(words)
+    return with_processes(with_lengths(config))
+
+
+def _say(console: Console, text: str, path: str | None, figures: dict[str, Any]) -> None:
+    """Print the text, and write the figures where they are asked for."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
+    if path is not None:
+        _write("--json", path, dumps(figures, indent=2) + "\n")
+
+
+def graph(
+    config: Config,
+    console: Console,
+    *,
+    mermaid: str | None,
+    run: str | None,
+) -> None:
+    """Print the recipe's stages and what goes between them; `run` is the folder of a run of it.
+
+    Reads no prompts, tokenizer or weights; starts one short process if it uses a task.py.
+    """
+    from llamarl.planner.report.dataflow import Dataflow, read_flows
+
+    _check_writable("--mermaid", mermaid)
+    found = read_graph(config, read_task(config))[0]
+    executors = {name: name_executor(stage) for name, stage in found.stages.items()}
+    places = place_executors(config, found)
+    flows = read_flows(run) if run is not None else None
+    dataflow = Dataflow(graph=found, executors=executors, places=places, flows=flows)
+    console.print(dataflow.render(), markup=False, highlight=False, soft_wrap=True, end="")
+    if mermaid is not None:
+        _write("--mermaid", mermaid, dataflow.draw())
+
+
+def _check_writable(flag: str, path: str | None) -> None:
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    is_able = folder.is_dir() and os.access(folder, os.W_OK) and not Path(path).is_dir()
+    require(is_able, flag, "name a file in a folder that can be written to", path)
+
+
+def _write(flag: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:  # its permissions may be right all the same
+        raise ValueError(f"{flag} must name a file that can be written, got {error}") from error
+
+
+def launch(config: Config, console: Console, *, command: list[str]) -> None:
+    """Print what to submit so that `llamarl train` with the arguments `command` runs there."""
+    from llamarl.cluster.launch import render
+
+    console.print(render(config, command), markup=False, highlight=False, soft_wrap=True, end="")

@@ -1,1 +1,0 @@
-"""What runs a job on a cluster scheduler."""

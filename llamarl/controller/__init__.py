@@ -1,0 +1,1 @@
+"""The loop, the objects around it, and the supervisor of the executors."""

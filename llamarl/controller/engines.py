@@ -1,0 +1,233 @@
+"""The verbs of reinforcement learning, over whatever executors there are: write and score groups,
+settle them, accumulate gradients, make a version, bring it to the generators.
+
+What steps learnt from is retired once, after the last one is logged, and never while it may be
+trained on again."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from llamarl.controller.dispatch import Dispatch
+from llamarl.controller.gate import Gate
+from llamarl.controller.rollouts import Rollouts
+from llamarl.core.faces import RunObserver, Trainer
+from llamarl.core.groups import Batch, Dropped, Evaluation, Group, StepStats, Verdict
+from llamarl.core.records import Outcome, Purpose, Request
+from llamarl.publish.publisher import Publisher, PublishStats
+from llamarl.storage.archive import make_record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Pure functions of metadata, with the recipe's config bound to them.
+
+    `make_requests` takes a group, and `sampling` in place of the recipe's. `make_batch` takes
+    groups, the trainer's version and the oldest version it may learn from; `make_record` a group,
+    one of its row ids and its outcome.
+    """
+
+    make_requests: Callable[..., list[Request]]
+    filter_group: Callable[[Group], Verdict]
+    make_batch: Callable[[Sequence[Group], int, int], Batch]
+    make_record: Callable[[Group, int, Outcome], dict[str, Any]] = make_record
+
+
+class Unobserved:
+    """protocols.RunObserver of a run that is followed by none."""
+
+    def log_group(self, group: Group, verdict: Verdict) -> None:
+        """Logs nothing, as all methods."""
+
+    def log_publish(self, seconds: float) -> None: ...
+
+    def log_evaluation(self, evaluated: Evaluation | None) -> None: ...
+
+    async def log_step(
+        self,
+        stats: StepStats,
+        groups: Sequence[Group],
+        oldest_version: int,
+        found: dict[str, float],
+    ) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Engines:
+    """What a loop asks of its executors. `version` is the trainer's, or the one that generators got
+    from a source of the caller's own. Belongs to one event loop.
+
+    ExecutorLost or NoGenerator once an executor that a verb needs is lost.
+    """
+
+    rules: Rules
+    gate: Gate
+    dispatch: Dispatch
+    rollouts: Rollouts
+    trainer: Trainer | None
+    publisher: Publisher | None
+    observer: RunObserver
+    version: int
+    _trained: list[tuple[Sequence[Group], int]] = field(default_factory=list)
+    """What the step under way was accumulated from, and the oldest version that it learns from."""
+    _used: dict[int, tuple[Group, tuple[int, int, int]]] = field(default_factory=dict)
+    """By group id, what steps learnt from that is not retired: the version at the last use, the
+    oldest version learnt from then, and the number of uses."""
+
+    async def connect(self) -> None:
+        """Connect generators to the trainer: every route fits, or it raises."""
+        assert self.publisher is not None
+        await self.publisher.connect()
+
+    async def close(self) -> None:
+        """Ask and publish no more."""
+        await self.dispatch.close()
+        if self.publisher is not None:
+            await self.publisher.close()
+
+    async def serve(self) -> None:
+        """What the other verbs rely on; raises the first error of whatever goes on by itself."""
+        await self.rollouts.serve()
+
+    async def roll_out(self, group: Group) -> None:
+        """Have the group written and scored, each rollout as soon as it is written."""
+        await self.rollouts.roll_out(group, self.rules.make_requests(group))
+
+    async def settle(self, group: Group) -> str | None:
+        """Set the advantages of a scored group by the recipe's algorithm, and leave out what its
+        stages dropped; or the reason to drop the whole group."""
+        verdict = self.rules.filter_group(group)
+        self.observer.log_group(group, verdict)
+        if isinstance(verdict, Dropped):
+            return verdict.reason
+        for row_id, reason in group.dropped.items():
+            await self._record([group], {"outcome": "dropped", "reason": reason}, {row_id})
+        await self.rollouts.leave_out(group)
+        group.advantages = verdict.advantages
+        return None
+
+    async def forward_backward(self, groups: Sequence[Group], oldest_version: int = 0) -> None:
+        """Add the gradients of settled groups to the step under way. Tokens of a version below
+        `oldest_version` get no weight."""
+        assert self.trainer is not None
+        await self.trainer.accumulate(self._make_batch(groups, oldest_version))
+        self._trained.append((groups, oldest_version))
+
+    async def look_ahead(self, groups: Sequence[Group]) -> None:
+        """Have the trainer's present log-probs of settled groups stored, which later steps of their
+        batch take the ratio to."""
+        assert self.trainer is not None
+        await self.trainer.store_proximal(self._make_batch(groups, 0))
+
+    def _make_batch(self, groups: Sequence[Group], oldest_version: int) -> Batch:
+        batch = self.rules.make_batch(groups, self.version, oldest_version)
+        return replace(batch, first_version=self.gate.first_of_batch(self.version))
+
+    async def optim_step(
+        self,
+        keep: Sequence[Group] = (),
+        found: Mapping[str, float] | None = None,
+        made: Callable[[], None] = lambda: None,
+    ) -> StepStats:
+        """Make the next version from the gradients, log it with what else was `found`, and retire
+        the groups that they are of: but for those to `keep` for a later step, those that a later
+        pass uses, and those that the gate's sampler has not consumed. `made` is called as soon as
+        the trainer may go on."""
+        assert self.trainer is not None
+        trained, self._trained = self._trained, []
+        spared = {group.group_id for group in (*keep, *self.gate.kept)}
+        stats = await self.trainer.step()  # publishes under way go on from a snapshot
+        before, self.version = self.version, stats.version
+        made()
+        for groups, oldest in trained:
+            for each in groups:
+                num_uses = self._used[each.group_id][1][2] if each.group_id in self._used else 0
+                self._used[each.group_id] = each, (before, oldest, num_uses + 1)
+        all_groups = [group for groups, _ in trained for group in groups]
+        oldest = min((oldest for _, oldest in trained), default=0)
+        metrics = {**(found or {}), **self.gate.prompts.take_metrics()}
+        await self.observer.log_step(stats, all_groups, oldest, metrics)
+        used = dict.fromkeys(group.group_id for group in all_groups)
+        await self._retire_used([each for each in used if each not in spared])
+        return stats
+
+    async def retire_used(self) -> None:
+        """Retire all that steps learnt from, though others were to follow: none will."""
+        await self._retire_used([*self._used])
+
+    async def _retire_used(self, group_ids: Sequence[int]) -> None:
+        """Retire these groups, which steps learnt from."""
+        alike: dict[tuple[int, int, int], list[Group]] = {}
+        for group, use in [self._used.pop(group_id) for group_id in group_ids]:
+            alike.setdefault(use, []).append(group)
+        for (version, oldest, num_uses), groups in alike.items():
+            again = {"num_uses": num_uses} if num_uses > 1 else {}
+            await self.retire(groups, "trained", version=version, oldest_version=oldest, **again)
+
+    async def retire(
+        self, groups: Sequence[Group], outcome: str, **details: str | int | float
+    ) -> None:
+        """Free the groups' arrays; the archive says what became of them."""
+        for group in groups:
+            self._used.pop(group.group_id, None)
+        row_ids = [row_id for group in groups for row_id in group.row_ids]
+        await self._record(groups, {"outcome": outcome, **details}, {*row_ids})
+        await self.rollouts.retire(row_ids, {"outcome": outcome, **details})
+
+    async def _record(self, groups: Sequence[Group], outcome: Outcome, row_ids: set[int]) -> None:
+        """Let the archive know what is known here of those of these rollouts that can be read after
+        the run."""
+        recorded = [group for group in groups if group.prompt.is_recorded]
+        records = {
+            row_id: self.rules.make_record(group, row_id, outcome)
+            for group in recorded
+            for row_id in row_ids.intersection(group.row_ids)
+            if row_id in group.rollouts and group.rollouts[row_id].num_tokens
+        }
+        if records:
+            await self.rollouts.record(records)
+
+    async def retire_rest(self) -> None:
+        """Free all that was never retired: as trained what a step learnt from, though more were to
+        follow, and the rest as unused."""
+        await self.retire_used()
+        await self.rollouts.retire(self.rollouts.rows(*Purpose), {"outcome": "unused"})
+
+    async def abort(self) -> None:
+        """Stop writing whatever is not of an evaluation."""
+        await self.rollouts.abort(self.rollouts.rows(Purpose.TRAIN, Purpose.CHECK))
+
+    @property
+    def published(self) -> int:
+        """The version that generators got last, -1 before the first."""
+        return -1 if self.publisher is None else self.publisher.version
+
+    async def compare_logprobs(self, row_ids: list[int]) -> list[float]:
+        """The largest difference between the trainer's and the generator's log-probs of each row,
+        over what the model wrote."""
+        assert self.trainer is not None
+        return await self.trainer.infer(row_ids)
+
+    async def sync_weights(self, *, version: int | None = None) -> PublishStats:
+        """Bring the trainer's version, or an earlier one that it still holds, to the generators:
+        verified, while they decode."""
+        assert self.publisher is not None
+        is_first = self.published < 0
+        stats = await self.publisher.publish(self.version if version is None else version)
+        if not is_first:
+            self.observer.log_publish(stats.seconds)
+        return stats
+
+    @contextmanager
+    def hold(self, version: int, at_most: int | None) -> Iterator[None]:
+        """Let replicas keep `version` while the block runs: `at_most` of them, or all."""
+        if self.publisher is not None:
+            with self.publisher.hold(version, at_most):
+                yield
+            return
+        self.dispatch.hold(set(self.dispatch.replicas))
+        try:
+            yield
+        finally:
+            self.dispatch.hold(set())

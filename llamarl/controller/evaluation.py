@@ -1,0 +1,171 @@
+"""Held-out evaluation on one fixed version.
+
+Every token of an evaluation was written by the same version, else it raises; there is no result
+without all of its prompts; its rows carry `Purpose.EVALUATE` and never reach the trainer."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from llamarl.controller.engines import Engines
+from llamarl.core.groups import Evaluation, Group
+from llamarl.core.records import FinishReason, Prompt, Purpose, Request, Sampling, StageStatus
+from llamarl.metrics.held_out import BestVersion, result_of, summed_up
+from llamarl.prompts.stream import make_requests
+
+log = logging.getLogger(__name__)
+
+Whole = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
+"""Does work that changes a run's state and its records, which are saved before or after it."""
+
+
+@dataclass(kw_only=True)
+class Evaluator:
+    """Asks for `num_rollouts` of each held-out prompt and waits until all are scored. What is found
+    is told of all, of each of the `sets` that the recipe names, and for each k in `at_k`. The run
+    ends when `best` says so.
+
+    `version` is the last one evaluated (-1: none), also before a resume. As many replicas as run
+    all prompts at once, `rows_per_replica` each, keep the version meanwhile; of the last version,
+    all.
+    """
+
+    prompts: list[Prompt]
+    sampling: Sampling
+    seed: int
+    num_rollouts: int = 1
+    at_k: Sequence[int] = ()
+    sets: Sequence[str] = ()
+    has_turns: bool = False
+    engines: Engines
+    every_steps: int = 0
+    version: int = -1
+    rows_per_replica: int = 1
+    best: BestVersion = field(default_factory=BestVersion)
+
+    def __post_init__(self) -> None:
+        self._begun = self.version
+        self._saved = -1  # a version that is saved, though it is not wanted
+        self._passed_over: Evaluation | None = None  # the best one if it is saved after all?
+
+    def is_due(self, version: int, last: int) -> bool:
+        """Whether to evaluate `version`: the first and the last one are, and one every
+        `every_steps` (0: none between), but none twice, and none without prompts."""
+        if not self.prompts or version <= self._begun:
+            return False
+        every = self.every_steps
+        has_passed = every > 0 and version // every > self._begun // every
+        has_passed = has_passed and (not self.best.metric or self._is_between(version))
+        return self._begun < 0 or has_passed or version == last
+
+    def is_wanted(self, version: int) -> bool:
+        """Whether `version` is one of every `every_steps`: so will be due, unless it is lost. Where
+        one is to be the best, what falls amid a batch is put off to its end: nothing is saved
+        before. The version that a session begins with is saved, so it may be the best."""
+        if self.prompts and self.best.metric and version == self.engines.gate.first_version > 0:
+            return True
+        if not (self.prompts and self.every_steps):
+            return False
+        before = version - 1
+        if self.best.metric:
+            if not self._is_between(version):
+                return False
+            before = self.engines.gate.first_of_batch(before)
+        return version // self.every_steps > before // self.every_steps
+
+    def note_saved(self, version: int) -> None:
+        """`version` is saved after all, as the last one of a run that ends early, say: so it may be
+        the best."""
+        self._saved, passed_over = version, self._passed_over
+        if passed_over is not None and passed_over.version == version:
+            self.best.add(passed_over)
+            self._passed_over = None
+
+    def _is_between(self, version: int) -> bool:
+        """Whether it is the version before the first step of a batch."""
+        return self.engines.gate.first_of_batch(version) == version
+
+    async def evaluate(
+        self, version: int, *, is_last: bool = False, whole: Whole = asyncio.shield
+    ) -> Evaluation | None:
+        """Evaluate `version`, the one published last, and log it.
+
+        None if no generator with this version was left to answer some prompts: those that were
+        answered are the short ones, so their accuracy would mislead. The next version is due then.
+        The rows are retired by `whole`. RuntimeError if a token has another version or every reward
+        failed.
+        """
+        before, self._begun = self._begun, version
+        num_rows = len(self.prompts) * self.num_rollouts
+        num_replicas = None if is_last else math.ceil(num_rows / self.rows_per_replica)
+        row_ids = self.engines.gate.allocate_rows(num_rows)
+        groups = [
+            Group(group_id=-1, prompt=prompt, row_ids=of_prompt, min_version=version)
+            for place, prompt in enumerate(self.prompts)
+            if (of_prompt := row_ids[place :: len(self.prompts)])
+        ]
+        with self.engines.hold(version, num_replicas):
+            async with asyncio.TaskGroup() as tasks:
+                for group in groups:
+                    tasks.create_task(self.engines.rollouts.roll_out(group, self._requests(group)))
+            result = self._result(version, groups)
+            if result is None:
+                self._begun = before
+                await whole(self.engines.retire(groups, "unused"))
+                self.engines.observer.log_evaluation(None)
+            else:
+                is_saved = is_last or self.is_wanted(version)
+                await whole(self._end(result, groups, is_saved))
+        return result
+
+    def _requests(self, group: Group) -> list[Request]:
+        asked = make_requests(
+            group,
+            sampling=self.sampling,
+            seed=self.seed,
+            segment_tokens=0,
+            has_turns=self.has_turns,
+        )
+        return [replace(request, purpose=Purpose.EVALUATE) for request in asked]
+
+    async def _end(self, result: Evaluation, groups: Sequence[Group], is_saved: bool) -> None:
+        """Retire the rows and log the result: both, or neither before a state that is saved. Only a
+        version whose checkpoint `is_saved` may be the best."""
+        alike: dict[tuple[str, bool], list[Group]] = {}
+        for group in groups:
+            for row_id in group.row_ids:
+                kind = group.prompt.held_out, group.scores[row_id].correct
+                alike.setdefault(kind, []).append(replace(group, row_ids=(row_id,)))
+        for (name, correct), those in alike.items():
+            await self.engines.retire(
+                those, "evaluated", version=result.version, correct=int(correct), held_out=name
+            )
+        self.version = result.version
+        self.engines.observer.log_evaluation(result)
+        if is_saved or result.version == self._saved:
+            self.best.add(result)
+        else:
+            self._passed_over = result
+        if why := self.best.why_over:
+            await self.engines.gate.end(why)
+
+    def _result(self, version: int, groups: Sequence[Group]) -> Evaluation | None:
+        rows = [rollout for group in groups for rollout in group.rollouts.values()]
+        if num_lost := sum(row.finish_reason is FinishReason.ABORTED for row in rows):
+            words = (
+                "version %d has no held-out accuracy, for generators were lost with %d of the %d "
+                "rollouts: the next version, if there is one, is evaluated"
+            )
+            log.warning(words, version, num_lost, len(rows))
+            return None
+        foreign = {span.version for row in rows for span in row.spans} - {version}
+        if foreign:
+            raise RuntimeError(f"evaluation of version {version} met tokens of {sorted(foreign)}")
+        scores = [score for group in groups for score in group.scores.values()]
+        if all(score.status is not StageStatus.OK for score in scores):
+            raise RuntimeError(f"every reward of the evaluation failed: {scores[0].error}")
+        results = [result_of(group, self.at_k) for group in groups]
+        return summed_up(version, results, self.at_k, self.sets)

@@ -1,0 +1,200 @@
+"""Log-prob checks: does a generator really write with the policy that was published to it?
+
+Fingerprints see the memory that was written. A replica may still decode with something else: stale
+views, a wrong scale of quantised weights, weights changed after the commit. That shows here, in
+what it writes.
+
+
+A row is compared only if all its tokens were written by the version that the trainer holds; no
+stage waits for one."""
+
+import asyncio
+import logging
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from llamarl.controller.dispatch import Dispatch
+from llamarl.controller.rollouts import Rollouts
+from llamarl.core.errors import RepeatedWarnings, mark_seen
+from llamarl.core.faces import Trainer
+from llamarl.core.groups import Group
+from llamarl.core.records import Outcome, Prompt, Purpose, Request, RolloutInfo, Sampling
+from llamarl.prompts.stream import rollout_seed
+
+NUM_TOKENS = 8
+NUM_ASKED = 16  # replicas per version: the trainer reads all their rows on every rank
+NUM_START_ROWS = 16  # of a replica, after its first publish: they show what is normal
+
+# Two float32 programs that sum in different orders differ by about 1e-5 in a log-prob, so there one
+# row above the floor is proof. Coarser rounding (bfloat16, int8, fp8) has a long tail: the largest
+# difference of a row is 0.01 to 0.04 in the middle, but seven times that in every tenth and 30 to
+# 80 times that in one of 100; and all of it grows, slowly, as training sharpens the policy. So
+# there the measure is the median of the latest rows, and NUM_PROOFS successive rows of one replica
+# are proof. Rows of scaled, permuted or missing weights mostly exceed FACTOR times the median.
+FLOAT32_DIFFERENCE = 1e-4
+FLOOR = 1e-3
+FACTOR = 32.0
+NUM_PROOFS = 5
+NUM_LATEST = 64
+# Half of the rows of another policy differ by several nats; no rounding does that.
+LARGEST_MEDIAN = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Tolerance:
+    """What difference between a generator's and the trainer's log-probs is normal in this run.
+
+    Example: of start rows around 0.02 the tolerance is 0.64; when half of the latest 64 are 0.04 or
+    more it has become 1.28. Where all start rows are float32's it is FLOOR for good.
+    """
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        """None until one replica's start rows are known."""
+        self._start: dict[int, list[float]] = {}  # by replica
+        self._latest: deque[float] = deque(maxlen=NUM_LATEST)
+        self._num_above: Counter[int] = Counter()  # rows running, by replica
+        self._is_sharp = False
+
+    def find_excess(self, replica: int, difference: float) -> float | None:
+        """Count the next row of `replica`. If it proves, with those before it, that the replica has
+        another policy, the tolerance that it exceeds; else None."""
+        if not math.isfinite(difference):
+            return self.value or LARGEST_MEDIAN
+        if self.value is None:
+            return self._learn(self._start.setdefault(replica, []), difference)
+        tolerance = self.value
+        num_above = self._num_above[replica] + 1 if difference > tolerance else 0
+        self._num_above[replica] = num_above
+        self._renew([difference])
+        if num_above >= (1 if self._is_sharp else NUM_PROOFS):
+            return tolerance
+        return self._excess_of_middle()
+
+    def _learn(self, start: list[float], difference: float) -> float | None:
+        """The first replica with enough rows sets the tolerance for all."""
+        start.append(difference)
+        if len(start) < NUM_START_ROWS:
+            return None
+        self._is_sharp = max(start) <= FLOAT32_DIFFERENCE
+        self._renew(start)
+        return self._excess_of_middle()
+
+    def _renew(self, rows: list[float]) -> None:
+        self._latest += rows
+        self.value = FLOOR if self._is_sharp else max(FLOOR, FACTOR * median(self._latest))
+
+    def _excess_of_middle(self) -> float | None:
+        return LARGEST_MEDIAN if median(self._latest) > LARGEST_MEDIAN else None
+
+
+@dataclass(kw_only=True)
+class LogprobCheck:
+    """Asks each replica for a rollout after its commit, and compares those that have arrived.
+
+    The publisher calls `committed` after the dispatcher's. `sampling` is that of
+    training: at another temperature, or from a cut distribution, log-probs would differ. `mode` is
+    weights.logprob_check: a replica that writes with another policy ends the run (fail) or is
+    warned of (warn); off asks for no rollout. Replicas of one pool, which `pool_of` names, round
+    alike.
+    """
+
+    dispatch: Dispatch
+    rollouts: Rollouts
+    trainer: Trainer
+    allocate_rows: Callable[[int, int | None], Sequence[int]]
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    seed: int
+    mode: str
+    pool_of: Callable[[int], str] = lambda replica: ""
+    tolerances: dict[str, Tolerance] = field(default_factory=lambda: defaultdict(Tolerance))
+    """Of |log pi - log mu|, by pool: what is normal in int8 is no float32's."""
+    _num_asked: int = 0
+    _warnings: RepeatedWarnings = field(default_factory=lambda: RepeatedWarnings(log))
+    _started: set[int] = field(default_factory=set)
+    _asked: dict[asyncio.Task[None], Group] = field(default_factory=dict)
+
+    def committed(self, replica: int, version: int) -> None:
+        """Ask `replica`, which has committed `version`, for a check rollout; for several the first
+        time."""
+        if self.mode == "off":
+            return
+        num_shares = math.ceil(len(self.dispatch.replicas) / NUM_ASKED) or 1
+        if replica % num_shares != version % num_shares:
+            return  # it is asked at another version
+        sampling = replace(self.sampling, max_tokens=min(NUM_TOKENS, self.sampling.max_tokens))
+        is_first = replica not in self._started
+        self._started.add(replica)
+        unit = self.dispatch.balance.unit_near(replica)
+        for row_id in self.allocate_rows(NUM_START_ROWS if is_first else 1, unit):
+            prompt = self.prompts[self._num_asked % len(self.prompts)]
+            self._num_asked += 1
+            group = Group(group_id=-1, prompt=prompt, row_ids=(row_id,), min_version=version)
+            request = Request(
+                row_id=row_id,
+                prompt_ids=prompt.token_ids,
+                sampling=sampling,
+                seed=rollout_seed(self.seed, prompt, -self._num_asked),  # no training row's
+                min_version=version,
+                purpose=Purpose.CHECK,
+                replica=replica,
+            )
+            task = asyncio.ensure_future(self.rollouts.write(group, [request]))
+            task.add_done_callback(mark_seen)  # `Rollouts.serve` raises its error too
+            self._asked[task] = group
+
+    async def arrive(self) -> None:
+        """Wait until all rollouts that were asked for have stopped."""
+        await asyncio.gather(*self._asked, return_exceptions=True)
+
+    async def check(self, version: int) -> dict[str, float]:
+        """Compare the log-prob checks that have arrived with the trainer, which holds `version`.
+
+        Returns scalars: `logprob_check_rows` compared, and if there were any the largest
+        `logprob_check_difference` and, once it is known, the `logprob_check_tolerance`.
+        RuntimeError, or in mode "warn" a warning, if a replica's rows prove that it writes with
+        other weights.
+        """
+        if self.mode == "off":
+            return {}
+        ended = [task for task in self._asked if task.done()]
+        groups = [self._asked.pop(task) for task in ended]
+        await asyncio.gather(*ended)  # raises what went wrong first, and asyncio warns of no other
+        rows = [rollout for group in groups for rollout in group.rollouts.values()]
+        good = [row for row in rows if {span.version for span in row.spans} == {version}]
+        differences = await self.trainer.infer([row.row_id for row in good]) if good else []
+        for row, difference in zip(good, differences, strict=True):
+            self._compare(row, version, difference)
+        scalars = {"logprob_check_rows": float(len(good))}
+        if good:
+            scalars["logprob_check_difference"] = max(differences)
+        known = [each.value for each in self.tolerances.values() if each.value is not None]
+        if good and known:
+            scalars["logprob_check_tolerance"] = max(known)
+        outcome: Outcome = {"outcome": "logprob_check", "version": version}
+        await self.rollouts.retire([row.row_id for row in rows], outcome)
+        return scalars
+
+    def _compare(self, row: RolloutInfo, version: int, difference: float) -> None:
+        """RuntimeError or a warning if this row, after those before it, proves another policy."""
+        tolerance = self.tolerances[self.pool_of(row.replica)]
+        exceeded = tolerance.find_excess(row.replica, difference)
+        if exceeded is None:
+            return
+        proof = _proof(row, version, difference, exceeded)
+        if self.mode == "fail":
+            raise proof
+        self._warnings.warn("%s", proof, about=row.replica)
+
+
+def _proof(row: RolloutInfo, version: int, difference: float, tolerance: float) -> RuntimeError:
+    return RuntimeError(
+        f"generator {row.replica} must write with version {version}, but log-probs of its check "
+        f"rollouts (the last is row {row.row_id}) differ from the trainer's by {difference:.2g}, "
+        f"tolerated: {tolerance:.2g} (weights.logprob_check)"
+    )

@@ -1,0 +1,408 @@
+"""From a config to the objects of a run: the only wiring."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from llamarl.controller.balance import Balance, Neighbours, Skew, Speeds
+from llamarl.controller.batches import PartSize
+from llamarl.controller.colocation import Colocated, Colocation
+from llamarl.controller.controller import Controller
+from llamarl.controller.dispatch import Dispatch, Room
+from llamarl.controller.elasticity import Elasticity
+from llamarl.controller.engines import Engines, Rules
+from llamarl.controller.evaluation import Evaluator
+from llamarl.controller.fleet import Fleet, unless_lost
+from llamarl.controller.gate import Gate
+from llamarl.controller.lengths import Limits
+from llamarl.controller.logprob_check import LogprobCheck
+from llamarl.controller.rollouts import Rollouts
+from llamarl.controller.saver import Saver
+from llamarl.controller.sft import HeldOutLoss, Imitation
+from llamarl.controller.starter import Executors
+from llamarl.core import checkpoint
+from llamarl.core.config import Config, VllmConfig
+from llamarl.core.config.generator import pool_at, pools_of
+from llamarl.core.config.rank_assignment import far_sites, num_storage_units, units_near
+from llamarl.core.faces import Collector, Processor, RunObserver
+from llamarl.core.groups import conversation, turns_of
+from llamarl.core.records import RESPONSE_IDS, TOKEN_VERSIONS, Columns
+from llamarl.generator.vllm.limits import kv_tokens
+from llamarl.metrics.console import Progress
+from llamarl.metrics.held_out import BestVersion, best_version
+from llamarl.metrics.run_logger import RunLogger
+from llamarl.metrics.shares import DecodeSteps, RecentSpans
+from llamarl.metrics.span import Spans
+from llamarl.metrics.trackers import MetricsLog
+from llamarl.model.architecture import Architecture
+from llamarl.model.inventory import attention_cost
+from llamarl.prompts.stream import make_requests
+from llamarl.publish.faces import WeightSource
+from llamarl.publish.publisher import Publisher
+from llamarl.publish.reshard import weight_kind
+from llamarl.recipe.inputs import Inputs, make_prompts
+from llamarl.recipe.rules import evaluation_sampling, train_sampling
+from llamarl.scoring.samplers import make_sampler
+from llamarl.scoring.stages import Stage
+from llamarl.storage.archive import make_record
+from llamarl.trainer.advantages import GDPO, filter_group, over_deviation
+from llamarl.trainer.packing import make_batch
+
+if TYPE_CHECKING:  # mypy compares the methods of each class with those that are asked of it
+    from llamarl.core import faces
+    from llamarl.generator.collector import CollectorExecutor
+    from llamarl.generator.worker import GeneratorExecutor, RolloutPart
+    from llamarl.publish.offload import OffloadPart
+    from llamarl.scoring.environment import EnvironmentExecutor
+    from llamarl.scoring.stage_worker import StageExecutor
+    from llamarl.storage.worker import StorageExecutor
+    from llamarl.trainer.reference import ReferenceExecutor
+    from llamarl.trainer.worker import TrainerExecutor
+
+    GeneratorReplica: type[faces.GeneratorReplica] = RolloutPart
+    Collecting: type[faces.Collector] = CollectorExecutor
+    Trainer: type[faces.Trainer] = TrainerExecutor
+    StageProcessor: type[faces.Processor] = StageExecutor
+    Reference: type[faces.Processor] = ReferenceExecutor
+    Environments: type[faces.Environment] = EnvironmentExecutor
+    StorageUnit: type[faces.Storage] = StorageExecutor
+    Resettable: type[faces.Resettable] = GeneratorExecutor
+    Offloadable: type[faces.Offloadable] = OffloadPart
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Builds the objects of one session around its started `executors`. `state` is a checkpoint's,
+    or empty."""
+
+    config: Config
+    inputs: Inputs
+    executors: Executors
+    run_dir: str
+    spans: Spans
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def build_controller(
+        self,
+        fleet: Fleet,
+        run_logger: RunObserver,
+        skew: Skew | None = None,
+        *,
+        deadline_s: float = math.inf,
+    ) -> Controller:
+        """Assemble the loop around the executors of the fleet, which is connected to it. `skew`
+        replaces the config's; the run ends with the step of the `deadline_s`."""
+        config, skew = self.config, skew or self.make_skew()
+        stages, collectors = fleet.processors(), fleet.collectors()
+        fields = self.engine_fields(run_logger, skew=skew, stages=stages, collectors=collectors)
+        engines = Engines(**fields)
+        gate, dispatch = engines.gate, engines.dispatch
+        colocation, evaluator = self.make_colocation(), self.make_evaluator(engines)
+        logprob_check = self.make_logprob_check(engines)
+        engines.publisher = publisher = self.make_publisher(
+            dispatch, on_commit=logprob_check.committed, may_come=fleet.restarts_replicas
+        )
+        saver = Saver(
+            config=config.checkpoint,
+            run_dir=self.run_dir,
+            engines=engines,
+            colocation=colocation,
+            evaluator=evaluator,
+            spans=self.spans,
+            last=config.most_steps,
+            deadline_s=deadline_s,
+            limit=f"max_hours={config.max_hours:g}",
+        )
+        limits = config.generator.elastic
+        elasticity = Elasticity(limits=limits, gate=gate, dispatch=dispatch) if limits else None
+        fleet.connect(dispatch, publisher, elasticity, lambda: saver.has_last)
+        return Controller(
+            engines=engines,
+            gate=gate,
+            part_size=PartSize(config=config.trainer),
+            logprob_check=logprob_check,
+            evaluator=evaluator,
+            colocation=colocation,
+            saver=saver,
+        )
+
+    def engine_fields(
+        self,
+        observer: RunObserver,
+        *,
+        skew: Skew | None = None,
+        stages: Mapping[Stage, Processor] | None = None,
+        collectors: Sequence[Collector] | None = None,
+    ) -> dict[str, Any]:
+        """The fields of `Engines` over the executors; no publisher yet. `stages` and `collectors`
+        take the place of the executors'."""
+        executors = self.executors
+        dispatch = make_dispatch(self.config, executors, skew, collectors)
+        if stages is None:
+            stages = {stage: executor.call_one for stage, executor in executors.stages.items()}
+        gate = self.make_gate(dispatch)
+        rollouts = Rollouts(
+            dispatch,
+            stages,
+            self.inputs.graph,
+            executors.storage,
+            self.config.environment.max_restarts,
+        )
+        return {
+            "rules": self.make_rules(),
+            "gate": gate,
+            "dispatch": dispatch,
+            "rollouts": rollouts,
+            "trainer": None if executors.trainer is None else executors.trainer.call_one,
+            "publisher": None,
+            "observer": observer,
+            "version": gate.version,
+        }
+
+    def make_gate(self, dispatch: Dispatch) -> Gate:
+        """The gate over the recipe's prompts, from `state` on."""
+        config, state = self.config, self.state
+        return Gate(
+            max_staleness=config.staleness.max_staleness,
+            groups_per_step=config.trainer.groups_per_step,
+            rollouts_per_group=config.sampling.rollouts_per_prompt,
+            late=config.staleness.late,
+            carry_over_groups=config.staleness.carry_over_groups,
+            max_drops_in_row=config.algorithm.max_drops_in_row,
+            num_mini_batches=config.trainer.num_mini_batches,
+            num_passes=config.trainer.num_passes,
+            looks_ahead=config.algorithm.proximal == "recompute",
+            sampler=make_sampler(config.experience.sampler, self.inputs.task),
+            prompts=make_prompts(config, self.inputs, state),
+            spans=self.spans,
+            version=state.get("version", 0),
+            next_group_id=state.get("next_group_id", 0),
+            next_row_id=state.get("next_row_id", 0),
+            num_units=num_storage_units(config),
+            plan_units=dispatch.balance.plan_units,
+            has_room=Room(self.executors.storage),
+            ended=self.make_best().why_over,
+        )
+
+    def make_rules(self) -> Rules:
+        """What the recipe decides about groups."""
+        config, inputs = self.config, self.inputs
+        return Rules(
+            make_requests=partial(
+                make_requests,
+                sampling=train_sampling(config, inputs),
+                seed=config.seed,
+                segment_tokens=config.sampling.segment_tokens,
+                replay_lengths=inputs.replay_lengths,
+                has_turns=inputs.graph.has_episodes,
+            ),
+            filter_group=partial(
+                filter_group,
+                max_tokens=config.sampling.max_tokens,
+                config=config.algorithm,
+                functions=[*zip(config.reward.functions, config.reward.weights, strict=True)],
+                task=inputs.task,
+            ),
+            make_batch=partial(
+                make_batch,
+                num_ranks=config.trainer.num_data_ranks,
+                tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
+                attention_cost=attention_cost(inputs.architecture),
+                scale=over_deviation if config.algorithm.advantage == GDPO else list,
+            ),
+            make_record=partial(
+                make_record,
+                prompts=config.data.sources,
+                held_out=config.held_out_sets,
+                functions=config.reward.functions,
+                prompt_field=config.data.prompt_field,
+            ),
+        )
+
+    def make_skew(self) -> Skew:
+        """What the recipe expects of lengths; decode steps are measured from the run's spans."""
+        generator, architecture, kv_size = self.config.generator, self.inputs.architecture, 0
+        if isinstance(generator, VllmConfig) and isinstance(architecture, Architecture):
+            kv_size = kv_tokens(generator, architecture)
+        limits = Limits(max_num_seqs=generator.max_num_seqs, kv_tokens=kv_size)
+        is_streamed = self.config.trainer.parts != "batch"
+        steps = DecodeSteps(f"{self.run_dir}/spans")
+        return Skew(self.config.dispatch, limits, steps.read, is_streamed=is_streamed)
+
+    def make_logprob_check(self, engines: Engines) -> LogprobCheck:
+        """Whether generators write with the trainer's policy."""
+        assert engines.trainer is not None
+        config = self.config
+        return LogprobCheck(
+            dispatch=engines.dispatch,
+            rollouts=engines.rollouts,
+            trainer=engines.trainer,
+            allocate_rows=engines.gate.allocate_rows,
+            prompts=self.inputs.prompts,
+            sampling=train_sampling(config, self.inputs),
+            seed=config.seed,
+            mode=config.weights.logprob_check,
+            pool_of=cache(lambda replica: pool_at(config.generator, replica).key),
+        )
+
+    def make_publisher(
+        self,
+        dispatch: Dispatch,
+        *,
+        source: WeightSource | None = None,
+        on_commit: Callable[[int, int], None] = lambda replica, version: None,
+        may_come: bool = False,
+    ) -> Publisher:
+        """Brings versions to all replicas: the trainer's, or those of another `source`, which may
+        change its tensors as soon as a publish has returned. Replicas `may_come` while the run goes
+        on."""
+        config, executors, weights = self.config, self.executors, self.config.weights
+        if config.placement.colocated or source is not None:  # no write may outlast its publish
+            weights = replace(weights, straggler_timeout_s=weights.timeout_s)
+
+        def committed(replica: int, version: int) -> None:
+            dispatch.committed(replica, version)
+            on_commit(replica, version)
+
+        def lost(replica: int, why: Exception) -> asyncio.Future[None]:
+            executor = executors.generators[replica]
+            dispatch.lost(replica, why)
+            # A replica that was only silent must not wake up and write into its siblings' memory.
+            return asyncio.ensure_future(executor.stop())
+
+        if source is None:
+            assert executors.trainer is not None
+            source = executors.trainer.call_all
+        sites = far_sites(config)
+        return Publisher(
+            source,
+            {index: executor.call_all for index, executor in executors.generators.items()},
+            self.spans,
+            weights,
+            rendezvous_folder=f"{self.run_dir}/.rendezvous-routes-{uuid.uuid4().hex[:8]}",
+            kind_of=cache(partial(weight_kind, config.generator)),
+            far_sites={config.cluster.name_host(host): site for host, site in sites.items()},
+            on_commit=committed,
+            on_lost=lost,
+            on_hold=dispatch.hold,
+            may_come=may_come,
+        )
+
+    def make_evaluator(self, engines: Engines) -> Evaluator:
+        """The evaluation of the held-out prompts, of which there may be none."""
+        config, evaluation = self.config, self.config.evaluation
+        return Evaluator(
+            prompts=self.inputs.held_out,
+            sampling=evaluation_sampling(config, self.inputs),
+            seed=config.seed,
+            num_rollouts=evaluation.rollouts_per_prompt,
+            at_k=evaluation.ks,
+            sets=[*evaluation.sets],
+            has_turns=self.inputs.graph.has_episodes,
+            engines=engines,
+            every_steps=evaluation.every_steps,
+            version=self.state.get("evaluated", -1),
+            best=self.make_best(),
+            rows_per_replica=min(p.generator.max_num_seqs for p in pools_of(config.generator)),
+        )
+
+    def make_best(self) -> BestVersion:
+        """The best version, which goes on from `state` if its checkpoint is in this folder."""
+        saved = self.state.get("best", {})
+        is_there = checkpoint.find(self.run_dir, saved.get("version", 0)) is not None
+        config = self.config
+        key, patience = config.checkpoint.best, config.evaluation.patience
+        return best_version(key, patience, saved if is_there else {})
+
+    def make_colocation(self) -> Colocation:
+        """Who has the device when."""
+        if not self.config.placement.colocated:
+            return Colocation()
+        assert self.executors.trainer is not None
+        replicas = self.executors.generators.items()
+        generators = {index: executor.call_one for index, executor in replicas}
+        return Colocated(self.executors.trainer.call_one, generators, self.spans)
+
+    def make_run_logger(
+        self, log: MetricsLog, progress: Progress, recent_spans: RecentSpans
+    ) -> RunLogger:
+        """What follows a run: metrics and display."""
+        return RunLogger(
+            log=log,
+            progress=progress,
+            spans=self.spans,
+            recent_spans=recent_spans,
+            read_completions=self._read_completions,
+            num_samples=self.config.metrics.sample_rollouts,
+            answer_field=self.config.reward.answer_field,
+            prompt_field=self.config.data.prompt_field,
+            is_imitation=self.config.algorithm.imitates,
+            sources=self.config.data.source_names,
+        )
+
+    async def _read_completions(self, row_ids: list[int]) -> dict[int, str]:
+        """The text of a few rows that are still in storage."""
+        if not row_ids:
+            return {}
+        # Without its storage unit a step's numbers are written down nevertheless.
+        reading = self.executors.storage.read(row_ids, [RESPONSE_IDS, TOKEN_VERSIONS])
+        columns: Columns | None = await unless_lost(reading)
+        if columns is None:
+            return {}
+        turns = partial(turns_of, decode=self.inputs.tokenizer.decode)
+        found = map(turns, columns[RESPONSE_IDS], columns[TOKEN_VERSIONS])
+        return dict(zip(row_ids, map(conversation, found), strict=True))
+
+
+def make_dispatch(
+    config: Config,
+    executors: Executors,
+    skew: Skew | None = None,
+    collectors: Sequence[Collector] | None = None,
+) -> Dispatch:
+    """All replicas, as one; without `skew` nothing is expected of lengths. `collectors` take the
+    place of the executors'."""
+    if collectors is None:
+        collectors = [executor.call_one for executor in executors.collectors]
+    neighbours = Neighbours(units_near(config), num_storage_units(config))
+    balance = Balance(neighbours, skew, Speeds(pools_of(config.generator)))
+    return Dispatch(executors.generators, executors.storage, balance, collectors)
+
+
+def build_imitation(
+    wiring: Wiring, fleet: Fleet, run_logger: RunLogger, *, deadline_s: float = math.inf
+) -> Imitation:
+    """Assemble the loop around the trainer of the fleet; the run ends with the step of the
+    `deadline_s`."""
+    config = wiring.config
+    engines = Engines(**wiring.engine_fields(run_logger))
+    engines.publisher = publisher = wiring.make_publisher(engines.dispatch)
+    evaluator = HeldOutLoss(
+        prompts=wiring.inputs.held_out,
+        sampling=train_sampling(config, wiring.inputs),
+        seed=config.seed,
+        engines=engines,
+        every_steps=config.evaluation.every_steps,
+        version=wiring.state.get("evaluated", -1),
+        storage=wiring.executors.storage,
+        log=run_logger.log_held_out,
+    )
+    saver = Saver(
+        config=config.checkpoint,
+        run_dir=wiring.run_dir,
+        engines=engines,
+        colocation=wiring.make_colocation(),
+        evaluator=evaluator,
+        spans=wiring.spans,
+        last=config.most_steps,
+        deadline_s=deadline_s,
+        limit=f"max_hours={config.max_hours:g}",
+    )
+    fleet.connect(engines.dispatch, publisher, None, lambda: saver.has_last)
+    return Imitation(engines=engines, gate=engines.gate, evaluator=evaluator, saver=saver)

@@ -1,0 +1,1 @@
+"""Records, faces, errors, files and devices: what every room may use."""

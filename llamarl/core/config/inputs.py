@@ -1,0 +1,258 @@
+"""The pretrained checkpoint, the prompts, the environments that rollouts take turns with, and
+the rewards."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from llamarl.core.fields import DAY_S, Section, choice, number
+
+ENDING = re.compile(r"\.[a-z]+$")  # of a file; a folder may be called v1.2
+NOT_IN_TAGS = re.compile(r"[^\w.-]")  # of metrics
+OF_TEMPLATES = {"messages", "tools", "add_generation_prompt"}
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Section):
+    """The checkpoint, in the Hugging Face layout."""
+
+    checkpoint: str = ""
+    """Folder with config.json and safetensors files; a relative path starts at the recipe's folder,
+    also as an argument, unlike `run_dir` | hf:ORG/NAME or hf:ORG/NAME@REVISION, a model of the
+    Hugging Face Hub, which is fetched into the cache of huggingface_hub."""
+    architecture: str | None = None
+    """Folder with a config.json of the same architecture, so that the recipe can be planned without
+    the checkpoint; a run refuses a checkpoint that differs from it (except in the ids that end a
+    completion)."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer, if it is not the checkpoint's own."""
+    adapter: str = ""
+    """Folder of an adapter of this checkpoint to start from, as an export or the peft library
+    writes it, or hf:ORG/NAME; `trainer.lora` is then the adapter's, if it is not given. Empty:
+    none, or adapters that start without effect."""
+
+    def check(self) -> None:
+        self.require(bool(self.checkpoint), "checkpoint", "name a checkpoint folder or hf:ORG/NAME")
+
+
+@dataclass(kw_only=True)
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    prompts: Any = ""
+    """Training prompts, one source or a list of several: each is a .jsonl, .parquet or .arrow file
+    or a folder of such, whose relative path starts at the recipe's folder | hf:ORG/NAME, a data set
+    of the Hub, with /SPLIT (else train), /CONFIG/SPLIT or /FILE after it, and @REVISION at the
+    end | task (what `prompts` in the recipe's own task.py makes)."""
+    weights: list[float] = field(default_factory=list, metadata={"above": 0, "most": 1e9})
+    """How often prompts come from each source of `prompts`, in its order: any numbers, of which the
+    shares count. After every prompt each source has given its share to within one or two. Each is
+    walked on its own, so a small one comes round more often. Empty: all sources are walked as one,
+    so each prompt comes once per epoch."""
+    held_out: str | None = None
+    """Evaluation prompts, one source of the same form; null skips evaluation."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What `prompts` in the recipe's own task.py gets, by the names of its arguments."""
+    prompt_field: str = "question"
+    """Field with the question: text, or a list of messages. `a.b` is field b of the object in a.
+    Rows without `question` may have it in `prompt`, as those for TRL and verl do."""
+    completion_field: str | None = "completion"
+    """Field with the answer of a demonstration, for `llamarl sft`: text, or with `chat` a list of
+    messages too | null (with `chat`: `prompt_field` has whole conversations, of which the
+    assistant's turns are learnt)."""
+    chat: bool = False
+    """Wrap a question that is text in the tokenizer's chat template; else it is plain text. A list
+    of messages always goes through the template."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What the chat template gets beside the messages, such as {enable_thinking: false}."""
+    chat_template: str | None = None
+    """File with a chat template in Jinja, in place of the tokenizer's own; an export has it too."""
+    date: str | None = None
+    """The day, such as 2026-05-01, that a chat template gets when it asks for today's
+    (`strftime_now`); null takes that of the run's first start, which config.yaml then has, so that
+    a run that resumes on another day has the same prompts."""
+    system: str | None = None
+    """System message put first; needs `chat`."""
+    shuffle: bool = True
+    """Take the prompts of each epoch in an order drawn from the run's seed."""
+    max_prompt_tokens: int = number(1024, least=1, most=2**24)
+    """Longest prompt, or demonstration with its answer."""
+    overlong: str = choice("error", "drop", "truncate")
+    """What a prompt of more tokens is, or of more than `sampling.max_tokens` (held-out:
+    `evaluation.max_tokens`) leaves of `generator.max_model_len`: error (it names the line) | drop
+    (such prompts are left out) | truncate (only their last tokens are kept). A line says how many
+    were left out or cut."""
+    repeat_share: float = number(1.0, least=0.001, most=1)
+    """Curriculum: a prompt whose latest group gave no signal, as all its rewards were equal (all
+    right, or all wrong), is asked again with this probability in each later epoch; once a group of
+    it gives a signal, in each. 1: every prompt is asked in every epoch."""
+
+    @property
+    def sources(self) -> list[str]:
+        """Those of `prompts`."""
+        return self.prompts if isinstance(self.prompts, list) else [self.prompts]
+
+    @property
+    def source_names(self) -> list[str]:
+        """What metrics call each source: its file's name without its ending, with its place if two
+        have the same."""
+        names = [ENDING.sub("", PurePath(each).name) for each in self.sources]
+        stems = [NOT_IN_TAGS.sub("_", name) for name in names]
+        if len({*stems}) == len(stems):
+            return stems
+        return [f"{stem}_{place}" for place, stem in enumerate(stems)]
+
+    def check(self) -> None:
+        must = "name a file of prompts, hf:ORG/NAME or task, or be a list of such"
+        is_named = all(isinstance(each, str) and each for each in self.sources)
+        self.require(bool(self.sources) and is_named, "prompts", must)
+        is_once = len({*self.sources}) == len(self.sources)
+        self.require(is_once, "prompts", "name each source once")
+        is_read = "task" in (*self.sources, self.held_out)
+        must = "stay empty unless data.prompts or data.held_out is task"
+        self.require(is_read or not self.options, "options", must)
+        self.require(self.system is None or self.chat, "system", "stay unset without data.chat")
+        num = len(self.sources)
+        must = f"have one number for each of the {num} sources of data.prompts, or be empty"
+        self.require(len(self.weights) in (0, num), "weights", must)
+        own = OF_TEMPLATES.intersection(self.chat_template_kwargs)
+        must = f"leave out {', '.join(sorted(OF_TEMPLATES))}, which llamarl sets"
+        self.require(not own, "chat_template_kwargs", must)
+        self.require(self.date is None or _is_date(self.date), "date", "be such as 2026-05-01")
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+@dataclass(kw_only=True)
+class EnvironmentConfig(Section):
+    """Episodes: what the model may call, how its calls are read, and their limits."""
+
+    tools: list[str] = field(default_factory=list)
+    """What rollouts take turns with, any of: task (the list `tools` of the recipe's own task.py,
+    its `environment`, or both) | python (a tool that runs programs which the model writes,
+    contained). []: nothing, a rollout is one answer."""
+    calls: str = choice("auto", "hermes", "llama", "xml", "tagged", "template")
+    """How the model writes a call: hermes (JSON in <tool_call>, as Qwen 2.5 and 3 do) | llama (JSON
+    alone, as Llama 3 does) | xml (<function=NAME> in <tool_call>, as Qwen 3.5 does) | tagged
+    (<NAME>argument</NAME>) | template (the tokenizer's own response_template) | auto (what the chat
+    template shows)."""
+    split_special_tokens: bool = True
+    """A special token in what an environment or a tool says, such as <|im_end|>, is text: the model
+    reads its characters | false: it is that token, so a tool's result may end turns and begin
+    others."""
+    max_turns: int = number(8, least=1, most=10_000)
+    """Turns of the model in an episode. A call in the last one is not run: the rollout ends as at
+    sampling.max_tokens."""
+    timeout_s: float = number(30.0, above=0, most=DAY_S)
+    """Longest time for an environment's reset, for all calls of one turn, or for its reward. Beyond
+    it the episode has failed."""
+    episode_timeout_s: float = number(600.0, above=0, most=DAY_S)
+    """Longest time that the calls of one episode may take together. Beyond it the episode has
+    failed."""
+    num_workers: int = number(1, least=1, most=1024)
+    """Processes that run environments and tools; each plays many episodes at once."""
+    max_restarts: int = number(3, least=0, most=1000)
+    """How often an episode begins again because its environment's process was lost. Once more, and
+    it has failed. Replicas that are lost do not count."""
+    max_failure_rate: float = number(0.1, least=0, most=1)
+    """The run stops when more than this share of the last 1000 turns failed (after 50): their
+    environment raised, hung or returned what it must not. Such a rollout is not trained on, the
+    rest of its group is. A tool that raises is no failure: the model is told the error."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether rollouts take turns."""
+        return bool(self.tools)
+
+
+OF_EPISODE = "environment."  # before the name of a function of episode_rewards
+LARGEST = 1e9
+"""What a reward may be at most, with either sign: squares of gradients that it scales must not
+overflow float32."""
+
+
+@dataclass(kw_only=True)
+class RewardConfig(Section):
+    """What is rewarded, and how long a reward may take."""
+
+    functions: list[str] = field(default_factory=lambda: ["math"])
+    """Reward functions: math | exact | format | code (the program in the completion passes tests) |
+    task (`reward` of the recipe's own task.py) | group (`group_reward` there, which scores all
+    rollouts of a prompt at once) | environment (what the episode's environment gives, and
+    `episode_reward` of task.py) | environment.NAME (the function NAME of the list `episode_rewards`
+    of task.py, a reward of its own). In an episode the others get the model's last turn. Accuracy
+    is the share of completions to which the first one gives full marks."""
+    weights: list[float] = field(
+        default_factory=lambda: [1.0], metadata={"least": -1e6, "most": 1e6}
+    )
+    """One weight per function; the reward is the weighted sum."""
+    full_marks: float = number(1.0, least=-LARGEST, most=LARGEST)
+    """What the first function gives to a right completion, or more: what accuracy counts, and what
+    makes a group whose rewards are all equal `solved`. Set it for rewards on another scale than 0
+    to 1."""
+    answer_field: str = "answer"
+    """Field of the data row that holds the expected answer; `a.b` is field b of the object in a.
+    Rows without `answer` may have it in `reward_model.ground_truth`, as those for verl do."""
+    pattern: str = r"(?s)^.*Answer: *(.+?)\s*$"
+    """Regular expression searched in the completion: `exact` compares its group 1 with the
+    answer, `format` gives 1 if it matches."""
+    require_stop: bool = True
+    """`exact` and `format` give 0 to a completion that did not end by itself."""
+    num_workers: int = number(1, least=1, most=1024)
+    """Processes of the reward pool."""
+    timeout_s: float = number(10.0, above=0, most=DAY_S)
+    """A reward that runs longer is killed and counted as hung."""
+    on_failure: str = choice("drop", "zero")
+    """What happens when the reward of a rollout fails (its code raises, exceeds the time limit or
+    returns no number from -1e9 to 1e9): drop (its group is not trained on: a baseline over the
+    others would favour completions that reward code can process) | zero (its reward is 0, for
+    reward code that fails on wrong answers, such as a verifier that runs out of time). Failures are
+    counted."""
+    max_failure_rate: float = number(0.1, least=0, most=1)
+    """The run stops when more than this share of the last 1000 rewards failed (after 50), with
+    any `on_failure`; 1 never stops it."""
+
+    contained: bool = True
+    """Programs that a model wrote (reward `code`, tool `python`) run contained by the kernel: no
+    network, no files but a scratch folder. The run refuses to start where that is not possible, and
+    says in one line what a machine lacks; false lets them run with the rights of the run, on
+    purpose."""
+    program_s: float = number(5.0, above=0, most=DAY_S)
+    """Longest time of one program; a reward's `timeout_s` is for all its programs."""
+    program_memory_bytes: int = number(256 * 1024**2, least=32 * 1024**2, most=2**50)
+    """Memory of one program and all that it starts, together."""
+    program_disk_bytes: int = number(16 * 1024**2, least=0, most=2**50)
+    """Size of the files that one program may write."""
+    program_output_bytes: int = number(64 * 1024, least=1, most=2**24)
+    """Standard output of one program, and as much of standard error; one that writes more is
+    ended."""
+    program_processes: int = number(32, least=1, most=1024)
+    """Processes of one program at once, and their threads."""
+
+    @property
+    def episode_rewards(self) -> list[str]:
+        """The functions of task.py's list `episode_rewards` that `functions` names, in its
+        order."""
+        named = [each for each in self.functions if each.startswith(OF_EPISODE)]
+        return [each.removeprefix(OF_EPISODE) for each in named]
+
+    @property
+    def is_of_episode(self) -> bool:
+        """Whether a function reads episodes, which a recipe without environments has not."""
+        return "environment" in self.functions or bool(self.episode_rewards)
+
+    def check(self) -> None:
+        is_once = len({*self.episode_rewards}) == len(self.episode_rewards)
+        self.require(is_once, "functions", "name each function of episode_rewards once")
+        self.require(bool(self.functions), "functions", "name at least one function")
+        must = f"have one weight per function ({len(self.functions)})"
+        self.require(len(self.weights) == len(self.functions), "weights", must)

@@ -1,0 +1,219 @@
+"""What the controller may ask of each executor, seen from the caller's side; and what it says to
+those that follow a run.
+
+An executor may have several ranks. The methods of WeightSource and WeightTarget return a list with
+one entry per rank, all others one result for the whole executor. A trainer is a WeightSource; a
+generator is a WeightTarget and a WeightSource, for it passes weights on to other replicas of its
+host.
+
+
+At most six methods each; those of executors are asynchronous."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from llamarl.core.groups import Batch, Evaluation, Group, StepStats, Verdict
+from llamarl.core.records import (
+    Columns,
+    Outcome,
+    Request,
+    RolloutInfo,
+    StageItem,
+    StageResult,
+    TurnItem,
+    TurnResult,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+Report = tuple[int, list[RolloutInfo]]
+"""Rows that stopped on a replica, in that order, and the number of the first. Each row's number is
+one above that of the row before; those of later processes are higher."""
+
+
+class GeneratorReplica(Protocol):
+    """Writes rollouts: one replica."""
+
+    async def submit(self, requests: list[Request]) -> None:
+        """Queue rollouts; returns once they are queued, not once they are written."""
+
+    async def collect(self, received: int) -> Report:
+        """Rows that stopped, from number `received` on: those below have arrived, and are
+        forgotten. All others are kept, and reported again when the same is asked again.
+
+        If none is kept, this waits until all rollouts of some prompt have stopped, or one was cut,
+        but at most for the replica's heartbeat interval: a report without rows only says that it is
+        alive. The arrays of a returned row are in storage already.
+        """
+
+    async def abort_requests(self, row_ids: list[int]) -> None:
+        """Stop these rollouts; each still comes out of `collect`, marked ABORTED."""
+
+    async def renew_environment(self, name: str, calls: Environment) -> None:
+        """The environment `name` answers these calls from now on, after a loss."""
+
+
+class Resettable(Protocol):
+    """A generator that outlives a session of its run."""
+
+    async def reset(self) -> None:
+        """Forget every rollout, version and route: nothing starts before the next commit. Returns
+        once no call to storage or trainer is under way; raises if that takes too long."""
+
+    async def use(self, storage: ColumnStore, environments: Any) -> None:
+        """Write to `storage`, and take turns with these `environments` (None: there are none), from
+        now on, in the next session."""
+
+
+class Collector(Protocol):
+    """Collects from many replicas for the dispatcher, which gets few messages for all of them."""
+
+    async def collect(self, received: int) -> tuple[int, list[tuple[int, Report | Exception]]]:
+        """The number of the answer, and what replicas returned: (replica, its report), or the
+        exception that its `collect` raised, after which the replica is not asked again. Waits for
+        at least one. `received` is the number of the last answer that has arrived (0: none); until
+        it has, the same answer is given again, and no replica is told that its report arrived."""
+
+    async def follow(self, replica: int, generator: GeneratorReplica) -> None:
+        """Collect from this replica too, in place of one that had its number."""
+
+
+class Checkpointed(Protocol):
+    """Has a state that checkpoints hold."""
+
+    async def snapshot(self) -> bool:
+        """Copy the state to host memory, to be written while training goes on. False if there is
+        too little memory for that: then it must be saved while nothing changes it."""
+
+    async def save(self, folder: str, from_snapshot: bool = False) -> None:
+        """Write this executor's part of a checkpoint into `folder` (the caller commits it): the
+        present state, or what `snapshot` copied last. One save at a time."""
+
+    async def restore(self, folder: str) -> int:
+        """Load what `save` wrote; returns the version."""
+
+
+class Trainer(Checkpointed, Protocol):
+    """Updates the policy."""
+
+    async def accumulate(self, batch: Batch) -> None:
+        """Fetch the rows, run forward and backward, add to the gradients of the current step."""
+
+    async def store_proximal(self, batch: Batch) -> None:
+        """Fetch the rows and store their log-probs under the present version: the proximal ones."""
+
+    async def step(self) -> StepStats:
+        """Scale the summed gradients once, clip, update; the version grows by one."""
+
+    async def export(self, folder: str, dtype: str) -> None:
+        """Write the weights, rounded to `dtype`, in the Hugging Face layout."""
+
+    async def infer(self, row_ids: list[int]) -> list[float]:
+        """Largest |log pi - log mu| over what the model wrote of each stored row, under the present
+        version. Changes nothing."""
+
+
+class Processor(Protocol):
+    """Runs a stage between generate and settle: a scorer, a frozen model, a recipe's own code."""
+
+    async def process(self, items: list[StageItem]) -> Sequence[StageResult]:
+        """Read the stage's columns of these rollouts, compute, write its columns.
+
+        Returns what the controller must know: nothing, or one result per rollout. UserCodeError if
+        too many of the recipe's own calls fail.
+        """
+
+
+class Environment(Protocol):
+    """Takes turns with rollouts: tools and environments. Generators ask it, not the controller."""
+
+    async def answer(self, turn: TurnItem) -> TurnResult:
+        """Begin an episode, or answer a turn of the model in one; calls overlap. An episode that is
+        not known, in this attempt, is LOST; one that fails has failed for good."""
+
+    async def forget(self, row_ids: Sequence[int]) -> None:
+        """These episodes do not go on."""
+
+
+class ColumnStore(Protocol):
+    """What executors ask of storage: the arrays of rollouts."""
+
+    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
+        """Write whole cells; overwriting a cell is allowed only for a partial rollout.
+
+        `writer` signs what an executor writes that others may take the place of; what it writes
+        after it was fenced is skipped.
+        """
+
+    async def read(self, row_ids: list[int], names: list[str]) -> Columns:
+        """The named columns of these rows, in order. KeyError if a cell was never written."""
+
+
+class Storage(ColumnStore, Protocol):
+    """Holds the arrays of rollouts."""
+
+    async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
+        """Those of these rows that a generator has written, as it reports them when they stop."""
+
+    async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
+        """Archive these rows with their outcome (trained at which version, dropped and why, ...)
+        and free them. Those that were lost are written again."""
+
+    async def erase(self, row_ids: list[int], names: list[str]) -> None:
+        """Free these cells, if there are any; they are written again."""
+
+    async def fence(self, writer: str) -> None:
+        """Take nothing more from this writer: once this returns, none of its bytes gets into a
+        row, also not those of a write that is under way. ValueError for a writer without a name."""
+
+    async def usage(self) -> dict[str, int]:
+        """What is held: `num_rows`, `memory_bytes`, `spilled_bytes`; and `is_full`, not 0 while no
+        more rows should come."""
+
+
+class RunObserver(Protocol):
+    """Follows a run, which goes the same way whatever the observer does."""
+
+    def log_group(self, group: Group, verdict: Verdict) -> None:
+        """`group` is scored, and will be trained on or not."""
+
+    def log_publish(self, seconds: float) -> None:
+        """A version is active on the generators, `seconds` after its publish began."""
+
+    def log_evaluation(self, evaluated: Evaluation | None) -> None:
+        """A held-out evaluation is finished; None if generators were lost with it."""
+
+    async def log_step(
+        self,
+        stats: StepStats,
+        groups: Sequence[Group],
+        oldest_version: int,
+        found: dict[str, float],
+    ) -> None:
+        """The optimizer step that made `stats.version` from `groups` has ended. Tokens older than
+        `oldest_version` had no weight in it. `found`: of the log-prob check and of its parts."""
+
+
+class Offloadable(Protocol):
+    """An executor whose memory leaves the device while another executor uses that.
+
+    `tags` name memory: a trainer has "weights" and "state" (gradients and optimizer state), a
+    generator "weights" and "kv".
+    """
+
+    async def offload(self, tags: list[str]) -> None:
+        """Move these off the device; a generator first stops decoding at a step boundary.
+
+        Without effect for what is off the device already.
+        """
+
+    async def prefetch(self, tags: list[str]) -> None:
+        """Start reading these into the page cache; returns at once."""
+
+    async def onload(self, tags: list[str]) -> None:
+        """Bring these back bit for bit, at the same addresses where anything refers to them; a
+        generator with all its memory back goes on decoding."""

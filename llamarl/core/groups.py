@@ -1,0 +1,278 @@
+"""Records of groups, batches and steps, and where the turns of an episode lie in its response."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+
+from llamarl.core.records import NO_VERSION, Prompt, RolloutInfo, StageResult, VersionSpan, light
+
+REASON = re.compile("[a-z0-9_]{1,40}")  # why a group is dropped; part of a metric's name
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """The rollouts of one admitted prompt.
+
+    `group_id` counts admissions, so it is also the order of consumption. `step` is the trainer's
+    version at which the group is used at the latest, as counted at its admission; it never falls
+    from one group to the next. No rollout may start on a version below `min_version`. `advantages`
+    has one entry per row once the group is settled. `numbers` holds what the recipe's own stages
+    found for a row, by column, and `episodes` the numbers of its episode; a row in `dropped` is not
+    trained on, for the reason there, and leaves `row_ids` when the group is settled; `errors` has
+    what the stage said that dropped it.
+    """
+
+    group_id: int
+    prompt: Prompt
+    row_ids: tuple[int, ...]
+    min_version: int
+    step: int = 0
+    rollouts: dict[int, RolloutInfo] = field(default_factory=dict)
+    scores: dict[int, StageResult] = field(default_factory=dict)
+    numbers: dict[int, dict[str, float]] = field(default_factory=dict)
+    episodes: dict[int, dict[str, float]] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    advantages: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The group is trained on, with one advantage per rollout."""
+
+    advantages: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The group is not trained on; `reason` names what it is counted under."""
+
+    reason: str
+
+
+Verdict = Kept | Dropped
+"""What a group filter says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """A group whose rollouts all have a reward; one entry per rollout, in one order.
+
+    `rewards` are those that functions and stages gave, without the overlong penalty, and
+    `advantages` theirs.
+    """
+
+    prompt: Prompt
+    rollouts: tuple[RolloutInfo, ...]
+    scores: tuple[StageResult, ...]
+    rewards: tuple[float, ...]
+    advantages: tuple[float, ...]
+
+
+@light
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRollout:
+    """One rollout as the trainer needs it: tokens older than `oldest_version` get zero weight.
+
+    `advantage` is the group-relative advantage, equal for all tokens of the rollout;
+    `num_generated` counts the response tokens that the model wrote. `is_kept` is its prompt's.
+    """
+
+    row_id: int
+    group_id: int
+    num_prompt_tokens: int
+    num_tokens: int
+    num_generated: int
+    advantage: float
+    oldest_version: int
+    is_kept: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Whole groups handed to the trainer, one of possibly several parts of a step.
+
+    `version` is the trainer version at use, `first_version` that before the first step of the
+    groups' batch; None if that is the same. `assignment[rank][micro_batch]` lists positions in
+    `rows`; every rank has the same number of micro-batches (some may be empty).
+    """
+
+    version: int
+    rows: tuple[BatchRollout, ...]
+    assignment: tuple[tuple[tuple[int, ...], ...], ...]
+    first_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What the step that made `version` reports, reduced over trainer ranks: metric name -> value
+    in `scalars`."""
+
+    version: int
+    scalars: dict[str, float]
+
+
+class Share(NamedTuple):
+    """A share of samples, and its 95 % interval (`metrics/estimates.py`)."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutResult:
+    """What the rollouts of one held-out prompt reached, one entry per rollout.
+
+    A reward that failed is None, and its rollout not correct. `answers` are equal where the answers
+    are; None where there is none. `shares` has the prompt's own accuracy, pass_at_k and maj_at_k,
+    `extra` what rewards returned besides (see `StageResult`).
+    """
+
+    held_out: str
+    prompt_id: int
+    correct: tuple[bool, ...]
+    rewards: tuple[float | None, ...]
+    answers: tuple[int | None, ...]
+    num_tokens: tuple[int, ...]
+    is_truncated: tuple[bool, ...]
+    shares: dict[str, float]
+    extra: tuple[dict[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Held-out results of one version: of all prompts and, if the recipe names several sets, of
+    those of each set.
+
+    `shares` has the accuracy, with several rollouts of a prompt the mean over them (avg@n), and
+    pass_at_k and maj_at_k by name. `reward` and the others are means over all rollouts too; the
+    `num_failed` rollouts whose reward failed count as wrong, with the reward 0. `extra` has the
+    mean of each further number of rewards, over the rollouts that have it.
+    """
+
+    version: int
+    shares: dict[str, Share]
+    reward: float
+    mean_tokens: float
+    truncated_share: float
+    num_prompts: int
+    num_rollouts: int
+    num_failed: int
+    extra: dict[str, float] = field(default_factory=dict)
+    sets: dict[str, Evaluation] = field(default_factory=dict)
+    results: tuple[HeldOutResult, ...] = field(default=(), repr=False)
+    """Of each prompt; left out of the text of an evaluation, which people print."""
+
+    @property
+    def accuracy(self) -> float:
+        """The share of rollouts to which the first reward function gave full marks."""
+        return self.shares["accuracy"].value
+
+
+ASSISTANT, OBSERVATION = "assistant", "observation"
+"""Who speaks in a turn: the model, or its environment."""
+THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+"""Between which a model thinks, in a turn."""
+OPENING = "opening"
+"""The role of what stands before the turns of a record if the environment made it: all that the
+model saw first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What the model sees first in an episode, in place of the prompt of its row: these messages,
+    and tools of these schemas. The environment answers calls by its `step`, where the last message
+    then has `tool_calls`, as chat templates take them."""
+
+    messages: list[dict[str, Any]]
+    schemas: Sequence[dict[str, Any]] = ()
+
+
+def wrong_opening(messages: object, schemas: object) -> str:
+    """What these of an Opening must be instead; empty if they are what chat templates take."""
+    if not isinstance(messages, list) or not messages:
+        return f"have a list of messages, got {messages!r:.80}"
+    for message in messages:
+        texts = [message.get(key) for key in ("role", "content")] if _is_object(message) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            return f"have a role and a text as content in each message, got {message!r:.80}"
+    return wrong_schemas(schemas)
+
+
+def wrong_schemas(schemas: object) -> str:
+    """What these schemas of tools must be instead; empty if chat templates and the reading of calls
+    can take them."""
+    if not isinstance(schemas, Sequence) or isinstance(schemas, str | bytes):
+        return f"have a list of tools, got {schemas!r:.80}"
+    for tool in schemas:
+        form = "be {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
+        if not _is_object(tool) or tool.get("type", "function") != "function":
+            return f"{form} for each tool, got {tool!r:.80}"
+        function = tool.get("function")
+        if (
+            not _is_object(function)
+            or not isinstance(name := function.get("name"), str)
+            or not name
+        ):
+            return f"{form} for each tool, got {tool!r:.80}"
+        parameters = function.get("parameters", {})
+        properties = parameters.get("properties", {}) if _is_object(parameters) else None
+        if not _is_object(properties) or not all(map(_is_object, properties.values())):
+            got = f"got {parameters!r:.80} for {name:.40}"
+            return f"have a JSON schema of an object as parameters of each tool, {got}"
+    return ""
+
+
+def _is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
+    """Runs of equal versions in `versions` int [T], as if no observation stood between them."""
+    versions = versions[versions != NO_VERSION]
+    if not len(versions):
+        return ()
+    starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
+    ends = [*starts[1:], len(versions)]
+    return tuple(
+        VersionSpan(version=int(versions[start]), num_tokens=end - start)
+        for start, end in zip(starts, ends, strict=True)
+    )
+
+
+def turn_start(versions: np.ndarray) -> int:
+    """Where the last turn begins in a response of these token versions [T]: after its last
+    observation."""
+    observed = np.flatnonzero(versions == NO_VERSION)
+    return int(observed[-1]) + 1 if len(observed) else 0
+
+
+def last_turn(ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
+    """What the model wrote last of a response `ids` [T]."""
+    return ids[turn_start(versions) :]
+
+
+def turns_of(
+    ids: np.ndarray, versions: np.ndarray, decode: Callable[[np.ndarray], str]
+) -> list[dict[str, str]]:
+    """A response [T] as messages, {"role": "assistant" or "observation", "content": its text}: of a
+    rollout that takes no turns, one."""
+    is_observed = versions == NO_VERSION
+    starts = np.flatnonzero(is_observed[1:] != is_observed[:-1]) + 1
+    runs = zip(np.split(ids, starts), np.split(is_observed, starts), strict=True)
+    return [
+        {"role": OBSERVATION if observed[:1].any() else ASSISTANT, "content": decode(run)}
+        for run, observed in runs
+    ]
+
+
+def conversation(turns: Sequence[Mapping[str, str]]) -> str:
+    """Turns as people read them: a line for each, and observations in brackets."""
+    texts = [(turn["content"], turn["role"] == OBSERVATION) for turn in turns]
+    return "\n".join(f"[{text.strip()}]" if is_observed else text for text, is_observed in texts)

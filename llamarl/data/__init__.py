@@ -1,1 +1,0 @@
-"""The tokenizer, and packing of rollouts onto ranks and micro-batches."""

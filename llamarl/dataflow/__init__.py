@@ -1,1 +1,0 @@
-"""What runs between generate and train, checked before any process starts."""

@@ -1,1 +1,0 @@
-"""Prompts, the requests made from them, and the rewards of their completions."""

@@ -1,1 +1,0 @@
-"""What runs in each process: plain classes that know neither the cluster nor the loop."""

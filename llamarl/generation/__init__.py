@@ -1,1 +1,0 @@
-"""The embedded generation engine: continuous batching on any device torch runs on."""

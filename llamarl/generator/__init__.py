@@ -1,0 +1,1 @@
+"""What writes rollouts: the worker, its episodes, the embedded engine, and vLLM beside it."""

@@ -1,0 +1,445 @@
+"""The decoder of the embedded engine, and the runner of its steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llamarl.core.device.devices import platform_of
+from llamarl.core.device.platform import Graphs, Replay
+from llamarl.core.process_group import JOIN, form_group, meet
+from llamarl.generator.engine.kv_cache import PLAN_STEPS, CpuKVCache, PaddedKVCache, PaddedRows
+from llamarl.generator.engine.sampling import sample
+from llamarl.generator.engine.scheduler import DecodeStep, RunningBatch
+from llamarl.generator.engine.weights import (
+    AdaptedMatrix,
+    LayerWeights,
+    Matrix,
+    Weights,
+    widened_mm,
+)
+from llamarl.model.architecture import Architecture
+from llamarl.model.attention import attend_causally
+from llamarl.model.transformer import rope_tables
+
+Cache = CpuKVCache | PaddedKVCache
+LIMIT = timedelta(minutes=10)  # between two ranks within a step
+
+
+class TensorParallelGroup:
+    """The tensor-parallel ranks of one replica, which meet at the file `rendezvous` that no other
+    group uses. What `sum` and `gather` return is equal on all of them, bit for bit, so all sample
+    the same tokens.
+
+    Waits for all; call it, and its methods, from the compute thread.
+    """
+
+    def __init__(self, rendezvous: str, rank: int, num_ranks: int, device: torch.device) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self._platform = platform_of(device)
+        store = meet(rendezvous, rank, num_ranks, JOIN)
+        self._group = form_group(device, store, rank, num_ranks, LIMIT)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum a contiguous tensor over the ranks, in place; returns it."""
+        self._group.allreduce([x]).wait()
+        return x
+
+    def gather(self, columns: Tensor) -> Tensor:
+        """Lay the ranks' columns [n, m] side by side: [n, m * num_ranks]."""
+        num_rows, width = columns.shape
+        parts = columns.new_empty(self.num_ranks * num_rows, width)
+        self._group._allgather_base(parts, columns.contiguous()).wait()
+        return parts.view(-1, num_rows, width).transpose(0, 1).reshape(num_rows, -1)
+
+    def close(self) -> None:
+        """Leave the group; a rank that is still computing fails."""
+        if self._platform.runs_ahead and self._group is not None:
+            self._group.abort()
+        self._group = None
+
+
+class Decoder:
+    """Runs `weights`, which the engine sets at a commit, over `cache`: one rank's part of both if
+    there is a `group`.
+
+    A row of the fused qkv product is [heads + 2 * kv_heads, head_dim]: queries, keys, values.
+    """
+
+    def __init__(
+        self, architecture: Architecture, cache: Cache, group: TensorParallelGroup | None = None
+    ) -> None:
+        self.architecture = architecture
+        self.cache = cache
+        self.weights: Weights | None = None
+        self._group = group
+        num_ranks = group.num_ranks if group is not None else 1
+        self._num_heads = architecture.num_heads // num_ranks
+        self._num_rotated = self._num_heads + architecture.num_kv_heads // num_ranks
+        self._add = add_product if group is None else self._add_sum
+        cos, sin = rope_tables(architecture, cache.num_positions)
+        # Both halves of a head, so that the rotation is x * cos + roll(x) * sin: in float32, as in
+        # the trainer, whatever the dtype of x.
+        self._cos = torch.cat([cos, cos], dim=1).to(cache.device)
+        self._sin = torch.cat([-sin, sin], dim=1).to(cache.device)
+        width = architecture.hidden_size
+        self._norm_floor, self._head_norm_floor = (
+            torch.full((), (size * architecture.norm_eps) ** 0.5, device=cache.device)
+            for size in (width, architecture.head_dim)
+        )
+
+    def prefill(self, sequences: list[tuple[int, int, np.ndarray]]) -> None:
+        """Compute keys and values of tokens: (slot, position of the first, int tokens [t]) each, no
+        logits. What lies before that position is in the slot's cache.
+
+        Whole sequences of equal length share one attention call.
+        """
+        whole = sorted((each for each in sequences if not each[1]), key=lambda each: len(each[2]))
+        later = [each for each in sequences if each[1]]
+        sequences = [*whole, *later]
+        lengths = [len(ids) for *_, ids in sequences]
+        same = itertools.groupby(lengths[: len(whole)])
+        runs = [(len(list(equal)), length) for length, equal in same]
+        tokens = np.concatenate([ids for *_, ids in sequences])
+        positions = np.concatenate(
+            [np.arange(start, start + len(ids)) for _, start, ids in sequences]
+        )
+        slots = np.repeat(np.array([slot for slot, *_ in sequences]), lengths)
+        weights = self._bound()
+        fed = [torch.from_numpy(tokens), torch.from_numpy(positions), *_continued_rows(later)]
+        host = [*fed, *self.cache.write_index(slots, positions)]
+        sent = platform_of(self.cache.device).send(host, self.cache.device)
+        ids, rows, *continued = sent[: len(fed)]
+        places = sent[len(fed) :]
+        x = self._embed(weights, ids)
+        cos, sin = (table.index_select(0, rows).unsqueeze(1) for table in (self._cos, self._sin))
+        for index, layer in enumerate(weights.layers):
+            queries, keys, values = self._qkv(layer, x, cos, sin)
+            self.cache.write(index, places, keys, values)
+            if index < len(weights.layers) - 1:  # the last layer's output is not used
+                attended = self._causal(queries, keys, values, runs)
+                attended += self._continued(index, queries, later, *continued)
+                self._finish_layer(layer, x, torch.cat(attended))
+
+    def decode(
+        self, tokens: Tensor, positions: Tensor, write_index: Sequence[Tensor], plan: Any
+    ) -> Tensor:
+        """Logits float32 [n, vocab] after one more token in each of n slots.
+
+        `tokens` int [n] are at `positions` int64 [n]; `write_index` and `plan` are the cache's, for
+        these rows: where keys and values go, and what the tokens attend to.
+        """
+        weights = self._bound()
+        x = self._embed(weights, tokens)
+        # Expanded to all heads once, so that every layer's rotation reads contiguous memory.
+        shape = (len(positions), self._num_rotated, self.architecture.head_dim)
+        cos = self._cos.index_select(0, positions).unsqueeze(1).expand(shape).contiguous()
+        sin = self._sin.index_select(0, positions).unsqueeze(1).expand(shape).contiguous()
+        for index, layer in enumerate(weights.layers):
+            queries, keys, values = self._qkv(layer, x, cos, sin)
+            self.cache.write(index, write_index, keys, values)
+            self._finish_layer(layer, x, self.cache.attend(index, queries, plan))
+        logits = float32_product(normalize(x, weights.norm, self._norm_floor), weights.head)
+        return logits if self._group is None else self._group.gather(logits)
+
+    def _embed(self, weights: Weights, tokens: Tensor) -> Tensor:
+        """Rows [n, hidden] of the embedding, of which each rank holds a range."""
+        if self._group is None:
+            return weights.embedding.index_select(0, tokens)
+        num_held = len(weights.embedding)
+        local = tokens - self._group.rank * num_held
+        is_held = (local >= 0) & (local < num_held)
+        x = weights.embedding.index_select(0, local.clamp_(0, num_held - 1))
+        return self._group.sum(x.mul_(is_held.unsqueeze(1)))
+
+    def _add_sum(self, total: Tensor, x: Tensor, matrix: Matrix) -> None:
+        """Add all ranks' `x` times `matrix` to `total`, in place."""
+        assert self._group is not None
+        total.add_(self._group.sum(product(x, matrix)))
+
+    def _bound(self) -> Weights:
+        if self.weights is None:
+            raise RuntimeError("weights must be bound before tokens are computed")
+        return self.weights
+
+    def _qkv(
+        self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [n, heads, head_dim], rotated keys and values [n, kv_heads, head_dim]."""
+        h = normalize(x, layer.input_norm, self._norm_floor)
+        qkv = product(h, layer.qkv, layer.qkv_bias)
+        num_heads, dim = self._num_heads, self.architecture.head_dim
+        qkv = qkv.view(x.shape[0], -1, dim)
+        heads = qkv[:, : self._num_rotated]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            floor = self._head_norm_floor
+            queries = normalize(heads[:, :num_heads], layer.q_norm, floor)
+            heads = torch.cat([queries, normalize(heads[:, num_heads:], layer.k_norm, floor)], 1)
+        rotated = (heads * cos).addcmul_(torch.roll(heads, dim // 2, 2), sin).to(x.dtype)
+        return rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, self._num_rotated :]
+
+    def _finish_layer(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> None:
+        """Add the attention's output and the MLP to the residual stream `x`, in place."""
+        self._add(x, attended, layer.output)
+        if layer.output_bias is not None:
+            x.add_(layer.output_bias)
+        h = normalize(x, layer.mlp_norm, self._norm_floor)
+        gate, up = product(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=1)
+        self._add(x, functional.silu(gate).mul_(up), layer.down)
+        if layer.down_bias is not None:
+            x.add_(layer.down_bias)
+
+    def _causal(
+        self, queries: Tensor, keys: Tensor, values: Tensor, runs: list[tuple[int, int]]
+    ) -> list[Tensor]:
+        """Causal attention inside each sequence, for each of `runs` of (sequences, length): [n,
+        width]."""
+        parts = []
+        start = 0
+        for count, length in runs:
+            q, k, v = (
+                part[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
+                for part in (queries, keys, values)
+            )
+            out = attend_causally(q, k, v)
+            parts.append(out.transpose(1, 2).reshape(count * length, -1))
+            start += count * length
+        return parts
+
+    def _continued(
+        self,
+        layer: int,
+        queries: Tensor,
+        later: list[tuple[int, int, np.ndarray]],
+        *rows: Tensor,
+    ) -> list[Tensor]:
+        """Attention of the last rows of `queries`, those of `later` sequences, over all that is in
+        their slots' caches up to themselves, in one call for all: [n, width], or nothing. `rows`
+        are `_continued_rows` of these."""
+        if not later:
+            return []
+        slots, seen = rows
+        nums = [len(ids) for *_, ids in later]
+        q = nn.utils.rnn.pad_sequence(
+            list(queries[len(queries) - sum(nums) :].split(nums)), batch_first=True
+        )
+        k, v = self.cache.read(layer, slots, seen.shape[-1])
+        # Query heads that share a key head become query positions: fused kernels of GPUs take
+        # masks, or grouped heads, not both.
+        num_rows, num_kv_heads, width = len(q), k.shape[1], q.shape[1]
+        grouped = q.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+        mask = seen.repeat(1, 1, grouped.shape[2], 1)
+        out = functional.scaled_dot_product_attention(grouped.flatten(2, 3), k, v, attn_mask=mask)
+        out = out.view(num_rows, num_kv_heads, -1, width, out.shape[-1])
+        attended = out.permute(0, 3, 1, 2, 4).flatten(2)
+        return [row[:num] for row, num in zip(attended, nums, strict=True)]
+
+
+def _continued_rows(later: list[tuple[int, int, np.ndarray]]) -> list[Tensor]:
+    """Slots int64 [n] of sequences of which the cache has the beginning, and which of the cache's
+    positions each of their tokens sees, bool [n, 1, longest of the tokens, longest]; [] without
+    any."""
+    if not later:
+        return []
+    slots, starts = (torch.tensor([each[field] for each in later]) for field in (0, 1))
+    nums = torch.tensor([len(ids) for *_, ids in later])
+    place = starts[:, None] + torch.arange(int(nums.max()))  # of each query
+    seen = torch.arange(int((starts + nums).max())) <= place[:, :, None]
+    return [slots, seen.unsqueeze(1)]
+
+
+def float32_product(x: Tensor, matrix: Matrix) -> Tensor:
+    """`x` [n, in] times `matrix`: float32 [n, out], with operands of any dtype.
+
+    For logits: rounding them to bfloat16 would change log-probs by hundredths, and so pi/mu.
+    """
+    if isinstance(matrix, Tensor):
+        return widened_mm(x, matrix)
+    return matrix.product(x, torch.float32)
+
+
+def product(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`x` [n, in] times `matrix`, plus `bias`: [n, out]."""
+    if isinstance(matrix, Tensor):
+        return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
+    out = matrix.product(x)
+    return out if bias is None else out.add_(bias)
+
+
+def add_product(total: Tensor, x: Tensor, matrix: Matrix) -> None:
+    """Add `x` times `matrix` to `total`, in place."""
+    if isinstance(matrix, AdaptedMatrix):
+        add_product(total, x, matrix.base)
+        matrix.add(total, x)
+    elif isinstance(matrix, Tensor):
+        torch.addmm(total, x, matrix, out=total)
+    else:
+        total.add_(matrix.product(x))
+
+
+def normalize(x: Tensor, weight: Tensor, floor: Tensor) -> Tensor:
+    """RMSNorm over the last dimension: x / sqrt(mean(x^2) + eps) * w, computed in float32.
+
+    `weight` is w * sqrt(size), float32, and `floor` sqrt(size * eps): with these the quotient is
+    x / hypot(|x|, floor) * weight, which takes few operations.
+    """
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return torch.div(x, torch.hypot(norm, floor, out=norm)).mul_(weight).to(x.dtype)
+
+
+class EagerRunner:
+    """Launches every operation by itself, over rollouts alone.
+
+    `keeps_addresses`: at a commit weights must be overwritten, not replaced. `num_ahead`: steps
+    that may be under way while another one is launched.
+    """
+
+    keeps_addresses = False
+    num_ahead = 0
+
+    def __init__(self, decoder: Decoder, cache: CpuKVCache) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._plan: list[PaddedRows] = []
+        self._slots = np.empty(0, np.int64)
+        self._num_computed = 0  # since `arrange`
+
+    def arrange(self, running: RunningBatch) -> None:
+        """Prepare rows and sampling parameters for the next PLAN_STEPS steps."""
+        self._slots = running.by_length()
+        self._plan = self._cache.plan(self._slots, running.cached[self._slots] + 1)
+        self._sampling = running.sampling_rows(self._slots)
+        self._num_computed = 0
+
+    def launch(self, running: RunningBatch, version: int) -> DecodeStep:
+        """One step of all rollouts."""
+        slots = self._slots
+        positions = running.cached[slots]
+        uniform = torch.from_numpy(running.uniform[slots, positions + 1])
+        logits = self.compute(running.sequence[slots, positions], positions)
+        ids, logprobs = sample(logits, self._sampling, uniform.unsqueeze(1))
+        running.in_flight[slots] += 1
+        return DecodeStep(
+            slots, running.num_released[slots], version, lambda: (ids.numpy(), logprobs.numpy())
+        )
+
+    def compute(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
+        """Logits float32 [n, vocab] after `tokens` int32 [n] at `positions` int64 [n]."""
+        places = torch.from_numpy(positions)
+        if self._num_computed:
+            self._cache.lengthen(self._plan, places)
+        self._num_computed += 1
+        index = self._cache.write_index(self._slots, positions)
+        return self._decoder.decode(torch.from_numpy(tokens), places, index, self._plan)
+
+    def forget(self) -> None:
+        """Drop what refers to addresses of weights or cache: nothing here."""
+
+
+class PaddedRunner:
+    """Few shapes, each recorded by `graphs` when it first occurs; without `graphs` every operation
+    is launched by itself.
+
+    A step needs nothing of the step before from the host: tokens that only the device has yet are
+    taken from there. So one step may be under way while the next is launched, and the host's work
+    on a step overlaps the next one.
+    """
+
+    num_ahead = 1
+
+    def __init__(self, decoder: Decoder, cache: PaddedKVCache, graphs: Graphs | None) -> None:
+        self.keeps_addresses = graphs is not None
+        self._decoder, self._cache, self._graphs = decoder, cache, graphs
+        self._platform = platform_of(cache.device)
+        self._num_rows = self._length = 0
+        # Five rows of slots: positions, tokens of the host, whether these count, random numbers (as
+        # float64), lengths to attend to. In host memory once for each step that may be under way,
+        # and at the address that the graphs read.
+        shape = (5, cache.num_slots)
+        self._inputs = deque(
+            self._platform.empty_host(shape, torch.int64) for _ in range(1 + self.num_ahead)
+        )
+        for each in self._inputs:
+            each.numpy().fill(0)
+        self._static = torch.zeros(shape, dtype=torch.int64, device=cache.device)
+        self._newest = torch.zeros(cache.num_slots, dtype=torch.int64, device=cache.device)
+        self._replays: dict[tuple[int, int], Replay] = {}
+
+    def arrange(self, running: RunningBatch) -> None:
+        """See `EagerRunner.arrange`."""
+        occupied = np.flatnonzero(running.occupied)
+        if not len(occupied):
+            return
+        self._num_rows = padded_rows(int(occupied[-1]) + 1, self._cache.num_slots)
+        longest = int((running.cached + running.in_flight)[occupied].max()) + PLAN_STEPS
+        self._length = self._cache.bucket(longest)
+        self._sampling = running.sampling_rows(np.arange(self._num_rows))
+
+    def launch(self, running: RunningBatch, version: int) -> DecodeStep:
+        """See `EagerRunner.launch`."""
+        rows = np.arange(self._num_rows)
+        slots = rows[running.occupied[rows]]
+        self._inputs.rotate()
+        self._static.copy_(self._fill(running, rows), non_blocking=True)
+        uniform = self._static[3, : self._num_rows].view(torch.float64).float()
+        ids, logprobs = sample(self._compute(), self._sampling, uniform.unsqueeze(1))
+        self._newest[: self._num_rows] = ids
+        written = self._platform.fetch(torch.stack([ids.int(), logprobs.view(torch.int32)]))
+        running.in_flight[slots] += 1
+
+        def read() -> tuple[np.ndarray, np.ndarray]:
+            found = written.wait().numpy()[:, slots]
+            return found[0], found[1].view(np.float32)
+
+        return DecodeStep(slots, running.num_released[slots], version, read)
+
+    def forget(self) -> None:
+        self._replays.clear()
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    def _fill(self, running: RunningBatch, rows: np.ndarray) -> Tensor:
+        """The host's part of a step. A rollout that will turn out to have ended at its last
+        position is computed there once more. A row without a rollout reads one position only."""
+        last = running.sequence.shape[1] - 1
+        is_known = running.in_flight[rows] == 0
+        positions = np.minimum(running.cached[rows] + running.in_flight[rows], last)
+        filled = self._inputs[0].numpy()[:, : len(rows)]
+        filled[0], filled[1] = positions, running.sequence[rows, positions]
+        filled[2], filled[4] = is_known, np.where(running.occupied[rows], positions + 1, 1)
+        filled[3].view(np.float64)[:] = running.uniform[rows, np.minimum(positions + 1, last)]
+        return self._inputs[0]
+
+    def _compute(self) -> Tensor:
+        """Logits float32 [rows, vocab]."""
+        if self._graphs is None:
+            return self._decode()
+        shape = (self._num_rows, self._length)
+        if shape not in self._replays:
+            self._replays[shape] = self._graphs.record(self._decode)
+        return self._replays[shape]()
+
+    def _decode(self) -> Tensor:
+        """The same. Run twice, it writes the same keys and values twice."""
+        positions, known, is_known, _, lengths = self._static[:, : self._num_rows]
+        tokens = torch.where(is_known > 0, known, self._newest[: self._num_rows])
+        index = self._cache.next_index(positions)
+        plan = self._cache.plan(lengths, self._length)
+        return self._decoder.decode(tokens, positions, index, plan)
+
+
+ModelRunner = EagerRunner | PaddedRunner
+
+
+def padded_rows(num_rows: int, most: int) -> int:
+    """`num_rows` rounded up to a power of two or one and a half of it, and at most to `most`."""
+    power = 1 << (num_rows - 1).bit_length()
+    between = power * 3 // 4
+    return min(between if power >= 4 and num_rows <= between else power, most)

@@ -1,0 +1,526 @@
+"""The parameters of the embedded engine: their layout, quantised matrices, and reading them from
+a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llamarl.core.device.devices import platform_of
+from llamarl.model.adapter_inventory import locate_adapter, parameter_of
+from llamarl.model.architecture import FUSED, AnyArchitecture, Architecture, split_dimension
+from llamarl.model.inventory import check_num_ranks, locate, parameter_shapes
+from llamarl.model.safetensors_file import FileBox, read_boxes
+from llamarl.publish.buckets import ALIGN_BYTES, Memory
+from llamarl.publish.comparison import Fingerprints
+from llamarl.publish.fingerprint import frozen_sums
+from llamarl.publish.layout import (
+    BUFFER,
+    EMBEDDING,
+    HEAD,
+    Box,
+    Format,
+    ParameterLayout,
+    QuantizedParameter,
+    quantized_parameters,
+)
+from llamarl.publish.shards import quantize, row_maxima, scales_of
+
+WIDENED_ELEMENTS = 1 << 21  # 8 MiB in float32: smaller tiles are slower, much larger ones too
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """`values` [out, in] in eight bits, `scales` [out] in the activations' dtype.
+
+    `scratch` is a flat tensor of that dtype, as large as a tile, shared by all matrices that one
+    thread uses.
+    """
+
+    values: Tensor
+    scales: Tensor
+    scratch: Tensor
+
+    def product(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """`x` [n, in] times this matrix: [n, out] in `dtype`, float32 or (None) that of `x`."""
+        num_outputs, num_inputs = self.values.shape
+        step = len(self.scratch) // num_inputs
+        multiply = torch.mm if dtype in (None, x.dtype) else widened_mm
+        if num_outputs <= step:
+            return multiply(x, self._widen(self.values).t()).mul_(self.scales)
+        out = x.new_empty(len(x), num_outputs, dtype=dtype)
+        for start in range(0, num_outputs, step):
+            part = self._widen(self.values[start : start + step])
+            out[:, start : start + step] = multiply(x, part.t())
+        return out.mul_(self.scales)
+
+    def dequantized(self) -> Tensor:
+        """The matrix [in, out] that `product` multiplies with, float32."""
+        return (self.values.float() * self.scales.float().unsqueeze(1)).t()
+
+    def _widen(self, values: Tensor) -> Tensor:
+        return self.scratch[: values.numel()].view(values.shape).copy_(values)
+
+
+def widened_mm(x: Tensor, matrix: Tensor) -> Tensor:
+    """`x` [n, in] times `matrix` [in, out], both of one dtype: float32 [n, out].
+
+    On CPUs torch has no such product of bfloat16: there the matrix is widened a tile at a time.
+    Measured with a matrix of 25 million elements and 64 rows on one core with AVX-512: 37 ms, as
+    with a float32 matrix, where a product rounded to bfloat16 takes 10 ms.
+    """
+    if x.dtype == torch.float32:
+        return torch.mm(x, matrix)
+    if platform_of(x.device).has_wide_mm:
+        return torch.mm(x, matrix, out_dtype=torch.float32)
+    wide, out = x.float(), x.new_empty(len(x), matrix.shape[1], dtype=torch.float32)
+    step = max(WIDENED_ELEMENTS // len(matrix), 1)
+    for start in range(0, matrix.shape[1], step):
+        part = slice(start, start + step)
+        torch.mm(wide, matrix[:, part].float(), out=out[:, part])
+    return out
+
+
+def make_scratch(num_inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A scratch for matrices of at most `num_inputs` inputs: a widened tile fits a cache."""
+    num_elements = max(platform_of(device).num_tiled, num_inputs)
+    return torch.empty(num_elements, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedMatrix:
+    """`base` with an adapter: `down` [in, ranks], `up` [ranks, out], which is multiplied by
+    `scale`."""
+
+    base: Tensor | QuantizedMatrix
+    down: Tensor
+    up: Tensor
+    scale: float
+
+    def product(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """`x` [n, in] times this matrix: [n, out] in the dtype of `x`."""
+        assert dtype in (None, x.dtype), "heads have no adapter"
+        base = self.base
+        out = torch.mm(x, base) if isinstance(base, Tensor) else base.product(x)
+        return self.add(out, x)
+
+    def add(self, out: Tensor, x: Tensor) -> Tensor:
+        """Add the adapter's part of the product to `out`, in place; returns it."""
+        return out.addmm_(torch.mm(x, self.down), self.up, alpha=self.scale)
+
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+SCALES = ".scales"
+
+LAYER = {
+    "input_norm": "input_layernorm",
+    "qkv": "self_attn.qkv",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate_up": "mlp.gate_up",
+    "down": "mlp.down_proj",
+}
+"""Field of LayerWeights -> the module of a layer whose weight it is, in the buffer's order; the
+module's bias is the field `<field>_bias`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor in the flat memory: elements of `dtype` from `offset`, row after row."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The tensor as a view of `flat`."""
+        flat = flat.view(self.dtype)
+        return flat[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
+
+
+class BufferLayout:
+    """What tensor-parallel rank `rank` holds, in one flat tensor of `dtype` ("float32"), or of
+    bytes if its matrices are in a format.
+
+    `parameters` by their names in a publish, `fused` by the names of fused tensors and of those
+    that stay alone, scales with SCALES behind the name, and `memory` in total. ValueError if the
+    ranks cannot split heads, feed-forward and vocabulary evenly.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        dtype: str,
+        rank: int = 0,
+        num_ranks: int = 1,
+        format_: Format | None = None,
+    ) -> None:
+        check_num_ranks("generator.num_ranks", num_ranks, architecture)
+        self.dtype, self.format = dtype, format_
+        self.parameters: dict[str, ParameterLayout] = {}
+        self.fused: dict[str, Place] = {}
+        self._num_bytes = 0
+        self._shapes = parameter_shapes(architecture)
+        self._rank, self._num_ranks = rank, num_ranks
+        made = () if format_ is None else quantized_parameters(self._shapes, format_)
+        self._quantized = {each.base: each for each in made}
+        table = self._local_shape(EMBEDDING)
+        self._put(EMBEDDING, self._reserve(EMBEDDING, table), (table[1], 1))
+        for layer in range(architecture.num_layers):
+            for module in LAYER.values():
+                self._append(f"model.layers.{layer}.", module)
+        self._append("model.", "norm")
+        self._append("", "lm_head")
+        if architecture.tie_embeddings and EMBEDDING in self._quantized:
+            self._append_quantized(HEAD, [self._quantized[EMBEDDING]])
+        held = {*self.parameters, *(each.base for each in self._quantized.values())}
+        missing = self._shapes.keys() - held
+        assert not missing, f"parameters without a place in the weight buffer: {missing}"
+
+    @property
+    def memory(self) -> Memory:
+        """The whole, from which the engine decodes as it is."""
+        dtype = DTYPES[self.dtype] if self.format is None else torch.uint8
+        num_elements = self._num_bytes // dtype.itemsize
+        if self.format is not None:
+            num_elements = -(-num_elements // ALIGN_BYTES) * ALIGN_BYTES
+        return Memory(parameters=self.parameters, num_elements=num_elements, dtype=dtype)
+
+    def parameter(self, flat: Tensor, name: str) -> Tensor:
+        """This rank's box of a parameter as a view of `flat`."""
+        (box,) = self.parameters[name].boxes
+        return view_box(flat, self.parameters[name], box)
+
+    def _append(self, prefix: str, name: str) -> None:
+        """The weights of `name`, or of those that it fuses, side by side as one tensor [in, out],
+        and their biases, or the weight of a norm, likewise [out]. Parameters that the model lacks
+        are left out."""
+        for kind in ("weight", "bias"):
+            parts = [f"{prefix}{part}.{kind}" for part in FUSED.get(name, (name,))]
+            if parts[0] not in self._shapes:
+                continue
+            fused = f"{prefix}{name}.{kind}"
+            if parts[0] in self._quantized:
+                self._append_quantized(fused, [self._quantized[part] for part in parts])
+                continue
+            shapes = [self._local_shape(part) for part in parts]
+            num_outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1:]
+            offset = self._reserve(fused, (*inputs, num_outputs))
+            for part, shape in zip(parts, shapes, strict=True):
+                self._put(part, offset, (1, num_outputs) if inputs else (1,))
+                offset += shape[0]
+
+    def _append_quantized(self, fused: str, parts: list[QuantizedParameter]) -> None:
+        """Values [out, in] of matrices one below the other, and their scales [out], or [1]."""
+        shapes = [self._local_shape(part.base) for part in parts]
+        num_outputs, num_inputs = sum(shape[0] for shape in shapes), shapes[0][1]
+        form = parts[0].format
+        offset = self._reserve(fused, (num_outputs, num_inputs), form.dtype)
+        for part, shape in zip(parts, shapes, strict=True):
+            start = self._start(part.base)
+            layout = one_box(
+                self._shapes[part.base], form.dtype, start, shape, offset, (shape[1], 1)
+            )
+            self.parameters[part.values] = layout
+            offset += math.prod(shape)
+        num_scales = 1 if form.is_per_tensor else num_outputs
+        offset = self._reserve(fused + SCALES, (num_scales,), form.scale_dtype)
+        for part, shape in zip(parts, shapes, strict=True):
+            whole, start, size = (1,), (0,), (1,)
+            if not form.is_per_tensor:
+                rows = self._shapes[part.base][0], self._start(part.base)[0], shape[0]
+                whole, start, size = ((each,) for each in rows)
+            layout = one_box(whole, form.scale_dtype, start, size, offset, (1,))
+            self.parameters[part.scales] = layout
+            offset += 0 if form.is_per_tensor else shape[0]
+
+    def _reserve(self, name: str, shape: tuple[int, ...], dtype: str = "") -> int:
+        """Make room for the tensor `name`; returns its offset, in elements."""
+        number = getattr(torch, dtype or self.dtype)
+        begin = -(-self._num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self.fused[name] = Place(begin // number.itemsize, shape, number)
+        self._num_bytes = begin + math.prod(shape) * number.itemsize
+        return int(self.fused[name].offset)
+
+    def _put(self, name: str, offset: int, strides: tuple[int, ...]) -> None:
+        """Record that this rank's box of parameter `name` lies at `offset` with `strides`."""
+        size, start = self._local_shape(name), self._start(name)
+        self.parameters[name] = one_box(
+            self._shapes[name], self.dtype, start, size, offset, strides
+        )
+
+    def _start(self, name: str) -> tuple[int, ...]:
+        return start_of(name, self._local_shape(name), self._rank)
+
+    def _local_shape(self, name: str) -> tuple[int, ...]:
+        return local_shape(name, self._shapes[name], self._num_ranks)
+
+
+def local_shape(name: str, shape: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
+    """Of one tensor-parallel rank's equal part of a parameter."""
+    split = split_dimension(name)
+    return tuple(
+        size // num_ranks if dimension == split else size for dimension, size in enumerate(shape)
+    )
+
+
+def start_of(name: str, size: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The global index at which this rank's part of a parameter, of shape `size`, begins."""
+    split = split_dimension(name)
+    return tuple(
+        rank * extent if dimension == split else 0 for dimension, extent in enumerate(size)
+    )
+
+
+def one_box(
+    shape: tuple[int, ...],
+    dtype: str,
+    start: tuple[int, ...],
+    size: tuple[int, ...],
+    offset: int,
+    strides: tuple[int, ...],
+) -> ParameterLayout:
+    """A parameter of which a rank holds one box, of shape `size` from `start` on."""
+    stop = tuple(first + extent for first, extent in zip(start, size, strict=True))
+    box = Box(start=start, stop=stop, buffer=BUFFER, offset=offset, strides=strides)
+    return ParameterLayout(shape=shape, dtype=dtype, boxes=(box,))
+
+
+def view_box(flat: Tensor, layout: ParameterLayout, box: Box) -> Tensor:
+    """A box of a parameter as a view of the flat memory."""
+    flat = flat.view(getattr(torch, layout.dtype))
+    return flat.as_strided(box.shape, box.strides, box.offset)
+
+
+Matrix = Tensor | QuantizedMatrix | AdaptedMatrix
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerWeights:
+    """One layer; matrices are [in, out].
+
+    The norms' weights are float32 copies times the square root of their size, which saves one
+    operation per norm: `decoder.normalize`.
+    """
+
+    input_norm: Tensor
+    qkv: Matrix
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Matrix
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Matrix
+    gate_up_bias: Tensor | None
+    down: Matrix
+    down_bias: Tensor | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Weights:
+    """All weights of one version."""
+
+    embedding: Tensor
+    layers: list[LayerWeights]
+    norm: Tensor
+    head: Matrix
+
+
+def bind(
+    layout: BufferLayout, architecture: Architecture, flat: Tensor, scratch: Tensor | None = None
+) -> Weights:
+    """Views of every weight in `flat` ([memory.num_elements or more], of its dtype); quantised
+    matrices multiply by way of `scratch` (`make_scratch`).
+
+    ValueError if `flat` is too short or of another dtype.
+    """
+    memory = layout.memory
+    if flat.dtype != memory.dtype or flat.numel() < memory.num_elements:
+        raise ValueError(
+            f"weight buffer must hold {memory.num_elements} elements of {memory.dtype}, "
+            f"got {flat.numel()} of {flat.dtype}"
+        )
+
+    def view(name: str) -> Matrix:
+        found = layout.fused[name].view(flat)
+        if name + SCALES not in layout.fused:
+            return found
+        assert scratch is not None
+        return QuantizedMatrix(found, layout.fused[name + SCALES].view(flat), scratch)
+
+    def norm(name: str) -> Tensor:
+        weight = layout.fused[name].view(flat).float()
+        return weight * weight.shape[0] ** 0.5
+
+    def of_layer(layer: int, field: str) -> Matrix | None:
+        kind = "bias" if field.endswith("_bias") else "weight"
+        name = f"model.layers.{layer}.{LAYER[field.removesuffix('_bias')]}.{kind}"
+        if name not in layout.fused:
+            return None
+        return norm(name) if field.endswith("norm") else view(name)
+
+    names = [field.name for field in fields(LayerWeights)]
+    layers = [
+        LayerWeights(**{name: of_layer(layer, name) for name in names})  # type: ignore[arg-type]
+        for layer in range(architecture.num_layers)
+    ]
+    embedding = layout.fused[EMBEDDING].view(flat)
+    head = view(HEAD) if HEAD in layout.fused else embedding.t()
+    return Weights(embedding=embedding, layers=layers, norm=norm("model.norm.weight"), head=head)
+
+
+def overwrite(target: Weights, source: Weights) -> None:
+    """Copy the values of `source` into the tensors of `target`, whose addresses stay."""
+    for old, new in zip(tensors(target), tensors(source), strict=True):
+        if old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+
+
+def tensors(weights: Weights) -> Iterator[Tensor]:
+    """Every tensor of a set of weights."""
+    records: list[Weights | LayerWeights] = [weights, *weights.layers]
+    for record in records:
+        for field in fields(record):
+            value = getattr(record, field.name)
+            if isinstance(value, AdaptedMatrix):
+                yield from (value.down, value.up)
+                value = value.base
+            if isinstance(value, QuantizedMatrix):
+                yield from (value.values, value.scales)
+            elif isinstance(value, Tensor):
+                yield value
+
+
+def load_boxes(
+    parameters: Mapping[str, ParameterLayout],
+    flat: Tensor,
+    folder: str,
+    architecture: AnyArchitecture,
+    format_: Format | None = None,
+    rounded_to: torch.dtype = torch.float32,
+) -> None:
+    """Copy a rank's boxes of the checkpoint into their places in `flat`, casting each, and
+    quantising what `parameters` have in a format; all after rounding to `rounded_to`.
+
+    ValueError if the checkpoint is missing, damaged, of another architecture, or holds numbers that
+    are not finite.
+    """
+    files = locate(Path(folder), architecture)
+
+    def boxes(name: str) -> list[FileBox]:
+        layout = parameters.get(name)
+        found = () if layout is None else layout.boxes
+        return [(box.start, view_box(flat, layout, box)) for box in found if layout is not None]
+
+    read_boxes(files, boxes)
+    for layout in parameters.values():
+        if getattr(torch, layout.dtype) == torch.float32 != rounded_to:
+            for box in layout.boxes:
+                _round(view_box(flat, layout, box), rounded_to)
+    if format_ is None:
+        return
+    sharing: dict[str, list[QuantizedParameter]] = {}
+    for each in quantized_parameters(files, format_):
+        if each.values in parameters:
+            sharing.setdefault(each.scales, []).append(each)
+    for scales, parts in sharing.items():
+        shards = {part.base: _rows(part, parameters[part.values], files) for part in parts}
+        for _, matrix in shards.values():
+            _round(matrix, rounded_to)
+        _write_scales(flat, parameters[scales], shards, format_)
+        for part in parts:
+            start, matrix = shards[part.base]
+            _write_values(flat, parameters, part, start, matrix)
+
+
+def _round(values: Tensor, dtype: torch.dtype) -> None:
+    if dtype != torch.float32:
+        values.copy_(values.to(dtype))
+
+
+def load_adapter_boxes(
+    parameters: Mapping[str, ParameterLayout], flat: Tensor, folder: str
+) -> None:
+    """Copy a rank's boxes of an adapter's files into their places in `flat`, casting each; raises
+    as `load_boxes`."""
+    shapes = {name: layout.shape for name, layout in parameters.items()}
+
+    def boxes(name: str) -> list[FileBox]:
+        layout = parameters[parameter_of(name)]
+        return [(box.start, view_box(flat, layout, box)) for box in layout.boxes]
+
+    read_boxes(locate_adapter(Path(folder), shapes), boxes)
+
+
+def sums_of_boxes(
+    parameters: Mapping[str, ParameterLayout], flat: Tensor, rank: int, num_ranks: int
+) -> Fingerprints:
+    """The sums of what lies in `flat`, for one of a replica's ranks. What several ranks hold, which
+    are neighbours then, is the first one's to count."""
+
+    def owns(name: str) -> bool:
+        layout = parameters[name]
+        num_held = sum(math.prod(box.shape) for box in layout.boxes)
+        num_parts = -(-math.prod(layout.shape) // max(num_held, 1))
+        return rank % max(1, num_ranks // num_parts) == 0
+
+    def view(name: str, box: Box) -> Tensor:
+        return view_box(flat, parameters[name], box)
+
+    return frozen_sums(parameters, view, owns)
+
+
+def _rows(
+    part: QuantizedParameter, layout: ParameterLayout, files: Mapping[str, Path]
+) -> tuple[int, Tensor]:
+    """(first row, rows) of a matrix: whole rows, all if one scale is that of all, else its own."""
+    starts = [box.start[0] for box in layout.boxes]
+    first, last = min(starts, default=0), max((b.stop[0] for b in layout.boxes), default=0)
+    if part.format.is_per_tensor:
+        first, last = 0, layout.shape[0]
+    dtype = getattr(torch, part.format.base_dtype)
+    matrix = torch.empty((last - first, layout.shape[1]), dtype=dtype)
+    read_boxes({part.base: files[part.base]}, lambda name: [((first, 0), matrix)])
+    return first, matrix
+
+
+def _write_scales(
+    flat: Tensor,
+    layout: ParameterLayout,
+    shards: Mapping[str, tuple[int, Tensor]],
+    format_: Format,
+) -> None:
+    maxima: Iterable[Tensor] = (row_maxima(matrix) for _, matrix in shards.values())
+    first = 0
+    if format_.is_per_tensor:
+        found = torch.cat([*maxima]).amax().view(1)
+    else:
+        (found,), ((first, _),) = maxima, shards.values()
+    scales = scales_of(found, format_)
+    for box in layout.boxes:
+        view_box(flat, layout, box).copy_(scales[box.start[0] - first : box.stop[0] - first])
+
+
+def _write_values(
+    flat: Tensor,
+    parameters: Mapping[str, ParameterLayout],
+    part: QuantizedParameter,
+    first: int,
+    matrix: Tensor,
+) -> None:
+    values, scales = parameters[part.values], parameters[part.scales]
+    held = {box.start[0]: view_box(flat, scales, box) for box in scales.boxes}
+    for box in values.boxes:
+        rows, columns = (slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+        source = matrix[rows.start - first : rows.stop - first, columns].to(flat.device)
+        own = held[0] if part.format.is_per_tensor else held[rows.start]
+        view_box(flat, values, box).copy_(quantize(source, own, part.format))

@@ -1,0 +1,60 @@
+"""What a generator and a collector are constructed with: frozen records, made without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from llamarl.core.config import (
+    GeneratorConfig,
+    LoraConfig,
+    PlacementConfig,
+    WeightsConfig,
+)
+from llamarl.core.faces import ColumnStore, GeneratorReplica
+from llamarl.scoring.environment_link import Environments
+
+if TYPE_CHECKING:
+    from llamarl.publish.transports.messages import Rdma
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorSpec:
+    """Of one replica, equal on all its ranks.
+
+    `checkpoint` is the folder whose config.json gives the architecture. With `load_weights` its
+    weights are version 0; without, no rollout starts before the first commit. `tokenizer` is loaded
+    when the first request with stop strings comes. With `lora` a publish moves adapters, the
+    weights beside them are the checkpoint's in the trainer's `base_dtype`, and version 0 is that of
+    the folder `adapter` (None: the checkpoint itself). `run_dir` holds the files at which the ranks
+    meet, named by `run_id`, and what is offloaded unless `placement` names another folder.
+    """
+
+    executor: ClassVar[str] = "llamarl.generator.worker:GeneratorExecutor"
+
+    replica: int
+    checkpoint: str
+    load_weights: bool
+    tokenizer: str
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    base_dtype: str = "float32"
+    adapter: str | None = None
+    config: GeneratorConfig
+    weights: WeightsConfig
+    placement: PlacementConfig
+    storage: ColumnStore
+    run_dir: str
+    run_id: str
+    environments: Environments | None = None
+    """What rollouts take turns with."""
+    rdma: Rdma | None = None
+    """What weights.transport=rdma works with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorSpec:
+    """The replicas that a collector asks, by index."""
+
+    executor: ClassVar[str] = "llamarl.generator.collector:CollectorExecutor"
+
+    generators: dict[int, GeneratorReplica]

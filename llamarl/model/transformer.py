@@ -1,0 +1,289 @@
+"""The decoder of Llama 3, Qwen2.5 and Qwen3 (dense), on packed rollouts.
+
+Parameters have the names and shapes of the Hugging Face layout, so no file or weight transport
+needs a map of names."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from llamarl.core.device.devices import send
+from llamarl.model.architecture import Architecture
+from llamarl.model.attention import Packing, make_packing, packed_attention
+from llamarl.model.head import TokenStats, token_stats
+from llamarl.model.trained_model import TrainedModel
+
+aten = torch.ops.aten
+KEPT = [
+    aten.mm.default,
+    aten.addmm.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+]
+"""What selective checkpointing keeps: matrix products, attention, and tensor parallel's sums."""
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin, float32 [N, 1, head_dim / 2], of the N tokens at hand."""
+
+
+class Transformer(TrainedModel):
+    """One decoder. Build it under `torch.device("meta")` and load weights, or train from scratch.
+
+    `lm_head` is None if the architecture ties it to the embedding. `num_tensor_ranks` is set when
+    tensor parallel splits the model: between layers each rank then holds an equal share of the
+    tokens.
+    """
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.model = DecoderStack(architecture)
+        self.lm_head = (
+            None
+            if architecture.tie_embeddings
+            else nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
+        )
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        packing: Packing,
+        targets: torch.Tensor,
+        temperature: float,
+        chosen: torch.Tensor | None = None,
+    ) -> TokenStats:
+        """See TrainedModel. ValueError if the packing is of another number of tokens."""
+        hidden = self.hidden_states(token_ids, packing)
+        weight = self.head_weight
+        if self.num_tensor_ranks == 1:
+            return token_stats(hidden, weight, targets, temperature, chosen=chosen)
+        from torch.distributed.tensor import DTensor  # takes half a second, which a generator saves
+
+        assert isinstance(weight, DTensor)
+        group = weight.device_mesh.get_group()
+        return token_stats(hidden, weight.to_local(), targets, temperature, group, chosen)
+
+    def hidden_states(self, token_ids: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """Final normalised states [N, hidden_size] of packed rollouts."""
+        num_tokens = len(token_ids)
+        num_added = -num_tokens % self.num_tensor_ranks
+        if len(packing.positions) != num_tokens + num_added:
+            raise ValueError(
+                f"packing must be of {num_tokens + num_added} tokens for {num_tokens} token ids, "
+                f"got {len(packing.positions)}"
+            )
+        if self.num_tensor_ranks == 1:
+            return self.model(token_ids, packing)
+        from torch.distributed.tensor import DTensor, Partial
+
+        if num_added:  # as a rollout of its own, whose states are dropped
+            token_ids = F.pad(token_ids, (0, num_added))
+        hidden = self.model(token_ids, packing)
+        assert isinstance(hidden, DTensor)
+        # In the head each rank's gradient is that of its part of the vocabulary: they are summed.
+        return hidden.full_tensor(grad_placements=[Partial()])[:num_tokens]
+
+    def logits(self, token_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """All logits [N, vocab_size] at once of rollouts of these lengths: for tests and small
+        models."""
+        packing = send(make_packing(lengths, self.num_tensor_ranks), token_ids.device)
+        return F.linear(self.hidden_states(token_ids, packing), self.head_weight)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        return list(self.model.layers)
+
+    def set_checkpointing(self, checkpointing: str) -> None:
+        for layer in self.model.layers:
+            assert isinstance(layer, Layer)
+            layer.checkpointing = checkpointing
+
+    def prepare(self) -> None:
+        """See TrainedModel: here nothing is left to do."""
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[vocab_size, hidden_size], the embedding where tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+
+class DecoderStack(nn.Module):
+    """Embedding, layers and final norm (the `model.` part of the parameter names)."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.embed_tokens = nn.Embedding(architecture.vocab_size, architecture.hidden_size)
+        self.layers = nn.ModuleList(Layer(architecture) for _ in range(architecture.num_layers))
+        self.norm = RMSNorm(architecture.hidden_size, architecture.norm_eps)
+        self._tables: Rotation | None = None
+
+    def forward(self, token_ids: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """[N] token ids to [N, hidden_size]."""
+        rotation = self._rotation(packing)
+        x = self.embed_tokens(token_ids)
+        for layer in self.layers:
+            x = layer(x, rotation, packing)
+        return self.norm(x)
+
+    def _rotation(self, packing: Packing) -> Rotation:
+        """Rows of the tables, which grow on demand. They are not buffers, because those would stay
+        empty in a model that was built on the meta device."""
+        device = packing.positions.device
+        tables = self._tables
+        if tables is None or tables[0].device != device or len(tables[0]) < packing.num_positions:
+            size = 1 << (packing.num_positions - 1).bit_length()
+            cos, sin = rope_tables(self.architecture, size)
+            tables = self._tables = (cos.to(device), sin.to(device))
+        cos, sin = (table.index_select(0, packing.positions).unsqueeze(1) for table in tables)
+        return cos, sin
+
+
+class Layer(nn.Module):
+    """One decoder layer.
+
+    `checkpointing` says what its backward pass recomputes (see TrainerConfig). It is applied inside
+    the module, below FSDP's hooks, so recomputing gathers no weights. `run` is the computation,
+    which may be replaced by a compiled one.
+    """
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        self.checkpointing = "none"
+        self.run: Callable[[torch.Tensor, Rotation, Packing], torch.Tensor] = self._run
+        self.input_layernorm = RMSNorm(architecture.hidden_size, architecture.norm_eps)
+        self.self_attn = Attention(architecture)
+        self.post_attention_layernorm = RMSNorm(architecture.hidden_size, architecture.norm_eps)
+        self.mlp = FeedForward(architecture)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
+        """[N, hidden_size] to [N, hidden_size]; with tensor parallel, this rank's N tokens."""
+        out = recomputed(self.checkpointing, self.run, x, rotation, packing)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def _run(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotation, packing)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def recomputed(checkpointing: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """run(*args, **kwargs); its backward pass computes again what `checkpointing` says (see
+    TrainerConfig)."""
+    if checkpointing == "none" or not torch.is_grad_enabled():
+        return run(*args, **kwargs)
+    options: dict[str, Any] = {"use_reentrant": False}  # with the random numbers of the first time
+    if checkpointing == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
+    return checkpoint(run, *args, **options, **kwargs)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        hidden_size, head_dim = architecture.hidden_size, architecture.head_dim
+        self.head_dim = head_dim
+        q_size, kv_size = architecture.num_heads * head_dim, architecture.num_kv_heads * head_dim
+        self.q_proj = nn.Linear(hidden_size, q_size, bias=architecture.attention_bias)
+        self.k_proj = nn.Linear(hidden_size, kv_size, bias=architecture.attention_bias)
+        self.v_proj = nn.Linear(hidden_size, kv_size, bias=architecture.attention_bias)
+        self.o_proj = nn.Linear(q_size, hidden_size, bias=architecture.output_bias)
+        self.q_norm = RMSNorm(head_dim, architecture.norm_eps) if architecture.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, architecture.norm_eps) if architecture.qk_norm else None
+        self.attend = packed_attention
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
+        """[N, hidden_size] to [N, hidden_size]."""
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+        return self.o_proj(self.attend(q, k, v, packing).flatten(1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        hidden_size, intermediate_size = architecture.hidden_size, architecture.intermediate_size
+        bias = architecture.mlp_bias
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, hidden_size] to [N, hidden_size]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
+    wide = x.float()
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype) * weight
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (x_i, x_{i + head_dim/2}) by their angles, in float32.
+
+    `x` [..., heads, head_dim]; `cos`, `sin` broadcast against [..., heads, head_dim / 2].
+    """
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def rope_tables(architecture: Architecture, num_positions: int) -> Rotation:
+    """cos and sin of position times frequency: float32 [num_positions, head_dim / 2], on the CPU.
+
+    Its float32 operations are those of transformers, because at position 100,000 one rounding of a
+    frequency already rotates a head by a thousandth.
+    """
+    frequencies = _frequencies(architecture)
+    positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
+    angles = positions[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def _frequencies(architecture: Architecture) -> torch.Tensor:
+    """Radians per position, float32 [head_dim / 2]: theta^(-2i / head_dim), scaled if
+    configured."""
+    pairs = torch.arange(0, architecture.head_dim, 2, device="cpu").float()
+    frequencies = 1.0 / architecture.rope_theta ** (pairs / architecture.head_dim)
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return frequencies
+    wavelengths = 2 * math.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = (scaling.original_max_positions / wavelengths - low) / (high - low)
+    between = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    is_long = wavelengths > scaling.original_max_positions / low
+    is_short = wavelengths < scaling.original_max_positions / high
+    scaled = torch.where(is_long, frequencies / scaling.factor, between)
+    return torch.where(is_short, frequencies, scaled)

@@ -1,1 +1,0 @@
-"""One decoder for Llama 3, Qwen2.5 and Qwen3, its parallel form, and its files."""

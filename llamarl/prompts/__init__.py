@@ -1,0 +1,1 @@
+"""Prompts and demonstrations: files, rows, and their order."""

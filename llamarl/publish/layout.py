@@ -1,0 +1,466 @@
+"""Layouts: which rank holds which box of which parameter, and in which format."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple, Self
+
+from llamarl.core.config import EmbeddedConfig, GeneratorConfig, VllmConfig
+from llamarl.core.config.generator import pools_of
+from llamarl.model.architecture import FUSED, LINEARS, AnyArchitecture, OtherArchitecture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """How a matrix W [out, in] becomes values [out, in] of `dtype` and scales of `scale_dtype`.
+
+        W'     = W in base_dtype                            what the engine would have been given
+        scale  = max(max|W'| / largest, smallest_scale)     of a row, or of all rows
+        values = W' / scale, between -largest and largest, rounded to dtype
+
+    With `is_per_tensor` one scale is that of all matrices that the engine multiplies with as one,
+    such as q, k and v. With `is_inverted` W' is multiplied by 1 / scale, which may round
+    differently. `has_head` says that the head, tied or not, is quantised as well as the matrices of
+    the layers. `key` is part of the names of parameters in this format.
+    """
+
+    key: str
+    dtype: str
+    largest: float
+    base_dtype: str
+    scale_dtype: str
+    smallest_scale: float
+    is_per_tensor: bool = False
+    is_inverted: bool = False
+    has_head: bool = False
+
+
+FP8 = "float8_e4m3fn"
+LARGEST = {"int8": 127.0, FP8: 448.0}
+VLLM_SMALLEST = 1.0 / (LARGEST[FP8] * 512.0)  # of its scales of rows; of a tensor's there is none
+
+
+def format_of(generator: GeneratorConfig, architecture: AnyArchitecture) -> Format | None:
+    """What a replica's matrices are in; None if not in eight bits, or if the family's matrices are
+    not known: vLLM then quantises them itself at each commit."""
+    quantization, dtype = generator.quantization, generator.dtype
+    if quantization == "none" or isinstance(architecture, OtherArchitecture):
+        return None
+    if isinstance(generator, VllmConfig):
+        is_per_tensor = quantization == "fp8"
+        return Format(
+            key=f"{quantization}-{dtype}",
+            dtype=FP8,
+            largest=LARGEST[FP8],
+            base_dtype=dtype,
+            scale_dtype="float32",
+            smallest_scale=0.0 if is_per_tensor else VLLM_SMALLEST,
+            is_per_tensor=is_per_tensor,
+            is_inverted=is_per_tensor,
+        )
+    assert isinstance(generator, EmbeddedConfig), generator
+    values = FP8 if quantization == "fp8" else quantization
+    return Format(
+        key=f"rows-{quantization}-{dtype}",
+        dtype=values,
+        largest=LARGEST[values],
+        base_dtype=dtype,
+        scale_dtype=dtype,  # the engine applies them to activations of this dtype
+        smallest_scale=1e-30,  # a row of zeros would divide by zero
+        has_head=True,
+    )
+
+
+Kind = str | Format
+"""What a replica's weights are in: a dtype, or a format of its matrices."""
+
+
+def kinds_of(generator: GeneratorConfig, architecture: AnyArchitecture) -> tuple[Kind, ...]:
+    """Those of all pools, each once."""
+    pools = [pool.generator for pool in pools_of(generator)]
+    return tuple(dict.fromkeys(format_of(each, architecture) or each.dtype for each in pools))
+
+
+def formats_of(generator: GeneratorConfig, architecture: AnyArchitecture) -> tuple[Format, ...]:
+    """Those of all pools, each once."""
+    return tuple(kind for kind in kinds_of(generator, architecture) if isinstance(kind, Format))
+
+
+BUFFER = "weights"  # the name of a generator rank's flat weight buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A rectangle of one parameter (DCP calls it a chunk): global index ranges, and its place in a
+    rank's memory.
+
+    `offset` and `strides` count elements of the parameter's dtype, from the start of `buffer`.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    buffer: str
+    offset: int
+    strides: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How long the box is in each dimension."""
+        return tuple(map(operator.sub, self.stop, self.start))
+
+    def offset_of(self, index: tuple[int, ...]) -> int:
+        """Where global `index` lies in `buffer`, in elements."""
+        steps = map(operator.sub, index, self.start)
+        return self.offset + sum(map(operator.mul, steps, self.strides))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterLayout:
+    """One parameter on one rank: global `shape`, `dtype` ("float32", "bfloat16"), boxes held."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLayout:
+    """All parameters of one rank; `host` says whose memory it is.
+
+    `buckets` are the names of the parameters that a target prepares, receives and commits together,
+    in order; every parameter is in one of them, and all ranks of a replica have equal buckets. A
+    source has one bucket. Boxes of different buckets may share staging memory.
+
+    `frozen` are this rank's sums of weights that no publish moves, by kind and name: a target has
+    those of its own kind, a source those of all.
+    """
+
+    rank: int
+    host: str
+    parameters: dict[str, ParameterLayout]
+    buckets: tuple[tuple[str, ...], ...]
+    frozen: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+class Copy(NamedTuple):
+    """One strided copy of `shape` elements of parameter `name` from a source rank to a target rank,
+    repeated over layers that look alike.
+
+    `start` is the global index of its first element, which the fingerprint needs. Strides and
+    offsets count elements of the respective dtype, in the target's weight buffer from its start.
+
+    The fields describe the first layer. In each of the other `num_layers` - 1 the layer's number in
+    `name` and in `source_buffer` is `layer_step` higher than in the one before, and the offsets are
+    so many elements further: `source_layer_step`, `target_layer_step`.
+    """
+
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    source_rank: int
+    source_buffer: str
+    source_offset: int
+    source_strides: tuple[int, ...]
+    target_rank: int
+    target_offset: int
+    target_strides: tuple[int, ...]
+    target_dtype: str
+    num_layers: int = 1
+    layer_step: int = 0
+    source_layer_step: int = 0
+    target_layer_step: int = 0
+
+    def slab(self, dim: int, begin: int, extent: int) -> Self:
+        """The same from `begin` on along `dim`, `extent` long there; both may exceed its shape."""
+        return self._replace(
+            start=(*self.start[:dim], self.start[dim] + begin, *self.start[dim + 1 :]),
+            shape=(*self.shape[:dim], extent, *self.shape[dim + 1 :]),
+            source_offset=self.source_offset + begin * self.source_strides[dim],
+            target_offset=self.target_offset + begin * self.target_strides[dim],
+        )
+
+    def layers(self, first: int, step: int) -> Self:
+        """The same in every `step`-th layer from the `first` one on, which counts from 0."""
+        by = first * self.layer_step
+        return self._replace(
+            name=in_layer(self.name, by),
+            source_buffer=in_layer(self.source_buffer, by),
+            source_offset=self.source_offset + first * self.source_layer_step,
+            target_offset=self.target_offset + first * self.target_layer_step,
+            num_layers=len(range(first, self.num_layers, step)),
+            layer_step=step * self.layer_step,
+            source_layer_step=step * self.source_layer_step,
+            target_layer_step=step * self.target_layer_step,
+        )
+
+    def each(self) -> Iterator[Self]:
+        """The copies of the single layers, in order."""
+        if self.num_layers == 1:
+            yield self
+            return
+        names = _in_layers(self.name, self.num_layers, self.layer_step)
+        buffers = _in_layers(self.source_buffer, self.num_layers, self.layer_step)
+        one = type(self)
+        source, target = self.source_offset, self.target_offset
+        for name, buffer in zip(names, buffers, strict=True):
+            yield one(
+                name, self.start, self.shape,
+                self.source_rank, buffer, source, self.source_strides,
+                self.target_rank, target, self.target_strides, self.target_dtype,
+            )  # fmt: skip
+            source += self.source_layer_step
+            target += self.target_layer_step
+
+
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def layer_of(name: str) -> tuple[str, int] | None:
+    """(the name with its layer's number, the first between two dots, left out; that number)."""
+    found = _LAYER.search(name)
+    if found is None or found[0] != str(int(found[0])):
+        return None
+    return f"{name[: found.start()]}{name[found.end() :]}", int(found[0])
+
+
+@lru_cache(maxsize=1 << 14)
+def in_layer(name: str, by: int) -> str:
+    """The name in the layer whose number is `by` higher; the same if it has no layer."""
+    return _LAYER.sub(lambda found: str(int(found[0]) + by), name, count=1)
+
+
+@lru_cache(maxsize=4096)  # the copies of all ranks have the same names
+def _in_layers(name: str, count: int, step: int) -> tuple[str, ...]:
+    return tuple(in_layer(name, index * step) for index in range(count))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How the bytes of one source executor reach one replica, as one of their ranks sees it: the
+    `copies` that begin or end there, over `transport`.
+
+    `source` names the executor ("trainer", or "generator-0" that passes on what it received).
+    `sources` and `targets` are the ranks that send and receive anything. `buckets` are those of the
+    target's layouts; () if there is one only. `rendezvous` is where the ranks of a collective route
+    meet: a file path that no other route uses; else "". `bucket_bytes` is the largest message of a
+    packed transport. `is_slow`: it leads to another site.
+    """
+
+    source: str
+    replica: int
+    transport: str
+    copies: tuple[Copy, ...]
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    buckets: tuple[tuple[str, ...], ...] = ()
+    rendezvous: str = ""
+    bucket_bytes: int = 1 << 25
+    is_slow: bool = False
+
+    def by_bucket(self) -> list[list[Copy]]:
+        """The copies of the single layers, by bucket; the order within one is that of `copies`."""
+        copies = (single for copy in self.copies for single in copy.each())
+        if not self.buckets:
+            return [list(copies)]
+        bucket_of = {name: i for i, names in enumerate(self.buckets) for name in names}
+        found: list[list[Copy]] = [[] for _ in self.buckets]
+        for copy in copies:
+            found[bucket_of[copy.name]].append(copy)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingHandle:
+    """Staging memory of one generator rank, prepared for writing `bucket` of `version`.
+
+    `address` is what the route's transport needs to reach it: a path (shared_memory), a handle
+    (cuda_ipc), handles by source rank (rdma), or None (collective: the rank receives by itself).
+    `is_last`: no bucket follows. If
+    `may_be_freed`, the owner may free the memory between two writes, when others need the device: a
+    process that has mapped it unmaps it after the write.
+    """
+
+    version: int
+    bucket: int
+    replica: int
+    rank: int
+    host: str
+    address: object
+    num_bytes: int
+    is_last: bool = True
+    may_be_freed: bool = False
+
+
+Held = dict[int, ParameterLayout]  # one parameter on one side: rank -> layout
+Steps = dict[int, tuple[int, ...]]  # rank -> how far its boxes move from layer to layer, elements
+
+
+@dataclass(frozen=True, slots=True)
+class AlikeLayers:
+    """Parameters `names` of layers whose numbers grow by `layer_step`. Of the first of them the
+    ranks hold `sources` and `targets`; from each to the next, box i of a rank moves by
+    `source_steps[rank][i]` or `target_steps[rank][i]` elements, and nothing else changes."""
+
+    names: tuple[str, ...]
+    layer_step: int
+    sources: Held
+    targets: Held
+    source_steps: Steps
+    target_steps: Steps
+
+
+def find_alike(sources: dict[str, Held], targets: dict[str, Held]) -> Iterator[AlikeLayers]:
+    """All parameters, those that look alike on all ranks together. Both sides have equal names."""
+    families: dict[str, list[tuple[int, str]]] = {}
+    for name in targets:
+        family, layer = layer_of(name) or (name, 0)
+        families.setdefault(family, []).append((layer, name))
+    for members in families.values():
+        members.sort()
+        while members:
+            found = _first_alike(members, sources, targets)
+            yield found
+            del members[: len(found.names)]
+
+
+def _first_alike(
+    members: list[tuple[int, str]], sources: dict[str, Held], targets: dict[str, Held]
+) -> AlikeLayers:
+    """The first of one family (layer, name) with those after it that follow from it."""
+    (layer, first), *others = members
+    names, layer_step = [first], 0
+    steps: list[Steps] = [
+        {rank: (0,) * len(layout.boxes) for rank, layout in side[first].items()}
+        for side in (sources, targets)
+    ]
+    for number, name in others:
+        moved = [_moved(side[first], side[name], number - layer) for side in (sources, targets)]
+        if moved[0] is None or moved[1] is None:
+            break
+        if len(names) == 1:
+            layer_step, steps = number - layer, [moved[0], moved[1]]
+        is_next = number - layer == len(names) * layer_step
+        if not is_next or moved != [_times(each, len(names)) for each in steps]:
+            break
+        names.append(name)
+    return AlikeLayers(tuple(names), layer_step, sources[first], targets[first], *steps)
+
+
+def _moved(first: Held, other: Held, by: int) -> Steps | None:
+    """How far the boxes of `other`, `by` layers after `first`, lie from those of `first`; None if
+    it looks different."""
+    if first.keys() != other.keys():
+        return None
+    moved: Steps = {}
+    for rank, here in first.items():
+        there = other[rank]
+        if (here.shape, here.dtype, len(here.boxes)) != (
+            there.shape, there.dtype, len(there.boxes),
+        ):  # fmt: skip
+            return None
+        for a, b in zip(here.boxes, there.boxes, strict=True):
+            if a.start != b.start or a.stop != b.stop or a.strides != b.strides:
+                return None
+            if b.buffer != in_layer(a.buffer, by):
+                return None
+        pairs = zip(here.boxes, there.boxes, strict=True)
+        moved[rank] = tuple(b.offset - a.offset for a, b in pairs)
+    return moved
+
+
+def _times(steps: Steps, count: int) -> Steps:
+    return {rank: tuple(count * step for step in moved) for rank, moved in steps.items()}
+
+
+MARK = "@"
+ROWS_SCALE, TENSOR_SCALE = ".scale", ".tensor_scale"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_FUSED_INTO = {part: whole for whole, parts in FUSED.items() for part in parts}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedParameter:
+    """Matrix `base` in a format: the names of its `values` and of its `scales`."""
+
+    base: str
+    values: str
+    scales: str
+    format: Format
+
+
+def quantized_parameters(names: Iterable[str], format_: Format) -> Iterator[QuantizedParameter]:
+    """The matrices among the `names` of a model's parameters that a format quantises."""
+    known = [*names]
+    head = HEAD if HEAD in known else EMBEDDING
+    for name in known:
+        module = ".".join(name.split(".")[-3:-1])
+        is_linear = module in LINEARS and name.endswith(".weight")
+        if is_linear or (format_.has_head and name == head):
+            whole = name
+            if format_.is_per_tensor and module in _FUSED_INTO:
+                whole = name.replace(module, _FUSED_INTO[module])
+            values, scales = (f"{each}{MARK}{format_.key}" for each in (name, whole))
+            end = TENSOR_SCALE if format_.is_per_tensor else ROWS_SCALE
+            yield QuantizedParameter(name, values, scales + end, format_)
+
+
+def is_quantized(name: str) -> bool:
+    """Whether this is the name of values or scales."""
+    return MARK in name
+
+
+def base_of(name: str) -> str:
+    """The matrix of which these are values, or scales of its rows."""
+    return name.partition(MARK)[0]
+
+
+def made_from(base: ParameterLayout | None, name: str, wanted: ParameterLayout) -> ParameterLayout:
+    """Where a source rank has the values or scales `name`, of shape and dtype as `wanted`, that it
+    makes from the matrix `base` (None: of several matrices)."""
+    rows = [(0, 1)]
+    if not name.endswith(TENSOR_SCALE):
+        assert base is not None, name
+        if not name.endswith(ROWS_SCALE):
+            return replace(base, dtype=wanted.dtype)
+        rows = [(box.start[0], box.stop[0]) for box in base.boxes]
+        assert len(rows) <= 1, f"a source rank must hold {name} in one piece, got {rows}"
+    boxes = tuple(Box(start=(a,), stop=(b,), buffer=name, offset=0, strides=(1,)) for a, b in rows)
+    return ParameterLayout(shape=wanted.shape, dtype=wanted.dtype, boxes=boxes)
+
+
+def offered(source: list[RankLayout], target: list[RankLayout]) -> list[RankLayout]:
+    """The source as this target sees it: with the values and scales that the target wants, made
+    from matrices that it then need not want.
+
+    A source that holds them itself, a replica, stays as it is.
+    """
+    wanted = {
+        name: layout
+        for rank in target
+        for name, layout in rank.parameters.items()
+        if is_quantized(name)
+    }
+    if not wanted or any(name in rank.parameters for rank in source for name in wanted):
+        return source
+    plain = {name for rank in target for name in rank.parameters if not is_quantized(name)}
+    replaced = {base_of(name) for name in wanted} - plain
+    return [
+        replace(rank, parameters=_offered(rank.parameters, wanted, replaced)) for rank in source
+    ]
+
+
+def _offered(
+    held: Mapping[str, ParameterLayout],
+    wanted: Mapping[str, ParameterLayout],
+    replaced: set[str],
+) -> dict[str, ParameterLayout]:
+    found = {name: layout for name, layout in held.items() if name not in replaced}
+    for name, layout in wanted.items():
+        base = held.get(base_of(name))
+        if base is not None or name.endswith(TENSOR_SCALE):
+            found[name] = made_from(base, name, layout)
+    return found

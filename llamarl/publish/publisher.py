@@ -1,0 +1,484 @@
+"""Publish: bring new versions from the trainer's ranks into every generator replica."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+
+from llamarl.core.config import WeightsConfig
+from llamarl.core.errors import NoGenerator, ReplicaLost, StaleVersion
+from llamarl.metrics.span import Spans
+from llamarl.publish.comparison import compare_frozen
+from llamarl.publish.faces import WeightSource
+from llamarl.publish.layout import RankLayout
+from llamarl.publish.replica import (
+    Change,
+    PeerRelay,
+    ReplicaSync,
+    Source,
+    SourceLost,
+    Stagger,
+    State,
+    attempt,
+    failure,
+)
+from llamarl.publish.reshard import SplitRoute, WeightKind
+from llamarl.publish.transports.routes import Routes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class PublishStats:
+    """The figures of one publish, and what the replicas took between the one before and this one.
+
+    `num_running`: replica -> rollouts that were being decoded when it committed; empty if the
+    trainer had gone on before any replica could take the version. `lost`: replica -> why.
+    """
+
+    seconds: float = 0.0
+    num_running: dict[int, int] = field(default_factory=dict)
+    lost: dict[int, ReplicaLost] = field(default_factory=dict)
+
+
+class Replicas:
+    """The replicas that `trainer` and their siblings feed; see `Publisher` for the callbacks.
+
+    `syncs`: by replica number, in the order they joined. `held`: those that keep their version.
+    `error`: what ended all tasks. `stats`: what was done since they were last taken. `change` is
+    notified whenever any of this, a version or a state has changed: of the source alone, if only
+    those that it feeds and the publish are concerned.
+    """
+
+    def __init__(
+        self,
+        trainer: Source,
+        routes: Routes,
+        spans: Spans,
+        *,
+        timeout_s: float,
+        staggers: Sequence[Stagger],
+        on_commit: Callable[[int, int], None],
+        on_lost: Callable[[int, Exception], asyncio.Future[None] | None],
+    ) -> None:
+        self.syncs: dict[int, ReplicaSync] = {}
+        self.held: set[int] = set()
+        self.updating: set[int] = set()  # those that are being brought to a version
+        self.error: BaseException | None = None
+        self.stats = PublishStats()
+        self.change = Change()
+        self._trainer, self._routes, self._spans = trainer, routes, spans
+        self._timeout_s, self._staggers = timeout_s, staggers
+        self._on_commit, self._on_lost = on_commit, on_lost
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Future[None]] = set()  # lost replicas that may still write
+
+    async def join(self, generators: dict[int, PeerRelay]) -> None:
+        """Exchange layouts, then connect, then start the tasks; if one fails, none joins.
+
+        Raises ValueError if layouts do not fit, ReplicaLost, SourceLost, or what the trainer
+        raised (TimeoutError if nothing).
+        """
+        try:
+            for replica, generator in generators.items():
+                self.syncs[replica] = await self._meet(replica, generator)
+                await self._compare_frozen(self.syncs[replica])
+            self._assign_sources()
+            joined = [self.syncs[replica] for replica in generators]
+            routes = [await self._route(sync) for sync in joined]
+            for sync, route in zip(joined, routes, strict=True):
+                await sync.connect(*route)
+        except BaseException:
+            for replica in generators:
+                self._remove(replica)
+            raise
+        for sync in joined:
+            sync.task = asyncio.create_task(self._drive(sync))
+
+    async def leave(self, replica: int) -> None:
+        """Forget a replica; returns once its source has unmapped its memory."""
+        self._remove(replica)
+        if replica in self._leaving:
+            await self._leaving[replica]
+
+    def give_up_source(self, error: SourceLost) -> None:
+        """A replica failed to feed another: it is lost, unless it has gone already."""
+        if isinstance(error.source, ReplicaSync):
+            self._lose(error.source, ReplicaLost(str(error)))
+
+    async def close(self) -> None:
+        """End all tasks; what is prepared and not committed is aborted."""
+        tasks = [sync.task for sync in self.syncs.values() if sync.task]
+        tasks += self._leaving.values()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _meet(self, replica: int, generator: PeerRelay) -> ReplicaSync:
+        asked = await attempt(generator.target_layout(), self._timeout_s)
+        error = failure(asked, f"generator {replica} layout", self._timeout_s)
+        if error is not None:
+            raise error
+        return ReplicaSync(
+            replica,
+            generator,
+            [self._shared(layout) for layout in asked.result()],
+            timeout_s=self._timeout_s,
+            change=self.change,
+            stagger=self._staggers[replica % len(self._staggers)],
+        )
+
+    async def _compare_frozen(self, sync: ReplicaSync) -> None:
+        """FingerprintMismatch unless the weights that no publish moves are the trainer's."""
+        target = [layout.frozen for layout in sync.target]
+        if any(target):
+            source = await sync.layout_of(self._trainer)
+            compare_frozen([layout.frozen for layout in source], target, sync.replica)
+
+    def _shared(self, layout: RankLayout) -> RankLayout:
+        """The layout; its parameters are those of a replica that looks alike, held once for all."""
+        for sync in self.syncs.values():
+            for known in sync.target:
+                if known.rank == layout.rank and known.parameters == layout.parameters:
+                    return replace(layout, parameters=known.parameters)
+        return layout
+
+    def _assign_sources(self) -> None:
+        targets = {sync.replica: sync.target for sync in self.syncs.values()}
+        for replica, head in self._routes.sources(targets).items():
+            self.syncs[replica].feed_from(self._trainer if head is None else self.syncs[head])
+        self.change.notify()
+
+    async def _route(self, sync: ReplicaSync) -> tuple[Source, SplitRoute, SplitRoute]:
+        """The source of a replica, and the route from there for the ranks of either end."""
+        source = sync.source
+        assert source is not None
+        layout = await sync.layout_of(source)
+        is_relay = source is not self._trainer
+        ends = self._routes.make(source.name, layout, sync.replica, sync.target, is_relay=is_relay)
+        return source, *ends
+
+    async def _drive(self, sync: ReplicaSync) -> None:
+        """The task of a replica: it gets whatever its source has, until it leaves."""
+        try:
+            while True:
+                await self.change.until(
+                    lambda: not sync.is_connected or self._next_version(sync) is not None,
+                    of=sync.source,
+                )
+                try:
+                    await self._advance(sync)
+                except (SourceLost, StaleVersion) as error:
+                    if isinstance(error, SourceLost):
+                        self.give_up_source(error)
+                    if sync.state is State.GONE:
+                        raise ReplicaLost(
+                            f"{error}, amid generator {sync.replica}'s commit"
+                        ) from error
+                self.change.notify(sync)
+        except ReplicaLost as why:
+            self._lose(sync, why)
+        except Exception as error:  # noqa: BLE001 - raised again in `watch` and `publish`
+            self._fail(error)
+
+    def _next_version(self, sync: ReplicaSync) -> int | None:
+        return None if sync.replica in self.held else sync.next_version()
+
+    async def _advance(self, sync: ReplicaSync) -> None:
+        """Connect the replica to its source, or bring it to the version that the source has."""
+        version, source = self._next_version(sync), sync.source
+        if not sync.is_connected or version is None:
+            while self._ending:
+                await asyncio.wait(self._ending)
+            return await sync.connect(*await self._route(sync))
+        try:
+            with self._spans.span("publish", "publish", version=version, replica=sync.replica):
+                self.updating.add(sync.replica)
+                num_running = await sync.update(version)
+        except StaleVersion:
+            if sync.source is source:  # another one may have it
+                sync.refused = version
+            raise
+        finally:
+            self.updating.discard(sync.replica)
+        self.stats.num_running[sync.replica] = num_running
+        self._on_commit(sync.replica, version)
+
+    def _lose(self, sync: ReplicaSync, why: ReplicaLost) -> None:
+        """Give a replica up."""
+        if self.syncs.get(sync.replica) is sync:
+            self.stats.lost[sync.replica] = why
+            self._remove(sync.replica)
+            ending = self._on_lost(sync.replica, why)
+            if ending is not None:
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
+
+    def _fail(self, error: BaseException) -> None:
+        """End all tasks for this error."""
+        self.error = self.error or error
+        _cancel(self.syncs.values())
+        self.change.notify()
+
+    def _remove(self, replica: int) -> None:
+        """Forget a replica; in the background its source does so too."""
+        sync = self.syncs.pop(replica, None)
+        if sync is None:
+            return
+        sync.leave()
+        _cancel([sync])
+        self._assign_sources()
+        if sync.route_source is not None:
+            self._leaving[replica] = asyncio.create_task(self._disconnect(sync, sync.route_source))
+
+    async def _disconnect(self, sync: ReplicaSync, source: Source) -> None:
+        """Let the source forget a replica that is gone, once nothing is written to it any more."""
+        if sync.task is not None:
+            await asyncio.wait({sync.task})
+        if isinstance(source, ReplicaSync) and source.state is State.GONE:
+            return
+        call = source.executor.connect_target(sync.replica, None)
+        task = await attempt(call, self._timeout_s)
+        error = failure(task, f"{source.name} connect", self._timeout_s)
+        if error is not None and source is self._trainer and task.done():
+            self._fail(error)
+        elif error is not None:
+            log.warning("%s did not forget generator %d: %r", source.name, sync.replica, error)
+
+
+def _cancel(syncs: Iterable[ReplicaSync]) -> None:
+    """End the tasks of these replicas, except the one that runs this."""
+    for sync in syncs:
+        if sync.task is not None and sync.task is not asyncio.current_task():
+            sync.task.cancel()
+
+
+COMMIT_S = 0.5  # a replica that commits for longer does not hold back the next one
+TURN_REPLICAS = 16  # this many commit one after the other: the others decode meanwhile
+
+
+class Publisher:
+    """Publishes versions from `trainer` to `generators` (by replica number).
+
+    `rendezvous_folder` is where the ranks of collective routes meet; `kind_of` gives the kind of a
+    replica's weights. `far_sites`: host -> site, of hosts at other sites than the trainer's.
+    `on_commit(replica, version)` is called at each commit and `on_lost(replica, why)` for each
+    replica given up, both also between publishes and while other replicas are busy. If `on_lost`
+    returns a future, it ends once the lost replica cannot write into its siblings' memory any more;
+    until then no sibling is connected to another source. `on_hold` gets the replicas that keep
+    their version, and whether others that commit it will too. If replicas `may_come` later, a
+    publish needs none.
+    """
+
+    def __init__(
+        self,
+        trainer: WeightSource,
+        generators: Mapping[int, PeerRelay],
+        spans: Spans,
+        config: WeightsConfig,
+        *,
+        rendezvous_folder: str,
+        kind_of: Callable[[int], WeightKind],
+        far_sites: Mapping[str, str] | None = None,
+        on_commit: Callable[[int, int], None] = lambda replica, version: None,
+        on_lost: Callable[[int, Exception], asyncio.Future[None] | None] = lambda replica, why: (
+            None
+        ),
+        on_hold: Callable[[set[int], bool], None] = lambda replicas, may_be_more: None,
+        may_come: bool = False,
+    ) -> None:
+        self._waiting = dict(generators)
+        self._straggler_timeout_s = config.straggler_timeout_s
+        self._spans, self._on_commit, self._on_hold = spans, on_commit, on_hold
+        self._may_come = may_come
+        self._held_by_all = -1  # the version that every replica keeps
+        self._trainer = Source("trainer", trainer)
+        self._routes = Routes(
+            config, rendezvous_folder=rendezvous_folder, kind_of=kind_of, far_sites=far_sites or {}
+        )
+        num_turns = math.ceil(len(generators) / TURN_REPLICAS) or 1
+        self._replicas = Replicas(
+            self._trainer,
+            self._routes,
+            spans,
+            timeout_s=config.timeout_s,
+            staggers=[Stagger(COMMIT_S) for _ in range(num_turns)],
+            on_commit=self._committed,
+            on_lost=on_lost,
+        )
+
+    @property
+    def version(self) -> int:
+        """The version published last, -1 before the first."""
+        return self._trainer.version
+
+    async def connect(self) -> None:
+        """Connect all replicas given at the start; none is connected before all layouts fit.
+
+        Any failure is raised: ValueError from the reshard plan, or what the executor raised.
+        """
+        waiting, self._waiting = self._waiting, {}
+        try:
+            await self._replicas.join(waiting)
+        except (ReplicaLost, SourceLost) as error:
+            raise error.__cause__ or error from None
+
+    async def connect_replica(self, replica: int, generator: PeerRelay) -> None:
+        """Let a replica take part, from the newest version on; again if it was restarted.
+
+        Any failure of it is raised. If the head of its host fails, that one is lost and the next
+        head is tried.
+        """
+        while True:
+            await self.drop(replica)
+            try:
+                return await self._replicas.join({replica: generator})
+            except ReplicaLost as error:
+                raise error.__cause__ or error from None
+            except SourceLost as error:
+                self._replicas.give_up_source(error)
+
+    async def drop(self, replica: int) -> None:
+        """Forget a replica that left; its source unmaps its memory, and a sibling succeeds it. What
+        takes its place does not keep the version that it was held at."""
+        if replica in self._replicas.held:
+            self._replicas.held.discard(replica)
+            self._on_hold({*self._replicas.held}, self._held_by_all >= 0)
+        await self._replicas.leave(replica)
+
+    async def publish(self, version: int) -> PublishStats:
+        """Bring `version`, the trainer's present weights, to the connected replicas.
+
+        Returns once each at the trainer's site has it, is held, is lost or can no longer get it; or
+        `weights.straggler_timeout_s` after the first has it: the others follow on their own. One
+        that still takes an earlier version when this begins is not waited for. But replicas that
+        the trainer sends several buckets are: the trainer must be able to write `version` until
+        then.
+
+        RuntimeError if it is not newer than the last one, a publish is running, or no replica is
+        left and none may come; and the error that ended the replicas' tasks (see `watch`).
+        """
+        if self._replicas.error is not None:
+            raise self._replicas.error
+        if version <= self.version:
+            raise RuntimeError(f"version {version} must be newer than {self.version}, the last one")
+        if self._trainer.is_steady:
+            raise RuntimeError(f"version {version} must wait until the running publish has ended")
+        self._require_replicas(f"version {version} must have a connected generator")
+        self._trainer.is_steady = True
+        self._trainer.version = version
+        self._replicas.change.notify()
+        start_s = time.monotonic()
+        try:
+            with self._spans.span("publish", "publish", version=version):
+                await self._spread(version)
+        finally:
+            self._trainer.is_steady = False
+        done, self._replicas.stats = self._replicas.stats, PublishStats()
+        return replace(done, seconds=time.monotonic() - start_s)
+
+    @contextmanager
+    def hold(self, version: int, at_most: int | None) -> Iterator[None]:
+        """Let some replicas keep `version`, the last one published, while the block runs.
+
+        `at_most` of them, and at most half so that the others go on; None: all that have it.
+        Replicas that feed no other are chosen first. With None those that commit it while the block
+        runs keep it too. RuntimeError if a newer version is under way, because then none is sure to
+        keep it.
+        """
+        if version != self.version:
+            raise RuntimeError(f"version {version} must be the one published last: {self.version}")
+        syncs = self._replicas.syncs.values()
+        held = [sync for sync in syncs if sync.version == version]
+        if at_most is not None:
+            sources = {sync.source for sync in syncs}
+            held.sort(key=lambda sync: sync in sources)
+            del held[max(1, min(at_most, len(syncs) // 2)) :]
+        self._held_by_all = version if at_most is None else -1
+        self._replicas.held |= {sync.replica for sync in held}
+        self._on_hold({*self._replicas.held}, at_most is None)
+        try:
+            yield
+        finally:
+            self._held_by_all = -1
+            self._replicas.held.clear()
+            self._on_hold(set(), False)
+            self._replicas.change.notify()
+
+    async def watch(self) -> None:
+        """Wait until an error ends the replicas' tasks, and raise it: FingerprintMismatch (a
+        RuntimeError), TimeoutError if the trainer was silent, or what the trainer raised."""
+        await self._replicas.change.until(lambda: self._replicas.error is not None)
+        assert self._replicas.error is not None
+        raise self._replicas.error
+
+    async def close(self) -> None:
+        """End the replicas' tasks; what is prepared and not committed is aborted."""
+        await self._replicas.close()
+
+    async def _spread(self, version: int) -> None:
+        """Wait as long as a publish lasts."""
+        replicas, until = self._replicas, self._replicas.change.until
+        syncs = list(replicas.syncs.values())
+        near = [sync for sync in syncs if not self._routes.is_far(sync.target)] or syncs
+        near = [sync for sync in near if not self._is_behind(sync)] or near
+
+        unsettled: list[ReplicaSync] = []  # the last of them is asked first, each a few times
+
+        def is_over() -> bool:
+            while unsettled and self._is_settled(unsettled[-1], version):
+                unsettled.pop()
+            if not unsettled:
+                unsettled.extend(sync for sync in near if not self._is_settled(sync, version))
+            return replicas.error is not None or not unsettled
+
+        def has_committed() -> bool:
+            return any(sync.version >= version for sync in syncs)
+
+        def needs_trainer() -> bool:
+            fed = (s for s in syncs if s.source is self._trainer and len(s.buckets) > 1)
+            is_settled = all(self._is_settled(sync, version) for sync in fed)
+            return self._trainer.num_readers > 0 or not is_settled
+
+        await until(lambda: has_committed() or is_over())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._straggler_timeout_s):
+                await until(is_over)
+        await until(lambda: replicas.error or not needs_trainer())
+        if replicas.error is not None:
+            await self.close()
+            raise replicas.error
+        self._require_replicas(f"no generator took version {version}")
+
+    def _is_behind(self, sync: ReplicaSync) -> bool:
+        """Whether the replica, or one that feeds it, still takes an earlier version."""
+        head = sync.source
+        is_behind = sync.replica in self._replicas.updating
+        return is_behind or (isinstance(head, ReplicaSync) and self._is_behind(head))
+
+    def _committed(self, replica: int, version: int) -> None:
+        if version == self._held_by_all:
+            self._replicas.held.add(replica)
+            self._on_hold({*self._replicas.held}, True)
+        self._on_commit(replica, version)
+
+    def _require_replicas(self, requirement: str) -> None:
+        if not self._replicas.syncs and not self._may_come:
+            why = next(iter(self._replicas.stats.lost.values()), None)
+            raise NoGenerator(requirement) from why
+
+    def _is_settled(self, sync: ReplicaSync, version: int) -> bool:
+        """Whether waiting longer would not bring `version` to the replica."""
+        if sync.state is State.GONE or max(sync.version, sync.refused) >= version:
+            return True
+        if sync.replica in self._replicas.held and len(sync.buckets) == 1:
+            return True  # several buckets come only while a publish runs
+        head = sync.source
+        if not isinstance(head, ReplicaSync) or head.state is State.GONE:
+            return False
+        return head.version < version and self._is_settled(head, version)

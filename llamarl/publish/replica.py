@@ -1,0 +1,406 @@
+"""The protocol of a publish for one replica: its states, its calls, and how a version gets from
+its source into it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from enum import Enum
+from typing import Any, Protocol, TypeVar
+
+from llamarl.core.errors import ReplicaLost, StaleVersion, TargetLost
+from llamarl.publish.comparison import add_up, compare
+from llamarl.publish.faces import WeightSource, WeightTarget
+from llamarl.publish.layout import RankLayout, StagingHandle
+from llamarl.publish.reshard import SplitRoute
+from llamarl.publish.transports.routes import TRANSPORTS, buckets_of
+
+
+class State(Enum):
+    """Where a replica stands. It decodes in those that are `is_whole`."""
+
+    # No route leads here from its source: at the start, after an abort, after a new source.
+    DISCONNECTED = "disconnected"
+    # Connected, with one whole version active and nothing prepared.
+    IDLE = "idle"
+    # The first bucket is prepared: its source writes it, and both fingerprints are compared.
+    STAGING = "staging"
+    # The first bucket is what was written, and waits until this replica may commit.
+    VERIFIED = "verified"
+    # A verified bucket becomes active.
+    COMMITTING = "committing"
+    # Some buckets of the new version are active; the next one is prepared and being written.
+    MIXED = "mixed"
+    # Lost or dropped.
+    GONE = "gone"
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all active weights are of one version, so that siblings may read them."""
+        return self not in (State.COMMITTING, State.MIXED, State.GONE)
+
+
+class Event(Enum):
+    """What happens to a replica."""
+
+    CONNECT = "connect"  # both ends have the route
+    DETACH = "detach"  # another source feeds it from now on
+    PREPARE = "prepare"  # its ranks have opened their staging memory for a bucket
+    VERIFY = "verify"  # the fingerprints of what was written and of what arrived are equal
+    COMMIT = "commit"  # it is its turn, and its source keeps the version
+    FINISH = "finish"  # the last bucket is active
+    ABORT = "abort"  # the write, the comparison or the source failed; what was prepared is given up
+    LEAVE = "leave"  # it failed, or was dropped
+
+
+TRANSITIONS = {
+    (State.DISCONNECTED, Event.CONNECT): State.IDLE,
+    (State.IDLE, Event.DETACH): State.DISCONNECTED,
+    (State.IDLE, Event.PREPARE): State.STAGING,
+    (State.STAGING, Event.VERIFY): State.VERIFIED,
+    # Ranks of the source may still write into what was prepared: only a new route ends that.
+    (State.STAGING, Event.ABORT): State.DISCONNECTED,
+    (State.VERIFIED, Event.ABORT): State.DISCONNECTED,
+    (State.VERIFIED, Event.COMMIT): State.COMMITTING,
+    (State.COMMITTING, Event.PREPARE): State.MIXED,
+    (State.MIXED, Event.VERIFY): State.COMMITTING,
+    (State.MIXED, Event.ABORT): State.GONE,
+    (State.COMMITTING, Event.FINISH): State.IDLE,
+    (State.GONE, Event.ABORT): State.GONE,
+    **{(state, Event.LEAVE): State.GONE for state in State},
+}
+
+
+def next_state(state: State, event: Event) -> State:
+    """The state after `event`; RuntimeError if the table does not allow it."""
+    if (state, event) not in TRANSITIONS:
+        raise RuntimeError(f"event {event.value} must not happen in state {state.value}")
+    return TRANSITIONS[state, event]
+
+
+T = TypeVar("T")
+LATE_S = 1.0  # a timer that fires so late was not held up by other work of the event loop
+
+
+async def attempt(call: Coroutine[Any, Any, T], timeout_s: float) -> asyncio.Task[T]:
+    """Wait for the call, then cancel it if it has not ended; its outcome is left in the task.
+
+    If the timer fires late, this process stood still meanwhile (Ctrl-Z stops the controller alone):
+    the answer, which may lie there unread, gets as much time again.
+    """
+    task = asyncio.ensure_future(call)
+    clock = asyncio.get_running_loop().time
+    try:
+        left_s = timeout_s
+        while True:
+            end_s = clock() + left_s
+            await asyncio.wait({task}, timeout=left_s)
+            late_s = clock() - end_s
+            if task.done() or late_s < LATE_S:
+                break
+            left_s = min(late_s, timeout_s)
+    finally:
+        task.cancel()  # from then on asyncio does not log an exception left in the task
+    return task
+
+
+def failure(task: asyncio.Future[Any], what: str, timeout_s: float) -> BaseException | None:
+    """What an attempt raised; TimeoutError if it did not end, None if it succeeded."""
+    if task.done() and not task.cancelled():
+        return task.exception()
+    return TimeoutError(f"{what} must end within weights.timeout_s={timeout_s:g} s, got no answer")
+
+
+class Change:
+    """A condition on state that tasks of one event loop share.
+
+    `notify` wakes only the waiters whose predicate holds, and asks only those that the change may
+    concern: with hundreds of replicas that all wait, a change of one concerns those that it feeds.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: defaultdict[object, dict[asyncio.Future[None], Callable[[], object]]] = (
+            defaultdict(dict)
+        )
+
+    def notify(self, of: object = None) -> None:
+        """Wake the tasks whose predicate holds now. If only `of` has changed, those that wait for
+        something else are left out."""
+        concerned = self._waiting if of is None else {None, of} & self._waiting.keys()
+        for waiting in [self._waiting[each] for each in concerned]:
+            for future, predicate in list(waiting.items()):
+                if not future.done() and predicate():
+                    future.set_result(None)
+
+    async def until(self, predicate: Callable[[], object], of: object = None) -> None:
+        """Return once `predicate()` is true. It becomes so by a change of `of` or by one that
+        concerns all; None: by any."""
+        while not predicate():
+            future = asyncio.get_running_loop().create_future()
+            self._waiting[of][future] = predicate
+            try:
+                await future
+            finally:
+                del self._waiting[of][future]
+                if not self._waiting[of]:
+                    del self._waiting[of]
+
+
+class Stagger:
+    """Lets one task after the other into a block, the next one after `limit_s` at the latest."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._lock = asyncio.Lock()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Other tasks wait while the block runs, for `limit_s` at most."""
+        await self._lock.acquire()
+        held = ExitStack()
+        held.callback(self._lock.release)
+        timer = asyncio.get_running_loop().call_later(self._limit_s, held.close)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            held.close()  # no effect if the timer has released the lock
+
+
+ABORT_S = 5.0  # an abort that takes longer does not delay the error that caused it
+PROBE_S = 5.0  # a source that answers another call within this time is not silent
+
+
+class PeerRelay(WeightTarget, WeightSource, Protocol):
+    """A generator replica: it receives versions and passes them on to its siblings."""
+
+
+class Source:
+    """What feeds replicas: the trainer, or a replica (`ReplicaSync`) of the same host.
+
+    `version` is what it holds: the trainer the one published last, a replica its active one. If it
+    `is_steady`, the version stays as long as `num_readers` replicas have committed some, not all of
+    its buckets: the trainer's during a publish, a replica's while it is whole. `sums` are the
+    fingerprints of the version where they are known.
+    """
+
+    def __init__(self, name: str, executor: WeightSource) -> None:
+        self.name, self.executor = name, executor
+        self.version = -1
+        self.is_steady = False
+        self.num_readers = 0
+        self.sums: dict[str, int] = {}
+        self.layout: list[RankLayout] = []  # of what its ranks send; empty until asked
+
+
+class SourceLost(Exception):  # noqa: N818 - an outcome more than an error
+    """A replica that feeds others raised (the cause) or did not answer in time."""
+
+    def __init__(self, source: Source, why: str) -> None:
+        super().__init__(why)
+        self.source = source
+
+
+class ReplicaSync(Source):
+    """A replica on its way from version to version; for its siblings it is a source.
+
+    `target` is where its ranks want their boxes, `source` what feeds it, and `refused` the newest
+    version that this source no longer had. ValueError if the buckets of `target` do not fit.
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        generator: PeerRelay,
+        target: list[RankLayout],
+        *,
+        timeout_s: float,
+        change: Change,
+        stagger: Stagger,
+    ) -> None:
+        super().__init__(f"generator-{replica}", generator)
+        self.replica, self.target = replica, target
+        self.buckets = buckets_of(replica, target)
+        self.state = State.DISCONNECTED
+        self.source: Source | None = None
+        self.transport = ""  # of the route that leads here
+        self.route_source: Source | None = None  # where it begins
+        self.refused = -1
+        self.task: asyncio.Task[None] | None = None
+        self._generator = generator
+        self._timeout_s, self._change, self._stagger = timeout_s, change, stagger
+
+    @property
+    def is_connected(self) -> bool:
+        """True if a route leads here from the present source."""
+        return self.state is not State.DISCONNECTED and self.route_source is self.source
+
+    def feed_from(self, source: Source) -> None:
+        """Take the next versions from `source`; the route to it is still to be connected."""
+        if source is not self.source:
+            self.source, self.refused = source, -1
+
+    def leave(self) -> None:
+        """The replica is lost or dropped."""
+        self._move(Event.LEAVE)
+
+    def next_version(self) -> int | None:
+        """The version that the source has for this replica, if any.
+
+        A version of several buckets is taken only from a source that keeps it until the last one.
+        """
+        source = self.source
+        if source is None or source.version <= max(self.version, self.refused):
+            return None
+        return source.version if len(self.buckets) == 1 or source.is_steady else None
+
+    async def layout_of(self, source: Source) -> list[RankLayout]:
+        """Where the source keeps what it can send, asked once. Raises as `connect` does."""
+        if not source.layout:
+            asked = await attempt(source.executor.source_layout(), self._timeout_s)
+            source.layout = self._result(source, asked, "layout")
+        return source.layout
+
+    async def connect(self, source: Source, sending: SplitRoute, receiving: SplitRoute) -> None:
+        """Give the route to both ends at the same time; they may wait for each other.
+
+        Raises ReplicaLost, SourceLost, or what the trainer raised (TimeoutError if nothing).
+        """
+        if self.state is State.IDLE:
+            self._move(Event.DETACH)
+        self.transport, self.route_source = receiving.route.transport, source
+        there = asyncio.ensure_future(self._generator.connect_source(receiving))
+        here = asyncio.ensure_future(source.executor.connect_target(self.replica, sending))
+        tasks = {there, here}
+        try:
+            await asyncio.wait(tasks, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+        if there.done() or not here.done():
+            self._answer(there, "connect")
+        self._result(source, here, "connect")
+        self._answer(there, "connect")
+        self._move(Event.CONNECT)
+
+    async def update(self, version: int) -> int:
+        """Bring `version` from the source into the replica; returns its running rollouts.
+
+        Raises RuntimeError if it is not newer than what the replica has, StaleVersion, SourceLost,
+        ReplicaLost, FingerprintMismatch, or what the trainer raised (TimeoutError if nothing).
+        After StaleVersion or SourceLost between two buckets of its commit the replica is gone.
+        """
+        source = self.source
+        if source is None or version <= self.version:
+            raise RuntimeError(
+                f"version {version} must be newer than {self.version}, which generator "
+                f"{self.replica} has"
+            )
+        origin = self._origin(source, version)
+        sums: dict[str, int] = {}
+        async with AsyncExitStack() as turn:
+            for bucket in range(len(self.buckets)):
+                handles = await self._ask(self._generator.prepare(version, bucket), "prepare")
+                self._move(Event.PREPARE)
+                try:
+                    sums |= await self._fill(source, version, bucket, handles, origin)
+                    self._move(Event.VERIFY)
+                    if bucket == 0:
+                        await turn.enter_async_context(self._turn(source, version))
+                        self._move(Event.COMMIT)
+                except BaseException:
+                    await attempt(self._generator.abort(version), ABORT_S)
+                    self._move(Event.ABORT)
+                    raise
+                num_running = await self._ask(self._generator.commit(version, bucket), "commit")
+        self.version, self.sums = version, sums
+        self._move(Event.FINISH)
+        return max(num_running)
+
+    def _move(self, event: Event) -> None:
+        self.state = next_state(self.state, event)
+        self.is_steady = self.state.is_whole
+
+    def _origin(self, source: Source, version: int) -> dict[str, int]:
+        """The fingerprints that a sibling of the same layout had of `version`; {} if unknown."""
+        is_alike = isinstance(source, ReplicaSync) and source.target == self.target
+        return source.sums if is_alike and source.version == version else {}
+
+    async def _fill(
+        self,
+        source: Source,
+        version: int,
+        bucket: int,
+        handles: list[StagingHandle],
+        origin: dict[str, int],
+    ) -> dict[str, int]:
+        """Have a bucket written and compare what arrived: with what was written, and `origin`."""
+        written = add_up(await self._write(source, version, handles))
+        found = add_up(await self._ask(self._generator.verify(version, bucket), "verify"))
+        way = f" from {source.name}" if isinstance(source, ReplicaSync) else ""
+        compare(written, found, self.replica, version, way)
+        if origin:
+            sent = {name: origin[name] for name in self.buckets[bucket] if name in origin}
+            way = f" from the trainer through {source.name}"
+            compare(sent, found, self.replica, version, way)
+        return found
+
+    async def _write(
+        self, source: Source, version: int, handles: list[StagingHandle]
+    ) -> list[dict[str, int]]:
+        """Let the source write; if its write hangs, find out which end is to blame.
+
+        If the source answers another call meanwhile, the target is the one that hangs.
+        """
+        writing = await attempt(source.executor.write(version, handles), self._timeout_s)
+        if not writing.done() and not TRANSPORTS[self.transport].is_mapped:
+            probe = await attempt(source.executor.source_layout(), PROBE_S)
+            if failure(probe, "layout", PROBE_S) is None:
+                raise ReplicaLost(
+                    f"generator {self.replica} must take what {source.name} writes within "
+                    f"weights.timeout_s={self._timeout_s:g} s, got stuck"
+                )
+        return self._result(source, writing, "write")
+
+    @asynccontextmanager
+    async def _turn(self, source: Source, version: int) -> AsyncIterator[None]:
+        """The time in which this replica commits all buckets, from a source that keeps `version`.
+
+        It begins when the replicas before it have committed and nothing reads its own weights.
+        """
+        is_reader = len(self.buckets) > 1
+        async with self._stagger.alone():
+            await self._change.until(lambda: not self.num_readers)
+            if is_reader and not (source.is_steady and source.version == version):
+                raise StaleVersion(f"{source.name} goes on from version {version}")
+            source.num_readers += is_reader
+            try:
+                yield
+            finally:
+                source.num_readers -= is_reader
+                if is_reader:  # the source may wait for that, and a publish
+                    self._change.notify(self)
+
+    async def _ask(self, call: Coroutine[Any, Any, T], step: str) -> T:
+        """Call the replica."""
+        return self._answer(await attempt(call, self._timeout_s), step)
+
+    def _answer(self, task: asyncio.Future[T], step: str) -> T:
+        """What the replica answered; ReplicaLost for all else."""
+        error = failure(task, f"generator {self.replica} {step}", self._timeout_s)
+        if error is not None:
+            raise ReplicaLost(f"generator {self.replica} failed at {step}: {error!r}") from error
+        return task.result()
+
+    def _result(self, source: Source, task: asyncio.Future[T], step: str) -> T:
+        """What the source answered; for all else the error, by whose fault it is."""
+        error = failure(task, f"{source.name} {step}", self._timeout_s)
+        if error is None:
+            return task.result()
+        if isinstance(error, TargetLost):
+            raise ReplicaLost(f"{source.name} lost generator {self.replica}: {error}") from error
+        if isinstance(error, StaleVersion) or not isinstance(source, ReplicaSync):
+            raise error
+        raise SourceLost(source, f"{source.name} failed at {step}: {error!r}") from error

@@ -1,0 +1,194 @@
+"""A source rank's shards as boxes of parameters, and in eight bits: made where a publish begins,
+as the engine would make them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from llamarl.publish.layout import (
+    Box,
+    Format,
+    ParameterLayout,
+    QuantizedParameter,
+    made_from,
+    quantized_parameters,
+)
+
+
+def shard_boxes(
+    parameters: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, ParameterLayout]]:
+    """(this rank's memory by parameter name, its layout); a rank may hold no box of a DTensor, and
+    holds all of a plain tensor.
+
+    The tensors share the shards' memory. Buffers carry the parameters' names.
+    """
+    tensors: dict[str, Tensor] = {}
+    layouts: dict[str, ParameterLayout] = {}
+    for name, parameter in parameters.items():
+        local, start = parameter.detach(), (0,) * parameter.ndim
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local().detach()
+            shape, start = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            assert tuple(local.shape) == tuple(shape), (name, local.shape, shape)
+        stop = tuple(first + size for first, size in zip(start, local.shape, strict=True))
+        box = Box(start=tuple(start), stop=stop, buffer=name, offset=0, strides=local.stride())
+        tensors[name] = local
+        layouts[name] = ParameterLayout(
+            shape=tuple(parameter.shape),
+            dtype=str(local.dtype).removeprefix("torch."),
+            boxes=(box,) if local.numel() else (),
+        )
+    return tensors, layouts
+
+
+def cut_rows(parameters: Mapping[str, Tensor]) -> frozenset[str]:
+    """The DTensors whose rows are divided among ranks; the same on each rank."""
+    return frozenset(
+        name
+        for name, parameter in parameters.items()
+        if isinstance(parameter, DTensor)
+        and any(
+            parameter.device_mesh.size(dim) > 1
+            and any(placement.is_shard(of) for of in range(1, parameter.ndim))
+            for dim, placement in enumerate(parameter.placements)
+        )
+    )
+
+
+def row_maxima(matrix: Tensor) -> Tensor:
+    """The largest magnitude in each row of `matrix` [R, C]: float32 [R]; NaN if the row has one."""
+    if matrix.shape[1] == 0:
+        return torch.zeros(len(matrix), device=matrix.device)
+    # On CPUs eight times as fast as `aminmax` or a norm along rows, and no copy as `abs` makes.
+    return torch.maximum(matrix.amax(dim=1), matrix.amin(dim=1).neg()).float()
+
+
+def scales_of(maxima: Tensor, format_: Format) -> Tensor:
+    """The scales of matrices whose largest magnitudes are `maxima`, float32 [n]."""
+    largest = torch.full((1,), format_.largest, device=maxima.device)
+    # Rounding keeps the order, so the largest number rounded is the largest of those rounded.
+    scales = maxima.to(getattr(torch, format_.base_dtype)).float() / largest
+    return scales.clamp_(min=format_.smallest_scale).to(getattr(torch, format_.scale_dtype))
+
+
+def quantize(matrix: Tensor, scales: Tensor, format_: Format) -> Tensor:
+    """The values [R, C] of `matrix` [R, C] under `scales`, [R] or [1]: new memory."""
+    base = matrix.to(getattr(torch, format_.base_dtype)).float()
+    by = scales.float().unsqueeze(1)
+    if base.data_ptr() == matrix.data_ptr():
+        base = base.clone()
+    values = base.mul_(by.reciprocal()) if format_.is_inverted else base.div_(by)
+    values.clamp_(-format_.largest, format_.largest)
+    dtype = getattr(torch, format_.dtype)
+    return (values if dtype.is_floating_point else values.round_()).to(dtype)
+
+
+class ShardScales:
+    """`tensors` are the scales by name, `parameters` the layouts of values and scales, and `made`
+    says by the name of values what they are made of.
+
+    `parameters` (of the constructor) are the shards, all of one `device`; `cut` names those whose
+    rows are divided among ranks. `num_ranks` are those of the default process group that hold the
+    model together, 1 if there is none.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, ParameterLayout],
+        formats: Sequence[Format],
+        device: torch.device,
+        *,
+        cut: Collection[str] = (),
+        num_ranks: int = 1,
+    ) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.parameters: dict[str, ParameterLayout] = {}
+        self.made: dict[str, QuantizedParameter] = {}
+        self._shards, self._cut, self._num_ranks = parameters, cut, num_ranks
+        self._device = device
+        self._bases: dict[str, list[QuantizedParameter]] = {}
+        for format_ in formats:
+            for each in quantized_parameters(parameters, format_):
+                self._add(each)
+        self._places, self._num_shared = self._arrange()
+
+    def derive(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make the scales of these shards. With several ranks all call it."""
+        if not self._bases:
+            return
+        shared = torch.zeros(self._num_shared, device=self._device)
+        own: dict[str, Tensor] = {}
+        for base in self._bases:
+            if self._shards[base].boxes:
+                own[base] = row_maxima(tensors[base])
+                for place in self._of(base):
+                    self._put(shared, place, base, own[base])
+        if self._num_shared and self._num_ranks > 1:
+            dist.all_reduce(shared, dist.ReduceOp.MAX)
+        for base, made in self._bases.items():
+            for each in made:
+                self._fill(each, own.get(base), shared)
+
+    def _add(self, each: QuantizedParameter) -> None:
+        base, format_ = self._shards[each.base], each.format
+        shape = (1,) if format_.is_per_tensor else base.shape[:1]
+        values = ParameterLayout(shape=base.shape, dtype=format_.dtype, boxes=())
+        scales = ParameterLayout(shape=shape, dtype=format_.scale_dtype, boxes=())
+        layout = made_from(base, each.scales, scales)
+        self.parameters[each.values] = made_from(base, each.values, values)
+        self.parameters[each.scales] = layout
+        num_held = sum(box.shape[0] for box in layout.boxes)
+        dtype = getattr(torch, format_.scale_dtype)
+        self.tensors[each.scales] = torch.zeros(num_held, dtype=dtype, device=self._device)
+        self.made[each.values] = each
+        self._bases.setdefault(each.base, []).append(each)
+
+    def _arrange(self) -> tuple[dict[str, slice], int]:
+        """Where the maxima that ranks share lie, by base or by scale of a tensor; how many."""
+        places: dict[str, slice] = {}
+        end = 0
+        for base, made in self._bases.items():
+            keys = {each.scales: 1 for each in made if each.format.is_per_tensor}
+            if base in self._cut and len(keys) < len(made):
+                keys[base] = self._shards[base].shape[0]
+            for key, size in keys.items():
+                if key not in places:
+                    places[key] = slice(end, end + size)
+                    end += size
+        return places, end
+
+    def _of(self, base: str) -> list[str]:
+        """The keys of `places` that a matrix has a part in."""
+        keys = [each.scales for each in self._bases[base] if each.format.is_per_tensor]
+        return [*dict.fromkeys(keys), *([base] if base in self._places else [])]
+
+    def _put(self, shared: Tensor, key: str, base: str, maxima: Tensor) -> None:
+        part = shared[self._places[key]]
+        if key == base:
+            part[self._rows(base)] = maxima
+        elif maxima.numel():
+            part.copy_(torch.maximum(part, maxima.amax()))
+
+    def _fill(self, each: QuantizedParameter, own: Tensor | None, shared: Tensor) -> None:
+        if each.format.is_per_tensor:
+            maxima = shared[self._places[each.scales]]
+        elif own is None:
+            return
+        elif each.base in self._places:
+            maxima = shared[self._places[each.base]][self._rows(each.base)]
+        else:
+            maxima = own
+        self.tensors[each.scales].copy_(scales_of(maxima, each.format))
+
+    def _rows(self, base: str) -> slice:
+        (box,) = self._shards[base].boxes
+        return slice(box.start[0], box.stop[0])

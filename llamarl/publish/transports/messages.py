@@ -1,0 +1,369 @@
+"""The two ends of a transport, and the messages into which packed transports cut the copies of a
+route."""
+
+from __future__ import annotations
+
+import math
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from llamarl.core.device.devices import platform_of
+from llamarl.publish.comparison import Fingerprints
+from llamarl.publish.layout import Copy, Route, StagingHandle
+from llamarl.publish.reshard import DTYPE_BYTES
+
+CopyCast = Callable[[Copy, Tensor], int]
+"""Copies the values of a Copy, cast, into a tensor of its shape and target dtype; returns their
+partial fingerprint. StaleVersion."""
+
+
+class TransportSender(Protocol):
+    """Writes one source rank's copies into one replica's memory."""
+
+    def write(
+        self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast
+    ) -> Fingerprints:
+        """Copy what the rank sends of `bucket` into the memory of `handles` (by target rank).
+
+        Returns once the targets can see the bytes: the partial fingerprints of all of them, as
+        `copy_cast` gave them. TargetLost; or what `copy_cast` raises, once the targets know that
+        nothing more will come.
+        """
+
+    def close(self) -> None:
+        """Unmap or disconnect from the targets' memory: a write that runs ends with TargetLost, and
+        nothing of it reaches memory that is prepared again."""
+
+
+class TransportReceiver(Protocol):
+    """Takes one target rank's messages apart into its staging memory."""
+
+    def open(
+        self, version: int, bucket: int, flat: Tensor, arrived: Callable[[str], None]
+    ) -> object:
+        """Get ready for a bucket, which goes into `flat`; returns the staging handle's address.
+
+        `arrived(name)` may be called, from any thread and once, as soon as all of a parameter lies
+        there; those of which nothing is said lie there when `arrive` returns.
+        """
+
+    def arrive(self, version: int, bucket: int) -> None:
+        """Wait until all of the bucket lies in the staging memory. RuntimeError if it no longer
+        can."""
+
+    def abort(self) -> None:
+        """Let nothing of the open bucket reach the staging memory any more."""
+
+    def close(self) -> None:
+        """Release connections and memory."""
+
+
+class Rdma(Protocol):
+    """One-sided writes into memory of another process (`cluster/rdma_buffers.py`, over Monarch)."""
+
+    def register(self, memory: Tensor) -> object:
+        """Let others write into `memory` (uint8 [bytes], host memory); a picklable handle.
+
+        The caller keeps the memory as long as it is registered.
+        """
+
+    def write(self, handle: object, message: Tensor, timeout_s: float) -> None:
+        """Write `message` (uint8 [bytes]) to the start of the memory behind `handle`; returns once
+        it is there. RuntimeError or TimeoutError if that cannot be."""
+
+    def forget(self, handle: object) -> None:
+        """End the registration of the memory behind `handle`, made by this process."""
+
+
+PREFIX_BYTES = 8  # of a compressed message: how long its top bytes are
+ALIGN_BYTES = 16  # pieces begin where vector loads are fast
+Side = Literal["source_rank", "target_rank"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Pieces and the byte where each begins, its values in the order of the target's memory;
+    `num_bytes` in all."""
+
+    pieces: tuple[tuple[Copy, int], ...]
+    num_bytes: int
+
+    def each(self, memory: Tensor) -> Iterator[tuple[Copy, Tensor]]:
+        """Each piece with its view of `memory` (uint8 [num_bytes or more])."""
+        for copy, begin in self.pieces:
+            dtype = getattr(torch, copy.target_dtype)
+            end = begin + math.prod(copy.shape) * dtype.itemsize
+            strides = _dense(copy.shape, copy.target_strides)
+            yield copy, memory[begin:end].view(dtype).as_strided(copy.shape, strides)
+
+    def fill(self, memory: Tensor, copy_cast: CopyCast) -> Fingerprints:
+        """Copy the values of all pieces into `memory`; their partial fingerprints."""
+        written = Fingerprints()
+        for copy, values in self.each(memory):
+            written.add(copy.name, copy_cast(copy, values))
+        return written
+
+
+def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides without gaps for this shape, with the dimensions in the order of other strides."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (order[dim], -dim)):
+        strides[dim], step = step, step * shape[dim]
+    return tuple(strides)
+
+
+def messages(copies: Sequence[Copy], bucket_bytes: int) -> list[Message]:
+    """Messages of at most `bucket_bytes` (or one element) that carry `copies`, each of one layer,
+    in their order."""
+    made: list[Message] = []
+    pieces: list[tuple[Copy, int]] = []
+    end = 0
+    for whole in copies:
+        itemsize = DTYPE_BYTES[whole.target_dtype]
+        num_bytes = math.prod(whole.shape) * itemsize
+        is_small = num_bytes <= bucket_bytes
+        for copy in (whole,) if is_small else cut(whole, max(1, bucket_bytes // itemsize)):
+            if not is_small:
+                num_bytes = math.prod(copy.shape) * itemsize
+            begin = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+            if pieces and begin + num_bytes > bucket_bytes:
+                made.append(Message(tuple(pieces), end))
+                pieces, begin = [], 0
+            pieces.append((copy, begin))
+            end = begin + num_bytes
+    return [*made, Message(tuple(pieces), end)] if pieces else made
+
+
+def cut(copy: Copy, max_elements: int) -> Iterator[Copy]:
+    """Pieces of at most `max_elements` (1 or more) each that make up `copy`."""
+    if math.prod(copy.shape) <= max_elements:
+        yield copy
+        return
+    dim = next(dim for dim, extent in enumerate(copy.shape) if extent > 1)
+    step = max(1, max_elements // (math.prod(copy.shape) // copy.shape[dim]))
+    for first in range(0, copy.shape[dim], step):
+        yield from cut(copy.slab(dim, first, min(step, copy.shape[dim] - first)), max_elements)
+
+
+def messages_by(side: Side, route: Route) -> list[dict[int, list[Message]]]:
+    """By bucket, the messages of this rank to each target rank, or from each source rank.
+
+    Both ends make the same messages, as the copies between them have the same order at both.
+    """
+    return [
+        {rank: messages(found, route.bucket_bytes) for rank, found in sorted(by_rank.items())}
+        for by_rank in (_by_rank(side, copies) for copies in route.by_bucket())
+    ]
+
+
+def _by_rank(side: Side, copies: Iterable[Copy]) -> dict[int, list[Copy]]:
+    by_rank: dict[int, list[Copy]] = {}
+    for copy in copies:
+        by_rank.setdefault(getattr(copy, side), []).append(copy)
+    return by_rank
+
+
+def in_turns(by_rank: Mapping[int, list[Message]]) -> Iterator[tuple[int, int, Message]]:
+    """(rank, index, message), the first ones of all ranks before the second ones."""
+    for index in range(max(map(len, by_rank.values()), default=0)):
+        for rank, made in by_rank.items():
+            if index < len(made):
+                yield rank, index, made[index]
+
+
+def unpack(message: Message, memory: Tensor, flat: Tensor) -> None:
+    """Copy the pieces of `memory` to their places in the target's `flat` memory; between devices
+    they are there once both have been synchronised."""
+    for copy, values in message.each(memory):
+        held = flat.view(values.dtype)
+        place = held.as_strided(copy.shape, copy.target_strides, copy.target_offset)
+        place.copy_(values, non_blocking=True)
+
+
+def longest(num_bytes: int) -> int:
+    """Bytes that `squeeze` makes of so many at most."""
+    return PREFIX_BYTES + num_bytes + num_bytes // 1000 + 64
+
+
+def squeeze(memory: Tensor, itemsize: int) -> Tensor:
+    """A new uint8 [at most `longest`] of `memory`, uint8 [a multiple of `itemsize`] of numbers."""
+    numbers = memory.view(-1, itemsize)
+    coder = zlib.compressobj(strategy=zlib.Z_HUFFMAN_ONLY)
+    top = coder.compress(numbers[:, -1].numpy().tobytes()) + coder.flush()
+    packed = torch.empty(PREFIX_BYTES + len(top) + len(numbers) * (itemsize - 1), dtype=torch.uint8)
+    packed[:PREFIX_BYTES].view(torch.int64)[0] = len(top)
+    end = PREFIX_BYTES + len(top)
+    packed[PREFIX_BYTES:end] = torch.frombuffer(bytearray(top), dtype=torch.uint8)
+    if itemsize > 1:
+        packed[end:].view(-1, itemsize - 1).copy_(numbers[:, :-1])
+    return packed
+
+
+def expand(packed: Tensor, memory: Tensor, itemsize: int) -> None:
+    """Fill `memory` with what was squeezed into `packed`, which may be longer."""
+    numbers = memory.view(-1, itemsize)
+    end = PREFIX_BYTES + int(packed[:PREFIX_BYTES].view(torch.int64)[0])
+    top = bytearray(zlib.decompress(packed[PREFIX_BYTES:end].numpy().data))
+    numbers[:, -1].copy_(torch.frombuffer(top, dtype=torch.uint8))
+    if itemsize > 1:
+        rest = packed[end : end + len(numbers) * (itemsize - 1)]
+        numbers[:, :-1].copy_(rest.view(-1, itemsize - 1))
+
+
+Place = tuple[int, int, int]
+"""Where a message is among those of a route: version, bucket, number within the bucket."""
+
+Pack = Callable[[Tensor], Mapping[str, int]]
+"""Fills memory (uint8 [bytes of the message, or more]) with a message; returns the partial
+fingerprints of its values by parameter. StaleVersion."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMessage:
+    """A message in memory (uint8 [its bytes, or more]), and the partial fingerprints of its values
+    by parameter."""
+
+    memory: Tensor
+    sums: Mapping[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Alike:
+    """Senders of the same messages."""
+
+    key: Hashable
+    takers: set[Taker] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A message of `num_bytes`; `packed` once it is."""
+
+    num_bytes: int
+    packed: PackedMessage | None = None
+
+
+class Taker:
+    """What the sender of one route takes its messages by; made by `MessageStore.join`. `place` is
+    that of the message taken last, () before the first."""
+
+    def __init__(self, store: MessageStore, alike: _Alike, device: torch.device) -> None:
+        self._store, self.alike, self.device = store, alike, device
+        self.place: tuple[int, ...] = ()
+
+    def take(self, place: Place, num_bytes: int, pack: Pack) -> PackedMessage | None:
+        """The message at `place`, packed now if no alike sender has done so, into memory of
+        `num_bytes` on the device of the route.
+
+        None if no other sender is still to come to it, or it has no room: the caller then packs it
+        into memory of its own. Raises what `pack` raises, for this sender alone.
+        """
+        return self._store._take(self, place, num_bytes, pack)
+
+    def leave(self) -> None:
+        """Nothing is kept for this sender any more; it may still end what it has begun."""
+        self._store._leave(self)
+
+
+class MessageStore:
+    """The messages of one source rank, of at most `max_bytes` together. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._alike: dict[Hashable, _Alike] = {}
+        self._entries: OrderedDict[tuple[_Alike, Place], _Entry] = OrderedDict()
+        self._newest = -1  # no message of an older version is kept
+        self._changed = threading.Condition()
+
+    def join(self, route: Route, device: torch.device) -> Taker:
+        """A sender over `route`, with its messages in memory of `device`."""
+        key = replace(route, replica=-1, rendezvous="", is_slow=False), device
+        with self._changed:
+            if route.is_slow:
+                return Taker(self, _Alike(key), device)  # which nobody else joins
+            taker = Taker(self, self._alike.setdefault(key, _Alike(key)), device)
+            taker.alike.takers.add(taker)
+        return taker
+
+    def clear(self) -> None:
+        """Give back the memory of all messages that are kept."""
+        with self._changed:
+            self._drop(list(self._entries))
+
+    def _take(self, taker: Taker, place: Place, num_bytes: int, pack: Pack) -> PackedMessage | None:
+        key = taker.alike, place
+        with self._changed:
+            self._changed.wait_for(
+                lambda: key not in self._entries or self._entries[key].packed is not None
+            )
+            taker.place = place
+            if key in self._entries:
+                found = self._entries[key].packed
+                self._entries.move_to_end(key)
+                self._drop_unwanted([key])
+                return found
+            if not self._is_wanted(key) or not self._make_room(place[0], num_bytes):
+                return None
+            entry = self._entries[key] = _Entry(num_bytes)
+            self._num_bytes += num_bytes
+        try:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=taker.device)
+            packed = PackedMessage(memory, pack(memory))
+            platform_of(taker.device).synchronize(taker.device)  # other threads will send it
+        except BaseException:
+            with self._changed:
+                if self._entries.get(key) is entry:
+                    self._drop([key])
+            raise
+        with self._changed:
+            entry.packed = packed
+            if self._entries.get(key) is entry:  # not dropped meanwhile
+                self._drop_unwanted([key])
+            self._changed.notify_all()
+        return packed
+
+    def _leave(self, taker: Taker) -> None:
+        alike = taker.alike
+        with self._changed:
+            alike.takers.discard(taker)
+            self._drop_unwanted([key for key in self._entries if key[0] is alike])
+            if not alike.takers and self._alike.get(alike.key) is alike:
+                del self._alike[alike.key]
+            if not self._alike:
+                self._newest = -1  # the next routes may begin with any version
+
+    def _is_wanted(self, key: tuple[_Alike, Place]) -> bool:
+        """With the lock held: whether a sender is still to come to this message."""
+        alike, place = key
+        return any(taker.place < place for taker in alike.takers)
+
+    def _make_room(self, version: int, num_bytes: int) -> bool:
+        """With the lock held: whether a message of `version` may be kept, once others made room."""
+        if version < self._newest or num_bytes > self._max_bytes:
+            return False
+        if version > self._newest:
+            self._newest = version
+            self._drop([key for key in self._entries if key[1][0] < version])
+        for key, entry in list(self._entries.items()):
+            if self._num_bytes + num_bytes <= self._max_bytes:
+                break
+            if entry.packed is not None:
+                self._drop([key])
+        return self._num_bytes + num_bytes <= self._max_bytes
+
+    def _drop_unwanted(self, keys: list[tuple[_Alike, Place]]) -> None:
+        self._drop([key for key in keys if not self._is_wanted(key)])
+
+    def _drop(self, keys: list[tuple[_Alike, Place]]) -> None:
+        """With the lock held: forget these; who waits for one that is being packed packs it too."""
+        for key in keys:
+            self._num_bytes -= self._entries.pop(key).num_bytes
+        if keys:
+            self._changed.notify_all()

@@ -1,0 +1,376 @@
+"""The reference of the config: every key with its type, default, limits and meaning."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import re
+import shutil
+import textwrap
+import typing
+from collections.abc import Mapping
+from functools import cache, cached_property
+from itertools import pairwise
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+import yaml
+
+from llamarl.core import config
+from llamarl.core.fields import did_you_mean, limits_of
+from llamarl.recipe.names_elsewhere import ELSEWHERE, FOREIGN_SECTIONS, NOT_HERE
+
+
+def meaning_of(section: type, name: str) -> str:
+    """The text under a field, of this class or of one that it inherits from."""
+    classes = [each for each in section.__mro__ if each is not object]
+    texts = (_documents(inspect.getfile(each))[each.__name__].get(name) for each in classes)
+    return next((text for text in texts if text), "")
+
+
+@cache
+def _documents(path: str) -> dict[str, dict[str, str]]:
+    """Class -> field -> the text under it, as one line, of all classes in a file."""
+    body = ast.parse(Path(path).read_text()).body
+    return {node.name: _field_texts(node.body) for node in body if isinstance(node, ast.ClassDef)}
+
+
+def _field_texts(body: list[ast.stmt]) -> dict[str, str]:
+    texts = {}
+    for item, after in pairwise(body):
+        match item, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                texts[name] = " ".join(str(text).split())
+    return texts
+
+
+def limit_words(section: type, name: str) -> str:
+    """The limits of a number, as ` from 0 to 1`; nothing for any other field."""
+    limits = limits_of(section, name)
+    if "most" not in limits:
+        return ""
+    words = "from" if "least" in limits else "above"
+    lowest = limits.get("least", limits.get("above"))
+    return f" {words} {lowest:.16g} to {limits['most']:.16g}"
+
+
+def summary_of(section: type) -> str:
+    """What a section is for, as one line."""
+    return " ".join((section.__doc__ or "").split())
+
+
+TYPES = {
+    Any: "str|list[str]",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    type(None): "null",
+}
+WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "bool|null": "true, false or null",
+    "str|null": "text or null",
+    "list[str]": "a list of texts",
+    "str|list[str]": "text or a list of texts",
+    "list[float]": "a list of numbers",
+    "list[int]": "a list of whole numbers",
+    "section": "keys with their values",
+}
+"""What a value of each type is called in an error."""
+ABSENT = {name for names in NOT_HERE.values() for name in names.split()}
+ZERO = re.compile(r"(?:; |\. )(0(?::| [a-z])[^.;]*)")
+WIDTH = 100
+INDENT = "    "
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One value of a group: the dataclass it selects, and the fields that it sets."""
+
+    section: type
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of a recipe: `choices` of its group have it, with `defaults` that may differ."""
+
+    name: str
+    type: str
+    limits: str
+    meaning: str
+    defaults: Mapping[str, str]
+    choices: tuple[str, ...]
+    is_everywhere: bool
+
+    @property
+    def default(self) -> str:
+        """The default, of the first choice that has it."""
+        return next(iter(self.defaults.values()))
+
+    @property
+    def zero(self) -> str:
+        """What 0 does, as the meaning says, such as "0: no limit"; "" if it does nothing of its
+        own."""
+        found = ZERO.search(self.meaning) if self.type in ("int", "float") else None
+        return found[1] if found is not None else ""
+
+    def line(self) -> str:
+        """Key, type, default and first sentence, each in its column."""
+        sentence = self.meaning.partition(". ")[0].rstrip(".:") + "."
+        return f"{self.name:<36}{self.type:<12}{self.default:<14} {sentence}"
+
+    def text(self) -> str:
+        """Its whole description, as an indented paragraph under its name."""
+        others: dict[str, list[str]] = {}
+        for choice, value in self.defaults.items():
+            if value != self.default:
+                others.setdefault(value, []).append(choice)
+        facts = f"{self.type}{self.limits}, default {self.default}"
+        if others:
+            differing = [f"{', '.join(names)}: {value}" for value, names in others.items()]
+            facts += f" ({'; '.join(differing)})"
+        if not self.is_everywhere:
+            facts += f"; only with {self.name.partition('.')[0]}={'|'.join(self.choices)}"
+        paragraphs = [facts, self.meaning]
+        if self.name in ELSEWHERE:
+            paragraphs.append("elsewhere: " + ", ".join(ELSEWHERE[self.name].split()))
+        return "\n".join([self.name, *(_indented(each) for each in paragraphs)])
+
+
+class KeyReference:
+    """All sections, groups and keys of a recipe."""
+
+    def __init__(self, root: Path, groups: Mapping[str, Mapping[str, Choice]]) -> None:
+        """`root` is the file that selects a choice of each group; `groups` holds the choices."""
+        hints: dict[str, Any] = typing.get_type_hints(config.Config)
+        sections: dict[str, Any] = {
+            name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)
+        }
+        self._scalars = [name for name in hints if name not in sections]
+        self._composed = yaml.safe_load(root.read_text())
+        selected = _selected(self._composed["defaults"])
+        self.groups = {
+            name: {selected[name]: choices[selected[name]], **choices}  # the default first
+            for name, choices in groups.items()
+        }
+        self.sections: dict[str, dict[str, Choice]] = {
+            name: self.groups.get(name, {"": Choice(kind)}) for name, kind in sections.items()
+        }
+
+    @cached_property
+    def keys(self) -> dict[str, Key]:
+        """Every key by its name, in the order of the dataclasses."""
+        root = {"": Choice(config.Config)}
+        found = {name: self._key("", name, root) for name in self._scalars}
+        for section, choices in self.sections.items():
+            names = [name for each in choices.values() for name in _leaves(each.section)]
+            for name in dict.fromkeys(names):
+                key = self._key(section, name, choices)
+                found[key.name] = key
+        return found
+
+    def _key(self, section: str, name: str, choices: Mapping[str, Choice]) -> Key:
+        having = {c: each for c, each in choices.items() if name in _leaves(each.section)}
+        kind, first = _leaves(next(iter(having.values())).section)[name]
+        fields = {choice: _leaves(each.section)[name][1] for choice, each in having.items()}
+        defaults = {choice: _as_yaml(default_of(field)) for choice, field in fields.items()}
+        if not section:
+            defaults = {"": self._composed.get(name, defaults[""])}
+        return Key(
+            name=f"{section}.{name}".lstrip("."),
+            type=_type_words(typing.get_type_hints(kind)[first.name]),
+            limits=limit_words(kind, first.name),
+            meaning=meaning_of(kind, first.name),
+            defaults=defaults,
+            choices=tuple(having),
+            is_everywhere=len(having) == len(choices),
+        )
+
+    @cached_property
+    def section_keys(self) -> dict[str, str]:
+        """The key of each section, by the name of its class."""
+        kinds = {
+            each.section: name for name, all_ in self.sections.items() for each in all_.values()
+        }
+        inner: dict[Any, str] = {
+            kind: vars(kind).get("key", "")
+            for section in kinds
+            for kind, _ in _leaves(section).values()
+        }
+        return {kind.__name__: key for kind, key in (inner | kinds).items()}
+
+    def overview(self, width: int | None = None) -> str:
+        """One line per key, then names in other projects; at most `width` characters in each."""
+        lines = [key.line() for key in self.keys.values()]
+        lines += ["", "groups, chosen by GROUP=CHOICE (the first is the default):"]
+        lines += [f"{name:<14}{' | '.join(choices)}" for name, choices in self.groups.items()]
+        lines += ["", "names elsewhere (TRL, verl and others), and the key that means the same:"]
+        for key, names in ELSEWHERE.items():
+            lines += [f"{name:<36}{key}" for name in names.split()]
+        lines += [
+            "",
+            "A step trains trainer.groups_per_step x sampling.rollouts_per_prompt rollouts, which "
+            "is what a batch size in completions counts.",
+            "llamarl config KEY describes a key or a section.",
+        ]
+        return "".join(f"{line[:width]}\n" for line in lines)
+
+    def everything(self) -> str:
+        """The whole text of all groups, sections and keys."""
+        groups = [f"  {name:<12}{' | '.join(choices)}" for name, choices in self.groups.items()]
+        texts = [
+            "\n".join(["groups, chosen by GROUP=CHOICE (the first is the default):", *groups]),
+            "keys, set by KEY=VALUE:",
+            *(self.keys[name].text() for name in self._scalars),
+            *map(self._section_text, self.sections),
+        ]
+        return "\n\n".join(texts) + "\n"
+
+    def about(self, name: str) -> str:
+        """The text of a key, a section, a choice of a group, a last part of keys, or a name from
+        elsewhere, for which it may be the reason that no key does it; ValueError for any other."""
+        if name in self.keys:
+            return self.keys[name].text()
+        if name in self.sections:
+            return self._section_text(name)
+        if groups := [group for group, choices in self.groups.items() if name in choices]:
+            return "\n".join(self._choice_words(group, name) for group in groups)
+        meant = _elsewhere_in_full(name)
+        if not meant and (reason := self.reason_without(name)):
+            return f"{name}\n{_indented(f'No key here: {reason}.')}"
+        if meant := meant or _elsewhere(name) or self._with_leaf(name):
+            return "\n\n".join(map(self.about, meant))
+        must = "KEY must be one that `llamarl config` lists"
+        raise ValueError(f"{must}, got {name!r}{did_you_mean(self.meant_by(name))}")
+
+    def reason_without(self, name: str) -> str | None:
+        """Why nothing here does what `name` does elsewhere; None where that is not known."""
+        if _elsewhere_in_full(name):
+            return None
+        words = {*name.split(".")}
+        found = (why for why, names in NOT_HERE.items() if words & {*names.split()})
+        sections = (why for why, names in FOREIGN_SECTIONS.items() if name in names.split())
+        return next(found, None) or next(sections, None)
+
+    def _with_leaf(self, name: str) -> list[str]:
+        """The keys whose last part is that of `name`, unless its first part is a section here."""
+        section, _, leaf = name.rpartition(".")
+        if section.partition(".")[0] in self.sections:
+            return []
+        return [key for key in self.keys if key.rpartition(".")[2] == leaf]
+
+    def _section_text(self, name: str) -> str:
+        choices = self.sections[name]
+        base = typing.get_type_hints(config.Config)[name]
+        lines = [f"== {name}: {summary_of(base)}"]
+        for choice in choices if name in self.groups else ():
+            lines.append(_indented(self._choice_words(name, choice)))
+        head = "\n".join(lines)
+        keys = [key.text() for key in self.keys.values() if key.name.startswith(f"{name}.")]
+        return "\n\n".join([head, *keys])
+
+    def _choice_words(self, group: str, choice: str) -> str:
+        """`GROUP=CHOICE`, what it is for and the fields that it sets."""
+        each, base = self.groups[group][choice], typing.get_type_hints(config.Config)[group]
+        sets = ", ".join(f"{key}: {_as_yaml(value)}" for key, value in each.values.items())
+        said = [summary_of(each.section)] if each.section is not base else []
+        words = " ".join([*said, *([f"Sets {sets}."] if sets else [])])
+        return f"{group}={choice}  {words}".strip()
+
+    def meant_by(self, name: str) -> list[str]:
+        """The keys or groups that the unknown `name` may stand for, likeliest first."""
+        section, _, leaf = name.rpartition(".")
+        if known := _elsewhere(name):
+            same_section = [f"{section}.{key.rpartition('.')[2]}" for key in known]
+            return [key for key in same_section if key in self.keys] or known
+        if same := [key for key in self.keys if key.rpartition(".")[2] == leaf and key != name]:
+            return same[:3]
+        close = difflib.get_close_matches(name, [*self.keys, *self.sections], n=1, cutoff=0.8)
+        leaves = {key.rpartition(".")[2]: key for key in reversed(self.keys)}
+        near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
+        around = _first_elsewhere(name.split(".")[-2::-1])
+        return close or around or [leaves[each] for each in near]
+
+
+def _elsewhere(name: str) -> list[str]:
+    """The key that a name from elsewhere stands for, in full or by its last part; or none."""
+    return _elsewhere_in_full(name) or _first_elsewhere([name.rpartition(".")[2]])
+
+
+def _elsewhere_in_full(name: str) -> list[str]:
+    """The same, by the whole name or by an end of it that has several parts, the longest first:
+    `model.path` also as `model_path`. What is in a section of something that is not here, such as
+    `critic.model.path`, is none of it."""
+    parts = name.split(".")
+    absent = next((at for at, part in enumerate(parts) if part in ABSENT), len(parts))
+    ends = [parts[at:] for at in range(max(1, len(parts) - 1)) if at <= absent]
+    return _first_elsewhere([joint.join(end) for end in ends for joint in (".", "_")])
+
+
+def _first_elsewhere(names: list[str]) -> list[str]:
+    """The key that the first of these stands for which stands for any."""
+    each = ([key for key, words in ELSEWHERE.items() if name in words.split()] for name in names)
+    return next((found for found in each if found), [])
+
+
+def _selected(entries: list[Any]) -> dict[str, str]:
+    """The choice of each group in a list of Hydra's defaults."""
+    pairs = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
+    return {name: choice for name, choice in pairs if not name.startswith("override ")}
+
+
+@cache
+def _leaves(section: type) -> dict[str, tuple[type, dataclasses.Field[Any]]]:
+    """The class and field of each key of a section, by its name there; "lora.rank" is in a section
+    of its own."""
+    found: dict[str, tuple[type, dataclasses.Field[Any]]] = {}
+    for field in dataclasses.fields(section):
+        inner: Any = field.default_factory
+        if dataclasses.is_dataclass(inner) and section is not config.Config:
+            assert isinstance(inner, type)
+            found |= {f"{field.name}.{name}": each for name, each in _leaves(inner).items()}
+        else:
+            found[field.name] = section, field
+    return found
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The default of a field of the config's dataclasses."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _as_yaml(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _type_words(hint: Any) -> str:
+    if typing.get_origin(hint) is UnionType:
+        return "|".join(map(_type_words, typing.get_args(hint)))
+    if typing.get_origin(hint) is dict:
+        return "section"
+    if typing.get_origin(hint) is list:
+        return f"list[{_type_words(typing.get_args(hint)[0])}]"
+    return TYPES[hint]
+
+
+def _indented(text: str) -> str:
+    width = min(WIDTH, max(40, shutil.get_terminal_size((WIDTH, 24)).columns))
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=INDENT,
+        subsequent_indent=INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,1 +1,0 @@
-"""Who is started, watched, mended and scaled, and how the objects of a run are wired."""

@@ -1,0 +1,432 @@
+"""Episodes that a program of the recipe's own plays, as a client of an OpenAI-compatible server
+on this machine's loopback interface."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import h11
+
+from llamarl.core.errors import mark_seen
+from llamarl.core.groups import END_OF_THOUGHT, Opening, wrong_schemas
+from llamarl.scoring.user_code.calls import Raised, Runner
+
+HOST = "127.0.0.1"
+MODEL = "policy"
+SECRET_BYTES = 16
+MAX_BODY_BYTES = 64 * 2**20
+READ_BYTES = 65536
+RETRY_HEADER = "x-stainless-retry-count"  # of OpenAI's own client: above 0 in a repeated request
+JSON_TYPE, EVENT_TYPE = "application/json", "text/event-stream"
+Body = dict[str, Any]
+
+
+class Refused(Exception):  # noqa: N818 - what became of a request
+    """A request that gets an error: its HTTP status, and the API's short word for it."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A message of the model: its text and its calls as (name, arguments)."""
+
+    text: str
+    calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    reply_id: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def message(self) -> Body:
+        """As the API writes it."""
+        calls = [
+            {
+                "id": f"call_{self.reply_id}_{place}",
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(arguments)},
+            }
+            for place, (name, arguments) in enumerate(self.calls)
+        ]
+        content = self.text if self.text or not calls else None
+        return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+
+
+Answer = Callable[[Body, bool], Awaitable[Reply]]
+"""(the body of a request for a message, whether the client repeats it) -> the message. May raise
+Refused."""
+
+
+class ChatServer:
+    """Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, Answer] = {}
+        self._server: asyncio.Server | None = None
+
+    async def open(self, answer: Answer) -> tuple[str, str]:
+        """Begin a conversation: its secret, and the URL that a client takes as its base."""
+        if self._server is None:
+            self._server = await asyncio.start_server(self._serve, HOST, 0)
+        secret = secrets.token_hex(SECRET_BYTES)
+        self._answers[secret] = answer
+        port = self._server.sockets[0].getsockname()[1]
+        return secret, f"http://{HOST}:{port}/{secret}/v1"
+
+    def close(self, secret: str) -> None:
+        """End a conversation: further requests get an error."""
+        self._answers.pop(secret, None)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, with one request after the other."""
+        connection = h11.Connection(h11.SERVER)
+        with closing(writer), suppress(ConnectionError, h11.RemoteProtocolError):
+            while (found := await _receive(connection, reader)) is not None:
+                status, kind, data = await self._respond(*found)
+                headers = [("Content-Type", kind), ("Content-Length", str(len(data)))]
+                for event in (
+                    h11.Response(status_code=status, headers=headers),
+                    h11.Data(data=data),
+                    h11.EndOfMessage(),
+                ):
+                    writer.write(connection.send(event) or b"")
+                await writer.drain()
+                if connection.our_state is not h11.DONE or status == 413:
+                    break
+                connection.start_next_cycle()
+
+    async def _respond(self, request: h11.Request, body: bytes | None) -> tuple[int, str, bytes]:
+        """(status, type, content) of an answer."""
+        try:
+            if body is None:
+                raise Refused(413, "too_large", f"a body must have at most {MAX_BODY_BYTES} bytes")
+            secret, _, route = request.target.decode("ascii").strip("/").partition("/v1/")
+            answer = self._answers.get(secret)
+            method = request.method.decode("ascii")
+            if answer is None:
+                raise Refused(404, "not_found", "the episode of this URL is not played (any more)")
+            if (method, route) == ("GET", "models"):
+                model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "llamarl"}
+                return 200, JSON_TYPE, _encode({"object": "list", "data": [model]})
+            if (method, route) != ("POST", "chat/completions"):
+                known = "POST chat/completions and GET models"
+                raise Refused(404, "not_found", f"a request must be {known}, got {method} {route}")
+            headers = {name.decode("ascii"): value for name, value in request.headers}
+            is_repeated = headers.get(RETRY_HEADER, b"0") != b"0"
+            asked = _parse(body)
+            reply = await answer(asked, is_repeated)
+        except Refused as error:
+            said = {"message": str(error), "type": "invalid_request_error", "code": error.code}
+            return error.status, JSON_TYPE, _encode({"error": {**said, "param": None}})
+        if asked.get("stream"):
+            return 200, EVENT_TYPE, _events(reply, asked)
+        message = {"index": 0, "message": reply.message(), "logprobs": None}
+        choices = [{**message, "finish_reason": _finish_reason(reply)}]
+        return 200, JSON_TYPE, _encode(_completion(reply, "chat.completion", choices))
+
+
+async def _receive(
+    connection: h11.Connection, reader: asyncio.StreamReader
+) -> tuple[h11.Request, bytes | None] | None:
+    """The next request and its body, None in place of one that is too large; None at the end."""
+    request, parts, num_bytes = None, [], 0
+    while True:
+        event = connection.next_event()
+        if event is h11.NEED_DATA:
+            connection.receive_data(await reader.read(READ_BYTES))
+        elif isinstance(event, h11.Request):
+            request = event
+        elif isinstance(event, h11.Data):
+            num_bytes += len(event.data)
+            if num_bytes > MAX_BODY_BYTES:
+                assert request is not None
+                return request, None
+            parts.append(bytes(event.data))
+        elif isinstance(event, h11.EndOfMessage):
+            assert request is not None
+            return request, b"".join(parts)
+        else:  # the client has closed the connection
+            return None
+
+
+def _parse(body: bytes) -> Body:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise Refused(400, "invalid_json", "the body must be a JSON object")
+    return found
+
+
+def _encode(value: Body) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _completion(reply: Reply, kind: str, choices: list[Body]) -> Body:
+    made = {"id": f"chatcmpl-{reply.reply_id}", "object": kind, "created": int(time.time())}
+    return {**made, "model": MODEL, "choices": choices, "usage": None}
+
+
+def _finish_reason(reply: Reply) -> str:
+    return "tool_calls" if reply.calls else "stop"
+
+
+def _events(reply: Reply, asked: Body) -> bytes:
+    """A stream that has the whole message in one event."""
+    message = reply.message()
+    for place, call in enumerate(message.get("tool_calls", ())):
+        call["index"] = place
+    steps: list[tuple[Body, str | None]] = [(message, None), ({}, _finish_reason(reply))]
+    choices = [[{"index": 0, "delta": delta, "finish_reason": why}] for delta, why in steps]
+    options = asked.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
+        choices.append([])
+    chunks = [_encode(_completion(reply, "chat.completion.chunk", each)) for each in choices]
+    return b"".join(b"data: " + chunk + b"\n\n" for chunk in [*chunks, b"[DONE]"])
+
+
+Message = dict[str, Any]
+MAX_THREADS = 1024  # programs that are no coroutines, and run at once
+UNSUPPORTED = {  # what the policy cannot do, by key: the values that ask for nothing
+    "n": (1,),
+    "logprobs": (False,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+    "functions": ([],),
+}
+_servers: WeakKeyDictionary[asyncio.AbstractEventLoop, ChatServer] = WeakKeyDictionary()
+runner = Runner(MAX_THREADS, "agent")
+"""Of all programs in this process."""
+
+
+class AgentEnvironment:
+    """An environment whose program asks for the model's turns. A subclass has `play`."""
+
+    def __init__(self) -> None:
+        self._conversation: list[Message] = []  # as the program knows it
+        self._schemas: list[Body] = []
+        self._arrived: asyncio.Future[list[Message]] | None = None  # messages that are new
+        self._reply: asyncio.Future[Reply] | None = None  # of the request that waits
+        self._playing: asyncio.Task[Any] | None = None
+        self._secret = ""
+        self._is_over = False
+
+    def play(self, url: str, **row: Any) -> Any:
+        """Play an episode of this prompt's row with the model that the server at `url` has, and
+        return its reward. May be a coroutine; a function runs in a thread."""
+        raise NotImplementedError("an AgentEnvironment must have play(url, **row)")
+
+    async def reset(self, /, **row: Any) -> Opening:
+        """Start the program; what it asks first is the prompt."""
+        loop = asyncio.get_running_loop()
+        server = _servers.setdefault(loop, ChatServer())
+        self._conversation, self._schemas, self._reply = [], [], None
+        self._arrived, self._is_over = loop.create_future(), False
+        self._secret, url = await server.open(self._answer)
+        self._playing = loop.create_task(runner.run(self.play, url, **row))
+        self._playing.add_done_callback(mark_seen)
+        messages = await self._next()
+        if messages is None:
+            raise RuntimeError("play must ask for at least one message, it has asked for none")
+        return Opening(messages, self._schemas)
+
+    async def step(self, messages: list[Message]) -> list[Message] | None:
+        """Give the program what the model wrote, and wait for what it says to that; None at its
+        end."""
+        written = messages[-1]
+        calls = [each["function"] for each in written.get("tool_calls", ())]
+        reply = Reply(
+            written["content"], tuple((call["name"], call["arguments"]) for call in calls)
+        )
+        assert self._reply is not None, "a turn follows a request"
+        self._arrived = asyncio.get_running_loop().create_future()
+        self._conversation.append(_normal(reply.message()))
+        self._reply.set_result(reply)
+        return await self._next()
+
+    async def get_reward(self) -> float:
+        """What the program returns. If the episode has ended for a limit, its request gets an error
+        first; what it raises then is a reward of 0, for the model has used up its tokens."""
+        assert self._playing is not None, "an episode is reset first"
+        was_cut = not self._playing.done()
+        self._is_over = True
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(_over())
+        try:
+            return await self._playing
+        except Raised as error:
+            failure = error.error
+        finally:
+            self._close()
+        if was_cut:
+            return 0.0
+        raise failure
+
+    def abandon(self) -> None:
+        """The episode does not go on: end the program, or what it asks for."""
+        self._is_over = True
+        if self._playing is not None:
+            self._playing.cancel()
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(_over())
+            self._reply.exception()  # it may be that nothing waits for it
+        self._close()
+
+    def _close(self) -> None:
+        with suppress(RuntimeError):  # the loop is gone, and the server with it
+            if (server := _servers.get(asyncio.get_running_loop())) is not None:
+                server.close(self._secret)
+
+    async def _next(self) -> list[Message] | None:
+        """What the program says next; None once it has ended. Raises what it raised. If this is
+        cancelled, so is the program, which then says where it was."""
+        assert self._playing is not None
+        assert self._arrived is not None
+        playing = self._playing
+        try:
+            await asyncio.wait({self._arrived, playing}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self.abandon()
+            await asyncio.wait({playing})
+            if playing.cancelled():
+                playing.result()
+            raise
+        if self._arrived.done():
+            return self._arrived.result()
+        try:
+            self._playing.result()
+        except Raised as error:
+            raise error.error from None
+        return None
+
+    async def _answer(self, body: Body, is_repeated: bool) -> Reply:
+        """The turn that answers this request. Refused if it cannot be one."""
+        for key, allowed in UNSUPPORTED.items():
+            if (value := body.get(key)) is not None and value not in allowed:
+                raise _wrong(f"{key} must be left out, got {value!r:.80}")
+        messages = _normal_all(body.get("messages"))
+        schemas = _checked_tools(body.get("tools"))
+        if self._is_over:
+            raise _over()
+        assert self._arrived is not None
+        is_asked = self._reply is not None and not self._reply.done()
+        asked = self._conversation[: -1 if self._reply is not None and not is_asked else None]
+        if self._reply is None or not (is_repeated and messages == asked):
+            if is_asked or self._arrived.done():
+                raise Refused(409, "busy", "one message of an episode is asked for at a time")
+            self._check(messages, schemas)
+            new = messages[len(self._conversation) :]
+            self._conversation, self._schemas = messages, schemas
+            self._reply = asyncio.get_running_loop().create_future()
+            self._arrived.set_result([_named(each, messages) for each in new])
+        return await asyncio.shield(self._reply)
+
+    def _check(self, messages: Sequence[Message], schemas: list[Body]) -> None:
+        """Refused unless these messages go on with the conversation."""
+        known = self._conversation
+        if not messages or messages[-1]["role"] == "assistant":
+            raise _wrong("messages must end with one that is not the assistant's")
+        if not known:
+            return
+        if schemas != self._schemas:
+            raise _wrong("tools must stay those of the episode's first request")
+        for place, (before, now) in enumerate(zip(known, messages, strict=False)):
+            if not _is_same(before, now):
+                raise _changed(f"message {place} of the conversation has changed")
+        new = messages[len(known) :]
+        if not new or any(each["role"] == "assistant" for each in new):
+            raise _changed("messages must add observations to the conversation so far")
+
+
+def _checked_tools(tools: object) -> list[Body]:
+    """Those of a request. Refused unless a chat template can show them."""
+    if must := wrong_schemas(found := [] if tools is None else tools):
+        raise _wrong(f"tools must {must}")
+    assert isinstance(found, list)
+    return found
+
+
+def _normal_all(messages: object) -> list[Message]:
+    if not isinstance(messages, list):
+        raise _wrong(f"messages must be a list, got {messages!r:.80}")
+    return [_normal(each) for each in messages]
+
+
+def _normal(message: object) -> Message:
+    """A message as chat templates take it: its text as one, arguments of calls as an object.
+    Refused if it holds anything but text."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise _wrong(f"a message must have a role, got {message!r:.80}")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        whole = [text for text in texts if isinstance(text, str)]
+        content = "".join(whole) if len(whole) == len(texts) else content
+    if not isinstance(content, str | None):
+        raise _wrong(f"the content of a message must be text, got {content!r:.80}")
+    found: Message = {"role": message["role"], "content": content or ""}
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise _wrong(f"tool_calls must be a list, got {calls!r:.80}")
+        found["tool_calls"] = [_normal_call(call) for call in calls]
+    for key in ("name", "tool_call_id"):
+        if value := message.get(key):
+            if not isinstance(value, str):
+                raise _wrong(f"{key} of a message must be text, got {value!r:.80}")
+            found[key] = value
+    return found
+
+
+def _normal_call(call: object) -> Body:
+    try:
+        function = call["function"]  # type: ignore[index]  # a TypeError says that it is none
+        arguments = function["arguments"]
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(parsed, dict):
+            raise TypeError("no arguments by name")
+        whole = {"name": str(function["name"]), "arguments": parsed}
+        return {"id": str(call["id"]), "type": "function", "function": whole}  # type: ignore[index]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise _wrong(f"a tool call must be a function with arguments, got {call!r:.80}") from error
+
+
+def _named(message: Message, messages: Sequence[Message]) -> Message:
+    """A tool's message with the name of the tool, which some chat templates show."""
+    if message["role"] != "tool" or "name" in message:
+        return message
+    calls = [call for each in messages for call in each.get("tool_calls", ())]
+    names = [c["function"]["name"] for c in calls if c["id"] == message.get("tool_call_id")]
+    return {**message, "name": names[-1]} if names else message
+
+
+def _is_same(before: Message, now: Message) -> bool:
+    """Whether both are one message. Of the assistant's, white space around it and its thinking may
+    be gone: its ids stay those that were generated."""
+    if before["role"] != "assistant":
+        return before == now
+    texts = before["content"].strip(), before["content"].rpartition(END_OF_THOUGHT)[2].strip()
+    same = [(each["role"], each.get("tool_calls")) for each in (before, now)]
+    return same[0] == same[1] and now["content"].strip() in texts
+
+
+def _wrong(message: str) -> Refused:
+    return Refused(400, "invalid_request", message)
+
+
+def _changed(message: str) -> Refused:
+    must = "a request must go on with the episode's conversation, as it was"
+    return Refused(400, "conversation_changed", f"{must}: {message}")
+
+
+def _over() -> Refused:
+    """In the words by which clients know that a context is full."""
+    why = "the rollout has reached its maximum context length: its tokens or turns are used up"
+    return Refused(400, "context_length_exceeded", why)

@@ -1,0 +1,250 @@
+"""What a task.py defines for episodes: its plain tools and its environments.
+
+    tools = [calculator]          # functions with types and a docstring
+    environment = Wordle          # a class, or {name: class}; a row's field `environment` selects
+
+    def episode_reward(prompt, messages, environment):   # beside either: its number is added
+        return 0.1 * environment.num_solved
+
+    episode_rewards = [solved, brief]   # such functions, each a reward: environment.solved, ...
+
+A class is written as for TRL's GRPOTrainer: `reset(**row)` begins an episode and may return a text
+that is added to the last message; public methods are tools; `get_reward()`, if there is one, gives
+the episode's reward. Or it has `step(messages)` instead of tools: it gets the conversation so far
+and returns the next message, several, or None at the end; and with a reward as a tuple. Such a
+class may return an Opening by its `reset`.
+
+What is wrong is one line, with its place in the text."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from llamarl.core.extensions import FILE, FORMS, checked, find, place_of, where
+from llamarl.scoring.agent import AgentEnvironment
+
+TOOLS, ENVIRONMENT = "tools", "environment"
+RESET, REWARD, STEP = "reset", "get_reward", "step"
+EPISODE, EPISODES = "episode_reward", "episode_rewards"
+Schema = dict[str, Any]
+"""Of a tool: name, description and parameters, as chat templates take it."""
+Tool = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of environment, as data: the schemas of what a model may call, whether each episode
+    has an instance of a class, whether that has a `step`, whether it gives a reward, whether a
+    program of its own plays it (`agent.py`), and whether `episode_reward` reads it at its end."""
+
+    schemas: tuple[Schema, ...]
+    has_instance: bool = False
+    has_step: bool = False
+    has_reward: bool = False
+    is_agent: bool = False
+    has_episode_reward: bool = False
+    rewards: tuple[str, ...] = ()
+    """The functions of `episode_rewards`, which read the episode at its end too."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether functions of task.py read the episode at its end."""
+        return self.has_episode_reward or bool(self.rewards)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a process keeps something of an episode, from its `begin` to its `finish`."""
+        return self.has_instance or self.is_read
+
+
+Kinds = Mapping[str, Kind]
+"""By name; "" for the only one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defined:
+    """What the text of a task.py holds: plain tools by name, what makes an environment, by kind,
+    the function `episode_reward`, if there is one, and those of `episode_rewards` by name."""
+
+    tools: Mapping[str, Tool]
+    makers: Mapping[str, Callable[[], Any]]
+    episode_reward: Callable[..., Any] | None = None
+    episode_rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+
+def kind_of(row: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:
+    """The name of the environment of a prompt's row. ValueError if it names none of them."""
+    if "" in kinds:
+        return ""
+    name = row.get(ENVIRONMENT)
+    if name not in kinds:
+        known = ", ".join(kinds)
+        raise ValueError(f"the row's field {ENVIRONMENT!r} must be one of {known}, got {name!r}")
+    return str(name)
+
+
+def schemas_of(row: Mapping[str, Any], kinds: Kinds) -> tuple[Schema, ...]:
+    """What the model may call in an episode of this prompt's row. ValueError as `kind_of`, or for a
+    field that its environment cannot get."""
+    kind = kinds[kind_of(row, kinds)]
+    taken = ["self"] * kind.has_instance + ["url"] * kind.is_agent
+    if found := [name for name in taken if name in row]:
+        whose = "play gets the server's address" if found == ["url"] else "methods get the instance"
+        must = f"the row's field {found[0]!r} must have another name, for an environment's"
+        raise ValueError(f"{must} {whose} by it, got {row[found[0]]!r:.80}")
+    return kind.schemas
+
+
+def find_defined(module: ModuleType | None, ready: Sequence[Tool] = ()) -> Defined:
+    """The tools and environments of a loaded task.py, if there is one, and `ready` tools.
+    ValueError if there are none, or they are not what they must be."""
+    tools, found = getattr(module, TOOLS, ()), getattr(module, ENVIRONMENT, None)
+    if not isinstance(tools, list | tuple) or not all(map(callable, tools)):
+        raise ValueError(f"{FILE}: {TOOLS} must be a list of functions, got {tools!r:.100}")
+    by_name: dict[str, Tool] = {}
+    for tool in (*ready, *tools):
+        name = getattr(tool, "__name__", "")
+        if not name or name in by_name:
+            must = "must have a name of its own"
+            raise ValueError(f"{place_of(tool)}: each of {TOOLS} {must}, got {name!r}")
+        by_name[name] = tool
+    makers: dict[str, Any] = found if isinstance(found, dict) else {"": found}
+    several = _episode_rewards(module)
+    has_reward = getattr(module, EPISODE, None) is not None or bool(several)
+    if found is None:
+        makers = {}
+        if module is not None and not (tools or (ready and has_reward)):
+            must = f"must define {TOOLS} or {ENVIRONMENT} for environment.tools=[task]"
+            raise ValueError(f"{FILE} {must}, got neither")
+    is_named = all(isinstance(name, str) and callable(maker) for name, maker in makers.items())
+    if not is_named or (isinstance(found, dict) and (not found or "" in found)):
+        must = f"{ENVIRONMENT} must be a class, or a dictionary of names and classes"
+        raise ValueError(f"{FILE}: {must}, got {found!r:.100}")
+    is_one = module is not None and getattr(module, EPISODE, None) is not None
+    read = find(module, EPISODE) if module is not None and is_one else None
+    return Defined(by_name, makers, read, several)
+
+
+def _episode_rewards(module: ModuleType | None) -> dict[str, Callable[..., Any]]:
+    """By name. ValueError for what is no list of functions of their form, with names of their
+    own."""
+    found = getattr(module, EPISODES, ())
+    if not isinstance(found, list | tuple) or not all(map(callable, found)):
+        raise ValueError(f"{FILE}: {EPISODES} must be a list of functions, got {found!r:.100}")
+    by_name: dict[str, Callable[..., Any]] = {}
+    for function in found:
+        name = getattr(function, "__name__", "")
+        if not name.isidentifier() or name in by_name:
+            must = "must have a name of its own"
+            raise ValueError(f"{place_of(function)}: each of {EPISODES} {must}, got {name!r}")
+        by_name[name] = checked(function, name, FORMS[EPISODE])
+    return by_name
+
+
+def methods_of(environment: Any) -> dict[str, Tool]:
+    """The tools of an environment by name, which are its public methods."""
+    if is_stepped(environment):
+        return {}
+    # By the class: to look at a property of the instance would run it.
+    methods = inspect.getmembers(type(environment), inspect.isroutine)
+    names = [name for name, _ in methods if name[0] != "_" and name not in (RESET, REWARD)]
+    found: dict[str, Tool] = {name: getattr(environment, name) for name in names}
+    return {name: tool for name, tool in found.items() if inspect.ismethod(tool)}
+
+
+def is_stepped(environment: Any) -> bool:
+    """Whether it has the form `step(messages)`; any other `step` is a tool."""
+    step = getattr(environment, STEP, None)
+    return step is not None and [*inspect.signature(step).parameters] == ["messages"]
+
+
+def describe(module: ModuleType | None, ready: Sequence[Tool] = ()) -> dict[str, dict[str, Any]]:
+    """The kinds of a loaded task.py and `ready` tools, as JSON. ValueError for what a model could
+    not call; an instance of each class is made."""
+    defined = find_defined(module, ready)
+    shared = [_schema(tool) for tool in defined.tools.values()]
+    is_read = {"has_reward": True, "has_episode_reward": True}
+    own: dict[str, Any] = {} if defined.episode_reward is None else is_read
+    if defined.episode_rewards:
+        own = own | {"rewards": [*defined.episode_rewards]}
+    if not defined.makers:
+        return {"": {"schemas": shared, **own}}
+    return {name: _describe(maker, shared) | own for name, maker in defined.makers.items()}
+
+
+def as_kinds(data: Mapping[str, dict[str, Any]]) -> Kinds:
+    """The inverse of `describe`."""
+    found = {}
+    for name, kind in data.items():
+        values: dict[str, Any] = {key: tuple(kind.get(key, ())) for key in ("schemas", "rewards")}
+        found[name] = Kind(**{**kind, **values})
+    return found
+
+
+def _describe(maker: Callable[[], Any], shared: Sequence[Schema]) -> dict[str, Any]:
+    name = getattr(maker, "__name__", ENVIRONMENT)
+    place = f"{place_of(maker)}: {ENVIRONMENT} {name}"
+    environment, why = None, ""
+    try:
+        environment = maker()
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything
+        why = where(error)
+    if why:
+        raise ValueError(f"{place} must be made without arguments, got {why}")
+    if not callable(getattr(environment, RESET, None)):
+        raise ValueError(f"{place} must have a method {RESET}(**row), got none")
+    methods = methods_of(environment)
+    schemas = [*shared, *map(_schema, methods.values())]
+    names = [_name(schema) for schema in schemas]
+    if twice := {each for each in names if names.count(each) > 1}:
+        raise ValueError(f"{place} must have tools of different names, got {min(twice)} twice")
+    if bool(schemas) == is_stepped(environment):
+        must = f"have tools ({TOOLS}, or public methods) or else {STEP}(messages)"
+        raise ValueError(f"{place} must {must}, got {'both' if schemas else 'neither'}")
+    return {
+        "schemas": schemas,
+        "has_instance": True,
+        "has_step": is_stepped(environment),
+        "has_reward": is_stepped(environment) or callable(getattr(environment, REWARD, None)),
+        "is_agent": isinstance(environment, AgentEnvironment),
+    }
+
+
+def _name(schema: Schema) -> str:
+    return str(schema["function"]["name"])
+
+
+def _schema(tool: Tool) -> Schema:
+    # Here, for it takes half a second; with torch, to know a tensor, which no call has, seconds.
+    from transformers.utils import chat_template_utils as templates
+
+    vars(templates)["is_torch_available"] = lambda: False
+    _check_callable(tool)
+    try:
+        return dict(templates.get_json_schema(tool))
+    except Exception as error:  # noqa: BLE001 - it raises kinds of its own
+        name, got = _tool_name(tool), " ".join(str(error).split())
+    must = "must have a type for each argument, and a docstring that describes each under Args:"
+    raise ValueError(f"{place_of(tool)}: tool {name} {must}, got: {got:.300}")
+
+
+def _tool_name(tool: Tool) -> str:
+    return getattr(tool, "__name__", repr(tool))
+
+
+def _check_callable(tool: Tool) -> None:
+    """ValueError for a tool that a call, which names its arguments, could not run."""
+    place = f"{place_of(tool)}: tool {_tool_name(tool)}"
+    function = inspect.unwrap(tool)
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError(f"{place} must return what the model is told, got one that yields it")
+    try:
+        parameters = inspect.signature(tool).parameters.values()
+    except (ValueError, TypeError):
+        return  # of a function that Python does not know is seen why it has no schema
+    for parameter in parameters:
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+            got = "*" * (parameter.kind == parameter.VAR_POSITIONAL) + parameter.name
+            raise ValueError(f"{place} must take its arguments by their names, got {got}")

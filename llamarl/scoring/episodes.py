@@ -1,0 +1,292 @@
+"""What the processes of an environment serve: the episodes that one of them plays.
+
+Coroutines run beside each other, and one that blocks the others is interrupted
+(`scoring/user_code/supervisor.py`); functions run in threads, of which one that never ends is left
+behind. A process that has left too many exits, and the episodes that it played begin again.
+
+
+A slow call holds up its own episode only; what a tool raises is told to the model, what an
+environment itself does wrong ends its episode as failed, and is never a reward."""
+
+import asyncio
+import inspect
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llamarl.core.extensions import load_module
+from llamarl.core.groups import Opening, wrong_opening
+from llamarl.core.records import Prompt, StageStatus
+from llamarl.scoring import agent
+from llamarl.scoring.agent import AgentEnvironment
+from llamarl.scoring.definition import (
+    EPISODE,
+    RESET,
+    REWARD,
+    STEP,
+    Defined,
+    find_defined,
+    is_stepped,
+    kind_of,
+    methods_of,
+)
+from llamarl.scoring.sandbox.contained import ProgramLimits
+from llamarl.scoring.tool_calls import READY
+from llamarl.scoring.user_code import calls as outcome
+from llamarl.scoring.user_code.calls import (
+    InvalidReturnError,
+    Raised,
+    Runner,
+    checked_number,
+    shown,
+    user_traceback,
+)
+
+Answer = dict[str, Any]
+Message = dict[str, Any]
+MAX_THREADS = 256  # functions that run at once
+MAX_LEFT = 32  # threads of calls that never ended, until the process exits
+LEAVE_S = 0.1  # for a process that is spent to answer, and for threads to end after all
+OWN_FILES = (__file__, agent.__file__, outcome.__file__, asyncio.tasks.__file__)  # not shown
+TASK = "task"  # in `environment.tools`: the recipe's own task.py
+UNKNOWN: Answer = {"unknown": True}  # an episode that this process does not play
+
+
+@dataclass(slots=True)
+class Episode:
+    """One that is played: its instance, what may be called, its prompt, the conversation so far if
+    it is read, and the sum of the rewards of its turns."""
+
+    kind: str
+    instance: Any
+    tools: Mapping[str, Callable[..., Any]]
+    prompt: Prompt | None = None
+    messages: list[Message] = field(default_factory=list)
+    reward: float = 0.0
+
+
+class Episodes:
+    """All episodes of one process. Instances are used again, after their `reset`."""
+
+    def __init__(self, defined: Defined, rewards: Sequence[str] = ()) -> None:
+        """`rewards`: those of `episode_rewards` that are wanted."""
+        self._defined = defined
+        self._rewards = [defined.episode_rewards[name] for name in rewards]
+        self._is_read = defined.episode_reward is not None or bool(defined.episode_rewards)
+        self._plain = Episode("", None, defined.tools)  # all episodes, if nothing of them is kept
+        self._playing: dict[int, Episode] = {}
+        self._free: dict[str, list[Any]] = defaultdict(list)  # instances by kind
+        self._runner = Runner(MAX_THREADS, "tool")
+
+    async def begin(self, prompt: Prompt, row_id: int, messages: list[Message]) -> Answer:
+        """Reset an environment for this rollout: {"messages": what the model sees in place of the
+        prompt's, or None, "schemas": what it may then call, or None for what its kind may}."""
+        self.forget([row_id])
+        if not self._defined.makers:
+            tools = self._defined.tools
+            self._playing[row_id] = Episode("", None, tools, prompt, [*messages])
+            return {"messages": None, "schemas": None}
+        kind = kind_of(prompt.fields, self._defined.makers)
+        maker = self._defined.makers[kind]
+        instance = self._free[kind].pop() if self._free[kind] else await self._runner.run(maker)
+        found = await self._runner.run(getattr(instance, RESET), **prompt.fields)
+        is_opening = isinstance(found, Opening) and is_stepped(instance)
+        if not (found is None or isinstance(found, str) or is_opening):
+            raise InvalidReturnError(f"be None or a text for {RESET}, got {shown(found)}")
+        if isinstance(found, Opening) and (must := wrong_opening(found.messages, found.schemas)):
+            raise InvalidReturnError(f"{must} for {RESET}")
+        if isinstance(found, str):
+            last = {**messages[-1], "content": f"{messages[-1]['content']}{found}"}
+            found = Opening([*messages[:-1], last])
+        tools = {**self._defined.tools, **methods_of(instance)}
+        shown_first = messages if found is None else found.messages
+        self._playing[row_id] = Episode(kind, instance, tools, prompt, [*shown_first])
+        return {
+            "messages": None if found is None else found.messages,
+            "schemas": [*found.schemas] if is_opening else None,
+        }
+
+    async def take_turn(self, row_id: int, text: str, calls: list[list[Any]]) -> Answer:
+        """Answer a turn: {"messages": [...], "calls": [[tool, seconds, whether it failed], ...]};
+        without messages the episode ends."""
+        is_kept = self._defined.makers or self._is_read
+        episode = self._playing.get(row_id) if is_kept else self._plain
+        if episode is None:
+            return UNKNOWN
+        if is_stepped(episode.instance):
+            said = await self._step(episode, text, calls)
+            return {"messages": said, "calls": [[name, 0.0, bool(e)] for name, _, e in calls]}
+        results = await self._run_calls(episode, calls)
+        pairs = [*zip((name for name, *_ in calls), results, strict=True)]
+        said = [{"role": "tool", "name": name, "content": found[0]} for name, found in pairs]
+        told = [[name, *found[1:]] for name, found in pairs]
+        if self._is_read:
+            episode.messages += [_written(text, calls), *said]
+        return {"messages": said, "calls": told}
+
+    async def finish(
+        self, row_id: int, text: str | None = None, calls: Sequence[list[Any]] = ()
+    ) -> Answer:
+        """End an episode, with its last turn if that has had no answer: {"reward": what it got, or
+        None if its environment gives none}, and the `rewards` that are wanted, if any are."""
+        episode = self._playing.get(row_id)
+        if episode is None:
+            return UNKNOWN
+        instance, read = episode.instance, self._defined.episode_reward
+        reward = episode.reward if is_stepped(instance) else None
+        if (get_reward := getattr(instance, REWARD, None)) is not None:
+            reward = (reward or 0.0) + checked_number(await self._runner.run(get_reward), REWARD)
+        if self._is_read and text is not None:
+            episode.messages.append(_written(text, calls))
+        if read is not None:
+            found = await self._runner.run(read, episode.prompt, episode.messages, instance)
+            reward = (reward or 0.0) + checked_number(found, EPISODE)
+        several = []
+        for function in self._rewards:
+            found = await self._runner.run(function, episode.prompt, episode.messages, instance)
+            several.append(checked_number(found, function.__name__))
+        if instance is not None:
+            self._free[episode.kind].append(instance)
+        del self._playing[row_id]
+        return {"reward": reward} | ({"rewards": several} if self._rewards else {})
+
+    def forget(self, row_ids: Sequence[int]) -> Answer:
+        """These will not go on. What is under way in them is left alone, so their instances are not
+        used again."""
+        for row_id in row_ids:
+            episode = self._playing.pop(row_id, None)
+            if episode is not None and isinstance(episode.instance, AgentEnvironment):
+                episode.instance.abandon()
+        return {}
+
+    async def _step(self, episode: Episode, text: str, calls: list[list[Any]]) -> list[Message]:
+        """What the environment says to a text, and to these calls of the model."""
+        episode.messages.append(_written(text, calls))
+        found = await self._runner.run(getattr(episode.instance, STEP), [*episode.messages])
+        if isinstance(found, tuple):
+            if len(found) != 2:
+                raise InvalidReturnError(f"be (messages, reward) for {STEP}, got {shown(found)}")
+            found, reward = found
+            episode.reward += checked_number(reward, STEP)
+        messages = [] if found is None else [found] if isinstance(found, str | dict) else found
+        if not isinstance(messages, list):
+            raise InvalidReturnError(f"be a text, messages or None for {STEP}, got {shown(found)}")
+        said = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
+        for message in said:
+            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+                must = "be a text or have a role and content"
+                raise InvalidReturnError(f"{must} for each message of {STEP}, got {shown(message)}")
+        said = [{"role": "user", **message} for message in said]
+        episode.messages += said
+        return said
+
+    async def _run_calls(
+        self, episode: Episode, calls: list[list[Any]]
+    ) -> list[tuple[str, float, bool]]:
+        """(content, seconds, whether it failed) of each call, in order: functions one after the
+        other, coroutines beside them."""
+        found: dict[int, tuple[str, float, bool]] = {}
+        beside: list[Coroutine[Any, Any, None]] = []
+
+        async def run(place: int) -> None:
+            found[place] = await self._run_call(episode, *calls[place])
+
+        async def run_functions(places: list[int]) -> None:
+            for place in places:
+                await run(place)
+
+        functions = []
+        for place, (name, _, _) in enumerate(calls):
+            if inspect.iscoroutinefunction(episode.tools.get(name)):
+                beside.append(run(place))
+            else:
+                functions.append(place)
+        # None of them raises; if this is cancelled, `gather` passes on where one of them was.
+        await asyncio.gather(run_functions(functions), *beside)
+        return [found[place] for place in range(len(calls))]
+
+    async def _run_call(
+        self, episode: Episode, name: str, arguments: dict[str, Any], error: str
+    ) -> tuple[str, float, bool]:
+        start_s = time.monotonic()
+        content = ""
+        tool = episode.tools.get(name)
+        if error:
+            pass
+        elif tool is None:
+            error = f"Tool {name} not found."
+        else:
+            try:
+                content = _text(await self._runner.run(tool, **arguments))
+            except Raised as failure:  # the model is told
+                error = str(failure)
+        if error:
+            content = str({"error": error})
+        return content, time.monotonic() - start_s, bool(error)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether too many threads were left behind."""
+        return self._runner.num_left + agent.runner.num_left >= MAX_LEFT
+
+
+def _text(value: Any) -> str:
+    """What a tool returned, as the model sees it. Raises Raised if it has no text."""
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        raise Raised(TypeError("a tool must return what it says, got a generator"))
+    try:
+        return str(value)
+    except BaseException as error:  # noqa: BLE001 - a user's __str__ may do anything
+        raise Raised(error) from None
+
+
+def _written(text: str, calls: Sequence[list[Any]]) -> Message:
+    """A turn of the model as a message of a chat, with those of its calls that can be run."""
+    good = [{"name": name, "arguments": arguments} for name, arguments, error in calls if not error]
+    written: Message = {"role": "assistant", "content": text}
+    if good:
+        written["tool_calls"] = [{"type": "function", "function": each} for each in good]
+    return written
+
+
+def load_defined(setup: dict[str, Any]) -> Defined:
+    """What `tools` name, as `environment.tools` does: of the task.py `task_source`, and ready ones,
+    whose programs may take `limits`."""
+    tools, limits = setup["tools"], ProgramLimits(**setup["limits"])
+    module = load_module(setup["task_source"]) if TASK in tools else None
+    return find_defined(module, [READY[name](limits) for name in tools if name != TASK])
+
+
+def load(setup: dict[str, Any]) -> Callable[..., Coroutine[Any, Any, Answer]]:
+    """The service of a worker: (prompt, the name of a method of Episodes, its arguments) -> what it
+    returns, or {"status": str, "error": str} if the environment failed."""
+    episodes = Episodes(load_defined(setup), setup.get("rewards", ()))
+
+    async def serve(prompt: Prompt | None, method: str, arguments: list[Any]) -> Answer:
+        try:
+            if method == "begin":
+                assert prompt is not None
+                return await episodes.begin(prompt, *arguments)
+            if method == "forget":
+                return episodes.forget(*arguments)
+            found: Answer = await getattr(episodes, method)(*arguments)
+            return found
+        except InvalidReturnError as error:
+            return {"status": StageStatus.INVALID, "error": f"what it returns must {error}"}
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything
+            cause = error.error if isinstance(error, Raised) else error
+            return {"status": StageStatus.RAISED, "error": user_traceback(cause, *OWN_FILES)}
+        finally:
+            if episodes.is_spent:
+                asyncio.get_running_loop().call_later(LEAVE_S, _leave, episodes)
+
+    return serve
+
+
+def _leave(episodes: Episodes) -> None:
+    """End the process, unless enough of its threads have ended after all."""
+    if episodes.is_spent:
+        os._exit(1)

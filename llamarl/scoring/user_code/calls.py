@@ -1,0 +1,270 @@
+"""Calls of user code: what is asked, what comes of it, and running it beside other calls."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import numbers
+import reprlib
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from decimal import Decimal
+from functools import partial
+from itertools import takewhile
+from typing import Any, Generic, TypeVar
+
+from llamarl.core import extensions
+from llamarl.core.config.inputs import LARGEST
+from llamarl.core.records import Prompt, StageStatus
+from llamarl.scoring.user_code.worker import MAX_ANSWER_BYTES
+
+T = TypeVar("T")
+
+PROMPT_FIELDS = tuple(field.name for field in fields(Prompt))
+SHOWN_PROMPT_CHARS = 60
+MAX_TRACEBACK_CHARS = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserCode:
+    """What the processes of a pool run, and how messages name it.
+
+    `service` is the module they serve and `setup` what its `load` gets (`worker.py`). A call may
+    take `timeout_s`. `label` is whose code it is, such as "stage judge"; `keys` is what precedes
+    the name of a limit, such as "reward.".
+    """
+
+    service: str
+    setup: dict[str, Any]
+    timeout_s: float
+    label: str
+    keys: str
+
+    def overdue(self, stack: str) -> str:
+        """What a call says that took too long, and where it was."""
+        return (
+            f"a {self.label} call must end within {self.timeout_s:g} s ({self.keys}timeout_s), "
+            f"got no answer; it was at\n{stack}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call: the service's function gets the prompt, then the arguments, which must be JSON."""
+
+    prompt: Prompt | None
+    arguments: tuple[Any, ...]
+    max_answer_bytes: int = MAX_ANSWER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A call without a result: how it failed, and why, with the user's own stack. `is_lost`: its
+    process ended by itself."""
+
+    status: StageStatus
+    error: str
+    is_lost: bool = False
+
+
+@dataclass(slots=True)
+class Chunk(Generic[T]):
+    """Calls that are sent together, and their results so far, by place."""
+
+    calls: Sequence[Call]
+    future: Future[list[T | Failure]] = field(default_factory=Future)
+    results: dict[int, T | Failure] = field(default_factory=dict)
+
+    def settle(self, place: int, result: T | Failure) -> None:
+        """This is the result of the call at `place`; a failure then names its prompt."""
+        if isinstance(result, Failure) and (prompt := self.calls[place].prompt) is not None:
+            text = prompt.text
+            shown = text if len(text) <= SHOWN_PROMPT_CHARS else text[:SHOWN_PROMPT_CHARS] + "..."
+            where = f"on the prompt of line {prompt.line} ({shown!r}):\n"
+            result = replace(result, error=where + result.error)
+        self.results[place] = result
+        if len(self.results) == len(self.calls):
+            self.future.set_result([self.results[place] for place in range(len(self.calls))])
+
+    def give_up(self, label: str) -> None:
+        """RuntimeError instead of results that are not all there."""
+        if not self.future.done():
+            error = RuntimeError(f"the {label} pool was closed while it worked")
+            self.future.set_exception(error)
+
+
+def message(calls: Sequence[Call], tokens: Sequence[str]) -> dict[str, Any]:
+    """The request for these calls; a prompt that several share is sent once."""
+    places: dict[int, int | None] = {id(None): None}
+    prompts: list[dict[str, Any]] = []
+    asked = []
+    for call, token in zip(calls, tokens, strict=True):
+        if id(call.prompt) not in places:
+            places[id(call.prompt)] = len(prompts)
+            prompts.append({name: getattr(call.prompt, name) for name in PROMPT_FIELDS})
+        asked.append((places[id(call.prompt)], call.arguments, token, call.max_answer_bytes))
+    return {"prompts": prompts, "calls": asked}
+
+
+class InvalidReturnError(ValueError):
+    """User code returned what it must not; the text follows "what it returns must"."""
+
+
+class InvalidRewardError(InvalidReturnError):
+    """A reward returned what it must not; the text is the whole sentence."""
+
+
+def user_traceback(error: BaseException, *own_files: str) -> str:
+    """The traceback of `error` without the frames of `own_files` and of task_file.py."""
+    hidden = {extensions.__file__, *own_files}
+    report = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = report
+    has_frames = False
+    while part is not None:
+        frames = [frame for frame in part.stack if frame.filename not in hidden]
+        part.stack = traceback.StackSummary.from_list(frames)
+        part, has_frames = part.__cause__ or part.__context__, has_frames or bool(frames)
+    lines = report.format() if has_frames else report.format_exception_only()
+    text = "".join(lines).rstrip()
+    return text if len(text) <= MAX_TRACEBACK_CHARS else "..." + text[-MAX_TRACEBACK_CHARS:]
+
+
+def shown(value: Any) -> str:
+    """The value on one short line, however large it is."""
+    return " ".join(reprlib.repr(value).split())
+
+
+def as_number(value: Any) -> float | None:
+    """A real number, also numpy's truth values and an array or tensor of no dimension; None for
+    anything else. OverflowError for a whole number that no float holds."""
+    if getattr(value, "ndim", None) == 0 and callable(item := getattr(value, "item", None)):
+        value = item()
+    return float(value) if isinstance(value, float | numbers.Real | Decimal) else None
+
+
+def checked_number(value: Any, of: str) -> float:
+    """What the function `of` returned, as a number. InvalidReturnError if it is none, or not
+    finite."""
+    number = as_number(value)
+    if number is None or not abs(number) <= LARGEST:
+        must = f"be a finite number for {of}, at most {LARGEST:g} either way"
+        raise InvalidReturnError(f"{must}, got {shown(value)}")
+    return number
+
+
+Outcome = tuple[Any, BaseException | None]
+"""What user code returned, or what it raised."""
+
+
+class Raised(Exception):  # noqa: N818 - what user code has done
+    """User code raised `error`, whatever that is."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error: BaseException = error.error if isinstance(error, Raised) else error
+        super().__init__(type(self.error).__name__)
+
+    def __str__(self) -> str:
+        """What it says, with its kind where it is no plain error or says nothing."""
+        name = type(self.error).__name__
+        try:
+            text = str(self.error)
+        except BaseException:  # noqa: BLE001 - a user's __str__ may do anything
+            text = ""
+        if isinstance(self.error, Exception):
+            return text or name
+        return f"{name}: {text}" if text else name
+
+
+class Runner:
+    """Runs functions in up to `max_threads` threads, and coroutines in tasks of their own. Belongs
+    to one event loop at a time."""
+
+    def __init__(self, max_threads: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(max_threads, name)
+        self.num_left = 0
+        """Threads whose calls were given up, and have not ended."""
+
+    async def run(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        """What it returns. Raises Raised, or CancelledError if this call is cancelled: a coroutine
+        is then cancelled too, a function is left behind in its thread."""
+        call = partial(function, *args, **named)
+        is_coroutine = inspect.iscoroutinefunction(function)
+        found = _value(await (_in_task(call) if is_coroutine else self._in_thread(call)))
+        while inspect.isawaitable(found):  # one that returns another, too
+            found = _value(await _in_task(partial(_itself, found)))
+        return found
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Outcome:
+        thread: list[int] = []
+        begun = self._threads.submit(_called, call, thread)
+        running = asyncio.wrap_future(begun)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError as cancelled:
+            if not begun.cancel():
+                self.num_left += 1
+                running.add_done_callback(self._ended_late)
+            cancelled.add_note(_stack(thread))
+            raise
+
+    def _ended_late(self, _: asyncio.Future[Outcome]) -> None:
+        self.num_left -= 1
+
+
+def _called(call: Callable[[], Any], thread: list[int]) -> Outcome:
+    """The outcome of a call in this thread, whose id is then in `thread`."""
+    thread.append(threading.get_ident())
+    try:
+        return call(), None
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything
+        return None, error
+
+
+def _itself(found: Awaitable[Any]) -> Awaitable[Any]:
+    return found
+
+
+async def _awaited(call: Callable[[], Awaitable[Any]]) -> Outcome:
+    try:
+        return await call(), None
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything
+        return None, error
+
+
+async def _in_task(call: Callable[[], Awaitable[Any]]) -> Outcome:
+    """The outcome of a coroutine, in a task of its own: so a CancelledError that it makes is known
+    from the caller's."""
+    task = asyncio.create_task(_awaited(call))
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task})
+        error = None if task.cancelled() else task.result()[1]
+        if isinstance(error, asyncio.CancelledError):
+            raise error from None  # it says where the coroutine was
+        raise
+    return (None, asyncio.CancelledError()) if task.cancelled() else task.result()
+
+
+def _value(outcome: Outcome) -> Any:
+    found, error = outcome
+    if error is not None:
+        raise Raised(error)
+    return found
+
+
+def _stack(thread: list[int]) -> str:
+    """Where user code is in a thread, if it has begun."""
+    frame = sys._current_frames().get(thread[0]) if thread else None
+    own = takewhile(
+        lambda each: each[0].f_code is not _called.__code__, traceback.walk_stack(frame)
+    )
+    lines = traceback.StackSummary.extract(own if frame is not None else ()).format()
+    return (
+        "".join(["it was at\n", *reversed(lines)]).rstrip() if lines else "it waited for a thread"
+    )

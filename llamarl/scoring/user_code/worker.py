@@ -1,0 +1,212 @@
+"""A process that runs user code: `python -m llamarl.scoring.user_code.worker PID LABEL`, of the
+pool that has this process id.
+
+First line in: {"token": str, "service": str, "setup": {...}, "timeout_s": float}; out: {"token",
+"pid", "coroutines": bool} when it is ready, else {"token", "error": str}. A service is a module
+whose `load(setup)` returns the function that is served; what it raises is the error. Then lines
+{"prompts": [{...}], "calls": [[index of prompt or null, arguments, token, most bytes of its answer
+if not MAX_ANSWER_BYTES], ...]}, each answered per call by one line: what the function returns for
+the prompt and the arguments, a dictionary, and the token; or a failure, if that is no JSON or has
+more bytes. Of half a character U+FFFD is left. Calls of a function are answered in order, those of
+a coroutine as they end; lines {"token", "alive": true} between say that none of them holds up the
+others. What user code prints goes to standard error. SIGUSR1 writes the current stack there.
+
+Answers are protected from accidents: standard input and output are not the channel, programs that
+user code starts do not inherit the channel, and if something is written into it without the token
+of a present call, the pool detects that and replaces the worker. They are not protected from
+intent: user code shares this process's memory, so it can read tokens or replace functions, just as
+it may return any value. So task.py is trusted. Code that a model wrote is not: task.py must run it
+in a program of its own (subprocess), never by exec or eval.
+
+
+It never outlives its pool; every answer repeats the token of what it answers."""
+
+import asyncio
+import faulthandler
+import fcntl
+import importlib
+import inspect
+import json
+import os
+import resource
+import secrets
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import suppress
+from functools import partial
+from io import BufferedReader
+from typing import Any
+
+from llamarl.core.extensions import where
+from llamarl.core.files import whole_letters
+from llamarl.core.records import Prompt, StageStatus
+from llamarl.scoring.user_code.supervisor import TICK_S, RunningCall, Watchdog, supervise
+
+# First number and count, above what a loop that closes low descriptors reaches.
+CHANNEL_DESCRIPTORS = (100, 200)
+MAX_ANSWER_BYTES = 1_000_000  # where the caller expects no more
+CANCEL_S = 1.0  # for a coroutine to end once it is cancelled
+
+Answer = Callable[[str, int, dict[str, Any]], None]
+"""Answers the call of this token, in at most so many bytes, with this."""
+
+
+def main() -> None:
+    """Serve until the input ends, then exit at once, even if user code has left threads running."""
+    supervise(int(sys.argv[1]))
+    try:
+        _serve()
+    except BaseException:  # noqa: BLE001 - user code may have closed the channel, or patched json
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def _serve() -> None:
+    own_pid = os.getpid()
+    requests = os.fdopen(_move(0, os.O_RDONLY), "rb")
+    answers = os.fdopen(_move(1, os.O_WRONLY), "wb")
+    os.dup2(2, 1)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    to_json = json.JSONEncoder(ensure_ascii=False).encode
+
+    def encode(value: dict[str, Any]) -> bytes:
+        return whole_letters(to_json(value)).encode()
+
+    def answer(token: str, max_bytes: int, value: dict[str, Any]) -> None:
+        if os.getpid() != own_pid:  # user code has forked and returned twice
+            os._exit(0)
+        try:
+            line = encode({"token": token, **value})
+            why = f"take at most {max_bytes} bytes as JSON, got {len(line)}"
+        except BaseException as error:  # noqa: BLE001 - user code may return anything
+            line, why = b"", f"be JSON, got {type(error).__name__}: {error}"
+        if not 0 < len(line) <= max_bytes:
+            failure = {"status": StageStatus.INVALID, "error": f"what it returns must {why}"}
+            line = encode({"token": token, **failure})
+        answers.write(line + b"\n")
+        answers.flush()
+
+    first = json.loads(requests.readline())
+    try:
+        serve = importlib.import_module(first["service"]).load(first["setup"])
+    except BaseException as error:  # noqa: BLE001 - running the user's task.py
+        answer(first["token"], MAX_ANSWER_BYTES, {"error": where(error)})
+        os._exit(1)
+    is_coroutine = inspect.iscoroutinefunction(serve)
+    answer(first["token"], MAX_ANSWER_BYTES, {"pid": own_pid, "coroutines": is_coroutine})
+    if is_coroutine:
+        _run(_serve_coroutines(serve, requests, answer, first["timeout_s"]))
+        return
+    for line in requests:
+        for token, prompt, arguments, max_bytes in _calls(line):
+            answer(token, max_bytes, serve(prompt, *arguments))
+        sys.stdout.flush()
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    """Run it to its end. SystemExit and KeyboardInterrupt of a task or callback that user code has
+    made leave the event loop, as does a `stop` of it, which is a RuntimeError: they are what became
+    of that task, and the loop goes on."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    serving = loop.create_task(main)
+    while not (serving.done() or loop.is_closed()):
+        with suppress(SystemExit, KeyboardInterrupt, RuntimeError):
+            loop.run_until_complete(serving)
+    serving.result()
+
+
+def _calls(line: bytes) -> Iterator[tuple[str, Prompt | None, list[Any], int]]:
+    message = json.loads(line)
+    prompts = [
+        Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])})
+        for fields in message["prompts"]
+    ]
+    for place, arguments, token, *most in message["calls"]:
+        max_bytes = most[0] if most else MAX_ANSWER_BYTES
+        yield token, None if place is None else prompts[place], arguments, max_bytes
+
+
+async def _serve_coroutines(
+    serve: Callable[..., Coroutine[Any, Any, dict[str, Any]]],
+    requests: BufferedReader,
+    answer: Answer,
+    timeout_s: float,
+) -> None:
+    """Run each call as soon as it is asked, beside the others."""
+    lines = asyncio.StreamReader(limit=sys.maxsize)
+    protocol = asyncio.StreamReaderProtocol(lines)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, requests)
+    running: dict[str, RunningCall] = {}
+
+    def sign() -> None:
+        if token := next(iter(running), None):
+            answer(token, MAX_ANSWER_BYTES, {"alive": True})
+
+    watchdog = Watchdog(timeout_s, sign)
+    watchdog.start()
+    async with asyncio.TaskGroup() as waiting:
+        while line := await lines.readline():
+            for token, prompt, arguments, max_bytes in _calls(line):
+                call = running[token] = watchdog.call(token, serve(prompt, *arguments))
+                work = _outcome(call, watchdog, timeout_s)
+                told = partial(_tell, running, partial(answer, token, max_bytes), work)
+                waiting.create_task(told(token))
+        os._exit(0)  # whatever still runs
+
+
+async def _tell(
+    running: dict[str, RunningCall],
+    answer: Callable[[dict[str, Any]], None],
+    outcome: Awaitable[dict[str, Any]],
+    token: str,
+) -> None:
+    """Answer a call. One that goes on all the same ends the process."""
+    found = await outcome
+    call = running.pop(token)
+    answer(found)
+    sys.stdout.flush()
+    if not call.task.done():
+        os._exit(1)
+
+
+async def _outcome(call: RunningCall, watchdog: Watchdog, timeout_s: float) -> dict[str, Any]:
+    """What the call returns. It is cancelled when its time is over, which is longer by what others
+    have held it up; the service then says where it was."""
+    left_s, late_s = timeout_s, watchdog.late_s
+    while not call.task.done() and left_s >= TICK_S:
+        await asyncio.wait({call.task}, timeout=left_s)
+        left_s, late_s = watchdog.late_s - late_s, watchdog.late_s
+    if call.task.done() and not (call.stack or call.task.cancelled()):
+        return call.task.result()
+    call.task.cancel()
+    await asyncio.wait({call.task}, timeout=CANCEL_S)
+    stack = call.stack
+    if not call.task.done():
+        stack = stack or "(it went on when cancelled)"
+    elif not (stack or call.task.cancelled()):
+        stack = call.task.result().get("error", "")
+    elif not call.task.cancelled():
+        call.task.exception()  # it has been seen
+    return {"status": StageStatus.HUNG, "error": stack}
+
+
+def _move(descriptor: int, mode: int) -> int:
+    """Move one of the channel's two pipes to another descriptor; its own becomes /dev/null."""
+    first, count = CHANNEL_DESCRIPTORS
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first = min(first, most // 2)
+    low = first + secrets.randbelow(min(count, most - first - 1))
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, low)
+    nothing = os.open(os.devnull, mode)
+    os.dup2(nothing, descriptor)
+    os.close(nothing)
+    return moved
+
+
+if __name__ == "__main__":
+    main()

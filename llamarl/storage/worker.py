@@ -1,0 +1,219 @@
+"""A storage unit: holds the arrays of its share of the rollouts until they are retired.
+
+That holds for memory too: a writer fills files that no row is in, its own or an empty slab that was
+lent to it, and a file comes into a row only by a write that is served here.
+
+
+A cell is written once, except that a partial rollout may be written again; what a fenced writer
+still sends is skipped, so an executor that was given up too early does no harm; a retired row's
+memory is freed."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable
+from pathlib import Path
+
+import numpy as np
+
+from llamarl.cluster.sockets import Answer, LocalServer, Packet
+from llamarl.core.groups import version_spans
+from llamarl.core.memory import available_bytes
+from llamarl.core.records import (
+    GENERATOR_LOGPROBS,
+    PROMPT_IDS,
+    SAMPLING,
+    TOKEN_VERSIONS,
+    Columns,
+    Outcome,
+    RolloutInfo,
+    finish_reason,
+)
+from llamarl.metrics.span import Spans
+from llamarl.storage.archive import Archive, Row
+from llamarl.storage.client import MESSAGE_BYTES
+from llamarl.storage.columns import PackedColumns
+from llamarl.storage.specs import StorageSpec
+from llamarl.storage.table import Slabs, Spill, Table
+from llamarl.storage.wire import Written, found_message, read_ids, write_message
+
+log = logging.getLogger(__name__)
+
+RESERVE_BYTES = 512 * 1024 * 1024  # what must be left of the host's memory
+DONE: Answer = {}, (), ()
+
+
+class StorageExecutor:
+    """One storage unit. Clients on its host may ask at its socket, all others through calls."""
+
+    def __init__(self, spec: StorageSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
+        if num_ranks != 1:
+            raise ValueError(f"a storage unit must have one rank, got {num_ranks}")
+        self._spec, self._spans = spec, spans
+        self._slabs = Slabs()
+        self._table = Table(self._slabs)
+        self._spill = Spill(self._table, self._slabs, spec.spill_folder, spec.max_bytes)
+        self._fenced: set[str] = set()  # writers; one per loss of an executor, so they are few
+        self._archive: Archive | None = None
+        if spec.archive_folder is not None:
+            self._archive = Archive(Path(spec.archive_folder), spec.unit)
+        self._server: LocalServer | None = None
+
+    async def start(self) -> None:
+        """Open the archive; lines of an earlier session stay. Listen at the socket."""
+        if self._archive is not None:
+            self._archive.open()
+        if self._spec.socket is not None and self._server is None:
+            try:
+                self._server = LocalServer(Path(self._spec.socket), self._answer)
+            except OSError as error:
+                log.info("clients call, for there is no socket at %s: %s", self._spec.socket, error)
+
+    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
+        """Write whole cells, all or none; nothing of a fenced writer.
+
+        RuntimeError if a cell exists and its row is not a partial rollout (finish code SEGMENT or
+        TURN); ValueError if an array is not 1-D of its column's dtype.
+        """
+        with self._spans.span("write_rows", rows=len(row_ids)):
+            header, body = write_message(row_ids, columns, writer)
+            self._write(Written(header, memoryview(b"".join(body))))
+        await self._spill.relieve()
+
+    async def read(self, row_ids: list[int], names: list[str]) -> Columns:
+        """Read-only copies of the named columns, in order. KeyError if a cell was never written.
+
+        Of as many of the first rows as have MESSAGE_BYTES together, and at least of one.
+        """
+        with self._spans.span("read_rows", rows=len(row_ids)):
+            cells = self._table.locate(row_ids, names).up_to(MESSAGE_BYTES)
+            found, memory = self._slabs.copy(cells)
+            return PackedColumns(found.views([memory]))
+
+    async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
+        """Those of these rows that a generator has written, as it reports them when they stop."""
+        written = [PROMPT_IDS, TOKEN_VERSIONS, SAMPLING, GENERATOR_LOGPROBS]
+        groups = self._table.groups(row_ids)
+        found = [i for rows, names in groups if {*written} <= {*names} for i in rows]
+        if not found:
+            return []
+        cells, memory = self._slabs.copy(self._table.locate(found, written))
+        columns = cells.views([memory])
+        return [
+            RolloutInfo(
+                row_id=row_id,
+                num_prompt_tokens=len(prompt),
+                num_tokens=len(versions),
+                spans=version_spans(versions),
+                finish_reason=finish_reason(sampling),
+                logprob=float(logprobs.sum(dtype=np.float64)),
+            )
+            for row_id, prompt, versions, sampling, logprobs in zip(
+                found, *(columns[name] for name in written), strict=True
+            )
+        ]
+
+    async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
+        """Archive these rows with `outcome` (its key "outcome" says what became of them), free
+        them.
+
+        Rows that hold nothing, never written or retired before, leave no line. OSError if the
+        archive cannot be written.
+        """
+        self._retire(row_ids, outcome)
+
+    async def erase(self, row_ids: list[int], names: list[str]) -> None:
+        """Free these cells, if there are any."""
+        self._table.erase(row_ids, names)
+
+    async def fence(self, writer: str) -> None:
+        """Skip whatever this writer sends from now on."""
+        if not writer:
+            raise ValueError("writer must have a name to be fenced, got none")
+        self._fenced.add(writer)
+
+    async def usage(self) -> dict[str, int]:
+        """How many rows and bytes the unit holds: `num_rows`, `memory_bytes`, `spilled_bytes`; and
+        `is_full`, 1 if it should take no more, for what is in memory cannot go to disk."""
+        self._spill.is_short = available_bytes() < RESERVE_BYTES
+        await self._spill.relieve()
+        return {
+            "num_rows": len(self._table),
+            "memory_bytes": self._slabs.memory_bytes,
+            "spilled_bytes": self._slabs.spilled_bytes,
+            "is_full": int(self._spill.is_over),
+        }
+
+    async def close(self) -> None:
+        """Close the archive, hang up, give all memory back: also if the archive's disk is full,
+        which is an OSError."""
+        if self._server is not None:
+            self._server.close()
+        try:
+            if self._archive is not None:
+                self._archive.close()
+        finally:
+            await self._spill.close()
+            self._slabs.close()
+
+    def _answer(self, packet: Packet) -> Answer | Awaitable[Answer]:
+        """What a client on this host asks."""
+        ask = packet.header["ask"]
+        self._slabs.read_done(packet.header["done"])
+        if ask == "write":
+            with self._spans.span("write_rows", rows=packet.header["rows"]):
+                self._write(Written(packet.header, packet.open_body(), packet.body_file))
+            if self._spill.is_over:
+                return asyncio.shield(self._relieved())
+            lent = self._slabs.lend(packet.body_file[1]) if packet.body_file else []
+            for file in lent:  # once the answer is on its way
+                asyncio.get_running_loop().call_soon(os.close, file)
+            return {}, (), lent
+        if ask == "read":
+            row_ids = read_ids(packet)
+            with self._spans.span("read_rows", rows=len(row_ids)):
+                cells = self._table.locate(row_ids, packet.header["names"])
+                return found_message(cells, self._slabs)
+        if ask == "retire":
+            self._retire(read_ids(packet), packet.header["outcome"])
+            return DONE
+        return asyncio.shield(self._usage())  # slabs move meanwhile
+
+    def _write(self, written: Written) -> None:
+        row_ids = written.row_ids
+        if written.writer in self._fenced:
+            log.info("skipped %d rows of %s, which was lost", len(row_ids), written.writer)
+            return
+        self._table.check(row_ids, written.dtypes)
+        slab, cells = written.keep(self._slabs)
+        self._table.add(row_ids, slab, cells, written.finish_codes())
+
+    async def _relieved(self) -> Answer:
+        await self._spill.relieve()
+        return DONE
+
+    async def _usage(self) -> Answer:
+        return {"usage": await self.usage()}, (), ()
+
+    def _rows(self, archive: Archive, row_ids: list[int]) -> dict[int, Row]:
+        """What the archive needs of these rows."""
+        found = {}
+        for rows, names in self._table.groups(row_ids):
+            all_cells = self._table.locate(rows, names)
+            lengths = all_cells.lengths.T.tolist()
+            by_name = zip(names, all_cells.lengths, strict=True)
+            wanted = [name for name, each in by_name if archive.wants(name, each, names)]
+            cells, memory = self._slabs.copy(self._table.locate(rows, wanted))
+            columns = cells.views([memory])
+            for place, row_id in enumerate(rows):
+                row_cells = {name: columns[name][place] for name in wanted}
+                found[row_id] = Row(dict(zip(names, lengths[place], strict=True)), row_cells)
+        return {row_id: found[row_id] for row_id in row_ids if row_id in found}
+
+    def _retire(self, row_ids: list[int], outcome: Outcome) -> None:
+        if "outcome" not in outcome:
+            raise ValueError(f'an outcome must have the key "outcome", got {sorted(outcome)}')
+        with self._spans.span("retire_rows", rows=len(row_ids)):
+            if self._archive is not None:
+                self._archive.append(self._rows(self._archive, row_ids), outcome)
+            self._table.retire(row_ids)

@@ -1,0 +1,245 @@
+"""From the rewards of a group to one advantage per rollout, or the reason why the group is
+dropped."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from llamarl.core.config import AlgorithmConfig
+from llamarl.core.config.inputs import LARGEST
+from llamarl.core.errors import TaskError
+from llamarl.core.extensions import FILE
+from llamarl.core.fields import require_choice
+from llamarl.core.groups import REASON, Dropped, Group, Kept, ScoredGroup, Verdict
+from llamarl.core.records import REWARD
+
+Advantages = Callable[[Sequence[float]], Sequence[float]]
+"""The rewards of a group's rollouts, two or more of them and finite -> their advantages."""
+
+WeightedRewards = Sequence[tuple[float, Sequence[float]]]
+"""Several rewards of a group's rollouts: the weight of each, and what it gave them."""
+
+STD_EPSILON = 1e-6  # in units of reward: bounds the advantages of nearly equal rewards
+
+
+def overlong_penalty(num_tokens: int, max_tokens: int, penalty_tokens: int) -> float:
+    """DAPO's soft length penalty (arXiv 2503.14476, eq. 13), from 0 down to -1.
+
+        0                                              if num_tokens <= max_tokens - penalty_tokens
+        (max_tokens - penalty_tokens - num_tokens) / penalty_tokens            between the two
+        -1                                             if num_tokens >= max_tokens
+
+    `penalty_tokens` 0 switches it off.
+    """
+    if penalty_tokens == 0:
+        return 0.0
+    excess = num_tokens - (max_tokens - penalty_tokens)
+    return -min(max(excess / penalty_tokens, 0.0), 1.0)
+
+
+def overlong_penalties(
+    num_tokens: Sequence[int], max_tokens: int, config: AlgorithmConfig
+) -> list[float]:
+    """What is added to each reward before advantages are computed.
+
+    `num_tokens[i]` counts the response tokens of rollout i, observations among them, as the limit
+    does.
+    """
+    most = config.overlong_penalty_tokens
+    return [overlong_penalty(length, max_tokens, most) for length in num_tokens]
+
+
+def mean(rewards: Sequence[float]) -> list[float]:
+    """A_i = r_i - mean(r): LlamaRL section 6, Dr. GRPO, PPO here."""
+    if len(set(rewards)) == 1:  # exactly 0 in spite of rounding
+        return [0.0] * len(rewards)
+    centre = math.fsum(rewards) / len(rewards)
+    return [reward - centre for reward in rewards]
+
+
+def mean_std(rewards: Sequence[float]) -> list[float]:
+    """A_i = (r_i - mean(r)) / (std(r) + e): GRPO; std over n (not n - 1), e = 1e-6."""
+    centred = mean(rewards)
+    std = math.sqrt(math.fsum(c * c for c in centred) / len(rewards))
+    return [c / (std + STD_EPSILON) for c in centred]
+
+
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """A_i = r_i - mean(r_j, j != i): RLOO."""
+    # r_i - (n * mean - r_i) / (n - 1) = (r_i - mean) * n / (n - 1)
+    return [c * len(rewards) / (len(rewards) - 1) for c in mean(rewards)]
+
+
+def none(rewards: Sequence[float]) -> Sequence[float]:
+    """A_i = r_i."""
+    return rewards
+
+
+def apart(rewards: WeightedRewards) -> list[float]:
+    """A_i = sum_k w_k (r_ki - mean(r_k)) / (std(r_k) + e): GDPO (arXiv 2601.05242), eq. 4, 5.
+
+    Summed first, rewards (1, 0) and (0, 1) are equal, and what varies most hides the others.
+    """
+    weighted = [(weight, mean_std(values)) for weight, values in rewards]
+    return [
+        math.fsum(weight * values[i] for weight, values in weighted)
+        for i in range(len(rewards[0][1]))
+    ]
+
+
+def over_deviation(advantages: Sequence[float]) -> list[float]:
+    """A_i / (std(A) + e) over a batch of whole groups, so that their size does not grow with the
+    number of rewards: GDPO, eq. 6. Its mean is 0, because that of each group is."""
+    std = math.sqrt(math.fsum(a * a for a in advantages) / max(1, len(advantages)))
+    return [a / (std + STD_EPSILON) for a in advantages]
+
+
+ADVANTAGES: dict[str, Advantages] = {
+    "mean": mean,
+    "mean_std": mean_std,
+    "leave_one_out": leave_one_out,
+    "none": none,
+}
+"""By their names in `algorithm.advantage`."""
+
+GDPO = "gdpo"  # another name there: `apart` of each group, then `over_deviation` of the batch
+
+
+FAILED_REWARD = "failed_reward"
+EQUAL_REWARDS = "equal_rewards"
+SOLVED = "solved"
+TASK = "task"  # the recipe's own task.py
+LEAST_ROLLOUTS = {"none": 1, TASK: 1}  # by advantage; a rollout is no baseline of its own
+EMPTY: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+
+GroupFilter = Callable[[ScoredGroup], str | None]
+"""A scored group -> the reason to drop it, or None."""
+
+
+def equal_rewards(group: ScoredGroup) -> str | None:
+    """Drops a group whose rewards are all equal and whose advantages are therefore all 0; as
+    "solved" if every rollout has full marks (`StageResult.correct`).
+
+    With `advantage: none` that means all rewards are 0.
+    """
+    if len(set(group.rewards)) > 1 or any(group.advantages):
+        return None
+    return SOLVED if all(score.correct for score in group.scores) else EQUAL_REWARDS
+
+
+FILTERS: dict[str, GroupFilter] = {EQUAL_REWARDS: equal_rewards}
+"""By their names in `algorithm.filters`."""
+
+
+def check_names(config: AlgorithmConfig) -> None:
+    """ValueError unless the advantage and the filters that the recipe selects exist."""
+    require_choice("algorithm.advantage", config.advantage, [*ADVANTAGES, GDPO, TASK])
+    for name in config.filters:
+        require_choice("algorithm.filters", name, [*FILTERS, TASK])
+
+
+def filter_group(
+    group: Group,
+    *,
+    max_tokens: int,
+    config: AlgorithmConfig,
+    functions: Sequence[tuple[str, float]] = (),
+    task: Mapping[str, Callable[..., Any]] = EMPTY,
+) -> Verdict:
+    """The group's advantages, or why it is dropped: the first reason of `config.filters`, which see
+    rewards before the overlong penalty, as DAPO's (eq. 11) counts correct rollouts.
+
+    Rollouts that a stage of the recipe's own dropped are left out; if too few are left for a
+    baseline, their most frequent reason is the group's. Next comes "failed_reward": a score without
+    reward (`reward.on_failure: zero` gives it one), or a sum beyond `LARGEST`. A baseline over the
+    other rollouts would favour those that reward code happens to handle, so the whole group is
+    dropped.
+
+    `max_tokens` is the longest completion, which the overlong penalty counts back from; `functions`
+    are the reward functions with their weights; `task` are the functions of task.py that the recipe
+    names. TaskError if one of them fails or returns an invalid value.
+    """
+    row_ids = [row_id for row_id in group.row_ids if row_id not in group.dropped]
+    if len(row_ids) < min(len(group.row_ids), LEAST_ROLLOUTS.get(config.advantage, 2)):
+        return Dropped(Counter(group.dropped.values()).most_common(1)[0][0])
+    rollouts = tuple(group.rollouts[row_id] for row_id in row_ids)
+    scores = tuple(group.scores[row_id] for row_id in row_ids)
+    num_tokens = [rollout.num_tokens for rollout in rollouts]  # observations use the limit up too
+    summed = _summed_rewards(group, row_ids, config)
+    if not all(abs(reward) <= LARGEST for reward in summed):  # NaN: none was given
+        return Dropped(FAILED_REWARD)
+    columns = _weighted_rewards(group, row_ids, config, functions)
+
+    def advantages(penalties: Sequence[float]) -> tuple[float, ...]:
+        if config.advantage == GDPO:
+            return tuple(apart([*columns, (1.0, penalties)]))
+        rewards = tuple(reward + penalty for reward, penalty in zip(summed, penalties, strict=True))
+        return _advantages(rewards, config.advantage, task)
+
+    scored = ScoredGroup(
+        prompt=group.prompt,
+        rollouts=rollouts,
+        scores=scores,
+        rewards=tuple(summed),
+        advantages=advantages([0.0] * len(summed)),
+    )
+    for name in config.filters:
+        reason = _drop_by_task(scored, task) if name == TASK else FILTERS[name](scored)
+        if reason is not None:
+            return Dropped(reason)
+    if not config.overlong_penalty_tokens:
+        return Kept(scored.advantages)
+    return Kept(advantages(overlong_penalties(num_tokens, max_tokens, config)))
+
+
+def _summed_rewards(group: Group, row_ids: Sequence[int], config: AlgorithmConfig) -> list[float]:
+    """The weighted sum of each rollout's reward columns; NaN if its reward failed."""
+    columns = _weighted_rewards(group, row_ids, config)
+    return [sum([weight * values[i] for weight, values in columns]) for i in range(len(row_ids))]
+
+
+def _weighted_rewards(
+    group: Group,
+    row_ids: Sequence[int],
+    config: AlgorithmConfig,
+    functions: Sequence[tuple[str, float]] = (),
+) -> list[tuple[float, list[float]]]:
+    """The reward columns with a weight, but for the column "reward" what each of `functions` gave,
+    if it is known; 0 for a rollout whose reward failed."""
+    scores = [group.scores[i] for i in row_ids]
+    are_known = any(name in score.parts for score in scores for name, _ in functions)
+    found: list[tuple[float, list[float]]] = []
+    for column, weight in zip(config.reward_columns, config.reward_column_weights, strict=True):
+        if weight and column != REWARD:
+            found.append((weight, [group.numbers[i][column] for i in row_ids]))
+        elif weight and not are_known:
+            found.append((weight, [score.reward for score in scores]))
+        elif weight:
+            for name, share in functions:
+                found.append((weight * share, [score.parts.get(name, 0.0) for score in scores]))
+    return found
+
+
+def _advantages(
+    rewards: Sequence[float], name: str, task: Mapping[str, Callable[..., Any]]
+) -> tuple[float, ...]:
+    if name != TASK:
+        return tuple(ADVANTAGES[name](rewards))
+    found = task["advantages"](rewards)
+    is_sequence = isinstance(found, list | tuple) and len(found) == len(rewards)
+    if not is_sequence or not all(isinstance(a, int | float) and math.isfinite(a) for a in found):
+        must = f"be {len(rewards)} finite numbers, one per reward"
+        raise TaskError(f"what advantages of {FILE} returns must {must}, got {found!r:.100}")
+    return tuple(map(float, found))
+
+
+def _drop_by_task(group: ScoredGroup, task: Mapping[str, Callable[..., Any]]) -> str | None:
+    reason = task["drop"](group)
+    if reason is None or (isinstance(reason, str) and REASON.fullmatch(reason)):
+        return reason
+    must = "be None or a reason of small letters, digits and _"
+    raise TaskError(f"what drop of {FILE} returns must {must}, got {reason!r:.100}")

@@ -1,0 +1,258 @@
+"""The parallel form of the decoder, and a checkpoint as such a model in memory, whole or this
+rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from operator import attrgetter
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from llamarl.core.config import TrainerConfig, TransformersConfig
+from llamarl.model import hf
+from llamarl.model.adapter_inventory import adapter_shapes
+from llamarl.model.adapters import attach
+from llamarl.model.architecture import (
+    LINEARS,
+    Architecture,
+    is_adapter,
+    read_any_architecture,
+    read_architecture,
+    split_dimension,
+)
+from llamarl.model.inventory import parameter_shapes
+from llamarl.model.trained_model import TrainedModel
+from llamarl.model.transformer import Layer, Transformer
+
+MESH_DIMENSIONS = ("replicate", "shard", "tensor")
+
+
+def mesh_shape(config: TrainerConfig) -> dict[str, int]:
+    """The mesh's dimensions, slowest first: `shard`, and the others if larger than 1."""
+    sizes = (config.replicate, config.num_shard_ranks, config.tensor_parallel)
+    shape = dict(zip(MESH_DIMENSIONS, sizes, strict=True))
+    return {name: size for name, size in shape.items() if size > 1 or name == "shard"}
+
+
+def parameter_placements(
+    architecture: Architecture, config: TrainerConfig
+) -> dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]]:
+    """Parameter name -> (mesh shape, one placement per mesh dimension); needs no process group.
+
+    Rank r is at the r-th coordinate of the mesh in row-major order. Weights, gradients and moments
+    have the same placements. Adapters are among them.
+    """
+    shape = mesh_shape(config)
+    found: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {}
+    names = [*parameter_shapes(architecture), *adapter_shapes(architecture, config.lora)]
+    for name in names:
+        split = split_dimension(name)
+        tensor = Replicate() if split is None else Shard(split)
+        is_cut_twice = "tensor" in shape and tensor == Shard(0)
+        placements: dict[str, Placement] = {
+            "replicate": Replicate(),
+            # Tensor parallel splits rows first, though its dimension is last; FSDP splits the rest.
+            "shard": (
+                _StridedShard(0, split_factor=config.tensor_parallel) if is_cut_twice else Shard(0)
+            ),
+            "tensor": tensor,
+        }
+        found[name] = (tuple(shape.values()), tuple(placements[key] for key in shape))
+    return found
+
+
+def make_mesh(device_type: str, config: TrainerConfig) -> DeviceMesh:
+    """The mesh over all ranks of the default process group; every rank calls it."""
+    shape = mesh_shape(config)
+    return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def parallelize(
+    model: TrainedModel,
+    mesh: DeviceMesh,
+    config: TrainerConfig,
+    adapters: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Make `model` parallel, in place, and give it `adapters` of these shapes, if there are any.
+
+    Parameters (of any dtype, or still on the meta device) become DTensors placed as
+    `parameter_placements` says; forward and backward run in `config.compute_dtype`. A mesh of one
+    rank is no special case, but that FSDP leaves frozen weights alone then, in the dtype they have.
+    """
+    assert mesh.mesh_dim_names is not None
+    is_split = "tensor" in mesh.mesh_dim_names
+    if is_split:
+        assert isinstance(model, Transformer)
+        _split(model, mesh["tensor"])
+    if adapters:
+        tensor_mesh = mesh["tensor"] if is_split else None
+        model.adapters = attach(model.root, adapters, config.lora, tensor_mesh)
+    model.set_checkpointing(config.activation_checkpointing)
+    for layer in model.layers:
+        if config.compile != "none":
+            assert isinstance(layer, Layer)
+            compile_layer(layer, config.compile)
+    _shard(model, mesh, config)
+
+
+def _split(model: Transformer, mesh: DeviceMesh) -> None:
+    """Tensor parallel within a layer, sequence parallel between: packed tokens are dimension 0."""
+    norm = SequenceParallel(sequence_dim=0)
+    head_norm = SequenceParallel(sequence_dim=1, use_local_output=True)  # of [N, heads, head_dim]
+    # One gather of the tokens feeds the two or three products that follow it.
+    attention_input = PrepareModuleInput(
+        input_layouts=(Shard(0), None, None), desired_input_layouts=(Replicate(), None, None)
+    )
+    plan: dict[str, ParallelStyle] = {
+        "input_layernorm": norm,
+        "self_attn": attention_input,
+        "self_attn.q_norm": head_norm,
+        "self_attn.k_norm": head_norm,
+        "post_attention_layernorm": norm,
+        "mlp": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
+    }
+    for name, linear in LINEARS.items():
+        by_inputs = RowwiseParallel(output_layouts=Shard(0))
+        plan[name] = by_inputs if linear.split == 1 else ColwiseParallel()
+    for layer in model.model.layers:
+        present = {key: style for key, style in plan.items() if attrgetter(key)(layer) is not None}
+        parallelize_module(layer, mesh, present)
+    outside: dict[str, ParallelStyle] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        "model.norm": norm,
+    }
+    if model.lm_head is not None:
+        outside["lm_head"] = ColwiseParallel()
+    parallelize_module(model, mesh, outside)
+    model.num_tensor_ranks = mesh.size()
+
+
+def compile_layer(layer: Layer, backend: str) -> None:
+    """Compile the layer but for its attention, whose blocks differ with every packing.
+
+    The number of tokens is dynamic from the start, so one compilation serves all packings.
+    """
+    layer.self_attn.attend = torch.compiler.disable(layer.self_attn.attend)
+    layer.run = torch.compile(layer.run, backend=backend, dynamic=True)
+
+
+def _shard(model: TrainedModel, mesh: DeviceMesh, config: TrainerConfig) -> None:
+    """FSDP2 over `shard`, copies over `replicate`: one unit per layer and one for the rest."""
+    ignored = _left_alone(model, config)
+    is_replicated = "replicate" in (mesh.mesh_dim_names or ())
+    data_mesh = mesh["replicate", "shard"] if is_replicated else mesh["shard"]
+    # Inputs are not cast: token ids are integers, and the rotation tables stay float32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.compute_dtype),
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    # With one shard, gathering again for the backward pass would only copy.
+    reshards = config.reshard_after == "forward" and config.num_shard_ranks > 1
+    for layer in model.layers:
+        fully_shard(
+            layer,
+            mesh=data_mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshards,
+            ignored_params=ignored,
+        )
+    fully_shard(
+        model,
+        mesh=data_mesh,
+        mp_policy=policy,
+        reshard_after_forward=False,
+        ignored_params=ignored,
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if config.reshard_after == "step":  # then a change of the weights calls `reshard`
+                module.set_reshard_after_backward(False)
+
+
+def _left_alone(model: TrainedModel, config: TrainerConfig) -> set[nn.Parameter]:
+    """Frozen weights of which each rank has all: gathering them would only make a second copy."""
+    if model.adapters is None or config.num_shard_ranks > 1:
+        return set()
+    return {parameter for parameter in model.parameters() if not parameter.requires_grad}
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the gathered weights, so that the next pass gathers the shards' present values."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def gather(tensor: DTensor) -> torch.Tensor:
+    """The whole of a sharded parameter, gradient or moment, on every rank."""
+    placements = list(tensor.placements)
+    for dimension in range(len(placements)):  # FSDP split last, so its shards are joined first
+        placements[dimension] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local().detach()
+
+
+def load_model(
+    checkpoint: str,
+    config: TrainerConfig,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    dtype: torch.dtype,
+) -> TrainedModel:
+    """The model in `dtype` on `device`, sharded over `mesh` (None: whole); on all ranks. Adapters
+    are float32, and have no values yet.
+
+    ValueError if the checkpoint is missing or does not fit.
+    """
+    model = empty_model(checkpoint, config, device, mesh, dtype)
+    own = {name: each for name, each in model.named_parameters() if not is_adapter(name)}
+    hf.load_into(own, checkpoint)
+    with model.adapters.off() if model.adapters is not None else nullcontext():
+        model.prepare()
+    reshard(model)
+    return model
+
+
+def empty_model(
+    checkpoint: str,
+    config: TrainerConfig,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    dtype: torch.dtype,
+) -> TrainedModel:
+    """The same before its weights are read: of the checkpoint only config.json is."""
+    model = _build(checkpoint, config, dtype)
+    if mesh is not None:
+        adapters = {}
+        if config.lora.is_used:
+            adapters = adapter_shapes(read_any_architecture(checkpoint), config.lora)
+        parallelize(model, mesh, config, adapters)
+    model.to_empty(device=device)
+    return model
+
+
+def _build(checkpoint: str, config: TrainerConfig, dtype: torch.dtype) -> TrainedModel:
+    if not isinstance(config, TransformersConfig):
+        with torch.device("meta"):
+            return Transformer(read_architecture(checkpoint)).to(dtype)
+    from llamarl.model.transformers_model import TransformersModel  # seconds, which others save
+
+    return TransformersModel(checkpoint, dtype, getattr(torch, config.compute_dtype))

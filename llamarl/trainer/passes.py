@@ -1,0 +1,282 @@
+"""The passes of one trainer or reference rank over packed rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+
+from llamarl.core.device.devices import platform_of, send
+from llamarl.core.device.platform import Arrival
+from llamarl.core.groups import BatchRollout
+from llamarl.core.records import (
+    CLIPPED,
+    GENERATOR_LOGPROBS,
+    LOSS_WEIGHTS,
+    NO_VERSION,
+    PROMPT_IDS,
+    PROXIMAL_LOGPROBS,
+    REF_LOGPROBS,
+    RESPONSE_IDS,
+    SAMPLING,
+    TOKEN_VERSIONS,
+    TRAINER_LOGPROBS,
+    Columns,
+    FinishReason,
+    finish_reason,
+)
+from llamarl.model.attention import Packing, make_packing
+from llamarl.model.trained_model import TrainedModel
+from llamarl.trainer.loss_inputs import LossInputs, TokenLoss
+from llamarl.trainer.policy import Policy
+from llamarl.trainer.policy_loss import LossMetrics, interpolated, policy_loss, share_of_way
+from llamarl.trainer.specs import TrainerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """R packed rollouts: N tokens that are fed, T response tokens that are predicted.
+
+    A rollout of P prompt and L response tokens feeds P + L - 1 tokens: no token follows its last.
+    """
+
+    token_ids: torch.Tensor  # int64 [N], fed tokens
+    targets: torch.Tensor  # int64 [N], the token that follows each fed token
+    packing: Packing  # of R fed lengths; their sum is N
+    response: torch.Tensor  # int64 [T], which of the N positions predict response tokens, in order
+    response_lengths: tuple[int, ...]  # R response lengths; their sum is T
+
+
+def micro_batch(columns: Columns, indices: Sequence[int], multiple: int = 1) -> MicroBatch:
+    """Pack the rollouts at `indices` of `columns` (each P >= 1 prompt, L >= 1 response tokens), in
+    host memory; `multiple` as in `make_packing`.
+
+    Without rollouts it is one fed token and no response: a rank without work still takes part in
+    the collectives of a forward.
+    """
+    if not indices:
+        blank = torch.zeros(1, dtype=torch.int64)
+        return MicroBatch(
+            token_ids=blank,
+            targets=blank,
+            packing=make_packing((1,), multiple),
+            response=blank[:0],
+            response_lengths=(),
+        )
+    prompts = [columns[PROMPT_IDS][i] for i in indices]
+    responses = [columns[RESPONSE_IDS][i] for i in indices]
+    whole = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
+    lengths = tuple(len(ids) - 1 for ids in whole)
+    ends = zip(accumulate(lengths), responses, strict=True)
+    response = [np.arange(end - len(ids), end) for end, ids in ends]
+    return MicroBatch(
+        token_ids=_tensor([ids[:-1] for ids in whole]),
+        targets=_tensor([ids[1:] for ids in whole]),
+        packing=make_packing(lengths, multiple),
+        response=_tensor(response),
+        response_lengths=tuple(len(ids) for ids in responses),
+    )
+
+
+def column(columns: Columns, name: str, indices: Sequence[int]) -> torch.Tensor:
+    """One per-token float column of the rollouts at `indices`, packed: float32 [T]."""
+    return concatenated([columns[name][i] for i in indices])
+
+
+def concatenated(parts: Sequence[np.ndarray]) -> torch.Tensor:
+    """Numbers per token of several rollouts, one after another: float32 [T], in host memory."""
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *parts], dtype=np.float32))
+
+
+def _tensor(parts: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts, dtype=np.int64))
+
+
+WAY = "way"  # no column of storage: `share_of_way` of each token
+
+
+@torch.no_grad()
+def infer(
+    model: TrainedModel,
+    columns: Columns,
+    micro_batches: Sequence[Sequence[int]],
+    temperature: float,
+    device: torch.device,
+) -> dict[int, np.ndarray]:
+    """log pi of each response, float32, by its place in `columns`."""
+    found: list[tuple[Sequence[int], tuple[int, ...], Arrival]] = []
+    for indices in micro_batches:
+        packed = send(micro_batch(columns, indices, model.num_tensor_ranks), device)
+        fed = packed.token_ids, packed.packing, packed.targets
+        values = model(*fed, temperature, packed.response).logprobs
+        found.append((indices, packed.response_lengths, platform_of(device).fetch(values)))
+    cells = ((indices, arrival.wait().split(lengths)) for indices, lengths, arrival in found)
+    return {
+        i: part.numpy() for indices, parts in cells for i, part in zip(indices, parts, strict=True)
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossColumns:
+    """What a loss needs of R rollouts with T response tokens, in host memory or on the device."""
+
+    advantages: torch.Tensor  # float32 [T]
+    weights: torch.Tensor  # float32 [T]
+    rollout_index: torch.Tensor  # int64 [T]
+    rollout_lengths: torch.Tensor  # int64 [R], tokens that the model wrote
+    columns: dict[str, torch.Tensor]  # float32 [T] each, by their names in storage
+
+
+class Passes:
+    """Runs `policy` at the sampling temperature; `loss_metrics` sums the statistics of a step.
+
+    Between the first operation of a micro-batch and the end of `accumulate` the host waits for
+    nothing of the device.
+    """
+
+    def __init__(
+        self, policy: Policy, device: torch.device, spec: TrainerSpec, token_loss: TokenLoss
+    ) -> None:
+        self.loss_metrics = LossMetrics()
+        self._policy, self._device, self._token_loss = policy, device, token_loss
+        self._algorithm, self._temperature = spec.algorithm, spec.sampling.temperature
+        has_reference, runs = spec.algorithm.has_reference, spec.algorithm.runs_reference
+        self._is_own_reference = has_reference and not runs(spec.config.lora)
+
+    def accumulate(
+        self,
+        rows: Sequence[BatchRollout],
+        columns: Columns,
+        sizes: Sequence[int],
+        version: int = 0,
+        first_version: int = 0,
+    ) -> Columns:
+        """Forward and backward of this rank's micro-batches: `rows` cut into runs of `sizes`, at
+        trainer version `version`, in a batch that began at `first_version`.
+
+        Returns what was found of every row: TRAINER_LOGPROBS, LOSS_WEIGHTS and CLIPPED, and
+        REF_LOGPROBS if the policy is its own reference.
+        """
+        if self._algorithm.proximal == "interpolate":
+            shares = [share_of_way(v, first_version, version) for v in columns[TOKEN_VERSIONS]]
+            columns = columns | {WAY: shares}
+        parts = [
+            self._forward_backward(rows, columns, range(start, end))
+            for start, end in pairwise(accumulate(sizes, initial=0))
+        ]
+        found: Columns = {TRAINER_LOGPROBS: [], LOSS_WEIGHTS: [], CLIPPED: []}
+        found |= {REF_LOGPROBS: []} if self._is_own_reference else {}
+        for lengths, arrival in filter(None, parts):
+            for name, values in zip(found, arrival.wait(), strict=True):
+                values = values.to(torch.uint8) if name in (LOSS_WEIGHTS, CLIPPED) else values
+                found[name] += [part.numpy() for part in values.split(lengths)]
+        return found
+
+    def infer(self, columns: Columns, sizes: Sequence[int]) -> list[np.ndarray]:
+        """log pi of each response, float32, in micro-batches of so many rows. Changes nothing."""
+        cuts = pairwise(accumulate(sizes, initial=0))
+        micro_batches = [range(start, end) for start, end in cuts]
+        model, temperature = self._policy.model, self._temperature
+        found = infer(model, columns, micro_batches, temperature, self._device)
+        self._policy.finish_inference()
+        return [found[i] for i in range(len(found))]
+
+    def differences(self, columns: Columns, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
+        """float64 [rows of `columns`]: the largest |log pi - log mu| over what the model wrote of
+        each row, 0 for rows that are in none of the micro-batches. Changes nothing."""
+        found = torch.zeros(len(columns[GENERATOR_LOGPROBS]), dtype=torch.float64)
+        model, temperature = self._policy.model, self._temperature
+        for i, logprobs in infer(model, columns, micro_batches, temperature, self._device).items():
+            is_written = columns[TOKEN_VERSIONS][i] != NO_VERSION
+            difference = np.abs(logprobs - columns[GENERATOR_LOGPROBS][i])[is_written]
+            found[i] = float(difference.max(initial=0.0))
+        self._policy.finish_inference()
+        return found
+
+    def _forward_backward(
+        self, rows: Sequence[BatchRollout], columns: Columns, indices: range
+    ) -> tuple[tuple[int, ...], Arrival] | None:
+        """Add one micro-batch to the gradients; returns the lengths of its responses, and of their
+        tokens what `accumulate` finds, float32 [3 or 4, T]."""
+        model = self._policy.model
+        host = micro_batch(columns, indices, model.num_tensor_ranks)
+        packed, given = send((host, self._loss_columns(rows, columns, indices)), self._device)
+        ref_logprobs = given.columns.get(REF_LOGPROBS)
+        if self._is_own_reference:
+            ref_logprobs = self._without_adapters(packed)
+        fed = packed.token_ids, packed.packing, packed.targets
+        trainer_logprobs, entropy = model(*fed, self._temperature, packed.response)
+        if not indices:
+            trainer_logprobs.sum().backward()  # zero, but the other ranks need our part
+            return None
+        inputs = LossInputs(
+            trainer_logprobs=trainer_logprobs,
+            generator_logprobs=given.columns[GENERATOR_LOGPROBS],
+            advantages=given.advantages,
+            weights=given.weights,
+            entropy=entropy,
+            rollout_index=given.rollout_index,
+            rollout_lengths=given.rollout_lengths,
+            ref_logprobs=ref_logprobs,
+            proximal_logprobs=self._proximal(trainer_logprobs, given.columns),
+            columns={name: given.columns[name] for name in self._algorithm.loss_columns},
+        )
+        outputs = policy_loss(inputs, self._algorithm, self._token_loss)
+        outputs.loss.backward()
+        num_written = int(self._num_written(columns, indices).sum())
+        self.loss_metrics.add(outputs, num_written, [rows[i].row_id for i in indices])
+        found = [trainer_logprobs.detach(), outputs.weights, outputs.clipped.float()]
+        if self._is_own_reference and ref_logprobs is not None:
+            found.append(ref_logprobs)
+        return packed.response_lengths, platform_of(self._device).fetch(torch.stack(found))
+
+    @torch.no_grad()
+    def _without_adapters(self, packed: MicroBatch) -> torch.Tensor:
+        """log pi_ref of the response tokens, float32 [T]: the policy is its own reference."""
+        model = self._policy.model
+        assert model.adapters is not None
+        with model.adapters.off():
+            fed = packed.token_ids, packed.packing, packed.targets
+            return model(*fed, self._temperature, packed.response).logprobs
+
+    def _proximal(
+        self, trainer_logprobs: torch.Tensor, given: dict[str, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """As the algorithm says; what was not stored before is pi, in a batch's first step."""
+        if self._algorithm.proximal == "none":
+            return None
+        if WAY in given:
+            return interpolated(given[GENERATOR_LOGPROBS], trainer_logprobs, given[WAY])
+        return given.get(PROXIMAL_LOGPROBS, trainer_logprobs.detach())
+
+    def _loss_columns(
+        self, rows: Sequence[BatchRollout], columns: Columns, indices: range
+    ) -> LossColumns:
+        """In host memory. Weights are 0 for observations, and tokens that are too stale, or
+        truncated and to be masked."""
+        names = [GENERATOR_LOGPROBS, *self._algorithm.loss_columns]
+        names += [name for name in (REF_LOGPROBS, PROXIMAL_LOGPROBS, WAY) if name in columns]
+        lengths = [len(columns[TOKEN_VERSIONS][i]) for i in indices]
+        advantages = np.array([rows[i].advantage for i in indices], np.float32)
+        return LossColumns(
+            advantages=torch.from_numpy(np.repeat(advantages, lengths)),
+            weights=concatenated([self._weights(rows[i], columns, i) for i in indices]),
+            rollout_index=torch.from_numpy(np.repeat(np.arange(len(indices)), lengths)),
+            rollout_lengths=torch.from_numpy(self._num_written(columns, indices)),
+            columns={name: column(columns, name, indices) for name in names},
+        )
+
+    def _num_written(self, columns: Columns, indices: range) -> np.ndarray:
+        """Tokens of each rollout that the model wrote, int64 [R]."""
+        written = ((columns[TOKEN_VERSIONS][i] != NO_VERSION).sum() for i in indices)
+        return np.fromiter(written, np.int64, len(indices))
+
+    def _weights(self, row: BatchRollout, columns: Columns, i: int) -> np.ndarray:
+        versions = columns[TOKEN_VERSIONS][i]
+        is_trained = (versions != NO_VERSION) & (versions >= row.oldest_version)
+        if self._algorithm.mask_truncated:
+            is_trained &= finish_reason(columns[SAMPLING][i]) is not FinishReason.LENGTH
+        return is_trained

@@ -1,0 +1,65 @@
+"""What trainer and reference are constructed with: frozen records, made without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from llamarl.core.config import (
+    AlgorithmConfig,
+    PlacementConfig,
+    SamplingConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+from llamarl.core.extensions import TaskSource
+from llamarl.core.faces import ColumnStore
+from llamarl.publish.layout import Kind
+
+if TYPE_CHECKING:
+    from llamarl.publish.transports.messages import Rdma
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSpec:
+    """`tokenizer` is the folder from which an export takes its tokenizer (None: the checkpoint);
+    `rendezvous` is a file path that no earlier run used; `num_steps` ends the learning rate's
+    schedule. `run_dir` takes what is offloaded unless `placement` names another folder.
+    """
+
+    executor: ClassVar[str] = "llamarl.trainer.worker:TrainerExecutor"
+
+    checkpoint: str
+    tokenizer: str | None = None
+    task_source: TaskSource | None = None
+    rendezvous: str
+    config: TrainerConfig
+    algorithm: AlgorithmConfig
+    sampling: SamplingConfig
+    weights: WeightsConfig
+    placement: PlacementConfig
+    storage: ColumnStore
+    run_dir: str
+    num_steps: int
+    seed: int
+    adapter: str | None = None
+    """Folder of the adapter to start from, with lora; None: one that changes nothing."""
+    kinds: tuple[Kind, ...] = ()
+    """What the generators' weights are in; beside adapters, those that no publish moves."""
+    rdma: Rdma | None = None
+    """What weights.transport=rdma works with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceSpec:
+    """`column` takes the log-probs of the model in `checkpoint`. `config` is the trainer's;
+    `rendezvous` is a file path that no other group of ranks uses."""
+
+    executor: ClassVar[str] = "llamarl.trainer.reference:ReferenceExecutor"
+
+    checkpoint: str
+    column: str
+    rendezvous: str
+    config: TrainerConfig
+    sampling: SamplingConfig
+    storage: ColumnStore

@@ -1,0 +1,436 @@
+"""One rank of the trainer: its methods, and what it does on its compute thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from llamarl.core.compute import ComputeThread
+from llamarl.core.device.devices import compute_device, use_device
+from llamarl.core.errors import RepeatedWarnings
+from llamarl.core.groups import Batch, BatchRollout, StepStats
+from llamarl.core.memory import available_bytes
+from llamarl.core.process_group import join, leave
+from llamarl.core.records import (
+    CLIPPED,
+    GENERATOR_LOGPROBS,
+    LOSS_WEIGHTS,
+    PROMPT_IDS,
+    PROXIMAL_LOGPROBS,
+    REF_LOGPROBS,
+    RESPONSE_IDS,
+    SAMPLING,
+    TOKEN_VERSIONS,
+    TRAINER_LOGPROBS,
+    Columns,
+)
+from llamarl.metrics.span import Spans
+from llamarl.publish.fingerprint import shard_sums
+from llamarl.publish.layout import Format
+from llamarl.publish.offload import MemoryMover, OffloadPart
+from llamarl.publish.shards import cut_rows, shard_boxes
+from llamarl.publish.source import SourcePart
+from llamarl.publish.transports.mapped import this_host
+from llamarl.storage.client import RecordingStore
+from llamarl.trainer.losses import find_loss
+from llamarl.trainer.packing import pack
+from llamarl.trainer.parallel import make_mesh
+from llamarl.trainer.passes import Passes
+from llamarl.trainer.policy import Policy
+from llamarl.trainer.policy_loss import (
+    LossMetrics,
+    denominator,
+    empty_step_warning,
+    is_inert,
+    on_policy_warning,
+    statistics,
+)
+from llamarl.trainer.schedule import learning_rate
+from llamarl.trainer.specs import TrainerSpec
+
+log = logging.getLogger(__name__)
+
+SHOWN_ROWS = 8  # row ids named in an error
+
+
+class PolicyStep:
+    """One rank's policy. Its methods belong on the compute thread, but for `share`, `prefetch` and
+    `require_presence`; all but these, `offload` and `onload` are called on all ranks.
+
+    Joins the other ranks; `resources` takes what is to be given back, however far that came.
+    ValueError if the checkpoint is missing or does not fit.
+    """
+
+    tags: tuple[str, ...] = ("weights", "state")
+
+    def __init__(
+        self, spec: TrainerSpec, rank: int, num_ranks: int, spans: Spans, resources: ExitStack
+    ) -> None:
+        self._spec, self._rank, self._num_ranks, self._spans = spec, rank, num_ranks, spans
+        self._data_rank = rank // spec.config.tensor_parallel
+        self._mover = MemoryMover.placed(spec.placement, spec.run_dir, f"trainer-{rank}")
+        resources.callback(self._mover.close)
+        token_loss = find_loss(spec.algorithm, spec.task_source)
+        device = compute_device(spec.config.device, "trainer.device")
+        use_device(device)
+        join(spec.rendezvous, rank, num_ranks, device)
+        resources.callback(leave)
+        mesh = make_mesh(device.type, spec.config)
+        folders = spec.tokenizer, spec.adapter
+        self.policy = Policy.load(spec.checkpoint, mesh, spec.config, spec.seed, *folders)
+        frozen = self.policy.frozen
+        self.passes = Passes(self.policy, device, spec, token_loss)
+        self.source = SourcePart(
+            rank,
+            *shard_boxes(self.policy.parameters),
+            config=spec.weights,
+            rdma=spec.rdma,
+            spans=spans,
+            formats=() if frozen else [kind for kind in spec.kinds if isinstance(kind, Format)],
+            cut=cut_rows(self.policy.parameters),
+            num_ranks=num_ranks,
+            frozen=self._sums_of(frozen) if frozen else None,
+        )
+        resources.callback(self.source.close)
+        self.version = 0
+        self.source.label(self.version)
+        self._rows: list[BatchRollout] = []  # of the current step, on all ranks
+        self._is_whole = True  # False while an update runs
+        self._warnings = RepeatedWarnings(log)
+
+    def _sums_of(self, frozen: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, int]]:
+        """Of weights beside adapters, for replicas of each kind."""
+        place = self._rank, self._num_ranks, self._spec.config.replicate
+        return shard_sums(frozen, self._spec.kinds, *place)
+
+    def share(self, batch: Batch) -> list[tuple[int, ...]]:
+        """The micro-batches of this rank's data rank without the rows that have no gradient.
+
+        Every rank sees the metadata of all, so all leave out the same: a micro-batch goes only if
+        it is empty on every rank, and the ranks stay in step.
+        """
+        num_data_ranks = self._spec.config.num_data_ranks
+        assert len(batch.assignment) == num_data_ranks, "batch packed for another number of ranks"
+        active = {
+            i
+            for i, row in enumerate(batch.rows)
+            if row.num_tokens > 0 and not is_inert(row.advantage, self._spec.algorithm)
+        }
+        kept = [
+            [tuple(i for i in positions if i in active) for positions in micro_batches]
+            for micro_batches in zip(*batch.assignment, strict=True)
+        ]
+        return [ranks[self._data_rank] for ranks in kept if any(ranks)]
+
+    def accumulate(
+        self, batch: Batch, rows: Sequence[BatchRollout], columns: Columns, sizes: Sequence[int]
+    ) -> Columns:
+        """Add the gradients of this rank's `rows` of `batch`, in micro-batches of `sizes`, to the
+        step; returns the columns that `Passes.accumulate` found of each row."""
+        first = batch.version if batch.first_version is None else batch.first_version
+        found = self.passes.accumulate(rows, columns, sizes, batch.version, first)
+        self._rows += batch.rows
+        return found
+
+    def step(self) -> StepStats:
+        """Divide the summed gradients, clip, update; a write of this version goes on reading a
+        snapshot. Where no token was trained, the next version has the same weights and moments:
+        weight decay and momentum would change them. RuntimeError without a batch, or if a loss or
+        the gradient is not finite."""
+        rows, spec = self._rows, self._spec
+        if not rows:
+            raise RuntimeError("step must follow accumulate, got no batch")
+        num_tokens = sum(row.num_generated for row in rows)
+        divisor = denominator(num_tokens, len(rows), spec.sampling.max_tokens, spec.algorithm)
+        lr = learning_rate(spec.config, self.version, spec.num_steps)
+        with self._spans.span("publish", "wait", version=self.version):
+            self.source.tensors.begin_step()
+        with self._spans.span("optimizer_step", version=self.version):
+            norm = self.policy.scale_gradients(divisor, spec.config.max_grad_norm)
+            scalars = statistics(self._gather(self.passes.loss_metrics.vector()), divisor)
+            self._require_finite(norm, scalars["loss"])
+            self._is_whole = False
+            if scalars["trained_tokens"]:
+                self.policy.update(lr)
+            else:
+                self.policy.drop_gradients()
+            self.version += 1
+            self.source.label(self.version)
+            self.source.tensors.announce()  # every step is published
+            self._is_whole = True
+        self._rows, self.passes.loss_metrics = [], LossMetrics()
+        self._warn(scalars)
+        scalars |= {"grad_norm": norm, "lr": lr}
+        scalars |= {"num_tokens": num_tokens, "num_rollouts": len(rows)}
+        return StepStats(version=self.version, scalars=scalars)
+
+    def snapshot(self) -> bool:
+        """Copy what `save` would write to host memory; False if it has too little."""
+        self._require_whole()
+        return self.policy.copy(self.version, this_host(), available_bytes)
+
+    def save(self, folder: str) -> None:
+        """Write this rank's shards, moments and the version into `folder`, which exists.
+
+        RuntimeError after a step that failed during its update: weights may be of either version.
+        """
+        self._require_whole()
+        self.policy.save(folder, self.version)
+
+    def restore(self, folder: str) -> int:
+        """Continue from `folder`, saved under any number of ranks; returns the version."""
+        self.source.tensors.begin_step()
+        self.version = self.policy.restore(folder)
+        self.source.label(self.version)
+        return self.version
+
+    def infer(self, columns: Columns) -> list[float]:
+        """Largest |log pi - log mu| of each row: every data rank runs its share, all get all."""
+        pairs = zip(columns[PROMPT_IDS], columns[RESPONSE_IDS], strict=True)
+        lengths = [len(prompt) + len(response) for prompt, response in pairs]
+        config = self._spec.config
+        shares = pack(lengths, config.num_data_ranks, config.tokens_per_micro_batch)
+        differences = self.passes.differences(columns, shares[self._data_rank])
+        return [float(difference) for difference in self._gather(differences).sum(0)]
+
+    def offload(self, tag: str) -> int:
+        """Move "weights" or "state" (gradients and moments) off the device; returns the bytes."""
+        return self._mover.offload(tag, self.policy.movable(tag))
+
+    def prefetch(self, tag: str) -> None:
+        """Start reading what was offloaded."""
+        self._mover.prefetch(tag)
+
+    def onload(self, tag: str) -> int:
+        """Bring it back; returns the bytes."""
+        return self._mover.onload(tag)
+
+    def require_presence(self) -> None:
+        """RuntimeError while weights or state are off the device: zeros lie in their place."""
+        if gone := [tag for tag in self.tags if self._mover.is_away(tag)]:
+            raise RuntimeError(
+                f"weights and state must be on the trainer's device, got {', '.join(gone)} off it"
+            )
+
+    def _require_whole(self) -> None:
+        if not self._is_whole:
+            raise RuntimeError(f"the step to version {self.version} broke amid its update")
+
+    def _warn(self, scalars: dict[str, float]) -> None:
+        """Of a step without a trained token, and of a first one that is off its policy; rank 0 for
+        all."""
+        warning = empty_step_warning(scalars, self._spec.algorithm.mask_truncated)
+        if self.version == 1:
+            warning = warning or on_policy_warning(scalars)
+        if warning and self._rank == 0:
+            self._warnings.warn(warning)
+
+    def _require_finite(self, norm: float, loss: float) -> None:
+        """Asked once for the whole step, with numbers of all ranks: each question waits for the
+        device, and a rank that left alone would let the others wait."""
+        if broken := None if math.isfinite(loss) else self.passes.loss_metrics.broken():
+            raise RuntimeError(
+                f"the loss of step {self.version} is {broken[0]} in rows {[*broken[1]]}: check "
+                "trainer.lr, rewards and the generator's log-probs"
+            )
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            shown = [row.row_id for row in self._rows[:SHOWN_ROWS]]
+            raise RuntimeError(
+                f"the gradient of step {self.version} has norm {norm}; its rows are "
+                f"{shown} and {len(self._rows) - len(shown)} more: check trainer.lr"
+            )
+
+    def _gather(self, vector: torch.Tensor) -> torch.Tensor:
+        """The vectors of all data ranks, [data ranks, ...]; tensor-parallel ranks have the same."""
+        if self._num_ranks == 1:
+            return vector[None]
+        vectors = [torch.empty_like(vector) for _ in range(self._num_ranks)]
+        dist.all_gather(vectors, vector)
+        return torch.stack(vectors[:: self._spec.config.tensor_parallel])
+
+
+class TrainerExecutor:
+    """protocols.Trainer for one rank, and by its components WeightSource and Offloadable."""
+
+    def __init__(self, spec: TrainerSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
+        self._spec, self._spans = spec, spans
+        self._rank, self._num_ranks = rank, num_ranks
+        self._storage = RecordingStore(spec.storage, spans)
+        self._columns = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
+        if spec.algorithm.runs_reference(spec.config.lora):
+            self._columns.append(REF_LOGPROBS)
+        self._columns += spec.algorithm.loss_columns
+        self._recomputes = spec.algorithm.proximal == "recompute"
+        self._thread = ComputeThread(f"trainer-{rank}")
+        self._resources = ExitStack()  # what `close` gives back, however far `start` came
+        self._lock = asyncio.Lock()
+        self._policy_step: PolicyStep | None = None
+        self._offload: OffloadPart | None = None
+        self._idle_since_ns = time.monotonic_ns()
+
+    @property
+    def policy_step(self) -> PolicyStep:
+        """RuntimeError before `start`."""
+        if self._policy_step is None:
+            raise RuntimeError("the trainer must be started first")
+        return self._policy_step
+
+    @property
+    def components(self) -> tuple[object, ...]:
+        """Their methods are the executor's: WeightSource, Offloadable."""
+        return self.policy_step.source, self._offload
+
+    async def start(self) -> None:
+        """Join the other ranks and load this rank's slices of the checkpoint.
+
+        ValueError if the checkpoint is missing or does not fit.
+        """
+        place = self._rank, self._num_ranks, self._spans, self._resources
+        policy_step = await self._thread.run(lambda: PolicyStep(self._spec, *place))
+        self._offload = OffloadPart(policy_step, self._run, self._spans, policy_step.source)
+        self._policy_step = policy_step
+        self._idle_since_ns = time.monotonic_ns()
+
+    async def close(self) -> None:
+        """Leave the process group and end the compute thread."""
+        await self._thread.run(self._resources.close)
+        self._thread.close()
+
+    async def accumulate(self, batch: Batch) -> None:
+        """Fetch this rank's rows, add their gradients to the step, store `trainer_logprobs`; and of
+        rollouts that are kept which tokens had weight and were clipped.
+
+        RuntimeError if the batch is meant for another version.
+        """
+        is_later = batch.first_version not in (None, batch.version)
+        names = self._columns + [PROXIMAL_LOGPROBS] * (is_later and self._recomputes)
+        async with self._turn() as policy_step:
+            rows, sizes, columns = await self._fetch(policy_step, batch, names)
+            num_tokens = sum(row.num_tokens for row in rows)
+            with self._spans.span("accumulate", version=policy_step.version, tokens=num_tokens):
+                found = await self._thread.run(
+                    lambda: policy_step.accumulate(batch, rows, columns, sizes)
+                )
+            if self._recomputes and not is_later and self._spec.config.num_passes > 1:
+                found[PROXIMAL_LOGPROBS] = found[TRAINER_LOGPROBS]
+            await self._store(rows, found)
+
+    async def store_proximal(self, batch: Batch) -> None:
+        """Fetch this rank's rows, store their log-probs under the present version.
+
+        RuntimeError if the batch is meant for another version.
+        """
+        async with self._turn() as policy_step:
+            names = [PROMPT_IDS, RESPONSE_IDS]
+            rows, sizes, columns = await self._fetch(policy_step, batch, names)
+            with self._spans.span("proximal", version=policy_step.version):
+                found = await self._thread.run(lambda: policy_step.passes.infer(columns, sizes))
+            await self._store(rows, {PROXIMAL_LOGPROBS: found})
+
+    async def _fetch(
+        self, policy_step: PolicyStep, batch: Batch, names: Sequence[str]
+    ) -> tuple[list[BatchRollout], list[int], Columns]:
+        """This rank's rows, how many are in each micro-batch, and their columns."""
+        if batch.version != policy_step.version:
+            raise RuntimeError(f"batch for version {batch.version} came at {policy_step.version}")
+        micro_batches = policy_step.share(batch)
+        rows = [batch.rows[i] for positions in micro_batches for i in positions]
+        columns = await self._storage.read([row.row_id for row in rows], [*names])
+        _check(rows, columns)
+        self._end_idle()
+        return rows, [len(positions) for positions in micro_batches], columns
+
+    async def step(self) -> StepStats:
+        """See `PolicyStep.step`."""
+        async with self._turn() as policy_step:
+            return await self._thread.run(policy_step.step)
+
+    async def snapshot(self) -> bool:
+        """See `PolicyStep.snapshot`."""
+        async with self._aside("snapshot") as policy_step:
+            return await self._thread.run(policy_step.snapshot)
+
+    async def save(self, folder: str, from_snapshot: bool = False) -> None:
+        """See `PolicyStep.save`; `from_snapshot` writes beside training, on a thread of its own."""
+        if from_snapshot:
+            with self._spans.span("save", "mark"):
+                return await asyncio.to_thread(self.policy_step.policy.snapshot.write_copy, folder)
+        async with self._aside("save") as policy_step:
+            await self._thread.run(partial(policy_step.save, folder))
+
+    async def restore(self, folder: str) -> int:
+        """See `PolicyStep.restore`."""
+        async with self._aside("restore") as policy_step:
+            return await self._thread.run(partial(policy_step.restore, folder))
+
+    async def export(self, folder: str, dtype: str) -> None:
+        """Write the weights, rounded to `dtype`, in the Hugging Face layout."""
+        async with self._aside("export") as policy_step:
+            await self._thread.run(partial(policy_step.policy.export, folder, dtype))
+
+    async def infer(self, row_ids: list[int]) -> list[float]:
+        """Largest |log pi - log mu| over what the model wrote of each row; the same on all ranks.
+
+        Every rank needs the lengths of all rows, to know what the others run, so it reads them all:
+        it is meant for a few short rows.
+        """
+        if not row_ids:
+            return []
+        names = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS]
+        async with self._aside("infer") as policy_step:
+            columns = await self._storage.read(row_ids, names)
+            return await self._thread.run(partial(policy_step.infer, columns))
+
+    async def _store(self, rows: Sequence[BatchRollout], found: Columns) -> None:
+        """Of tensor-parallel ranks, which found the same, one stores it."""
+        if self._rank % self._spec.config.tensor_parallel:
+            return
+        all_rows, kept = [*range(len(rows))], [i for i, row in enumerate(rows) if row.is_kept]
+        of_all = [name for name in (TRAINER_LOGPROBS, PROXIMAL_LOGPROBS) if name in found]
+        of_kept = [name for name in (LOSS_WEIGHTS, CLIPPED, REF_LOGPROBS) if name in found]
+        for names, places in ((of_all, all_rows), (of_kept, kept)):
+            if names and places:
+                columns = {name: [found[name][i] for i in places] for name in names}
+                await self._storage.write([rows[i].row_id for i in places], columns)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[PolicyStep]:
+        """The block runs alone, with all on the device; from its end on a batch is waited for."""
+        async with self._lock:
+            self.policy_step.require_presence()
+            yield self.policy_step
+            self._idle_since_ns = time.monotonic_ns()
+
+    @asynccontextmanager
+    async def _aside(self, name: str) -> AsyncIterator[PolicyStep]:
+        """The block's turn, which is neither training nor waiting for it."""
+        async with self._turn() as policy_step:
+            self._end_idle()
+            with self._spans.span(name, "mark", version=policy_step.version):
+                yield policy_step
+
+    async def _run(self, call: Callable[[], None], key: object) -> None:
+        """Run a move of memory on the compute thread, after the calls before it."""
+        async with self._lock:
+            await self._thread.run(call, key)
+
+    def _end_idle(self) -> None:
+        """Record that a batch was waited for until now."""
+        now_ns, version = time.monotonic_ns(), self.policy_step.version
+        self._spans.record("batch", self._idle_since_ns, now_ns, "wait", version=version)
+
+
+def _check(rows: Sequence[BatchRollout], columns: Columns) -> None:
+    """The stored rollouts must be those the controller knows, token for token."""
+    for i, row in enumerate(rows):
+        lengths = {name: len(cells[i]) for name, cells in columns.items() if name != SAMPLING}
+        assert lengths.pop(PROMPT_IDS) == row.num_prompt_tokens, (row, PROMPT_IDS)
+        assert set(lengths.values()) == {row.num_tokens}, (row, lengths)

@@ -1,1 +1,0 @@
-"""Weights in eight bits: made where a publish begins, as the engine would make them."""

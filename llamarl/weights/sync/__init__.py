@@ -1,1 +1,0 @@
-"""The two-phase publish: prepare, write, verify, commit or abort."""
