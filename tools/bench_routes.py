@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from harness import ROOT, Bench
+from weights_bench.replicas import NOWHERE
 
 from llamarl.core.config import Config, WeightsConfig
 from llamarl.metrics.span import Spans
@@ -66,10 +67,6 @@ class Remote:
         return []
 
 
-class Rdma:
-    """Stands for what a sender would write with, which it does not before a publish."""
-
-
 def cpu_s(run: Callable[[], object]) -> float:
     """CPU time of one call of this process."""
     start_s = time.process_time()
@@ -85,7 +82,7 @@ def connect(config: Config, trainer: Remote, replicas: dict[int, Any]) -> float:
             trainer,  # type: ignore[arg-type]
             replicas,
             Spans("controller", None),
-            WeightsConfig(transport="rdma", bucket_bytes=config.weights.bucket_bytes),
+            WeightsConfig(transport=NOWHERE, bucket_bytes=config.weights.bucket_bytes),
             rendezvous_folder="",
             kind_of=lambda replica: WeightKind(device="cuda"),
         )
@@ -99,7 +96,7 @@ def send_route(message: bytes, layout: RankLayout, formats: tuple[Format, ...]) 
     """A source rank gets its route: it checks the copies and makes its messages. CPU seconds."""
     scales = ShardScales(layout.parameters, formats, torch.device("cpu"))
     place = layout.rank, layout.host, {}, layout.parameters
-    writer = Writer(*place, scales=scales, rdma=Rdma())  # type: ignore[arg-type]
+    writer = Writer(*place, scales=scales)
 
     def run() -> None:
         writer.connect(0, pickle.loads(message).for_rank(layout.rank))

@@ -59,7 +59,7 @@ GOALS = {
     "vs_file": ">= 5",
     "vs_gather_broadcast": ">= 3",
 }
-TRANSPORTS = ("shared_memory", "collective")  # rdma: only between Monarch actors
+TRANSPORTS = ("shared_memory", "collective")
 SECTIONS = ("ways", "decoding")
 PUBLISH = "publish, shared_memory"
 RATIOS = {  # of a way's seconds over those of PUBLISH
@@ -233,7 +233,6 @@ def main() -> None:
     if arguments.quick:
         arguments.megabytes, arguments.repeats = QUICK_MEGABYTES, 1
     sections = ("ways",) if arguments.forecast else arguments.sections
-    print("without rdma: Monarch's buffers exist only in its actors, so it needs a whole run")
     only = [f"publish, {name}" for name in TRANSPORTS] if arguments.forecast else []
     rounds: dict[str, Seconds] = {}
     for dtype in ("float32", "bfloat16") if "ways" in sections else ():

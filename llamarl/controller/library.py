@@ -162,7 +162,6 @@ class OwnWeights:
             0,
             *shard_boxes(tensors),
             config=config.weights,
-            rdma=None,
             spans=self.wiring.spans,
             formats=formats_of(config.generator, self.wiring.inputs.architecture),
         )

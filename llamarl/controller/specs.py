@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llamarl.cluster import Executor
 from llamarl.core.config import (
@@ -18,7 +17,6 @@ from llamarl.core.config.generator import generator_of
 from llamarl.core.config.rank_assignment import Device, far_sites, num_storage_units
 from llamarl.generator.specs import CollectorSpec, GeneratorSpec
 from llamarl.publish.layout import kinds_of
-from llamarl.publish.transports.routes import TRANSPORTS
 from llamarl.recipe.inputs import Inputs
 from llamarl.recipe.prompt_inputs import context_of
 from llamarl.scoring.environment_link import EnvironmentLink, Environments
@@ -29,10 +27,6 @@ from llamarl.scoring.stages import EXECUTORS, SCORE, TRAIN, FrozenModel, Stage
 from llamarl.storage.client import Store
 from llamarl.storage.specs import StorageSpec
 from llamarl.trainer.specs import ReferenceSpec, TrainerSpec
-
-if TYPE_CHECKING:
-    from llamarl.publish.transports.messages import Rdma
-
 
 Spec = (
     GeneratorSpec
@@ -96,7 +90,6 @@ class Specs:
             seed=config.seed,
             adapter=inputs.adapter,
             kinds=kinds_of(config.generator, inputs.architecture),
-            rdma=_rdma(config),
         )
 
     def generator(
@@ -121,7 +114,6 @@ class Specs:
             run_dir=self.run_dir,
             run_id=run_id,
             environments=environments,
-            rdma=_rdma(config),
         )
 
     def environment(self, index: int) -> EnvironmentSpec:
@@ -207,11 +199,3 @@ def collector_spec(
 def _new_id() -> str:
     """Names files that no earlier processes of the run used."""
     return uuid.uuid4().hex[:8]
-
-
-def _rdma(config: Config) -> Rdma | None:
-    if not TRANSPORTS[config.weights.transport].uses_rdma:
-        return None
-    from llamarl.cluster.rdma_buffers import MonarchRdma  # here, for it imports monarch
-
-    return MonarchRdma()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from llamarl.core.config import (
     GeneratorConfig,
@@ -13,9 +13,6 @@ from llamarl.core.config import (
 )
 from llamarl.core.faces import ColumnStore, GeneratorReplica
 from llamarl.scoring.environment_link import Environments
-
-if TYPE_CHECKING:
-    from llamarl.publish.transports.messages import Rdma
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +44,6 @@ class GeneratorSpec:
     run_id: str
     environments: Environments | None = None
     """What rollouts take turns with."""
-    rdma: Rdma | None = None
-    """What weights.transport=rdma works with."""
 
 
 @dataclass(frozen=True, kw_only=True)

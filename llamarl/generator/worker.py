@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
-import functools
 from functools import partial
 from typing import Any
 
@@ -251,8 +249,7 @@ class GeneratorExecutor:
         if self._components is not None:
             await self._components[0].close()
         if self._thread is not None:
-            last = functools.partial(contextvars.copy_context().run, self._exit.close)
-            await asyncio.to_thread(self._thread.close, last)  # Monarch's RDMA knows the actor so
+            await asyncio.to_thread(self._thread.close, self._exit.close)
 
     def _build(
         self, thread: ComputeThread, output: EngineOutput, loop: asyncio.AbstractEventLoop
@@ -273,7 +270,6 @@ class GeneratorExecutor:
             {BUFFER: buffer.active},
             engine.memory.parameters,
             config=spec.weights,
-            rdma=spec.rdma,
             spans=spans,
             check=output.check,
         )
@@ -328,7 +324,6 @@ class GeneratorExecutor:
             rank=self._rank,
             run_id=spec.run_id,
             device=device,
-            rdma=spec.rdma,
             is_offloaded=spec.placement.colocated and spec.placement.offload != "none",
         )
 

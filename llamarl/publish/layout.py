@@ -278,7 +278,7 @@ class StagingHandle:
     """Staging memory of one generator rank, prepared for writing `bucket` of `version`.
 
     `address` is what the route's transport needs to reach it: a path (shared_memory), a handle
-    (cuda_ipc), handles by source rank (rdma), or None (collective: the rank receives by itself).
+    (cuda_ipc), or None (collective: the rank receives by itself).
     `is_last`: no bucket follows. If
     `may_be_freed`, the owner may free the memory between two writes, when others need the device: a
     process that has mapped it unmaps it after the write.

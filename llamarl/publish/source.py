@@ -22,7 +22,7 @@ from llamarl.publish.fingerprint import line_dim, transfer
 from llamarl.publish.layout import Copy, Format, ParameterLayout, RankLayout, Route, StagingHandle
 from llamarl.publish.shards import ShardScales, quantize
 from llamarl.publish.transports.mapped import this_host
-from llamarl.publish.transports.messages import MessageStore, Rdma, TransportSender, cut
+from llamarl.publish.transports.messages import MessageStore, TransportSender, cut
 from llamarl.publish.transports.routes import End, make_sender
 
 
@@ -213,7 +213,7 @@ class Writer:
     connected and acknowledges what was written to it.
 
     Writes to different replicas may run at once, each on a thread of its own, beside the owner's
-    calls. `timeout_s` limits what waits for the other end; routes over rdma need `rdma`. Of the
+    calls. `timeout_s` limits what waits for the other end. Of the
     messages that several replicas get, `packed_bytes` are kept in `messages` until all have them.
     """
 
@@ -226,7 +226,6 @@ class Writer:
         *,
         scales: ShardScales | None = None,
         timeout_s: float = 60.0,
-        rdma: Rdma | None = None,
         packed_bytes: int = 0,
     ) -> None:
         self._made = {} if scales is None else scales.made
@@ -239,7 +238,7 @@ class Writer:
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         self.messages = MessageStore(packed_bytes)
         self._end = End(
-            rank=rank, host=host, device=device, timeout_s=timeout_s, rdma=rdma,
+            rank=rank, host=host, device=device, timeout_s=timeout_s,
             messages=self.messages,
         )  # fmt: skip
         self._stream = platform_of(device).side_stream(device)
@@ -361,7 +360,6 @@ class SourcePart:
         parameters: dict[str, ParameterLayout],
         *,
         config: WeightsConfig,
-        rdma: Rdma | None,
         spans: Spans,
         check: Callable[[], None] = lambda: None,
         formats: Sequence[Format] = (),
@@ -382,7 +380,6 @@ class SourcePart:
             parameters,
             scales=self._scales,
             timeout_s=config.timeout_s,
-            rdma=rdma,
             packed_bytes=config.packed_bytes,
         )
         self._buffers = buffers

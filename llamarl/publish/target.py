@@ -18,7 +18,7 @@ from llamarl.publish.comparison import MODULUS, Fingerprints
 from llamarl.publish.fingerprint import fingerprint, line_dim
 from llamarl.publish.layout import RankLayout, Route, StagingHandle
 from llamarl.publish.transports.mapped import MappedBlock, require_memory, this_host
-from llamarl.publish.transports.messages import Rdma, TransportReceiver
+from llamarl.publish.transports.messages import TransportReceiver
 from llamarl.publish.transports.routes import End, make_receiver
 
 
@@ -94,7 +94,6 @@ class WeightBuffer:
         run_id: str,
         device: torch.device | str = "cpu",
         host: str | None = None,
-        rdma: Rdma | None = None,
         is_offloaded: bool = False,
     ) -> None:
         self._device = torch.empty(0, device=device).device  # with its index
@@ -108,9 +107,7 @@ class WeightBuffer:
         self.before_overwrite: Callable[[int], None] = lambda version: None
         self._is_staged = memory.is_staged
         self._replica, self._rank, self._host = replica, rank, host or this_host()
-        self._end = End(
-            rank=rank, host=self._host, device=self._device, timeout_s=config.timeout_s, rdma=rdma
-        )
+        self._end = End(rank=rank, host=self._host, device=self._device, timeout_s=config.timeout_s)
         self._is_offloaded = is_offloaded
         self._is_swapped = config.staging == "double_buffer" and self._device.type == "cpu"
         self._itemsize = memory.dtype.itemsize

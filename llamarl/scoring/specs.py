@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from llamarl.core.config import (
     DataConfig,
@@ -15,9 +15,6 @@ from llamarl.core.faces import ColumnStore
 from llamarl.scoring.definition import Kinds
 from llamarl.scoring.sandbox.contained import ProgramLimits
 from llamarl.scoring.stages import Stage
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)

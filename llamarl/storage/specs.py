@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    pass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from llamarl.core.config import (
     AlgorithmConfig,
@@ -15,9 +15,6 @@ from llamarl.core.config import (
 from llamarl.core.extensions import TaskSource
 from llamarl.core.faces import ColumnStore
 from llamarl.publish.layout import Kind
-
-if TYPE_CHECKING:
-    from llamarl.publish.transports.messages import Rdma
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +43,6 @@ class TrainerSpec:
     """Folder of the adapter to start from, with lora; None: one that changes nothing."""
     kinds: tuple[Kind, ...] = ()
     """What the generators' weights are in; beside adapters, those that no publish moves."""
-    rdma: Rdma | None = None
-    """What weights.transport=rdma works with."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,6 @@ class PolicyStep:
             rank,
             *shard_boxes(self.policy.parameters),
             config=spec.weights,
-            rdma=spec.rdma,
             spans=spans,
             formats=() if frozen else [kind for kind in spec.kinds if isinstance(kind, Format)],
             cut=cut_rows(self.policy.parameters),

@@ -1,18 +1,29 @@
 """A trainer of two ranks and replicas of two kinds, each on a host of its own, in this process: for
 the tests of messages that are packed once."""
 
-import itertools
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from llamarl.core.config import WeightsConfig
+from llamarl.core.errors import TargetLost
 from llamarl.publish.buckets import Memory
-from llamarl.publish.comparison import add_up
+from llamarl.publish.comparison import Fingerprints, add_up
 from llamarl.publish.layout import Box, ParameterLayout
 from llamarl.publish.reshard import pack, plan, split
 from llamarl.publish.source import Writer
 from llamarl.publish.target import WeightBuffer
+from llamarl.publish.transports.messages import (
+    MessageStore,
+    PackedMessage,
+    TransportReceiver,
+    TransportSender,
+    in_turns,
+    messages_by,
+    unpack,
+)
+from llamarl.publish.transports.routes import Transport
 
 SHAPES = {"w": (24, 10), "embed": (9, 6), "norm": (7,)}
 ROWS = {"w": (0, 11, 24), "embed": (0, 9, 9), "norm": (0, 4, 7)}  # of the trainer's two ranks
@@ -22,32 +33,66 @@ KINDS = {"columns": (torch.float32, 2), "turned": (torch.bfloat16, 1)}
 TIMEOUT_S = 20.0
 
 
-class LocalRdma:
-    """protocol.Rdma within this process. `before` is called with the replica that is written to."""
+class Wire:
+    """What happens when a message is sent: `before` is called with the replica that it goes to."""
 
     def __init__(self):
         self.before = lambda replica: None
-        self._memory, self._numbers = {}, itertools.count()
 
-    def of(self, replica):
-        """The same for the memory of one replica."""
-        mine = LocalRdma()
-        mine._memory, mine._numbers, mine.replica = self._memory, self._numbers, replica
-        return mine
 
-    def register(self, memory):
-        key = self.replica, next(self._numbers)
-        self._memory[key] = memory
-        return key
+WIRE = Wire()
+LOCAL = Transport(
+    sender=f"{__name__}:LocalSender", receiver=f"{__name__}:LocalReceiver", crosses_hosts=True
+)
+"""A transport within this process, without a connection: a message is put into an inbox."""
 
-    def write(self, handle, message, timeout_s):
-        self.before(handle[0])
-        if handle not in self._memory:
-            raise RuntimeError("nobody is there")
-        self._memory[handle].copy_(message)
 
-    def forget(self, handle):
-        del self._memory[handle]
+class LocalSender(TransportSender):
+    def __init__(self, route, end):
+        self._rank, self._messages = end.rank, messages_by("target_rank", route)
+        self._taker = (end.messages or MessageStore(0)).join(route, torch.device("cpu"))
+
+    def write(self, bucket, handles, copy_cast):
+        written = Fingerprints()
+        for turn, (rank, index, message) in enumerate(in_turns(self._messages[bucket])):
+            pack = partial(message.fill, copy_cast=copy_cast)
+            place = handles[rank].version, bucket, turn
+            packed = self._taker.take(place, message.num_bytes, pack)
+            if packed is None:
+                memory = torch.empty(message.num_bytes, dtype=torch.uint8)
+                packed = PackedMessage(memory, pack(memory))
+            written.merge(packed.sums)
+            handles[rank].address.put(self._rank, index, packed.memory[: message.num_bytes])
+        return written
+
+    def close(self):
+        self._taker.leave()
+
+
+class LocalReceiver(TransportReceiver):
+    def __init__(self, route, end):
+        self._replica, self._messages = route.replica, messages_by("source_rank", route)
+        self._inbox, self._is_closed = {}, False
+
+    def open(self, version, bucket, flat, arrived):
+        self._flat = flat
+        return self
+
+    def put(self, source, index, message):
+        WIRE.before(self._replica)
+        if self._is_closed:
+            raise TargetLost("nobody is there")
+        self._inbox[source, index] = message.clone()
+
+    def arrive(self, version, bucket):
+        for source, index, message in in_turns(self._messages[bucket]):
+            unpack(message, self._inbox[source, index], self._flat)
+
+    def abort(self):
+        self._inbox.clear()
+
+    def close(self):
+        self._is_closed = True
 
 
 def weights(version):
@@ -59,7 +104,7 @@ def weights(version):
 class Trainer:
     """Source ranks, two or one, that train in place. Versions count from 0."""
 
-    def __init__(self, packed_bytes, wire, num_ranks=2):
+    def __init__(self, packed_bytes, num_ranks=2):
         self.shards, self.writers, self.num_ranks = [], [], num_ranks
         for rank in range(num_ranks):
             shards = {name: weights(0)[name][self.rows(name, rank)].clone() for name in SHAPES}
@@ -81,7 +126,6 @@ class Trainer:
                     shards,
                     layouts,
                     timeout_s=TIMEOUT_S,
-                    rdma=wire,
                     packed_bytes=packed_bytes,
                 )
             )
@@ -134,7 +178,7 @@ def layout(kind, rank):
 class Replica:
     """The weight buffers of one replica, and its part of a publish."""
 
-    def __init__(self, number, kind, wire, staging="double_buffer"):
+    def __init__(self, number, kind, staging="double_buffer"):
         dtype, num_ranks = KINDS[kind]
         self.number, self.kind = number, kind
         self.buffers = []
@@ -148,12 +192,11 @@ class Replica:
                     rank=rank,
                     run_id="test",
                     host=f"host-{number}",
-                    rdma=wire.of(number),
                 )
             )
         self.num_buckets = len(self.buffers[0].layout().buckets)
 
-    def routes(self, layouts, transport="rdma", rendezvous=""):
+    def routes(self, layouts, transport="local", rendezvous=""):
         """(for the source's ranks, for the ranks of this replica)"""
         targets = [buffer.layout() for buffer in self.buffers]
         return split(
@@ -162,7 +205,7 @@ class Replica:
             bucket_bytes=BUCKET_BYTES,
         )  # fmt: skip
 
-    def connect(self, trainer, transport="rdma", rendezvous=""):
+    def connect(self, trainer, transport="local", rendezvous=""):
         layouts = [writer.layout() for writer in trainer.writers]
         sending, receiving = self.routes(layouts, transport, rendezvous)
         each = list(enumerate(trainer.writers))

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import tempfile
 
 from llamarl.core.config import WeightsConfig
 from llamarl.core.errors import StaleVersion
@@ -17,6 +18,7 @@ WHOLE, SINGLE = (NAMES,), tuple((name,) for name in NAMES)  # one bucket, a buck
 
 
 NUM_BYTES = len(NAMES) * 4 * 4
+FOLDER = tempfile.gettempdir()  # nothing is written there
 
 
 def layout(rank, host, buckets, *, start=0, stop=4):
@@ -40,7 +42,7 @@ class World:
         *,
         buckets=WHOLE,
         spans=None,
-        folder="unused",
+        folder=FOLDER,
         device="cpu",
         far_sites=None,
         **fields,
@@ -50,7 +52,7 @@ class World:
         self.buckets = buckets
         self.trainer = FakeTrainer(self)
         self.generators = {i: FakeGenerator(self, i, host) for i, host in enumerate(hosts)}
-        transport = "shared_memory" if {*hosts} == {"h"} else "rdma"
+        transport = "shared_memory" if {*hosts} == {"h"} else "collective"
         self.publisher = Publisher(
             self.trainer,
             dict(self.generators),

@@ -19,7 +19,7 @@ from llamarl.publish.source import Writer
 from llamarl.publish.target import WeightBuffer
 from llamarl.publish.transports.mapped import opened
 from tests.allocation import LargestAllocation
-from tests.contract.publishing_damage import BitFlip, SocketRdma, bent
+from tests.contract.publishing_damage import BitFlip, bent
 from tests.contract.publishing_layouts import (
     BUCKET_BYTES,
     KINDS,
@@ -32,7 +32,7 @@ from tests.contract.publishing_layouts import (
 )
 from tests.distributed.ranks import FORKS
 
-TRANSPORTS = ("shared_memory", "collective", "rdma")
+TRANSPORTS = ("shared_memory", "collective")
 STAGINGS = ("double_buffer", "host", "bucket", "staged")
 
 
@@ -56,8 +56,7 @@ class TrainerRank:
                 start=start, stop=stop, buffer=name, offset=0, strides=self._shards[name].stride()
             )
             layouts[name] = ParameterLayout(shape=SHAPES[name], dtype="float32", boxes=(box,))
-        self._rdma = SocketRdma()
-        self._writer = Writer(rank, "here", self._shards, layouts, timeout_s=20, rdma=self._rdma)
+        self._writer = Writer(rank, "here", self._shards, layouts, timeout_s=20)
         self.layout, self.write = self._writer.layout, self._writer.write
         self.label, self.invalidate = self._writer.tensors.label, self._writer.tensors.invalidate
 
@@ -79,12 +78,9 @@ class TrainerRank:
             self._shards[name].copy_(shard)
         self._writer.tensors.label(version)
 
-    def damage(self, kind):
-        self._rdma.damage = kind
-        if kind == "flip":
-            for sender in self._writer._senders.values():
-                if hasattr(sender, "group"):
-                    sender.group = BitFlip(sender.group)
+    def damage(self):
+        for sender in self._writer._senders.values():
+            sender.group = BitFlip(sender.group)
 
     def watch_write(self, version, handles):
         with LargestAllocation() as watch:
@@ -107,7 +103,7 @@ class GeneratorRanks:
             for end in (*self._writers, *self._weight_buffers):
                 end.close()
             dtype, _ = KINDS[kind]
-            self._kind, self._rdma = kind, SocketRdma()
+            self._kind = kind
             self._weight_buffers = [
                 WeightBuffer(
                     Memory(
@@ -115,7 +111,7 @@ class GeneratorRanks:
                         is_staged=staging == "staged",
                     ),
                     weights_config(staging), replica=replica, rank=rank, run_id="test",
-                    host="here", rdma=self._rdma, device=device,
+                    host="here", device=device,
                 )
                 for rank, (parameters, size) in enumerate(generator_layout(kind))
             ]  # fmt: skip

@@ -12,13 +12,15 @@ import torch
 from llamarl.core.errors import StaleVersion, TargetLost
 from llamarl.publish.comparison import add_up
 from llamarl.publish.fingerprint import line_dim, transfer
+from llamarl.publish.transports import routes
 from llamarl.publish.transports.messages import MessageStore
 from llamarl.publish.transports.routes import End, make_sender
 from tests.contract.packed_replicas import (
+    LOCAL,
     MESSAGE_BYTES,
     SHAPES,
     TIMEOUT_S,
-    LocalRdma,
+    WIRE,
     Replica,
     Trainer,
     at_once,
@@ -26,6 +28,12 @@ from tests.contract.packed_replicas import (
 )
 
 AMPLE = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def local(monkeypatch):
+    monkeypatch.setitem(routes.TRANSPORTS, "local", LOCAL)
+    monkeypatch.setattr(WIRE, "before", lambda replica: None)
 
 
 def life(trainer, replica, wire_down, random_of, versions_end):
@@ -57,19 +65,18 @@ def life(trainer, replica, wire_down, random_of, versions_end):
 def search(seed, packed_bytes):
     """One run of replicas on threads of their own beside a trainer that goes on."""
     random_of = random.Random(seed)
-    wire, down = LocalRdma(), set()
-    trainer = Trainer(packed_bytes, wire)
+    trainer, down = Trainer(packed_bytes), set()
 
     def before(replica):
         assert all(kept <= packed_bytes for kept in trainer.kept_bytes())
         if random.random() < 0.1:
             time.sleep(0.001)
         if replica in down and random.random() < 0.3:
-            raise RuntimeError("it is gone")
+            raise TargetLost("it is gone")
 
-    wire.before = before
+    WIRE.before = before
     kinds = [random_of.choice(("columns", "columns", "turned")) for _ in range(4)]
-    replicas = [Replica(number, kind, wire) for number, kind in enumerate(kinds)]
+    replicas = [Replica(number, kind) for number, kind in enumerate(kinds)]
     end = random_of.randint(2, 5)
     with ThreadPoolExecutor(len(replicas)) as pool:
         lives = [
@@ -99,13 +106,13 @@ def test_a_search_finds_no_wrong_bit_or_sum_whatever_replicas_and_trainer_do(pac
 class Source:
     """One source rank's senders to some replicas, which count how often a piece is packed."""
 
-    def __init__(self, replicas, wire, packed_bytes, transport, folder):
+    def __init__(self, replicas, packed_bytes, transport, folder):
         self.store, self.replicas = MessageStore(packed_bytes), replicas
         self.counts = Counter()
         self.before = lambda replica: None
-        (writer,) = Trainer(0, wire, num_ranks=1).writers
+        (writer,) = Trainer(0, num_ranks=1).writers
         end = End(
-            rank=0, host="trainer", device=torch.device("cpu"), timeout_s=TIMEOUT_S, rdma=wire,
+            rank=0, host="trainer", device=torch.device("cpu"), timeout_s=TIMEOUT_S,
             messages=self.store,
         )  # fmt: skip
         self.senders, calls = {}, []
@@ -157,11 +164,9 @@ def source_of(tmp_path):
     """Makes a Source and closes it in the end."""
     made = []
 
-    def make(kinds, packed_bytes=AMPLE, transport="rdma", staging="double_buffer"):
-        wire = LocalRdma()
-        replicas = [Replica(number, kind, wire, staging) for number, kind in enumerate(kinds)]
-        made.append(Source(replicas, wire, packed_bytes, transport, tmp_path))
-        made[-1].wire = wire
+    def make(kinds, packed_bytes=AMPLE, transport="local", staging="double_buffer"):
+        replicas = [Replica(number, kind, staging) for number, kind in enumerate(kinds)]
+        made.append(Source(replicas, packed_bytes, transport, tmp_path))
         return made[-1]
 
     yield make
@@ -170,7 +175,7 @@ def source_of(tmp_path):
 
 
 @pytest.mark.parametrize("staging", ["double_buffer", "bucket"])
-@pytest.mark.parametrize("transport", ["rdma", "collective"])
+@pytest.mark.parametrize("transport", ["local", "collective"])
 def test_each_piece_is_packed_once_a_version_for_all_replicas_of_a_kind(
     source_of, transport, staging
 ) -> None:
@@ -192,7 +197,7 @@ def test_nothing_is_kept_for_one_replica_of_a_kind_or_without_memory(
     source_of, kinds, packed_bytes, times
 ) -> None:
     source, kept = source_of(kinds, packed_bytes), []
-    source.wire.before = lambda replica: kept.append(source.store._num_bytes)
+    WIRE.before = lambda replica: kept.append(source.store._num_bytes)
     for replica in source.replicas:
         source.take(replica, 0)
     assert set(kept) == {0}
@@ -243,7 +248,7 @@ def test_a_replica_that_takes_nothing_more_holds_no_other_up(source_of) -> None:
             is_stuck.set()
             assert may_go_on.wait(TIMEOUT_S)
 
-    source.wire.before = before
+    WIRE.before = before
     stuck = in_background(source.take, source.replicas[0], 0)
     assert is_stuck.wait(TIMEOUT_S)
     for version in (0, 1):
@@ -280,7 +285,7 @@ def test_an_error_while_packing_is_that_replicas_alone_and_who_waited_packs(
     assert set(source.counts.values()) == {1}
 
 
-@pytest.mark.parametrize("transport", ["rdma", "collective"])
+@pytest.mark.parametrize("transport", ["local", "collective"])
 def test_a_receiver_that_dies_amid_a_version_is_lost_alone(source_of, transport) -> None:
     source = source_of(("columns",) * 3, AMPLE, transport)
     for replica in source.replicas:
@@ -301,8 +306,8 @@ def test_a_receiver_that_dies_amid_a_version_is_lost_alone(source_of, transport)
 def test_a_version_that_the_trainer_left_still_comes_to_a_replica_just_behind() -> None:
     """It was packed while it could be read; with no memory for messages it is refused."""
     for packed_bytes in (AMPLE, 0):
-        trainer = Trainer(packed_bytes, wire := LocalRdma())
-        ahead, behind = (Replica(number, "columns", wire) for number in range(2))
+        trainer = Trainer(packed_bytes)
+        ahead, behind = (Replica(number, "columns") for number in range(2))
         for replica in (ahead, behind):
             replica.connect(trainer)
         ahead.take(trainer, 0)
@@ -320,9 +325,9 @@ def test_a_version_that_the_trainer_left_still_comes_to_a_replica_just_behind() 
 
 def test_once_all_have_left_a_version_may_come_again_with_other_bytes() -> None:
     """As after a reset: nothing is kept from before, and what comes is shared again."""
-    trainer = Trainer(AMPLE, wire := LocalRdma())
+    trainer = Trainer(AMPLE)
     for value in (0.5, 0.25):
-        replicas = [Replica(number, "columns", wire) for number in range(2)]
+        replicas = [Replica(number, "columns") for number in range(2)]
         for replica in replicas:
             replica.connect(trainer)
         for shards in trainer.shards:

@@ -195,7 +195,7 @@ def test_a_replica_with_buckets_that_joins_too_late_for_a_version_waits_for_the_
 def test_a_head_does_not_change_while_others_take_it_over_bucket_by_bucket() -> None:
     async def main():
         world = await World(
-            "aaa", buckets=SINGLE, straggler_timeout_s=0.0, transport="rdma"
+            "aaa", buckets=SINGLE, straggler_timeout_s=0.0, transport="collective"
         ).connected()
         world.delay_s = lambda who, step: 0.7 * (who in (1, 2) and step == "commit")
         for version in range(12):

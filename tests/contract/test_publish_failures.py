@@ -201,7 +201,7 @@ def test_an_error_of_the_trainer_is_raised_at_once_as_it_is_and_nothing_commits(
     run(main())
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "rdma", "collective"])
+@pytest.mark.parametrize("transport", ["shared_memory", "collective"])
 def test_a_silent_trainer_ends_the_run_in_time(transport, tmp_path) -> None:
     async def main():
         world = await World(transport=transport, folder=tmp_path).connected()

@@ -58,7 +58,7 @@ def test_replicas_that_look_alike_on_different_hosts_share_one_plan(monkeypatch)
     monkeypatch.setattr(routes, "plan", planned)
 
     async def main():
-        world = await World("abab", transport="rdma").connected()
+        world = await World("abab", transport="collective").connected()
         (first, second, *relays) = [world.generators[i].route for i in range(4)]
         assert [first.source, *(relay.source for relay in relays)] == [
             "trainer", "generator-0", "generator-1",
@@ -81,7 +81,7 @@ def test_each_byte_leaves_the_trainer_once_for_another_site_whoever_is_lost(buck
         assert [route.source for route in routes] == [
             "trainer", "trainer", "generator-1", "generator-1", "generator-2",
         ]  # fmt: skip
-        assert [route.transport for route in routes] == ["rdma"] * 3 + ["shared_memory"] * 2
+        assert [route.transport for route in routes] == ["collective"] * 3 + ["shared_memory"] * 2
         assert [route.is_slow for route in routes] == [False, True, False, False, False]
         await world.publish(0)
         await asyncio.sleep(10)
@@ -118,7 +118,7 @@ def test_a_publish_does_not_wait_for_another_site_but_brings_the_version_there()
 @pytest.mark.parametrize("hosts", [("a",) * 3, ("a", "b", "a", "b", "b", "a")])
 def test_each_byte_leaves_the_trainer_once_per_host(hosts, buckets) -> None:
     async def main():
-        world = await World(hosts, buckets=buckets, transport="rdma").connected()
+        world = await World(hosts, buckets=buckets, transport="collective").connected()
         for version in range(5):
             await world.publish(version)
             assert world.trainer.num_sent_bytes == (version + 1) * NUM_BYTES * len({*hosts})
@@ -163,7 +163,7 @@ def test_routes_say_what_carries_the_bytes_and_collective_ones_meet_at_a_new_pat
 def test_shared_memory_never_leaves_a_host_and_nothing_is_connected_before_all_fit() -> None:
     async def main():
         world = World(("h", "other"), transport="shared_memory")
-        with pytest.raises(ValueError, match=r"collective or rdma.*trainer on h .*1 on other"):
+        with pytest.raises(ValueError, match=r"collective between.*trainer on h .*1 on other"):
             await world.publisher.connect()
         assert not {entry[1] for entry in world.journal} & {"connect_target", "connect_source"}
 

@@ -70,7 +70,6 @@ def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Targe
         rank,
         *shard_boxes(policy.parameters),
         config=WeightsConfig(),
-        rdma=None,
         spans=Spans("trainer", None),
         formats=[form] if form else [],
         cut=cut_rows(policy.parameters),

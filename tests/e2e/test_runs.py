@@ -221,19 +221,6 @@ def test_the_run_goes_on_without_a_lost_replica_and_a_lost_reward_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staging", ["host", "bucket"])
-def test_a_run_over_rdma_ends_without_a_complaint(staging: str, tmp_path: Path) -> None:
-    overrides = ["weights=rdma", f"weights.staging={staging}", "weights.bucket_bytes=500000"]
-    command = train(tmp_path, "num_steps=4", "generator.num_replicas=2", *overrides)
-    code, out, err = finish(command)
-    assert code == 0, err + out
-    complaints = "Traceback|Error|WARNING|Monarch internal logs"  # the last: of a second client
-    for log in (tmp_path / "logs").iterdir():
-        assert not re.search(complaints, log.read_text()), log.read_text()
-    assert command.wait_until_gone(5.0) == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["weights.timeout_s=60", "weights.timeout_s=2"])
 def test_the_run_goes_on_after_a_replica_stood_still_for_a_while(
     limit: str, tmp_path: Path

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 WAYS = [("cuda_ipc", staging) for staging in STAGINGS]
-WAYS += [("collective", "double_buffer"), ("collective", "bucket"), ("rdma", "double_buffer")]
+WAYS += [("collective", "double_buffer"), ("collective", "bucket")]
 WAYS += [("shared_memory", "host")]  # the staging buffer is host memory, pinned
 
 

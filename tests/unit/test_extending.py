@@ -302,7 +302,7 @@ def test_the_transport_of_the_page_carries_a_version_bit_by_bit(
     module = ModuleType("files")
     monkeypatch.setitem(sys.modules, "files", module)
     exec(block("transport", "python"), module.__dict__)
-    assert routes.named("crosses_hosts") == "collective or rdma or files"
+    assert routes.named("crosses_hosts") == "collective or files"
 
     def parameters(buffer: str, strides: tuple[int, int]) -> dict[str, ParameterLayout]:
         box = Box(start=(0, 0), stop=(40, 30), buffer=buffer, offset=0, strides=strides)

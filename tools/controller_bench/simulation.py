@@ -111,7 +111,7 @@ def make_config(shape: Shape) -> Config:
             groups_per_step=shape.num_groups,
             tokens_per_micro_batch=16384,
         ),
-        weights=WeightsConfig(transport="rdma", straggler_timeout_s=5.0),
+        weights=WeightsConfig(transport="collective", straggler_timeout_s=5.0),
         placement=PlacementConfig(),
         cluster=ClusterConfig(num_hosts=1024),
         sampling=SamplingConfig(

@@ -52,16 +52,16 @@ class WeightsConfig(Section):
 
     transport: str = "shared_memory"
     """What carries the bytes: shared_memory (one host, CPU memory) | cuda_ipc (one host, GPU
-    memory) | collective (gloo or NCCL, point to point) | rdma (Monarch's RDMA buffers)."""
+    memory) | collective (gloo or NCCL, point to point)."""
     staging: str = choice("double_buffer", "host", "bucket")
     """Where a version waits for its commit: double_buffer (a second copy beside the active weights)
     | host (a second copy in host memory, copied over at the commit) | bucket (a small buffer,
     filled and committed part by part while decoding is paused)."""
     bucket_bytes: int = number(32 * 1024 * 1024, least=1, most=2**40)
-    """Size of the buffer of staging=bucket, and of one message of collective and rdma; a single
+    """Size of the buffer of staging=bucket, and of one message of collective; a single
     parameter may exceed it."""
     packed_bytes: int = number(256 * 1024 * 1024, least=0, most=2**40)
-    """Memory of each trainer rank for messages of collective and rdma that several replicas get:
+    """Memory of each trainer rank for messages of collective that several replicas get:
     packed once, they wait here for the replicas that are a little behind. 0: each replica's are
     packed again."""
     straggler_timeout_s: float = number(1.0, least=0, most=DAY_S)

@@ -65,23 +65,6 @@ class TransportReceiver(Protocol):
         """Release connections and memory."""
 
 
-class Rdma(Protocol):
-    """One-sided writes into memory of another process (`cluster/rdma_buffers.py`, over Monarch)."""
-
-    def register(self, memory: Tensor) -> object:
-        """Let others write into `memory` (uint8 [bytes], host memory); a picklable handle.
-
-        The caller keeps the memory as long as it is registered.
-        """
-
-    def write(self, handle: object, message: Tensor, timeout_s: float) -> None:
-        """Write `message` (uint8 [bytes]) to the start of the memory behind `handle`; returns once
-        it is there. RuntimeError or TimeoutError if that cannot be."""
-
-    def forget(self, handle: object) -> None:
-        """End the registration of the memory behind `handle`, made by this process."""
-
-
 PREFIX_BYTES = 8  # of a compressed message: how long its top bytes are
 ALIGN_BYTES = 16  # pieces begin where vector loads are fast
 Side = Literal["source_rank", "target_rank"]

@@ -30,12 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from llamarl.publish.layout import Route
-    from llamarl.publish.transports.messages import (
-        MessageStore,
-        Rdma,
-        TransportReceiver,
-        TransportSender,
-    )
+    from llamarl.publish.transports.messages import MessageStore, TransportReceiver, TransportSender
 
 
 WING = "llamarl.publish.transports"
@@ -48,8 +43,7 @@ class Transport:
     `sender`, and `receiver` unless the source writes straight into the target's memory, are
     "module:Class" and are made with (route, end). `device` is the only
     one whose memory it reaches, None for all. `meets`: the ranks of a route meet at a path that all
-    see. `uses_rdma`: its ends are given Monarch's RDMA buffers. `is_inline`: both ends may be in
-    one process.
+    see. `is_inline`: both ends may be in one process.
     """
 
     sender: str
@@ -57,7 +51,6 @@ class Transport:
     device: str | None = None
     crosses_hosts: bool = False
     meets: bool = False
-    uses_rdma: bool = False
     is_inline: bool = False
 
     @property
@@ -75,12 +68,6 @@ TRANSPORTS: dict[str, Transport] = {
         crosses_hosts=True,
         meets=True,
     ),
-    "rdma": Transport(
-        sender=f"{WING}.rdma:RdmaSender",
-        receiver=f"{WING}.rdma:RdmaReceiver",
-        crosses_hosts=True,
-        uses_rdma=True,
-    ),
 }
 """By the name that `weights.transport` selects them by."""
 
@@ -94,7 +81,6 @@ class End:
     host: str
     device: torch.device
     timeout_s: float
-    rdma: Rdma | None = None
     messages: MessageStore | None = None
 
 
