@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from llamarl.publish.buckets import Memory
 from llamarl.publish.layout import Box, Format, ParameterLayout, RankLayout
 from llamarl.publish.reshard import plan
 from llamarl.publish.shards import ShardScales
 from llamarl.publish.source import Writer
+from llamarl.weights.layout.memory import Memory
 
 
 def uneven_source(
@@ -30,8 +30,7 @@ def uneven_source(
             parameters[name] = ParameterLayout(
                 shape=tuple(tensor.shape), dtype="float32", boxes=(box,)
             )
-        names = (tuple(weights),)
-        layouts.append(RankLayout(rank=rank, host="here", parameters=parameters, buckets=names))
+        layouts.append(RankLayout(rank=rank, host="here", parameters=parameters))
         memories.append(memory)
     return layouts, memories
 
@@ -50,7 +49,6 @@ def publish(
             rank=rank,
             host="here",
             parameters=memory.parameters,
-            buckets=(tuple(memory.parameters),),
         )
         for rank, memory in enumerate(memories)
     ]

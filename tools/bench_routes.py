@@ -82,7 +82,7 @@ def connect(config: Config, trainer: Remote, replicas: dict[int, Any]) -> float:
             trainer,  # type: ignore[arg-type]
             replicas,
             Spans("controller", None),
-            WeightsConfig(transport=NOWHERE, bucket_bytes=config.weights.bucket_bytes),
+            WeightsConfig(transport=NOWHERE),
             rendezvous_folder="",
             kind_of=lambda replica: WeightKind(device="cuda"),
         )

@@ -134,9 +134,7 @@ async def make_ways(
     ways: dict[str, Way] = {}
     for replica, transport in enumerate(TRANSPORTS):
         config = WeightsConfig(transport=transport)
-        await call_all(
-            generators, "reserve_weight_buffer", replica, config.staging, config.bucket_bytes
-        )
+        await call_all(generators, "reserve_weight_buffer", replica, config.staging)
         receiver = Generator(generators, replica)
         publisher = make_publisher(trainers, receiver, replica, config, folder)
         await publisher.connect()

@@ -28,8 +28,8 @@ from llamarl.generator.engine.weights import (
 from llamarl.model.adapter_inventory import adapter_shapes
 from llamarl.model.architecture import FUSED, LORA_A, LORA_B, Architecture
 from llamarl.model.inventory import parameter_shapes
-from llamarl.publish.buckets import ALIGN_BYTES, Memory
 from llamarl.publish.layout import ParameterLayout
+from llamarl.weights.layout.memory import ALIGN_BYTES, Memory
 
 
 class AdapterLayout:

@@ -331,11 +331,6 @@ class Decoding:
             time.monotonic_ns, lambda name, start, end: spans.record(name, start, end, "wait")
         )
 
-    @property
-    def is_mixed(self) -> bool:
-        """Some buckets of a version are committed, others not yet."""
-        return self._standstill.is_mixed
-
     def end_idle(self) -> None:
         """Record what was waited for until now."""
         self._standstill.end()
@@ -347,7 +342,9 @@ class Decoding:
         return await self._thread.run(call, key)
 
     def work(self) -> bool:
-        """One step; False if there is nothing to do until the next command."""
+        """One step; False if there is nothing to do until the next command. Raises what has ended
+        the engine."""
+        self.check()
         if self._standstill.reason != "requests" or not self.engine.has_work:
             self._standstill.begin()
             return False
@@ -409,32 +406,29 @@ class Decoding:
         self.engine.forget_prompts()
         self.engine.version = -1
         self._weight_buffer.reset()
-        self._standstill.is_mixed = False
         self._rows.clear()
         self._turn_ends_ns.clear()
         self.episodes.reset()
         self._output.reset()
 
-    def commit(self, version: int, bucket: int, processed: tuple[Tensor, Any] | None) -> int:
-        """Take over a bucket, with the last one the version; returns the number of running
-        rollouts.
+    def commit(self, version: int, processed: tuple[Tensor, Any] | None) -> int:
+        """Take over the version; returns the number of running rollouts.
 
         `processed` is memory and what the engine made of it beside decoding; it is used if that
         memory became the active one.
         """
         self._standstill.end()
         with self._spans.span("commit", version=version):
-            flat = self._weight_buffer.commit(version, bucket)
-            self._standstill.is_mixed = True
-            if flat is None:
-                return self.engine.num_running
-            if processed is not None and processed[0].data_ptr() == flat.data_ptr():
-                weights = processed[1]
-            else:
-                weights = self.engine.process_weights(flat)
-            num_running = self.engine.commit(weights, version)
-            self._standstill.is_mixed = False
-            return num_running
+            flat = self._weight_buffer.commit(version)
+            try:
+                if processed is not None and processed[0].data_ptr() == flat.data_ptr():
+                    weights = processed[1]
+                else:
+                    weights = self.engine.process_weights(flat)
+                return self.engine.commit(weights, version)
+            except BaseException as error:  # memory has changed, the engine has not followed
+                self.fail(error)
+                raise
 
     def offload(self, tag: str) -> int:
         """Move one tag's memory off the device and stop stepping; returns the bytes."""
@@ -485,21 +479,20 @@ class Decoding:
 class Standstill(Generic[Time]):
     """Why a generator does not decode, and since when; the clock is the caller's.
 
-    `away` are the memory tags that are off the device; `is_mixed` says that some buckets of a
-    version are committed and others not. `record` gets each wait that ended: (reason, start, end).
+    `away` are the memory tags that are off the device. `record` gets each wait that ended: (reason,
+    start, end).
     """
 
     def __init__(self, now: Callable[[], Time], record: Callable[[str, Time, Time], None]) -> None:
         self.away: set[str] = set()
-        self.is_mixed = False
         self._now: Callable[[], Time] = now
         self._record: Callable[[str, Time, Time], None] = record
         self._waiting: tuple[str, Time] | None = None
 
     @property
     def reason(self) -> str:
-        """What decoding waits for: "phase" or "buckets" and, if neither, at most "requests"."""
-        return "phase" if self.away else "buckets" if self.is_mixed else "requests"
+        """What decoding waits for: "phase", or else at most "requests"."""
+        return "phase" if self.away else "requests"
 
     def begin(self) -> None:
         """Wait for `reason` from now on, if not already."""

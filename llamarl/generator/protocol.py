@@ -12,8 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from llamarl.core.records import FinishReason, Request, TurnResult
-from llamarl.publish.buckets import Memory
 from llamarl.publish.comparison import Fingerprints
+from llamarl.weights.layout.memory import Memory
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,7 +1,5 @@
-"""The part of a generator rank that receives weights.
-
-What comes before a commit runs on threads beside decoding; a commit runs between two decode
-steps."""
+"""The part of a generator rank that receives weights: what comes before a commit runs on threads
+beside decoding, a commit between two decode steps."""
 
 import asyncio
 from collections.abc import Mapping
@@ -23,8 +21,8 @@ from llamarl.publish.target import WeightBuffer
 class TargetPart:
     """protocols.WeightTarget for one rank; `source` passes on what is committed here.
 
-    With `is_processed_early` the engine makes what a commit needs beside decoding, before it.
-    `frozen` are the sums of weights that no publish moves, by kind.
+    The engine makes what a commit needs beside decoding, before it. `frozen` are the sums of
+    weights that no publish moves, by kind.
     """
 
     def __init__(
@@ -35,13 +33,11 @@ class TargetPart:
         spans: Spans,
         loop: asyncio.AbstractEventLoop,
         *,
-        is_processed_early: bool,
         frozen: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
         self._frozen = frozen or {}
         self._buffer, self._decoding, self._source = buffer, decoding, source
         self._spans, self._loop = spans, loop
-        self._is_processed_early = is_processed_early
         self._processed: tuple[Tensor, Any] | None = None  # memory, what the engine made of it
         self._opening: object = None  # a new object at each `prepare`
         self._background = Background()
@@ -51,7 +47,7 @@ class TargetPart:
         self._is_closed.set()  # no version is open
 
     async def target_layout(self) -> RankLayout:
-        """Where this rank wants every parameter, and in which buckets."""
+        """Where this rank wants every parameter."""
         self._decoding.check()
         return replace(self._buffer.layout(), frozen=self._frozen)
 
@@ -60,9 +56,8 @@ class TargetPart:
         self._decoding.check()
         await self._background.run(self._buffer.connect, route)
 
-    async def prepare(self, version: int, bucket: int) -> StagingHandle:
-        """Open the staging memory for one bucket of `version`; waits while the weights are off the
-        device."""
+    async def prepare(self, version: int) -> StagingHandle:
+        """Open the staging memory for `version`; waits while the weights are off the device."""
         self._decoding.check()
         session = self._session
         await self._has_memory.wait()
@@ -72,42 +67,33 @@ class TargetPart:
         self._is_closed.clear()
         self._opening, self._processed = object(), None
         try:
-            return await self._background.run(self._buffer.prepare, version, bucket)
+            return await self._background.run(self._buffer.prepare, version)
         except BaseException:
             if was_closed:
                 self._is_closed.set()
             raise
 
-    async def verify(self, version: int, bucket: int) -> Fingerprints:
-        """Fingerprints of the bucket in the staging memory, by parameter, once it has arrived."""
+    async def verify(self, version: int) -> Fingerprints:
+        """Fingerprints of the staging memory, by parameter, once the version has arrived."""
         self._decoding.check()
         opening = self._opening
         with self._spans.span("verify", "publish", version=version):
-            prints = await self._background.run(self._buffer.verify, version, bucket)
-        if self._is_processed_early:
-            staging = self._buffer.staging
-            with self._spans.span("process_weights", "publish", version=version):
-                weights = await self._background.run(self._decoding.engine.process_weights, staging)
-            if self._opening is opening:  # else the staging memory was overwritten meanwhile
-                self._processed = staging, weights
+            prints = await self._background.run(self._buffer.verify, version)
+        staging = self._buffer.staging
+        with self._spans.span("process_weights", "publish", version=version):
+            weights = await self._background.run(self._decoding.engine.process_weights, staging)
+        if self._opening is opening:  # else the staging memory was overwritten meanwhile
+            self._processed = staging, weights
         return prints
 
-    async def commit(self, version: int, bucket: int) -> int:
-        """Decode with the bucket from the next step on; returns the number of running rollouts."""
-        commit = partial(self._commit, version, bucket)
-        return await self._decoding.run(commit, ("commit", version, bucket))
+    async def commit(self, version: int) -> int:
+        """Decode with it from the next step on; returns the number of running rollouts."""
+        return await self._decoding.run(partial(self._commit, version), ("commit", version))
 
     async def abort(self, version: int) -> None:
-        """Drop the staging memory's content; the active weights stay. RuntimeError, for good, after
-        a bucket's commit."""
+        """Drop the staging memory's content; the active weights stay."""
         self._decoding.check()
-        try:
-            await self._background.run(self._buffer.abort, version)
-        except RuntimeError as error:
-            self._decoding.check()
-            if self._decoding.is_mixed:
-                self._decoding.fail(error)
-            raise
+        await self._background.run(self._buffer.abort, version)
         self._opening = self._processed = None
         self._is_closed.set()
 
@@ -139,17 +125,12 @@ class TargetPart:
         """The weights are back on the device."""
         self._has_memory.set()
 
-    def _commit(self, version: int, bucket: int) -> int:
+    def _commit(self, version: int) -> int:
         """On the compute thread."""
         try:
-            num_running = self._decoding.commit(version, bucket, self._processed)
-        except BaseException as error:
-            if self._decoding.is_mixed:  # memory has changed, the engine has not followed
-                self._decoding.fail(error)
-            raise
+            num_running = self._decoding.commit(version, self._processed)
         finally:
             self._processed = None  # the engine holds what it needs: never three sets of weights
-        if self._buffer.version == version:
-            self._source.label(version, {BUFFER: self._buffer.active})
-            self._loop.call_soon_threadsafe(self._is_closed.set)
+        self._source.label(version, {BUFFER: self._buffer.active})
+        self._loop.call_soon_threadsafe(self._is_closed.set)
         return num_running

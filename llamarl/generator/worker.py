@@ -287,15 +287,7 @@ class GeneratorExecutor:
             buffer.version = 0
             engine.commit(engine.process_weights(buffer.active), 0)
             source.label(0)
-        target = TargetPart(
-            buffer,
-            decoding,
-            source,
-            spans,
-            loop,
-            is_processed_early=spec.weights.staging != "bucket",
-            frozen=frozen,
-        )
+        target = TargetPart(buffer, decoding, source, spans, loop, frozen=frozen)
         if isinstance(thread, Lockstep):
             thread.join(self._meeting("commands"))
         thread.begin(decoding.work)

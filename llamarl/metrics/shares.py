@@ -260,9 +260,9 @@ class Exposure:
     """Sums up spans as they are read.
 
     `trainer_s`: the trainer kept its weights for a write, or the controller the next batch for the
-    publish before. `commit_s`: a replica did not decode because it committed, or between the
-    buckets of a version. `starved_s`: a replica had nothing to decode while a version was on its
-    way; rollouts that wait for it are all it has then. The last two are means over the replicas.
+    publish before. `commit_s`: a replica did not decode because it committed. `starved_s`: a
+    replica had nothing to decode while a version was on its way; rollouts that wait for it are all
+    it has then. The last two are means over the replicas.
     """
 
     def __init__(self) -> None:
@@ -279,8 +279,7 @@ class Exposure:
             self._publishes.append(times)  # else of one replica
         if executor == "generator" and span.track == ("wait", "requests"):
             self._idle[process].append(times)
-        is_commit = span.name == "commit" or span.track == ("wait", "buckets")
-        if executor == "generator" and is_commit:
+        if executor == "generator" and span.name == "commit":
             self._seconds["commit_s", process] += (times[1] - times[0]) / 1e9
         if span.cat == "wait" and span.name in ("publish", "last_publish"):
             self._seconds["trainer_s", process] += (times[1] - times[0]) / 1e9

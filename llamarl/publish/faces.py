@@ -21,7 +21,7 @@ class WeightSource(Protocol):
         its memory."""
 
     async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
-        """Write one bucket of `version` into the staging memory of one replica (a handle per rank).
+        """Write `version` into the staging memory of one replica (a handle per rank).
 
         Returns the fingerprints of what was written, by parameter, for all the replica's ranks
         together: an element that several of them hold counts once for each. StaleVersion if
@@ -38,22 +38,17 @@ class WeightTarget(Protocol):
     async def connect_source(self, route: SplitRoute) -> list[None]:
         """Keep the route that leads here, each rank its own part; it replaces the one before."""
 
-    async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:
-        """Open the staging memory for one bucket of `version` and say where it is."""
+    async def prepare(self, version: int) -> list[StagingHandle]:
+        """Open the staging memory for `version` and say where it is."""
 
-    async def verify(self, version: int, bucket: int) -> list[dict[str, int]]:
-        """Fingerprints of the bucket's parameters in the staging memory: all that the rank holds.
+    async def verify(self, version: int) -> list[dict[str, int]]:
+        """Fingerprints of the parameters in the staging memory: all that the rank holds.
 
         Waits until what the source wrote has arrived.
         """
 
-    async def commit(self, version: int, bucket: int) -> list[int]:
-        """Make the bucket active between two decode steps; returns the number of running rollouts.
-
-        With the last bucket the version is active. Decoding stands still between the first bucket's
-        commit and the last one's.
-        """
+    async def commit(self, version: int) -> list[int]:
+        """Make it active between two decode steps; returns the number of running rollouts."""
 
     async def abort(self, version: int) -> list[None]:
-        """Forget what was prepared; the active weights stay. If some buckets of the version were
-        committed already it raises, and the replica computes nothing any more."""
+        """Forget what was prepared; the active weights stay."""

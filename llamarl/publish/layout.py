@@ -91,6 +91,7 @@ def formats_of(generator: GeneratorConfig, architecture: AnyArchitecture) -> tup
 
 
 BUFFER = "weights"  # the name of a generator rank's flat weight buffer
+MESSAGE_BYTES = 32 * 1024 * 1024  # of the messages that a route is cut into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +132,6 @@ class ParameterLayout:
 class RankLayout:
     """All parameters of one rank; `host` says whose memory it is.
 
-    `buckets` are the names of the parameters that a target prepares, receives and commits together,
-    in order; every parameter is in one of them, and all ranks of a replica have equal buckets. A
-    source has one bucket. Boxes of different buckets may share staging memory.
-
     `frozen` are this rank's sums of weights that no publish moves, by kind and name: a target has
     those of its own kind, a source those of all.
     """
@@ -142,7 +139,6 @@ class RankLayout:
     rank: int
     host: str
     parameters: dict[str, ParameterLayout]
-    buckets: tuple[tuple[str, ...], ...]
     frozen: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
@@ -244,10 +240,10 @@ class Route:
     `copies` that begin or end there, over `transport`.
 
     `source` names the executor ("trainer", or "generator-0" that passes on what it received).
-    `sources` and `targets` are the ranks that send and receive anything. `buckets` are those of the
-    target's layouts; () if there is one only. `rendezvous` is where the ranks of a collective route
-    meet: a file path that no other route uses; else "". `bucket_bytes` is the largest message of a
-    packed transport. `is_slow`: it leads to another site.
+    `sources` and `targets` are the ranks that send and receive anything. `rendezvous` is where the
+    ranks of a collective route meet: a file path that no other route uses; else "".
+    `message_bytes` is the largest message of a packed transport, unless one element is larger.
+    `is_slow`: it leads to another site.
     """
 
     source: str
@@ -256,42 +252,31 @@ class Route:
     copies: tuple[Copy, ...]
     sources: tuple[int, ...]
     targets: tuple[int, ...]
-    buckets: tuple[tuple[str, ...], ...] = ()
     rendezvous: str = ""
-    bucket_bytes: int = 1 << 25
+    message_bytes: int = MESSAGE_BYTES
     is_slow: bool = False
 
-    def by_bucket(self) -> list[list[Copy]]:
-        """The copies of the single layers, by bucket; the order within one is that of `copies`."""
-        copies = (single for copy in self.copies for single in copy.each())
-        if not self.buckets:
-            return [list(copies)]
-        bucket_of = {name: i for i, names in enumerate(self.buckets) for name in names}
-        found: list[list[Copy]] = [[] for _ in self.buckets]
-        for copy in copies:
-            found[bucket_of[copy.name]].append(copy)
-        return found
+    def each(self) -> Iterator[Copy]:
+        """The copies of the single layers, in the order of `copies`."""
+        return (single for copy in self.copies for single in copy.each())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingHandle:
-    """Staging memory of one generator rank, prepared for writing `bucket` of `version`.
+    """Staging memory of one generator rank, prepared for writing `version`.
 
     `address` is what the route's transport needs to reach it: a path (shared_memory), a handle
     (cuda_ipc), or None (collective: the rank receives by itself).
-    `is_last`: no bucket follows. If
-    `may_be_freed`, the owner may free the memory between two writes, when others need the device: a
-    process that has mapped it unmaps it after the write.
+    If `may_be_freed`, the owner may free the memory between two writes, when others need the
+    device: a process that has mapped it unmaps it after the write.
     """
 
     version: int
-    bucket: int
     replica: int
     rank: int
     host: str
     address: object
     num_bytes: int
-    is_last: bool = True
     may_be_freed: bool = False
 
 

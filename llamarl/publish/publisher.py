@@ -129,7 +129,6 @@ class Replicas:
             generator,
             [self._shared(layout) for layout in asked.result()],
             timeout_s=self._timeout_s,
-            change=self.change,
             stagger=self._staggers[replica % len(self._staggers)],
         )
 
@@ -173,13 +172,10 @@ class Replicas:
                 )
                 try:
                     await self._advance(sync)
-                except (SourceLost, StaleVersion) as error:
-                    if isinstance(error, SourceLost):
-                        self.give_up_source(error)
-                    if sync.state is State.GONE:
-                        raise ReplicaLost(
-                            f"{error}, amid generator {sync.replica}'s commit"
-                        ) from error
+                except StaleVersion:
+                    pass
+                except SourceLost as error:
+                    self.give_up_source(error)
                 self.change.notify(sync)
         except ReplicaLost as why:
             self._lose(sync, why)
@@ -297,9 +293,13 @@ class Publisher:
         self._spans, self._on_commit, self._on_hold = spans, on_commit, on_hold
         self._may_come = may_come
         self._held_by_all = -1  # the version that every replica keeps
+        self._is_publishing = False
         self._trainer = Source("trainer", trainer)
         self._routes = Routes(
-            config, rendezvous_folder=rendezvous_folder, kind_of=kind_of, far_sites=far_sites or {}
+            config.transport,
+            rendezvous_folder=rendezvous_folder,
+            kind_of=kind_of,
+            far_sites=far_sites or {},
         )
         num_turns = math.ceil(len(generators) / TURN_REPLICAS) or 1
         self._replicas = Replicas(
@@ -356,9 +356,7 @@ class Publisher:
 
         Returns once each at the trainer's site has it, is held, is lost or can no longer get it; or
         `weights.straggler_timeout_s` after the first has it: the others follow on their own. One
-        that still takes an earlier version when this begins is not waited for. But replicas that
-        the trainer sends several buckets are: the trainer must be able to write `version` until
-        then.
+        that still takes an earlier version when this begins is not waited for.
 
         RuntimeError if it is not newer than the last one, a publish is running, or no replica is
         left and none may come; and the error that ended the replicas' tasks (see `watch`).
@@ -367,10 +365,10 @@ class Publisher:
             raise self._replicas.error
         if version <= self.version:
             raise RuntimeError(f"version {version} must be newer than {self.version}, the last one")
-        if self._trainer.is_steady:
+        if self._is_publishing:
             raise RuntimeError(f"version {version} must wait until the running publish has ended")
         self._require_replicas(f"version {version} must have a connected generator")
-        self._trainer.is_steady = True
+        self._is_publishing = True
         self._trainer.version = version
         self._replicas.change.notify()
         start_s = time.monotonic()
@@ -378,7 +376,7 @@ class Publisher:
             with self._spans.span("publish", "publish", version=version):
                 await self._spread(version)
         finally:
-            self._trainer.is_steady = False
+            self._is_publishing = False
         done, self._replicas.stats = self._replicas.stats, PublishStats()
         return replace(done, seconds=time.monotonic() - start_s)
 
@@ -440,16 +438,10 @@ class Publisher:
         def has_committed() -> bool:
             return any(sync.version >= version for sync in syncs)
 
-        def needs_trainer() -> bool:
-            fed = (s for s in syncs if s.source is self._trainer and len(s.buckets) > 1)
-            is_settled = all(self._is_settled(sync, version) for sync in fed)
-            return self._trainer.num_readers > 0 or not is_settled
-
         await until(lambda: has_committed() or is_over())
         with suppress(TimeoutError):
             async with asyncio.timeout(self._straggler_timeout_s):
                 await until(is_over)
-        await until(lambda: replicas.error or not needs_trainer())
         if replicas.error is not None:
             await self.close()
             raise replicas.error
@@ -476,8 +468,8 @@ class Publisher:
         """Whether waiting longer would not bring `version` to the replica."""
         if sync.state is State.GONE or max(sync.version, sync.refused) >= version:
             return True
-        if sync.replica in self._replicas.held and len(sync.buckets) == 1:
-            return True  # several buckets come only while a publish runs
+        if sync.replica in self._replicas.held:
+            return True
         head = sync.source
         if not isinstance(head, ReplicaSync) or head.state is State.GONE:
             return False

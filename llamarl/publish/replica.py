@@ -15,31 +15,24 @@ from llamarl.publish.comparison import add_up, compare
 from llamarl.publish.faces import WeightSource, WeightTarget
 from llamarl.publish.layout import RankLayout, StagingHandle
 from llamarl.publish.reshard import SplitRoute
-from llamarl.publish.transports.routes import TRANSPORTS, buckets_of
+from llamarl.publish.transports.routes import TRANSPORTS
 
 
 class State(Enum):
-    """Where a replica stands. It decodes in those that are `is_whole`."""
+    """Where a replica stands."""
 
     # No route leads here from its source: at the start, after an abort, after a new source.
     DISCONNECTED = "disconnected"
-    # Connected, with one whole version active and nothing prepared.
+    # Connected, with nothing prepared.
     IDLE = "idle"
-    # The first bucket is prepared: its source writes it, and both fingerprints are compared.
+    # A version is prepared: its source writes it, and both fingerprints are compared.
     STAGING = "staging"
-    # The first bucket is what was written, and waits until this replica may commit.
+    # What arrived is what was written, and waits until this replica may commit.
     VERIFIED = "verified"
-    # A verified bucket becomes active.
+    # It becomes active between two decode steps.
     COMMITTING = "committing"
-    # Some buckets of the new version are active; the next one is prepared and being written.
-    MIXED = "mixed"
     # Lost or dropped.
     GONE = "gone"
-
-    @property
-    def is_whole(self) -> bool:
-        """True if all active weights are of one version, so that siblings may read them."""
-        return self not in (State.COMMITTING, State.MIXED, State.GONE)
 
 
 class Event(Enum):
@@ -47,11 +40,11 @@ class Event(Enum):
 
     CONNECT = "connect"  # both ends have the route
     DETACH = "detach"  # another source feeds it from now on
-    PREPARE = "prepare"  # its ranks have opened their staging memory for a bucket
+    PREPARE = "prepare"  # its ranks have opened their staging memory
     VERIFY = "verify"  # the fingerprints of what was written and of what arrived are equal
-    COMMIT = "commit"  # it is its turn, and its source keeps the version
-    FINISH = "finish"  # the last bucket is active
-    ABORT = "abort"  # the write, the comparison or the source failed; what was prepared is given up
+    COMMIT = "commit"  # it is its turn
+    FINISH = "finish"  # the version is active
+    ABORT = "abort"  # the write or the comparison failed; what was prepared is given up
     LEAVE = "leave"  # it failed, or was dropped
 
 
@@ -64,9 +57,6 @@ TRANSITIONS = {
     (State.STAGING, Event.ABORT): State.DISCONNECTED,
     (State.VERIFIED, Event.ABORT): State.DISCONNECTED,
     (State.VERIFIED, Event.COMMIT): State.COMMITTING,
-    (State.COMMITTING, Event.PREPARE): State.MIXED,
-    (State.MIXED, Event.VERIFY): State.COMMITTING,
-    (State.MIXED, Event.ABORT): State.GONE,
     (State.COMMITTING, Event.FINISH): State.IDLE,
     (State.GONE, Event.ABORT): State.GONE,
     **{(state, Event.LEAVE): State.GONE for state in State},
@@ -180,17 +170,13 @@ class PeerRelay(WeightTarget, WeightSource, Protocol):
 class Source:
     """What feeds replicas: the trainer, or a replica (`ReplicaSync`) of the same host.
 
-    `version` is what it holds: the trainer the one published last, a replica its active one. If it
-    `is_steady`, the version stays as long as `num_readers` replicas have committed some, not all of
-    its buckets: the trainer's during a publish, a replica's while it is whole. `sums` are the
-    fingerprints of the version where they are known.
+    `version` is what it holds: the trainer the one published last, a replica its active one. `sums`
+    are the fingerprints of the version where they are known.
     """
 
     def __init__(self, name: str, executor: WeightSource) -> None:
         self.name, self.executor = name, executor
         self.version = -1
-        self.is_steady = False
-        self.num_readers = 0
         self.sums: dict[str, int] = {}
         self.layout: list[RankLayout] = []  # of what its ranks send; empty until asked
 
@@ -207,7 +193,7 @@ class ReplicaSync(Source):
     """A replica on its way from version to version; for its siblings it is a source.
 
     `target` is where its ranks want their boxes, `source` what feeds it, and `refused` the newest
-    version that this source no longer had. ValueError if the buckets of `target` do not fit.
+    version that this source no longer had.
     """
 
     def __init__(
@@ -217,12 +203,10 @@ class ReplicaSync(Source):
         target: list[RankLayout],
         *,
         timeout_s: float,
-        change: Change,
         stagger: Stagger,
     ) -> None:
         super().__init__(f"generator-{replica}", generator)
         self.replica, self.target = replica, target
-        self.buckets = buckets_of(replica, target)
         self.state = State.DISCONNECTED
         self.source: Source | None = None
         self.transport = ""  # of the route that leads here
@@ -230,7 +214,7 @@ class ReplicaSync(Source):
         self.refused = -1
         self.task: asyncio.Task[None] | None = None
         self._generator = generator
-        self._timeout_s, self._change, self._stagger = timeout_s, change, stagger
+        self._timeout_s, self._stagger = timeout_s, stagger
 
     @property
     def is_connected(self) -> bool:
@@ -247,14 +231,11 @@ class ReplicaSync(Source):
         self._move(Event.LEAVE)
 
     def next_version(self) -> int | None:
-        """The version that the source has for this replica, if any.
-
-        A version of several buckets is taken only from a source that keeps it until the last one.
-        """
+        """The version that the source has for this replica, if any."""
         source = self.source
         if source is None or source.version <= max(self.version, self.refused):
             return None
-        return source.version if len(self.buckets) == 1 or source.is_steady else None
+        return source.version
 
     async def layout_of(self, source: Source) -> list[RankLayout]:
         """Where the source keeps what it can send, asked once. Raises as `connect` does."""
@@ -290,7 +271,6 @@ class ReplicaSync(Source):
 
         Raises RuntimeError if it is not newer than what the replica has, StaleVersion, SourceLost,
         ReplicaLost, FingerprintMismatch, or what the trainer raised (TimeoutError if nothing).
-        After StaleVersion or SourceLost between two buckets of its commit the replica is gone.
         """
         source = self.source
         if source is None or version <= self.version:
@@ -299,29 +279,25 @@ class ReplicaSync(Source):
                 f"{self.replica} has"
             )
         origin = self._origin(source, version)
-        sums: dict[str, int] = {}
         async with AsyncExitStack() as turn:
-            for bucket in range(len(self.buckets)):
-                handles = await self._ask(self._generator.prepare(version, bucket), "prepare")
-                self._move(Event.PREPARE)
-                try:
-                    sums |= await self._fill(source, version, bucket, handles, origin)
-                    self._move(Event.VERIFY)
-                    if bucket == 0:
-                        await turn.enter_async_context(self._turn(source, version))
-                        self._move(Event.COMMIT)
-                except BaseException:
-                    await attempt(self._generator.abort(version), ABORT_S)
-                    self._move(Event.ABORT)
-                    raise
-                num_running = await self._ask(self._generator.commit(version, bucket), "commit")
+            handles = await self._ask(self._generator.prepare(version), "prepare")
+            self._move(Event.PREPARE)
+            try:
+                sums = await self._fill(source, version, handles, origin)
+                self._move(Event.VERIFY)
+                await turn.enter_async_context(self._stagger.alone())
+                self._move(Event.COMMIT)
+            except BaseException:
+                await attempt(self._generator.abort(version), ABORT_S)
+                self._move(Event.ABORT)
+                raise
+            num_running = await self._ask(self._generator.commit(version), "commit")
         self.version, self.sums = version, sums
         self._move(Event.FINISH)
         return max(num_running)
 
     def _move(self, event: Event) -> None:
         self.state = next_state(self.state, event)
-        self.is_steady = self.state.is_whole
 
     def _origin(self, source: Source, version: int) -> dict[str, int]:
         """The fingerprints that a sibling of the same layout had of `version`; {} if unknown."""
@@ -332,19 +308,17 @@ class ReplicaSync(Source):
         self,
         source: Source,
         version: int,
-        bucket: int,
         handles: list[StagingHandle],
         origin: dict[str, int],
     ) -> dict[str, int]:
-        """Have a bucket written and compare what arrived: with what was written, and `origin`."""
+        """Have it written and compare what arrived: with what was written, and `origin`."""
         written = add_up(await self._write(source, version, handles))
-        found = add_up(await self._ask(self._generator.verify(version, bucket), "verify"))
+        found = add_up(await self._ask(self._generator.verify(version), "verify"))
         way = f" from {source.name}" if isinstance(source, ReplicaSync) else ""
         compare(written, found, self.replica, version, way)
         if origin:
-            sent = {name: origin[name] for name in self.buckets[bucket] if name in origin}
             way = f" from the trainer through {source.name}"
-            compare(sent, found, self.replica, version, way)
+            compare(origin, found, self.replica, version, way)
         return found
 
     async def _write(
@@ -363,25 +337,6 @@ class ReplicaSync(Source):
                     f"weights.timeout_s={self._timeout_s:g} s, got stuck"
                 )
         return self._result(source, writing, "write")
-
-    @asynccontextmanager
-    async def _turn(self, source: Source, version: int) -> AsyncIterator[None]:
-        """The time in which this replica commits all buckets, from a source that keeps `version`.
-
-        It begins when the replicas before it have committed and nothing reads its own weights.
-        """
-        is_reader = len(self.buckets) > 1
-        async with self._stagger.alone():
-            await self._change.until(lambda: not self.num_readers)
-            if is_reader and not (source.is_steady and source.version == version):
-                raise StaleVersion(f"{source.name} goes on from version {version}")
-            source.num_readers += is_reader
-            try:
-                yield
-            finally:
-                source.num_readers -= is_reader
-                if is_reader:  # the source may wait for that, and a publish
-                    self._change.notify(self)
 
     async def _ask(self, call: Coroutine[Any, Any, T], step: str) -> T:
         """Call the replica."""

@@ -368,16 +368,12 @@ def pack(copies: Iterable[Copy]) -> PackedCopies:
     )
 
 
-def split(
-    packed: PackedCopies, buckets: tuple[tuple[str, ...], ...], **fields: Any
-) -> tuple[SplitRoute, SplitRoute]:
-    """(what the source's ranks get, what the target's ranks get). `buckets` are those of the
-    target's layouts, `fields` the others of Route."""
+def split(packed: PackedCopies, **fields: Any) -> tuple[SplitRoute, SplitRoute]:
+    """(what the source's ranks get, what the target's ranks get); `fields` are Route's others."""
     route = Route(
         copies=(),
         sources=tuple(packed.by_source),
         targets=tuple(packed.by_target),
-        buckets=buckets if len(buckets) > 1 else (),
         **fields,
     )
     return SplitRoute(route, packed.by_source), SplitRoute(route, packed.by_target)

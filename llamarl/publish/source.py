@@ -232,9 +232,7 @@ class Writer:
         made = (scales.tensors, scales.parameters) if scales is not None else ({}, {})
         self.tensors = VersionedTensors(tensors | made[0])
         self._parameters = parameters | made[1]
-        self._layout = RankLayout(
-            rank=rank, host=host, parameters=parameters, buckets=(tuple(parameters),)
-        )
+        self._layout = RankLayout(rank=rank, host=host, parameters=parameters)
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         self.messages = MessageStore(packed_bytes)
         self._end = End(
@@ -272,7 +270,7 @@ class Writer:
             self.connect(replica, None)
 
     def write(self, version: int, handles: list[StagingHandle]) -> Fingerprints:
-        """Write this rank's slices of a bucket of `version` into the staging memory of one replica.
+        """Write this rank's slices of `version` into the staging memory of one replica.
 
         `handles`: one per rank of the replica. Returns the fingerprint by parameter of all values
         written, for all target ranks together. StaleVersion if it would have to read `version` and
@@ -280,7 +278,7 @@ class Writer:
         again. TargetLost if the replica cannot be reached; RuntimeError if it is not connected or
         has prepared another version.
         """
-        replica, bucket = handles[0].replica, handles[0].bucket
+        replica = handles[0].replica
         for handle in handles:
             if handle.version != version:
                 raise RuntimeError(f"version {version} must be prepared, got {handle.version}")
@@ -296,9 +294,8 @@ class Writer:
         if sender is not None:
             by_rank = {handle.rank: handle for handle in handles}
             with torch.no_grad(), self._stream.running():
-                written = sender.write(bucket, by_rank, copy_cast)
-        if handles[0].is_last:
-            self.tensors.acknowledge(replica, version)
+                written = sender.write(by_rank, copy_cast)
+        self.tensors.acknowledge(replica, version)
         return written
 
     def _transfer(self, copy: Copy, tensors: Mapping[str, Tensor], target: Tensor) -> int:
@@ -401,7 +398,7 @@ class SourcePart:
         await self.background.run(self._writer.connect, replica, route)
 
     async def write(self, version: int, handles: list[StagingHandle]) -> Fingerprints:
-        """Write a bucket of `version` into a replica's staging memory. StaleVersion, TargetLost."""
+        """Write `version` into a replica's staging memory. StaleVersion, TargetLost."""
         self._check()
         with self._spans.span("write", "publish", version=version):
             return await self.background.run(self._writer.write, version, handles)

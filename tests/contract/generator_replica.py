@@ -171,7 +171,6 @@ async def connect(source: Any, generator: Replica, replica: int = 3) -> None:
     name = "generator-0" if is_relay else "trainer"
     sending, receiving = split(
         pack(plan(layouts, target)),
-        target[0].buckets,
         source=name,
         replica=replica,
         transport="shared_memory",
@@ -184,17 +183,17 @@ async def connect(source: Any, generator: Replica, replica: int = 3) -> None:
         await generator.connect_source(receiving)
 
 
-async def send(source: Any, generator: Replica, version: int, bucket: int) -> None:
+async def send(source: Any, generator: Replica, version: int) -> None:
     """Everything but the commit, as the publisher does it."""
-    handles = await generator.prepare(version, bucket)
+    handles = await generator.prepare(version)
     for rank, handle in enumerate(handles):
-        assert (handle.version, handle.bucket, handle.rank) == (version, bucket, rank)
+        assert (handle.version, handle.rank) == (version, rank)
         assert handle.replica == generator.ranks[0]._spec.replica
     if isinstance(source, Replica):
         written = await source.write(version, handles)
     else:
         written = [await asyncio.to_thread(source.write, version, handles)]
-    found = total(await generator.verify(version, bucket))
+    found = total(await generator.verify(version))
     assert found == total(written)
     assert any(found.values())
 
@@ -205,19 +204,13 @@ def total(prints: list[dict[str, int]]) -> dict[str, int]:
     return {name: sum(found.get(name, 0) for found in prints) % MODULUS for name in names}
 
 
-async def publish(source: Any, generator: Replica, version: int) -> list[int]:
-    """All parts; returns what the commits did."""
+async def publish(source: Any, generator: Replica, version: int) -> int:
+    """The whole of it; returns how many rollouts were running."""
     if isinstance(source, Writer):
         source.tensors.label(version)
-    buckets, *others = [layout.buckets for layout in await generator.target_layout()]
-    assert all(other == buckets for other in others)
-    running = []
-    for bucket in range(len(buckets)):
-        await send(source, generator, version, bucket)
-        committed = await generator.commit(version, bucket)
-        assert len(set(committed)) == 1
-        running.append(committed[0])
-    return running
+    await send(source, generator, version)
+    (num_running,) = set(await generator.commit(version))
+    return num_running
 
 
 def token_columns(storage: WatchedStorage, num_rows: int) -> list[tuple[list[int], np.ndarray]]:

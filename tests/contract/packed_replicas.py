@@ -8,7 +8,6 @@ import torch
 
 from llamarl.core.config import WeightsConfig
 from llamarl.core.errors import TargetLost
-from llamarl.publish.buckets import Memory
 from llamarl.publish.comparison import Fingerprints, add_up
 from llamarl.publish.layout import Box, ParameterLayout
 from llamarl.publish.reshard import pack, plan, split
@@ -24,11 +23,12 @@ from llamarl.publish.transports.messages import (
     unpack,
 )
 from llamarl.publish.transports.routes import Transport
+from llamarl.weights.layout.memory import Memory
 
 SHAPES = {"w": (24, 10), "embed": (9, 6), "norm": (7,)}
 ROWS = {"w": (0, 11, 24), "embed": (0, 9, 9), "norm": (0, 4, 7)}  # of the trainer's two ranks
-BUCKET_BYTES = 200
-MESSAGE_BYTES = 208 + 32  # of the longest message, with what the collective transport adds
+MESSAGE_BYTES = 200
+SEALED_BYTES = 208 + 24  # of the longest message, with what the collective transport adds
 KINDS = {"columns": (torch.float32, 2), "turned": (torch.bfloat16, 1)}
 TIMEOUT_S = 20.0
 
@@ -52,12 +52,11 @@ class LocalSender(TransportSender):
         self._rank, self._messages = end.rank, messages_by("target_rank", route)
         self._taker = (end.messages or MessageStore(0)).join(route, torch.device("cpu"))
 
-    def write(self, bucket, handles, copy_cast):
+    def write(self, handles, copy_cast):
         written = Fingerprints()
-        for turn, (rank, index, message) in enumerate(in_turns(self._messages[bucket])):
+        for turn, (rank, index, message) in enumerate(in_turns(self._messages)):
             pack = partial(message.fill, copy_cast=copy_cast)
-            place = handles[rank].version, bucket, turn
-            packed = self._taker.take(place, message.num_bytes, pack)
+            packed = self._taker.take((handles[rank].version, turn), message.num_bytes, pack)
             if packed is None:
                 memory = torch.empty(message.num_bytes, dtype=torch.uint8)
                 packed = PackedMessage(memory, pack(memory))
@@ -74,7 +73,7 @@ class LocalReceiver(TransportReceiver):
         self._replica, self._messages = route.replica, messages_by("source_rank", route)
         self._inbox, self._is_closed = {}, False
 
-    def open(self, version, bucket, flat, arrived):
+    def open(self, version, flat, arrived):
         self._flat = flat
         return self
 
@@ -84,8 +83,8 @@ class LocalReceiver(TransportReceiver):
             raise TargetLost("nobody is there")
         self._inbox[source, index] = message.clone()
 
-    def arrive(self, version, bucket):
-        for source, index, message in in_turns(self._messages[bucket]):
+    def arrive(self, version):
+        for source, index, message in in_turns(self._messages):
             unpack(message, self._inbox[source, index], self._flat)
 
     def abort(self):
@@ -187,22 +186,21 @@ class Replica:
             self.buffers.append(
                 WeightBuffer(
                     Memory(parameters=parameters, num_elements=size, dtype=dtype),
-                    WeightsConfig(staging=staging, bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S),
+                    WeightsConfig(staging=staging, timeout_s=TIMEOUT_S),
                     replica=number,
                     rank=rank,
                     run_id="test",
                     host=f"host-{number}",
                 )
             )
-        self.num_buckets = len(self.buffers[0].layout().buckets)
 
     def routes(self, layouts, transport="local", rendezvous=""):
         """(for the source's ranks, for the ranks of this replica)"""
         targets = [buffer.layout() for buffer in self.buffers]
         return split(
-            pack(plan(layouts, targets)), targets[0].buckets, source="trainer",
+            pack(plan(layouts, targets)), source="trainer",
             replica=self.number, transport=transport, rendezvous=rendezvous,
-            bucket_bytes=BUCKET_BYTES,
+            message_bytes=MESSAGE_BYTES,
         )  # fmt: skip
 
     def connect(self, trainer, transport="local", rendezvous=""):
@@ -220,13 +218,12 @@ class Replica:
 
     def bring(self, trainer, version):
         """The publish; raises what one of the writers did, once both have ended."""
-        for bucket in range(self.num_buckets):
-            handles = [buffer.prepare(version, bucket) for buffer in self.buffers]
-            written = add_up(at_once([(w.write, version, handles) for w in trainer.writers]))
-            found = add_up(at_once([(b.verify, version, bucket) for b in self.buffers]))
-            assert written == found, f"fingerprints of version {version}"
-            for buffer in self.buffers:
-                buffer.commit(version, bucket)
+        handles = [buffer.prepare(version) for buffer in self.buffers]
+        written = add_up(at_once([(w.write, version, handles) for w in trainer.writers]))
+        found = add_up(at_once([(b.verify, version) for b in self.buffers]))
+        assert written == found, f"fingerprints of version {version}"
+        for buffer in self.buffers:
+            buffer.commit(version)
 
     def abort(self, version):
         for buffer in self.buffers:

@@ -1,4 +1,4 @@
-"""A trainer and generators that model buckets and memory, for the tests of publishing."""
+"""A trainer and generators that model memory, for the tests of publishing."""
 
 import asyncio
 import dataclasses
@@ -14,19 +14,14 @@ from llamarl.publish.reshard import WeightKind, num_bytes
 NAMES = ("layers.0.weight", "layers.1.weight", "norm")
 
 
-WHOLE, SINGLE = (NAMES,), tuple((name,) for name in NAMES)  # one bucket, a bucket per parameter
-
-
 NUM_BYTES = len(NAMES) * 4 * 4
 FOLDER = tempfile.gettempdir()  # nothing is written there
 
 
-def layout(rank, host, buckets, *, start=0, stop=4):
+def layout(rank, host, *, start=0, stop=4):
     box = Box(start=(start,), stop=(stop,), buffer="weights", offset=0, strides=(1,))
     parameter = ParameterLayout(shape=(4,), dtype="float32", boxes=(box,))
-    return RankLayout(
-        rank=rank, host=host, parameters=dict.fromkeys(NAMES, parameter), buckets=buckets
-    )
+    return RankLayout(rank=rank, host=host, parameters=dict.fromkeys(NAMES, parameter))
 
 
 class World:
@@ -40,7 +35,6 @@ class World:
         self,
         hosts=("h", "h"),
         *,
-        buckets=WHOLE,
         spans=None,
         folder=FOLDER,
         device="cpu",
@@ -49,7 +43,6 @@ class World:
     ):
         self.journal, self.events = [], []
         self.failures, self.delay_s = {}, lambda who, step: 0.0
-        self.buckets = buckets
         self.trainer = FakeTrainer(self)
         self.generators = {i: FakeGenerator(self, i, host) for i, host in enumerate(hosts)}
         transport = "shared_memory" if {*hosts} == {"h"} else "collective"
@@ -112,18 +105,11 @@ class FakeSource:
     async def write(self, version, handles):
         (handle,) = handles
         assert self.routes[handle.replica].source == self.who
-        await self.world.note(self.who, "write", version, handle.replica, handle.bucket)
+        await self.world.note(self.who, "write", version, handle.replica)
         weights = self.weights(version)
-        target = self.world.generators[handle.replica]
-        names = self.world.buckets[handle.bucket]
-        target.staging = {name: weights[name] for name in names}
-        self.num_sent_bytes += num_bytes(
-            single
-            for copy in self.routes[handle.replica].copies
-            for single in copy.each()
-            if single.name in names
-        )
-        halves = {name: weights[name] * 10 for name in names}
+        self.world.generators[handle.replica].staging = dict(weights)
+        self.num_sent_bytes += num_bytes(self.routes[handle.replica].each())
+        halves = {name: weights[name] * 10 for name in NAMES}
         return [halves, halves]
 
 
@@ -137,7 +123,7 @@ class FakeTrainer(FakeSource):
     async def source_layout(self):
         await self.world.note("trainer", "source_layout")
         halves = ((0, 0, 2), (1, 2, 4))
-        return [layout(rank, "h", WHOLE, start=a, stop=b) for rank, a, b in halves]
+        return [layout(rank, "h", start=a, stop=b) for rank, a, b in halves]
 
     def weights(self, version):
         if version != self.version:
@@ -146,7 +132,7 @@ class FakeTrainer(FakeSource):
 
 
 class FakeGenerator(FakeSource):
-    """A replica of one rank with staging memory for one bucket; `active` is name -> version.
+    """A replica of one rank; `active` is name -> version.
 
     Once dead, by a call to `kill` or after `calls_left` calls, it answers nothing but errors.
     """
@@ -154,7 +140,6 @@ class FakeGenerator(FakeSource):
     def __init__(self, world, replica, host):
         self.world, self.replica, self.who, self.host = world, replica, f"generator-{replica}", host
         self.active, self.staging, self.prepared = dict.fromkeys(NAMES, -1), {}, None
-        self.committed = 0
         self.routes, self.route, self.num_sent_bytes = {}, None, 0
         self.damage = {}
         self.calls_left = None
@@ -174,11 +159,11 @@ class FakeGenerator(FakeSource):
 
     async def target_layout(self):
         await self.note("target_layout")
-        return [layout(0, self.host, self.world.buckets)]
+        return [layout(0, self.host)]
 
     async def source_layout(self):
         await self.note("source_layout")
-        return [layout(0, self.host, WHOLE)]
+        return [layout(0, self.host)]
 
     async def connect_source(self, route):
         assert self.prepared is None
@@ -186,40 +171,34 @@ class FakeGenerator(FakeSource):
         await self.note("connect_source", self.route.source)
         return [None]
 
-    async def prepare(self, version, bucket):
-        await self.note("prepare", version, bucket)
+    async def prepare(self, version):
+        await self.note("prepare", version)
         assert self.prepared is None
-        assert bucket == self.committed
-        assert version > self.active[self.world.buckets[bucket][0]]
-        self.prepared, self.staging = (version, bucket), {}
+        assert version > self.version
+        self.prepared, self.staging = version, {}
         return [
             StagingHandle(
-                version=version, bucket=bucket, replica=self.replica, rank=0, host=self.host,
-                address=None, num_bytes=0,
+                version=version, replica=self.replica, rank=0, host=self.host, address=None,
+                num_bytes=0,
             )
         ]  # fmt: skip
 
-    async def verify(self, version, bucket):
-        await self.note("verify", version, bucket)
-        assert self.prepared == (version, bucket)
-        assert set(self.staging) == set(self.world.buckets[bucket])
+    async def verify(self, version):
+        await self.note("verify", version)
+        assert self.prepared == version
+        assert set(self.staging) == set(NAMES)
         return [{name: value * 20 for name, value in self.staging.items()} | self.damage]
 
-    async def commit(self, version, bucket):
-        await self.note("commit", version, bucket)
-        assert self.prepared == (version, bucket)
+    async def commit(self, version):
+        await self.note("commit", version)
+        assert self.prepared == version
         self.active |= self.staging
-        self.committed = (bucket + 1) % len(self.world.buckets)
         self.prepared = None
         return [3]
 
     async def abort(self, version):
         await self.note("abort", version)
-        assert self.prepared is not None
-        assert self.prepared[0] == version
-        if self.committed:
-            self.calls_left = 0
-            raise RuntimeError("half-committed")
+        assert self.prepared == version
         self.prepared = None
         return [None]
 

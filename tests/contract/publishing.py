@@ -11,17 +11,16 @@ import torch
 from llamarl.core.config import WeightsConfig
 from llamarl.core.device.devices import PLATFORMS
 from llamarl.metrics.span import Spans
-from llamarl.publish.buckets import Memory
 from llamarl.publish.layout import Box, ParameterLayout
 from llamarl.publish.publisher import Publisher
 from llamarl.publish.reshard import WeightKind
 from llamarl.publish.source import Writer
 from llamarl.publish.target import WeightBuffer
 from llamarl.publish.transports.mapped import opened
+from llamarl.weights.layout.memory import Memory
 from tests.allocation import LargestAllocation
 from tests.contract.publishing_damage import BitFlip, bent
 from tests.contract.publishing_layouts import (
-    BUCKET_BYTES,
     KINDS,
     SHAPES,
     TILE_BYTES,
@@ -33,14 +32,14 @@ from tests.contract.publishing_layouts import (
 from tests.distributed.ranks import FORKS
 
 TRANSPORTS = ("shared_memory", "collective")
-STAGINGS = ("double_buffer", "host", "bucket", "staged")
+STAGINGS = ("double_buffer", "host", "staged")
 
 
 def weights_config(staging, transport="shared_memory"):
     """`staged` is a weight buffer with one memory, whatever the config says."""
     return WeightsConfig(
         transport=transport, staging="double_buffer" if staging == "staged" else staging,
-        bucket_bytes=BUCKET_BYTES, timeout_s=20.0, straggler_timeout_s=20.0,
+        timeout_s=20.0, straggler_timeout_s=20.0,
     )  # fmt: skip
 
 
@@ -139,8 +138,8 @@ class GeneratorRanks:
             for name, layout in parameters.items():
                 for box in layout.boxes:
                     slices = tuple(map(slice, box.start, box.stop))
-                    bucket = whole[name][slices].to(flat.dtype)
-                    flat.as_strided(bucket.shape, box.strides, box.offset).copy_(bucket)
+                    values = whole[name][slices].to(flat.dtype)
+                    flat.as_strided(values.shape, box.strides, box.offset).copy_(values)
             padding = flat == 7.0
             flat[padding] = weight_buffer.active.cpu()[padding]
             found.append(flat)
@@ -180,31 +179,28 @@ class GeneratorRanks:
     def write(self, version, handles):
         return [writer.write(version, handles) for writer in self._writers]
 
-    def prepare(self, version, bucket):
-        return [weight_buffer.prepare(version, bucket) for weight_buffer in self._weight_buffers]
+    def prepare(self, version):
+        return [weight_buffer.prepare(version) for weight_buffer in self._weight_buffers]
 
-    def verify(self, version, bucket):
-        return self._each(lambda rank: self._weight_buffers[rank].verify(version, bucket))
+    def verify(self, version):
+        return self._each(lambda rank: self._weight_buffers[rank].verify(version))
 
-    def watch_fingerprint(self, version, bucket):
-        self.verify(version, bucket)  # over messages it sums on a thread that nothing watches
+    def watch_fingerprint(self, version):
+        self.verify(version)  # over messages it sums on a thread that nothing watches
         with LargestAllocation() as watch:
             for weight_buffer in self._weight_buffers:
-                list(map(weight_buffer._fingerprint, weight_buffer.layout().buckets[bucket]))
+                list(map(weight_buffer._fingerprint, weight_buffer.layout().parameters))
         return watch.num_bytes, watch.names
 
-    def commit(self, version, bucket):
+    def commit(self, version):
         with self._step:
             self._is_still = True
-            active = [
-                weight_buffer.commit(version, bucket) for weight_buffer in self._weight_buffers
-            ]
-            if active[0] is not None:
-                self._expected = self._whole(version)
-                self._look()
-                self._is_still = self._is_staged
-                for writer, flat in zip(self._writers, active, strict=True):
-                    writer.tensors.label(version, {"weights": flat})
+            active = [weight_buffer.commit(version) for weight_buffer in self._weight_buffers]
+            self._expected = self._whole(version)
+            self._look()
+            self._is_still = self._is_staged
+            for writer, flat in zip(self._writers, active, strict=True):
+                writer.tensors.label(version, {"weights": flat})
         return [3 for _ in self._weight_buffers]
 
     def abort(self, version):
@@ -341,14 +337,14 @@ class Generator:
     async def connect_source(self, route):
         return await self._ask("connect_source", bent(route, "by_target", self.bend))
 
-    async def prepare(self, version, bucket):
-        return await self._ask("prepare", version, bucket)
+    async def prepare(self, version):
+        return await self._ask("prepare", version)
 
-    async def verify(self, version, bucket):
-        return await self._ask("verify", version, bucket)
+    async def verify(self, version):
+        return await self._ask("verify", version)
 
-    async def commit(self, version, bucket):
-        return await self._ask("commit", version, bucket)
+    async def commit(self, version):
+        return await self._ask("commit", version)
 
     async def abort(self, version):
         return await self._ask("abort", version)

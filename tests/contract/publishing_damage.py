@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from llamarl.publish.reshard import pack
+from llamarl.publish.reshard import SplitRoute, pack
+from tests.contract.publishing_layouts import MESSAGE_BYTES
 
 
 class BitFlip:
@@ -29,6 +30,7 @@ def one_row_further(copy):
 
 def bent(route, side, bend):
     """A split route for the ranks of a `side`, by_source or by_target, whose copies `bend` has
-    changed, all together."""
+    changed, all together; in several messages."""
     copies = [copy for rank in route.packed for copy in route.for_rank(rank).copies]
-    return dataclasses.replace(route, packed=getattr(pack(bend(copies)), side))
+    in_short = dataclasses.replace(route.route, message_bytes=MESSAGE_BYTES)
+    return SplitRoute(in_short, getattr(pack(bend(copies)), side))

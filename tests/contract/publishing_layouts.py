@@ -22,7 +22,7 @@ SHAPES = {
 LARGEST_BYTES = 4 * math.prod(SHAPES["wide"])
 
 
-BUCKET_BYTES = 1 << 18
+MESSAGE_BYTES = 1 << 18
 
 
 TILE_BYTES = 1 << 16  # so that the parameters, small as they are here, have several tiles

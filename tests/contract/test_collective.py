@@ -13,13 +13,13 @@ import torch
 
 from llamarl.core.config import WeightsConfig
 from llamarl.core.errors import TargetLost
-from llamarl.publish.buckets import Memory
 from llamarl.publish.layout import Box, ParameterLayout
 from llamarl.publish.reshard import pack, plan, split
 from llamarl.publish.source import Writer
 from llamarl.publish.target import WeightBuffer
 from llamarl.publish.transports.collective import RouteGroup
 from llamarl.publish.transports.routes import End
+from llamarl.weights.layout.memory import Memory
 from tests.distributed.ranks import FORKS
 
 TIMEOUT_S = 1.0
@@ -46,8 +46,8 @@ class Ends:
         self.num_routes += 1
         copies = pack(plan([self.writer.layout()], [self.weight_buffer.layout()]))
         sending, _ = split(
-            copies, (), source="trainer", replica=0, transport="collective",
-            rendezvous=f"{self.folder}/route-{self.num_routes}", bucket_bytes=40,
+            copies, source="trainer", replica=0, transport="collective",
+            rendezvous=f"{self.folder}/route-{self.num_routes}", message_bytes=40,
             is_slow=self.is_slow,
         )  # fmt: skip
         return sending.for_rank(0)  # the only one of either side: all copies
@@ -61,9 +61,9 @@ class Ends:
 
     def publish(self, version):
         self.writer.tensors.label(version)
-        handles = [self.weight_buffer.prepare(version, 0)]
-        assert self.writer.write(version, handles) == self.weight_buffer.verify(version, 0)
-        self.weight_buffer.commit(version, 0)
+        handles = [self.weight_buffer.prepare(version)]
+        assert self.writer.write(version, handles) == self.weight_buffer.verify(version)
+        self.weight_buffer.commit(version)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_over_a_slow_link_the_same_weights_arrive(tmp_path) -> None:
         ends.publish(version)
         with ends.writer.tensors.reading(version) as tensors:
             assert torch.equal(ends.weight_buffer.active, tensors["w"].flatten())
-    ends.weight_buffer.prepare(3, 0)
+    ends.weight_buffer.prepare(3)
     ends.weight_buffer.abort(3)
     ends.connect()
     ends.publish(4)
@@ -117,7 +117,7 @@ def test_an_abort_ends_a_receive_without_a_sender_and_a_new_route_repairs_it(end
     ends.connect()
     ends.publish(1)
     started_s = time.monotonic()
-    handles = [ends.weight_buffer.prepare(2, 0)]
+    handles = [ends.weight_buffer.prepare(2)]
     ends.weight_buffer.abort(2)
     assert time.monotonic() - started_s < TIMEOUT_S
     ends.writer.tensors.label(2)
@@ -127,7 +127,7 @@ def test_an_abort_ends_a_receive_without_a_sender_and_a_new_route_repairs_it(end
     with pytest.raises(
         RuntimeError, match="trainer must be connected again: the connection was lost"
     ):
-        ends.weight_buffer.prepare(2, 0)
+        ends.weight_buffer.prepare(2)
     ends.connect()
     ends.publish(2)
     assert ends.weight_buffer.version == 2
@@ -135,11 +135,11 @@ def test_an_abort_ends_a_receive_without_a_sender_and_a_new_route_repairs_it(end
 
 def test_a_target_that_never_receives_is_lost_in_bounded_time(ends) -> None:
     ends.connect()
-    handles = [ends.weight_buffer.prepare(1, 0)]
-    assert ends.writer.write(1, handles) == ends.weight_buffer.verify(1, 0)
-    ends.weight_buffer.commit(1, 0)
+    handles = [ends.weight_buffer.prepare(1)]
+    assert ends.writer.write(1, handles) == ends.weight_buffer.verify(1)
+    ends.weight_buffer.commit(1)
     ends.writer.tensors.label(2)
-    stale = [ends.weight_buffer.prepare(2, 0)]
+    stale = [ends.weight_buffer.prepare(2)]
     ends.writer.write(2, stale)
     started_s = time.monotonic()
     with pytest.raises(TargetLost, match="generator 0 is out of reach"):
@@ -150,7 +150,7 @@ def test_a_target_that_never_receives_is_lost_in_bounded_time(ends) -> None:
 def test_disconnecting_ends_a_write_that_hangs(ends) -> None:
     ends.connect()
     ends.publish(1)
-    stale = [ends.weight_buffer.prepare(2, 0)]
+    stale = [ends.weight_buffer.prepare(2)]
     ends.writer.tensors.label(2)
     ends.writer.write(2, stale)
     outcome = []

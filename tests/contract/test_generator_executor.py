@@ -18,6 +18,7 @@ from tests.contract.generator_contract import *  # noqa: F403 - the questions
 from tests.contract.generator_replica import (
     EngineCase,
     Replica,
+    collect,
     connect,
     drive,
     gather,
@@ -64,7 +65,7 @@ def test_two_ranks_answer_what_is_hardest_for_them(checkpoint: str, run_dir: str
     questions.test_columns_of_a_row_are_stored_when_collect_returns_it(case, run_dir)
     questions.test_a_replica_without_weights_starts_at_its_first_commit(case, run_dir)
     questions.test_versions_are_published_while_decoding_and_a_discarded_one_is_not(
-        case, run_dir, "bucket"
+        case, run_dir, "host"
     )
     questions.test_a_replica_passes_on_what_it_received(case, run_dir)
 
@@ -92,6 +93,35 @@ def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, ru
         assert max(held) < 0.55 * whole
 
     drive(case, run_dir, scenario, load_weights=False)
+
+
+def test_a_replica_whose_engine_did_not_follow_a_commit_is_dead(
+    checkpoint: str, run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is of the new version; the engine may still read what was made of the old one."""
+    case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint)
+
+    async def scenario(generator: Replica, storage: WatchedStorage) -> None:
+        source = make_source(case)
+        await connect(source, generator)
+        source.tensors.label(1)
+        await generator.submit([request(i, max_tokens=110) for i in range(4)])
+        engine = engine_of(generator.ranks[0])
+
+        def commit(weights: object, version: int) -> int:
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(engine, "commit", commit)
+        await send(source, generator, 1)
+        with pytest.raises(MemoryError):
+            await generator.commit(1)
+        num_tokens = engine.num_written_tokens
+        for call in (collect(generator), generator.submit([request(9)]), generator.prepare(2)):
+            with pytest.raises(MemoryError):
+                await call
+        assert engine.num_written_tokens == num_tokens, "nothing is decoded any more"
+
+    drive(case, run_dir, scenario)
 
 
 def test_an_engine_error_comes_out_of_collect_with_its_traceback(
@@ -136,16 +166,16 @@ def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
         source = make_source(case)
         await connect(source, generator)
         source.tensors.label(1)
-        source.write(1, await generator.prepare(1, 0))
-        late = asyncio.create_task(generator.verify(1, 0))
+        source.write(1, await generator.prepare(1))
+        late = asyncio.create_task(generator.verify(1))
         while not made:
             await asyncio.sleep(0.001)
         await generator.abort(1)
         source.tensors.label(2)
-        await send(source, generator, 2, 0)
+        await send(source, generator, 2)
         may_end.set()
         await late
-        await generator.commit(2, 0)
+        await generator.commit(2)
         assert used[0] is made[1]
 
     drive(case, run_dir, scenario)

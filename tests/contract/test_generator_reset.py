@@ -23,7 +23,7 @@ from tests.contract.test_generator_executor import INT8, checkpoint, run_dir  # 
 from tests.fakes import WatchedStorage
 
 
-@pytest.mark.parametrize("staging", ["double_buffer", "bucket", "host"])
+@pytest.mark.parametrize("staging", ["double_buffer", "host"])
 @pytest.mark.parametrize("is_offloaded", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "int8", pytest.param("2 ranks", marks=pytest.mark.slow)])
 def test_after_a_reset_a_generator_is_like_a_new_one_with_another_storage(
@@ -63,7 +63,7 @@ def test_after_a_reset_a_generator_is_like_a_new_one_with_another_storage(
         if is_offloaded:
             await generator.offload(["weights", "kv"])
         else:
-            await generator.prepare(7, 0)
+            await generator.prepare(7)
         await generator.reset()
         await generator.use(kept, None)
         generator.received = 0
@@ -75,7 +75,7 @@ def test_after_a_reset_a_generator_is_like_a_new_one_with_another_storage(
     async def begin(generator: Replica, storage: WatchedStorage) -> None:
         await train_on(generator, storage)
 
-    weights = {"staging": staging, "bucket_bytes": 4096}
+    weights = {"staging": staging}
     drive(case, run_dir, reset, load_weights=False, weights=weights)
     fresh = drive(case, run_dir, begin, load_weights=False, weights=weights)
     assert [*fresh.rows] == [*range(6)]

@@ -17,7 +17,7 @@ from llamarl.publish.transports.messages import MessageStore
 from llamarl.publish.transports.routes import End, make_sender
 from tests.contract.packed_replicas import (
     LOCAL,
-    MESSAGE_BYTES,
+    SEALED_BYTES,
     SHAPES,
     TIMEOUT_S,
     WIRE,
@@ -94,7 +94,7 @@ def search(seed, packed_bytes):
         replica.close()
 
 
-@pytest.mark.parametrize("packed_bytes", [0, 64, MESSAGE_BYTES, 3 * MESSAGE_BYTES, AMPLE])
+@pytest.mark.parametrize("packed_bytes", [0, 64, SEALED_BYTES, 3 * SEALED_BYTES, AMPLE])
 def test_a_search_finds_no_wrong_bit_or_sum_whatever_replicas_and_trainer_do(packed_bytes) -> None:
     for seed in range(8):
         try:
@@ -139,17 +139,16 @@ class Source:
             return transfer(copy.name, values, target, copy.start, shape, dim)
 
         by_rank = {handle.rank: handle for handle in handles}
-        return self.senders[replica.number].write(handles[0].bucket, by_rank, copy_cast)
+        return self.senders[replica.number].write(by_rank, copy_cast)
 
     def take(self, replica, version):
         """Bring a version to a replica."""
-        for bucket in range(replica.num_buckets):
-            handles = [buffer.prepare(version, bucket) for buffer in replica.buffers]
-            written = self.write(replica, version, handles)
-            found = add_up(at_once([(b.verify, version, bucket) for b in replica.buffers]))
-            assert written == found
-            for buffer in replica.buffers:
-                buffer.commit(version, bucket)
+        handles = [buffer.prepare(version) for buffer in replica.buffers]
+        written = self.write(replica, version, handles)
+        found = add_up(at_once([(b.verify, version) for b in replica.buffers]))
+        assert written == found
+        for buffer in replica.buffers:
+            buffer.commit(version)
         replica.check(version)
 
     def close(self):
@@ -174,7 +173,7 @@ def source_of(tmp_path):
         source.close()
 
 
-@pytest.mark.parametrize("staging", ["double_buffer", "bucket"])
+@pytest.mark.parametrize("staging", ["double_buffer", "host"])
 @pytest.mark.parametrize("transport", ["local", "collective"])
 def test_each_piece_is_packed_once_a_version_for_all_replicas_of_a_kind(
     source_of, transport, staging
@@ -205,9 +204,9 @@ def test_nothing_is_kept_for_one_replica_of_a_kind_or_without_memory(
 
 
 def test_a_replica_far_behind_packs_again_and_the_memory_keeps_its_limit(source_of) -> None:
-    source = source_of(("columns", "columns"), MESSAGE_BYTES)
+    source = source_of(("columns", "columns"), SEALED_BYTES)
     source.take(source.replicas[0], 0)
-    assert 0 < source.store._num_bytes <= MESSAGE_BYTES
+    assert 0 < source.store._num_bytes <= SEALED_BYTES
     source.take(source.replicas[1], 0)
     assert set(source.counts.values()) <= {1, 2}
     assert 2 in source.counts.values()
@@ -291,7 +290,7 @@ def test_a_receiver_that_dies_amid_a_version_is_lost_alone(source_of, transport)
     for replica in source.replicas:
         source.take(replica, 0)
     victim = source.replicas[0]
-    handles = [buffer.prepare(1, 0) for buffer in victim.buffers]
+    handles = [buffer.prepare(1) for buffer in victim.buffers]
     source.counts.clear()
     for buffer in victim.buffers:
         buffer.close()

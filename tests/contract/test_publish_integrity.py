@@ -1,4 +1,4 @@
-"""Wrong bits never become a version: what a publish compares, on fakes that model buckets."""
+"""Wrong bits never become a version: what a publish compares, on fakes."""
 
 import pytest
 
@@ -7,16 +7,13 @@ from llamarl.planner.simulation.clock import run
 from llamarl.publish.comparison import compare
 from tests.contract.publish_fakes import (
     NAMES,
-    SINGLE,
-    WHOLE,
     World,
 )
 
 
-@pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
-def test_a_wrong_fingerprint_stops_the_run_names_everything_and_never_commits(buckets) -> None:
+def test_a_wrong_fingerprint_stops_the_run_names_everything_and_never_commits() -> None:
     async def main():
-        world = await World("ab", buckets=buckets).connected()
+        world = await World("ab").connected()
         await world.publish(0)
         world.generators[1].damage = {NAMES[0]: 12345}
         with pytest.raises(FingerprintMismatch) as caught:
@@ -37,8 +34,8 @@ def test_what_a_relay_passes_on_is_compared_with_what_the_trainer_wrote() -> Non
         await world.publish(0)
         commit = world.generators[0].commit
 
-        async def rotten(version, bucket):
-            answer = await commit(version, bucket)
+        async def rotten(version):
+            answer = await commit(version)
             world.generators[0].active["norm"] = 77  # memory changes after it was verified
             world.generators[0].weights = lambda version: world.generators[0].active
             return answer

@@ -1,4 +1,4 @@
-"""Which bytes travel on which route when replicas connect, on fakes that model buckets."""
+"""Which bytes travel on which route when replicas connect, on fakes."""
 
 import asyncio
 
@@ -12,10 +12,7 @@ from llamarl.publish.transports import routes
 from tests.contract.publish_fakes import (
     NAMES,
     NUM_BYTES,
-    SINGLE,
-    WHOLE,
     World,
-    layout,
 )
 
 
@@ -37,7 +34,7 @@ def test_one_replica_feeds_the_others_of_its_host_and_the_trainer_only_the_first
                 replica == 0
             )
         writes = [entry for entry in world.journal if entry[1] in ("write", "commit")]
-        assert writes[:2] == [("trainer", "write", 7, 0, 0), (0, "commit", 7, 0)]
+        assert writes[:2] == [("trainer", "write", 7, 0), (0, "commit", 7)]
         assert world.versions() == [7, 7, 7]
         assert (stats.lost, stats.num_running) == ({}, {0: 3, 1: 3, 2: 3})
         assert world.trainer.num_sent_bytes == NUM_BYTES
@@ -73,10 +70,9 @@ def test_replicas_that_look_alike_on_different_hosts_share_one_plan(monkeypatch)
 FAR = {"c": "there", "d": "there"}
 
 
-@pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
-def test_each_byte_leaves_the_trainer_once_for_another_site_whoever_is_lost(buckets) -> None:
+def test_each_byte_leaves_the_trainer_once_for_another_site_whoever_is_lost() -> None:
     async def main():
-        world = await World("acdcd", buckets=buckets, far_sites=FAR, timeout_s=60.0).connected()
+        world = await World("acdcd", far_sites=FAR, timeout_s=60.0).connected()
         routes = [world.generators[i].route for i in range(5)]
         assert [route.source for route in routes] == [
             "trainer", "trainer", "generator-1", "generator-1", "generator-2",
@@ -114,11 +110,10 @@ def test_a_publish_does_not_wait_for_another_site_but_brings_the_version_there()
     run(main())
 
 
-@pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
 @pytest.mark.parametrize("hosts", [("a",) * 3, ("a", "b", "a", "b", "b", "a")])
-def test_each_byte_leaves_the_trainer_once_per_host(hosts, buckets) -> None:
+def test_each_byte_leaves_the_trainer_once_per_host(hosts) -> None:
     async def main():
-        world = await World(hosts, buckets=buckets, transport="collective").connected()
+        world = await World(hosts, transport="collective").connected()
         for version in range(5):
             await world.publish(version)
             assert world.trainer.num_sent_bytes == (version + 1) * NUM_BYTES * len({*hosts})
@@ -142,11 +137,11 @@ def test_routes_say_what_carries_the_bytes_and_collective_ones_meet_at_a_new_pat
 ) -> None:
     async def main():
         folder = tmp_path / "rendezvous"
-        world = World(transport=transport, device=device, folder=folder, bucket_bytes=77)
+        world = World(transport=transport, device=device, folder=folder)
         await world.publisher.connect()
         first, second = (generator.route for generator in world.generators.values())
         assert (first.transport, second.transport) == (transport, relay)
-        assert (second.rendezvous, first.bucket_bytes) == ("", 77)
+        assert second.rendezvous == ""
         if transport == "collective":
             await world.publisher.connect_replica(0, world.generators[0])
             await world.publisher.connect_replica(1, world.generators[1])
@@ -173,11 +168,7 @@ def test_shared_memory_never_leaves_a_host_and_nothing_is_connected_before_all_f
 @pytest.mark.parametrize(
     ("layouts", "message"),
     [
-        ([layout(0, "h", WHOLE), layout(1, "h", SINGLE)], "buckets must be equal .* generator 1"),
-        ([layout(0, "h", (NAMES[:2],))], "norm in 0"),
-        ([layout(0, "h", (*WHOLE, ("odd",)))], "odd in 1, which no rank holds"),
-        ([layout(0, "h", (*WHOLE, NAMES[:1]))], "layers.0.weight in 2"),
-        ([RankLayout(rank=0, host="h", parameters={}, buckets=())], NAMES[0]),
+        ([RankLayout(rank=0, host="h", parameters={})], NAMES[0]),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_when_connecting(layouts, message) -> None:

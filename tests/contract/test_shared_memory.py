@@ -11,7 +11,6 @@ import torch
 
 from llamarl.core.config import WeightsConfig
 from llamarl.core.errors import FingerprintMismatch, StaleVersion, TargetLost
-from llamarl.publish.buckets import Memory
 from llamarl.publish.comparison import MODULUS, compare
 from llamarl.publish.layout import Box, ParameterLayout
 from llamarl.publish.reshard import pack, plan, split
@@ -19,6 +18,7 @@ from llamarl.publish.source import Writer
 from llamarl.publish.target import WeightBuffer
 from llamarl.publish.transports.mapped import MappedSender
 from llamarl.publish.transports.routes import End
+from llamarl.weights.layout.memory import Memory
 from tests.distributed.ranks import FORKS
 
 SHAPE = (6, 4)
@@ -32,14 +32,14 @@ def layout(start, stop, buffer, offset=0, dtype="float32"):
 
 def route(writers, target, transport="shared_memory"):
     copies = pack(plan([writer.layout() for writer in writers], [target]))
-    sending, _ = split(copies, target.buckets, source="trainer", replica=0, transport=transport)
+    sending, _ = split(copies, source="trainer", replica=0, transport=transport)
     return sending
 
 
-def make_weight_buffer(run_id="test", staging="double_buffer", bucket_bytes=1 << 25, **changes):
+def make_weight_buffer(run_id="test", staging="double_buffer", **changes):
     parameters = {"w": layout(0, 6, "weights", offset=8)}
     fields = {"parameters": parameters, "num_elements": 40, "dtype": torch.float32} | changes
-    config = WeightsConfig(staging=staging, bucket_bytes=bucket_bytes)
+    config = WeightsConfig(staging=staging)
     return WeightBuffer(Memory(**fields), config, replica=0, rank=0, run_id=run_id, host="here")
 
 
@@ -70,10 +70,10 @@ class Ends:
 
     def publish(self, version):
         self.label(version)
-        handles = [self.weight_buffer.prepare(version, 0)]
+        handles = [self.weight_buffer.prepare(version)]
         written = [writer.write(version, handles)["w"] for writer in self.writers]
-        compare({"w": sum(written) % MODULUS}, self.weight_buffer.verify(version, 0), 0, version)
-        self.weight_buffer.commit(version, 0)
+        compare({"w": sum(written) % MODULUS}, self.weight_buffer.verify(version), 0, version)
+        self.weight_buffer.commit(version)
 
 
 @pytest.fixture
@@ -103,12 +103,12 @@ def test_a_thousand_healthy_publishes_raise_nothing(ends) -> None:
 
 def test_weights_that_change_between_fingerprint_and_copy_are_found(ends) -> None:
     ends.label(0)
-    handles = [ends.weight_buffer.prepare(0, 0)]
+    handles = [ends.weight_buffer.prepare(0)]
     written = [writer.write(0, handles)["w"] for writer in ends.writers]
     ends.weights += 1
     ends.writers[1].write(0, handles)
     with pytest.raises(FingerprintMismatch, match="w must arrive as written"):
-        compare({"w": sum(written) % MODULUS}, ends.weight_buffer.verify(0, 0), 0, 0)
+        compare({"w": sum(written) % MODULUS}, ends.weight_buffer.verify(0), 0, 0)
 
 
 def test_the_sender_casts(weight_buffer) -> None:
@@ -118,9 +118,9 @@ def test_the_sender_casts(weight_buffer) -> None:
     writer = Writer(0, "here", {"w": weights}, {"w": layout(0, 6, "w")})
     writer.connect(0, route([writer], small.layout()).for_rank(0))
     writer.tensors.label(0)
-    written = writer.write(0, [small.prepare(0, 0)])
-    assert written == small.verify(0, 0)
-    assert torch.equal(small.commit(0, 0).view(6, 4), weights.bfloat16())
+    written = writer.write(0, [small.prepare(0)])
+    assert written == small.verify(0)
+    assert torch.equal(small.commit(0).view(6, 4), weights.bfloat16())
     writer.close()
     small.close()
 
@@ -139,7 +139,7 @@ def test_nothing_is_written_any_more_once_the_sender_is_closed(ends) -> None:
 
     def write():
         try:
-            sender.write(0, {0: ends.weight_buffer.prepare(0, 0)}, copy_cast)
+            sender.write({0: ends.weight_buffer.prepare(0)}, copy_cast)
         except TargetLost:
             outcome.append("lost")
 
@@ -167,13 +167,13 @@ def test_memory_stays_mapped_from_publish_to_publish_unless_its_owner_may_free_i
     every = ends.route.for_rank(0).copies + ends.route.for_rank(1).copies
     sender, num_mapped = MappedSender(replace(ends.route.for_rank(0), copies=every), HERE), []
     for version in range(3):
-        handle = replace(ends.weight_buffer.prepare(version, 0), may_be_freed=may_be_freed)
+        handle = replace(ends.weight_buffer.prepare(version), may_be_freed=may_be_freed)
         ends.weight_buffer.staging.zero_()
         before = num_mappings()
-        sender.write(0, {0: handle}, lambda copy, target: int(target.fill_(7).sum()))
+        sender.write({0: handle}, lambda copy, target: int(target.fill_(7).sum()))
         num_mapped.append(num_mappings() - before)
         assert (ends.weight_buffer.staging == 7).sum() == 24
-        ends.weight_buffer.commit(version, 0)
+        ends.weight_buffer.commit(version)
     # Two memories alternate.
     assert num_mapped == ([0, 0, 0] if may_be_freed else [1, 1, 0])
     sender.close()
@@ -186,39 +186,33 @@ def num_mappings() -> int:
 
 def test_calls_in_a_wrong_order_are_refused_and_change_nothing(weight_buffer) -> None:
     active = weight_buffer.active
-    calls = [(weight_buffer.verify, 0), (weight_buffer.commit, 0), (weight_buffer.abort,)]
-    for call, *bucket in calls:
-        with pytest.raises(RuntimeError, match="bucket 0 of version 1 must be prepared, none is"):
-            call(1, *bucket)
-    weight_buffer.prepare(1, 0)
+    calls = [weight_buffer.verify, weight_buffer.commit, weight_buffer.abort]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="version 1 must be prepared, none is"):
+            call(1)
+    weight_buffer.prepare(1)
     with pytest.raises(
         RuntimeError, match="version 2 must not be prepared while version 1 is open"
     ):
-        weight_buffer.prepare(2, 0)
-    for call, *bucket in calls:
-        with pytest.raises(
-            RuntimeError, match="0 of version 2 must be prepared, bucket 0 of version 1 is"
-        ):
-            call(2, *bucket)
+        weight_buffer.prepare(2)
+    for call in calls:
+        with pytest.raises(RuntimeError, match="version 2 must be prepared, version 1 is"):
+            call(2)
     assert weight_buffer.active.data_ptr() == active.data_ptr()
     weight_buffer.abort(1)
-    with pytest.raises(
-        RuntimeError, match="bucket 0 of version 1 must be prepared next, got bucket 1"
-    ):
-        weight_buffer.prepare(1, 1)
-    weight_buffer.prepare(1, 0)
-    committed = weight_buffer.commit(1, 0)
+    weight_buffer.prepare(1)
+    committed = weight_buffer.commit(1)
     assert committed.data_ptr() == weight_buffer.active.data_ptr() != active.data_ptr()
     assert weight_buffer.staging.data_ptr() == active.data_ptr()
     for version in (1, 0):
         with pytest.raises(RuntimeError, match="must be newer than 1, the active one"):
-            weight_buffer.prepare(version, 0)
+            weight_buffer.prepare(version)
 
 
 def test_writes_to_the_wrong_place_time_or_host_are_refused(weight_buffer, ends) -> None:
     writer = ends.writers[0]
     ends.label(3)
-    handle = weight_buffer.prepare(3, 0)
+    handle = weight_buffer.prepare(3)
     with pytest.raises(RuntimeError, match="version 4 must be prepared, got 3"):
         writer.write(4, [handle])
     other = Writer(0, "there", {"w": ends.weights[:2]}, {"w": layout(0, 2, "w")})
@@ -242,7 +236,7 @@ def mapped(label):
 
 def own_a_weight_buffer(pipe):
     weight_buffer = make_weight_buffer(run_id="killed")
-    pipe.send((weight_buffer.prepare(0, 0), weight_buffer.layout()))
+    pipe.send((weight_buffer.prepare(0), weight_buffer.layout()))
     pipe.recv()
 
 
@@ -280,48 +274,6 @@ def test_a_closed_weight_buffer_frees_its_memory() -> None:
     assert not mapped("llamarl-closed")
 
 
-def test_a_weight_buffer_that_was_committed_half_cannot_go_back(weight_buffer) -> None:
-    buckets = {"w": layout(0, 6, "weights"), "x": layout(0, 6, "weights", offset=24)}
-    split = make_weight_buffer(
-        parameters=buckets, num_elements=48, staging="bucket", bucket_bytes=96
-    )
-    assert split.layout().buckets == (("w",), ("x",))
-    assert split.staging.numel() == 32  # whole lines of the cache
-    assert split.layout().parameters["x"].boxes[0].offset == 0
-    split.prepare(0, 0)
-    split.abort(0)  # nothing was committed
-    for bucket, active in ((0, None), (1, split.active)):
-        split.prepare(0, bucket)
-        split.staging.fill_(bucket + 1)
-        assert split.commit(0, bucket) is active
-    assert split.active.tolist() == [1.0] * 24 + [2.0] * 24
-    split.prepare(1, 0)
-    split.commit(1, 0)
-    with pytest.raises(
-        RuntimeError, match="bucket 1 of version 1 must be prepared next, got bucket 0 of version 2"
-    ):
-        split.prepare(2, 0)
-    split.prepare(1, 1)
-    for call in (lambda: split.abort(1), lambda: split.prepare(2, 0), lambda: split.commit(1, 1)):
-        with pytest.raises(RuntimeError, match="are of two versions: 1 of 2 buckets of version 1"):
-            call()
-    split.close()
-
-
-def test_a_bucket_leaves_padding_between_parameters_alone() -> None:
-    buckets = {"w": layout(0, 6, "weights"), "x": layout(0, 6, "weights", offset=30)}
-    weight_buffer = make_weight_buffer(
-        parameters=buckets, num_elements=54, staging="bucket", bucket_bytes=1000
-    )
-    weight_buffer.active.fill_(7)
-    weight_buffer.prepare(0, 0)
-    for begin in (0, 30):
-        weight_buffer.staging[begin : begin + 24] = 1
-    weight_buffer.commit(0, 0)
-    assert weight_buffer.active.tolist() == [1.0] * 24 + [7.0] * 6 + [1.0] * 24
-    weight_buffer.close()
-
-
 def test_a_staged_weight_buffer_has_one_memory() -> None:
     for staging in ("double_buffer", "host"):
         weight_buffer = make_weight_buffer(is_staged=True, staging=staging)
@@ -329,8 +281,8 @@ def test_a_staged_weight_buffer_has_one_memory() -> None:
         weight_buffer.before_overwrite = overwritten.append
         assert weight_buffer.active.data_ptr() == weight_buffer.staging.data_ptr()
         for version in range(3):
-            weight_buffer.prepare(version, 0)
-            assert weight_buffer.commit(version, 0) is weight_buffer.active
+            weight_buffer.prepare(version)
+            assert weight_buffer.commit(version) is weight_buffer.active
         assert overwritten == [-1, 0, 1]  # what lay there when it was prepared again
         weight_buffer.close()
 
@@ -343,7 +295,7 @@ def test_what_is_overwritten_is_announced(staging, expected) -> None:
     overwritten = []
     weight_buffer.before_overwrite = overwritten.append
     for version in range(3):
-        weight_buffer.prepare(version, 0)
-        weight_buffer.commit(version, 0)
+        weight_buffer.prepare(version)
+        weight_buffer.commit(version)
     assert overwritten == expected
     weight_buffer.close()

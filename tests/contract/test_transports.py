@@ -200,21 +200,21 @@ def test_a_version_that_goes_away_is_aborted_and_the_next_one_comes_on_the_same_
             world.trainers[1].call(
                 "invalidate", version
             )  # rank 0 still has it and sends all it has
-            handles = await generator.prepare(version, 0)
+            handles = await generator.prepare(version)
             started_s = time.monotonic()
             writes = (rank.ask("write", version, handles) for rank in world.trainers)
             outcomes = await asyncio.gather(*writes, return_exceptions=True)
             with pytest.raises(StaleVersion, match=f"version {version} is not there"):
                 raise outcomes[1]
             with contextlib.suppress(RuntimeError):  # of a transport whose target notices it, too
-                await generator.verify(version, 0)
+                await generator.verify(version)
             await generator.abort(version)
             assert time.monotonic() - started_s < 5
             version = world.train()
-            handles = await generator.prepare(version, 0)
+            handles = await generator.prepare(version)
             await trainer.write(version, handles)
-            await generator.verify(version, 0)
-            await generator.commit(version, 0)
+            await generator.verify(version)
+            await generator.commit(version)
             assert host.call("reads")[1] == 0
 
     asyncio.run(run())
@@ -363,12 +363,12 @@ def test_a_publish_allocates_little_and_gathers_nothing(world, transport) -> Non
         trainer, generator = Trainer(world.trainers), Generator(host)
         async with connected(world, transport, "double_buffer", trainer, [generator]):
             version = world.train()
-            handles = host.call("prepare", version, 0)
+            handles = host.call("prepare", version)
             watched = await asyncio.gather(
                 *(rank.ask("watch_write", version, handles) for rank in world.trainers)
             )
-            watched.append(host.call("watch_fingerprint", version, 0))
-            host.call("commit", version, 0)
+            watched.append(host.call("watch_fingerprint", version))
+            host.call("commit", version)
             for num_bytes, names in watched:
                 assert 0 < num_bytes < LARGEST_BYTES / 4
                 assert not [name for name in names if "c10d" in name or "gather" in name]

@@ -25,10 +25,6 @@ from tests.contract.test_shared_memory import layout, make_weight_buffer
             {"parameters": {"w": layout(0, 6, "other")}},
             "buffer of w must be 'weights', got 'other'",
         ),
-        (
-            {"is_staged": True, "staging": "bucket"},
-            r"staging must be double_buffer or host .* got 'bucket'",
-        ),
     ],
 )
 def test_a_weight_buffer_that_cannot_be_is_refused_and_nothing_is_left_of_it(

@@ -3,8 +3,6 @@
 import asyncio
 import json
 
-import pytest
-
 from llamarl.core.config import EmbeddedConfig, PlacementConfig, WeightsConfig
 from llamarl.core.records import RESPONSE_IDS, Request, Sampling
 from llamarl.generator.specs import GeneratorSpec
@@ -19,16 +17,13 @@ BOTH = ["kv", "weights"]
 PROMPT = tuple(range(1, 30))
 
 
-@pytest.mark.parametrize(
-    "staging", ["double_buffer", pytest.param("bucket", marks=pytest.mark.long)]
-)
-def test_an_offloaded_generator_frees_its_memory_and_onloads_it_unchanged(ranks, tmp_path, staging):
+def test_an_offloaded_generator_frees_its_memory_and_onloads_it_unchanged(ranks, tmp_path):
     folder = tmp_path / "checkpoint"
     write_checkpoint(
         folder, hidden_size=512, intermediate_size=2048, num_attention_heads=8,
         num_key_value_heads=8, head_dim=64, num_hidden_layers=2, max_position_embeddings=1024,
     )  # fmt: skip
-    (seen,) = ranks(1).run(leave_twice, str(folder), str(tmp_path), staging)
+    (seen,) = ranks(1).run(leave_twice, str(folder), str(tmp_path))
     lines = (tmp_path / "generator-0.jsonl").read_text().splitlines()[1:]
     moves = [move for move in map(json.loads, lines) if move["name"] == "offload"]
     left = [sum(move["bytes"] for move in moves[i : i + 2]) for i in (0, 2)]
@@ -43,7 +38,7 @@ def test_an_offloaded_generator_frees_its_memory_and_onloads_it_unchanged(ranks,
     assert tokens[0] == tokens[1]
 
 
-async def leave_twice(rank, num_ranks, checkpoint, folder, staging):
+async def leave_twice(rank, num_ranks, checkpoint, folder):
     """The same rollout undisturbed and with two absences in its middle; a full cache."""
     storage, spans = WatchedStorage(), Spans("generator-0", folder)
     generator = GeneratorExecutor(
@@ -52,7 +47,7 @@ async def leave_twice(rank, num_ranks, checkpoint, folder, staging):
             checkpoint=checkpoint,
             load_weights=True,
             config=EmbeddedConfig(max_num_seqs=8, max_model_len=768, heartbeat_s=0.2),
-            weights=WeightsConfig(staging=staging, bucket_bytes=1 << 24),
+            weights=WeightsConfig(),
             placement=PlacementConfig(colocated=True),
             storage=Store([storage]),
             tokenizer=checkpoint,

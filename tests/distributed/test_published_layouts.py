@@ -89,20 +89,18 @@ def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Targe
         layout for layout in everyone(weight_buffer.layout() if weight_buffer else None) if layout
     ]
     copies = plan(sources, places)
-    route, _ = split(pack(copies), (), source="trainer", replica=0, transport="shared_memory")
+    route, _ = split(pack(copies), source="trainer", replica=0, transport="shared_memory")
     writer.connect(0, route.for_rank(writer.layout().rank))
     handles = [
-        handle
-        for handle in everyone(weight_buffer.prepare(0, 0) if weight_buffer else None)
-        if handle
+        handle for handle in everyone(weight_buffer.prepare(0) if weight_buffer else None) if handle
     ]
     sent = everyone(writer.write(0, handles))
-    received = everyone(weight_buffer.verify(0, 0) if weight_buffer else {})
+    received = everyone(weight_buffer.verify(0) if weight_buffer else {})
     for name in {name for layout in places for name in layout.parameters}:
-        sums = [sum(bucket.get(name, 0) for bucket in end) % MODULUS for end in (sent, received)]
+        sums = [sum(found.get(name, 0) for found in end) % MODULUS for end in (sent, received)]
         assert sums[0] == sums[1], (config, target, name)
     if weight_buffer is not None and wanted is not None:
-        weight_buffer.commit(0, 0)
+        weight_buffer.commit(0)
         file = load_file(f"{checkpoint}/model.safetensors")
         file = {name: file[name] for name in policy.parameters}
         expected_of = {name: tensor.to(getattr(torch, dtype)) for name, tensor in file.items()}

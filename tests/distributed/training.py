@@ -22,7 +22,6 @@ from llamarl.core.records import REF_LOGPROBS, TRAINER_LOGPROBS
 from llamarl.generator.specs import GeneratorSpec
 from llamarl.generator.worker import GeneratorExecutor
 from llamarl.metrics.span import Spans
-from llamarl.publish.buckets import Memory
 from llamarl.publish.reshard import pack, plan, split
 from llamarl.publish.target import WeightBuffer
 from llamarl.storage.client import Store
@@ -31,6 +30,7 @@ from llamarl.trainer.parallel import gather
 from llamarl.trainer.reference import ReferenceExecutor
 from llamarl.trainer.specs import ReferenceSpec, TrainerSpec
 from llamarl.trainer.worker import TrainerExecutor
+from llamarl.weights.layout.memory import Memory
 from tests.allocation import resident_bytes
 from tests.distributed.ranks import listening
 from tests.distributed.rollouts import TEMPERATURE
@@ -292,7 +292,7 @@ async def write_beside_steps(rank, num_ranks, job):
     source = await endpoint(executor, "source_layout")()
     weight_buffer = _weight_buffer(source)
     copies = pack(plan([source], [weight_buffer.layout()]))
-    route, _ = split(copies, (), source="trainer", replica=0, transport="shared_memory")
+    route, _ = split(copies, source="trainer", replica=0, transport="shared_memory")
     await endpoint(executor, "connect_target")(0, route.for_rank(source.rank))
     weights, written = [], {}
 
@@ -303,8 +303,8 @@ async def write_beside_steps(rank, num_ranks, job):
 
     async def write(version):
         try:
-            sums = await endpoint(executor, "write")(version, [weight_buffer.prepare(version, 0)])
-            assert sums == weight_buffer.verify(version, 0)
+            sums = await endpoint(executor, "write")(version, [weight_buffer.prepare(version)])
+            assert sums == weight_buffer.verify(version)
             return weight_buffer.staging.numpy().copy()
         except StaleVersion as error:
             return str(error)

@@ -111,7 +111,6 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
     "staging": {
         "double_buffer": [],
         "host": ["weights.staging=host"],
-        "bucket": ["weights.staging=bucket", "weights.bucket_bytes=300000"],
     },
     "transport": {"shared_memory": [], "collective": ["weights=collective"]},
     "ranker": {name: [f"dispatch.ranker={name}"] for name in ("none", "history", "model")},

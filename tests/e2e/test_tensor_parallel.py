@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 def test_a_generator_of_two_ranks_serves_a_run(tmp_path: Path) -> None:
     command = train(
         tmp_path, "num_steps=3", "generator.num_ranks=2", "generator.num_replicas=2",
-        "weights.staging=bucket", "staleness.max_staleness=0",
+        "weights.staging=host", "staleness.max_staleness=0",
     )  # fmt: skip
     code, out, err = finish(command, 300.0)
     assert code == 0, err + out

@@ -30,7 +30,7 @@ NUM_STEPS = 12
     ("role", "number", "settings"),
     [
         ("trainer", signal.SIGKILL, ["generator.num_replicas=2", "generator.max_num_seqs=16"]),
-        ("trainer", signal.SIGSTOP, ["trainer.num_ranks=2", "weights.staging=bucket"]),
+        ("trainer", signal.SIGSTOP, ["trainer.num_ranks=2", "weights=collective"]),
         ("storage-1", signal.SIGKILL, ["experience.units_per_host=2", "generator.num_ranks=2"]),
         ("trainer", signal.SIGKILL, ["placement=colocated", "weights.staging=host"]),
         ("generator-0", signal.SIGKILL, ["placement=colocated", "generator.num_replicas=2"]),

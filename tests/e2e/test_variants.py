@@ -214,7 +214,9 @@ def test_a_teacher_may_be_of_a_family_that_only_transformers_knows(
 
 
 @pytest.mark.long
-def test_segments_in_bucketed_publishes_and_cispo_in_bfloat16(forks: Forks, tmp_path: Path) -> None:
+def test_segments_with_staging_in_the_host_and_cispo_in_bfloat16(
+    forks: Forks, tmp_path: Path
+) -> None:
     run = train(
         forks,
         tmp_path,
@@ -222,8 +224,7 @@ def test_segments_in_bucketed_publishes_and_cispo_in_bfloat16(forks: Forks, tmp_
         "algorithm=cispo",
         "sampling.segment_tokens=8",
         "staleness.max_staleness=2",
-        "weights.staging=bucket",
-        "weights.bucket_bytes=300000",
+        "weights.staging=host",
         "trainer.compute_dtype=bfloat16",
     )
     assert run.summary["steps"] == 2
@@ -234,8 +235,7 @@ def test_segments_in_bucketed_publishes_and_cispo_in_bfloat16(forks: Forks, tmp_
     # their prompt.
     prefilled = sum(span["tokens"] for span in run.spans("generator-0", "prefill"))
     assert 0 < prefilled < sum(row["num_prompt_tokens"] for row in run.rows)
-    # 2.3 MB go out in pieces of at most 300 kB, three times.
-    assert len(run.spans("generator-0", "commit")) >= 3 * 8
+    assert len(run.spans("generator-0", "commit")) == 3
     # The trainer rounds, the generator does not.
     first = [row for row in run.trained if row["version"] == 0]
     assert 1e-3 < max(apart for _, apart in differences(first)) < 0.5

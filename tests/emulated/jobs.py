@@ -287,7 +287,7 @@ async def publish(
         engine = EmbeddedEngine(read_architecture(checkpoint), config, is_padded=True)
         weight_buffer = WeightBuffer(
             engine.memory,
-            WeightsConfig(staging=staging, bucket_bytes=1 << 14),
+            WeightsConfig(staging=staging),
             replica=0,
             rank=0,
             run_id=uuid.uuid4().hex,
@@ -303,14 +303,13 @@ async def publish(
             copies=tuple(plan([writer.layout()], [target])),
             sources=(0,),
             targets=(0,),
-            buckets=target.buckets if len(target.buckets) > 1 else (),
         )
         writer.connect(0, route)
         resources.callback(writer.close)
         tensors = policy_step.source.tensors
         for version in range(3):
             # Waits for the device, which nothing between a step and its writes does.
-            done, handle = 0, weight_buffer.prepare(version, 0)
+            done, handle = 0, weight_buffer.prepare(version)
             tensors.begin_step()
             scale(policy_step, 1.0 + version / 8)
             policy_step.source.label(version)

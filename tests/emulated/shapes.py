@@ -299,15 +299,15 @@ async def decode_shapes(
         )
         weight_buffer = WeightBuffer(
             engine.memory,
-            WeightsConfig(bucket_bytes=config.weights.bucket_bytes),
+            WeightsConfig(),
             replica=0,
             rank=rank,
             run_id=str(rank),
             device=device,
         )
         for version in range(2):
-            weight_buffer.prepare(version, 0)
-            flat = weight_buffer.commit(version, 0)
+            weight_buffer.prepare(version)
+            flat = weight_buffer.commit(version)
             engine.commit(engine.process_weights(flat), version)
         for row in range(generator.max_num_seqs):
             sampling = Sampling(max_tokens=generator.max_model_len)

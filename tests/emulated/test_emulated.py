@@ -162,7 +162,7 @@ def flat(value: Any) -> np.ndarray:
     ("staging", "fields"),
     [
         ("double_buffer", {}),
-        ("bucket", {"dtype": "bfloat16"}),
+        ("double_buffer", {"dtype": "bfloat16"}),
         pytest.param("host", {}, marks=pytest.mark.long),
         ("double_buffer", {"quantization": "int8"}),
     ],

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 WAYS = [("cuda_ipc", staging) for staging in STAGINGS]
-WAYS += [("collective", "double_buffer"), ("collective", "bucket")]
+WAYS += [("collective", "double_buffer")]
 WAYS += [("shared_memory", "host")]  # the staging buffer is host memory, pinned
 
 
@@ -76,16 +76,15 @@ def test_damage_is_found_and_named(world, damage) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("staging", ["double_buffer", "bucket"])
+@pytest.mark.parametrize("staging", ["double_buffer", "host"])
 def test_the_live_memory_keeps_its_address(staging) -> None:
     ranks = GeneratorRanks()
     ranks.build(0, "fused", staging, "cuda")
     (weight_buffer,) = ranks._weight_buffers
     address = weight_buffer.active.data_ptr()
     for version in range(2):
-        for bucket in range(len(weight_buffer.layout().buckets)):
-            weight_buffer.prepare(version, bucket)
-            weight_buffer.commit(version, bucket)
+        weight_buffer.prepare(version)
+        weight_buffer.commit(version)
     assert weight_buffer.active.data_ptr() == address
     assert weight_buffer.active.is_cuda
     weight_buffer.close()

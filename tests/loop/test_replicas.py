@@ -60,8 +60,8 @@ def test_a_replica_that_wakes_after_it_was_given_up_spoils_nothing(
             },
         )
         silent, other = loop.process("generator-0"), loop.process("generator-1")
-        await silent.call_one.commit(0, 0)
-        await other.call_one.commit(3, 0)
+        await silent.call_one.commit(0)
+        await other.call_one.commit(3)
         dispatch = make_dispatch(loop.config, loop.executors)
         request = Request(row_id=7, prompt_ids=(1,), sampling=Sampling(max_tokens=1), seed=0)
         await dispatch.submit([request])
@@ -90,7 +90,7 @@ def test_a_replica_given_up_by_a_publish_reports_no_more_rollouts() -> None:
             faults={"generator-0": slower(decode_step_s=5.0)},
         )
         for replica in loop.executors.generators.values():
-            await replica.call_one.commit(0, 0)
+            await replica.call_one.commit(0)
         dispatch = make_dispatch(loop.config, loop.executors)
         request = Request(row_id=7, prompt_ids=(1,), sampling=Sampling(max_tokens=1), seed=0)
         await dispatch.submit([request])
@@ -115,7 +115,7 @@ def test_what_a_hung_replica_held_starts_again_though_its_collector_still_waits_
         )
         loop.process("generator-0").watch = lost_after_10_s  # type: ignore[method-assign]
         for replica in loop.executors.generators.values():
-            await replica.call_one.commit(0, 0)
+            await replica.call_one.commit(0)
         dispatch = make_dispatch(loop.config, loop.executors)
         requests = [
             Request(row_id=i, prompt_ids=(i,), sampling=Sampling(max_tokens=1), seed=0)
@@ -180,9 +180,9 @@ def test_a_replica_that_commits_slowly_holds_no_other_and_takes_the_newest_versi
         replica = loop.process("generator-2").executor
         usual_commit = replica.commit
 
-        async def commit(version: int, bucket: int) -> list[int]:
+        async def commit(version: int) -> list[int]:
             commits.append(version)
-            return await usual_commit(version, bucket)
+            return await usual_commit(version)
 
         replica.commit = commit
         start_s = asyncio.get_running_loop().time()

@@ -15,8 +15,7 @@ def sources(hosts, far_sites=None):
     return assign_sources(
         {
             replica: [
-                RankLayout(rank=rank, host=host, parameters={}, buckets=())
-                for rank, host in enumerate(names)
+                RankLayout(rank=rank, host=host, parameters={}) for rank, host in enumerate(names)
             ]
             for replica, names in hosts.items()
         },
@@ -53,7 +52,7 @@ def test_every_host_has_one_head_whichever_replica_joins_or_leaves() -> None:
 
 
 def test_a_replica_feeds_only_replicas_of_its_own_kind() -> None:
-    layouts = {i: [RankLayout(rank=0, host="a", parameters={}, buckets=())] for i in range(5)}
+    layouts = {i: [RankLayout(rank=0, host="a", parameters={})] for i in range(5)}
     kinds = [WeightKind(device="cpu", form=(dtype,)) for dtype in ("float32", "bfloat16")]
     found = assign_sources(layouts, {}, lambda replica: kinds[replica % 2])
     assert found == {0: None, 1: None, 2: 0, 3: 1, 4: 0}

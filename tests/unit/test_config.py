@@ -69,7 +69,6 @@ def test_precision_and_graphs_follow_the_device_unless_they_are_chosen(generator
     [
         ["placement=colocated", "placement.offload=none"],
         ["placement=colocated", "generator.enforce_eager=true"],
-        ["weights.staging=bucket", "generator.enforce_eager=true"],
     ],
 )
 def test_what_moves_memory_goes_without_graphs(overrides: list[str]) -> None:
@@ -228,7 +227,7 @@ WRONG = [
     ),
     (
         "weights.staging=twice",
-        "weights.staging must be one of double_buffer, host, bucket, got 'twice'",
+        "weights.staging must be one of double_buffer, host, got 'twice'",
     ),
     ("weights.transport=post", "weights.transport must be one of shared_memory"),
     ("placement.offload=tape", "placement.offload must be one of file, pinned, none"),
@@ -237,7 +236,6 @@ WRONG = [
         f"{VLLM_ON_GPUS} placement=colocated",
         "generator.enforce_eager must be true with generator=vllm and placement=colocated",
     ),
-    (f"{VLLM_ON_GPUS} weights.staging=bucket", "staging must be double_buffer or host with"),
     (
         "cluster.num_hosts=2 cluster.sites=[a]",
         "cluster.sites must name the site of each of 2 hosts",

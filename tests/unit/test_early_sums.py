@@ -16,10 +16,10 @@ def test_each_sum_is_taken_once_and_after_its_parameter_has_come(seeds: range) -
     """Parameters come in any order, from several threads, or are never said to have come."""
     for seed in seeds:
         with case(seed):
-            check_a_bucket(random.Random(seed))
+            check_a_version(random.Random(seed))
 
 
-def check_a_bucket(rng: random.Random) -> None:
+def check_a_version(rng: random.Random) -> None:
     names = [f"w{i}" for i in range(rng.randint(0, 12))]
     values = {name: rng.randrange(1 << 40) for name in names}
     memory: dict[str, int] = {}

@@ -23,7 +23,6 @@ from llamarl.generator.engine.weights import BufferLayout
 from llamarl.metrics import trackers
 from llamarl.model import architecture
 from llamarl.model.architecture import read_architecture
-from llamarl.publish.buckets import Memory
 from llamarl.publish.layout import Box, ParameterLayout
 from llamarl.publish.reshard import pack, plan, split
 from llamarl.publish.source import Writer
@@ -38,6 +37,7 @@ from llamarl.trainer.losses.aipo import AIPOConfig
 from llamarl.trainer.losses.task_loss import TaskConfig
 from llamarl.trainer.parallel import parameter_placements
 from llamarl.trainer.policy_loss import policy_loss
+from llamarl.weights.layout.memory import Memory
 from tests.e2e.forks import Forks
 from tests.fakes import group_of, stopped
 from tests.json_lines import read_lines
@@ -315,21 +315,18 @@ def test_the_transport_of_the_page_carries_a_version_bit_by_bit(
     target = WeightBuffer(memory, WeightsConfig(), replica=0, rank=0, run_id="test", host="b")
     sending, receiving = split(
         pack(plan([writer.layout()], [target.layout()])),
-        (),
         source="trainer",
         replica=0,
         transport="files",
         rendezvous=str(tmp_path / "route"),
-        bucket_bytes=1000,
+        message_bytes=1000,
     )
     target.connect(receiving.for_rank(0))
     writer.connect(0, sending.for_rank(0))
     writer.tensors.label(0)
-    written = writer.write(0, [target.prepare(0, 0)])
-    assert target.verify(0, 0) == written
-    committed = target.commit(0, 0)
-    assert committed is not None
-    assert torch.equal(committed.view(30, 40).T, weights)
+    written = writer.write(0, [target.prepare(0)])
+    assert target.verify(0) == written
+    assert torch.equal(target.commit(0).view(30, 40).T, weights)
     target.close()
 
 

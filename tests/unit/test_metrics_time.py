@@ -364,7 +364,7 @@ def test_waits_are_means_over_replicas_and_per_publish_and_count_once() -> None:
     end_publishes(exposure, (1, 2), (11, 12), (21, 22))
     exposure.add("generator-0", span_of("requests", "wait", 0, 1.5))
     exposure.add("generator-1", span_of("requests", "wait", 1.25, 11.5))
-    exposure.add("generator-1", span_of("buckets", "wait", 11.6, 11.8))
+    exposure.add("generator-1", span_of("commit", "busy", 11.6, 11.8))
     exposure.add("trainer-0", span_of("publish", "wait", 11, 11.4, version=1))
     exposure.add("trainer-1", span_of("publish", "wait", 11, 11.2, version=1))
     exposure.add("controller-0", span_of("last_publish", "wait", 11.5, 12))

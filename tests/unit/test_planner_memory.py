@@ -219,7 +219,6 @@ KNOBS = {
     "generator.max_model_len": (17, 64, 300),
     "architecture.num_layers": (1, 2, 3, 9),
     "architecture.vocab_size": (96, 128, 4096),
-    "weights.bucket_bytes": (1 << 10, 1 << 20),
 }
 
 
@@ -231,7 +230,7 @@ def test_turning_a_knob_up_never_shrinks_memory(knob: str, data: st.DataObject) 
     transport = data.draw(st.sampled_from(["shared_memory", "collective"]))
     totals = []
     for value in (small, large):
-        config = make_recipe(weights=WeightsConfig(transport=transport, staging="bucket"))
+        config = make_recipe(weights=WeightsConfig(transport=transport))
         section, name = knob.split(".")
         architecture = LLAMA
         if section == "architecture":

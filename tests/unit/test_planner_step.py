@@ -329,7 +329,6 @@ def test_the_factors_of_the_gain_multiply_to_the_whole() -> None:
         trainer=trainer,
         generator=generator,
         placement=PlacementConfig(colocated=True, offload="none"),
-        weights=replace(config.weights, staging="bucket"),
     )
     step = simulate(together, TINY, hardware_costs(together, TINY), num_steps=4)
     baseline = Variant(words="by hand", config=together, step=step)

@@ -27,7 +27,7 @@ def walks(num_walks: int = 300, num_events: int = 60) -> list[list[tuple[State, 
     return found
 
 
-def test_no_bucket_is_committed_that_was_not_verified() -> None:
+def test_no_version_is_committed_that_was_not_verified() -> None:
     num_commits = 0
     for walk in walks():
         is_verified = False
@@ -38,7 +38,7 @@ def test_no_bucket_is_committed_that_was_not_verified() -> None:
             if after is State.COMMITTING:
                 assert is_verified, (before, event)
                 num_commits += 1
-    assert num_commits > 100
+    assert num_commits > 50
 
 
 def test_a_replica_that_began_to_commit_reaches_the_new_version_or_is_gone() -> None:
@@ -47,20 +47,11 @@ def test_a_replica_that_began_to_commit_reaches_the_new_version_or_is_gone() -> 
         is_open = False
         for before, event, after in walk:
             is_open |= after is State.COMMITTING
-            if is_open and after not in (State.COMMITTING, State.MIXED):
+            if is_open and after is not State.COMMITTING:
                 ends.add((before, event, after))
                 is_open = False
     assert {after for _, _, after in ends} == {State.IDLE, State.GONE}
     assert {event for _, event, after in ends if after is State.IDLE} == {Event.FINISH}
-
-
-def test_only_whole_versions_can_be_read_by_siblings_and_given_up_again() -> None:
-    for walk in walks():
-        for before, event, after in walk:
-            if event is Event.ABORT and before is not State.GONE:
-                assert after is (State.DISCONNECTED if before.is_whole else State.GONE)
-            if event is Event.PREPARE:
-                assert after.is_whole == (before is State.IDLE)
 
 
 def test_a_replica_that_is_gone_stays_gone_and_every_state_can_be_reached_and_left() -> None:

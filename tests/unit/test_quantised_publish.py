@@ -128,8 +128,7 @@ def test_a_checkpoint_is_loaded_as_a_publish_would_bring_it(
 
 
 def layouts_of(memory: BufferLayout) -> list[RankLayout]:
-    names = (tuple(memory.parameters),)
-    return [RankLayout(rank=0, host="here", parameters=memory.parameters, buckets=names)]
+    return [RankLayout(rank=0, host="here", parameters=memory.parameters)]
 
 
 def test_a_publish_in_eight_bits_moves_half_the_bytes_of_bfloat16() -> None:

@@ -103,7 +103,6 @@ def side(draw, kinds, layers):
                 name: ParameterLayout(shape=shape, dtype="float32", boxes=tuple(boxes[name][rank]))
                 for name, shape in shapes.items()
             },
-            buckets=(tuple(shapes),),
         )
         for rank in range(num_ranks)
     ]
@@ -177,7 +176,7 @@ def check_parts(copies):
     """Each rank gets its own copies and no others, those of a pair in one order at both ends."""
     singles = [single for copy in copies for single in copy.each()]
     sending, receiving = map(
-        parts, split(pack(copies), (), source="trainer", replica=0, transport="collective")
+        parts, split(pack(copies), source="trainer", replica=0, transport="collective")
     )
     assert sorted(itertools.chain(*sending.values())) == sorted(singles)
     assert sorted(itertools.chain(*receiving.values())) == sorted(singles)
@@ -202,7 +201,7 @@ def layered(rank, num_layers, shape, *, step=None, odd=None, buffers="{name}"):
             start=(0,) * len(shape), stop=shape, buffer=buffer, offset=offset, strides=strides
         )
         parameters[name] = ParameterLayout(shape=shape, dtype="float32", boxes=(box,))
-    return RankLayout(rank=rank, host="h", parameters=parameters, buckets=(tuple(parameters),))
+    return RankLayout(rank=rank, host="h", parameters=parameters)
 
 
 @pytest.mark.parametrize(
@@ -256,9 +255,7 @@ def grid(num_rows, num_columns, num_copies):
         for layer, name in enumerate(LAYERS):
             boxes = (memory.place(start, stop, (rank % 2, 1 - rank % 2), rank * layer),)
             parameters[name] = ParameterLayout(shape=(6, 8), dtype="float32", boxes=boxes)
-        layouts.append(
-            RankLayout(rank=rank, host="h", parameters=parameters, buckets=(tuple(parameters),))
-        )
+        layouts.append(RankLayout(rank=rank, host="h", parameters=parameters))
         sizes.append(memory.size)
     return layouts, sizes
 
@@ -314,7 +311,7 @@ def whole(rank, shapes, dtype="float32"):
         )
         for name, shape in shapes.items()
     }
-    return RankLayout(rank=rank, host="h", parameters=parameters, buckets=(tuple(parameters),))
+    return RankLayout(rank=rank, host="h", parameters=parameters)
 
 
 def rows(rank, start, stop, shape, offset=0):
@@ -322,7 +319,7 @@ def rows(rank, start, stop, shape, offset=0):
         start=(start, 0), stop=(stop, shape[1]), buffer="w", offset=offset, strides=(shape[1], 1)
     )
     parameter = ParameterLayout(shape=shape, dtype="float32", boxes=(box,))
-    return RankLayout(rank=rank, host="h", parameters={"w": parameter}, buckets=(("w",),))
+    return RankLayout(rank=rank, host="h", parameters={"w": parameter})
 
 
 @pytest.mark.parametrize("num_sources", [2, 3, 8])
@@ -354,7 +351,7 @@ def test_boxes_that_continue_each_other_become_one_copy() -> None:
         for a in (4, 0, 2)
     ]
     parameter = ParameterLayout(shape=(6, 4), dtype="float32", boxes=tuple(boxes))
-    source = RankLayout(rank=0, host="h", parameters={"w": parameter}, buckets=(("w",),))
+    source = RankLayout(rank=0, host="h", parameters={"w": parameter})
     (copy,) = plan([source], [whole(0, {"w": (6, 4)})])
     assert (copy.start, copy.shape) == ((0, 0), (6, 4))
 

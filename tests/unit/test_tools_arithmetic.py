@@ -60,8 +60,7 @@ def test_the_benchmark_model_is_planned_whole_with_norms_on_both_ranks() -> None
             (trainer_layouts(model, rank), source),
             (generator_layouts(model, rank)[0], target),
         ):
-            names = (tuple(layouts),)
-            side.append(RankLayout(rank=rank, host="here", parameters=layouts, buckets=names))
+            side.append(RankLayout(rank=rank, host="here", parameters=layouts))
     copies = plan(source, target)
     assert num_bytes(copies) == model.num_bytes + 3 * 64 * 2  # three norms more
     assert {copy.source_rank for copy in copies} == {0, 1}

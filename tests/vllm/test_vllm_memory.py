@@ -22,7 +22,7 @@ QUANTISED = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
 
 
 def make_weight_buffer(engine, staging: str) -> WeightBuffer:
-    config = WeightsConfig(staging=staging, bucket_bytes=1 << 15)
+    config = WeightsConfig(staging=staging)
     return WeightBuffer(engine.memory, config, replica=0, rank=0, run_id="memory")
 
 
@@ -39,7 +39,7 @@ def held_bytes(engine, weight_buffer: WeightBuffer) -> int:
     ("changes", "staging"),
     [
         (EAGER, "double_buffer"),
-        (EAGER, "bucket"),
+        (EAGER, "host"),
         (GRAPHS, "double_buffer"),
         (QUANTISED, "double_buffer"),
         pytest.param(GRAPHS, "host", marks=pytest.mark.slow),
@@ -58,7 +58,7 @@ def test_a_rank_holds_what_the_planner_counts_before_and_after_its_first_commit(
     try:
         config = make_recipe(
             generator=VllmConfig(**(DEFAULTS | changes)),  # type: ignore[arg-type]
-            weights=WeightsConfig(transport="collective", staging=staging, bucket_bytes=1 << 15),
+            weights=WeightsConfig(transport="collective", staging=staging),
         )
         memory = forecast_generator(config, engine.architecture)
         forecast = memory.weights | memory.host

@@ -47,7 +47,7 @@ def measure(setting: Setting) -> Iterator[Facts]:
     try:
         copies = plan([_answer(trainer)], [_answer(generator)])
         transport = "cuda_ipc" if setting.is_cuda else "shared_memory"
-        route, _ = split(pack(copies), (), source="trainer", replica=0, transport=transport)
+        route, _ = split(pack(copies), source="trainer", replica=0, transport=transport)
         _ask(trainer, route.for_rank(0))
         times = [_publish(trainer, generator, version) for version in range(1, NUM_VERSIONS + 1)]
     finally:

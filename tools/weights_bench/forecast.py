@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from harness import Values
 
-from llamarl.core.config import WeightsConfig
 from llamarl.core.device.names import CPU
 from llamarl.planner.simulation.delivery import SideRates, delivery
 from llamarl.planner.simulation.stages import Stream, mapped_stages, publish_stages
-from llamarl.publish.layout import RankLayout
+from llamarl.publish.layout import MESSAGE_BYTES, RankLayout
 from llamarl.publish.reshard import num_bytes, plan
 from llamarl.publish.transports.routes import TRANSPORTS
 from weights_bench.model import NUM_RANKS
@@ -25,8 +24,7 @@ class Forecast:
         self._source, self._target = source, target
         self._copies = plan(source, target)
         rank_bytes = num_bytes(self._copies) // NUM_RANKS
-        self._bucket_bytes = WeightsConfig().bucket_bytes
-        message_bytes = min(self._bucket_bytes, rank_bytes // NUM_RANKS)
+        message_bytes = min(MESSAGE_BYTES, rank_bytes // NUM_RANKS)
         self.machine = Machine(rank_bytes, message_bytes)
 
     def stages_s(self, transport: str, found: Values) -> dict[str, float]:
@@ -43,7 +41,6 @@ class Forecast:
             [(layout, 1) for layout in self._target],
             ends=(ends[0], ends[1]),
             transport=transport,
-            bucket_bytes=self._bucket_bytes,
         )
         packing_s = float(parts.packing_s.max())
         moved = mapped_stages(packing_s, 0.0)
@@ -53,7 +50,7 @@ class Forecast:
             moved = Stream(
                 packing_s=packing_s,
                 sending_s=sending_s,
-                receiving_s=(1 + parts.late(self._bucket_bytes)) * sending_s,
+                receiving_s=(1 + parts.late()) * sending_s,
                 unpacking_s=float(parts.unpacking_s.max()),
                 overlaps=False,
             ).stages()

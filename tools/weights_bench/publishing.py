@@ -50,14 +50,14 @@ class Generator:
             *(rank.call("connect", self._replica, part) for rank, part in parts)
         )
 
-    async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:
-        return await self._all("prepare", version, bucket)
+    async def prepare(self, version: int) -> list[StagingHandle]:
+        return await self._all("prepare", version)
 
-    async def verify(self, version: int, bucket: int) -> list[dict[str, int]]:
-        return await self._all("verify", version, bucket)
+    async def verify(self, version: int) -> list[dict[str, int]]:
+        return await self._all("verify", version)
 
-    async def commit(self, version: int, bucket: int) -> list[int]:
-        return await self._all("commit", version, bucket)
+    async def commit(self, version: int) -> list[int]:
+        return await self._all("commit", version)
 
     async def abort(self, version: int) -> list[None]:
         return await self._all("abort", version)

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupGloo
 
 from llamarl.core.config import WeightsConfig
-from llamarl.publish.buckets import Memory
 from llamarl.publish.layout import Copy, ParameterLayout, RankLayout, Route, StagingHandle
 from llamarl.publish.offload import trim
 from llamarl.publish.source import Writer
 from llamarl.publish.target import WeightBuffer
 from llamarl.publish.transports.mapped import Segment, this_host
+from llamarl.weights.layout.memory import Memory
 from weights_bench.model import (
     DTYPES,
     NUM_RANKS,
@@ -143,10 +143,10 @@ class GeneratorRank:
 
     # the real way
 
-    def reserve_weight_buffer(self, replica: int, staging: str, bucket_bytes: int) -> None:
+    def reserve_weight_buffer(self, replica: int, staging: str) -> None:
         self._weight_buffers[replica] = WeightBuffer(
             Memory(parameters=self._layouts, num_elements=self._num_elements, dtype=self._dtype),
-            WeightsConfig(staging=staging, bucket_bytes=bucket_bytes),
+            WeightsConfig(staging=staging),
             replica=replica,
             rank=self._rank,
             run_id="bench",
@@ -161,14 +161,14 @@ class GeneratorRank:
     def connect(self, replica: int, route: Route) -> None:
         self._weight_buffers[replica].connect(route)
 
-    def prepare(self, replica: int, version: int, bucket: int) -> StagingHandle:
-        return self._weight_buffers[replica].prepare(version, bucket)
+    def prepare(self, replica: int, version: int) -> StagingHandle:
+        return self._weight_buffers[replica].prepare(version)
 
-    def verify(self, replica: int, version: int, bucket: int) -> dict[str, int]:
-        return self._weight_buffers[replica].verify(version, bucket)
+    def verify(self, replica: int, version: int) -> dict[str, int]:
+        return self._weight_buffers[replica].verify(version)
 
-    def commit(self, replica: int, version: int, bucket: int) -> int:
-        self._weight_buffers[replica].commit(version, bucket)
+    def commit(self, replica: int, version: int) -> int:
+        self._weight_buffers[replica].commit(version)
         return 0
 
     def abort(self, replica: int, version: int) -> None:

@@ -53,13 +53,9 @@ class WeightsConfig(Section):
     transport: str = "shared_memory"
     """What carries the bytes: shared_memory (one host, CPU memory) | cuda_ipc (one host, GPU
     memory) | collective (gloo or NCCL, point to point)."""
-    staging: str = choice("double_buffer", "host", "bucket")
+    staging: str = choice("double_buffer", "host")
     """Where a version waits for its commit: double_buffer (a second copy beside the active weights)
-    | host (a second copy in host memory, copied over at the commit) | bucket (a small buffer,
-    filled and committed part by part while decoding is paused)."""
-    bucket_bytes: int = number(32 * 1024 * 1024, least=1, most=2**40)
-    """Size of the buffer of staging=bucket, and of one message of collective; a single
-    parameter may exceed it."""
+    | host (a second copy in host memory, copied over at the commit)."""
     packed_bytes: int = number(256 * 1024 * 1024, least=0, most=2**40)
     """Memory of each trainer rank for messages of collective that several replicas get:
     packed once, they wait here for the replicas that are a little behind. 0: each replica's are
@@ -369,8 +365,8 @@ class Config(Section):
                 self.require(size == 1, name, "be 1 with cluster.backend=inline")
 
     def _check_memory(self) -> None:
-        """Devices, offload and staging buffers that do not go together."""
-        generator, staging = self.generator, self.weights.staging
+        """Devices and offload that do not go together."""
+        generator = self.generator
         devices = generator.device, self.trainer.device
         is_able = self.placement.offload != "pinned" or all(map(is_gpu, devices))
         must = f"be {GPU} with placement.offload=pinned"
@@ -382,8 +378,3 @@ class Config(Section):
             "other addresses than captured graphs read)"
         )
         self.require(not graphs or not is_moved, "generator.enforce_eager", must)
-        must = (
-            "be double_buffer or host with generator=vllm and generator.enforce_eager=false "
-            "(captured graphs read weights of their own, which take whole versions)"
-        )
-        self.require(not graphs or staging != "bucket", "weights.staging", must)

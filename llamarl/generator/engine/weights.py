@@ -16,7 +16,6 @@ from llamarl.model.adapter_inventory import locate_adapter, parameter_of
 from llamarl.model.architecture import FUSED, AnyArchitecture, Architecture, split_dimension
 from llamarl.model.inventory import check_num_ranks, locate, parameter_shapes
 from llamarl.model.safetensors_file import FileBox, read_boxes
-from llamarl.publish.buckets import ALIGN_BYTES, Memory
 from llamarl.publish.comparison import Fingerprints
 from llamarl.publish.fingerprint import frozen_sums
 from llamarl.publish.layout import (
@@ -30,6 +29,7 @@ from llamarl.publish.layout import (
     quantized_parameters,
 )
 from llamarl.publish.shards import quantize, row_maxima, scales_of
+from llamarl.weights.layout.memory import ALIGN_BYTES, Memory
 
 WIDENED_ELEMENTS = 1 << 21  # 8 MiB in float32: smaller tiles are slower, much larger ones too
 

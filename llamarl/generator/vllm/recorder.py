@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.generator.engine.weights import Place
 from llamarl.generator.vllm.staging import VLLM_SCALE, loading_form
-from llamarl.publish.buckets import ALIGN_BYTES, Memory
 from llamarl.publish.layout import (
     BUFFER,
     Box,
@@ -27,6 +26,7 @@ from llamarl.publish.layout import (
     QuantizedParameter,
     quantized_parameters,
 )
+from llamarl.weights.layout.memory import ALIGN_BYTES, Memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from llamarl.model.architecture import AnyArchitecture, Architecture, OtherArchi
 from llamarl.model.inventory import parameter_shapes
 from llamarl.planner.forecast import NO_MODELS, FrozenModels, RankMemory
 from llamarl.planner.hardware import CPU, GPUS, check_kinds
+from llamarl.publish.layout import MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +73,13 @@ def upper_bound_bytes(
     trainer_bytes = 16 * model_bytes + 6 * sum(map(_model_bytes, models))
     trainer_bytes += num_tokens * sum(map(_token_bytes, [a, *models]))
     kept_bytes = len(pools_of(config.generator)) * model_bytes
-    trainer_bytes += 2 * config.weights.bucket_bytes + min(config.weights.packed_bytes, kept_bytes)
+    trainer_bytes += 2 * MESSAGE_BYTES + min(config.weights.packed_bytes, kept_bytes)
     trainer_bytes += TILE_BYTES
     num_processes = (1 + len(models)) * trainer.num_ranks + 2 + config.experience.units_per_host
     total = trainer.num_ranks * trainer_bytes
     for pool in pools_of(config.generator) if not config.algorithm.imitates else ():
         num_ranks = len(pool.replicas) * pool.generator.num_ranks
-        rank_bytes = _generator_bytes(pool.generator, a) + 2 * config.weights.bucket_bytes
+        rank_bytes = _generator_bytes(pool.generator, a) + 2 * MESSAGE_BYTES
         total += num_ranks * rank_bytes
         num_processes += num_ranks
     return total + num_processes * GPUS[CPU].reserve_bytes

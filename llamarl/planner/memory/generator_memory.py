@@ -18,7 +18,7 @@ from llamarl.generator.engine.weights import DTYPES
 from llamarl.model.architecture import Architecture
 from llamarl.planner.memory.shardings import published_buffer, weight_buffer
 from llamarl.planner.memory.trainer_memory import Kinds
-from llamarl.publish import buckets
+from llamarl.publish.layout import MESSAGE_BYTES
 from llamarl.publish.reshard import DTYPE_BYTES
 from llamarl.publish.transports.routes import TRANSPORTS
 
@@ -42,8 +42,7 @@ def forecast_generator(config: Config, architecture: Architecture) -> GeneratorM
     """Of the fullest rank."""
     generator = config.generator
     ranks = range(generator.num_ranks)
-    buffers = (published_buffer(config, architecture, rank) for rank in ranks)
-    parameters, num_bytes = max(buffers, key=lambda each: each[1])
+    num_bytes = max(published_buffer(config, architecture, rank)[1] for rank in ranks)
     weights: Kinds = {}
     kept = num_bytes
     if config.trainer.lora.is_used:  # the weights beside adapters are the engine's own
@@ -52,10 +51,7 @@ def forecast_generator(config: Config, architecture: Architecture) -> GeneratorM
     host: Kinds = {}
     in_host = config.weights.staging == "host" and is_gpu(generator.device)
     staging = host if in_host else weights
-    size = weights["weights"] = num_bytes
-    if config.weights.staging == "bucket":
-        size = buckets.room_bytes(buckets.cut_buckets(parameters, config.weights.bucket_bytes))
-    staging["staging"] = size
+    weights["weights"] = staging["staging"] = num_bytes
     return GeneratorMemory(
         weights=weights,
         kept=kept,
@@ -94,5 +90,5 @@ def _working(config: Config, architecture: Architecture) -> Kinds:
         "logits": 3 * FLOAT32_BYTES * generator.max_num_seqs * a.vocab_size,
     }
     if not TRANSPORTS[config.weights.transport].is_mapped:
-        kinds["transfer"] = 2 * config.weights.bucket_bytes
+        kinds["transfer"] = 2 * MESSAGE_BYTES
     return kinds

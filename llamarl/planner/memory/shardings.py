@@ -69,7 +69,7 @@ def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayo
 def generator_layouts(
     config: Config, architecture: Architecture, replica: int = 0
 ) -> list[RankLayout]:
-    """The layout of each rank of a replica, in order of rank, as one bucket."""
+    """The layout of each rank of a replica, in order of rank."""
     own = alone(config, pool_at(config.generator, replica))
     devices = assign(config)[f"generator-{replica}"]
     return [
@@ -166,9 +166,8 @@ def _layout(
 
 
 def rank_layout(rank: int, device: Device, parameters: dict[str, ParameterLayout]) -> RankLayout:
-    """With all parameters in one bucket."""
-    buckets = (tuple(parameters),)
-    return RankLayout(rank=rank, host=f"host-{device.host}", parameters=parameters, buckets=buckets)
+    """Of a rank on `device`."""
+    return RankLayout(rank=rank, host=f"host-{device.host}", parameters=parameters)
 
 
 def _vllm_weight_buffer(

@@ -29,6 +29,7 @@ from llamarl.model.inventory import parameter_shapes
 from llamarl.planner.forecast import NO_MODELS, STAGE, FrozenModels
 from llamarl.planner.memory.activations import forecast_activations, forecast_inference
 from llamarl.planner.memory.shardings import local_box, local_elements
+from llamarl.publish.layout import MESSAGE_BYTES
 from llamarl.publish.reshard import DTYPE_BYTES
 from llamarl.publish.transports.routes import TRANSPORTS
 from llamarl.scoring.stages import INFER
@@ -74,7 +75,7 @@ def forecast_trainer(
         lasting["snapshot"] = trained
     if not TRANSPORTS[config.weights.transport].is_mapped:
         kept = _packed_bytes(config, num_trained)
-        lasting["transfer"] = 2 * config.weights.bucket_bytes + kept
+        lasting["transfer"] = 2 * MESSAGE_BYTES + kept
     is_quantised = any(p.generator.quantization != "none" for p in pools_of(config.generator))
     if is_quantised and not trainer.lora.is_used:
         tile_bytes = QUANTISED_BYTES * platform_of(trainer.device).num_tiled

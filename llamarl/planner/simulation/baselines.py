@@ -166,5 +166,5 @@ def _colocated(
         generator=generator,
         trainer=trainer,
         placement=replace(config.placement, colocated=True, offload="none"),
-        weights=replace(config.weights, staging="bucket"),
+        weights=replace(config.weights, staging="double_buffer"),
     )

@@ -29,6 +29,7 @@ from llamarl.planner.simulation.effort import (
 from llamarl.planner.simulation.publish_rates import PublishRates
 from llamarl.publish.fingerprint import line_dim
 from llamarl.publish.layout import (
+    MESSAGE_BYTES,
     ROWS_SCALE,
     TENSOR_SCALE,
     Copy,
@@ -72,11 +73,11 @@ class Delivery:
     unpacking_s: Floats
     verify_s: Floats
 
-    def late(self, bucket_bytes: int) -> float:
+    def late(self, message_bytes: int = MESSAGE_BYTES) -> float:
         """How much later than the first the last target begins to receive, as a share of the time
         that receiving takes: all sources begin with the same target and go on in turns."""
         num_turns = int((self.num_bytes > 0).sum(1).max()) - 1
-        longest = min(bucket_bytes, int(self.num_bytes.max()))
+        longest = min(message_bytes, int(self.num_bytes.max()))
         return num_turns * longest / max(1, int(self.num_bytes.sum(0).max()))
 
 
@@ -87,7 +88,7 @@ def delivery(
     *,
     ends: tuple[SideRates, SideRates],
     transport: str,
-    bucket_bytes: int,
+    message_bytes: int = MESSAGE_BYTES,
 ) -> Delivery:
     """`copies` with how many layers have each, parts of both sides' layouts likewise."""
     is_mapped = TRANSPORTS[transport].is_mapped
@@ -98,7 +99,7 @@ def delivery(
     packing_s, unpacking_s, verify_s = np.zeros(size[0]), np.zeros(size[1]), np.zeros(size[1])
     for copy, times in copies:
         parameter, is_made = _held(held, copy)
-        piece_bytes = PIECE_BYTES if is_mapped else bucket_bytes
+        piece_bytes = PIECE_BYTES if is_mapped else message_bytes
         walk = Walk(
             shape=copy.shape,
             start=_columns(copy.start),
@@ -116,11 +117,11 @@ def delivery(
         if is_made:
             packing_s[copy.source_rank] += times * _quantised_s(copy.shape, parameter.dtype, here)
         if not is_mapped:
-            num_messages[place] += times * _share_of_messages(walk.dtype, pieces, bucket_bytes)
+            num_messages[place] += times * _share_of_messages(walk.dtype, pieces, message_bytes)
             unpacking_s[copy.target_rank] += times * _unpacked_s(walk.dtype, pieces, there)
     for layout, times in target:
         verify_s[layout.rank] += times * _verified_s(layout, there)
-    longest = np.minimum(num_bytes, 0 if is_mapped else bucket_bytes)
+    longest = np.minimum(num_bytes, 0 if is_mapped else message_bytes)
     num_buffers = np.minimum(num_messages.sum(1), NUM_BUFFERS)
     packing_s += num_buffers * longest.max(1) / here.rates.touched_bytes_per_s
     return Delivery(
@@ -248,7 +249,7 @@ def _quantised_s(shape: tuple[int, ...], dtype: str, end: SideRates) -> float:
     return end.rates.seconds(calls.times(num_tiles) + read)
 
 
-def _share_of_messages(dtype: str, pieces: Pieces, bucket_bytes: int) -> float:
+def _share_of_messages(dtype: str, pieces: Pieces, message_bytes: int) -> float:
     """Messages that hold nothing but copies like this, one after the other: none of the pieces that
     a copy is cut into has room for the next one."""
     num_pieces = sum(count for _, count in pieces)
@@ -256,7 +257,7 @@ def _share_of_messages(dtype: str, pieces: Pieces, bucket_bytes: int) -> float:
     if num_pieces != 1 or not piece_bytes:
         return num_pieces
     aligned_bytes = -(-piece_bytes // ALIGN_BYTES) * ALIGN_BYTES
-    return 1 / max(1, (bucket_bytes - piece_bytes) // aligned_bytes + 1)
+    return 1 / max(1, (message_bytes - piece_bytes) // aligned_bytes + 1)
 
 
 def _copied(num_bytes: int, end: SideRates) -> Effort:

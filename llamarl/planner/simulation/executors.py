@@ -24,7 +24,7 @@ from llamarl.core.records import (
 )
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.setting import Layouts, Setting, SimulatedExecutor
+from llamarl.planner.simulation.setting import PARAMETER, Layouts, Setting, SimulatedExecutor
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.publish.layout import StagingHandle
 from llamarl.scoring.environment_link import lost
@@ -248,16 +248,15 @@ class SimulatedTrainer(Layouts):
 
     async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
         await self._travel()
-        bucket, replica = self._buckets[handles[0].bucket], handles[0].replica
+        replica = handles[0].replica
         self._num_writing += 1
         with self._timeline.bar(f"publish-{replica}", "write", "publish"):
-            if bucket == "rest":
-                costs = self._costs.of_pool(number_of(self._pools, replica))
-                await self._cores.work(costs.write_s)
+            costs = self._costs.of_pool(number_of(self._pools, replica))
+            await self._cores.work(costs.write_s)
         self._num_writing -= 1
         if version not in (self.version, self.version - 1):
             raise StaleVersion(f"version {version} is gone, the present one is {self.version}")
-        return [{bucket: version * len(handles)}]
+        return [{PARAMETER: version * len(handles)}]
 
     # Offloadable
 

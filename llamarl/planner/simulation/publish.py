@@ -30,12 +30,7 @@ from llamarl.core.device.names import CPU
 from llamarl.model.architecture import Architecture
 from llamarl.planner.forecast import PublishForecast
 from llamarl.planner.hardware import gpu
-from llamarl.planner.memory.shardings import (
-    generator_layouts,
-    published_buffer,
-    rank_layout,
-    trainer_layouts,
-)
+from llamarl.planner.memory.shardings import generator_layouts, rank_layout, trainer_layouts
 from llamarl.planner.memory.trainer_memory import LAYER
 from llamarl.planner.simulation.delivery import (
     Delivery,
@@ -48,8 +43,7 @@ from llamarl.planner.simulation.delivery import (
 from llamarl.planner.simulation.publish_rates import publish_rates
 from llamarl.planner.simulation.stages import Stream, hidden_s, mapped_stages, publish_stages
 from llamarl.planner.simulation.ways import Ways
-from llamarl.publish import buckets
-from llamarl.publish.layout import Copy, RankLayout
+from llamarl.publish.layout import MESSAGE_BYTES, Copy, RankLayout
 from llamarl.publish.reshard import WeightKind, assign_sources, num_bytes, plan, weight_kind
 from llamarl.publish.transports.routes import TRANSPORTS
 
@@ -148,7 +142,6 @@ def _parts(config: Config, architecture: Architecture) -> list[Part]:
                     first.target,
                     ends=ends,
                     transport=config.weights.transport,
-                    bucket_bytes=config.weights.bucket_bytes,
                 ),
                 heads=[head for head in heads if head in pool.replicas],
                 siblings=[pair for pair in siblings if pair[1] in pool.replicas],
@@ -245,9 +238,8 @@ def _stages(
     """Seconds by stage until a pool has a version, while the trainer sends it to all `parts`."""
     own, (here, there) = part.config, part.ends
     generator, devices = own.generator, assign(config)
-    num_buckets = _num_buckets(own, architecture)
     verify_s = float(part.delivery.verify_s.max())
-    moved, early_s = _moved(config, part, parts, direct, num_buckets), 0.0
+    moved, early_s = _moved(config, part, parts, direct), 0.0
     if isinstance(moved, Stream):
         early_s = hidden_s(verify_s, moved)
         moved = moved.stages()
@@ -274,12 +266,11 @@ def _stages(
             is_swapped=generator.device == CPU and own.weights.staging == "double_buffer",
         ),
         phase_s=there.rates.phase_s,
-        num_buckets=num_buckets,
     )
 
 
 def _moved(
-    config: Config, part: Part, parts: list[Part], direct: Ways, num_buckets: int
+    config: Config, part: Part, parts: list[Part], direct: Ways
 ) -> dict[str, float] | Stream:
     """Until the replicas of a pool that the trainer feeds have all bytes."""
     devices, rates = assign(config), part.ends[1].rates
@@ -294,27 +285,19 @@ def _moved(
     num_sent = sum(len(each.heads) * each.delivery.num_messages.sum(1) for each in parts)
     num_received = part.delivery.num_messages.sum(0).max()
     seen_s = rates.late_s * transport.meets
-    late = 1 + transport.meets * num_buckets * part.delivery.late(config.weights.bucket_bytes)
+    late = 1 + transport.meets * part.delivery.late()
     return Stream(
         packing_s=float(np.max(sum(by_kind.values()))),
         sending_s=busiest.sending_s + float(np.max(num_sent)) * rates.message_s,
         receiving_s=late * (busiest.receiving_s + float(num_received) * (rates.message_s + seen_s)),
         unpacking_s=float(part.delivery.unpacking_s.max()),
-        first=_share(config, part.first.num_bytes.sum(1).max(), num_buckets),
-        last=_share(config, part.first.num_bytes.sum(0).max(), num_buckets),
-        num_rounds=max(1.0, float(part.delivery.num_messages.max()) / num_buckets),
+        first=_share(part.first.num_bytes.sum(1).max()),
+        last=_share(part.first.num_bytes.sum(0).max()),
+        num_rounds=max(1.0, float(part.delivery.num_messages.max())),
         overlaps=transport.meets,  # others wait for each message to be there
     )
 
 
-def _share(config: Config, rank_bytes: int, num_buckets: int) -> float:
-    """One message of each bucket, of a rank's bytes."""
-    return min(1.0, num_buckets * config.weights.bucket_bytes / max(1, int(rank_bytes)))
-
-
-def _num_buckets(config: Config, architecture: Architecture) -> int:
-    """That are prepared and committed one by one."""
-    if config.weights.staging != "bucket":
-        return 1
-    parameters, _ = published_buffer(config, architecture, 0)
-    return len(buckets.cut_buckets(parameters, config.weights.bucket_bytes))
+def _share(rank_bytes: int) -> float:
+    """One message, of a rank's bytes."""
+    return min(1.0, MESSAGE_BYTES / max(1, int(rank_bytes)))

@@ -161,21 +161,16 @@ class SimulatedReplica(SimulatedTarget):
 
     # WeightTarget
 
-    async def commit(self, version: int, bucket: int) -> list[int]:
+    async def commit(self, version: int) -> list[int]:
         await self._travel()
-        is_last = bucket + 1 == len(self._buckets)
 
         def commit() -> int:
-            self._standstill.is_mixed = not is_last
-            if not is_last:
-                return 0
             self.version = version
             self._commits.append((self._slots.steps, version))
             self._must_recompute = self._recomputes
             return len(self._slots)
 
-        seconds = self._costs.commit_s if is_last else 0.0
-        return [await self._between_steps(seconds, commit, "commit")]
+        return [await self._between_steps(self._costs.commit_s, commit, "commit")]
 
     # Offloadable
 

@@ -13,7 +13,7 @@ have come are taken meanwhile.
 from dataclasses import dataclass
 
 NUM_PHASES = 4
-"""Calls to all ranks of one bucket: prepare, write, verify, commit."""
+"""Calls to all ranks: prepare, write, verify, commit."""
 
 STAGES = {
     "maxima": "the trainer reads its shards, for the scales of 8-bit weights",
@@ -83,7 +83,6 @@ def publish_stages(
     maxima_s: float = 0.0,
     relay_s: float = 0.0,
     hidden_s: float = 0.0,
-    num_buckets: int = 1,
 ) -> dict[str, float]:
     """Seconds by stage. `moved` are those in which the version gets to the replicas that the
     trainer feeds, `hidden_s` of `verify_s` among them; if these pass it on, in `relay_s`, it is
@@ -94,6 +93,6 @@ def publish_stages(
         "relay": relay_s,
         "verify": num_rounds * verify_s - hidden_s,
         "commit": num_rounds * commit_s,
-        "phases": num_rounds * num_buckets * NUM_PHASES * phase_s,
+        "phases": num_rounds * NUM_PHASES * phase_s,
     }
     return {name: found.get(name, 0.0) for name in STAGES}

@@ -12,8 +12,8 @@ from llamarl.core.config.generator import generator_of
 from llamarl.core.errors import StaleVersion
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.setting import Layouts, Setting
-from llamarl.publish.layout import RankLayout, StagingHandle
+from llamarl.planner.simulation.setting import PARAMETER, Layouts, Setting
+from llamarl.publish.layout import StagingHandle
 from llamarl.publish.reshard import SplitRoute
 
 
@@ -28,27 +28,23 @@ class SimulatedTarget(Layouts):
         self.index, self.name, self.version = index, f"generator-{index}", -1
         self._weight = generator_of(self._config.generator, index).num_ranks
 
-    async def target_layout(self) -> list[RankLayout]:
-        return self._layouts(tuple((bucket,) for bucket in self._buckets))
-
     async def connect_source(self, route: SplitRoute) -> list[None]:
         return [None for _ in self._hosts]
 
-    async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:
+    async def prepare(self, version: int) -> list[StagingHandle]:
         await self._travel()
         assert version > self.version, (version, self.version)
         self._timeline.offered_s.setdefault(version, asyncio.get_running_loop().time())
-        handle = partial(StagingHandle, version=version, bucket=bucket, replica=self.index)
+        handle = partial(StagingHandle, version=version, replica=self.index)
         return [
             handle(rank=rank, host=host, address=None, num_bytes=4)
             for rank, host in enumerate(self._hosts)
         ]
 
-    async def verify(self, version: int, bucket: int) -> list[dict[str, int]]:
+    async def verify(self, version: int) -> list[dict[str, int]]:
         await self._travel()
-        if self._buckets[bucket] == "rest":
-            await self._cores.work(self._costs.check_s, self._weight)
-        return [{self._buckets[bucket]: version} for _ in self._hosts]
+        await self._cores.work(self._costs.check_s, self._weight)
+        return [{PARAMETER: version} for _ in self._hosts]
 
     async def abort(self, version: int) -> list[None]:
         return [None for _ in self._hosts]
@@ -56,7 +52,5 @@ class SimulatedTarget(Layouts):
     async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
         if version != self.version:
             raise StaleVersion(f"{version} is not {self.version}")
-        bucket = self._buckets[handles[0].bucket]
-        if bucket == "rest":
-            await self._cores.work(self._costs.relay_s)
-        return [{bucket: version * len(handles)}]
+        await self._cores.work(self._costs.relay_s)
+        return [{PARAMETER: version * len(handles)}]

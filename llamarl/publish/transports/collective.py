@@ -1,12 +1,12 @@
 """The collective transport: point-to-point messages over gloo, or between GPUs over their own.
 
-Messages end in a trailer: the version, bucket and index of the message, and whether the source goes
-on. A source whose version became stale says so in place of the next message, and the group stays
+Messages end in a trailer: the version and index of the message, and whether the source goes on. A
+source whose version became stale says so in place of the next message, and the group stays
 usable.
 
 A group of GPUs may carry a rank's messages one by one, each waiting for its other end. That cannot
-lock up: both ends go by bucket, then index, then rank of the other end (`in_turns`), so the message
-that is first by bucket, index, source and target is the next one of both its ends.
+lock up: both ends go by index, then rank of the other end (`in_turns`), so the message that is
+first by index, source and target is the next one of both its ends.
 
 Over gloo each message is followed by one byte, and acknowledged by one. Both ends wait for their
 byte first: when a connection is lost, gloo fails only the waits for something that has not begun to
@@ -52,7 +52,7 @@ from llamarl.publish.transports.messages import (
 )
 from llamarl.publish.transports.routes import End
 
-TRAILER_BYTES = 32  # version, bucket, index, whether the source goes on
+TRAILER_BYTES = 24  # version, index, whether the source goes on
 POLL_S = 5e-5  # what GPUs send cannot be waited for with a limit; a message takes a millisecond
 
 
@@ -158,12 +158,10 @@ class CollectiveSender:
         self._taker = (end.messages or MessageStore(0)).join(route, self.group.device)
         self._is_broken = False
 
-    def write(
-        self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast
-    ) -> Fingerprints:
+    def write(self, handles: Mapping[int, StagingHandle], copy_cast: CopyCast) -> Fingerprints:
         if self._is_broken:
             raise TargetLost(f"generator {self._route.replica} must be connected again")
-        version, by_rank = next(iter(handles.values())).version, self._messages[bucket]
+        version, by_rank = next(iter(handles.values())).version, self._messages
         num_sent = dict.fromkeys(by_rank, 0)
         buffers = [Tensor(), Tensor()]
         held: list[PackedMessage | None] = [None, None]  # what is being sent
@@ -173,20 +171,20 @@ class CollectiveSender:
             for turn, (rank, index, message) in enumerate(in_turns(by_rank)):
                 side = turn % 2  # one is being sent while the other is packed
                 self._finish(pending, side)
-                pack = partial(_pack, message, (version, bucket, index, 1), copy_cast)
+                pack = partial(_pack, message, (version, index, 1), copy_cast)
                 held[side] = None
-                packed = self._taker.take((version, bucket, turn), _sealed_bytes(message), pack)
+                packed = self._taker.take((version, turn), _sealed_bytes(message), pack)
                 if packed is None:
                     memory = buffers[side] = _room(buffers[side], message, self.group.device)
                     packed = PackedMessage(memory, pack(memory))
                 held[side] = packed
                 written.merge(packed.sums)
                 num_sent[rank] += 1
-                pending[side] = self._send(packed.memory, message, rank, (version, bucket, index))
+                pending[side] = self._send(packed.memory, message, rank, (version, index))
         except BaseException:
             for rank, index, message in in_turns(by_rank):
                 if index == num_sent[rank]:
-                    self._send_end(message, rank, (version, bucket, index))
+                    self._send_end(message, rank, (version, index))
             raise
         finally:
             for side in (0, 1):
@@ -199,9 +197,9 @@ class CollectiveSender:
         self.group.give_up()
 
     def _send(
-        self, memory: Tensor, message: Message, rank: int, place: tuple[int, int, int]
+        self, memory: Tensor, message: Message, rank: int, place: tuple[int, int]
     ) -> list[Any]:
-        """Begin to send the sealed message; `place`: version, bucket, index."""
+        """Begin to send the sealed message; `place`: version, index."""
         try:
             return self.group.send(memory[: _sealed_bytes(message)], rank, _tag(*place))
         except RuntimeError as error:
@@ -221,8 +219,8 @@ class CollectiveSender:
             self.close()
         return TargetLost(f"generator {self._route.replica} is out of reach: {error}")
 
-    def _send_end(self, message: Message, rank: int, place: tuple[int, int, int]) -> None:
-        """In place of this message: nothing more comes for this bucket."""
+    def _send_end(self, message: Message, rank: int, place: tuple[int, int]) -> None:
+        """In place of this message: nothing more comes of this version."""
         if not self._is_broken:
             memory = _room(Tensor(), message, self.group.device)
             _seal(memory, message, (*place, 0))
@@ -230,15 +228,14 @@ class CollectiveSender:
 
 
 class CollectiveReceiver:
-    """Receives on a thread of its own once a bucket is prepared; see `TransportReceiver`."""
+    """Receives on a thread of its own once a version is prepared; see `TransportReceiver`."""
 
     def __init__(self, route: Route, end: End) -> None:
         self._route = route
         self._messages = messages_by("source_rank", route)
-        self._num_pieces = [
-            Counter(c.name for _, _, message in in_turns(each) for c, _ in message.pieces)
-            for each in self._messages
-        ]
+        self._num_pieces = Counter(
+            c.name for _, _, message in in_turns(self._messages) for c, _ in message.pieces
+        )
         self.group = RouteGroup(route, "target", end)
         self._stream = platform_of(end.device).side_stream(end.device)
         # Kept from publish to publish: new memory has to be filled with zeros first.
@@ -247,9 +244,7 @@ class CollectiveReceiver:
         self._error: BaseException | None = None
         self._is_broken = False
 
-    def open(
-        self, version: int, bucket: int, flat: Tensor, arrived: Callable[[str], None]
-    ) -> object:
+    def open(self, version: int, flat: Tensor, arrived: Callable[[str], None]) -> object:
         if self._is_broken:
             raise RuntimeError(
                 f"{self._route.source} must be connected again: the connection was lost"
@@ -257,14 +252,14 @@ class CollectiveReceiver:
         self._error = None
         self._thread = threading.Thread(
             target=self._receive,
-            args=(version, bucket, flat, arrived),
+            args=(version, flat, arrived),
             name="receive-weights",
             daemon=True,
         )
         self._thread.start()
         return None
 
-    def arrive(self, version: int, bucket: int) -> None:
+    def arrive(self, version: int) -> None:
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -282,23 +277,21 @@ class CollectiveReceiver:
         self.group.give_up()
         self.abort()
 
-    def _receive(
-        self, version: int, bucket: int, flat: Tensor, arrived: Callable[[str], None]
-    ) -> None:
+    def _receive(self, version: int, flat: Tensor, arrived: Callable[[str], None]) -> None:
         """One message is taken apart while the next one arrives."""
-        left, to_come = in_turns(self._messages[bucket]), Counter(self._num_pieces[bucket])
+        left, to_come = in_turns(self._messages), Counter(self._num_pieces)
         sides = itertools.cycle(self._sides)
         ended: set[int] = set()
         try:
             with self._stream.running():
-                arriving = self._begin(left, next(sides), ended, (version, bucket))
+                arriving = self._begin(left, next(sides), ended, version)
                 while arriving is not None:
                     here, goes_on = arriving, arriving.finish(self._route.source)
                     if not goes_on:
                         ended.add(here.rank)
                         lost = f"{self._route.source} rank {here.rank} no longer has it"
                         self._error = StaleVersion(lost)
-                    arriving = self._begin(left, next(sides), ended, (version, bucket))
+                    arriving = self._begin(left, next(sides), ended, version)
                     if goes_on:
                         self._take_apart(here, flat, to_come, arrived)
         except Exception as error:  # noqa: BLE001 - raised again by `arrive`
@@ -328,23 +321,23 @@ class CollectiveReceiver:
         left: Iterator[tuple[int, int, Message]],
         side: list[Tensor],
         ended: Container[int],
-        place: tuple[int, int],
+        version: int,
     ) -> "_Arriving | None":
         """Begin to receive the next message that is still to come, into the memory of `side`."""
         for rank, index, message in left:
             if rank not in ended:
                 memory = side[0] = _room(side[0], message, self.group.device)
                 sealed = memory[: _sealed_bytes(message)]
-                wait = self.group.receive(sealed, rank, _tag(*place, index))
-                return _Arriving(rank, (*place, index), message, memory, wait)
+                wait = self.group.receive(sealed, rank, _tag(version, index))
+                return _Arriving(rank, (version, index), message, memory, wait)
         return None
 
 
 class _Arriving(NamedTuple):
-    """A message of source `rank` on its way into `memory`; `place`: version, bucket, index."""
+    """A message of source `rank` on its way into `memory`; `place`: version, index."""
 
     rank: int
-    place: tuple[int, int, int]
+    place: tuple[int, int]
     message: Message
     memory: Tensor
     wait: Callable[[], None]
@@ -356,7 +349,7 @@ class _Arriving(NamedTuple):
         *found, goes_on = trailer.view(torch.int64).tolist()
         if tuple(found) != self.place:
             raise RuntimeError(
-                f"message must be {self.place} (version, bucket, index), got {tuple(found)} from "
+                f"message must be {self.place} (version, index), got {tuple(found)} from "
                 f"{source} rank {self.rank}"
             )
         return bool(goes_on)
@@ -366,14 +359,14 @@ def _sealed_bytes(message: Message) -> int:
     return -(-message.num_bytes // ALIGN_BYTES) * ALIGN_BYTES + TRAILER_BYTES
 
 
-def _seal(memory: Tensor, message: Message, trailer: tuple[int, int, int, int]) -> None:
+def _seal(memory: Tensor, message: Message, trailer: tuple[int, int, int]) -> None:
     """Write the trailer behind the message."""
     sealed = memory[: _sealed_bytes(message)]
     sealed[-TRAILER_BYTES:].view(torch.int64).copy_(torch.tensor(trailer, dtype=torch.int64))
 
 
 def _pack(
-    message: Message, trailer: tuple[int, int, int, int], copy_cast: CopyCast, memory: Tensor
+    message: Message, trailer: tuple[int, int, int], copy_cast: CopyCast, memory: Tensor
 ) -> Fingerprints:
     """Fill `memory` with the message and its trailer; the fingerprints of its values."""
     written = message.fill(memory, copy_cast)
@@ -389,5 +382,5 @@ def _room(memory: Tensor, message: Message, device: torch.device) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def _tag(version: int, bucket: int, index: int) -> int:
-    return ((version * 8191 + bucket) * 8191 + index + 1) % (1 << 31)
+def _tag(version: int, index: int) -> int:
+    return (version * 8191 + index + 1) % (1 << 31)

@@ -101,22 +101,17 @@ class MappedSender:
     def __init__(self, route: Route, end: End) -> None:
         self._host = end.host
         self._pieces = [
-            [
-                piece
-                for copy in copies
-                for piece in cut(copy, PIECE_BYTES // getattr(torch, copy.target_dtype).itemsize)
-            ]
-            for copies in route.by_bucket()
+            piece
+            for copy in route.each()
+            for piece in cut(copy, PIECE_BYTES // getattr(torch, copy.target_dtype).itemsize)
         ]
         self._opened: dict[object, Tensor] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def write(
-        self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast
-    ) -> Fingerprints:
+    def write(self, handles: Mapping[int, StagingHandle], copy_cast: CopyCast) -> Fingerprints:
         devices, written = set(), Fingerprints()
-        for copy in self._pieces[bucket]:
+        for copy in self._pieces:
             handle, dtype = handles[copy.target_rank], getattr(torch, copy.target_dtype)
             if handle.host != self._host:
                 raise RuntimeError(

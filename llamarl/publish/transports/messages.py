@@ -7,7 +7,7 @@ import math
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -27,10 +27,8 @@ partial fingerprint. StaleVersion."""
 class TransportSender(Protocol):
     """Writes one source rank's copies into one replica's memory."""
 
-    def write(
-        self, bucket: int, handles: Mapping[int, StagingHandle], copy_cast: CopyCast
-    ) -> Fingerprints:
-        """Copy what the rank sends of `bucket` into the memory of `handles` (by target rank).
+    def write(self, handles: Mapping[int, StagingHandle], copy_cast: CopyCast) -> Fingerprints:
+        """Copy what the rank sends into the memory of `handles` (by target rank).
 
         Returns once the targets can see the bytes: the partial fingerprints of all of them, as
         `copy_cast` gave them. TargetLost; or what `copy_cast` raises, once the targets know that
@@ -45,21 +43,18 @@ class TransportSender(Protocol):
 class TransportReceiver(Protocol):
     """Takes one target rank's messages apart into its staging memory."""
 
-    def open(
-        self, version: int, bucket: int, flat: Tensor, arrived: Callable[[str], None]
-    ) -> object:
-        """Get ready for a bucket, which goes into `flat`; returns the staging handle's address.
+    def open(self, version: int, flat: Tensor, arrived: Callable[[str], None]) -> object:
+        """Get ready for `version`, which goes into `flat`; returns the staging handle's address.
 
         `arrived(name)` may be called, from any thread and once, as soon as all of a parameter lies
         there; those of which nothing is said lie there when `arrive` returns.
         """
 
-    def arrive(self, version: int, bucket: int) -> None:
-        """Wait until all of the bucket lies in the staging memory. RuntimeError if it no longer
-        can."""
+    def arrive(self, version: int) -> None:
+        """Wait until all of it lies in the staging memory. RuntimeError if it no longer can."""
 
     def abort(self) -> None:
-        """Let nothing of the open bucket reach the staging memory any more."""
+        """Let nothing of the open version reach the staging memory any more."""
 
     def close(self) -> None:
         """Release connections and memory."""
@@ -102,8 +97,8 @@ def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def messages(copies: Sequence[Copy], bucket_bytes: int) -> list[Message]:
-    """Messages of at most `bucket_bytes` (or one element) that carry `copies`, each of one layer,
+def messages(copies: Sequence[Copy], max_bytes: int) -> list[Message]:
+    """Messages of at most `max_bytes` (or one element) that carry `copies`, each of one layer,
     in their order."""
     made: list[Message] = []
     pieces: list[tuple[Copy, int]] = []
@@ -111,12 +106,12 @@ def messages(copies: Sequence[Copy], bucket_bytes: int) -> list[Message]:
     for whole in copies:
         itemsize = DTYPE_BYTES[whole.target_dtype]
         num_bytes = math.prod(whole.shape) * itemsize
-        is_small = num_bytes <= bucket_bytes
-        for copy in (whole,) if is_small else cut(whole, max(1, bucket_bytes // itemsize)):
+        is_small = num_bytes <= max_bytes
+        for copy in (whole,) if is_small else cut(whole, max(1, max_bytes // itemsize)):
             if not is_small:
                 num_bytes = math.prod(copy.shape) * itemsize
             begin = -(-end // ALIGN_BYTES) * ALIGN_BYTES
-            if pieces and begin + num_bytes > bucket_bytes:
+            if pieces and begin + num_bytes > max_bytes:
                 made.append(Message(tuple(pieces), end))
                 pieces, begin = [], 0
             pieces.append((copy, begin))
@@ -135,22 +130,15 @@ def cut(copy: Copy, max_elements: int) -> Iterator[Copy]:
         yield from cut(copy.slab(dim, first, min(step, copy.shape[dim] - first)), max_elements)
 
 
-def messages_by(side: Side, route: Route) -> list[dict[int, list[Message]]]:
-    """By bucket, the messages of this rank to each target rank, or from each source rank.
+def messages_by(side: Side, route: Route) -> dict[int, list[Message]]:
+    """The messages of this rank to each target rank, or from each source rank.
 
     Both ends make the same messages, as the copies between them have the same order at both.
     """
-    return [
-        {rank: messages(found, route.bucket_bytes) for rank, found in sorted(by_rank.items())}
-        for by_rank in (_by_rank(side, copies) for copies in route.by_bucket())
-    ]
-
-
-def _by_rank(side: Side, copies: Iterable[Copy]) -> dict[int, list[Copy]]:
     by_rank: dict[int, list[Copy]] = {}
-    for copy in copies:
+    for copy in route.each():
         by_rank.setdefault(getattr(copy, side), []).append(copy)
-    return by_rank
+    return {rank: messages(found, route.message_bytes) for rank, found in sorted(by_rank.items())}
 
 
 def in_turns(by_rank: Mapping[int, list[Message]]) -> Iterator[tuple[int, int, Message]]:
@@ -200,8 +188,8 @@ def expand(packed: Tensor, memory: Tensor, itemsize: int) -> None:
         numbers[:, :-1].copy_(rest.view(-1, itemsize - 1))
 
 
-Place = tuple[int, int, int]
-"""Where a message is among those of a route: version, bucket, number within the bucket."""
+Place = tuple[int, int]
+"""Where a message is among those of a route: version, number."""
 
 Pack = Callable[[Tensor], Mapping[str, int]]
 """Fills memory (uint8 [bytes of the message, or more]) with a message; returns the partial

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import pkgutil
 import uuid
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
-from llamarl.core.config import Config, WeightsConfig
+from llamarl.core.config import Config
 from llamarl.core.device.names import CPU, GPU, has_driver, is_gpu
 from llamarl.core.extensions import load_extensions
 from llamarl.core.fields import require, require_choice
@@ -150,13 +148,13 @@ class Routes:
 
     def __init__(
         self,
-        config: WeightsConfig,
+        transport: str,
         *,
         rendezvous_folder: str,
         kind_of: Callable[[int], WeightKind],
         far_sites: Mapping[str, str],
     ) -> None:
-        self._config, self._rendezvous_folder = config, rendezvous_folder
+        self._transport, self._rendezvous_folder = transport, rendezvous_folder
         self._kind_of, self._far_sites = kind_of, far_sites
         self._planned: dict[tuple[bool, WeightKind], tuple[object, PackedCopies]] = {}
 
@@ -184,7 +182,7 @@ class Routes:
         num_hosts = len(_hosts([*source_layout, *target]))
         kind = self._kind_of(replica)
         is_within = is_relay and num_hosts == 1
-        name = mapped_on(kind.device) if is_within else self._config.transport
+        name = mapped_on(kind.device) if is_within else self._transport
         transport = TRANSPORTS[name]
         if not transport.crosses_hosts and num_hosts > 1:
             raise ValueError(
@@ -204,34 +202,12 @@ class Routes:
             rendezvous = os.path.join(self._rendezvous_folder, meeting)
         return split(
             copies,
-            target[0].buckets,
             source=source,
             replica=replica,
             transport=name,
             rendezvous=rendezvous,
-            bucket_bytes=self._config.bucket_bytes,
             is_slow=not is_relay and self.is_far(target),
         )
-
-
-def buckets_of(replica: int, target: list[RankLayout]) -> tuple[tuple[str, ...], ...]:
-    """The buckets of a replica; ValueError unless its ranks agree and each parameter is in one."""
-    buckets = target[0].buckets if target else ()
-    for layout in target:
-        if layout.buckets != buckets:
-            raise ValueError(
-                f"buckets must be equal on all ranks of generator {replica}, got others on rank "
-                f"{layout.rank} than on rank {target[0].rank}"
-            )
-    num_buckets = Counter(chain.from_iterable(buckets))
-    held = {name for layout in target for name in layout.parameters}
-    for name in sorted(held | num_buckets.keys()):
-        if num_buckets[name] != 1 or name not in held:
-            raise ValueError(
-                f"each parameter of generator {replica} must be in exactly one bucket, got {name} "
-                f"in {num_buckets[name]}" + ("" if name in held else ", which no rank holds")
-            )
-    return buckets
 
 
 def _hosts(layouts: list[RankLayout]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Cutting weight buffers into buckets, and routes into messages."""
+"""Cutting routes into messages."""
 
 import math
 from collections import Counter
@@ -8,44 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.publish.buckets import cut_buckets
-from llamarl.publish.layout import Box, Copy, ParameterLayout
+from llamarl.publish.layout import Copy
 from llamarl.publish.transports.messages import Message, cut, in_turns, messages
-
-
-def parameter(*boxes):
-    """Boxes as (rows, columns, offset, strides)."""
-    made, start = [], 0
-    for rows, columns, offset, strides in boxes:
-        place = {"buffer": "weights", "offset": offset, "strides": strides}
-        made.append(Box(start=(start, 0), stop=(start + rows, columns), **place))
-        start += rows
-    return ParameterLayout(shape=(8, 8), dtype="float32", boxes=tuple(made))
-
-
-def test_buckets_are_consecutive_ranges_and_fused_parameters_stay_together() -> None:
-    parameters = {
-        "last": parameter((2, 5, 100, (5, 1))),
-        "q": parameter((4, 2, 0, (1, 12))),
-        "k": parameter((4, 2, 4, (1, 12))),
-        "v": parameter((4, 2, 8, (1, 12))),
-        "norm": parameter((1, 6, 30, (6, 1))),
-        "none": parameter(),
-    }
-    fused, norm, last = cut_buckets(parameters, 80)
-    assert set(fused.names) == {"q", "k", "v", "none"}
-    assert (fused.begin, fused.end, fused.is_dense) == (0, 96, True)  # more than asked for
-    assert (norm.names, norm.begin, norm.end) == (("norm",), 120, 144)
-    assert (last.names, last.begin, last.end) == (("last",), 400, 440)
-    first, second = cut_buckets(parameters, 144)
-    assert (first.begin, first.end, first.is_dense) == (
-        0,
-        144,
-        False,
-    )  # bytes 96:120 belong to no parameter
-    assert second.names == ("last",)
-    (only,) = cut_buckets(parameters, 4000)
-    assert set(only.names) == set(parameters)
 
 
 @settings(max_examples=100, deadline=None)
@@ -54,9 +18,7 @@ def test_buckets_are_consecutive_ranges_and_fused_parameters_stay_together() -> 
     st.integers(2, 200),
     st.booleans(),
 )
-def test_messages_carry_every_element_once_and_keep_their_size(
-    shapes, bucket_bytes, turned
-) -> None:
+def test_messages_carry_every_element_once_and_keep_their_size(shapes, max_bytes, turned) -> None:
     dtype = "bfloat16"
     copies, offset = [], 0
     for shape in shapes:
@@ -74,8 +36,8 @@ def test_messages_carry_every_element_once_and_keep_their_size(
         offset += math.prod(shape)
     source = torch.arange(offset)
     target = torch.full((offset,), -1)
-    for message in messages(copies, bucket_bytes):
-        assert message.num_bytes <= bucket_bytes
+    for message in messages(copies, max_bytes):
+        assert message.num_bytes <= max_bytes
         ends = [0]
         for copy, values in message.each(torch.empty(message.num_bytes, dtype=torch.uint8)):
             long = [dim for dim, extent in enumerate(copy.shape) if extent > 1]

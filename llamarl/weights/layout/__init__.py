@@ -1,0 +1,1 @@
+"""Which rank holds what, and the copies that turn one layout into another."""
