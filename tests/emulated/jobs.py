@@ -309,7 +309,7 @@ async def publish(
         tensors = policy_step.source.tensors
         for version in range(3):
             # Waits for the device, which nothing between a step and its writes does.
-            done, handle = 0, weight_buffer.prepare(version)
+            handle = weight_buffer.prepare(version)
             tensors.begin_step()
             scale(policy_step, 1.0 + version / 8)
             policy_step.source.label(version)
@@ -317,15 +317,10 @@ async def publish(
                 tensors.announce()
                 tensors.begin_step()
                 scale(policy_step, 0.5)
-            while weight_buffer.version < version:
-                sent = writer.write(version, [handle])
-                assert weight_buffer.verify(version, done) == sent
-                seen.values.setdefault("fingerprints", []).append(dict(sent))
-                flat = weight_buffer.commit(version, done)
-                done += 1
-                if flat is None:
-                    handle = weight_buffer.prepare(version, done)
-            assert flat is not None
+            sent = writer.write(version, [handle])
+            assert weight_buffer.verify(version) == sent
+            seen.values.setdefault("fingerprints", []).append(dict(sent))
+            flat = weight_buffer.commit(version)
             engine.commit(engine.process_weights(flat), version)
             engine.submit(make_request(version, (1, 2, 3), 12))
             while engine.has_work:
