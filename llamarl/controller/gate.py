@@ -46,15 +46,6 @@ offered again once the step has made its version, and each use has its own u. Wi
 neither is possible: a group used twice would hold a place in a step that others count on, and
 `Config` refuses a recipe's own sampler there.
 
-With `late="mask"`, `carry_over_groups` C more groups may be open than above: a step finds P
-ready groups while up to C others, the longest ones, are still being written. These stay open, are
-written on under the next version (rollouts in flight go on at a commit), and a later step takes
-them before younger ones. The bound per trained token does not use how many groups are open: a token
-of version w has weight at u only if w >= u - S, whenever its group was admitted. What carrying over
-costs is tokens: a group may start up to C places earlier, on versions from
-U(F(v) + max(0, q - C)) - S on, and what it wrote before u - S has no weight. At S = 0 that is all
-that it wrote before the last commit.
-
 S = 0 makes the loop synchronous: no replica starts a group before it serves the version of the
 step before. In a run that is resumed F counts from its first version, which begins a batch.
 
@@ -95,7 +86,6 @@ class Gate:
     groups_per_step: int
     rollouts_per_group: int
     late: str
-    carry_over_groups: int = 0
     max_drops_in_row: int
     num_mini_batches: int = 1
     num_passes: int = 1
@@ -140,10 +130,9 @@ class Gate:
 
     @property
     def capacity(self) -> int:
-        """Most groups open at once: F(v + S + 1) - F(v), and those carried over."""
+        """Most groups open at once: F(v + S + 1) - F(v)."""
         last = self.version + self.max_staleness + 1
-        num_ahead = self._steps.num_used_up(last) - self._steps.num_used_up(self.version)
-        return num_ahead + self.carry_over_groups
+        return self._steps.num_used_up(last) - self._steps.num_used_up(self.version)
 
     @property
     def num_ahead(self) -> int:
@@ -359,9 +348,7 @@ class Gate:
         return self.prompts.is_exhausted and num_left < count
 
     def _open(self, unit: int | None, prompt: Prompt) -> Group:
-        # Used then at the latest, if as many of those before it as may be are carried over.
-        num_before = max(0, self.num_open - self.carry_over_groups)
-        step = self._steps.last_use(self._steps.num_used_up(self.version) + num_before)
+        step = self._steps.last_use(self._steps.num_used_up(self.version) + self.num_open)
         self._last_step = max(self._last_step, step)
         group = Group(
             group_id=self.next_group_id,

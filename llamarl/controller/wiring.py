@@ -173,7 +173,6 @@ class Wiring:
             groups_per_step=config.trainer.groups_per_step,
             rollouts_per_group=config.sampling.rollouts_per_prompt,
             late=config.staleness.late,
-            carry_over_groups=config.staleness.carry_over_groups,
             max_drops_in_row=config.algorithm.max_drops_in_row,
             num_mini_batches=config.trainer.num_mini_batches,
             num_passes=config.trainer.num_passes,

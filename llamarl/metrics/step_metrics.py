@@ -96,7 +96,7 @@ def step_scalars(
     lengths = [row.num_generated for row in all_rows]
     staleness = token_staleness(rows, stats.version - 1, oldest_version)
     scalars: Scalars = {"rollouts/trained": len(rows), "groups/trained": len(groups)}
-    scalars["groups/carried_over"] = sum(is_older(group, oldest_version) for group in groups)
+    scalars["groups/masked"] = sum(is_older(group, oldest_version) for group in groups)
     scores = [score for group in finished for score in group.scores.values()]
     rewards = np.array([score.reward for score in scores])
     scalars |= _scores(scores, rewards) | _accuracy(finished)

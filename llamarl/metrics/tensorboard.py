@@ -86,7 +86,7 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "demonstrations/trained": "llamarl sft: demonstrations trained in the step.",
     "rollouts/trained": "Rollouts trained in the step.",
     "groups/trained": "Groups (the rollouts of one prompt) trained in the step.",
-    "groups/carried_over": "Trained groups with tokens that were too old (see tokens/masked).",
+    "groups/masked": "Trained groups with tokens that were too old (see tokens/masked).",
     "dropped/groups": "Groups that the group filter dropped since the last step.",
     "dropped/solved": "Dropped groups whose rollouts all have full marks: the prompt is too easy, "
     "or reward.full_marks too low for the scale of the rewards.",

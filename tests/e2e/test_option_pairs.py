@@ -96,7 +96,6 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
     "late": {
         "wait": [],
         "mask": ["staleness.late=mask"],
-        "carry over": ["staleness.late=mask", "staleness.carry_over_groups=3"],
     },
     "sampler": {
         name: [f"experience.sampler={name}"] for name in ("admission", "group_complete", "task")

@@ -115,10 +115,8 @@ PATHS = {
         "generator.max_num_seqs=2",
         "algorithm.kl_coefficient=0.01",
     ],
-    "carried over, with masked tokens, keys and values computed again after a commit": [
-        "staleness.max_staleness=0",
+    "late, with the mask, keys and values computed again after a commit": [
         "staleness.late=mask",
-        "staleness.carry_over_groups=6",
         "generator.max_num_seqs=4",
         "generator.kv_after_commit=recompute",
     ],
@@ -132,10 +130,8 @@ EACH_ALONE = {
         "generator.max_num_seqs=2",
     ],
     "keys and values computed again after a commit": ["generator.kv_after_commit=recompute"],
-    "carried over, with masked tokens": [
-        "staleness.max_staleness=0",
+    "late, with the mask": [
         "staleness.late=mask",
-        "staleness.carry_over_groups=6",
     ],
     "one turn at a time": ["generator.max_num_seqs=1", "trainer.groups_per_step=2"],
     "with a frozen model": ["algorithm.kl_coefficient=0.01"],

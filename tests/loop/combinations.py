@@ -57,7 +57,7 @@ def draw(rng: random.Random, **fixed: Any) -> Loop:
     ranker = options.pop("ranker")
     if options["sampler"] == "task":
         most_spare = options["max_staleness"] * options["groups_per_step"]
-        num_spare = rng.randint(0, most_spare + options["carry_over_groups"])
+        num_spare = rng.randint(0, most_spare)
         options["sample"] = Chooser(random.Random(rng.random()), num_spare, rng.choice([0.0, 0.5]))
     faults = _faults(rng, options)
     loop = Loop(**options, max_stage_restarts=MANY_RESTARTS, faults=faults)
@@ -81,7 +81,6 @@ def _options(rng: random.Random) -> dict[str, Any]:
         "rollouts_per_prompt": rng.choice([2, 3, 5]),
         "max_staleness": rng.randint(0, 3),
         "late": late,
-        "carry_over_groups": rng.randint(0, 3) if late == "mask" else 0,
         "segment_tokens": rng.choice([0, 0, 1, 7]),
         "parts": rng.choice(["dynamic", "batch"]),
         "sampler": rng.choice(["admission", "group_complete"] + ["task"] * (late == "mask")),

@@ -156,7 +156,6 @@ class Loop:
 
     max_staleness: int = 1
     late: str = "wait"
-    carry_over_groups: int = 0
     num_steps: int = 50
     groups_per_step: int = 4
     num_mini_batches: int = 1
@@ -312,7 +311,6 @@ class Loop:
             staleness=StalenessConfig(
                 max_staleness=self.max_staleness,
                 late=self.late,
-                carry_over_groups=self.carry_over_groups,
             ),
             experience=ExperienceConfig(sampler=self.sampler, keep_rollouts=self.keep_rollouts),
             evaluation=EvaluationConfig(every_steps=self.evaluate_every, patience=self.patience),

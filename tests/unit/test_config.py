@@ -101,7 +101,6 @@ WRONG = [
     ("trainer.parts=fixed", "trainer.groups_per_part must divide trainer.groups_per_step"),
     ("sampling.max_tokens=1024", "generator.max_model_len must hold"),
     ("sampling.rollouts_per_prompt=1", "sampling.rollouts_per_prompt must be at least 2"),
-    ("staleness.carry_over_groups=1", "carry_over_groups must be 0 unless staleness.late=mask"),
     (
         "trainer.num_mini_batches=2 trainer.num_passes=2",
         "staleness.max_staleness must be at least 3 with trainer.num_mini_batches=2 and "

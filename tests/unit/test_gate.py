@@ -120,22 +120,6 @@ def test_late_mask_passes_over_a_group_that_is_not_ready_and_takes_it_later() ->
     asyncio.run(scenario())
 
 
-def test_groups_carried_over_start_beside_those_of_a_step_and_are_taken_first_in_the_next() -> None:
-    async def scenario() -> None:
-        gate = make_gate(max_staleness=0, groups_per_step=2, late="mask", carry_over_groups=1)
-        groups = await gate.admit()
-        assert [group.min_version for group in groups] == [0, 0, 0]
-        await settle(gate, [groups[0], groups[2]])
-        assert ids(await gate.take(2, 2)) == [0, 2]
-        await gate.advance(1)
-        more = await gate.admit()
-        assert [(group.group_id, group.min_version) for group in more] == [(3, 1), (4, 1)]
-        await settle(gate, [*more, groups[1]])
-        assert ids(await gate.take(2, 2)) == [1, 3]
-
-    asyncio.run(scenario())
-
-
 def test_a_part_waits_for_tokens_or_for_all_that_its_step_misses() -> None:
     async def scenario() -> None:
         gate = make_gate(max_staleness=0, groups_per_step=4)

@@ -103,7 +103,7 @@ def test_a_step_is_recorded_with_hand_worked_numbers():
     expected = {
         "rollouts/trained": 2,
         "groups/trained": 1,
-        "groups/carried_over": 0,
+        "groups/masked": 0,
         "reward/mean": 1.0,  # 1.25, 0.25 and 1.5; the hung one is no zero
         "reward/std": (0.0625 + 0.5625 + 0.25) ** 0.5 / 3**0.5,
         "accuracy/train": 2 / 3,
@@ -148,7 +148,7 @@ def test_masked_tokens_count_as_untrained():
     assert histograms["staleness/tokens"] == {1: 26}
     assert scalars["tokens/trained"] == 26
     assert scalars["staleness/max"] == 1
-    assert scalars["groups/carried_over"] == 1
+    assert scalars["groups/masked"] == 1
     assert token_staleness([make_row(0, (0, 5))], version=3, oldest_version=1) == {}
 
 

@@ -35,15 +35,6 @@ class StalenessConfig(Section):
     late: str = choice("wait", "mask")
     """What the trainer does when the oldest group is not ready: wait (for it) | mask (train on
     other groups first; once it is ready, its tokens older than S versions get zero loss weight)."""
-    carry_over_groups: int = number(0, least=0, most=2**20)
-    """Groups open beyond those of S + 1 steps, only with late=mask: a step trains on the groups
-    that are ready first, while generators go on with the others, under the next version too. As
-    always with late=mask, their tokens older than S versions get zero loss weight (the metric
-    tokens/masked): with S = 0 all that was written before the last commit."""
-
-    def check(self) -> None:
-        must = "be 0 unless staleness.late=mask (only masking bounds the age of what is late)"
-        self.require(self.late == "mask" or not self.carry_over_groups, "carry_over_groups", must)
 
 
 @dataclass(kw_only=True)
@@ -300,11 +291,10 @@ class Config(Section):
         must = "be batch with algorithm.advantage=gdpo (which needs the rewards of a whole batch)"
         is_whole = advantage != "gdpo" or self.trainer.parts == "batch"
         self.require(is_whole, "trainer.parts", must)
-        num_open = self.trainer.groups_per_step * (self.staleness.max_staleness + 1)
-        num_open = (num_open + self.staleness.carry_over_groups) * num_rollouts
+        num_steps = self.staleness.max_staleness + 1
+        num_open = self.trainer.groups_per_step * num_steps * num_rollouts
         must = (
-            "keep groups_per_step x (staleness.max_staleness + 1) + staleness.carry_over_groups, "
-            "times sampling.rollouts_per_prompt, "
+            "keep groups_per_step x (staleness.max_staleness + 1) x sampling.rollouts_per_prompt, "
             f"the rollouts open at once ({num_open}), at most {MAX_OPEN_ROLLOUTS}"
         )
         self.require(num_open <= MAX_OPEN_ROLLOUTS, "trainer.groups_per_step", must)
