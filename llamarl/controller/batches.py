@@ -89,12 +89,7 @@ class PartSize:
     def least(self, missing: int) -> tuple[int, int]:
         """(groups, tokens) that must be ready for a part of a step that misses `missing` groups;
         all that are missing are enough in any case."""
-        match self.config.parts:
-            case "batch":
-                return missing, 0
-            case "fixed":
-                return min(self.config.groups_per_part, missing), 0
-        return 1, self.num_tokens
+        return (missing, 0) if self.config.parts == "batch" else (1, self.num_tokens)
 
     @contextmanager
     def timed(self, groups: Sequence[Group]) -> Iterator[None]:

@@ -89,7 +89,6 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
     "stop": {"tokenizer": [], "strings": [f"sampling.stop_strings=['{STOP}']"]},
     "parts": {
         "dynamic": [],
-        "fixed": ["trainer.parts=fixed", "trainer.groups_per_part=2"],
         "batch": ["trainer.parts=batch"],
     },
     "staleness": {name: [f"staleness.max_staleness={name}"] for name in ("0", "1", "2")},

@@ -114,7 +114,7 @@ def _options(rng: random.Random) -> dict[str, Any]:
     elif options.get("elastic"):  # several steps must ask for the same
         least = 6
         options |= {"groups_per_step": 1, "rollouts_per_prompt": 2, "drop_share": 0.0}
-    options["groups_per_part"] = rng.choice([0, 0, 1, options["groups_per_step"]])
+    options["tokens_per_micro_batch"] = rng.choice([1, 8, 4096])
     share = 1 - options["drop_share"]
     per_step = options["groups_per_step"] * options["rollouts_per_prompt"]
     most = max(3, least, round(MOST_ROLLOUTS * share / per_step))

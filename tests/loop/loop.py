@@ -162,8 +162,6 @@ class Loop:
     num_passes: int = 1
     proximal: str = "none"
     parts: str = "dynamic"
-    groups_per_part: int = 0
-    """Makes parts fixed."""
     tokens_per_micro_batch: int = 4096
     rollouts_per_prompt: int = 2
     segment_tokens: int = 0
@@ -293,8 +291,7 @@ class Loop:
                 groups_per_step=self.groups_per_step,
                 num_mini_batches=self.num_mini_batches,
                 num_passes=self.num_passes,
-                parts="fixed" if self.groups_per_part else self.parts,
-                groups_per_part=self.groups_per_part,
+                parts=self.parts,
                 tokens_per_micro_batch=self.tokens_per_micro_batch,
                 warmup_steps=0,
             ),

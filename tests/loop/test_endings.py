@@ -147,8 +147,7 @@ def test_whenever_a_run_is_cancelled_nothing_learnt_is_lost_and_nothing_is_done_
     options = {
         "late": late,
         "max_staleness": chosen.choice([0, 1, 2]),
-        "groups_per_part": chosen.choice([0, 1, 2]),
-        "tokens_per_micro_batch": 8,
+        "tokens_per_micro_batch": chosen.choice([1, 8]),
         "save_every": chosen.choice([0, 2]),
         "evaluate_every": chosen.choice([0, 2]),
         "num_held_out": 4,

@@ -153,7 +153,7 @@ def test_a_run_without_any_signal_stops_and_says_why(tmp_path: Path) -> None:
 
 def test_the_first_forward_starts_before_the_last_group_arrives(tmp_path: Path) -> None:
     costs = replace(COSTS, part_s=0.001)
-    loop = Loop(num_steps=20, groups_per_part=1, max_staleness=0, costs=costs)
+    loop = Loop(num_steps=20, tokens_per_micro_batch=1, max_staleness=0, costs=costs)
     run(loop.run(tmp_path))
     spread = [times[-1] - times[0] for times in loop.part_starts.values()]
     assert max(len(times) for times in loop.part_starts.values()) > 1
@@ -204,7 +204,6 @@ def test_colocated_executors_alternate_and_train_the_same_groups(
         loop = Loop(
             num_steps=20,
             max_staleness=max_staleness,
-            groups_per_part=2,
             evaluate_every=5,
             num_held_out=10,
             num_replicas=2,

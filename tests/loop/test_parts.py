@@ -1,4 +1,4 @@
-"""Whole batches, fixed parts and parts sized by what the trainer needs, on a heavy tail."""
+"""Whole batches, and parts sized by what the trainer needs, on a heavy tail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.loop.loop import COSTS, Loop
 
 NUM_STEPS = 40
 GROUPS = 16
-PARTS = ["batch", "fixed", "dynamic"]
+PARTS = ["batch", "dynamic"]
 # The trainer needs about half as long as generation; of a part of 13 groups, about a tenth of it
 # is overhead.
 TRAINER = replace(COSTS, part_s=0.02, token_s=5e-3)
@@ -24,7 +24,6 @@ def train(parts: str, tmp_path: Path, **options: object) -> Loop:
         num_steps=NUM_STEPS,
         groups_per_step=GROUPS,
         parts=parts,
-        groups_per_part=4 if parts == "fixed" else 0,
         tokens_per_micro_batch=16,
         max_num_seqs=1024,
         costs=TRAINER,
@@ -58,7 +57,7 @@ def test_parts_change_when_groups_are_trained_and_neither_which_nor_how_stale(
         found[parts] = [sorted(row for part in step for row in part) for step in steps_of(loop)]
         assert all(len(step) == GROUPS * 2 for step in found[parts])
     if not drop_share:  # else times decide which prompts come after a dropped one
-        assert found["batch"] == found["fixed"] == found["dynamic"], "equal gradients, step by step"
+        assert found["batch"] == found["dynamic"], "equal gradients, step by step"
 
 
 @pytest.mark.full
@@ -66,15 +65,14 @@ def test_parts_change_when_groups_are_trained_and_neither_which_nor_how_stale(
 @pytest.mark.parametrize(
     "sampler", ["admission", pytest.param("group_complete", marks=pytest.mark.long)]
 )
-def test_on_a_heavy_tail_dynamic_parts_take_no_longer_than_fixed_ones_and_these_than_batches(
+def test_on_a_heavy_tail_dynamic_parts_take_no_longer_than_batches(
     max_staleness: int, sampler: str, tmp_path: Path
 ) -> None:
     took = {}
     for parts in PARTS:
         loop = train(parts, tmp_path, max_staleness=max_staleness, sampler=sampler)
         took[parts] = loop.timeline.step_ends_s[-1]
-    assert took["fixed"] <= took["batch"] * 1.01
-    assert took["dynamic"] <= took["fixed"] * 1.01
+    assert took["dynamic"] <= took["batch"] * 1.01
     if max_staleness == 0 and sampler == "group_complete":
         assert took["dynamic"] < 0.9 * took["batch"]
 

@@ -309,7 +309,7 @@ def play(rng: random.Random, root: Path) -> None:
     for number in range(1, MOST_SESSIONS + 1):
         options = fixed | {
             "groups_per_step": rng.choice([1, 2]),
-            "groups_per_part": rng.choice([0, 1]),
+            "parts": rng.choice(["dynamic", "batch"]),
             "rollouts_per_prompt": rng.choice([2, 3]),
             "drop_share": rng.choice([0.0, 0.3, 0.5]),
             "keep_rollouts": rng.choice([0.0, 0.4, 1.0]),

@@ -41,7 +41,7 @@ def test_parts_of_whole_groups_as_they_settle_keep_the_bound_and_take_less_time(
 ) -> None:
     seconds = {}
     for sampler in ("admission", "group_complete"):
-        loop = make_loop(max_staleness=max_staleness, sampler=sampler, groups_per_part=1)
+        loop = make_loop(max_staleness=max_staleness, sampler=sampler, tokens_per_micro_batch=1)
         run(loop.run(tmp_path))
         assert max(loop.staleness() + loop.masked()) <= max_staleness, "nothing needs the mask"
         rows = loop.trained_rows()
@@ -78,7 +78,6 @@ def test_a_sampler_of_the_recipe_s_own_chooses_and_the_mask_keeps_the_bound(
     [
         "dynamic",
         pytest.param("batch", marks=pytest.mark.long),
-        pytest.param("fixed", marks=pytest.mark.long),
     ],
 )
 def test_groups_are_trained_on_twice_if_they_are_consumed_only_the_second_time(
@@ -95,7 +94,6 @@ def test_groups_are_trained_on_twice_if_they_are_consumed_only_the_second_time(
         late="mask",
         max_staleness=2,
         parts=parts,
-        groups_per_part=1 if parts == "fixed" else 0,
         tokens_per_micro_batch=8,
         save_every=7,
     )

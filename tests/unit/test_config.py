@@ -96,9 +96,7 @@ WRONG = [
     ("sampling.top_p=0.9", "sampling.top_p must be 1 in training"),
     ("sampling.top_k=5", "sampling.top_k must be 0 in training"),
     ("sampling.temperature=0", "sampling.temperature must be at least 0.001, got 0.0"),
-    ("trainer.groups_per_part=4", "trainer.groups_per_part must be 0 with trainer.parts=dyn"),
     ("algorithm.advantage=gdpo", "trainer.parts must be batch with algorithm.advantage=gdpo"),
-    ("trainer.parts=fixed", "trainer.groups_per_part must divide trainer.groups_per_step"),
     ("sampling.max_tokens=1024", "generator.max_model_len must hold"),
     ("sampling.rollouts_per_prompt=1", "sampling.rollouts_per_prompt must be at least 2"),
     (

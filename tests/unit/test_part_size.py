@@ -97,10 +97,7 @@ def test_a_part_is_at_most_half_a_step_so_that_sizes_differ_and_the_first_is_not
     clock.run(scenario())
 
 
-def test_fixed_parts_and_whole_batches_learn_nothing() -> None:
-    fixed = make(parts="fixed", groups_per_part=16)
-    feed(fixed, 10)
-    assert [fixed.least(missing) for missing in (64, 16, 5)] == [(16, 0), (16, 0), (5, 0)]
+def test_whole_batches_learn_nothing() -> None:
     batch = make(parts="batch")
     feed(batch, 10)
     assert [batch.least(missing) for missing in (64, 5)] == [(64, 0), (5, 0)]

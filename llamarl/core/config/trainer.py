@@ -176,12 +176,10 @@ class TrainerConfig(Section):
     policy before the first of them."""
     num_passes: int = number(1, least=1, most=1024)
     """Times that a batch is trained on, one mini-batch after another."""
-    parts: str = choice("dynamic", "fixed", "batch")
+    parts: str = choice("dynamic", "batch")
     """When forward and backward of a step start: dynamic (once enough tokens are ready to keep the
-    trainer busy, which is measured during the run) | fixed (once `groups_per_part` groups are) |
-    batch (once all are). In any case one optimizer step follows from all its groups."""
-    groups_per_part: int = number(0, least=0, most=2**20)
-    """Groups that `parts=fixed` waits for, and only with it; they divide `groups_per_step`."""
+    trainer busy, which is measured during the run) | batch (once all groups are). In any case one
+    optimizer step follows from all its groups."""
     tokens_per_micro_batch: int = number(4096, least=1, most=2**30)
     """Most tokens packed into one micro-batch; a rollout longer than that gets a micro-batch of its
     own."""
@@ -225,13 +223,6 @@ class TrainerConfig(Section):
         self.compute_dtype = dtype_for(self.device, self.compute_dtype)
         is_one = not (self.warmup_steps and self.warmup_share)
         self.require(is_one, "warmup_share", "be 0 with trainer.warmup_steps, which says the same")
-        if self.parts == "fixed":
-            size, total = self.groups_per_part, self.groups_per_step
-            must = f"divide trainer.groups_per_step ({total}) with trainer.parts=fixed"
-            self.require(size > 0 and total % size == 0, "groups_per_part", must)
-        else:
-            must = f"be 0 with trainer.parts={self.parts} (it is for parts=fixed)"
-            self.require(self.groups_per_part == 0, "groups_per_part", must)
         are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         self.require(are_betas, "betas", "be two numbers from 0 to below 1")
         slices, copies = self.tensor_parallel, self.replicate

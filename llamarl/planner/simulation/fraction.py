@@ -47,7 +47,6 @@ def take(config: Config, costs: Costs, k: int) -> tuple[Config, Costs]:
             num_ranks=trainer.num_ranks // k,
             replicate=1,
             groups_per_step=trainer.groups_per_step // k,
-            groups_per_part=trainer.groups_per_part // k,
         ),
         generator=replace(generator, num_replicas=generator.num_replicas // k),
     )
@@ -62,7 +61,7 @@ def _sizes(config: Config) -> tuple[int, ...]:
     trainer, generator = config.trainer, config.generator
     per_host = max(1, config.cluster.num_gpus_per_host // generator.num_ranks)
     num_hosts = generator.num_replicas // per_host if generator.num_replicas % per_host == 0 else 1
-    return num_hosts, trainer.num_data_ranks, trainer.groups_per_step, trainer.groups_per_part
+    return num_hosts, trainer.num_data_ranks, trainer.groups_per_step
 
 
 def _is_like(config: Config, k: int) -> bool:
