@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from harness import ROOT, Bench
-from weights_bench.replicas import NOWHERE
+from weights_bench.replicas import NOWHERE, add_nowhere
 
 from llamarl.core.config import Config, WeightsConfig
 from llamarl.metrics.span import Spans
@@ -113,6 +113,7 @@ def main() -> None:
     bench = Bench(__doc__, GOALS)
     bench.option("--recipe", type=Path, default=ROOT / "recipes" / "llama31_405b_math")
     arguments = bench.parse()
+    add_nowhere()
     config = to_config(compose(arguments.recipe, []))
     architecture = read_architecture(str(arguments.recipe / "architecture"))
     source = trainer_layouts(config, architecture)

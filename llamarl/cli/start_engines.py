@@ -97,7 +97,7 @@ async def running_engines(
             started = await spawn_executors(
                 config, inputs, cluster, folder, names=chosen, report=lambda name, state: None
             )
-            spans = Spans("controller", f"{folder}/spans", config.metrics.spans_bytes)
+            spans = Spans("controller", f"{folder}/spans")
             wiring = Wiring(config, inputs, started, folder, spans)
             with closing(spans), _observing(wiring, metrics) as observer:
                 fields = wiring.engine_fields(observer)

@@ -118,7 +118,7 @@ async def _train(
     recent_spans = RecentSpans(spans_folder)
     live = config.metrics.live
     progress = Progress(config.last_step, live=live, recent_spans=recent_spans, console=console)
-    spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
+    spans = Spans("controller", spans_folder)
     sessions = Sessions(config, inputs, run_dir, progress, spans, recent_spans, deadline_s)
     is_imitation = config.algorithm.imitates
     names = {EXECUTORS[TRAIN]} if is_imitation else name_executors(inputs.graph)
@@ -146,7 +146,7 @@ async def evaluate(
             names = {EXECUTORS[GENERATE], EXECUTORS[SCORE]}
             async with _started(config, inputs, run_dir, progress, names) as (fleet, _):
                 progress.show_phase(f"evaluating {len(inputs.held_out)} prompts")
-                spans = Spans("controller", f"{run_dir}/spans", config.metrics.spans_bytes)
+                spans = Spans("controller", f"{run_dir}/spans")
                 wiring = Wiring(config, inputs, fleet.executors, run_dir, spans)
                 with contextlib.closing(spans):
                     result = await fleet.guard(_evaluate(wiring))

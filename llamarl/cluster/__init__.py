@@ -15,7 +15,7 @@ from llamarl.cluster.executor import LOSS_GRACE_S, Cluster, Executor, process_na
 from llamarl.cluster.inline import InlineCluster
 from llamarl.core.config import ClusterConfig
 from llamarl.core.errors import ExecutorLost, RemoteError
-from llamarl.metrics.span import Spans
+from llamarl.metrics.span import LIMIT_BYTES, Spans
 
 # How long a process may take to start. Monarch's default, 30 s, is too short on a machine that is
 # busy or reads torch from a cold network disk. With hosts, a dead one would be noticed later, too.
@@ -27,7 +27,7 @@ def make_cluster(
     *,
     spans_folder: str | None,
     logs_folder: str,
-    spans_bytes: int | None = None,
+    spans_bytes: int = LIMIT_BYTES,
 ) -> Cluster:
     """The cluster that `config.backend` names; nothing starts before the first `spawn`.
 

@@ -209,7 +209,6 @@ class Skew:
                 self._latency,
                 self._limits,
                 tail_share=self._config.tail_share,
-                objective=self._config.objective,
             )
         if self._refitting is None or self._refitting.done():
             if self._refitting is not None:

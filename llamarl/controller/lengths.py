@@ -186,12 +186,12 @@ def find_split(
     limits: Limits,
     *,
     tail_share: float,
-    objective: str,
 ) -> TailSplit:
     """The best of all splits of the replicas, for the groups of a step.
 
-    `lengths` int [groups]: the expected tokens of a rollout of each. `objective`: max | sum. Of
-    splits that cost the same, the one with fewer replicas for the long groups.
+    `lengths` int [groups]: the expected tokens of a rollout of each. A split
+    costs the seconds of the side that ends last; of those that cost the same, the one with fewer
+    replicas for the long groups.
     """
     ordered = sorted(lengths, reverse=True)
     num_long = round(tail_share * len(ordered))
@@ -203,7 +203,7 @@ def find_split(
         long_s = duration(ordered[:num_long], count, num_rollouts, latency, limits)
         rest = num_replicas - count
         rest_s = duration(ordered[num_long:], rest, num_rollouts, latency, limits)
-        seconds = max(long_s, rest_s) if objective == "max" else long_s + rest_s
+        seconds = max(long_s, rest_s)
         if seconds < best_s:
             best, best_s = TailSplit(count, ordered[num_long - 1]), seconds
     return best

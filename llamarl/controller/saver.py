@@ -21,6 +21,7 @@ from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+SAVE_S = 600.0  # of the save when a run ends early: after it the newest checkpoint is the result
 
 
 @dataclass(kw_only=True)
@@ -204,17 +205,17 @@ class Saver:
     async def rescue(self) -> None:
         """Save the version of a run that ends early, once work under way is done.
 
-        Takes at most `checkpoint.save_s` and never raises: a warning says what could not be saved.
+        Takes at most `SAVE_S` and never raises: a warning says what could not be saved.
         """
         try:
-            async with asyncio.timeout(self.config.save_s):
+            async with asyncio.timeout(SAVE_S):
                 while self._under_way:
                     await asyncio.gather(*self._under_way, return_exceptions=True)
                 if self._saved[0] != self.version:
                     await self.colocation.recall()
                     await self._save()
         except Exception as error:  # noqa: BLE001 - what ended the run must not be hidden by this
-            why = f"it took over {self.config.save_s:g} s" if _is_timeout(error) else error
+            why = f"it took over {SAVE_S:g} s" if _is_timeout(error) else error
             log.warning("version %d could not be saved: %s", self.version, why)
 
     async def _end_step(self) -> None:

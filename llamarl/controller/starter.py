@@ -117,7 +117,6 @@ async def running_cluster(config: Config, run_dir: str) -> AsyncIterator[Cluster
         config.cluster,
         spans_folder=f"{run_dir}/spans",
         logs_folder=f"{run_dir}/logs",
-        spans_bytes=config.metrics.spans_bytes,
     )
     try:
         yield cluster

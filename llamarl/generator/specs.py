@@ -14,6 +14,10 @@ from llamarl.core.config import (
 from llamarl.core.faces import ColumnStore, GeneratorReplica
 from llamarl.scoring.environment_link import Environments
 
+HEARTBEAT_S = 30.0
+"""Longest time until a replica reports which rollouts have stopped, if any; when all rollouts of a
+prompt have stopped it reports them at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorSpec:
@@ -44,6 +48,7 @@ class GeneratorSpec:
     run_id: str
     environments: Environments | None = None
     """What rollouts take turns with."""
+    heartbeat_s: float = HEARTBEAT_S
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,7 @@ class RolloutPart:
     async def _take(self) -> None:
         """Store what stops, and keep its rows."""
         clock = asyncio.get_running_loop().time
-        end_s, is_ready = clock() + self._spec.config.heartbeat_s, False
+        end_s, is_ready = clock() + self._spec.heartbeat_s, False
         storage = self._storage
         while not is_ready and (left_s := end_s - clock()) > 0:
             finished, is_ready = await self._output.take(min(left_s, STORE_S))

@@ -31,6 +31,7 @@ from llamarl.metrics.estimates import EMPTY, length, subtract, union
 FLUSH_SPANS = 256  # a killed process loses at most this many spans
 FLUSH_NS = 10**9  # what is older is written when the next span is recorded
 # Shares of a file's limit. The old file and the new one exist together for a moment.
+LIMIT_BYTES = 16 * 1024 * 1024  # of one process on disk; 40,000 spans or more
 FULL_SHARE = 1 / 2  # when old spans are summed
 KEPT_SHARE = 1 / 4  # the newest spans, which stay as they are
 COUNTS = {"tokens", "rows", "spans"}  # what is added up over spans
@@ -69,11 +70,11 @@ class Spans:
     """Records spans of one process into `folder/<process>.jsonl`; `folder` None keeps nothing.
 
     Thread-safe. `process` is unique in a run, such as `generator-0` or `trainer-1`. Its file takes
-    at most `limit_bytes` (None: no limit); older spans are then summed.
+    at most `limit_bytes`; older spans are then summed.
     """
 
     def __init__(
-        self, process: str, folder: str | Path | None, limit_bytes: int | None = None
+        self, process: str, folder: str | Path | None, limit_bytes: int = LIMIT_BYTES
     ) -> None:
         self.process = process
         self._limit_bytes = limit_bytes
@@ -129,7 +130,7 @@ class Spans:
         with path.open("a") as file:
             file.write(text)
         self._num_bytes += len(text)
-        if self._limit_bytes is not None and self._num_bytes >= FULL_SHARE * self._limit_bytes:
+        if self._num_bytes >= FULL_SHARE * self._limit_bytes:
             # Beside the process's work: reading the spans back takes tenths of a second.
             work = path, self._limit_bytes
             self._summing = threading.Thread(target=self._sum_old_spans, args=work, daemon=True)

@@ -92,6 +92,7 @@ def formats_of(generator: GeneratorConfig, architecture: AnyArchitecture) -> tup
 
 BUFFER = "weights"  # the name of a generator rank's flat weight buffer
 MESSAGE_BYTES = 32 * 1024 * 1024  # of the messages that a route is cut into
+KEPT_BYTES = 8 * MESSAGE_BYTES  # of those that a source rank keeps for replicas a little behind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,15 @@ from llamarl.core.errors import StaleVersion
 from llamarl.metrics.span import Spans
 from llamarl.publish.comparison import Fingerprints
 from llamarl.publish.fingerprint import line_dim, transfer
-from llamarl.publish.layout import Copy, Format, ParameterLayout, RankLayout, Route, StagingHandle
+from llamarl.publish.layout import (
+    KEPT_BYTES,
+    Copy,
+    Format,
+    ParameterLayout,
+    RankLayout,
+    Route,
+    StagingHandle,
+)
 from llamarl.publish.shards import ShardScales, quantize
 from llamarl.publish.transports.mapped import this_host
 from llamarl.publish.transports.messages import MessageStore, TransportSender, cut
@@ -377,7 +385,7 @@ class SourcePart:
             parameters,
             scales=self._scales,
             timeout_s=config.timeout_s,
-            packed_bytes=config.packed_bytes,
+            packed_bytes=KEPT_BYTES,
         )
         self._buffers = buffers
         self.tensors = self._writer.tensors

@@ -83,7 +83,7 @@ def test_a_group_is_not_held_up_by_a_later_one_of_the_same_prompt(
         rows = await asyncio.wait_for(collect(generator), 20)  # long before the heartbeat
         assert [row.row_id for row in rows] == [0, 1]
 
-    drive(engine_case, run_dir, scenario, load_weights=False, config={"heartbeat_s": 60.0})
+    drive(engine_case, run_dir, scenario, load_weights=False, heartbeat_s=60.0)
 
 
 def test_rows_that_finished_together_are_written_together(

@@ -78,7 +78,7 @@ LISTED = {
 
 def make(case: EngineCase, storage: WatchedStorage, run_dir: str, **kwargs) -> Replica:
     """A replica whose ranks all live in this process, each with a compute thread of its own."""
-    sizes = {"max_num_seqs": 4, "max_model_len": 128, "heartbeat_s": 0.2}
+    sizes = {"max_num_seqs": 4, "max_model_len": 128}
     fields = {"num_ranks": case.num_ranks} | sizes | case.fields | kwargs.pop("config", {})
     num_ranks = kwargs.pop("num_ranks", case.num_ranks)
     spans = kwargs.pop("spans", Spans("generator-0", None))
@@ -93,6 +93,7 @@ def make(case: EngineCase, storage: WatchedStorage, run_dir: str, **kwargs) -> R
         tokenizer=case.checkpoint,
         run_id=f"test{next(RUNS)}",  # which names the ranks' meeting
         run_dir=run_dir,
+        heartbeat_s=kwargs.pop("heartbeat_s", 0.2),
         **kwargs,
     )
     ranks = []

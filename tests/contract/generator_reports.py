@@ -52,4 +52,4 @@ def test_rows_are_reported_again_until_they_have_arrived(
         waiting.cancel()
         assert len(storage.writes) <= 2
 
-    drive(engine_case, run_dir, scenario, config={"heartbeat_s": 60.0})
+    drive(engine_case, run_dir, scenario, heartbeat_s=60.0)

@@ -65,7 +65,6 @@ def draw(rng: random.Random, **fixed: Any) -> Loop:
         dispatch = DispatchConfig(
             ranker="none",
             tail_share=rng.choice([0.0, 0.3, 0.3, 0.5]),
-            objective=rng.choice(["max", "sum"]),
         )
         loop.skew = make_skew(replace(loop.config, dispatch=dispatch), loop.costs, ranker, 50)
     return loop

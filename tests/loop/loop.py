@@ -175,7 +175,6 @@ class Loop:
     keep: int = 2
     best: str = ""
     exports: bool = False
-    save_s: float = 600.0
     num_held_out: int = 0
     keep_rollouts: float = 0.0
     num_hosts: int = 1
@@ -313,7 +312,6 @@ class Loop:
             evaluation=EvaluationConfig(every_steps=self.evaluate_every, patience=self.patience),
             checkpoint=CheckpointConfig(
                 every_steps=self.save_every,
-                save_s=self.save_s,
                 export=self.exports,
                 keep=self.keep,
                 best=self.best,

@@ -300,7 +300,7 @@ def test_pools_take_what_they_do_not_set_from_the_generator() -> None:
         ("fast", "", "generator.pools[1] must be KEY=VALUE each, set apart by blanks, got 'fast'"),
         ("num_rank=2", "", "got 'num_rank' (did you mean num_ranks?)"),
         ("block_size=32", "", "generator.pools[1] must set any of device, dtype, enforce_eager,"),
-        ("heartbeat_s=1", "", "generator.pools[1] must set any of "),
+        ("num_collectors=1", "", "generator.pools[1] must set any of "),
         ("dtype=float32 dtype=bfloat16", "", "generator.pools[1] must set dtype once"),
         ("num_ranks=two", "", "generator.pools[1].num_ranks must be a whole number, got 'two'"),
         ("num_replicas=0", "", "generator.pools[1].num_replicas must be at least 1, got 0"),

@@ -181,7 +181,6 @@ SPLITS = {
         Limits, max_num_seqs=st.integers(1, 64), kv_tokens=st.sampled_from((0, 100, 5000))
     ),
     "tail_share": st.sampled_from((0.0, 0.2, 0.5, 1.0)),
-    "objective": st.sampled_from(("max", "sum")),
 }
 
 
@@ -193,7 +192,6 @@ def test_no_other_split_costs_less(
     num_rollouts: int,
     limits: Limits,
     tail_share: float,
-    objective: str,
 ) -> None:
     split = find_split(
         lengths,
@@ -202,7 +200,6 @@ def test_no_other_split_costs_less(
         linear,
         limits,
         tail_share=tail_share,
-        objective=objective,
     )
 
     def cost(num_long: int, long_from: int) -> float:
@@ -215,7 +212,7 @@ def test_no_other_split_costs_less(
             side([n for n in lengths if n >= long_from], num_long),
             side([n for n in lengths if n < long_from], num_replicas - num_long),
         )
-        return max(sides) if objective == "max" else sum(sides)
+        return max(sides)
 
     assert 0 <= split.num_long < num_replicas
     if split.num_long:
@@ -237,7 +234,7 @@ def test_no_more_rollouts_run_at_once_than_the_replica_holds(
 def test_a_long_tail_gets_replicas_of_its_own_with_small_batches() -> None:
     limits = Limits(max_num_seqs=256)
     lengths = [400] * 4 + [20] * 60
-    split = find_split(lengths, 8, 8, linear, limits, tail_share=0.0625, objective="max")
+    split = find_split(lengths, 8, 8, linear, limits, tail_share=0.0625)
     assert split == TailSplit(num_long=4, long_from=400)
-    alike = find_split([20] * 64, 8, 8, linear, limits, tail_share=0.2, objective="max")
+    alike = find_split([20] * 64, 8, 8, linear, limits, tail_share=0.2)
     assert alike == TailSplit()

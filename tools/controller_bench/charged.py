@@ -12,10 +12,10 @@ from typing import Any, cast
 
 from controller_bench.clock import CostClock
 from controller_bench.messages import MessageCosts
-from llamarl.core.config import ClusterConfig, GeneratorConfig
+from llamarl.core.config import ClusterConfig
+from llamarl.generator.specs import HEARTBEAT_S
 from llamarl.publish.comparison import Fingerprints
 
-HEARTBEAT_S = GeneratorConfig().heartbeat_s
 PING_S = ClusterConfig().liveness_timeout_s / 4
 NAMES = [  # of Llama 3.1 405B
     f"model.layers.{layer}.{name}.weight"

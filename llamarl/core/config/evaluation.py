@@ -83,9 +83,6 @@ class CheckpointConfig(Section):
     grace_s: float = number(15.0, least=0, most=DAY_S)
     """After SIGTERM the step under way may take this long to end, then what is complete is saved.
     Schedulers kill 30 s or later after it: leave time for the save."""
-    save_s: float = number(600.0, least=0.1, most=DAY_S)
-    """Longest time of the save when a run ends early; after that the newest checkpoint is the
-    result. A second Ctrl-C ends it at once."""
     keep: int = number(2, least=0, most=10**6)
     """Newest checkpoints kept; 0 keeps all."""
     best: str = ""

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from llamarl.core.device.names import DEVICES, dtype_for, is_gpu
 from llamarl.core.fields import (
-    DAY_S,
     Section,
     choice,
     choice_of,
@@ -100,9 +99,6 @@ class GeneratorConfig(Section):
     added when generation takes longer than training by at least what one more saves, and one
     removed when training takes longer by at least what one less costs, each after three such steps
     in a row. []: it does not change by itself."""
-    heartbeat_s: float = number(30.0, least=0.001, most=DAY_S)
-    """Longest time until a replica reports which rollouts have stopped, if any; when all rollouts
-    of a prompt have stopped it reports them at once."""
 
     def check(self) -> None:
         self.dtype = dtype_for(self.device, self.dtype)
@@ -176,9 +172,6 @@ class DispatchConfig(Section):
     prompts from a linear model over the prompt's tokens that the run fits) | oracle (the true
     length; only with `sampling.replay_lengths`). With one, the longest rollouts of a step start
     first (`trainer.parts=batch`: all in order of length), and may get replicas of their own."""
-    objective: str = choice("max", "sum")
-    """What the split of the replicas between long and other rollouts minimises: max (the seconds of
-    the side that ends last) | sum (of both sides)."""
     tail_share: float = number(0.2, least=0, most=1)
     """Share of a step's groups, the longest, that start before the others unless `trainer.parts` is
     batch, and may get replicas of their own where replicas are idle when a step begins
@@ -189,7 +182,7 @@ Recipe = TypeVar("Recipe")
 """A whole `Config`, whose module needs this one."""
 ENGINES: dict[str, type[GeneratorConfig]] = {"embedded": EmbeddedConfig, "vllm": VllmConfig}
 PLACES = ("engine", "site", "gpu")
-OF_ALL = ("pools", "num_collectors", "max_restarts", "elastic", "heartbeat_s")
+OF_ALL = ("pools", "num_collectors", "max_restarts", "elastic")
 """Fields of `generator` that belong to the run, not to a pool."""
 
 
@@ -271,7 +264,7 @@ def _read(key: str, text: str, base: GeneratorConfig, begin: int) -> Pool:
     values: dict[str, Any] = {name: getattr(base, name) for name in fields if hasattr(base, name)}
     if words.get("device", base.device) != base.device:  # what followed from the other one
         values |= {"dtype": "auto", "enforce_eager": None}
-    values |= {"num_replicas": 1, "heartbeat_s": base.heartbeat_s}
+    values |= {"num_replicas": 1}
     for name, value in words.items():
         if name not in fields:
             known = [*sorted(fields), *PLACES]

@@ -228,15 +228,6 @@ class RewardConfig(Section):
     purpose."""
     program_s: float = number(5.0, above=0, most=DAY_S)
     """Longest time of one program; a reward's `timeout_s` is for all its programs."""
-    program_memory_bytes: int = number(256 * 1024**2, least=32 * 1024**2, most=2**50)
-    """Memory of one program and all that it starts, together."""
-    program_disk_bytes: int = number(16 * 1024**2, least=0, most=2**50)
-    """Size of the files that one program may write."""
-    program_output_bytes: int = number(64 * 1024, least=1, most=2**24)
-    """Standard output of one program, and as much of standard error; one that writes more is
-    ended."""
-    program_processes: int = number(32, least=1, most=1024)
-    """Processes of one program at once, and their threads."""
 
     @property
     def episode_rewards(self) -> list[str]:

@@ -47,10 +47,6 @@ class WeightsConfig(Section):
     staging: str = choice("double_buffer", "host")
     """Where a version waits for its commit: double_buffer (a second copy beside the active weights)
     | host (a second copy in host memory, copied over at the commit)."""
-    packed_bytes: int = number(256 * 1024 * 1024, least=0, most=2**40)
-    """Memory of each trainer rank for messages of collective that several replicas get:
-    packed once, they wait here for the replicas that are a little behind. 0: each replica's are
-    packed again."""
     straggler_timeout_s: float = number(1.0, least=0, most=DAY_S)
     """A publish that has reached its first replica waits this long for the others. A slower replica
     takes the newest version on its own afterwards."""
@@ -125,10 +121,6 @@ class MetricsConfig(Section):
     """Rollouts per step shown as text, with prompt, reward and the answer expected."""
     live: bool = True
     """Draw the live progress display when standard output is a terminal."""
-    spans_bytes: int = number(16 * 1024 * 1024, least=1024 * 1024, most=2**40)
-    """Most bytes on disk for the timing spans of one process (16 MiB hold 40,000 or more). Beyond
-    that the oldest are kept as sums only: busy and wait shares, rows and bytes stay right, and
-    trace.json begins later."""
 
     def check(self) -> None:
         for name in ("project", "run_name"):

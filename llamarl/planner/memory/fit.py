@@ -21,7 +21,7 @@ from llamarl.model.architecture import AnyArchitecture, Architecture, OtherArchi
 from llamarl.model.inventory import parameter_shapes
 from llamarl.planner.forecast import NO_MODELS, FrozenModels, RankMemory
 from llamarl.planner.hardware import CPU, GPUS, check_kinds
-from llamarl.publish.layout import MESSAGE_BYTES
+from llamarl.publish.layout import KEPT_BYTES, MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def upper_bound_bytes(
     trainer_bytes = 16 * model_bytes + 6 * sum(map(_model_bytes, models))
     trainer_bytes += num_tokens * sum(map(_token_bytes, [a, *models]))
     kept_bytes = len(pools_of(config.generator)) * model_bytes
-    trainer_bytes += 2 * MESSAGE_BYTES + min(config.weights.packed_bytes, kept_bytes)
+    trainer_bytes += 2 * MESSAGE_BYTES + min(KEPT_BYTES, kept_bytes)
     trainer_bytes += TILE_BYTES
     num_processes = (1 + len(models)) * trainer.num_ranks + 2 + config.experience.units_per_host
     total = trainer.num_ranks * trainer_bytes

@@ -29,7 +29,7 @@ from llamarl.model.inventory import parameter_shapes
 from llamarl.planner.forecast import NO_MODELS, STAGE, FrozenModels
 from llamarl.planner.memory.activations import forecast_activations, forecast_inference
 from llamarl.planner.memory.shardings import local_box, local_elements
-from llamarl.publish.layout import MESSAGE_BYTES
+from llamarl.publish.layout import KEPT_BYTES, MESSAGE_BYTES
 from llamarl.publish.reshard import DTYPE_BYTES
 from llamarl.publish.transports.routes import TRANSPORTS
 from llamarl.scoring.stages import INFER
@@ -97,7 +97,7 @@ def _packed_bytes(config: Config, num_elements: int) -> int:
     if sum(len(pool.replicas) for pool in pools) == 1:
         return 0
     items = sum(DTYPE_BYTES[pool.generator.dtype] for pool in pools)
-    return min(config.weights.packed_bytes, num_elements * items)
+    return min(KEPT_BYTES, num_elements * items)
 
 
 def _moments(config: Config, architecture: Architecture, trained: int) -> Iterable[Kinds]:

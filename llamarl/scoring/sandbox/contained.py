@@ -65,14 +65,7 @@ class Ran:
 
 def limits_of(config: RewardConfig) -> ProgramLimits:
     """What a program may take by the recipe."""
-    return ProgramLimits(
-        seconds=config.program_s,
-        memory_bytes=config.program_memory_bytes,
-        disk_bytes=config.program_disk_bytes,
-        output_bytes=config.program_output_bytes,
-        num_processes=config.program_processes,
-        is_contained=config.contained,
-    )
+    return ProgramLimits(seconds=config.program_s, is_contained=config.contained)
 
 
 def run_program(source: str, stdin: str, limits: ProgramLimits) -> Ran:

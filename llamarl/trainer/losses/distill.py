@@ -7,7 +7,7 @@
     TRL       GKDTrainer with lmbda 1, beta 1 takes the KL over the whole vocabulary, and
               differentiates no sampling; MiniLLMTrainer sums later tokens' gaps
     verl      none as a loss_mode
-    here      c_T teacher_coefficient 1, c_R reward_coefficient 0, g most_gap 5, rho 4, mean over
+    here      c_T teacher_coefficient 1, c_R reward_coefficient 0, g MOST_GAP 5, rho 4, mean over
               tokens; algorithm.kl_coefficient adds its penalty to the teacher too
 
 With tokens drawn from pi the mean of (log pi - log T) grad log pi is the gradient of KL(pi || T);
@@ -22,6 +22,10 @@ from llamarl.core.config import AlgorithmConfig
 from llamarl.core.fields import number
 from llamarl.trainer.loss_inputs import LossInputs, LossTerms
 
+MOST_GAP = 5.0
+"""log T - log pi of a token counts as at most this, in nats, with either sign: a single token that
+the teacher finds impossible does not outweigh the others."""
+
 
 @dataclass(kw_only=True)
 class DistillConfig(AlgorithmConfig):
@@ -34,9 +38,6 @@ class DistillConfig(AlgorithmConfig):
     """Weight of the teacher: of log T - log pi beside the advantage."""
     reward_coefficient: float = number(0.0, least=0, most=1000)
     """Weight of the reward's advantage; 0: rewards are only measured."""
-    most_gap: float = number(5.0, above=0, most=1e6)
-    """log T - log pi of a token counts as at most this, in nats, with either sign: a single token
-    that the teacher finds impossible does not outweigh the others."""
     rho: float = number(4.0, least=1, most=1e6)
     """Upper bound of pi/mu as a weight, at least 1; the papers advise 2 to 10 for aipo, and a large
     one for dppo."""
@@ -64,7 +65,7 @@ def loss(inputs: LossInputs, config: DistillConfig) -> LossTerms:
     assert inputs.ref_logprobs is not None
     ratio = inputs.ratio.detach()
     gap = inputs.ref_logprobs - inputs.trainer_logprobs.detach()
-    gap = gap.clamp(-config.most_gap, config.most_gap)
+    gap = gap.clamp(-MOST_GAP, MOST_GAP)
     gain = config.reward_coefficient * inputs.advantages + config.teacher_coefficient * gap
     weight = ratio.clamp(max=config.rho) * gain
     return -weight * inputs.trainer_logprobs, ratio > config.rho
