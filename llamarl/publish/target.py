@@ -15,10 +15,10 @@ from llamarl.core.device.devices import platform_of
 from llamarl.publish.comparison import MODULUS, Fingerprints
 from llamarl.publish.fingerprint import fingerprint, line_dim
 from llamarl.publish.layout import RankLayout, Route, StagingHandle
+from llamarl.publish.memory import Memory
 from llamarl.publish.transports.mapped import MappedBlock, require_memory, this_host
 from llamarl.publish.transports.messages import TransportReceiver
 from llamarl.publish.transports.routes import End, make_receiver
-from llamarl.weights.layout.memory import Memory
 
 
 class EarlySums:

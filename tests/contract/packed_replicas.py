@@ -10,6 +10,7 @@ from llamarl.core.config import WeightsConfig
 from llamarl.core.errors import TargetLost
 from llamarl.publish.comparison import Fingerprints, add_up
 from llamarl.publish.layout import Box, ParameterLayout
+from llamarl.publish.memory import Memory
 from llamarl.publish.reshard import pack, plan, split
 from llamarl.publish.source import Writer
 from llamarl.publish.target import WeightBuffer
@@ -23,7 +24,6 @@ from llamarl.publish.transports.messages import (
     unpack,
 )
 from llamarl.publish.transports.routes import Transport
-from llamarl.weights.layout.memory import Memory
 
 SHAPES = {"w": (24, 10), "embed": (9, 6), "norm": (7,)}
 ROWS = {"w": (0, 11, 24), "embed": (0, 9, 9), "norm": (0, 4, 7)}  # of the trainer's two ranks

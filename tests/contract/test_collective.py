@@ -14,12 +14,12 @@ import torch
 from llamarl.core.config import WeightsConfig
 from llamarl.core.errors import TargetLost
 from llamarl.publish.layout import Box, ParameterLayout
+from llamarl.publish.memory import Memory
 from llamarl.publish.reshard import pack, plan, split
 from llamarl.publish.source import Writer
 from llamarl.publish.target import WeightBuffer
 from llamarl.publish.transports.collective import RouteGroup
 from llamarl.publish.transports.routes import End
-from llamarl.weights.layout.memory import Memory
 from tests.distributed.ranks import FORKS
 
 TIMEOUT_S = 1.0

@@ -22,6 +22,7 @@ from llamarl.core.records import REF_LOGPROBS, TRAINER_LOGPROBS
 from llamarl.generator.specs import GeneratorSpec
 from llamarl.generator.worker import GeneratorExecutor
 from llamarl.metrics.span import Spans
+from llamarl.publish.memory import Memory
 from llamarl.publish.reshard import pack, plan, split
 from llamarl.publish.target import WeightBuffer
 from llamarl.storage.client import Store
@@ -30,7 +31,6 @@ from llamarl.trainer.parallel import gather
 from llamarl.trainer.reference import ReferenceExecutor
 from llamarl.trainer.specs import ReferenceSpec, TrainerSpec
 from llamarl.trainer.worker import TrainerExecutor
-from llamarl.weights.layout.memory import Memory
 from tests.allocation import resident_bytes
 from tests.distributed.ranks import listening
 from tests.distributed.rollouts import TEMPERATURE

@@ -24,6 +24,7 @@ from llamarl.metrics import trackers
 from llamarl.model import architecture
 from llamarl.model.architecture import read_architecture
 from llamarl.publish.layout import Box, ParameterLayout
+from llamarl.publish.memory import Memory
 from llamarl.publish.reshard import pack, plan, split
 from llamarl.publish.source import Writer
 from llamarl.publish.target import WeightBuffer
@@ -37,7 +38,6 @@ from llamarl.trainer.losses.aipo import AIPOConfig
 from llamarl.trainer.losses.task_loss import TaskConfig
 from llamarl.trainer.parallel import parameter_placements
 from llamarl.trainer.policy_loss import policy_loss
-from llamarl.weights.layout.memory import Memory
 from tests.e2e.forks import Forks
 from tests.fakes import group_of, stopped
 from tests.json_lines import read_lines
