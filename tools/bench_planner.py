@@ -15,14 +15,13 @@ Costs are read off a run's spans, but for what its controller and messages take,
 that the run's own step comes out.
 
 Replay: the controller runs in real time with simulated executors that sleep for durations read off
-a finished run, and is compared with the same on a virtual clock (`max_error_replay`): once with all
-of them in the controller's process, once with each in its own, where messages are real and the
-forecast has what the shortest call took. Live: costs are read off one run of the quickstart recipe,
-then runs with other settings, which nothing was fitted on, are compared with their simulation
-(`max_error_live`). Settings take turns within a repeat, and each repeat begins with a calibration
-run of its own. Live errors compare medians over repeats; of a replay, whose forecast is made from
-the very durations that it sleeps, the repeat with the median error counts.
---quick: one short calibration run with few rollouts, and its replay; its errors say nothing.
+a finished run, and is compared with the same on a virtual clock (`max_error_replay`). Live: costs
+are read off one run of the quickstart recipe, then runs with other settings, which nothing was
+fitted on, are compared with their simulation (`max_error_live`). Settings take turns within a
+repeat, and each repeat begins with a calibration run of its own. Live errors compare medians over
+repeats; of a replay, whose forecast is made from the very durations that it sleeps, the repeat with
+the median error counts. --quick: one short calibration run with few rollouts, and its replay; its
+errors say nothing.
 
 Runs train with a learning rate of 0: the policy stays, so lengths and rewards of the calibration
 run are those of the others. Use a quiet machine: whatever else computes shares its processors.
@@ -44,19 +43,20 @@ from statistics import median
 from harness import Bench
 from hydra import compose, initialize_config_dir
 from live_run import INLINE, RECIPE, train
-from planner_bench import external, processes
+from planner_bench import external
 
 from llamarl.core.config import Config
 from llamarl.model.architecture import Architecture, read_architecture
-from llamarl.planner.simulation.calibration import (
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.simulated_run import forecast, run, simulate
+from llamarl.planner.trace import (
     SETTLING_STEPS,
     Trace,
     fit_overhead,
-    measured_step_s,
+    read_spans,
     read_trace,
+    step_seconds,
 )
-from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.simulated_run import forecast, run, simulate
 from llamarl.recipe.composition import CONF_FOLDER, store_choices, to_config
 
 COMMON = (
@@ -146,19 +146,6 @@ class Forecasts:
         measured_s = forecast(timeline, SETTLING_STEPS).step_s
         return Comparison(self.predict(trace, costs, name), measured_s)
 
-    def replay_apart(self, trace: Trace, name: str) -> Comparison:
-        """Forecast and replay, each executor in a process of its own, on a processor of its own:
-        sleeping takes none."""
-        config, costs = self.configure(trace, name), replace(trace.costs, num_cores=0, row_s=0.0)
-        workload, num_steps = trace.workload(config), self.num_steps
-        with tempfile.TemporaryDirectory() as logs:
-            ends_s, message_s = asyncio.run(
-                processes.replay(config, costs, self.architecture, workload, num_steps, Path(logs))
-            )
-        costs = replace(costs, message_s=message_s)
-        measured_s = (ends_s[-1] - ends_s[SETTLING_STEPS - 1]) / (num_steps - SETTLING_STEPS)
-        return Comparison(self.predict(trace, costs, name), measured_s)
-
 
 def costs_on(trace: Trace, name: str) -> Costs:
     """The run's costs on the processors of a setting."""
@@ -240,10 +227,12 @@ def main() -> None:
                     config = forecasts.configure(trace, FITTED)
                     trace = fit_overhead(trace, config, forecasts.architecture)
                 predicted_s = forecasts.predict(trace, costs_on(trace, name), name)
-                note(f"live {name}", Comparison(predicted_s, measured_step_s(run_dir)))
+                note(
+                    f"live {name}",
+                    Comparison(predicted_s, step_seconds(read_spans(run_dir / "spans"))),
+                )
             for name in replayed:
                 note(f"replay {name}", forecasts.replay(trace, name))
-                note(f"replay, processes {name}", forecasts.replay_apart(trace, name))
     errors: dict[str, float] = defaultdict(float)
     for key, repeats in found.items():
         is_replay = key.startswith("replay")

@@ -2,7 +2,7 @@
 
     python tools/bench_routes.py [--json FILE] [--recipe recipes/llama31_405b_math]
 
-The layouts are those of the recipe, as its running ranks report them (`planner/memory/shardings`).
+The layouts are those of the recipe, as its running ranks report them (`publish/shards.py`).
 A real publisher connects all replicas; its executors do nothing but receive and send what real ones
 would: pickled layouts come, pickled routes go. The trainer is taken to feed each replica, as it
 does where every replica has a host of its own.
@@ -31,9 +31,9 @@ from harness import ROOT, Bench
 from weights_bench.replicas import NOWHERE, add_nowhere
 
 from llamarl.core.config import Config, WeightsConfig
+from llamarl.generator.memory import generator_layouts
 from llamarl.metrics.span import Spans
 from llamarl.model.architecture import read_architecture
-from llamarl.planner.memory.shardings import generator_layouts, trainer_layouts
 from llamarl.publish.layout import Format, RankLayout, formats_of
 from llamarl.publish.publisher import Publisher
 from llamarl.publish.reshard import SplitRoute, WeightKind
@@ -41,6 +41,7 @@ from llamarl.publish.shards import ShardScales
 from llamarl.publish.source import Writer
 from llamarl.publish.transports.messages import messages_by
 from llamarl.recipe.composition import compose, to_config
+from llamarl.trainer.memory import trainer_layouts
 
 GOALS = {"route_bytes": "<= 1000000", "route_cpu_s": "<= 0.2", "connect_cpu_s": "<= 60"}
 

@@ -17,10 +17,6 @@ what was sent, element by element, in a first round that is not timed.
     file           each trainer rank saves its shards as safetensors (no gather, two writers: faster
                    than one rank that saves all) and syncs; the generator ranks load their slices
 
-Within each round the rates of this machine are measured too, each by itself: copies, sums, calls of
-torch, messages (`weights_bench/rates.py`). From these the planner's law forecasts both publishes:
-`forecast_ratio` is its forecast over the measured time. `--forecast` measures nothing else.
-
 Then a real generator executor decodes a batch of 64 while versions are published into it one after
 the other, and without.
 --quick: all of this once, with a narrow model and a short window; its figures say nothing.
@@ -32,9 +28,9 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 
-from harness import Bench, Values, medians, ratio, turns
+from harness import Bench, Values, ratio, turns
 from weights_bench.decoding import (
     DecodingGenerator,
     decode_spans,
@@ -42,7 +38,6 @@ from weights_bench.decoding import (
     now_ns,
     tokens_per_s,
 )
-from weights_bench.forecast import Forecast
 from weights_bench.model import Model, llama, model_of
 from weights_bench.processes import Remote, call_all
 from weights_bench.publishing import Executor, Generator, make_publisher
@@ -53,7 +48,6 @@ from llamarl.publish.publisher import Publisher
 from llamarl.publish.reshard import plan
 
 GOALS = {
-    "forecast_error": "<= 0.25",
     "shared_memory_vs_memcpy": ">= 0.5",
     "gap_share": "<= 0.05",
     "vs_file": ">= 5",
@@ -74,54 +68,29 @@ DECODING_MODEL = Model(
     llama(8, vocab_size=4096, hidden_size=512, intermediate_size=1408, num_heads=8, num_kv_heads=4),
     "float32",
 )  # 111 MB
-RATES = "rates of the machine"
 WINDOW_S = 1.5
 NUM_WINDOWS = 3
 QUICK_MEGABYTES, QUICK_WINDOW_S = 4, 0.3
 Seconds = dict[str, list[float]]
-Stages = dict[str, list[Values]]
 Way = Callable[[int], Awaitable[object]]  # brings a version across
 
 
-async def bench_ways(
-    model: Model, repeats: int, folder: str, only: Collection[str] = ()
-) -> tuple[Seconds, Stages]:
-    """(seconds of each way by repeat, the planner's forecast of each publish by stage likewise);
-    `only` these ways, or all."""
+async def bench_ways(model: Model, repeats: int, folder: str) -> Seconds:
+    """Seconds of each way by repeat."""
     trainers = [Remote(TrainerRank, model, rank) for rank in range(2)]
     generators = [Remote(GeneratorRank, model, rank) for rank in range(2)]
     try:
         ways = await make_ways(trainers, generators, folder)
-        ways = {name: way for name, way in ways.items() if not only or name in only}
-        layouts = await call_all(trainers, "layout"), await call_all(generators, "layout", 0)
-        forecast = Forecast(*layouts)
-        primitives: list[Values] = []
-
-        async def measure_rates(version: int) -> None:
-            primitives.append(await forecast.machine.measure())
-
-        try:
-            await forecast.machine.start(folder)
-            seconds: Seconds = {name: [] for name in ways}
-            # The rates between the publishes that they are for.
-            names = [PUBLISH, RATES, *(name for name in ways if name != PUBLISH)]
-            for number, name in turns(names, repeats):
-                await call_all(trainers, "label", number + 1)
-                start_s = time.perf_counter()
-                await (measure_rates if name == RATES else ways[name])(number + 1)
-                if name != RATES:
-                    seconds[name].append(time.perf_counter() - start_s)
-            stages = {
-                f"publish, {name}": [forecast.stages_s(name, found) for found in primitives]
-                for name in TRANSPORTS
-            }
-            stages[RATES] = primitives
-        finally:
-            forecast.machine.close()
+        seconds: Seconds = {name: [] for name in ways}
+        for number, name in turns([*ways], repeats):
+            await call_all(trainers, "label", number + 1)
+            start_s = time.perf_counter()
+            await ways[name](number + 1)
+            seconds[name].append(time.perf_counter() - start_s)
     finally:
         for remote in trainers + generators:
             remote.close()
-    return seconds, stages
+    return seconds
 
 
 async def make_ways(
@@ -224,22 +193,18 @@ def main() -> None:
     bench.option("--megabytes", type=float, default=500, help="least size of the model")
     bench.option("--repeats", type=int, default=5)
     bench.option("--folder", help="where the files go: a real disk (default: temporary)")
-    bench.option("--forecast", action="store_true", help="only publishes and their forecasts")
     bench.option("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     bench.option("--quick", action="store_true", help="all of it once, as small as it can be")
     arguments = bench.parse()
     if arguments.quick:
         arguments.megabytes, arguments.repeats = QUICK_MEGABYTES, 1
-    sections = ("ways",) if arguments.forecast else arguments.sections
-    only = [f"publish, {name}" for name in TRANSPORTS] if arguments.forecast else []
+    sections = arguments.sections
     rounds: dict[str, Seconds] = {}
     for dtype in ("float32", "bfloat16") if "ways" in sections else ():
         model = model_of(arguments.megabytes, dtype)
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            measured = bench_ways(model, arguments.repeats, folder, only)
-            rounds[dtype], stages = asyncio.run(measured)
+            rounds[dtype] = asyncio.run(bench_ways(model, arguments.repeats, folder))
         add_ways(bench, model, rounds[dtype])
-        add_forecasts(bench, model, rounds[dtype], stages)
     if "decoding" in sections:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             if arguments.quick:
@@ -260,23 +225,6 @@ def add_ways(bench: Bench, model: Model, seconds: Seconds) -> None:
         bench.add("gb_per_s", model.num_bytes / median_s / 1e9, f"{model.dtype}, {way}")
         if way in RATIOS and PUBLISH in seconds:
             bench.add(RATIOS[way], ratio(values, seconds[PUBLISH]), model.dtype)
-
-
-def add_forecasts(bench: Bench, model: Model, seconds: Seconds, stages: Stages) -> None:
-    """What the planner's law expects of both publishes, and by what it is off."""
-    rates = {f"{model.dtype}, {RATES}": stages.pop(RATES)}
-    bench.add_medians(rates)
-    for way, rounds in stages.items():
-        case = f"{model.dtype}, {way}"
-        totals = [sum(parts.values()) for parts in rounds]
-        quotient = ratio(totals, seconds[way])
-        quotients = [a / b for a, b in zip(totals, seconds[way], strict=True)]
-        bench.add("forecast_s", statistics.median(totals), case, totals)
-        bench.add("forecast_ratio", quotient, case, quotients)
-        bench.add("forecast_error", max(quotient, 1 / quotient) - 1, case)
-        for name, part_s in medians(rounds).items():
-            if part_s > 0:
-                bench.add(f"forecast_{name}_s", part_s, case)
 
 
 if __name__ == "__main__":

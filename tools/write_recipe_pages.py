@@ -2,8 +2,8 @@
 
     python tools/write_recipe_pages.py [--check] [RECIPE ...]
 
-Every page with a block that begins with `$ llamarl plan --config-dir RECIPE` (the recipes' pages
-and docs/planning.md) gets that block again; all else in it stays. RECIPE limits the work to some.
+Every recipe's page with a block that begins with `$ llamarl plan --config-dir RECIPE` gets that
+block again; all else in it stays. RECIPE limits the work to some.
 --check writes nothing, and fails if a page would be written.
 """
 
@@ -13,20 +13,12 @@ import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PLANNING = ROOT / "docs" / "planning.md"
-PAGES = [*sorted(ROOT.glob("recipes/*/README.md")), PLANNING]
+PAGES = sorted(ROOT.glob("recipes/*/README.md"))
 BLOCK = re.compile(
     r"^```console\n(\$ llamarl plan --config-dir (\S+)\n).*?^```$", re.MULTILINE | re.DOTALL
-)
-COMPARED = ": published (LlamaRL"  # from here on, a table that docs/planning.md shows
-SHORT_KINDS = (  # memory that docs/planning.md leaves out
-    *("snapshot", "transfer", "unsharded", "recomputation"),
-    *("reduction", "logits"),
 )
 
 
@@ -39,11 +31,11 @@ def main() -> None:
     for page in PAGES:
         text = page.read_text()
 
-        def renew(found: re.Match[str], page: Path = page) -> str:
+        def renew(found: re.Match[str]) -> str:
             command, recipe = found.groups()
             if wanted and Path(recipe).name not in wanted:
                 return found.group()
-            return f"```console\n{command}" + "\n".join(excerpt(page, report(recipe))) + "\n```"
+            return f"```console\n{command}{report(recipe)}```"
 
         renewed = BLOCK.sub(renew, text)
         if renewed != text and not arguments.check:
@@ -54,23 +46,11 @@ def main() -> None:
     sys.exit(arguments.check and is_stale)
 
 
-@lru_cache
 def report(recipe: str) -> str:
     """What `llamarl plan` prints."""
     command = [sys.executable, "-m", "llamarl", "plan", "--config-dir", recipe]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout
-
-
-def excerpt(page: Path, printed: str) -> Iterator[str]:
-    """The lines that a page shows; "..." stands for those after them."""
-    for line in printed.splitlines():
-        is_short = page == PLANNING
-        if line.startswith("- ") if is_short else COMPARED in line:
-            yield "..."
-            return
-        if not (is_short and line.startswith(SHORT_KINDS)):
-            yield line
 
 
 if __name__ == "__main__":

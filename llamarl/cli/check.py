@@ -11,11 +11,11 @@ from pathlib import Path
 from rich.console import Console
 
 from llamarl.cli.findings import Findings
+from llamarl.controller.fit import check_cards, check_fit
 from llamarl.core.config import Config
 from llamarl.core.config.rank_assignment import needs_gpu
 from llamarl.core.fields import require
 from llamarl.model.architecture import OtherArchitecture
-from llamarl.planner.memory.fit import check_cards, check_fit
 from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
 from llamarl.recipe.prompt_inputs import refuse_imitation
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -15,13 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from llamarl.cli.findings import Findings, compare_with_plan, free_bytes
+from llamarl.cli.findings import Findings
 from llamarl.cli.start_engines import running_engines
 from llamarl.controller.colocation import Phase
 from llamarl.controller.library import LibraryEngines
+from llamarl.controller.memory import HOST, forecast_memory
 from llamarl.core.config import Config
 from llamarl.core.config.generator import pools_of
 from llamarl.core.config.rank_assignment import needs_gpu
+from llamarl.core.device.names import TOOL, cards_here
 from llamarl.core.groups import BatchRollout, Group
 from llamarl.core.records import (
     GENERATOR_LOGPROBS,
@@ -33,10 +36,11 @@ from llamarl.core.records import (
 )
 from llamarl.metrics.provenance import keep_nothing
 from llamarl.model import hf
-from llamarl.model.architecture import read_architecture
+from llamarl.model.architecture import Architecture, read_architecture
 from llamarl.model.transformer import Transformer
 from llamarl.recipe.inputs import Inputs
 from llamarl.recipe.rules import without_evaluation, without_own_stages, without_rewards
+from llamarl.scoring.user_code.supervisor import descendants
 from llamarl.trainer.losses import find_loss
 from llamarl.trainer.passes import Passes, infer
 from llamarl.trainer.policy_loss import denominator
@@ -371,3 +375,41 @@ def same_rollouts(columns: Columns, graphed: Columns, most: float) -> str:
             "be at least half; set generator.enforce_eager=true"
         )
     return words
+
+
+GIB = 2**30
+OWN = ("Pss_Anon:", "Pss_Shmem:")  # of smaps_rollup, in KiB; memory of files is left out
+
+
+def free_bytes() -> list[int]:
+    """Of each card."""
+    return [card.free_bytes for card in cards_here()]
+
+
+def compare_with_plan(config: Config, architecture: Architecture, free_before: list[int]) -> str:
+    """In words; ValueError if more is in use than the plan counts with."""
+    ranks = forecast_memory(config, architecture).ranks
+    if needs_gpu(config):
+        taken = [before - now for before, now in zip(free_before, free_bytes(), strict=True)]
+        if not taken:
+            return f"{TOOL} does not say"
+        used_bytes, where = max(taken), "on the fullest card"
+        planned_bytes = max(rank.total_bytes for rank in ranks if rank.executor != HOST)
+    else:
+        found = descendants(os.getpid()) or {os.getpid()}
+        used_bytes, where = sum(map(_own_bytes, found)), f"in {len(found)} processes"
+        planned_bytes = next(rank.total_bytes for rank in ranks if rank.executor == HOST)
+    words = f"{used_bytes / GIB:.2f} GiB {where}; the plan counts with {planned_bytes / GIB:.2f}"
+    if used_bytes > planned_bytes:
+        raise ValueError(
+            f"{words}: the recipe may need more than llamarl plan says; leave room for it "
+            "(generator.max_num_seqs, trainer.tokens_per_micro_batch)"
+        )
+    return words
+
+
+def _own_bytes(process: int) -> int:
+    with suppress(OSError):  # it has ended
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(OWN))
+    return 0

@@ -1,25 +1,16 @@
-"""What `llamarl check` finds out, line by line, and what a recipe's processes have in memory
-now."""
+"""What `llamarl check` finds out, line by line."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rich.console import Console
 
-from llamarl.core.config import Config
-from llamarl.core.config.rank_assignment import needs_gpu
-from llamarl.core.device.names import TOOL, cards_here
 from llamarl.core.errors import unwrap
-from llamarl.model.architecture import Architecture
-from llamarl.planner.memory.ranks import HOST, forecast_memory
-from llamarl.scoring.user_code.supervisor import descendants
 
 NAME_WIDTH = 24
 SHOWN = {True: "ok", False: "FAILED", None: "skipped"}
@@ -89,41 +80,3 @@ class Findings:
             self.add(Finding(name, False, text, time.monotonic() - start_s))
         else:
             self.add(Finding(name, True, words[0], time.monotonic() - start_s))
-
-
-GIB = 2**30
-OWN = ("Pss_Anon:", "Pss_Shmem:")  # of smaps_rollup, in KiB; memory of files is left out
-
-
-def free_bytes() -> list[int]:
-    """Of each card."""
-    return [card.free_bytes for card in cards_here()]
-
-
-def compare_with_plan(config: Config, architecture: Architecture, free_before: list[int]) -> str:
-    """In words; ValueError if more is in use than the plan counts with."""
-    ranks = forecast_memory(config, architecture).ranks
-    if needs_gpu(config):
-        taken = [before - now for before, now in zip(free_before, free_bytes(), strict=True)]
-        if not taken:
-            return f"{TOOL} does not say"
-        used_bytes, where = max(taken), "on the fullest card"
-        planned_bytes = max(rank.total_bytes for rank in ranks if rank.executor != HOST)
-    else:
-        found = descendants(os.getpid()) or {os.getpid()}
-        used_bytes, where = sum(map(_own_bytes, found)), f"in {len(found)} processes"
-        planned_bytes = next(rank.total_bytes for rank in ranks if rank.executor == HOST)
-    words = f"{used_bytes / GIB:.2f} GiB {where}; the plan counts with {planned_bytes / GIB:.2f}"
-    if used_bytes > planned_bytes:
-        raise ValueError(
-            f"{words}: the recipe may need more than llamarl plan says; leave room for it "
-            "(generator.max_num_seqs, trainer.tokens_per_micro_batch)"
-        )
-    return words
-
-
-def _own_bytes(process: int) -> int:
-    with suppress(OSError):  # it has ended
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(OWN))
-    return 0

@@ -105,7 +105,6 @@ REPORTS: dict[str, Callable[..., Any]] = {
 OWN_OPTIONS = {  # of each report: name of the option and of its value, what it does
     "plan": {
         "json": ("FILE", "plan: write the figures as JSON"),
-        "html": ("FILE", "plan: write a timeline and a memory chart as one page"),
         "trace": ("RUN", "plan: take executor times from this finished run's folder"),
         "only": ("SIDE", "plan: forecast the trainer, a generator or a publish alone"),
         "sweep": ("", "plan: try other splits of the GPUs between trainer and generators"),

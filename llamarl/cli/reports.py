@@ -24,13 +24,7 @@ from llamarl.core.config import Config
 from llamarl.core.fields import require, require_choice
 from llamarl.core.files import read_object
 from llamarl.model.adapter_inventory import CONFIG_FILE, read_lora
-from llamarl.model.architecture import (
-    FAMILIES,
-    Architecture,
-    causal_families,
-    read_architecture,
-    read_settings,
-)
+from llamarl.model.architecture import FAMILIES, causal_families, read_architecture, read_settings
 from llamarl.model.inventory import check_checkpoint, parameter_shapes
 from llamarl.model.safetensors_file import read_header, weight_names
 from llamarl.recipe.hub import REPOSITORY, HubName, is_hub_name, list_files, read_name
@@ -239,79 +233,37 @@ def plan(
     console: Console,
     *,
     json: str | None,
-    html: str | None,
     trace: str | None,
     sweep: bool,
     only: str | None = None,
 ) -> None:
-    """Say on `console`, and in the files `json` and `html`, what the recipe needs and does; `only`
-    the trainer, a generator or a publish.
+    """Say on `console`, and in the file `json`, what the recipe needs and does; `only` the trainer,
+    a generator or a publish.
 
     Reads no weights and makes no run folder; of prompts and tokenizer only what their length needs.
     Starts one short process if it uses a task.py.
     """
-    from llamarl.planner.hardware import timed
-    from llamarl.planner.memory.ranks import forecast_memory
-    from llamarl.planner.report.published import published_figures
-    from llamarl.planner.report.recipe import figures, forecast_recipe, memory_figures
-    from llamarl.planner.report.text import (
-        assumptions,
-        render_memory,
-        render_page,
-        render_report,
-        title_of,
-    )
+    from llamarl.controller.memory import forecast_memory
+    from llamarl.planner.recipe import forecast_one_side, forecast_recipe, timed
+    from llamarl.planner.report import figures, memory_figures, render_memory, render_report
 
     _check_writable("--json", json)
-    _check_writable("--html", html)
     architecture = read_planned_architecture(config)
     if only is not None:
-        return _plan_one_side(only, config, architecture, console, json, html or trace or sweep)
+        require(not (trace or sweep), "--only", "come without --trace and --sweep", only)
+        return _say(console, json, *forecast_one_side(only, _planned(config), architecture))
     frozen = read_frozen(config, read_graph(config, read_task(config))[0])
     config = _planned(config)
-    if not timed(config) and not (html or trace or sweep):
+    if not timed(config) and not (trace or sweep):
         memory = forecast_memory(config, architecture, frozen)
-        text, found = render_memory(config, memory), memory_figures(memory)
-        return _say(console, text, json, found)
-    # The paper trains all weights.
-    published = None if config.trainer.lora.is_used else published_figures(architecture)
-    forecast = forecast_recipe(
-        config,
-        architecture,
-        frozen=frozen,
-        run_dir=trace,
-        sweep=sweep,
-        is_published=published is not None,
-    )
-    text = render_report(config, forecast, published)
-    _say(console, text, json, figures(config, forecast))
-    if html is not None:
-        title, words = title_of(config, forecast), assumptions(config, forecast)
-        page = render_page(title, text, words, forecast.memory)
-        _write("--html", html, page)
-
-
-def _plan_one_side(
-    only: str,
-    config: Config,
-    architecture: Architecture,
-    console: Console,
-    json: str | None,
-    other: object,
-) -> None:
-    """`other`: an option that is for whole recipes."""
-    from llamarl.planner.report.one_side import forecast_one_side
-
-    require(not other, "--only", "come without --html, --trace and --sweep", only)
-    config = _planned(config)
-    text, figures = forecast_one_side(only, config, architecture)
-    _say(console, text, json, figures)
+        return _say(console, json, render_memory(config, memory), memory_figures(memory))
+    forecast = forecast_recipe(config, architecture, frozen=frozen, run_dir=trace, sweep=sweep)
+    _say(console, json, render_report(config, forecast), figures(config, forecast))
 
 
 def _planned(config: Config) -> Config:
-    """The recipe as it is planned: with all lengths of its workload in `plan`, and with processes,
-    of which what it is compared with may have more. The log says which guesses are smaller than
-    usual."""
+    """The recipe as it is planned: with all lengths of its workload in `plan`, and in processes of
+    its own. The log says which guesses are smaller than usual."""
     from llamarl.planner.simulation.workload import shrunk_guesses, with_lengths
 
     config = with_measured_prompts(config)
@@ -320,7 +272,7 @@ def _planned(config: Config) -> Config:
     return with_processes(with_lengths(config))
 
 
-def _say(console: Console, text: str, path: str | None, figures: dict[str, Any]) -> None:
+def _say(console: Console, path: str | None, text: str, figures: dict[str, Any]) -> None:
     """Print the text, and write the figures where they are asked for."""
     console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
     if path is not None:
@@ -338,7 +290,7 @@ def graph(
 
     Reads no prompts, tokenizer or weights; starts one short process if it uses a task.py.
     """
-    from llamarl.planner.report.dataflow import Dataflow, read_flows
+    from llamarl.cli.graph import Dataflow, read_flows
 
     _check_writable("--mermaid", mermaid)
     found = read_graph(config, read_task(config))[0]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llamarl.cli.train import claim
 from llamarl.controller.engines import Unobserved
+from llamarl.controller.fit import check_fit
 from llamarl.controller.library import LibraryEngines
 from llamarl.controller.starter import name_executors, running_cluster, spawn_executors
 from llamarl.controller.wiring import Wiring
@@ -24,7 +25,6 @@ from llamarl.metrics.shares import RecentSpans
 from llamarl.metrics.span import Spans
 from llamarl.metrics.trackers import MetricsLog, flatten, open_trackers
 from llamarl.model.tokenizer import keep_tokenizer
-from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.composition import RECIPE_FILE, compose, to_config, to_yaml
 from llamarl.recipe.inputs import read_frozen, read_inputs
 from llamarl.recipe.local_inputs import repeatable_inputs, with_local_files

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from llamarl.cluster.os_process import HIDDEN, hidden_files
 from llamarl.controller.engines import Engines, Unobserved
+from llamarl.controller.fit import check_fit
 from llamarl.controller.fleet import Fleet
 from llamarl.controller.sessions import Sessions, Signals, Start, Stopped
 from llamarl.controller.starter import name_executors, running_cluster, spawn_executors
@@ -26,7 +27,7 @@ from llamarl.controller.wiring import Wiring
 from llamarl.core import checkpoint, files
 from llamarl.core.config import Config
 from llamarl.core.errors import NoGenerator
-from llamarl.core.fields import require
+from llamarl.core.fields import HOUR_S, require
 from llamarl.core.groups import Evaluation
 from llamarl.metrics.console import Progress
 from llamarl.metrics.held_out import append_results, result_line
@@ -44,8 +45,6 @@ from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import SUMMARY_FILE
 from llamarl.model.inventory import parameter_shapes
 from llamarl.model.tokenizer import keep_tokenizer
-from llamarl.planner.hardware import HOUR_S
-from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.inputs import Inputs, make_prompts, read_frozen, read_inputs
 from llamarl.recipe.prompt_inputs import (
     as_imitation,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-DAY_S = 86400.0
+HOUR_S, DAY_S = 3600.0, 86400.0
 Limits = Mapping[str, Any]
 """What a value must be: a number `least` or more, `above` and not equal, `most` or less; a text one
 of `choices`."""

@@ -136,6 +136,9 @@ def finish_reason(sampling: np.ndarray | Sequence[float]) -> FinishReason:
 
 SOURCE_ROWS = 2**32  # that a source may have; the ids of the next one's prompts begin there
 
+GENERATE, SCORE, INFER, SETTLE, TRAIN = "generate", "score", "infer", "settle", "train"
+"""The names of the stages that a recipe need not define."""
+
 
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from llamarl.core.extensions import load_extensions
@@ -205,6 +206,11 @@ class Architecture:
     def model_class(self) -> str:
         """The class of transformers and vLLM."""
         return FAMILIES[self.model_type].model_class
+
+
+FrozenModels = Mapping[str, Architecture]
+"""Those that run stages of a recipe's own, by stage: not the reference of a KL term."""
+NO_MODELS: FrozenModels = MappingProxyType({})
 
 
 def read_architecture(folder: str | Path) -> Architecture:

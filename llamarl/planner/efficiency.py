@@ -1,10 +1,9 @@
-"""How much of a published peak real kernels reach: the constants of the forecasts' law.
+"""How much of a published peak real kernels reach: the constants of the forecasts' law, each with
+its source.
 
-Owns: one share or allowance for each kind of work, with its source. Does not own: peaks and what is
-measured of one card (`hardware.py`), or which work there is (`simulation/`). Invariant: no constant
-belongs to one model, layout or measured row; those marked "fitted" are chosen on the three rows
-that tools/planner_bench/measurements.yaml marks `fit`, all others are kernel measurements, counts
-of bytes, or allowances that say so."""
+No constant belongs to one model, layout or measured row; those marked "fitted" are chosen on the
+three rows that tools/planner_bench/measurements.yaml marks `fit`, all others are kernel
+measurements, counts of bytes, or allowances that say so."""
 
 from dataclasses import dataclass
 
@@ -93,18 +92,25 @@ HOP_S = 10e-6
 LAUNCH_S = 5e-6
 """From one kernel's launch to the next one's, in eager mode: a PyTorch operation on one CPU
 core."""
-CALL_S = 2e-6
-"""A call of torch from Python that starts no work on a device, caches full of other data: measured
-on one CPU core, as the next four, by `tools/bench_weights.py`."""
-CORE_READ_BYTES_PER_S = 1.5e10
-"""Fingerprints of what lies in memory; of what is in the cache, which copies within it reach too;
-filling memory that the system has just given."""
-CORE_SUM_BYTES_PER_S = 4e10
-CORE_TOUCH_BYTES_PER_S = 3.5e9
+CORE_SUM_BYTES_PER_S = 1.5e10
+"""What one CPU core casts, sums and copies of weights that lie in memory, as measured."""
 LOOPBACK_BYTES_PER_S = 4e9
 """Messages of gloo between two processes of a host without GPUs."""
-ANSWER_S = 10e-6
-"""Until a processor has a number from its GPU: a small copy, and waking up. An allowance."""
+
+BOX_S = 80e-6
+"""A box of a parameter that a GPU casts, sums and copies, however small: some 16 launches.
+`PLACE_S`: one that it copies alone, with the calls that find its places."""
+PLACE_S = 13e-6
+MESSAGE_S = 95e-6
+"""To start one message, and to see its end: a rendezvous and a round trip, and half of the 50 us
+between two looks with the 50 us of Linux's timer slack. An allowance."""
+QUANTISING_BYTES = 40
+"""That one element moves while it is quantised."""
+PHASE_S = 10e-3
+"""A call from the controller to all ranks and back, for a busy event loop; `NUM_PHASES`: of one
+bucket (prepare, write, verify, commit). An allowance."""
+NUM_PHASES = 4
+
 GRAPH_KERNEL_S = 2e-6
 """What a kernel costs in a captured graph beyond its work: draining and filling the GPU."""
 

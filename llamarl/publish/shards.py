@@ -3,22 +3,29 @@ as the engine would make them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    compute_local_shape_and_global_offset,
+)
 
+from llamarl.core.config.rank_assignment import Device
 from llamarl.publish.layout import (
     Box,
     Format,
     ParameterLayout,
     QuantizedParameter,
+    RankLayout,
     made_from,
     quantized_parameters,
 )
+
+Shape = tuple[int, ...]
 
 
 def shard_boxes(
@@ -62,6 +69,23 @@ def cut_rows(parameters: Mapping[str, Tensor]) -> frozenset[str]:
             for dim, placement in enumerate(parameter.placements)
         )
     )
+
+
+def one_box(
+    shape: Shape, size: Shape, start: Shape, dtype: str, buffer: str, offset: int
+) -> ParameterLayout:
+    """A parameter of which the rank holds one box, row after row from `offset` of its `buffer`, or
+    nothing if that is empty."""
+    stop = tuple(first + extent for first, extent in zip(start, size, strict=True))
+    strides = torch.empty(size, device="meta").stride()
+    box = Box(start=start, stop=stop, buffer=buffer, offset=offset, strides=strides)
+    boxes = (box,) if math.prod(size) else ()
+    return ParameterLayout(shape=shape, dtype=dtype, boxes=boxes)
+
+
+def rank_layout(rank: int, device: Device, parameters: dict[str, ParameterLayout]) -> RankLayout:
+    """The layout of a rank on this device."""
+    return RankLayout(rank=rank, host=f"host-{device.host}", parameters=parameters)
 
 
 def row_maxima(matrix: Tensor) -> Tensor:

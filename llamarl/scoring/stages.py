@@ -18,7 +18,9 @@ from llamarl.core.records import (
     CLIPPED,
     EPISODE_REWARD,
     EPISODE_REWARDS,
+    GENERATE,
     GENERATOR_LOGPROBS,
+    INFER,
     LOSS_WEIGHTS,
     PROMPT_ID,
     PROMPT_IDS,
@@ -27,7 +29,10 @@ from llamarl.core.records import (
     RESPONSE_IDS,
     REWARD,
     SAMPLING,
+    SCORE,
+    SETTLE,
     TOKEN_VERSIONS,
+    TRAIN,
     TRAINER_LOGPROBS,
     TURNS,
 )
@@ -48,7 +53,6 @@ from llamarl.storage.columns import (
     stored_columns,
 )
 
-GENERATE, SCORE, INFER, SETTLE, TRAIN = "generate", "score", "infer", "settle", "train"
 ADVANTAGE = "advantage"  # settle's result: metadata, which storage never holds
 ENDS = (GENERATE, SETTLE, TRAIN)
 EXECUTORS = {

@@ -97,7 +97,7 @@ def parallelize(
     is_split = "tensor" in mesh.mesh_dim_names
     if is_split:
         assert isinstance(model, Transformer)
-        _split(model, mesh["tensor"])
+        split(model, mesh["tensor"])
     if adapters:
         tensor_mesh = mesh["tensor"] if is_split else None
         model.adapters = attach(model.root, adapters, config.lora, tensor_mesh)
@@ -109,7 +109,7 @@ def parallelize(
     _shard(model, mesh, config)
 
 
-def _split(model: Transformer, mesh: DeviceMesh) -> None:
+def split(model: Transformer, mesh: DeviceMesh) -> None:
     """Tensor parallel within a layer, sequence parallel between: packed tokens are dimension 0."""
     norm = SequenceParallel(sequence_dim=0)
     head_norm = SequenceParallel(sequence_dim=1, use_local_output=True)  # of [N, heads, head_dim]

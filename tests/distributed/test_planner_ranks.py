@@ -14,10 +14,9 @@ from llamarl.core.config import EmbeddedConfig, LoraConfig, TrainerConfig
 from llamarl.core.process_group import join, leave
 from llamarl.model.architecture import read_architecture
 from llamarl.model.attention import make_packing
-from llamarl.planner.memory.activations import forecast_activations, fullest_packings
-from llamarl.planner.memory.shardings import trainer_layouts
-from llamarl.planner.memory.trainer_memory import forecast_trainer
 from llamarl.publish.shards import shard_boxes
+from llamarl.trainer.activations import forecast_activations, fullest_packings
+from llamarl.trainer.memory import forecast_trainer, trainer_layouts
 from llamarl.trainer.parallel import make_mesh
 from llamarl.trainer.policy import Policy
 from tests.tiny_checkpoints import write_checkpoint

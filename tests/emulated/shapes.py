@@ -40,8 +40,8 @@ from llamarl.core.records import (
 )
 from llamarl.generator.engine.engine import EmbeddedEngine
 from llamarl.model.architecture import read_architecture
-from llamarl.planner.memory.activations import AttentionKernel, Watch, fullest_packings
 from llamarl.publish.target import WeightBuffer
+from llamarl.trainer.activations import AttentionKernel, Watch, fullest_packings
 from llamarl.trainer.losses import find_loss
 from llamarl.trainer.parallel import empty_model, make_mesh
 from llamarl.trainer.passes import Passes

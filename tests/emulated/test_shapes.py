@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from llamarl.core.config import Config, EmbeddedConfig
+from llamarl.generator.memory import forecast_generator
 from llamarl.model.architecture import Architecture, read_architecture
-from llamarl.planner.memory.generator_memory import forecast_generator
-from llamarl.planner.memory.trainer_memory import forecast_trainer
-from llamarl.planner.simulation.trainer_times import sizes
+from llamarl.planner.law import sizes
+from llamarl.trainer.memory import forecast_trainer
 from tests.emulated.shapes import decode_shapes, train_shapes
 from tests.emulated.test_emulated import Process
 from tests.places import ROOT

@@ -27,7 +27,7 @@ from llamarl.core.records import (
 )
 from llamarl.generator.protocol import PartialOutput, RequestOutput
 from llamarl.generator.worker import read_written, write_finished
-from llamarl.planner.simulation.cores import Cores, Job
+from llamarl.planner.simulation.clock import Cores, Job
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.setting import Rollout, SimulatedRollouts, tokens_of
 from llamarl.planner.simulation.simulated_cluster import SimulatedCluster, SimulatedProcess

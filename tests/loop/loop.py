@@ -42,10 +42,9 @@ from llamarl.core.records import (
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.executors import SimulatedRunLogger
-from llamarl.planner.simulation.setting import Setting
+from llamarl.planner.simulation.setting import Setting, SimulatedTimeline
 from llamarl.planner.simulation.simulated_cluster import make_executors
 from llamarl.planner.simulation.simulated_run import make_inputs
-from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, spread
 from llamarl.scoring.samplers import Sampler, admission
 from llamarl.scoring.stages import Stage, make_graph

@@ -75,9 +75,7 @@ def check_generate(found: Found) -> None:
 
 def check_planner(found: Found) -> None:
     assert found.pop("").keys() == {"max_error_replay"}
-    assert found.keys() == {
-        f"{kind} staleness 1" for kind in ("live", "replay", "replay, processes")
-    }
+    assert found.keys() == {"live staleness 1", "replay staleness 1"}
     for figures in found.values():
         check_times(figures)
         off = figures["predicted_s"] / figures["measured_s"] - 1
@@ -135,8 +133,6 @@ def check_weights(found: Found) -> None:
     for dtype, num_bytes in (("float32", 4), ("bfloat16", 2)):
         for way in (*ways, "gather and broadcast"):
             check_times(found[f"{dtype}, {way}"])
-        assert "forecast_ratio" in found[f"{dtype}, publish, collective"]
-        assert "round_trip_s" in found[f"{dtype}, rates of the machine"]
         assert found[dtype]["model_bytes"] % num_bytes == 0
         assert found[dtype]["vs_file"] > 0
     decoding = found["decoding"]

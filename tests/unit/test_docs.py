@@ -72,7 +72,6 @@ FLAGS = {
     "--sweep",
     "--only",
     "--json",
-    "--html",
     "--trace",
     "--mermaid",
     "--run",

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from llamarl.planner.memory import fit, ranks
-from llamarl.planner.memory.fit import check_fit
+from llamarl.controller import fit
+from llamarl.controller import memory as ranks
+from llamarl.controller.fit import check_fit
 from llamarl.recipe.prompt_inputs import as_imitation
 from llamarl.trainer.losses.sft import SFTConfig
 from tests.unit.planner_recipes import LLAMA

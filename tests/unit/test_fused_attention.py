@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from llamarl.core.device.names import CPU, GPU
 from llamarl.model.attention import attend_causally
-from llamarl.planner.memory.activations import _in_pieces_of as computing_as
+from llamarl.trainer.activations import in_pieces_of as computing_as
 
 
 class Asked(TorchFunctionMode):

@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 
 from llamarl.cli.reports import plan
+from llamarl.controller.fit import check_fit, kind_here, on_this_card
+from llamarl.controller.memory import forecast_memory
 from llamarl.core.config import Config
 from llamarl.core.device.devices import check_gpu
+from llamarl.core.device.hardware import CPU, GPUS, gpu
 from llamarl.core.device.names import is_kind
-from llamarl.planner.hardware import CPU, GPUS, gpu
-from llamarl.planner.memory.fit import check_fit, kind_here, on_this_card
-from llamarl.planner.memory.ranks import forecast_memory
-from llamarl.planner.report.recipe import forecast_recipe
-from llamarl.planner.report.text import render_memory, render_report
+from llamarl.planner.recipe import forecast_recipe
+from llamarl.planner.report import render_memory, render_report
 from llamarl.recipe.inputs import read_planned_architecture
 from tests.places import ROOT
 from tests.unit.composing import compose_recipe
@@ -140,7 +140,7 @@ def test_every_kind_has_a_forecast_of_the_1b_recipe_or_too_little_memory(kind: s
     architecture = read_planned_architecture(config)
     forecast = forecast_recipe(config, architecture)
     assert 0.1 < forecast.step.step_s < 60
-    assert f"1 x {kind} (1 host): " in render_report(config, forecast, None)
+    assert f"1 x {kind} (1 host): " in render_report(config, forecast)
     assert forecast.memory.fits == (GPUS[kind].memory_bytes > 30 * 2**30)
 
 
@@ -156,7 +156,7 @@ def test_a_size_is_planned_by_its_memory_alone() -> None:
 
 def test_the_memory_that_a_size_needs_can_be_written_as_json(tmp_path: Path) -> None:
     path, config = tmp_path / "plan.json", config_of("cluster.gpu=80GB")
-    options = {"html": None, "trace": None, "sweep": False}
+    options = {"trace": None, "sweep": False}
     plan(config, Console(file=StringIO()), json=str(path), **options)
     found = json.loads(path.read_text())
     memory = forecast_memory(config, read_planned_architecture(config))

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llamarl.cli.graph import read_flows
 from llamarl.metrics.estimates import length
 from llamarl.metrics.shares import Shares, read_timeline, shares_of, tracks_of
 from llamarl.metrics.span import (
@@ -26,7 +27,6 @@ from llamarl.metrics.span import (
     sum_old_spans,
     sums_of,
 )
-from llamarl.planner.report.dataflow import read_flows
 from tests.unit.test_metrics_time import write_spans, write_trace
 
 S = 10**9
@@ -114,9 +114,9 @@ def test_a_trace_that_is_cut_says_so(long_run, tmp_path):
 
 
 def test_a_calibration_takes_no_sum_for_a_call(long_run):
-    from llamarl.planner.simulation.calibration import _read_spans
+    from llamarl.planner.trace import read_spans
 
-    spans = _read_spans(long_run[0])["generator-0"]
+    spans = read_spans(long_run[0])["generator-0"]
     assert len(spans) > 300
     assert max(s.end_ns - s.start_ns for s in spans if s.name == "decode") <= S // 5
 

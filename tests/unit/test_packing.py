@@ -14,7 +14,7 @@ from llamarl.core.config import ClusterConfig, PlanConfig, TrainerConfig
 from llamarl.core.partition import partition, partition_in_equal_counts
 from llamarl.model.architecture import read_architecture
 from llamarl.model.inventory import attention_cost
-from llamarl.planner.simulation.roofline import hardware_costs
+from llamarl.planner.law import hardware_costs
 from llamarl.trainer.packing import pack
 from tests.places import ROOT
 from tests.unit.planner_recipes import LLAMA, make_recipe

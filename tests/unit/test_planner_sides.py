@@ -15,31 +15,29 @@ from llamarl.core.config import (
     Config,
     PlacementConfig,
     SamplingConfig,
+    StalenessConfig,
     TrainerConfig,
     VllmConfig,
     WeightsConfig,
 )
-from llamarl.core.config.plan_keys import PlanConfig, read_baseline
-from llamarl.planner.report.bands import band_words, bands
-from llamarl.planner.report.one_side import forecast_one_side
-from llamarl.planner.simulation import clock
-from llamarl.planner.simulation.baselines import baseline_of
-from llamarl.planner.simulation.cores import Cores
-from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.next_change import next_change
-from llamarl.planner.simulation.roofline import hardware_costs
-from llamarl.planner.simulation.setting import Setting
-from llamarl.planner.simulation.simulated_run import simulate
-from llamarl.planner.simulation.single import (
+from llamarl.core.config.plan_keys import PlanConfig
+from llamarl.planner.changes import next_change
+from llamarl.planner.law import hardware_costs
+from llamarl.planner.one_side import (
     LoneReplica,
-    _requests,
     forecast_generator_alone,
     forecast_trainer_alone,
+    step_requests,
 )
-from llamarl.planner.simulation.stages import STAGES
-from llamarl.planner.simulation.variants import best_share
+from llamarl.planner.publish import STAGES
+from llamarl.planner.recipe import forecast_one_side
+from llamarl.planner.report import band_words, bands
+from llamarl.planner.simulation import clock
+from llamarl.planner.simulation.clock import Cores
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.setting import Setting
+from llamarl.planner.simulation.simulated_run import simulate
 from llamarl.planner.simulation.workload import make_workload
-from llamarl.trainer.losses.aipo import AIPOConfig
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 ONE_B = replace(
@@ -94,7 +92,7 @@ def write_all(config: Config, costs: Costs) -> tuple[WatchedReplica, float]:
 
     async def run() -> tuple[WatchedReplica, float]:
         replica = WatchedReplica(setting, costs, Cores(), index=0, hosts=("here",))
-        await replica.run_through(_requests(config, workload))
+        await replica.run_through(step_requests(config, workload))
         return replica, replica._cores.time()
 
     return clock.run(run())
@@ -112,7 +110,7 @@ def test_a_full_cache_takes_back_the_newest_rollout_and_writes_all_in_the_end() 
         assert tight.most_held <= costs.kv_tokens, seed
         assert full_s >= free_s - 1e-6, seed
         _, written_s = write_all(config, replace(costs, decode_step_s=0.0, decode_row_s=1.0))
-        lengths = map(make_workload(config).length, _requests(config, make_workload(config)))
+        lengths = map(make_workload(config).length, step_requests(config, make_workload(config)))
         assert written_s == pytest.approx(sum(lengths)), f"{seed}: each token is decoded once"
         assert roomy.num_started == 16 <= tight.num_started, seed
         reserving = replace(config, plan=replace(config.plan, reserves_kv=True))
@@ -131,7 +129,7 @@ def test_thousands_of_calls_between_two_steps_do_not_nest() -> None:
         done: list[int] = []
         for number in range(num_calls):
             replica._add_command(0.0, lambda number=number: done.append(number), "turn")
-        await replica.run_through(_requests(config, setting.workload))
+        await replica.run_through(step_requests(config, setting.workload))
         return len(done)
 
     assert clock.run(run()) == num_calls
@@ -149,17 +147,6 @@ def test_a_group_holds_its_prompt_once() -> None:
     assert tight.num_started > 4
 
 
-def test_static_batches_wait_for_their_longest_rollout() -> None:
-    config = make_setting({"spread": 0.8, "group_correlation": 0.0}, max_num_seqs=4)
-    costs = Costs(decode_step_s=1.0)
-    static = replace(config, plan=replace(config.plan, static_batches=True))
-    workload = make_workload(config)
-    lengths = [workload.length(each) for each in _requests(config, workload)]
-    waves = [max(lengths[i : i + 4]) for i in range(0, 16, 4)]
-    assert write_all(static, costs)[1] == pytest.approx(sum(waves))
-    assert write_all(config, costs)[1] < sum(waves)
-
-
 def test_lengths_of_a_group_are_alike_and_all_together_are_spread_as_before() -> None:
     config = make_setting({"spread": 0.8})
     config = replace(
@@ -172,7 +159,7 @@ def test_lengths_of_a_group_are_alike_and_all_together_are_spread_as_before() ->
     def logarithms(correlation: float) -> np.ndarray:
         plan = replace(config.plan, group_correlation=correlation)
         workload = make_workload(replace(config, plan=plan))
-        lengths = [workload.length(each) for each in _requests(config, workload)]
+        lengths = [workload.length(each) for each in step_requests(config, workload)]
         return np.log(np.array(lengths, float)).reshape(-1, 4)
 
     for correlation in (0.0, 0.5, 0.9):
@@ -217,6 +204,7 @@ def test_each_side_has_a_report_with_its_band(only: str, said: str) -> None:
     assert said in text
     assert ("\nband: " in text) is (only != "publish")
     assert ("band_s" in figures) is ("half_s" in figures) is (only != "publish")
+    assert ("memory of the fullest rank" in text) is ("memory" in figures) is (only == "trainer")
     with pytest.raises(ValueError, match="--only must be"):
         forecast_one_side("scorer", make_setting(), ONE_B)
 
@@ -227,7 +215,7 @@ def test_a_publish_shows_where_its_time_goes() -> None:
     assert list(stages) == list(STAGES)
     assert sum(stages.values()) == pytest.approx(figures["seconds"])
     shown = {name for name, stage_s in stages.items() if stage_s > 0}
-    assert {"packing", "verify", "phases"} <= shown
+    assert {"transfer", "phases"} <= shown
     for name, words in STAGES.items():
         assert (words in text) is (name in shown), name
 
@@ -274,34 +262,19 @@ def test_the_next_change_is_one_that_fits_and_shortens_the_step() -> None:
     assert next_change(config, ONE_B, step, lambda other: False) is None
 
 
-def test_theta_weighs_gpu_time_of_both_sides() -> None:
-    config = make_setting()
+def test_a_colocated_recipe_has_a_next_change_too() -> None:
+    config = make_setting(max_num_seqs=4, enforce_eager=True)
+    trainer = replace(config.trainer, activation_checkpointing="full")
+    config = replace(
+        config,
+        trainer=trainer,
+        placement=PlacementConfig(colocated=True),
+        weights=WeightsConfig(transport="cuda_ipc"),
+        staleness=StalenessConfig(max_staleness=0),
+        cluster=ClusterConfig(),
+    )
     step = simulate(config, ONE_B, hardware_costs(config, ONE_B), num_steps=6)
-    trained, generated = step.busy_shares["trainer"], step.busy_shares["generator"]
-    assert best_share(config, step) == pytest.approx(trained / (trained + generated))
-    wide = replace(config, trainer=replace(config.trainer, num_ranks=4))
-    assert best_share(wide, step) == pytest.approx(4 * trained / (4 * trained + generated))
-
-
-def test_a_described_baseline_is_run_as_it_is_described() -> None:
-    config = make_setting()
-    config = replace(config, placement=PlacementConfig(), algorithm=AIPOConfig())
-
-    def baseline_s(*texts: str) -> float:
-        plan = replace(config.plan, baseline=["degree=1", "max_num_seqs=4", *texts])
-        found = baseline_of(replace(config, plan=plan), ONE_B)
-        assert found is not None
-        return found.step.step_s
-
-    plain = baseline_s()
-    assert baseline_s("batching=static") >= plain
-    assert baseline_s("graphs=false") > plain
-    assert baseline_s("offload=true") > plain
-    assert baseline_s("reference=true") > plain
-
-
-@pytest.mark.parametrize("text", ["degree=0", "degree=256", "batching=none", "graph=true", "x"])
-def test_a_baseline_that_cannot_be_read_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"plan\.baseline"):
-        read_baseline([text])
-    assert read_baseline([]) is None
+    found = next_change(config, ONE_B, step, lambda other: True)
+    assert found is not None
+    assert found.step.step_s < 0.98 * step.step_s
+    assert "num_replicas" not in found.words, "both sides have all GPUs"

@@ -1,9 +1,8 @@
-"""Simulated step times: what can be worked out by hand, bounds, and the argument about splits."""
+"""Simulated step times: what can be worked out by hand, bounds, splits."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -21,24 +20,18 @@ from llamarl.core.config import (
     SamplingConfig,
     StalenessConfig,
     TrainerConfig,
-    TransformersConfig,
-    WeightsConfig,
 )
 from llamarl.core.config.plan_keys import PlanConfig
 from llamarl.generator.decoding import GATHER_S
-from llamarl.model.architecture import Architecture
-from llamarl.planner.forecast import Variant
-from llamarl.planner.memory.ranks import forecast_memory
+from llamarl.planner.changes import best_splits
+from llamarl.planner.forecast import StepForecast
 from llamarl.planner.simulation import clock
-from llamarl.planner.simulation.baselines import best_baseline, synchronous
-from llamarl.planner.simulation.cores import Cores
+from llamarl.planner.simulation.clock import Cores
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.roofline import hardware_costs
 from llamarl.planner.simulation.simulated_run import forecast, run, settling_steps, simulate
-from llamarl.planner.simulation.variants import best_split, decompose
 from llamarl.planner.simulation.workload import make_workload
+from llamarl.trainer.losses.clip import PPOConfig
 from tests.unit.planner_recipes import LLAMA, make_recipe
-from tests.unit.split_budget import Budget
 
 PROMPT_TOKENS = 10
 LENGTH = 20
@@ -259,102 +252,20 @@ def test_a_replay_in_real_time_takes_at_least_what_was_forecast() -> None:
     assert found_s > 0.99 * expected_s > 0.1
 
 
-@settings(deadline=None)
-@given(
-    st.floats(1, 8),
-    st.floats(1, 8),
-    st.floats(0.01, 2),
-    st.floats(0.01, 2),
-    st.tuples(st.floats(0.1, 10), st.floats(0, 1)),
-    st.tuples(st.floats(0.1, 10), st.floats(0, 1)),
-)
-def test_two_budgets_are_never_worse_than_one(
-    weight_bytes: float,
-    state_factor: float,
-    activation_bytes: float,
-    kv_bytes: float,
-    trainer_s: tuple[float, float],
-    generator_s: tuple[float, float],
-) -> None:
-    budget = Budget(
-        num_samples=256,
-        num_gpus=64,
-        memory_bytes=10,
-        weight_bytes=weight_bytes,
-        state_factor=state_factor,
-        activation_bytes=activation_bytes,
-        kv_bytes=kv_bytes,
-        trainer_s=trainer_s,
-        generator_s=generator_s,
-        degrees=(1, 2, 4, 8, 16),
-    )
-    assert 0 < budget.best_share() < 1
-    assert budget.async_s() <= budget.sync_s() * (1 + 1e-9)
-
-
 def test_the_best_split_gives_the_busier_side_more() -> None:
-    def costs_of(config: Config, architecture: Architecture) -> Costs:
-        return Costs(decode_row_s=1e-3, token_s=1e-5)  # writing costs far more than training
+    costs = Costs(decode_row_s=1e-3, token_s=1e-5)  # writing takes far longer than training
 
-    generator = EmbeddedConfig(num_replicas=2, max_num_seqs=64)
+    def step_of(config: Config, num_steps: int) -> StepForecast:
+        return simulate(config, TINY, costs, num_steps=num_steps)
+
     config = make_config(
-        generator=generator, trainer=TrainerConfig(num_ranks=4, groups_per_step=GROUPS)
+        generator=EmbeddedConfig(num_replicas=2, max_num_seqs=64),
+        trainer=TrainerConfig(num_ranks=4, groups_per_step=GROUPS),
     )
-    found = best_split(config, TINY, costs_of)
-    best = found.candidates[0]
-    assert found.best_share < 0.2
-    assert best.num_replicas >= 4
-    slowest = next(c for c in found.candidates if c.num_trainer_ranks == 4)
-    assert best.step_s < 0.6 * slowest.step_s
-
-
-def make_gpu_config() -> Config:
-    return make_config(
-        generator=EmbeddedConfig(
-            num_replicas=4, quantization="fp8", max_num_seqs=16, device="cuda", dtype="bfloat16"
-        ),
-        trainer=TrainerConfig(device="cuda", compute_dtype="bfloat16", groups_per_step=GROUPS),
-        weights=WeightsConfig(transport="collective"),
-    )
-
-
-def test_the_factors_of_the_gain_multiply_to_the_whole() -> None:
-    config = make_gpu_config()
-    trainer = replace(config.trainer, num_ranks=5)
-    generator = replace(config.generator, num_replicas=5, quantization="none")
-    together = replace(
-        synchronous(config),
-        trainer=trainer,
-        generator=generator,
-        placement=PlacementConfig(colocated=True, offload="none"),
-    )
-    step = simulate(together, TINY, hardware_costs(together, TINY), num_steps=4)
-    baseline = Variant(words="by hand", config=together, step=step)
-    own = simulate(config, TINY, hardware_costs(config, TINY), num_steps=4)
-    found = decompose(config, TINY, baseline=baseline, step=own)
-    assert list(found.factors) == ["overlap", "batch_and_degree", "precision"]
-    assert found.speedup == pytest.approx(step.step_s / found.stages["precision"].step.step_s)
-    assert math.prod(found.factors.values()) == pytest.approx(found.speedup)
-    reads = [hardware_costs(v.config, TINY).decode_read_s for v in found.stages.values()]
-    assert reads[0] == reads[1] > reads[2]
-
-
-def test_a_baseline_on_all_gpus_is_not_split() -> None:
-    config = make_gpu_config()
-    whole = replace(
-        synchronous(config),
-        trainer=replace(config.trainer, num_ranks=4),
-        generator=replace(config.generator, num_replicas=1, num_ranks=4, quantization="none"),
-    )
-    step = simulate(whole, TINY, COSTS, num_steps=3)
-    found = decompose(
-        replace(config, trainer=replace(config.trainer, num_ranks=2)),
-        TINY,
-        baseline=Variant(words="by hand", config=whole, step=step),
-        step=step,
-    )
-    assert found.factors["overlap"] == 1
-    assert "4 GPUs cannot be split, for each side needs 4" in found.stages["overlap"].words
+    found = best_splits(config, step_of(config, 6), step_of, lambda config: True)
+    assert found[0].num_replicas >= 4
+    own = next(split for split in found if split.num_trainer_ranks == 4)
+    assert found[0].step_s < 0.6 * own.step_s
 
 
 def test_lengths_stay_whatever_their_spread() -> None:
@@ -365,15 +276,51 @@ def test_lengths_stay_whatever_their_spread() -> None:
     assert Counter(lengths).keys() == {1, config.sampling.max_tokens}
 
 
-@pytest.mark.slow
-def test_the_best_baseline_is_synchronous_colocated_and_fits() -> None:
-    config = make_gpu_config()
-    found = best_baseline(config, TINY)
-    assert found is not None
-    in_transformers = replace(config, trainer=TransformersConfig(**vars(config.trainer)))
-    assert best_baseline(in_transformers, TINY) == found, "it may split matrices all the same"
-    assert found.config.placement.colocated
-    assert found.config.staleness.max_staleness == 0
-    assert found.config.trainer.num_ranks == 5
-    memory = forecast_memory(found.config, TINY)
-    assert memory.fits, memory.advice
+FORWARD_SHARE = 0.3
+FREE = {"write_s": 0.0, "check_s": 0.0, "message_s": 0.0, "forward_share": FORWARD_SHARE}
+ROW_TOKENS = PROMPT_TOKENS + LENGTH - 1
+
+
+def batch_step(
+    mini_batches: int, passes: int, *, decode_s: float, proximal: str = "none", more: int = 0
+) -> StepForecast:
+    trainer = TrainerConfig(
+        groups_per_step=GROUPS, num_mini_batches=mini_batches, num_passes=passes, parts="batch"
+    )
+    config = make_config(
+        max_staleness=mini_batches * passes - 1 + more,
+        trainer=trainer,
+        algorithm=PPOConfig(proximal=proximal),
+    )
+    return simulate(config, TINY, replace(COSTS, decode_step_s=decode_s, **FREE))
+
+
+def test_where_generation_takes_the_time_a_second_pass_halves_a_step() -> None:
+    once = batch_step(1, 1, decode_s=0.5)
+    twice = batch_step(1, 2, decode_s=0.5)
+    assert twice.step_s < 0.6 * once.step_s
+    assert twice.max_staleness <= 1
+
+
+def test_where_training_takes_the_time_looking_ahead_costs_a_forward_of_the_later_mini_batches():
+    plain = batch_step(3, 1, decode_s=1e-6, more=3)
+    ahead = batch_step(3, 1, decode_s=1e-6, more=3, proximal="recompute")
+    between = batch_step(3, 1, decode_s=1e-6, more=3, proximal="interpolate")
+    forward_s = 2 * GROUPS * ROLLOUTS * ROW_TOKENS * COSTS.token_s * FORWARD_SHARE
+    extra_s = 3 * (ahead.step_s - plain.step_s)  # of a batch
+    assert forward_s > 0.01
+    assert extra_s == pytest.approx(forward_s + COSTS.part_s, rel=0.1)
+    assert between.step_s == pytest.approx(plain.step_s)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2)])
+def test_the_forecast_is_of_whole_batches(shape: tuple[int, int]) -> None:
+    mini_batches, passes = shape
+    per_batch = mini_batches * passes
+    trainer = TrainerConfig(num_mini_batches=mini_batches, num_passes=passes)
+    for more in range(4):
+        config = make_config(max_staleness=per_batch - 1 + more, trainer=trainer)
+        for num_steps in range(max(3, per_batch + 1), 40):
+            skipped = settling_steps(config, num_steps)
+            assert 0 < skipped < num_steps
+            assert (num_steps - skipped) % per_batch == 0

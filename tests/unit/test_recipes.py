@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.controller.memory import forecast_memory
 from llamarl.core.config import Config
 from llamarl.core.config.rank_assignment import assign
-from llamarl.planner.memory.ranks import forecast_memory
-from llamarl.planner.report.published import published_figures
-from llamarl.planner.report.recipe import forecast_recipe
-from llamarl.planner.report.text import render_report
-from llamarl.planner.simulation.publish import forecast_publish
+from llamarl.planner.publish import forecast_publish
+from llamarl.planner.recipe import forecast_recipe
+from llamarl.planner.report import render_report
 from llamarl.recipe.inputs import read_planned_architecture
 from tests.places import ROOT
 from tests.unit.composing import compose_recipe
@@ -43,10 +42,7 @@ NUM_PARAMETERS = {  # as the models' cards round them
     "llama31_405b_math": 405.9e9,
 }
 LEAST_FREE = 0.05  # of a GPU's memory
-PAGES = [
-    *(ROOT / "recipes" / name / "README.md" for name in MOST_GPUS),
-    ROOT / "docs" / "planning.md",
-]
+PAGES = [ROOT / "recipes" / name / "README.md" for name in MOST_GPUS]
 
 
 @lru_cache
@@ -60,9 +56,7 @@ def report_of(name: str) -> str:
     """What `llamarl plan` prints."""
     config = config_of(name)
     architecture = read_planned_architecture(config)
-    published = published_figures(architecture)
-    forecast = forecast_recipe(config, architecture, is_published=published is not None)
-    return render_report(config, forecast, published)
+    return render_report(config, forecast_recipe(config, architecture))
 
 
 def shown(page: Path) -> dict[str, list[str]]:
@@ -112,7 +106,6 @@ def test_an_architecture_is_the_published_one(name: str) -> None:
     architecture = read_planned_architecture(config_of(name))
     number = sum(map(prod, parameter_shapes(architecture).values()))
     assert number == pytest.approx(NUM_PARAMETERS[name], rel=0.005)
-    assert (published_figures(architecture) is not None) == name.startswith("llama31")
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def planned(folder: Path, *values: str) -> str:
     """What `llamarl plan` says, from the recipe as the command line composes it."""
     config = to_config(compose(folder, values))
     file = io.StringIO()
-    options = {"json": None, "html": None, "trace": None}
+    options = {"json": None, "trace": None}
     plan(config, Console(file=file, width=100), **options, sweep=False)
     return file.getvalue()
 

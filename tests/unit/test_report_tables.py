@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llamarl.planner.report.tables import WIDTH, render, whole_words
+from llamarl.cli.graph import WIDTH, render, whole_words
 
 
 @pytest.mark.parametrize("num_folders", [1, 4, 30])

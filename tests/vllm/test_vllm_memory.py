@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llamarl.core.config import VllmConfig, WeightsConfig
-from llamarl.planner.memory.generator_memory import forecast_generator
+from llamarl.generator.memory import forecast_generator
 from llamarl.publish.target import WeightBuffer
 from tests.unit.planner_recipes import make_recipe
 from tests.vllm.checkpoints import check_logprobs, write_versions

@@ -16,11 +16,11 @@ from gpu_bench.setting import (
     num_parameters,
     synchronize,
 )
+from llamarl.controller.memory import forecast_memory
 from llamarl.core.config import WeightsConfig
 from llamarl.core.records import Request, Sampling
 from llamarl.generator.engine.engine import EmbeddedEngine
 from llamarl.model.architecture import read_architecture
-from llamarl.planner.memory.ranks import forecast_memory
 from llamarl.publish.target import WeightBuffer
 
 

@@ -28,9 +28,9 @@ from llamarl.core.config import (
     WeightsConfig,
 )
 from llamarl.core.device.devices import check_gpu
+from llamarl.core.device.hardware import CPU, GPUS, Gpu
 from llamarl.model.architecture import Architecture, read_architecture
 from llamarl.model.inventory import parameter_shapes
-from llamarl.planner.hardware import CPU, GPUS, Gpu
 from llamarl.trainer.losses.aipo import AIPOConfig
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
@@ -223,7 +223,7 @@ def gpu_kind(setting: Setting) -> tuple[str, Gpu]:
         except ValueError:
             continue
         return name, gpu
-    raise ValueError(f"planner/hardware.py must know the GPU, got {found.name}")
+    raise ValueError(f"core/device/hardware.py must know the GPU, got {found.name}")
 
 
 def num_parameters(architecture: Architecture) -> int:

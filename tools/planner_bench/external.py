@@ -35,9 +35,9 @@ from llamarl.core.config import (
 from llamarl.core.config.plan_keys import PlanConfig
 from llamarl.model.architecture import FAMILIES, Architecture
 from llamarl.planner.efficiency import Spread
-from llamarl.planner.simulation.roofline import hardware_costs
+from llamarl.planner.law import hardware_costs
+from llamarl.planner.one_side import forecast_generator_alone, forecast_trainer_alone
 from llamarl.planner.simulation.simulated_run import simulate
-from llamarl.planner.simulation.single import forecast_generator_alone, forecast_trainer_alone
 from llamarl.trainer.losses.aipo import AIPOConfig
 
 Ratios = Mapping[str, float]

@@ -1,9 +1,5 @@
-"""What everything takes: the seconds that simulated executors sleep for.
-
-Owns: the record, and what of it follows from hardware. Does not own: measured costs
-(`calibration.py`) or hardware constants (`hardware.py`). Invariant: every entry is of one process
-on a free processor; waiting, sharing and order come from the simulation.
-"""
+"""What everything takes: the seconds that simulated executors sleep for, each of one process on a
+free processor; waiting, sharing and order come from the simulation."""
 
 import math
 from collections.abc import Sequence
@@ -16,30 +12,26 @@ from llamarl.trainer.packing import Assignment
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """Seconds; those of the generator are of one replica, those of the trainer of its slowest rank.
-
     A decode step of `rows` rollouts with `context` tokens in their KV caches takes, r and f being
     `decode_read_s` and rows * `decode_flops_s`,
 
         max(decode_launch_s, decode_step_s + rows * decode_row_s + sqrt(r^2 + f^2)
                              + context * decode_context_s)
 
-    that is overhead, what each row takes, matrix products (reading weights and arithmetic) and
-    attention; or what launching its kernels takes. A micro-batch of n tokens whose rollouts have
-    the lengths l takes, with w = n * token_s + sum(l^2) * square_s,
+    that is overhead, each row, matrix products (reading weights and arithmetic) and attention; or
+    the launch of its kernels. A micro-batch of n tokens whose rollouts have the lengths l takes,
+    with w = n * token_s + sum(l^2) * square_s,
 
         micro_batch_s + max(w, hidden_s, launch_s) + OVERLAP * min(w, hidden_s)
 
     where `hidden_s` is the traffic that goes on beside arithmetic and slows it down;
-    `forward_share` of the arithmetic is the forward pass. A prefill, and a pass of the reference,
-    grow with tokens and squares of lengths alike. `write_s` brings a version from the trainer to
-    one replica per host, `relay_s` on to each other one, `check_s` is spent on it there. `moves_s`
-    (by executor and kind, "trainer weights") are changes of place on a shared device.
+    `forward_share` of the arithmetic is the forward pass. `write_s` brings a version from the
+    trainer to one replica per host, `relay_s` on to each other one, `check_s` is spent on it there.
+    `moves_s` (by executor and kind, "trainer weights") are changes of place on a shared device.
     `turnaround_s` passes between an optimizer step and the next passes beside messages and storage;
     `row_s` is what each rollout costs in processes that are not simulated. `save_s` is a
-    checkpoint, `start_s` the start of a replica, or a stage, while the run goes on.
-
-    With pools that differ, `pools` has the costs of each one's replicas and of the trainer's writes
-    to them; all other entries there mean nothing. (): all replicas are alike.
+    checkpoint, `start_s` the start of a replica, or a stage, while the run goes on. With pools that
+    differ, `pools` has the costs of each one's replicas and of the trainer's writes to them.
     """
 
     decode_step_s: float = 0.0

@@ -1,8 +1,5 @@
-"""Trainer, stages, storage and run logger without a model.
-
-Owns: what they do in simulated time. Does not own: durations (`costs.py`) or replicas
-(`replica.py`). Invariant: they answer as the real ones do, in time that the real ones would take;
-what they compute is made up.
+"""Trainer, stages, storage and run logger without a model: they answer as the real ones do, in time
+that the real ones would take; what they compute is made up.
 """
 
 import asyncio
@@ -22,10 +19,15 @@ from llamarl.core.records import (
     TurnItem,
     TurnResult,
 )
-from llamarl.planner.simulation.cores import Cores
+from llamarl.planner.simulation.clock import Cores
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.setting import PARAMETER, Layouts, Setting, SimulatedExecutor
-from llamarl.planner.simulation.timeline import SimulatedTimeline
+from llamarl.planner.simulation.setting import (
+    PARAMETER,
+    Layouts,
+    Setting,
+    SimulatedExecutor,
+    SimulatedTimeline,
+)
 from llamarl.publish.layout import StagingHandle
 from llamarl.scoring.environment_link import lost
 from llamarl.scoring.stages import Stage
@@ -180,9 +182,7 @@ class SimulatedTrainer(Layouts):
 
     async def accumulate(self, batch: Batch) -> None:
         async with self._lock:
-            await self._travel()
-            assert batch.version == self.version, (batch.version, self.version)
-            assert not self._away, f"trained while {self._away} are off the device"
+            await self._begin(batch)
             rollouts = await self._rollouts.get([row.row_id for row in batch.rows])
             for row, rollout in zip(batch.rows, rollouts, strict=True):
                 for span in rollout.spans:
@@ -193,11 +193,14 @@ class SimulatedTrainer(Layouts):
             self._end_idle("batch")
             await self._compute(self._costs.part_s + self._passes_s(batch), "accumulate")
 
+    async def _begin(self, batch: Batch) -> None:
+        await self._travel()
+        assert batch.version == self.version, (batch.version, self.version)
+        assert not self._away, f"trained while {self._away} are off the device"
+
     async def store_proximal(self, batch: Batch) -> None:
         async with self._lock:
-            await self._travel()
-            assert batch.version == self.version, (batch.version, self.version)
-            assert not self._away, f"computed while {self._away} are off the device"
+            await self._begin(batch)
             await self._cores.work(self._costs.store_row_s * len(batch.rows))
             self._end_idle("batch")
             passes_s = self._passes_s(batch) * self._costs.forward_share

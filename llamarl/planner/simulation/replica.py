@@ -1,11 +1,11 @@
-"""A generator replica without a model.
+"""A generator replica without a model: continuous batching over slots, version spans, publishes and
+commits between steps, all in simulated time.
 
-Owns: continuous batching over slots, version spans, commits between steps, all in simulated time.
-Does not own: who runs (`slots.py`), durations (`costs.py`) or lengths (`workload.py`). Invariant:
-its queue and its rules of starting are the engine's, and it advances from event to event
-(a prompt's last rollout stops, slots become free for what waits, a request or a commit arrives),
-never token by token. What a real generator does on its compute thread waits for a moment between
-two decode steps here too; the rest goes on beside decoding.
+Its queue and its rules of starting are the engine's, and it advances from event to event (a
+prompt's last rollout stops, slots become free for what waits, a request or a commit arrives), never
+token by token. What a real generator does on its compute thread waits for a moment between two
+decode steps here too; the rest goes on beside decoding. Staging memory is made up: fingerprints are
+equal if the version is.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from llamarl.core.config.generator import generator_of
+from llamarl.core.errors import StaleVersion
 from llamarl.core.faces import Environment, Report
 from llamarl.core.records import FinishReason, Request, RolloutInfo, VersionSpan
 from llamarl.generator.decoding import GATHER_S, KeptRows, Standstill
@@ -31,12 +32,12 @@ from llamarl.generator.engine.scheduler import (
 from llamarl.generator.episodes import EpisodePart, Rank
 from llamarl.generator.protocol import PartialOutput, RequestOutput
 from llamarl.generator.worker import rollout_info
-from llamarl.planner.simulation.cores import Cores, Job
+from llamarl.planner.simulation.clock import Cores, Job
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.setting import Setting, joined
-from llamarl.planner.simulation.slots import Piece, Slot, Slots
-from llamarl.planner.simulation.target import SimulatedTarget
-from llamarl.planner.simulation.waiting import WaitingRollouts
+from llamarl.planner.simulation.setting import PARAMETER, Layouts, Setting, joined
+from llamarl.planner.simulation.slots import Piece, Slot, Slots, WaitingRollouts
+from llamarl.publish.layout import StagingHandle
+from llamarl.publish.reshard import SplitRoute
 from llamarl.scoring.environment_link import Environments
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ Command = tuple[float, Callable[[], None], str]
 NOTHING = PartialOutput()
 
 
-class SimulatedReplica(SimulatedTarget):
+class SimulatedReplica(Layouts):
     """GeneratorReplica, WeightTarget, WeightSource and Offloadable of `core/faces.py`, for replica
     `index` on `hosts`.
 
@@ -65,7 +66,8 @@ class SimulatedReplica(SimulatedTarget):
         hosts: tuple[str, ...],
         environments: Environments | None = None,
     ) -> None:
-        super().__init__(setting, costs, cores, index=index, hosts=hosts)
+        super().__init__(setting, costs, cores, hosts=hosts)
+        self.index, self.name, self.version = index, f"generator-{index}", -1
         rank = Rank(
             number=0,
             post=lambda call, key: self._add_command(0.0, call, "turn"),
@@ -78,6 +80,7 @@ class SimulatedReplica(SimulatedTarget):
         self._episodes = EpisodePart(rank, environments)
         self._error: BaseException | None = None
         generator = generator_of(self._config.generator, index)
+        self._weight = generator.num_ranks
         self._max_num_seqs, self._max_model_len = generator.max_num_seqs, generator.max_model_len
         self._recomputes = generator.kv_after_commit == "recompute"
         self._commands: deque[Command] = deque()
@@ -87,7 +90,7 @@ class SimulatedReplica(SimulatedTarget):
         )
         self._is_busy = False
         self._prefixes, plan = PrefixIndex(), self._config.plan
-        self._waiting = WaitingRollouts(generator, plan.static_batches)
+        self._waiting = WaitingRollouts(generator)
         self._slots = Slots(self._max_num_seqs, costs, plan.reserves_kv)
         self._stretch: tuple[Job, list[Piece]] | None = None  # decode steps under way
         self._num_pieces = 0  # of the stretch, counted as done
@@ -103,7 +106,7 @@ class SimulatedReplica(SimulatedTarget):
 
     @property
     def num_running(self) -> int:
-        """SimulatedRollouts in slots."""
+        """Rollouts in slots."""
         return len(self._slots)
 
     async def submit(self, requests: list[Request]) -> None:
@@ -159,7 +162,36 @@ class SimulatedReplica(SimulatedTarget):
             self._stop(slot.request, self._written(slot), FinishReason.ABORTED)
         await self._episodes.forget(row_ids)
 
-    # WeightTarget
+    # WeightTarget and WeightSource
+
+    target_layout = Layouts.source_layout
+
+    async def connect_source(self, route: SplitRoute) -> list[None]:
+        return [None for _ in self._hosts]
+
+    async def prepare(self, version: int) -> list[StagingHandle]:
+        await self._travel()
+        assert version > self.version, (version, self.version)
+        self._timeline.offered_s.setdefault(version, asyncio.get_running_loop().time())
+        handle = partial(StagingHandle, version=version, replica=self.index)
+        return [
+            handle(rank=rank, host=host, address=None, num_bytes=4)
+            for rank, host in enumerate(self._hosts)
+        ]
+
+    async def verify(self, version: int) -> list[dict[str, int]]:
+        await self._travel()
+        await self._cores.work(self._costs.check_s, self._weight)
+        return [{PARAMETER: version} for _ in self._hosts]
+
+    async def abort(self, version: int) -> list[None]:
+        return [None for _ in self._hosts]
+
+    async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
+        if version != self.version:
+            raise StaleVersion(f"{version} is not {self.version}")
+        await self._cores.work(self._costs.relay_s)
+        return [{PARAMETER: version * len(handles)}]
 
     async def commit(self, version: int) -> list[int]:
         await self._travel()

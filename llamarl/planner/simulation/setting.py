@@ -1,14 +1,16 @@
-"""What all simulated executors of a run share.
+"""What all simulated executors of a run share: the record of what they did on the loop's clock, the
+rollouts that replicas write and others read, the layouts reported to the publisher, and the time of
+a call to another process.
 
-Owns: the record, the rollouts that replicas write and other executors read, the layouts reported to
-the publisher (one made-up parameter for each bucket) and the time of a call to another process.
-Does not own: what an executor does (`executors.py`, `replica.py`). Invariant: an executor computes
-on its own `cores` alone; a rollout is there once `put` has returned, and not before; all ranks of
-an executor on one host count as one.
+An executor computes on its own `cores` alone; a rollout is there once `put` has returned, and not
+before; all ranks of an executor on one host count as one. Bars of one executor do not overlap
+within a category, so shares are within 0 and 1.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,9 +19,9 @@ import numpy as np
 from llamarl.core.config import Config
 from llamarl.core.records import NO_VERSION, Request, RolloutInfo, StageResult, VersionSpan
 from llamarl.generator.protocol import PartialOutput
-from llamarl.planner.simulation.cores import Cores
+from llamarl.metrics.span import executor_of
+from llamarl.planner.simulation.clock import Cores
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload
 from llamarl.publish.layout import Box, ParameterLayout, RankLayout
 from llamarl.publish.reshard import SplitRoute
@@ -38,7 +40,7 @@ class Rollout(NamedTuple):
 
 
 class SimulatedRollouts:
-    """SimulatedRollouts by row id."""
+    """What replicas have written, by row id."""
 
     def __init__(self) -> None:
         self._rows: dict[int, RolloutInfo] = {}
@@ -49,7 +51,7 @@ class SimulatedRollouts:
         self._rows.update((row.row_id, row) for row in kept)
 
     async def get(self, row_ids: list[int]) -> list[Rollout]:
-        """SimulatedRollouts in this order; KeyError if one is not there."""
+        """Rollouts in this order; KeyError if one is not there."""
         rows = [self._rows[row_id] for row_id in row_ids]
         return [Rollout(r.num_prompt_tokens, r.num_tokens, r.spans, DIFFERENCE) for r in rows]
 
@@ -87,6 +89,74 @@ def joined(written: PartialOutput, spans: Sequence[VersionSpan]) -> PartialOutpu
         logprobs=np.full(num_tokens, DIFFERENCE, np.float32),
         versions=versions,
     )
+
+
+JOINT_S = 1e-9  # bars of one name that are no further apart are one
+
+
+@dataclass
+class SimulatedTimeline:
+    """Bars by executor ("generator-3"): (start, end, name, category), as `metrics/span.py` has."""
+
+    bars: dict[str, list[tuple[float, float, str, str]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    step_ends_s: list[float] = field(default_factory=list)
+    publishes_s: list[float] = field(default_factory=list)
+    offered_s: dict[int, float] = field(default_factory=dict)
+    """Version -> when the first replica was asked to receive it."""
+    num_tokens: list[int] = field(default_factory=list)
+    """Response tokens trained in each step."""
+    ages: list[dict[int, int]] = field(default_factory=list)
+    """Of each step: staleness -> trained tokens."""
+    written: list[tuple[float, int, int]] = field(default_factory=list)
+    """(when its group was settled, replica, tokens) of each rollout."""
+
+    def record(
+        self, executor: str, name: str, start_s: float, end_s: float, cat: str = "busy"
+    ) -> None:
+        """Add a bar that has ended."""
+        if end_s <= start_s:
+            return
+        bars = self.bars[executor]
+        if bars and bars[-1][2:] == (name, cat) and start_s - bars[-1][1] <= JOINT_S:
+            start_s = bars.pop()[0]
+        bars.append((start_s, end_s, name, cat))
+
+    @contextmanager
+    def bar(self, executor: str, name: str, cat: str = "busy") -> Iterator[None]:
+        """Add a bar for what the block does, once it has ended."""
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        yield
+        self.record(executor, name, start_s, loop.time(), cat)
+
+    def forget_last_step(self) -> None:
+        """Leave out the newest step and its publish."""
+        for series in (self.step_ends_s, self.publishes_s, self.num_tokens, self.ages):
+            series.pop()
+
+    def shares(
+        self, start_s: float, end_s: float, kind_of: Callable[[str], str] = executor_of
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Of this window: busy share by kind of executor ("generator"), wait share by "kind reason"
+        ("generator requests"), both means over its members."""
+        members: dict[str, int] = defaultdict(int)
+        busy: dict[str, float] = defaultdict(float)
+        waits: dict[str, float] = defaultdict(float)
+        for executor, bars in self.bars.items():
+            own = kind_of(executor)
+            members[own] += any(cat in ("busy", "wait") for *_, cat in bars)
+            for start, end, name, cat in bars:
+                inside = max(0.0, min(end, end_s) - max(start, start_s)) / (end_s - start_s)
+                if cat == "busy":
+                    busy[own] += inside
+                elif cat == "wait":
+                    waits[f"{own} {name}"] += inside
+        return (
+            {each: busy[each] / number for each, number in members.items() if number},
+            {key: share / members[key.partition(" ")[0]] for key, share in waits.items()},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

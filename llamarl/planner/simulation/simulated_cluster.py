@@ -1,8 +1,7 @@
 """All executors of a recipe, simulated.
 
-Owns: which simulated executor gets which processors and hosts. Does not own: what they do, or the
-controller that drives them (`simulated_run.py`). Invariant: a call goes straight to its executor,
-so a large simulation pays nothing for messages that cost nothing.
+A call goes straight to its executor, so a large simulation pays nothing for messages that cost
+nothing.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from llamarl.core.config.generator import number_of, pools_of
 from llamarl.generator.collector import CollectorExecutor
 from llamarl.generator.specs import CollectorSpec
 from llamarl.metrics.span import Spans
-from llamarl.planner.simulation.cores import Cores
+from llamarl.planner.simulation.clock import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.executors import (
     SimulatedEnvironment,

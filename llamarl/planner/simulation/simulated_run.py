@@ -1,10 +1,7 @@
 """A run without a model: the real controller on a virtual clock, with executors that only sleep.
 
-Owns: the assembly of a simulated run and what is read off it. Does not own: the loop (gate,
-dispatch, packing, log-prob check, publisher and placement are those of a run, wired by
-`controller/wiring.py`),
-durations (`costs.py`) or lengths (`workload.py`). Invariant: deterministic; equal arguments give
-equal times.
+The loop (gate, dispatch, packing, log-prob check, publisher and placement) is that of a run, wired
+by `controller/wiring.py`. It is deterministic; equal arguments give equal times.
 """
 
 import tempfile
@@ -24,12 +21,11 @@ from llamarl.core.records import Prompt
 from llamarl.metrics.span import Spans
 from llamarl.model.architecture import Architecture
 from llamarl.planner.forecast import PoolStep, StepForecast
-from llamarl.planner.simulation import clock, fraction
+from llamarl.planner.simulation import clock
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.executors import SimulatedRunLogger
-from llamarl.planner.simulation.setting import Setting
+from llamarl.planner.simulation.setting import Setting, SimulatedTimeline
 from llamarl.planner.simulation.simulated_cluster import SimulatedCluster, make_executors
-from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, make_workload
 from llamarl.recipe.inputs import Inputs
 from llamarl.recipe.rules import without_evaluation, without_own_stages
@@ -47,22 +43,19 @@ def simulate(
     num_skipped: int | None = None,
     ranker: Ranker | None = None,
 ) -> StepForecast:
-    """The steady state of `num_steps` (default: plan.num_steps; a batch's and one more at least)
-    steps of `config`, without the first `num_skipped` (default: until the gate's run-ahead has
-    passed through).
+    """The steady state of `num_steps` steps of `config` (default: plan.num_steps, or enough for one
+    whole burst; a batch's and one more at least), without the first `num_skipped` (default: until
+    the gate's run-ahead has passed through).
 
     `workload` defaults to what config.plan assumes. Evaluation, checkpoints and export are left
-    out. Of a large cluster a fraction is simulated (`fraction.py`). Without `ranker` no length is
-    expected, for those of most workloads do not depend on the prompt.
+    out. Without `ranker` no length is expected, for those of most workloads do not depend on the
+    prompt.
     """
     workload = workload or make_workload(config)
-    steps = config.plan.num_steps if num_steps is None else num_steps
+    steps = num_steps or max(config.plan.num_steps, fewest_steps(config))
     steps = max(steps, config.trainer.steps_per_batch + 1)
-    k = fraction.divisor(config, costs)
-    part = fraction.take(config, costs, k)
-    timeline = clock.run(run(*part, architecture, workload, steps, ranker))
-    step = forecast(timeline, num_skipped or settling_steps(config, steps), config)
-    return replace(step, trained_tokens_per_s=k * step.trained_tokens_per_s, divisor=k)
+    timeline = clock.run(run(config, costs, architecture, workload, steps, ranker))
+    return forecast(timeline, num_skipped or settling_steps(config, steps), config)
 
 
 async def run(

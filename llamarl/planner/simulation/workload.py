@@ -1,7 +1,7 @@
 """The rollouts of a simulation: how long they are, which groups teach something.
 
-Owns: lengths and made-up prompts. Does not own: what they cost. Invariant: a rollout's length
-depends on its seed and prompt alone, so two systems that are compared write the same rollouts.
+A rollout's length depends on its seed and prompt alone, so two systems that are compared write the
+same rollouts.
 """
 
 import math

@@ -12,32 +12,36 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.controller import fit
+from llamarl.controller.fit import check_fit, upper_bound_bytes
+from llamarl.controller.memory import forecast_memory, fullest
 from llamarl.core.config import (
     ClusterConfig,
     Config,
     EmbeddedConfig,
+    LoraConfig,
     PlacementConfig,
     TrainerConfig,
     VllmConfig,
     WeightsConfig,
 )
-from llamarl.generator.engine.weights import BufferLayout
+from llamarl.generator.engine.engine import EmbeddedEngine
+from llamarl.generator.engine.weights import BufferLayout, tensors
+from llamarl.generator.memory import forecast_generator, generator_layouts, kv_cache_bytes
 from llamarl.model.attention import make_packing
 from llamarl.model.inventory import parameter_shapes
 from llamarl.model.transformer import Transformer
-from llamarl.planner.memory import activations, fit
-from llamarl.planner.memory.activations import (
+from llamarl.publish.layout import RankLayout
+from llamarl.publish.target import WeightBuffer
+from llamarl.trainer import activations
+from llamarl.trainer.activations import (
     Watch,
     forecast_activations,
     forecast_inference,
     fullest_packings,
 )
-from llamarl.planner.memory.fit import check_fit, upper_bound_bytes
-from llamarl.planner.memory.generator_memory import kv_cache_bytes
-from llamarl.planner.memory.ranks import forecast_memory, fullest
-from llamarl.planner.memory.shardings import generator_layouts, trainer_layouts
-from llamarl.publish.layout import RankLayout
 from llamarl.trainer.losses.clip import GRPOConfig
+from llamarl.trainer.memory import trainer_layouts
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 CPU = torch.device("cpu")
@@ -304,7 +308,7 @@ def test_a_model_that_runs_a_stage_takes_what_the_reference_takes(num_ranks: int
 def test_a_small_run_is_let_through_without_torch() -> None:
     script = (
         "import sys; from tests.unit.planner_recipes import LLAMA, make_recipe; "
-        "from llamarl.planner.memory.fit import check_fit; check_fit(make_recipe(), LLAMA); "
+        "from llamarl.controller.fit import check_fit; check_fit(make_recipe(), LLAMA); "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -314,7 +318,7 @@ def test_a_small_run_is_let_through_without_torch() -> None:
 @pytest.mark.full
 def test_what_does_not_fit_is_refused_with_numbers_and_a_change(monkeypatch) -> None:
     monkeypatch.setattr(fit, "available_bytes", lambda: 10 << 20)
-    monkeypatch.setattr("llamarl.planner.memory.ranks.available_bytes", lambda: 10 << 20)
+    monkeypatch.setattr("llamarl.controller.memory.available_bytes", lambda: 10 << 20)
     with pytest.raises(ValueError, match=r"all processes of a host must fit into the 0.0 GiB that"):
         check_fit(make_recipe(), LLAMA)
     trainer = replace(CUDA_TRAINER, num_ranks=64)
@@ -366,3 +370,51 @@ def test_colocated_with_offloading_needs_the_larger_side_and_without_it_the_sum(
     moved = 2 * elements + kv_cache_bytes(config, LLAMA)
     assert ranks["generator"].host_bytes_by_kind == {"offloaded": moved}
     assert fullest(ranks.values()).total_bytes == max(r.total_bytes for r in ranks.values())
+
+
+FIELDS = {"max_num_seqs": 4, "max_model_len": 64}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "staging"),
+    [
+        ("none", "double_buffer"),
+        ("none", "host"),
+        ("none", "bucket"),
+        ("int8", "double_buffer"),
+        ("int8", "host"),
+        ("int8", "bucket"),
+    ],
+)
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_holds_what_is_forecast_while_the_next_version_is_prepared(
+    quantization: str, staging: str, is_padded: bool, rank: int
+) -> None:
+    weights = WeightsConfig(staging=staging, bucket_bytes=1 << 13)
+    config = EmbeddedConfig(quantization=quantization, **FIELDS)  # type: ignore[arg-type]
+    trainer = TrainerConfig(lora=LoraConfig(rank=rank))
+    engine = EmbeddedEngine(LLAMA, config, is_padded=is_padded, lora=trainer.lora)
+    weight_buffer = WeightBuffer(engine.memory, weights, replica=0, rank=0, run_id="memory")
+    try:
+        held = [block.flat for block in weight_buffer._blocks]
+        made = [engine.process_weights(weight_buffer.active)]
+        engine.commit(made[0], 0)
+        if staging != "bucket":  # whose parts are copied into the live memory
+            made.append(engine.process_weights(weight_buffer.staging))
+        held += [tensor for each in made for tensor in tensors(each)]
+        recipe = make_recipe(generator=config, weights=weights, trainer=trainer)
+        forecast = forecast_generator(recipe, LLAMA)
+        expected = sum((forecast.weights | forecast.host).values())
+        # Norms in float32 are beside the weight buffer, and few: the forecast leaves them out.
+        norms = 4 * (2 * LLAMA.num_layers + 1) * LLAMA.hidden_size * len(made)
+        assert expected <= num_bytes(held) <= expected + norms
+    finally:
+        weight_buffer.close()
+        engine.close()
+
+
+def num_bytes(held: list[torch.Tensor]) -> int:
+    """Of their memories, each once."""
+    memories = [tensor.untyped_storage() for tensor in held]
+    return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())

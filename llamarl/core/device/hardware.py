@@ -1,24 +1,15 @@
-"""What GPUs, links and hosts can do, and what GPUs cost.
-
-Owns: every hardware constant of the forecasts, each with its source, and sums of prices. Does not
-own: `plan.gpu_prices`, or what else is computed from constants. Invariant: the constants are
-published peaks, and what the fastest kernels measured on that card reach of them; `efficiency.py`
-says what forecasts use. A cost adds up prices of one source; without a price for each kind of GPU
-there is none.
+"""What GPUs, links and hosts can do: published peaks, each with its source, and what the fastest
+kernels measured on that card reach of them.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from llamarl.core.config import Config
-from llamarl.core.config.generator import pools_of
-from llamarl.core.config.plan_keys import read_prices
-from llamarl.core.config.rank_assignment import assign
 from llamarl.core.device.names import CPU, GPU, is_gpu, size_bytes
-from llamarl.core.fields import require
 
-HOUR_S = 3600
 FLASH2, FLASH3 = "flash2", "flash3"
+
+Kinds = dict[str, int]
+"""Bytes of memory by what they are for."""
 
 GPU_RESERVE_BYTES = 6 * 2**30
 """Our own allowance, not a published figure: what the driver keeps (0.6 GiB of an H100), context
@@ -33,8 +24,7 @@ class Gpu:
     `flops` are dense multiply-adds times two. `link_bytes_per_s` (NVLink) and `card_bytes_per_s`
     (the network card that each GPU has) count one direction; `host_link_bytes_per_s` is PCIe.
     `reserve_bytes` is what no tensor gets: context, communicators, graphs, allocator slack. Each of
-    a host's eight GPUs comes with an eighth of its 2 TB of memory. `price` is that of an hour, in
-    hours of an H20; None without a source.
+    a host's eight GPUs comes with an eighth of its 2 TB of memory.
 
     `gemm` is the share of a peak that the fastest matrix product measured reaches, `attention` that
     of each attention kernel's forward pass with heads of 128 and long sequences; a kernel that a
@@ -49,7 +39,6 @@ class Gpu:
     host_link_bytes_per_s: float
     host_memory_bytes: int = 2 * 10**12 // 8
     reserve_bytes: int = GPU_RESERVE_BYTES
-    price: float | None = None
     gemm: float = 0.8
     attention: dict[str, float] = field(default_factory=lambda: {FLASH2: 0.65})
 
@@ -58,8 +47,6 @@ class Gpu:
         share = self.attention.get(kernel, self.attention[FLASH2])
         return share * self.flops[dtype]
 
-
-"""The entry for ranks without a GPU."""
 
 # Memory is what nvidia-smi (NVML) shows as total. Peaks are dense: data sheets that print them
 # "with sparsity" print twice as much. Links and PCIe are halves of the "both ways" figures.
@@ -138,12 +125,11 @@ GPUS: dict[str, Gpu] = {
         flops={"bfloat16": 912e12, "float32": 63.5e12, "fp8": 1825e12},
     ),
     "A100-80GB": A100,
-    # Prices, memory sizes and bandwidths of both: digests of StreamRL (arXiv 2504.15930), not
-    # compared with the paper itself. 80 GB at 3.35 TB/s, a machine of eight at 2.85 times the price
-    # of one with H20. NVLink 400 GB/s is unconfirmed: public pages say only that it is reduced. All
-    # else is an H100's, which is the same chip.
-    "H800-80GB": replace(H100, link_bytes_per_s=200e9, price=2.85),
-    # 96 GB at 4.0 TB/s, price 1.00. Peaks as vendors print them: 148 TFLOP/s bf16, 296 fp8, 44
+    # Memory sizes and bandwidths of both: digests of StreamRL (arXiv 2504.15930), not compared with
+    # the paper itself. 80 GB at 3.35 TB/s. NVLink 400 GB/s is unconfirmed: public pages say only
+    # that it is reduced. All else is an H100's, which is the same chip.
+    "H800-80GB": replace(H100, link_bytes_per_s=200e9),
+    # 96 GB at 4.0 TB/s. Peaks as vendors print them: 148 TFLOP/s bf16, 296 fp8, 44
     # fp32. NVML: 97,871 MiB. NVLink and the host are taken to be an H100's, and attention to be
     # bound by products, as no kernel is.
     "H20-96GB": replace(
@@ -151,7 +137,6 @@ GPUS: dict[str, Gpu] = {
         memory_bytes=97_871 * 2**20,
         memory_bytes_per_s=4.0e12,
         flops={"bfloat16": 148e12, "float32": 44e12, "fp8": 296e12},
-        price=1.00,
         attention={FLASH2: 0.62},
     ),
     # NVIDIA A100 40GB data sheet, SXM4: 1,555 GB/s HBM2, else as 80 GB. DGX A100 320GB: 1 TB of
@@ -252,69 +237,7 @@ def gpu(name: str, device: str = GPU) -> Gpu:
     num_bytes = size_bytes(name)
     if num_bytes:
         return replace(H100, memory_bytes=int(num_bytes), flops={})
-    wanted = f"be auto, a size such as 24GB, or one of {', '.join(known)}"
-    require(name in known, "cluster.gpu", wanted, name)
+    if name not in known:
+        wanted = f"be auto, a size such as 24GB, or one of {', '.join(known)}"
+        raise ValueError(f"cluster.gpu must {wanted}, got {name!r}")
     return GPUS[name]
-
-
-def check_kinds(config: Config) -> None:
-    """ValueError if a GPU of the recipe is unknown, or has no arithmetic in a dtype asked for."""
-    asked = [("trainer.compute_dtype", config.trainer.device, config.trainer.compute_dtype, "")]
-    asked += [
-        (f"{pool.key}.dtype", pool.generator.device, pool.generator.dtype, pool.gpu)
-        for pool in pools_of(config.generator)
-    ]
-    for key, device, dtype, own in asked:
-        kind = own or config.cluster.planned_gpu
-        flops = gpu(kind, device).flops
-        wanted = f"be float32 on {kind}, which has no arithmetic in {dtype}"
-        require(not flops or dtype in flops, key, wanted, dtype)
-
-
-def timed(config: Config) -> bool:
-    """Whether there are peaks to forecast times from: no GPU of the recipe is only a size."""
-    kinds = {config.cluster.planned_gpu, *(pool.gpu for pool in pools_of(config.generator))}
-    return all(size_bytes(kind) is None for kind in kinds)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Of the GPUs that have a rank: how many there are of each kind, and an hour of one.
-
-    `unit` says what prices are in.
-    """
-
-    num_gpus: dict[str, int]
-    prices: dict[str, float]
-    unit: str
-
-    @property
-    def per_hour(self) -> float:
-        """Of all GPUs."""
-        return sum(number * self.prices[kind] for kind, number in self.num_gpus.items())
-
-    def throughput(self, tokens_per_s: float) -> float:
-        """Tokens for one unit of price."""
-        return tokens_per_s * HOUR_S / self.per_hour
-
-
-def kinds_of(config: Config) -> dict[str, int]:
-    """The GPUs that have a rank, by kind, the trainer's first."""
-    devices = {device for places in assign(config).values() for device in places}
-    places = {(each.host, each.gpu): each.gpu_kind for each in devices if each.gpu is not None}
-    usual = config.cluster.planned_gpu
-    counts = Counter(kind or usual for kind in places.values())
-    return dict(sorted(counts.items(), key=lambda item: item[0] != usual))
-
-
-def cost_of(config: Config) -> Cost | None:
-    """None on CPUs, and if the price of a kind is not known. ValueError if `plan.gpu_prices` leaves
-    one out."""
-    num_gpus, own = kinds_of(config), read_prices(config.plan.gpu_prices)
-    if own and (missing := [kind for kind in num_gpus if kind not in own]):
-        raise ValueError(f"plan.gpu_prices must name {missing[0]}, got {', '.join(own)}")
-    known = own or {kind: gpu.price for kind, gpu in GPUS.items() if gpu.price is not None}
-    if not num_gpus or any(kind not in known for kind in num_gpus):
-        return None
-    unit = "plan.gpu_prices" if own else "hours of an H20"
-    return Cost(num_gpus=num_gpus, prices={kind: known[kind] for kind in num_gpus}, unit=unit)

@@ -1,28 +1,28 @@
-"""The dataflow of a recipe as text and as a picture.
+"""The dataflow of a recipe as text and as a picture: what `llamarl graph` prints and draws.
 
-Owns: the tables of `llamarl graph`, its Mermaid text, and what a run's spans say of its edges. Does
-not own: the graph (`scoring/stages.py`) or the spans. Invariant: starts no process and reads no
-weights; what spans do not hold is missing, never estimated.
-"""
+It starts no process and reads no weights; what spans do not hold is missing, never estimated."""
 
+import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from llamarl.core.config.rank_assignment import Device
 from llamarl.core.fields import require
 from llamarl.metrics.shares import by_executor, read_timeline
 from llamarl.metrics.span import Span, executor_of
-from llamarl.planner.report.tables import render, whole_words
 from llamarl.scoring.stages import GENERATE, SCORE, SETTLE, FrozenModel, Graph, Stage
 from llamarl.storage.columns import stored_columns
 
 UNITS = ("B", "kB", "MB", "GB")
 NS_PER_S = 1e9
 LIST_ROOM, EDGE_ROOM = 26, 60  # characters of a cell
+WIDTH = 100
+GAP = 2  # between columns
 
 Places = Mapping[str, Sequence[Device]]
 """Executor process name -> the devices of its ranks."""
@@ -186,6 +186,35 @@ class Dataflow:
         """The devices of the stage's processes: of each replica, or of one group of ranks."""
         executor = self.executors[stage.name]
         return [each for name, each in self.places.items() if name.partition("-")[0] == executor]
+
+
+def render(parts: Iterable[RenderableType]) -> str:
+    """These one below the other, in lines of at most WIDTH characters, or what a `whole_words`
+    table needs."""
+    parts = [*parts]
+    tables = [part for part in parts if isinstance(part, Table)]
+    needed = [sum((each.min_width or 0) + GAP for each in table.columns) for table in tables]
+    console = Console(width=max([WIDTH, *needed]), color_system=None)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part, highlight=False, markup=False)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def whole_words(titles: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> Table:
+    """A table whose cells have lines of `room` characters, or of one longer word: a path or a
+    column's name is never cut."""
+    table = Table(box=None, pad_edge=False)
+    wrapped = [
+        [textwrap.wrap(cell, room, break_long_words=False, break_on_hyphens=False) for cell in row]
+        for row in rows
+    ]
+    for title, *cells in zip(titles, *wrapped, strict=True):
+        longest = max(len(line) for lines in ([title], *cells) for line in lines)
+        table.add_column(title, min_width=longest, no_wrap=True)
+    for row in wrapped:
+        table.add_row(*("\n".join(lines) for lines in row))
+    return table
 
 
 def _size(num_bytes: float) -> str:

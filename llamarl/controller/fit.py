@@ -1,9 +1,7 @@
-"""Whether a recipe fits, asked before a run starts.
+"""Whether a recipe fits, asked before a run starts, and which kind of GPU this machine has.
 
-Owns: the refusal, a bound for small runs, and which kind of GPU this machine has. Does not own: the
-forecast (`ranks.py`) or what a kind of GPU can do. Invariant: torch is imported only if
-the bound leaves it open whether all fits, so the controller's process never loads it for a small
-run on CPUs, and no CUDA context comes up there.
+Torch is imported only if a bound leaves it open whether all fits: the controller's process never
+loads it for a small run on CPUs, and no CUDA context comes up there.
 """
 
 import itertools
@@ -11,16 +9,21 @@ import logging
 import math
 from dataclasses import replace
 
-from llamarl.core.config import Config, GeneratorConfig, VllmConfig
+from llamarl.core.config import Config, VllmConfig
 from llamarl.core.config.generator import pools_of
 from llamarl.core.config.rank_assignment import assign, needs_gpu
-from llamarl.core.device.names import AUTO, TOOL, cards_here, is_kind
+from llamarl.core.device.hardware import GPUS, gpu
+from llamarl.core.device.names import AUTO, CPU, TOOL, cards_here, is_kind
 from llamarl.core.fields import require
 from llamarl.core.memory import available_bytes
-from llamarl.model.architecture import AnyArchitecture, Architecture, OtherArchitecture
+from llamarl.model.architecture import (
+    NO_MODELS,
+    AnyArchitecture,
+    Architecture,
+    FrozenModels,
+    OtherArchitecture,
+)
 from llamarl.model.inventory import parameter_shapes
-from llamarl.planner.forecast import NO_MODELS, FrozenModels, RankMemory
-from llamarl.planner.hardware import CPU, GPUS, check_kinds
 from llamarl.publish.layout import KEPT_BYTES, MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -51,7 +54,7 @@ def check_fit(
         check_kinds(config)
     elif upper_bound_bytes(config, architecture, frozen) <= available_bytes():
         return
-    from llamarl.planner.memory.ranks import forecast_memory, fullest
+    from llamarl.controller.memory import forecast_memory, fullest, refusal
 
     forecast = forecast_memory(config, architecture, frozen)
     if not forecast.fits:
@@ -63,39 +66,33 @@ def check_fit(
 def upper_bound_bytes(
     config: Config, architecture: Architecture, frozen: FrozenModels = NO_MODELS
 ) -> int:
-    """What all executors together need on CPUs, at most: as if nothing were sharded, and every
-    token were kept in each of some dozen forms. Never below what `forecast_memory` sums up."""
+    """What all executors together need on CPUs, at most: as if nothing were sharded, each model had
+    its weights in two dozen forms, and every token of a pass some dozen. Never below what
+    `forecast_memory` sums up."""
     a, trainer = architecture, config.trainer
-    model_bytes = _model_bytes(a)
-    longest = max(pool.generator.max_model_len for pool in pools_of(config.generator))
-    num_tokens = 2 * max(trainer.tokens_per_micro_batch, longest)
-    models = [*[a] * config.has_reference_model, *frozen.values()]
-    trainer_bytes = 16 * model_bytes + 6 * sum(map(_model_bytes, models))
-    trainer_bytes += num_tokens * sum(map(_token_bytes, [a, *models]))
-    kept_bytes = len(pools_of(config.generator)) * model_bytes
-    trainer_bytes += 2 * MESSAGE_BYTES + min(KEPT_BYTES, kept_bytes)
-    trainer_bytes += TILE_BYTES
-    num_processes = (1 + len(models)) * trainer.num_ranks + 2 + config.experience.units_per_host
-    total = trainer.num_ranks * trainer_bytes
-    for pool in pools_of(config.generator) if not config.algorithm.imitates else ():
-        num_ranks = len(pool.replicas) * pool.generator.num_ranks
-        rank_bytes = _generator_bytes(pool.generator, a) + 2 * MESSAGE_BYTES
-        total += num_ranks * rank_bytes
-        num_processes += num_ranks
-    return total + num_processes * GPUS[CPU].reserve_bytes
-
-
-def _generator_bytes(generator: GeneratorConfig, a: Architecture) -> int:
-    """Of one rank, without messages."""
-    kv_bytes = generator.max_num_seqs * (generator.max_model_len + 64) * 2 * a.num_layers
-    kv_bytes *= a.num_kv_heads * a.head_dim * WIDE_BYTES
-    if isinstance(generator, VllmConfig):
-        kv_bytes = generator.kv_cache_bytes
-    num_prefilled = min(generator.max_num_seqs * generator.max_model_len, 2**14)
-    num_prefilled = max(num_prefilled, generator.max_model_len)
-    layer_bytes = 16 * WIDE_BYTES * (a.hidden_size + _head_channels(a) + a.intermediate_size)
-    logits_bytes = generator.max_num_seqs * a.vocab_size * 4 * WIDE_BYTES
-    return 6 * _model_bytes(a) + kv_bytes + num_prefilled * layer_bytes + logits_bytes
+    models = [a, *[a] * config.has_reference_model, *frozen.values()]
+    kept_bytes = 22 * sum(map(_model_bytes, models)) + TILE_BYTES
+    kept_bytes += 2 * MESSAGE_BYTES + KEPT_BYTES
+    token_bytes = sum(map(_token_bytes, models))
+    kv_bytes = 2 * WIDE_BYTES * a.num_layers * a.num_kv_heads * a.head_dim
+    total, num_ranks = trainer.num_ranks * kept_bytes, trainer.num_ranks
+    most_tokens = trainer.tokens_per_micro_batch
+    for pool in pools_of(config.generator):
+        generator = pool.generator
+        most_tokens = max(most_tokens, generator.max_model_len)
+        if config.algorithm.imitates:
+            continue  # no generator is started
+        num_cached = generator.max_num_seqs * (generator.max_model_len + 64)
+        cache_bytes = num_cached * kv_bytes
+        if isinstance(generator, VllmConfig):
+            cache_bytes = generator.kv_cache_bytes
+        num_prefilled = min(num_cached, 2**14) + generator.max_model_len + generator.max_num_seqs
+        own = len(pool.replicas) * generator.num_ranks
+        total += own * (kept_bytes + cache_bytes + num_prefilled * token_bytes)
+        num_ranks += own
+    total += trainer.num_ranks * 2 * most_tokens * token_bytes
+    num_others = len(models) * trainer.num_ranks + 2 + config.experience.units_per_host
+    return total + (num_ranks + num_others) * GPUS[CPU].reserve_bytes
 
 
 def _model_bytes(a: Architecture) -> int:
@@ -103,32 +100,25 @@ def _model_bytes(a: Architecture) -> int:
     return WIDE_BYTES * num_elements + 64 * len(parameter_shapes(a))
 
 
-def _head_channels(a: Architecture) -> int:
-    return (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-
-
 def _token_bytes(a: Architecture) -> int:
     """Of one token in a pass."""
-    channels = 2 * a.hidden_size + _head_channels(a) + a.intermediate_size
+    heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    channels = 2 * a.hidden_size + heads + a.intermediate_size
     return WIDE_BYTES * 16 * ((a.num_layers + 4) * channels + a.vocab_size)
 
 
-def refusal(config: Config, rank: RankMemory) -> str:
-    """The line that says by how much a rank does not fit, and what takes most of its memory."""
-    largest = sorted(rank.bytes_by_kind.items(), key=lambda item: -item[1])[:3]
-    shown = ", ".join(f"{kind} {num_bytes / GIB:.1f}" for kind, num_bytes in largest)
-    who = "all processes of a host" if rank.executor == "host" else f"the fullest {rank.executor}"
-    where = "this machine has left"
-    if needs_gpu(config):
-        pools = {pool.key: pool for pool in pools_of(config.generator)}
-        pool = pools.get(rank.executor)
-        kind = (pool.gpu if pool else "") or config.cluster.planned_gpu
-        who += f" at {pool.site}" if pool and pool.site else ""
-        where = "a host has" if rank.executor == "host" else f"one {kind} has"
-    return (
-        f"{who} must fit into the {rank.device_bytes / GIB:.1f} GiB that {where}, got "
-        f"{rank.total_bytes / GIB:.1f} GiB ({shown})"
-    )
+def check_kinds(config: Config) -> None:
+    """ValueError if a GPU of the recipe is unknown, or has no arithmetic in a dtype asked for."""
+    asked = [("trainer.compute_dtype", config.trainer.device, config.trainer.compute_dtype, "")]
+    asked += [
+        (f"{pool.key}.dtype", pool.generator.device, pool.generator.dtype, pool.gpu)
+        for pool in pools_of(config.generator)
+    ]
+    for key, device, dtype, own in asked:
+        kind = own or config.cluster.planned_gpu
+        flops = gpu(kind, device).flops
+        wanted = f"be float32 on {kind}, which has no arithmetic in {dtype}"
+        require(not flops or dtype in flops, key, wanted, dtype)
 
 
 def check_cards(config: Config) -> str:

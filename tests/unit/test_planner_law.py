@@ -17,13 +17,12 @@ from llamarl.core.config import (
     WeightsConfig,
 )
 from llamarl.core.config.plan_keys import PlanConfig
+from llamarl.core.device.hardware import GPUS
 from llamarl.planner.efficiency import COLLECTIVE_S, LAW, OVERLAP
-from llamarl.planner.hardware import GPUS
-from llamarl.planner.simulation import collectives
+from llamarl.planner.law import bytes_per_s as rate_of
+from llamarl.planner.law import hardware_costs, latency_s, trainer_times
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.roofline import hardware_costs
 from llamarl.planner.simulation.simulated_run import simulate
-from llamarl.planner.simulation.trainer_times import trainer_times
 from llamarl.trainer.losses.aipo import AIPOConfig
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
@@ -71,13 +70,13 @@ def make_trainer(**sizes: int) -> TrainerConfig:
 def test_a_collective_gets_the_links_of_its_host_or_the_cards_that_its_ranks_have_on_one(
     num_ranks: int, stride: int, bytes_per_s: float
 ) -> None:
-    found = collectives.rate(make_gpu_recipe(), H100, num_ranks, stride)
+    found = rate_of(make_gpu_recipe(), H100, num_ranks, stride)
     assert found == pytest.approx(LAW.link * bytes_per_s)
 
 
 def test_a_collective_starts_later_the_more_hosts_it_spans() -> None:
     config = make_gpu_recipe()
-    starts = [collectives.latency_s(config, ranks, 12e-6) for ranks in (1, 8, 16, 32, 128)]
+    starts = [latency_s(config, ranks, 12e-6) for ranks in (1, 8, 16, 32, 128)]
     assert starts == pytest.approx([0.0, 12e-6, 40e-6, 50e-6, 70e-6])
 
 
@@ -101,7 +100,7 @@ def sum_of_parameters() -> int:
 def gather_s(trainer: TrainerConfig) -> float:
     """Seconds of one gather of all weights, without its starts."""
     config = make_gpu_recipe(trainer=trainer)
-    starts_s = LLAMA_8B.num_layers * collectives.latency_s(
+    starts_s = LLAMA_8B.num_layers * latency_s(
         config, trainer.num_shard_ranks, COLLECTIVE_S, trainer.tensor_parallel
     )
     return trainer_times(config, LLAMA_8B).gather_s - starts_s

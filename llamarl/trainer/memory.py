@@ -1,47 +1,106 @@
-"""What one trainer rank has in memory, moment by moment.
+"""What memory a trainer rank needs, and which boxes of the parameters it holds, by the recipe
+alone."""
 
-Owns: state, FSDP's buffers and activations of the fullest rank, and the frozen models beside it.
-Does not own: sharing a device with others (`ranks.py`). Invariant: kinds mirror
-`trainer/policy.py`, FSDP2 and `publish/source.py`; rank 0, whose shards are never shorter than
-others', is the fullest.
-
-How FSDP2's buffers are counted, per group of parameters (each layer, and one of embedding, norm
-and head, which stays gathered from forward to backward):
-
-- gathered in the compute dtype: with reshard_after=forward the group at work and the next one,
-  which is gathered meanwhile; else all, and one that is being copied out.
-- reduced: gradients of the group in the compute dtype, and the same once more in float32, padded,
-  as the input of the reduce-scatter. What comes out of it becomes the shard's gradient.
-"""
+from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from torch.distributed.tensor import Replicate
+import numpy as np
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from llamarl.core.config import Config, LoraConfig, TrainerConfig
 from llamarl.core.config.generator import pools_of
+from llamarl.core.config.rank_assignment import assign
 from llamarl.core.device.devices import platform_of
+from llamarl.core.device.hardware import Kinds
+from llamarl.core.records import INFER
 from llamarl.model.adapter_inventory import adapter_shapes, trained_shapes
-from llamarl.model.architecture import Architecture
+from llamarl.model.architecture import NO_MODELS, Architecture, FrozenModels
 from llamarl.model.inventory import parameter_shapes
-from llamarl.planner.forecast import NO_MODELS, STAGE, FrozenModels
-from llamarl.planner.memory.activations import forecast_activations, forecast_inference
-from llamarl.planner.memory.shardings import local_box, local_elements
-from llamarl.publish.layout import KEPT_BYTES, MESSAGE_BYTES
+from llamarl.publish.layout import KEPT_BYTES, MESSAGE_BYTES, RankLayout
 from llamarl.publish.reshard import DTYPE_BYTES
+from llamarl.publish.shards import Shape, one_box, rank_layout
 from llamarl.publish.transports.routes import TRANSPORTS
-from llamarl.scoring.stages import INFER
+from llamarl.trainer.activations import forecast_activations, forecast_inference
 from llamarl.trainer.parallel import mesh_shape, parameter_placements
+
+
+def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayout]:
+    """The layout of each trainer rank of a recipe, as `shard_boxes` makes it there, in order."""
+    layout = lru_cache(maxsize=None)(one_box)  # ranks that hold the same share it
+    trained = trained_shapes(architecture, config.trainer.lora)
+    return [
+        rank_layout(
+            rank,
+            device,
+            {
+                name: layout(shape, size, start, "float32", name, 0)
+                for name, shape, size, start in _local_boxes(config, architecture, rank)
+                if name in trained
+            },
+        )
+        for rank, device in enumerate(assign(config)["trainer"])
+    ]
+
+
+def local_elements(config: Config, architecture: Architecture, rank: int) -> dict[str, int]:
+    """Parameter name -> elements that trainer rank `rank` holds of it."""
+    boxes = _local_boxes(config, architecture, rank)
+    return {name: math.prod(size) for name, _, size, _ in boxes}
+
+
+def _local_boxes(
+    config: Config, architecture: Architecture, rank: int
+) -> Iterator[tuple[str, Shape, Shape, Shape]]:
+    """(name, shape, shape and first index of what the trainer rank holds) of each parameter."""
+    shapes = parameter_shapes(architecture) | adapter_shapes(architecture, config.trainer.lora)
+    for name, (mesh, kinds) in parameter_placements(architecture, config.trainer).items():
+        place = tuple(map(int, np.unravel_index(rank, mesh)))  # meshes count row after row
+        yield name, shapes[name], *local_box(shapes[name], mesh, place, kinds)
+
+
+def local_box(
+    shape: Shape, mesh: Shape, place: Shape, placements: tuple[Placement, ...]
+) -> tuple[Shape, Shape]:
+    """(shape, first index) of what the rank at `place` holds of a parameter.
+
+    FSDP cuts what tensor parallel, the last mesh dimension, left. Asked for both at once, torch
+    lists every index of such a strided shard, which takes milliseconds; so it is asked for one
+    after the other where the slices are equally long, as all models that can be run have them.
+    """
+    strided = [placement for placement in placements if isinstance(placement, _StridedShard)]
+    if not strided or shape[strided[0].dim] % mesh[-1]:
+        return _local_box(shape, mesh, place, placements)
+    slice_shape, slice_start = _local_box(shape, mesh[-1:], place[-1:], placements[-1:])
+    plain = tuple(
+        Shard(placement.dim) if isinstance(placement, _StridedShard) else placement
+        for placement in placements[:-1]
+    )
+    size, start = _local_box(slice_shape, mesh[:-1], place[:-1], plain)
+    return size, tuple(a + b for a, b in zip(start, slice_start, strict=True))
+
+
+@lru_cache(maxsize=1 << 16)
+def _local_box(
+    shape: Shape, mesh: Shape, place: Shape, placements: tuple[Placement, ...]
+) -> tuple[Shape, Shape]:
+    size, start = _compute_local_shape_and_global_offset(shape, mesh, list(place), placements)
+    return tuple(size), tuple(start)
+
 
 MASTER_BYTES = 4  # of a float32 master weight, gradient or moment
 QUANTISED_BYTES = 8  # of an element of a tile in all its forms, while it is quantised
 LAYER = "model.layers.0."
 ANY_LAYER = "model.layers."
 
-Kinds = dict[str, int]
-"""Bytes by kind."""
+STAGE = "stage "  # before its name: the kind of memory that its frozen model takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +114,14 @@ class TrainerMemory:
     moments: tuple[Kinds, ...]
     frozen: Kinds
 
+    @property
+    def fullest(self) -> Kinds:
+        """The moment at which there is most."""
+        return max(self.moments, key=lambda kinds: sum(kinds.values()))
 
-def forecast_trainer(
-    config: Config, architecture: Architecture, frozen: FrozenModels = NO_MODELS
-) -> TrainerMemory:
-    """Of the fullest rank."""
+
+def lasting_bytes(config: Config, architecture: Architecture) -> tuple[int, Kinds]:
+    """(weights, gradients and optimizer) of the fullest rank."""
     trainer = config.trainer
     names = trained_shapes(architecture, trainer.lora).keys()
     elements = local_elements(config, architecture, 0)
@@ -69,12 +131,21 @@ def forecast_trainer(
     state = {"gradients": trained}
     if trainer.optimizer == "adamw":  # one float32 each, besides two moments
         state["optimizer"] = 2 * trained + MASTER_BYTES * len(names)
-    weights = trained + beside
+    return trained + beside, state
+
+
+def forecast_trainer(
+    config: Config, architecture: Architecture, frozen: FrozenModels = NO_MODELS
+) -> TrainerMemory:
+    """Of the fullest rank."""
+    trainer = config.trainer
+    weights, state = lasting_bytes(config, architecture)
+    trained = state["gradients"]
     lasting = {"weights": weights, **state}
     if not config.placement.colocated:  # else a sync phase waits for all targets, so none is late
         lasting["snapshot"] = trained
     if not TRANSPORTS[config.weights.transport].is_mapped:
-        kept = _packed_bytes(config, num_trained)
+        kept = _packed_bytes(config, trained // MASTER_BYTES)
         lasting["transfer"] = 2 * MESSAGE_BYTES + kept
     is_quantised = any(p.generator.quantization != "none" for p in pools_of(config.generator))
     if is_quantised and not trainer.lora.is_used:

@@ -1,42 +1,38 @@
-"""How much memory every rank needs, by kind.
-
-Owns: what is in memory at the same time, the fullest rank of every executor, the advice. Does not
-own: what a trainer or a generator needs by itself (`trainer_memory.py`, `generator_memory.py`).
-Invariant: advice comes from forecasts of changed recipes, never from a rule of thumb.
+"""How much memory every rank of a run will need, by kind, added up from what both sides say
+(`trainer/memory.py`, `generator/memory.py`).
 
 Disaggregated, each rank has its device. Colocated with offloading there are three phases, of which
 each must fit: train, generate, and the sync phase in between, when both sides' weights are there.
-Without offloading everything is there at once. Frozen models share the trainer's device
-always.
-
+Without offloading everything is there at once. Frozen models share the trainer's device always.
 Without GPUs all processes of a host share its memory: the fullest host is an entry of its own,
 against what the machine at hand has left. With GPUs a host is an entry only if what is pinned there
-does not fit.
+does not fit. Advice comes from forecasts of changed recipes, never from a rule of thumb.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import NamedTuple
 
 from llamarl.core.config import Config, VllmConfig
 from llamarl.core.config.generator import alone, named, pool_at, pools_of
 from llamarl.core.config.rank_assignment import assign, needs_gpu
-from llamarl.core.device.names import is_gpu
+from llamarl.core.device.hardware import GPUS, gpu
+from llamarl.core.device.names import CPU, is_gpu
 from llamarl.core.memory import available_bytes
+from llamarl.generator.memory import GeneratorMemory, forecast_generator
 from llamarl.generator.vllm.limits import check_limits
-from llamarl.model.architecture import Architecture
+from llamarl.model.architecture import NO_MODELS, Architecture, FrozenModels
 from llamarl.model.inventory import check_parallel
-from llamarl.planner.forecast import NO_MODELS, Advice, FrozenModels, MemoryForecast, RankMemory
-from llamarl.planner.hardware import CPU, GPUS, gpu
-from llamarl.planner.memory.generator_memory import GeneratorMemory, forecast_generator
-from llamarl.planner.memory.trainer_memory import Kinds, TrainerMemory, forecast_trainer
 from llamarl.publish.transports.routes import check_transport
+from llamarl.trainer.memory import Kinds, TrainerMemory, forecast_trainer
 
 PROCESS_BYTES = 2**30
 """What each further process on a GPU keeps: context, kernels, communicators. Our own allowance."""
 
 HOST = "host"
+GIB = 2**30
 MAX_ADVICE = 3
 MOST_HALVINGS = 8
 HALF, DOUBLE = object(), object()
@@ -61,6 +57,53 @@ CHANGES: tuple[tuple[str, object], ...] = (
 """Fields that may help if there is too little memory, and what becomes of their value."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The fullest rank of one executor, at the moment it is fullest.
+
+    `bytes_by_kind` is device memory, by kind ("weights", "gradients", "optimizer", "unsharded",
+    "activations", "logits", "kv_cache", "staging", "reference", "stage teacher",
+    "offloaded", "reserve", ...); `host_bytes_by_kind` is memory of the host that this rank pins or
+    maps.
+    """
+
+    executor: str
+    num_ranks: int
+    device_bytes: int
+    bytes_by_kind: dict[str, int]
+    host_bytes_by_kind: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Device memory needed."""
+        return sum(self.bytes_by_kind.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.device_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change of the recipe and what it does to the fullest rank; `is_enough`: all fits then."""
+
+    text: str
+    is_enough: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryForecast:
+    """Every executor's fullest rank; `advice` says what to change if one does not fit, the best
+    change first."""
+
+    ranks: tuple[RankMemory, ...]
+    advice: tuple[Advice, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return all(rank.fits for rank in self.ranks)
+
+
 def forecast_memory(
     config: Config, architecture: Architecture, frozen: FrozenModels = NO_MODELS
 ) -> MemoryForecast:
@@ -80,9 +123,37 @@ def fits(config: Config, architecture: Architecture, frozen: FrozenModels) -> bo
     return all(rank.fits for rank in _ranks(config, architecture, frozen))
 
 
+def forecast_trainer_rank(config: Config, architecture: Architecture) -> RankMemory:
+    """The fullest trainer rank while it trains, with its device for itself."""
+    found, device = forecast_trainer(config, architecture), config.trainer.device
+    card = gpu(config.cluster.planned_gpu, device)
+    room = card.memory_bytes if is_gpu(device) else available_bytes()
+    reserve = card.reserve_bytes + len(found.frozen) * PROCESS_BYTES * is_gpu(device)
+    kinds = found.fullest | found.frozen | {"reserve": reserve}
+    return _rank("trainer", config.trainer.num_ranks, room, kinds)
+
+
 def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
     """The one with the least room in proportion."""
     return max(ranks, key=lambda rank: rank.total_bytes / rank.device_bytes)
+
+
+def refusal(config: Config, rank: RankMemory) -> str:
+    """The line that says by how much a rank does not fit, and what takes most of its memory."""
+    largest = sorted(rank.bytes_by_kind.items(), key=lambda item: -item[1])[:3]
+    shown = ", ".join(f"{kind} {num_bytes / GIB:.1f}" for kind, num_bytes in largest)
+    who = "all processes of a host" if rank.executor == "host" else f"the fullest {rank.executor}"
+    where = "this machine has left"
+    if needs_gpu(config):
+        pools = {pool.key: pool for pool in pools_of(config.generator)}
+        pool = pools.get(rank.executor)
+        kind = (pool.gpu if pool else "") or config.cluster.planned_gpu
+        who += f" at {pool.site}" if pool and pool.site else ""
+        where = "a host has" if rank.executor == "host" else f"one {kind} has"
+    return (
+        f"{who} must fit into the {rank.device_bytes / GIB:.1f} GiB that {where}, got "
+        f"{rank.total_bytes / GIB:.1f} GiB ({shown})"
+    )
 
 
 def _ranks(
@@ -131,8 +202,7 @@ def _pool_ranks(
     yield _rank(HOST, counts.total() + num_others, host.device_bytes, dict(kinds))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Phase:
+class MemoryPhase(NamedTuple):
     """What one rank of each side has in memory during a phase."""
 
     name: str
@@ -140,23 +210,25 @@ class _Phase:
     generator: Kinds
 
 
-def _phases(config: Config, trainer: TrainerMemory, generator: GeneratorMemory) -> list[_Phase]:
-    train = max(trainer.moments, key=lambda kinds: sum(kinds.values())) | trainer.frozen
+def _phases(
+    config: Config, trainer: TrainerMemory, generator: GeneratorMemory
+) -> list[MemoryPhase]:
+    train = trainer.fullest | trainer.frozen
     generate = generator.weights | {"kv_cache": generator.kv_cache} | generator.working
     if config.algorithm.imitates:
         generate = {}  # no generator is started
     if not config.placement.colocated or config.placement.offload == "none":
-        return [_Phase(name="trainer", trainer=train, generator=generate)]
+        return [MemoryPhase("trainer", train, generate)]
     weights = {"weights": trainer.weights} | trainer.frozen
     return [
-        _Phase(name="trainer", trainer=train, generator={}),
-        _Phase(name="generator", trainer=trainer.frozen, generator=generate),
-        _Phase(name="sync", trainer=weights, generator=generator.weights),
+        MemoryPhase("trainer", train, {}),
+        MemoryPhase("generator", trainer.frozen, generate),
+        MemoryPhase("sync", weights, generator.weights),
     ]
 
 
 def _gpu_ranks(
-    config: Config, trainer: TrainerMemory, generator: GeneratorMemory, phases: list[_Phase]
+    config: Config, trainer: TrainerMemory, generator: GeneratorMemory, phases: list[MemoryPhase]
 ) -> Iterator[RankMemory]:
     device, num_ranks = gpu(config.cluster.planned_gpu), sum(_hosts(config), Counter())
     host: dict[str, Kinds] = {"trainer": {}, "generator": dict(generator.host)}
@@ -195,7 +267,7 @@ def _pinned(config: Config, host: dict[str, Kinds], bytes_per_gpu: int) -> Itera
         yield most
 
 
-def _cpu_ranks(config: Config, phases: list[_Phase], num_frozen: int) -> Iterator[RankMemory]:
+def _cpu_ranks(config: Config, phases: list[MemoryPhase], num_frozen: int) -> Iterator[RankMemory]:
     """Both sides for themselves, then the fullest host with all its processes."""
     room, reserve, hosts = available_bytes(), GPUS[CPU].reserve_bytes, _hosts(config)
     num_ranks: Counter[str] = sum(hosts, Counter())
@@ -251,7 +323,7 @@ def _with_room(config: Config) -> Config:
     return replace(config, cluster=roomy)
 
 
-def _together(phase: _Phase) -> Kinds:
+def _together(phase: MemoryPhase) -> Kinds:
     """Both sides of one device; what only one side has keeps its name."""
     kinds = dict(phase.trainer)
     for kind, num_bytes in phase.generator.items():
@@ -273,14 +345,14 @@ def _advice(
         if not _concerns(name, before.executor, config):
             continue
         try:
-            changed, after_all = _change(
+            after_config, after_all = _change(
                 config, architecture, frozen, name, change, before.executor
             )
         except (ValueError, TypeError, AttributeError):  # no recipe, or a field of another engine
             continue
-        text = f"{name}={attrgetter(name)(changed)}"
-        if changed.cluster != config.cluster:
-            text += f" cluster.num_hosts={changed.cluster.num_hosts}"
+        text = f"{name}={attrgetter(name)(after_config)}"
+        if after_config.cluster != config.cluster:
+            text += f" cluster.num_hosts={after_config.cluster.num_hosts}"
         is_short = not all(rank.fits for rank in after_all)
         after = [rank for rank in after_all if rank.executor == before.executor]
         if not after:  # what was pinned fits now
@@ -306,13 +378,12 @@ def _change(
     """The recipe with the field `name` changed, a halved one again until the executor fits; and its
     ranks. Where the hosts have no GPUs for more ranks, there are more hosts. ValueError for what
     would not be a recipe."""
-    section, field = name.split(".")
     for _ in range(MOST_HALVINGS if change is HALF else 1):
-        part = getattr(config, section)
-        old = getattr(part, field)
-        new = old // 2 if change is HALF else 2 * old if change is DOUBLE else change
-        config = replace(config, **{section: replace(part, **{field: new})})
-        if not _has_room(config) and not config.cluster.hosts:
+        config = changed(config, name, change)
+        try:
+            assign(config)
+        except ValueError:
+            config.cluster.require(not config.cluster.hosts, "hosts", "have devices for all ranks")
             cluster = replace(config.cluster, num_hosts=2 * config.cluster.size)
             config = replace(config, cluster=cluster)
         for pool in pools_of(config.generator):
@@ -323,13 +394,14 @@ def _change(
     return config, ranks
 
 
-def _has_room(config: Config) -> bool:
-    """Whether the hosts have devices for all ranks."""
-    try:
-        assign(config)
-    except ValueError:
-        return False
-    return True
+def changed(config: Config, name: str, change: object) -> Config:
+    """The recipe with the field `name`, such as "trainer.num_ranks", halved, doubled or set.
+    ValueError for what would not be a recipe, AttributeError for a field of another engine."""
+    section, field = name.split(".")
+    part = getattr(config, section)
+    old = getattr(part, field)
+    new = old // 2 if change is HALF else 2 * old if change is DOUBLE else change
+    return replace(config, **{section: replace(part, **{field: new})})
 
 
 def _concerns(name: str, executor: str, config: Config) -> bool:

@@ -1,22 +1,21 @@
-"""Costs of a finished run, from the times in its spans and the lengths in its archive.
+"""Costs and workload of a finished run, from the times in its spans and the lengths in its archive.
 
-Owns: the fits. Does not own: the files (`metrics/span.py`, `metrics/summary.py`) or what is
-simulated with them. Invariant: a function of the run folder and the number of processors. Spans are
-wall times: what processes took from each other by sharing processors is estimated from where their
-spans overlap, and taken out.
-"""
+Spans are wall times: what processes took from each other by sharing processors is estimated from
+where their spans overlap, and taken out."""
 
 import json
 import math
 import os
+import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import yaml
 
 from llamarl.core.config import Config
 from llamarl.metrics.estimates import Intervals, overlaps, union
@@ -26,7 +25,9 @@ from llamarl.model.architecture import Architecture
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.simulated_run import simulate
 from llamarl.planner.simulation.workload import Workload, make_workload
+from llamarl.trainer.advantages import EQUAL_REWARDS
 
+T = TypeVar("T")
 Floats = npt.NDArray[np.float64]
 Processes = dict[str, list[Span]]
 """Spans by process."""
@@ -68,7 +69,7 @@ class Trace:
         return sum(shares) / len(shares)
 
     def workload(self, config: Config) -> Workload:
-        """SimulatedRollouts like the run's, with the prompts of `config`."""
+        """Rollouts like the run's, with the prompts of `config`."""
         share = self.equal_share(config.sampling.rollouts_per_prompt)
         return make_workload(config, lengths=self.lengths, equal_share=share)
 
@@ -83,24 +84,77 @@ class Busy:
     others: Floats
     version: npt.NDArray[np.int64]
 
-    def free_s(self, slowdown: float, num_cores: int) -> Floats:
-        """Seconds on a free processor."""
-        return self.seconds / _slowness(self.others, slowdown, num_cores)
+
+def calibrate(run_dir: str, config: Config, architecture: Architecture) -> Trace:
+    """Costs and workload of the run in `run_dir`, of the recipe `config`; what no span shows is
+    chosen so that its own step comes out."""
+    own = run_config(run_dir, config)
+    trace = read_trace(run_dir, own.sampling.rollouts_per_prompt)
+    return fit_overhead(trace, with_workload(own, trace), architecture)
+
+
+def with_workload(config: Config, trace: Trace) -> Config:
+    """The recipe with the log-normal that is nearest to the lengths a run wrote."""
+    plan = replace(
+        config.plan,
+        prompt_tokens=trace.prompt_tokens,
+        median_tokens=max(1, round(statistics.median(trace.lengths))),
+        spread=statistics.pstdev(math.log(max(1, length)) for length in trace.lengths),
+    )
+    return replace(config, plan=plan)
+
+
+def check_rewards(config: Config, trace: Trace) -> None:
+    """ValueError if no step would end, as every group is dropped."""
+    if EQUAL_REWARDS not in config.algorithm.filters:
+        return
+    if trace.equal_share(config.sampling.rollouts_per_prompt) == 1:
+        raise ValueError(
+            f"--trace must name a run with rewards that differ within a group (or set "
+            f"algorithm.filters=[]), got {len(trace.rewards)} groups without"
+        )
+
+
+def run_config(run_dir: str, config: Config) -> Config:
+    """What the run in `run_dir` was started with; its sections are of the kinds that `config` has.
+
+    ValueError if the folder is no run's, or a section is of another kind.
+    """
+    path = Path(run_dir, "config.yaml")
+    if not path.is_file():
+        raise ValueError(f"--trace must name a run's folder, got {run_dir!r} without config.yaml")
+    written = yaml.safe_load(path.read_text())
+    try:
+        written.pop("defaults", None)  # the choices, which the kinds of the sections say
+        return _renewed(config, written)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"--trace must name a run of this recipe, with the same engine and algorithm, got "
+            f"{run_dir!r}: {error}"
+        ) from error
+
+
+def _renewed(section: T, written: Mapping[str, Any]) -> T:
+    """A section with these values, and so the sections in it."""
+    values = {
+        name: _renewed(own, value) if is_dataclass(own := getattr(section, name)) else value
+        for name, value in written.items()
+    }
+    return replace(section, **values)  # type: ignore[type-var]
 
 
 def read_trace(
     run_dir: str | Path, rollouts_per_prompt: int, *, num_cores: int | None = None
 ) -> Trace:
-    """Costs and workload of a finished run; ValueError if it has trained nothing, or if spans are
-    missing.
-
-    It ran on `num_cores` processors (default: those that this process may use). What spans do not
-    show stays 0: `row_s`, what the controller and messages take (see `fit_overhead`).
-    """
-    rows = list(_trained_rows(Path(run_dir) / ARCHIVE_FOLDER))
+    """Costs and workload of a finished run on `num_cores` processors (default: those that this
+    process may use); ValueError if it has trained nothing, or if spans are missing. What spans do
+    not show stays 0: `row_s`, what the controller and messages take."""
+    files = sorted(Path(run_dir, ARCHIVE_FOLDER).glob(ARCHIVE_FILES))
+    texts = (text for path in files for text in path.read_text().splitlines())
+    rows = [row for row in map(json.loads, texts) if row["outcome"] == "trained"]
     if not rows:
         raise ValueError(f"the run must have trained rollouts, got none in {run_dir}")
-    spans = _read_spans(Path(run_dir) / SPANS_FOLDER)
+    spans = read_spans(Path(run_dir) / SPANS_FOLDER)
     settled = _settled(spans)
     for executor, name in (("generator", "decode"), ("trainer", "accumulate")):
         if not _of(settled, executor, name):
@@ -110,7 +164,7 @@ def read_trace(
         lengths=tuple(row["num_tokens"] for row in rows),
         prompt_tokens=max(1, round(sum(row["num_prompt_tokens"] for row in rows) / len(rows))),
         rewards=_groups(rows, rollouts_per_prompt),
-        step_s=_step_s(spans),
+        step_s=step_seconds(spans),
     )
 
 
@@ -121,7 +175,10 @@ def _fit_costs(spans: Processes, rows: list[dict[str, Any]], num_cores: int) -> 
         for name in names
     }
     slowdown = _fit_slowdown(busy["decode"], num_cores)
-    free = {name: each.free_s(slowdown, num_cores) for name, each in busy.items()}
+    free = {
+        name: each.seconds / _slowness(each.others, slowdown, num_cores)
+        for name, each in busy.items()
+    }
     decode_step_s, decode_row_s = _line(busy["decode"].amount, free["decode"])
     prefill_call_s, prefill_token_s = _line(busy["prefill"].amount, free["prefill"])
     part_s, token_s = _training(busy["accumulate"], free["accumulate"], rows)
@@ -175,12 +232,8 @@ def fit_overhead(trace: Trace, config: Config, architecture: Architecture) -> Tr
     return replace(trace, costs=replace(trace.costs, row_s=low))
 
 
-def measured_step_s(run_dir: str | Path) -> float:
+def step_seconds(spans: Processes) -> float:
     """The mean of a run's steps but the first SETTLING_STEPS."""
-    return _step_s(_read_spans(Path(run_dir) / SPANS_FOLDER))
-
-
-def _step_s(spans: Processes) -> float:
     steps = _steps(spans)
     return _mean(np.array([_seconds(step) for step in steps[SETTLING_STEPS:] or steps]))
 
@@ -199,7 +252,7 @@ def _settled(spans: Processes) -> Processes:
     return {name: [s for s in each if s.start_ns >= start_ns] for name, each in spans.items()}
 
 
-def _read_spans(folder: Path) -> Processes:
+def read_spans(folder: Path) -> Processes:
     """All spans by process; sums of old ones do not show what one call takes."""
     readers = [SpanReader(path) for path in span_files(folder)]
     if not readers:
@@ -216,14 +269,6 @@ def _of(spans: Processes, executor: str, name: str = "") -> list[Span]:
 def _times(spans: Iterable[Span]) -> Intervals:
     times = [(span.start_ns, span.end_ns) for span in spans]
     return np.array(times, dtype=np.int64).reshape(-1, 2)
-
-
-def _trained_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    for path in sorted(folder.glob(ARCHIVE_FILES)):
-        for text in path.read_text().splitlines():
-            row = json.loads(text)
-            if row["outcome"] == "trained":
-                yield row
 
 
 def _busy(spans: Processes, executor: str, name: str) -> Busy:
@@ -311,7 +356,15 @@ def _publish_costs(spans: Processes, step_s: float) -> dict[str, Any]:
 
 def _turnaround_s(spans: Processes) -> float:
     """From one step's end to the next one's first pass, less what was waited for groups."""
-    waits = union(_times(s for each in spans.values() for s in each if _is_gate_wait(s)))
+    # The controller's wait for groups; the trainer's own says its version too.
+    waits = union(
+        _times(
+            span
+            for each in spans.values()
+            for span in each
+            if (span.cat, span.name) == ("wait", "batch") and "version" not in span.args
+        )
+    )
     found = []
     for process, each in spans.items():
         if executor_of(process) == "trainer":
@@ -322,11 +375,6 @@ def _turnaround_s(spans: Processes) -> float:
                     gap = np.array([[end_ns, start_ns]], dtype=np.int64)
                     found.append((start_ns - end_ns - int(overlaps(waits, gap)[0])) / 1e9)
     return _mean(np.array(found))
-
-
-def _is_gate_wait(span: Span) -> bool:
-    """The controller's wait for groups; the trainer's own says its version too."""
-    return (span.cat, span.name) == ("wait", "batch") and "version" not in span.args
 
 
 def _store_row_s(spans: Processes) -> float:

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from llamarl.planner.report.recipe import run_config
-from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_trace
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.simulated_run import simulate
 from llamarl.planner.simulation.workload import make_workload
+from llamarl.planner.trace import Trace, fit_overhead, read_trace, run_config
 from llamarl.trainer.losses.reinforce import ReinforceConfig
 from tests.unit.test_planner_step import TINY, make_config
 

@@ -1,13 +1,9 @@
 """What a forward and backward of one micro-batch keep in memory besides parameters.
 
-Owns: the measurement, on the meta device, of the real model with two layers. Does not own: FSDP's
-gathered weights and gradients (`trainer_memory.py`). Invariant: nothing is computed and nothing is
-sent, and whatever the model's code keeps alive is counted, however it keeps it (saved tensors,
-checkpointing's caches).
-
-Every tensor that an operation makes is followed until it is freed. What is alive after the
-second layer and was not after the first is what each further layer keeps. Tensor-parallel ranks run
-the real parallel code over a process group that sends nothing.
+The real model with two layers runs on the meta device: nothing is computed and nothing is sent, and
+every tensor that an operation makes is followed until it is freed, however the model's code keeps
+it. What is alive after the second layer and was not after the first is what each further layer
+keeps. Tensor-parallel ranks run the real parallel code over a process group that sends nothing.
 
 Rules for what the meta device cannot know:
 
@@ -43,7 +39,7 @@ from llamarl.model.adapters import attach
 from llamarl.model.architecture import Architecture
 from llamarl.model.attention import SPLIT_RATIO, make_packing, packed_attention
 from llamarl.model.transformer import Layer, Transformer
-from llamarl.trainer.parallel import _split as split
+from llamarl.trainer.parallel import split
 
 META = torch.device("meta")
 MOST_TOKENS = 1 << 16  # passed through a block; from there on memory grows in a straight line
@@ -219,7 +215,7 @@ def _measure(
             layer.checkpointing = checkpointing
             layer.self_attn.attend = AttentionKernel(kernel).attend
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for parameter in trained:  # `trainer_memory.py` counts whole gradients
+        for parameter in trained:  # whole ones are counted elsewhere
             parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
         watch = Watch(model.parameters(), META)
         peaks: list[int] = []
@@ -236,7 +232,7 @@ def _measure(
         token_ids = torch.empty(sum(lengths), dtype=torch.int64, device=META)
         with (
             watch,
-            _in_pieces_of(CPU if kernel == "flash_cpu" else GPU),
+            in_pieces_of(CPU if kernel == "flash_cpu" else GPU),
             torch.set_grad_enabled(is_trained),
         ):
             packing = send(make_packing(lengths, model.num_tensor_ranks), META)
@@ -262,7 +258,7 @@ def fullest_packings(num_tokens: int, longest: int) -> list[tuple[int, ...]]:
 
 
 @contextmanager
-def _in_pieces_of(device: str) -> Iterator[None]:
+def in_pieces_of(device: str) -> Iterator[None]:
     """Let the meta device compute in the same pieces as this kind of device."""
     before, PLATFORMS[META.type] = PLATFORMS[META.type], MetaPlatform(PLATFORMS[device])
     try:

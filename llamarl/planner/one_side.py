@@ -1,28 +1,24 @@
 """One side of a recipe alone: an optimizer step, or a batch of rollouts on one replica.
 
-Owns: what `llamarl plan --only` forecasts. Does not own: costs (`roofline.py`), how a replica works
-(`replica.py`) or a publish (`publish.py`). Invariant: the same costs, packing and replica as in a
-forecast of the whole recipe; nothing waits for the other side.
-"""
+The costs, the packing and the replica are those of a forecast of the whole recipe; nothing waits
+for the other side."""
 
 import asyncio
 from collections import defaultdict
 from dataclasses import replace
 
 from llamarl.core.config import Config
+from llamarl.core.device import hardware
 from llamarl.core.records import Request, Sampling
 from llamarl.generator.protocol import RequestOutput
 from llamarl.model.architecture import Architecture
-from llamarl.planner import hardware
 from llamarl.planner.forecast import GeneratorForecast, TrainerForecast
+from llamarl.planner.law import generator_times, pair_flops, sizes, trainer_costs, trainer_times
 from llamarl.planner.simulation import clock
-from llamarl.planner.simulation.cores import Cores
+from llamarl.planner.simulation.clock import Cores
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.generator_times import generator_times
 from llamarl.planner.simulation.replica import NOTHING, SimulatedReplica
-from llamarl.planner.simulation.roofline import trainer_costs
 from llamarl.planner.simulation.setting import Setting
-from llamarl.planner.simulation.trainer_times import pair_flops, sizes, trainer_times
 from llamarl.planner.simulation.workload import Workload, make_workload
 from llamarl.trainer.packing import pack
 
@@ -33,7 +29,7 @@ def forecast_trainer_alone(config: Config, architecture: Architecture) -> Traine
     trainer, workload = config.trainer, make_workload(config)
     costs = Costs(**trainer_costs(config, architecture))
     times = trainer_times(config, architecture)
-    requests = _requests(config, workload)
+    requests = step_requests(config, workload)
     lengths = [workload.prompt_tokens + workload.length(each) for each in requests]
     ratio = costs.square_s / costs.token_s
     assignment = pack(lengths, trainer.num_data_ranks, trainer.tokens_per_micro_batch, ratio)
@@ -71,7 +67,7 @@ def forecast_generator_alone(config: Config, architecture: Architecture) -> Gene
     """A step's rollouts written by one replica, from an empty cache to the last token."""
     config = _alone(config)
     costs, workload = Costs(**generator_times(config, architecture)), make_workload(config)
-    requests = _requests(config, workload)
+    requests = step_requests(config, workload)
     busy_s, num_steps = clock.run(_write(config, costs, workload, requests))
     num_tokens = sum(workload.length(each) for each in requests)
     seconds = sum(busy_s.values())
@@ -97,7 +93,7 @@ def _alone(config: Config) -> Config:
     return replace(config, cluster=cluster, generator=generator)
 
 
-def _requests(config: Config, workload: Workload) -> list[Request]:
+def step_requests(config: Config, workload: Workload) -> list[Request]:
     """Of one step, group after group."""
     sampling = Sampling(
         temperature=config.sampling.temperature, max_tokens=config.sampling.max_tokens

@@ -1,0 +1,203 @@
+"""What generator ranks will have in memory, before there is any process: weight buffers with their
+layouts, staging, KV cache and working memory of the fullest rank, for both engines.
+
+vLLM's own layout is recorded from its loader while it runs. Here it gets the equivalent one: the
+same boxes of q, k, v, o, gate, up and down, row after row; key-value heads repeat where there are
+more ranks than heads. It differs in the last ranks' share of embedding and head (vLLM pads the
+vocabulary to whole 64s) and in offsets, neither of which changes who sends what by more than that
+padding. Where it keeps its own weights these are as large as the staging memory that they are
+copied from.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from llamarl.core.config import Config, VllmConfig
+from llamarl.core.config.generator import alone, pool_at
+from llamarl.core.config.rank_assignment import assign
+from llamarl.core.device.hardware import Kinds
+from llamarl.core.device.names import is_gpu
+from llamarl.generator.adapter_layout import AdapterLayout
+from llamarl.generator.engine.engine import PREFILL_TOKENS
+from llamarl.generator.engine.kv_cache import CpuKVCache, PaddedKVCache
+from llamarl.generator.engine.weights import DTYPES, BufferLayout
+from llamarl.model.adapter_inventory import adapter_shapes
+from llamarl.model.architecture import Architecture, split_dimension
+from llamarl.model.inventory import parameter_shapes
+from llamarl.publish.layout import (
+    BUFFER,
+    MESSAGE_BYTES,
+    ParameterLayout,
+    RankLayout,
+    format_of,
+    quantized_parameters,
+)
+from llamarl.publish.reshard import DTYPE_BYTES
+from llamarl.publish.shards import Shape, one_box, rank_layout
+from llamarl.publish.transports.routes import TRANSPORTS
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorMemory:
+    """Bytes by kind. `weights` and `kv_cache` leave the device while another executor has it, and
+    `kept` bytes of the weights keep their content; `working` is there during decoding; `host` lies
+    in host memory."""
+
+    weights: Kinds
+    kept: int
+    kv_cache: int
+    working: Kinds
+    host: Kinds
+
+
+def forecast_generator(config: Config, architecture: Architecture) -> GeneratorMemory:
+    """Of the fullest rank."""
+    generator = config.generator
+    ranks = range(generator.num_ranks)
+    buffers = (published_buffer(config, architecture, rank) for rank in ranks)
+    num_bytes = max(size for _, size in buffers)
+    weights: Kinds = {}
+    kept = num_bytes
+    if config.trainer.lora.is_used:  # the weights beside adapters are the engine's own
+        weights["base"] = max(weight_buffer(config, architecture, rank)[1] for rank in ranks)
+        kept += weights["base"]
+    host: Kinds = {}
+    in_host = config.weights.staging == "host" and is_gpu(generator.device)
+    staging = host if in_host else weights
+    weights["weights"] = num_bytes
+    staging["staging"] = num_bytes
+    return GeneratorMemory(
+        weights=weights,
+        kept=kept,
+        kv_cache=kv_cache_bytes(config, architecture),
+        working=_working(config, architecture),
+        host=host,
+    )
+
+
+def kv_cache_bytes(config: Config, architecture: Architecture) -> int:
+    """Of one rank."""
+    generator = config.generator
+    if isinstance(generator, VllmConfig):
+        return generator.kv_cache_bytes
+    cache = (PaddedKVCache if is_gpu(generator.device) else CpuKVCache)(
+        architecture,
+        generator.num_ranks,
+        generator.max_num_seqs,
+        generator.max_model_len,
+        DTYPES[generator.dtype],
+        torch.device("meta"),
+    )
+    return cache.keys.nbytes + cache.values.nbytes
+
+
+def _working(config: Config, architecture: Architecture) -> Kinds:
+    """One layer of the largest prefill (residual, its norm and a copy of each, q, k, v twice, three
+    of the feed-forward), float32 logits of all slots with their probabilities and a copy."""
+    generator, a = config.generator, architecture
+    item = DTYPE_BYTES[generator.dtype]
+    tokens = generator.max_num_seqs * generator.max_model_len
+    tokens = min(tokens, max(PREFILL_TOKENS, generator.max_model_len))
+    split = 2 * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim + 3 * a.intermediate_size
+    kinds = {
+        "activations": tokens * item * (4 * a.hidden_size + split // generator.num_ranks),
+        "logits": 3 * FLOAT32_BYTES * generator.max_num_seqs * a.vocab_size,
+    }
+    if not TRANSPORTS[config.weights.transport].is_mapped:
+        kinds["transfer"] = 2 * MESSAGE_BYTES
+    return kinds
+
+
+def generator_layouts(
+    config: Config, architecture: Architecture, replica: int = 0
+) -> list[RankLayout]:
+    """The layout of each rank of a replica, in order of rank, as one bucket."""
+    own = alone(config, pool_at(config.generator, replica))
+    devices = assign(config)[f"generator-{replica}"]
+    return [
+        rank_layout(rank, device, published_buffer(own, architecture, rank)[0])
+        for rank, device in enumerate(devices)
+    ]
+
+
+def published_buffer(
+    config: Config, architecture: Architecture, rank: int
+) -> tuple[dict[str, ParameterLayout], int]:
+    """(boxes by parameter, bytes in all) of the memory that a publish fills on a generator rank:
+    adapters, or all weights."""
+    generator, lora = config.generator, config.trainer.lora
+    if not lora.is_used:
+        return weight_buffer(config, architecture, rank)
+    if isinstance(generator, VllmConfig):
+        plain = replace(generator, quantization="none")
+        return _vllm_weight_buffer(architecture, plain, rank, adapter_shapes(architecture, lora))
+    place = generator.dtype, rank, generator.num_ranks
+    memory = AdapterLayout(architecture, lora, *place).memory
+    return memory.parameters, memory.num_elements * memory.dtype.itemsize
+
+
+def weight_buffer(
+    config: Config, architecture: Architecture, rank: int
+) -> tuple[dict[str, ParameterLayout], int]:
+    """The same of all weights of one generator rank."""
+    generator = config.generator
+    if isinstance(generator, VllmConfig):
+        shapes = parameter_shapes(architecture)
+        return _vllm_weight_buffer(architecture, generator, rank, shapes)
+    form = format_of(generator, architecture)
+    layout = BufferLayout(architecture, generator.dtype, rank, generator.num_ranks, form)
+    memory = layout.memory
+    return memory.parameters, memory.num_elements * memory.dtype.itemsize
+
+
+def _vllm_weight_buffer(
+    architecture: Architecture, generator: VllmConfig, rank: int, shapes: Mapping[str, Shape]
+) -> tuple[dict[str, ParameterLayout], int]:
+    """Boxes of one vLLM rank, one after the other: see the module."""
+    form = format_of(generator, architecture)
+    made = {} if form is None else {e.base: e for e in quantized_parameters(shapes, form)}
+    parameters: dict[str, ParameterLayout] = {}
+    end = 0
+
+    def put(name: str, shape: Shape, size: Shape, start: Shape, dtype: str) -> None:
+        nonlocal end
+        item = DTYPE_BYTES[dtype]
+        offset = -(-end // item)
+        parameters[name] = one_box(shape, size, start, dtype, BUFFER, offset)
+        end = (offset + math.prod(size)) * item
+
+    for name, shape in shapes.items():
+        size, start = _vllm_box(architecture, name, shape, rank, generator.num_ranks)
+        if name not in made:
+            put(name, shape, size, start, generator.dtype)
+            continue
+        each = made[name]
+        put(each.values, shape, size, start, each.format.dtype)
+        if not each.format.is_per_tensor:
+            put(each.scales, shape[:1], size[:1], start[:1], each.format.scale_dtype)
+        elif each.scales not in parameters:
+            put(each.scales, (1,), (1,), (0,), each.format.scale_dtype)
+    return parameters, end
+
+
+def _vllm_box(
+    architecture: Architecture, name: str, shape: Shape, rank: int, num_ranks: int
+) -> tuple[Shape, Shape]:
+    """(shape, first index) of what a rank of vLLM holds of a parameter."""
+    dim = split_dimension(name)
+    start, size = [0] * len(shape), list(shape)
+    if dim is not None:
+        parts, part = num_ranks, rank
+        is_kv = not {"k_proj", "v_proj"}.isdisjoint(name.split("."))
+        if is_kv and num_ranks > architecture.num_kv_heads:
+            parts = architecture.num_kv_heads
+            part = rank * parts // num_ranks
+        size[dim] = -(-shape[dim] // parts)
+        start[dim] = min(part * size[dim], shape[dim])
+        size[dim] = min(size[dim], shape[dim] - start[dim])
+    return tuple(size), tuple(start)

@@ -1,1 +1,0 @@
-"""Memory of every rank, found out without a process."""

@@ -1,1 +1,0 @@
-"""The forecast of a recipe, as data, text and drawings."""
