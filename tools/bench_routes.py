@@ -28,22 +28,32 @@ from typing import Any
 
 import torch
 from harness import ROOT, Bench
-from weights_bench.replicas import NOWHERE, add_nowhere
 
 from llamarl.core.config import Config, WeightsConfig
 from llamarl.generator.memory import generator_layouts
 from llamarl.metrics.span import Spans
 from llamarl.model.architecture import read_architecture
-from llamarl.publish.layout import Format, RankLayout, formats_of
+from llamarl.publish.layout import Format, RankLayout, Route, formats_of
 from llamarl.publish.publisher import Publisher
 from llamarl.publish.reshard import SplitRoute, WeightKind
 from llamarl.publish.shards import ShardScales
 from llamarl.publish.source import Writer
-from llamarl.publish.transports.messages import messages_by
+from llamarl.publish.transports.messages import TransportSender, messages_by
+from llamarl.publish.transports.routes import TRANSPORTS, End, Transport
 from llamarl.recipe.composition import compose, to_config
 from llamarl.trainer.memory import trainer_layouts
 
 GOALS = {"route_bytes": "<= 1000000", "route_cpu_s": "<= 0.2", "connect_cpu_s": "<= 60"}
+
+
+NOWHERE = "nowhere"
+
+
+class NowhereSender(TransportSender):
+    """Builds its messages as `collective` does, and sends none."""
+
+    def __init__(self, route: Route, end: End) -> None:
+        self._messages = messages_by("target_rank", route)
 
 
 class Remote:
@@ -114,7 +124,9 @@ def main() -> None:
     bench = Bench(__doc__, GOALS)
     bench.option("--recipe", type=Path, default=ROOT / "recipes" / "llama31_405b_math")
     arguments = bench.parse()
-    add_nowhere()
+    TRANSPORTS[NOWHERE] = Transport(
+        sender=f"{__name__}:NowhereSender", receiver="nobody:receives", crosses_hosts=True
+    )
     config = to_config(compose(arguments.recipe, []))
     architecture = read_architecture(str(arguments.recipe / "architecture"))
     source = trainer_layouts(config, architecture)
