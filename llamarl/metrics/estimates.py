@@ -1,4 +1,4 @@
-"""Estimates of shares with their intervals: accuracy, pass@k, maj@k."""
+"""Sets of intervals of time, and estimates of shares: accuracy, pass@k, maj@k."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from numpy.typing import NDArray
 
 from llamarl.core.groups import Share
 
-Intervals = npt.NDArray[np.int64]
-
+Intervals = NDArray[np.int64]
 EMPTY: Intervals = np.zeros((0, 2), dtype=np.int64)
 
 
@@ -44,13 +42,13 @@ def length(a: Intervals) -> int:
     return int((a[:, 1] - a[:, 0]).sum())
 
 
-def overlaps(a: Intervals, spans: Intervals) -> npt.NDArray[np.int64]:
+def overlaps(a: Intervals, spans: Intervals) -> NDArray[np.int64]:
     """For each row of `spans` (any order, may overlap) how much of it `a` covers, [n]."""
     if not len(a):
         return np.zeros(len(spans), dtype=np.int64)
     covered_before = np.r_[0, np.cumsum(a[:, 1] - a[:, 0])]
 
-    def covered_until(times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def covered_until(times: NDArray[np.int64]) -> NDArray[np.int64]:
         index = np.searchsorted(a[:, 0], times, side="right")
         overshoot = np.maximum(a[index - 1, 1] - times, 0)
         return np.where(index == 0, 0, covered_before[index] - overshoot)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.core.errors import TaskError
-from llamarl.core.groups import Evaluation, Group, HeldOutResult, Share
+from llamarl.core.groups import Evaluation, Group, HeldOutResult
 from llamarl.core.records import EXTRA, FinishReason, StageStatus
 from llamarl.metrics.estimates import majority_at, pass_at, share_of, with_interval
 from llamarl.metrics.step_metrics import Scalars, means
@@ -18,6 +18,7 @@ from llamarl.metrics.step_metrics import Scalars, means
 RESULTS_FILE = "evaluations.jsonl"
 EVALUATION = "evaluation/"
 ACCURACY, PASS_AT, MAJORITY_AT = "accuracy", "pass_at_", "maj_at_"
+ENDS = ("", "_low", "_high")  # of the tags of a share and its interval
 NEAR = 0.005  # a reward this near to the accuracy is not shown beside it
 
 
@@ -52,13 +53,17 @@ def summed_up(
     num_tokens = [count for each in results for count in each.num_tokens]
     is_truncated = [is_cut for each in results for is_cut in each.is_truncated]
     rewards = [reward for each in results for reward in each.rewards]
+    counts = [len(each.correct) for each in results]  # equal for all prompts
     names = [ACCURACY, *(f"{PASS_AT}{k}" for k in at_k)]
     if any(answer is not None for each in results for answer in each.answers):
         names += [f"{MAJORITY_AT}{k}" for k in at_k]
     of_sets = {name: [each for each in results if each.held_out == name] for name in sets}
     return Evaluation(
         version=version,
-        shares={name: _share(name, results) for name in names},
+        shares={
+            name: share_of([each.shares[name] * len(each.correct) for each in results], counts)
+            for name in names
+        },
         reward=sum(reward or 0.0 for reward in rewards) / len(rewards),
         mean_tokens=sum(num_tokens) / len(num_tokens),
         truncated_share=sum(is_truncated) / len(is_truncated),
@@ -71,19 +76,11 @@ def summed_up(
     )
 
 
-def _share(name: str, results: Sequence[HeldOutResult]) -> Share:
-    """The mean over rollouts, whose number is equal for all prompts."""
-    counts = [len(each.correct) for each in results]
-    sums = [count * each.shares[name] for each, count in zip(results, counts, strict=True)]
-    return share_of(sums, counts)
-
-
 def evaluation_scalars(evaluated: Evaluation, prefix: str = EVALUATION) -> Scalars:
     """The values by tag: of all prompts, and of each named set under evaluation/<set>/."""
     scalars: Scalars = {}
-    for name, (value, low, high) in evaluated.shares.items():
-        scalars |= {f"{prefix}{name}": value, f"{prefix}{name}_low": low}
-        scalars[f"{prefix}{name}_high"] = high
+    for name, share in evaluated.shares.items():
+        scalars |= {f"{prefix}{name}{end}": each for end, each in zip(ENDS, share, strict=True)}
     scalars |= {
         f"{prefix}prompts": evaluated.num_prompts,
         f"{prefix}reward": evaluated.reward,
@@ -98,29 +95,27 @@ def evaluation_scalars(evaluated: Evaluation, prefix: str = EVALUATION) -> Scala
 
 
 def append_results(run_dir: str | Path, evaluated: Evaluation) -> None:
-    """Add a line for each prompt to the run's evaluations.jsonl."""
-    lines = [json.dumps(line, allow_nan=False) + "\n" for line in _lines(evaluated)]
-    with Path(run_dir, RESULTS_FILE).open("a") as file:
-        file.write("".join(lines))
-
-
-def _lines(evaluated: Evaluation) -> Iterator[dict[str, Any]]:
-    """`answers` number the different answers of a prompt in the order of its rollouts."""
+    """Add a line for each prompt to the run's evaluations.jsonl, in which `answers` number the
+    different answers of a prompt in the order of its rollouts."""
+    lines = []
     for each in evaluated.results:
         given = dict.fromkeys(answer for answer in each.answers if answer is not None)
-        places = {answer: place for place, answer in enumerate(given)}
-        yield {
+        places: dict[int | None, int] = {answer: place for place, answer in enumerate(given)}
+        line = {
             "version": evaluated.version,
             "held_out": each.held_out,
             "prompt_id": each.prompt_id,
             **each.shares,
             "correct": each.correct,
             "rewards": each.rewards,
-            "answers": [None if answer is None else places[answer] for answer in each.answers],
+            "answers": [places.get(answer) for answer in each.answers],
             "num_tokens": each.num_tokens,
             "is_truncated": each.is_truncated,
             **({EXTRA: each.extra} if any(each.extra) else {}),
         }
+        lines.append(json.dumps(line, allow_nan=False) + "\n")
+    with Path(run_dir, RESULTS_FILE).open("a") as file:
+        file.write("".join(lines))
 
 
 def share_words(name: str) -> str:
@@ -181,7 +176,6 @@ class BestVersion:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is one."""
         return self.version > 0
 
     def add(self, evaluated: Evaluation) -> None:

@@ -1,17 +1,15 @@
-"""What a run was started with, in its folder.
+"""What a run was started with, in its folder, where that of earlier starts stays: their commands in
+command.txt, their files of the recipe under another name."""
 
-What an earlier start ran is still there after a later one: its command in command.txt, its files
-of the recipe under another name."""
-
-import hashlib
 import json
 import logging
 import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import sha256
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -58,7 +56,7 @@ def write_provenance(
         "git_commit": _git_commit(Path(__file__).parent),
         "recipe": {
             "git_commit": _git_commit(recipe.parent),
-            "sha256": {name: _digest(text) for name, text in texts.items()},
+            "sha256": {name: sha256(text.encode()).hexdigest() for name, text in texts.items()},
         },
     }
     (folder / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=2) + "\n")
@@ -66,30 +64,20 @@ def write_provenance(
 
 def _keep(folder: Path, texts: Mapping[str, str]) -> None:
     """Write these files of the recipe; those of an earlier start, if they differ, move aside."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    kept = {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in paths}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    kept = {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in files}
     if kept == texts:
         return
     if kept:
-        aside = next(path for path in map(folder.with_name, _names()) if not path.exists())
+        paths = (folder.with_name(f"{RECIPE_FOLDER}-{number}") for number in count(1))
+        aside = next(path for path in paths if not path.exists())
         folder.rename(aside)
         changed = ", ".join(sorted({name for name, _ in kept.items() ^ texts.items()}))
-        LOGGER.warning(
-            "%s: changed since this run was last started; the files of then are in %s",
-            changed,
-            aside.name,
-        )
+        words = "%s: changed since this run was last started; the files of then are in %s"
+        LOGGER.warning(words, changed, aside.name)
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, "utf-8")
-
-
-def _names() -> Iterator[str]:
-    return (f"{RECIPE_FOLDER}-{number}" for number in count(1))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _version(package: str) -> str | None:

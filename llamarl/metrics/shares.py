@@ -16,8 +16,10 @@ import numpy.typing as npt
 from llamarl.metrics.estimates import EMPTY, Intervals, intersect, length, overlaps, subtract, union
 from llamarl.metrics.span import FLUSH_NS, MAX_NS, Span, SpanFolder, executor_of
 
-DECODE, PUBLISH = ("busy", "decode"), ("publish", "publish")  # categories and names of spans
+# Categories and names of spans.
+DECODE, PUBLISH, BUCKETS = ("busy", "decode"), ("publish", "publish"), ("wait", "buckets")
 
+Times = list[tuple[int, int]]
 Tracks = dict[tuple[str, str], "array[int]"]
 """Spans of one process by category and name: start, end (Unix nanoseconds) and tokens of each."""
 
@@ -32,12 +34,9 @@ class Shares:
 
 @dataclass(slots=True)
 class RunTimeline:
-    """All spans of a run by process, and when its sessions ran.
-
-    `steps`: from the first to the last `step` mark, one interval per session (a resumed run has
-    several). `sessions`: from the first process's start to the last span. Before `whole_ns` some
-    spans are sums, which are right in length but not in place.
-    """
+    """All spans of a run by process; `steps`, from the first to the last `step` mark of each
+    session (a resumed run has several); and `sessions`, from the first process's start to the last
+    span. Before `whole_ns` some spans are sums, which are right in length but not in place."""
 
     processes: dict[str, Tracks]
     steps: Intervals
@@ -49,11 +48,12 @@ class RunTimeline:
         return {name: shares_of(tracks, self.steps) for name, tracks in self.processes.items()}
 
     def both_busy_share(self) -> float:
-        """Share of `steps`, from `whole_ns` on, in which generator and trainer were busy at
-        once."""
-        window = self._whole(self.steps)
-        both = intersect(self._busy("generator"), self._busy("trainer"))
-        return _share(intersect(both, window), window)
+        """Share of `steps`, from `whole_ns` on, in which both executors were busy at once."""
+        busy: dict[str, Intervals] = {"generator": EMPTY, "trainer": EMPTY}
+        for process, tracks in self.processes.items():
+            if (executor := executor_of(process)) in busy:
+                busy[executor] = union(np.concatenate([busy[executor], _busy(tracks)]))
+        return _share(intersect(busy["generator"], busy["trainer"]), self._whole(self.steps))
 
     def tokens_during_publish(self) -> int:
         """Tokens decoded during publishes, from `whole_ns` on; a span partly inside counts
@@ -61,18 +61,13 @@ class RunTimeline:
         all_tracks = self.processes.values()
         publishing = _union_of(each[PUBLISH] for each in all_tracks if PUBLISH in each)
         num_tokens = 0.0
-        for decode in (each[DECODE] for each in all_tracks if DECODE in each):
-            inside_ns = overlaps(self._whole(publishing), _times(decode))
-            inside = inside_ns / np.maximum(_times(decode) @ (-1, 1), 1)
-            num_tokens += float(inside @ _rows(decode)[:, 2])
+        for decode in (_rows(each[DECODE]) for each in all_tracks if DECODE in each):
+            inside_ns = overlaps(self._whole(publishing), decode[:, :2])
+            num_tokens += float(inside_ns / np.maximum(decode @ (-1, 1, 0), 1) @ decode[:, 2])
         return round(num_tokens)
 
     def _whole(self, window: Intervals) -> Intervals:
         return intersect(window, np.array([[self.whole_ns, MAX_NS - 1]]))
-
-    def _busy(self, executor: str) -> Intervals:
-        processes = (name for name in self.processes if executor_of(name) == executor)
-        return union(np.concatenate([EMPTY, *(_busy(self.processes[name]) for name in processes)]))
 
 
 def read_timeline(
@@ -83,18 +78,19 @@ def read_timeline(
     Also calls `on_span` with each process and span, so that the files need not be read twice.
     """
     processes = defaultdict[str, Tracks](dict)
-    steps: dict[tuple[str, int], list[int]] = {}
-    sessions: dict[tuple[str, int], list[int]] = {}
+    extents: dict[bool, dict[tuple[str, int], tuple[int, int]]] = {False: {}, True: {}}
     whole_ns = 0
     for process, span in SpanFolder(folder).read():
         on_span(process, span)
         _add(processes[process], span)
         if span.is_sum:
             whole_ns = max(whole_ns, span.end_ns)
-        _stretch(sessions, (process, span.session), span)
-        if span.track == ("mark", "step"):
-            _stretch(steps, (process, span.session), span)
-    return RunTimeline(dict(processes), _as_intervals(steps), _as_intervals(sessions), whole_ns)
+        for is_step in {False, span.track == ("mark", "step")}:
+            found, key = extents[is_step], (process, span.session)
+            first_ns, last_ns = found.get(key, (span.start_ns, span.end_ns))
+            found[key] = min(first_ns, span.start_ns), max(last_ns, span.end_ns)
+    sessions, steps = (union(_pairs([*found.values()])) for found in extents.values())
+    return RunTimeline(dict(processes), steps, sessions, whole_ns)
 
 
 def tracks_of(spans: Iterable[Span]) -> Tracks:
@@ -112,30 +108,28 @@ def by_executor(shares: dict[str, Shares]) -> dict[str, Shares]:
         members[executor_of(process)].append(share)
     result = {}
     for executor, each in sorted(members.items()):
-        waits: dict[str, float] = defaultdict(float)
-        for share in each:
-            for name, wait in share.waits.items():
-                waits[name] += wait / len(each)
-        result[executor] = Shares(sum(share.busy for share in each) / len(each), dict(waits))
+        names = dict.fromkeys(name for share in each for name in share.waits)
+        waits = {n: sum(share.waits.get(n, 0.0) for share in each) / len(each) for n in names}
+        result[executor] = Shares(sum(share.busy for share in each) / len(each), waits)
     return result
 
 
 def shares_of(tracks: Tracks, window: Intervals) -> Shares:
     """The shares of one process. Time that is busy and a wait counts as busy; time in two waits
     counts as the first of them by name."""
-    taken = _busy(tracks)
-    busy = _share(intersect(taken, window), window)
-    waits = {}
+    taken, waits = _busy(tracks), {}
+    busy = _share(taken, window)
     for (cat, name), track in sorted(tracks.items()):
         if cat == "wait":
-            own = subtract(union(_times(track)), taken)
-            waits[name] = _share(intersect(own, window), window)
+            own = subtract(_union_of([track]), taken)
+            waits[name] = _share(own, window)
             taken = union(np.concatenate([taken, own]))
     return Shares(busy, waits)
 
 
 def _share(part: Intervals, whole: Intervals) -> float:
-    return length(part) / length(whole) if len(whole) else 0.0
+    """How much of `whole` is in `part`."""
+    return length(intersect(part, whole)) / length(whole) if len(whole) else 0.0
 
 
 def _add(tracks: Tracks, span: Span) -> None:
@@ -149,34 +143,22 @@ def _rows(track: array[int]) -> npt.NDArray[np.int64]:
     return np.array(track, dtype=np.int64).reshape(-1, 3)
 
 
-def _times(track: array[int]) -> Intervals:
-    return _rows(track)[:, :2]
-
-
 def _union_of(tracks: Iterable[array[int]]) -> Intervals:
-    return union(np.concatenate([EMPTY, *map(_times, tracks)]))
+    return union(np.concatenate([EMPTY, *(_rows(track)[:, :2] for track in tracks)]))
 
 
 def _busy(tracks: Tracks) -> Intervals:
     return _union_of(track for (cat, _), track in tracks.items() if cat == "busy")
 
 
-def _stretch(extents: dict[tuple[str, int], list[int]], key: tuple[str, int], span: Span) -> None:
-    """Make the interval under `key` reach over `span`."""
-    extent = extents.setdefault(key, [span.start_ns, span.end_ns])
-    extent[0], extent[1] = min(extent[0], span.start_ns), max(extent[1], span.end_ns)
-
-
-def _as_intervals(extents: dict[tuple[str, int], list[int]]) -> Intervals:
-    return union(np.array(list(extents.values()), dtype=np.int64).reshape(-1, 2))
+def _pairs(times: Times) -> Intervals:
+    return np.array(times, dtype=np.int64).reshape(-1, 2)
 
 
 WINDOW_NS = 10 * 10**9
 UNFLUSHED_NS = 2 * FLUSH_NS  # a process at work has written no span for less than this
 MAX_FILES = 16  # read per executor: enough for a mean
 DECODE_FILES = 4  # read of generators for their decode steps: replicas are alike
-
-Times = list[tuple[int, int]]
 
 
 class RecentSpans:
@@ -193,7 +175,7 @@ class RecentSpans:
         since_ns: int | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """Spans that ended before `since_ns` (Unix; default: now) belong to older sessions."""
+        """Spans that ended before `since_ns` (Unix; default: now) are of older sessions."""
         self._clock_ns = clock_ns
         self._files = SpanFolder(folder, max_files=MAX_FILES)
         self._since_ns = time.time_ns() if since_ns is None else since_ns
@@ -223,8 +205,8 @@ class RecentSpans:
             for process, waited_ns in self._waited_ns.items():
                 waits[f"wait/{executor_of(process)}"].append(waited_ns / 1e9)
                 self._waited_ns[process] = 0
-            exposure = {f"publish/{kind}": each_s for kind, each_s in self._exposure.take().items()}
-        return exposure | {tag: sum(each) / len(each) for tag, each in waits.items()}
+            found = {f"publish/{kind}": each_s for kind, each_s in self._exposure.take().items()}
+        return found | {tag: sum(each) / len(each) for tag, each in waits.items()}
 
     def _read(self) -> None:
         for process, span in self._files.read():
@@ -274,15 +256,16 @@ class Exposure:
     def add(self, process: str, span: Span) -> None:
         """A span that has ended."""
         executor, times = executor_of(process), (span.start_ns, span.end_ns)
+        seconds = (span.end_ns - span.start_ns) / 1e9
         self._processes[executor].add(process)
         if executor == "controller" and span.track == PUBLISH and "replica" not in span.args:
             self._publishes.append(times)  # else of one replica
         if executor == "generator" and span.track == ("wait", "requests"):
             self._idle[process].append(times)
-        if executor == "generator" and span.name == "commit":
-            self._seconds["commit_s", process] += (times[1] - times[0]) / 1e9
-        if span.cat == "wait" and span.name in ("publish", "last_publish"):
-            self._seconds["trainer_s", process] += (times[1] - times[0]) / 1e9
+        elif executor == "generator" and span.name == "commit":
+            self._seconds["commit_s", process] += seconds
+        if span.track in (("wait", "publish"), ("wait", "last_publish")):
+            self._seconds["trainer_s", process] += seconds
 
     def take(self) -> dict[str, float]:
         """Seconds per publish by kind, and `exposed_s`, their sum, since the last call; nothing
@@ -291,9 +274,9 @@ class Exposure:
         done = self._publishes[1:-1]
         if not done:
             return {}
-        during = union(np.array(done, dtype=np.int64))
+        during = union(_pairs(done))
         for process, idle in self._idle.items():
-            waited = intersect(union(np.array(idle, dtype=np.int64).reshape(-1, 2)), during)
+            waited = intersect(union(_pairs(idle)), during)
             self._seconds["starved_s", process] += length(waited) / 1e9
             self._idle[process] = [times for times in idle if times[1] > self._publishes[-1][0]]
         found = dict.fromkeys(("trainer_s", "commit_s", "starved_s"), 0.0)

@@ -2,16 +2,11 @@
 
 Categories: `busy` (useful work), `wait` (the name says for what), `publish`, `mark` (anything
 else). Example line: {"name": "decode", "cat": "busy", "start_ns": 5, "end_ns": 9, "tokens": 64}.
-Times are nanoseconds of the host's monotonic clock, which all processes of one host share. A
-process that starts appends an origin line, which converts its clock to Unix time and begins a
-session, and a `start` mark. Any other line is skipped.
-
-A file that is half full is replaced, in one move, by one with an origin line as its head, a sum for
-each session, category and name in Unix time, and the newest spans as they were recorded.
-
-
-A file stays below its limit, and busy time, wait time, counts and bytes of each name and session
-stay exact."""
+Times are nanoseconds of the host's monotonic clock. A process that starts appends an origin line,
+which converts its clock to Unix time and begins a session, and a `start` mark. Any other line is
+skipped. A file that is half full is replaced, in one move, by one with an origin line as its head,
+a sum for each session, category and name in Unix time, and the newest spans as they were recorded:
+a file stays below its limit, and busy and wait time, counts and bytes stay exact."""
 
 import json
 import math
@@ -55,7 +50,6 @@ class Span(NamedTuple):
 
     @property
     def track(self) -> tuple[str, str]:
-        """Its category and name."""
         return self.cat, self.name
 
     @property
@@ -77,7 +71,7 @@ class Spans:
         self, process: str, folder: str | Path | None, limit_bytes: int = LIMIT_BYTES
     ) -> None:
         self.process = process
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = math.inf if limit_bytes is None else limit_bytes
         self._num_bytes = 0
         self._summing: threading.Thread | None = None
         self._lines: list[str] = []
@@ -132,12 +126,11 @@ class Spans:
         self._num_bytes += len(text)
         if self._num_bytes >= FULL_SHARE * self._limit_bytes:
             # Beside the process's work: reading the spans back takes tenths of a second.
-            work = path, self._limit_bytes
-            self._summing = threading.Thread(target=self._sum_old_spans, args=work, daemon=True)
+            self._summing = threading.Thread(target=self._sum_up, args=(path,), daemon=True)
             self._summing.start()
 
-    def _sum_old_spans(self, path: Path, limit_bytes: int) -> None:
-        self._num_bytes = sum_old_spans(path, limit_bytes)
+    def _sum_up(self, path: Path) -> None:
+        self._num_bytes = sum_old_spans(path, int(self._limit_bytes))
 
 
 class SpanReader:
@@ -166,8 +159,7 @@ class SpanReader:
                     break  # still being written
                 offset += len(text)
                 self._num_read = num_summed + max(0, offset - kept_from)
-                span = self._parser.parse(text)
-                if span is not None:
+                if (span := self._parser.parse(text)) is not None:
                     yield span
 
 
@@ -176,32 +168,27 @@ class SpanFolder:
     has more than `max_files`, so many of them, evenly spread."""
 
     def __init__(
-        self, folder: str | Path, *, executor: str | None = None, max_files: int | None = None
+        self, folder: str | Path, *, executor: str | None = None, max_files: int = 2**31
     ) -> None:
-        self._folder, self._executor, self._max_files = Path(folder), executor, max_files
-        self._seen: set[str] = set()
+        self._folder, self._executor, self._max_files = folder, executor, max_files
+        self._seen: set[Path] = set()
         self.readers: list[SpanReader] = []
 
     def read(self) -> Iterator[tuple[str, Span]]:
         """(process, span) of each span not read yet, process by process."""
-        self._open_new_files()
-        for reader in self.readers:
-            for span in reader.read():
-                yield reader.process, span
-
-    def _open_new_files(self) -> None:
         new: dict[str, list[Path]] = defaultdict(list)
         for path in span_files(self._folder):
             executor = executor_of(path.stem)
-            if path.stem not in self._seen and self._executor in (None, executor):
+            if path not in self._seen and self._executor in (None, executor):
                 new[executor].append(path)
-                self._seen.add(path.stem)
-        opened = Counter(executor_of(reader.process) for reader in self.readers)
         for executor, paths in new.items():
-            if self._max_files is not None:
-                room = self._max_files - opened[executor]
-                paths = paths[:: math.ceil(len(paths) / room)] if room else []
-            self.readers += map(SpanReader, paths)
+            self._seen.update(paths)
+            num_open = sum(executor_of(reader.process) == executor for reader in self.readers)
+            if room := self._max_files - num_open:
+                self.readers += map(SpanReader, paths[:: math.ceil(len(paths) / room)])
+        for reader in self.readers:
+            for span in reader.read():
+                yield reader.process, span
 
 
 class SpanParser:
@@ -214,29 +201,25 @@ class SpanParser:
     def parse(self, text: bytes) -> Span | None:
         """The span in a line; None if the line is something else or damaged."""
         try:
-            return self._span(json.loads(text))
+            line = json.loads(text)
+            if "cat" not in line:
+                if ORIGIN in line:
+                    self.unix_minus_monotonic_ns = _whole(line[ORIGIN])
+                    self.session = _whole(line.get("session", self.session + 1))
+                return None
+            is_sum = "spans" in line
+            offset_ns = 0 if is_sum else self.unix_minus_monotonic_ns
+            session = _whole(line.pop("session")) if is_sum else self.session
+            start_ns, end_ns = (_whole(line.pop(key)) + offset_ns for key in ("start_ns", "end_ns"))
+            name, cat = line.pop("name"), line.pop("cat")
+            sizes = line.get(BYTES)
+            counts = [line[key] for key in line.keys() & COUNTS]
+            for count in (*counts, *(sizes.values() if isinstance(sizes, dict) else ())):
+                _whole(count)
+            is_named = type(name) is type(cat) is str
+            return Span(session, name, cat, start_ns, end_ns, line) if is_named else None
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
-
-    def _span(self, line: dict[str, Any]) -> Span | None:
-        if "cat" not in line:
-            if ORIGIN in line:
-                self.unix_minus_monotonic_ns = _whole(line[ORIGIN])
-                self.session = _whole(line.get("session", self.session + 1))
-            return None
-        is_sum = "spans" in line
-        offset_ns = 0 if is_sum else self.unix_minus_monotonic_ns
-        session = _whole(line.pop("session")) if is_sum else self.session
-        start_ns, end_ns = (_whole(line.pop(key)) + offset_ns for key in ("start_ns", "end_ns"))
-        name, cat = line.pop("name"), line.pop("cat")
-        if type(name) is not str or type(cat) is not str:
-            raise TypeError(name)
-        sizes = line.get(BYTES)
-        for count in map(line.get, line.keys() & COUNTS):
-            _whole(count)
-        for size in sizes.values() if isinstance(sizes, dict) else ():
-            _whole(size)
-        return Span(session, name, cat, start_ns, end_ns, line)
 
 
 def sum_old_spans(path: Path, limit_bytes: int) -> int:
@@ -289,17 +272,13 @@ def sums_of(spans: Sequence[Span]) -> Iterator[Span]:
         if track in lengths_ns:
             first_ns, last_ns = end_ns, end_ns + lengths_ns[track]
             end_ns = last_ns
-        yield Span(members[0].session, track[1], track[0], first_ns, last_ns, _added_up(members))
-
-
-def _added_up(spans: Sequence[Span]) -> dict[str, Any]:
-    """How many spans these are, their counts, and their bytes by column."""
-    counts, sizes = Counter[str](), Counter[str]()
-    for span in spans:
-        counts.update({"spans": 1} | {key: span.args[key] for key in COUNTS & span.args.keys()})
-        if isinstance(span.args.get(BYTES), dict):
-            sizes.update(span.args[BYTES])
-    return {**counts, **({BYTES: dict(sizes)} if sizes else {})}
+        counts, sizes = Counter[str](), Counter[str]()
+        for span in members:
+            counts.update({"spans": 1} | {key: span.args[key] for key in COUNTS & span.args.keys()})
+            if isinstance(span.args.get(BYTES), dict):
+                sizes.update(span.args[BYTES])
+        args = {**counts, **({BYTES: dict(sizes)} if sizes else {})}
+        yield Span(members[0].session, track[1], track[0], first_ns, last_ns, args)
 
 
 def _extent_of_sums(head: bytes) -> tuple[int, int]:
