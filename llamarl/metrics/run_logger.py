@@ -1,7 +1,5 @@
-"""The controller's view of the metrics: what happened in the loop becomes metrics and step marks.
-
-It never changes what the run does; a batch that is ready as a step ends goes to the trainer
-before the metrics are made."""
+"""What happened in the loop becomes metrics and step marks, and changes nothing of the run: a batch
+that is ready as a step ends goes to the trainer before the metrics are made."""
 
 import asyncio
 import time
@@ -99,9 +97,9 @@ class RunLogger:
             self._show_sample(groups, completions)
         stats = replace(stats, scalars=stats.scalars | found)
         if self.is_imitation:
-            scalars, histograms, texts = demonstration_scalars(groups, stats, seconds)
+            metrics = demonstration_scalars(groups, stats, seconds)
         else:
-            scalars, histograms, texts = step_scalars(
+            metrics = step_scalars(
                 groups,
                 stats,
                 dropped,
@@ -112,8 +110,8 @@ class RunLogger:
                 answer_field=self.answer_field,
                 sources=self.sources,
             )
-        self.log.log(stats.version, scalars, histograms, texts)
-        self.progress.show_step(stats.version, scalars)
+        self.log.log(stats.version, *metrics)
+        self.progress.show_step(stats.version, metrics[0])
 
     def _show_sample(self, groups: Sequence[Group], completions: dict[int, str]) -> None:
         """Show the first sample, the best of its group."""

@@ -17,7 +17,7 @@ from llamarl.metrics.estimates import EMPTY, Intervals, intersect, length, overl
 from llamarl.metrics.span import FLUSH_NS, MAX_NS, Span, SpanFolder, executor_of
 
 # Categories and names of spans.
-DECODE, PUBLISH, BUCKETS = ("busy", "decode"), ("publish", "publish"), ("wait", "buckets")
+DECODE, PUBLISH = ("busy", "decode"), ("publish", "publish")
 
 Times = list[tuple[int, int]]
 Tracks = dict[tuple[str, str], "array[int]"]

@@ -54,9 +54,7 @@ TRAINER_TAGS = {
 }
 
 CODE = " " * 4  # begins each line of a code block in Markdown
-
 WINDOW_GROUPS = 64  # the latest groups, of which a warning gives the share dropped
-
 OF_EQUAL_REWARDS = ("solved", "equal_rewards")  # reasons of the filter equal_rewards
 MEANINGS = {
     "solved": "the rewards within such a group are all equal, and every rollout has full marks: "
@@ -83,32 +81,32 @@ def step_scalars(
     `groups`: those trained in this step, with rows and scores, at version `stats.version` - 1;
     tokens older than `oldest_version` were masked and count as untrained. `dropped`: groups dropped
     since the last step, by reason; `dropped_rollouts` those that stages of the recipe's own dropped
-    one by one. Rewards, accuracy and lengths are over trained and dropped
-    groups together: groups with equal rewards are dropped, so the accuracy of the trained ones
-    stays near a half, however good the policy. `seconds`: `step` (since the last step ended),
-    `publish`, `wait/<executor>` and `publish/<kind>` where known. `completions`: decoded text of
-    the rows chosen by `sample_rows`, shown beside the answer in `answer_field` of the prompt's row.
-    Of several `sources` of prompts each has numbers of its own.
+    one by one. Rewards, accuracy and lengths are over trained and dropped groups together: groups
+    with equal rewards are dropped, so the accuracy of the trained ones stays near a half, however
+    good the policy. `seconds`: `step` (since the last step ended), `publish`, `wait/<executor>` and
+    `publish/<kind>` where known. `completions`: decoded text of the rows chosen by `sample_rows`,
+    shown beside the answer in `answer_field` of the prompt's row. Of several `sources` of prompts
+    each has numbers of its own.
     """
     finished = [*groups, *(group for members in dropped.values() for group in members)]
     rows = [row for group in groups for row in group.rollouts.values()]
     all_rows = [row for group in finished for row in group.rollouts.values()]
     lengths = [row.num_generated for row in all_rows]
     staleness = token_staleness(rows, stats.version - 1, oldest_version)
+    is_older = [
+        any(s.version < oldest_version for r in g.rollouts.values() for s in r.spans)
+        for g in groups
+    ]
     scalars: Scalars = {"rollouts/trained": len(rows), "groups/trained": len(groups)}
-    scalars["groups/masked"] = sum(is_older(group, oldest_version) for group in groups)
+    scalars["groups/masked"] = sum(is_older)
     scores = [score for group in finished for score in group.scores.values()]
     rewards = np.array([score.reward for score in scores])
-    scalars |= _scores(scores, rewards) | _accuracy(finished)
-    scalars |= _lengths(all_rows, lengths)
+    scalars |= _scores(scores, rewards) | _accuracy(finished) | _lengths(all_rows, lengths)
     scalars["policy/entropy"] = -sum(row.logprob for row in all_rows) / max(1, sum(lengths))
     scalars |= _staleness(staleness, rows)
     for name, value in stats.scalars.items():
         scalars[name if "/" in name else TRAINER_TAGS.get(name, f"trainer/{name}")] = value
-    for name, value in seconds.items():
-        scalars[name if "/" in name else f"time/{name}_s"] = value
-    if seconds.get("step"):
-        scalars["tokens/per_s"] = sum(lengths[: len(rows)]) / seconds["step"]
+    scalars |= _pace(seconds, sum(lengths[: len(rows)]))
     scalars["dropped/groups"] = len(finished) - len(groups)
     scalars |= {f"dropped/{reason}": len(members) for reason, members in dropped.items()}
     scalars |= {f"dropped_rollouts/{reason}": count for reason, count in dropped_rollouts.items()}
@@ -147,10 +145,10 @@ def token_staleness(
     return dict(sorted(counts.items()))
 
 
-def is_older(group: Group, oldest_version: int) -> bool:
-    """True if some of the group was written before `oldest_version`."""
-    spans = (span for row in group.rollouts.values() for span in row.spans)
-    return any(span.version < oldest_version for span in spans)
+def _pace(seconds: Mapping[str, float], num_tokens: int) -> Scalars:
+    """Seconds by their tags, and the tokens per second of the step, if it is known."""
+    found = {name if "/" in name else f"time/{name}_s": each for name, each in seconds.items()}
+    return found | ({"tokens/per_s": num_tokens / seconds["step"]} if seconds.get("step") else {})
 
 
 def sample_rows(groups: Sequence[Group], num_rows: int) -> list[int]:
@@ -308,16 +306,12 @@ class Drops:
         if reason in self._warned or 2 * counts.total() <= WINDOW_GROUPS:
             return
         self._warned.add(reason)
+        keeping = "algorithm.filters=[] keeps them; " if reason in OF_EQUAL_REWARDS else ""
+        why = explain(reason, self._latest[reason])
         log.warning(
-            "%d of the last %d groups were dropped, %d of them as %s: %s. They train nothing, and "
-            "others are written in their place (%salgorithm.max_drops_in_row dropped groups in a "
-            "row end the run).",
-            counts.total(),
-            len(self._window),
-            count,
-            reason,
-            explain(reason, self._latest[reason]),
-            "algorithm.filters=[] keeps them; " if reason in OF_EQUAL_REWARDS else "",
+            f"{counts.total()} of the last {len(self._window)} groups were dropped, {count} of "
+            f"them as {reason}: {why}. They train nothing, and others are written in their place "
+            f"({keeping}algorithm.max_drops_in_row dropped groups in a row end the run)."
         )
 
 
@@ -343,14 +337,8 @@ def in_words(counts: Mapping[str, int]) -> str:
 
 TRAIN_LOSS, HELD_OUT_LOSS = "loss/train", "loss/held_out"
 MOST_NATS = 50.0  # of a loss whose perplexity is shown
-STATISTICS = {
-    "loss": TRAIN_LOSS,
-    "entropy": "trained/entropy",
-    "grad_norm": "policy/grad_norm",
-    "trained_tokens": TRAINED_TOKENS,
-    "lr": "trainer/lr",
-}
-"""Of a step, with their tags."""
+DEMONSTRATION_TAGS = {"loss": TRAIN_LOSS, "lr": "trainer/lr"}  # of the trainer's statistics
+DEMONSTRATION_TAGS |= {k: TRAINER_TAGS[k] for k in ("entropy", "grad_norm", "trained_tokens")}
 
 
 def perplexity(loss: float) -> float:
@@ -364,20 +352,17 @@ def demonstration_scalars(
     """(scalars by tag, histograms by tag, no texts) of the step that learnt from `groups`.
 
     The loss is the mean over `tokens/trained`, which the assistant wrote; `tokens/context` are the
-    others. `length/` is of whole demonstrations. `seconds` as for `step_scalars`.
+    others. `length/` counts whole demonstrations. `seconds` as for `step_scalars`.
     """
     rows = [row for group in groups for row in group.rollouts.values()]
     lengths = [row.num_prompt_tokens + row.num_tokens for row in rows]
-    scalars = {tag: stats.scalars[name] for name, tag in STATISTICS.items()}
+    scalars = {tag: stats.scalars[name] for name, tag in DEMONSTRATION_TAGS.items()}
     scalars |= {name: value for name, value in stats.scalars.items() if "/" in name}
     scalars["perplexity/train"] = perplexity(scalars[TRAIN_LOSS])
     scalars["demonstrations/trained"] = len(rows)
     scalars["tokens/context"] = sum(lengths) - scalars[TRAINED_TOKENS]
     scalars["length/mean"], scalars["length/max"] = sum(lengths) / len(lengths), max(lengths)
-    for name, value in seconds.items():
-        scalars[name if "/" in name else f"time/{name}_s"] = value
-    if seconds.get("step"):
-        scalars["tokens/per_s"] = sum(lengths) / seconds["step"]
+    scalars |= _pace(seconds, sum(lengths))
     return scalars, {"length/tokens": count_values(lengths)}, {}
 
 
@@ -392,10 +377,9 @@ def episode_scalars(
     tokens together, `num_observed` of them of observations."""
     if not episodes:
         return {}
-    sums: dict[str, float] = defaultdict(int)
+    sums = Counter[str]()
     for numbers in episodes:
-        for name, value in numbers.items():
-            sums[name] += value
+        sums.update(numbers)  # type: ignore[arg-type]  # seconds too
     num_episodes, num_turns = len(episodes), sums["turns"]
     found = {
         "episode/turns": num_turns / num_episodes,
@@ -470,13 +454,11 @@ def sum_sources(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float
     for name in sorted(names):
         tag = f"{GROUPS}/{name}"
         counts = [(step, step[tag]) for step in steps if isinstance(step.get(tag), int | float)]
-        sums = {"groups": float(sum(count for _, count in counts))}
+        found[name] = {"groups": float(sum(count for _, count in counts))}
         for tag in (DROPPED, REWARD, LENGTH):
             own = f"{tag}/{name}"
             pairs = [(s[own], n) for s, n in counts if isinstance(s.get(own), int | float)]
-            total = sum(number for _, number in pairs)
-            if total:
+            if total := sum(number for _, number in pairs):
                 mean = sum(value * number for value, number in pairs) / total
-                sums[tag.removeprefix("source_")] = mean
-        found[name] = sums
+                found[name][tag.removeprefix("source_")] = mean
     return found

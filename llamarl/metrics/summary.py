@@ -1,14 +1,10 @@
-"""The files of a run as a whole: what it achieved, and its timeline.
-
-Summary and trace are functions of the run folder alone (archive of retired rollouts, spans,
-metrics.jsonl), independent of the loop's own counters; no file of spans is ever whole in memory.
-"""
+"""What a run achieved, and its timeline: functions of the run folder alone (archive of retired
+rollouts, spans, metrics.jsonl). No file of spans is ever whole in memory."""
 
 import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,8 +14,8 @@ import numpy as np
 
 from llamarl.core.files import parse, write_object
 from llamarl.metrics.estimates import length, share_of
-from llamarl.metrics.held_out import EVALUATION
-from llamarl.metrics.shares import Shares, by_executor, read_timeline
+from llamarl.metrics.held_out import ACCURACY, ENDS, EVALUATION
+from llamarl.metrics.shares import by_executor, read_timeline
 from llamarl.metrics.span import Span, SpanReader, executor_of, span_files
 from llamarl.metrics.step_metrics import SOURCE_TAGS, TRAINED_TOKENS, sum_sources
 from llamarl.metrics.trackers import METRICS_FILE, read_metrics
@@ -33,8 +29,8 @@ ARCHIVE_FILES = "rollouts-*.jsonl"
 LOSS = "loss/train"
 REWARD, STALENESS = "reward/mean", "staleness/mean"
 RATIO_MEAN, RATIO_CLIPPED = "trained/ratio_mean", "trained/clipped_share"
-OF_STEPS = LOSS, REWARD, STALENESS, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS
-READ_TAGS = (*OF_STEPS, EVALUATION, *SOURCE_TAGS)  # of metrics.jsonl
+READ_TAGS = (LOSS, REWARD, STALENESS, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS, EVALUATION)
+READ_TAGS += SOURCE_TAGS
 TRACKS = ("work", "publish", "mark")  # busy and wait spans share a track: they alternate
 TRACK_OF = {"busy": 0, "wait": 0, "publish": 1}  # by category; any other is a mark
 MAX_LANES = 1000
@@ -48,34 +44,26 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
 
     `trace.json` is written beside it from the same spans, which are read once.
 
-    accuracy_before, accuracy_after: share of full marks by the first reward function among the
-    held-out rollouts, where a failed reward counts as wrong, of version 0 and of the last version
-    evaluated, which is version_after; null where there was none. reward_before, reward_after: their
-    mean reward; held_out_prompts: how many prompts; interval_before, interval_after: the 95 %
-    interval of the accuracy (`estimates.py`). held_out_shares: by name, of pass_at_k and maj_at_k,
-    and of each named set, the value and the ends of its interval before and after.
-    training_reward: mean reward of the groups scored for the first step and for the last one;
-    training_loss: of demonstrations. loss_before, loss_after: of held-out ones.
+    A figure is null where nothing was stored for it. accuracy_*: share of full marks by the first
+    reward function among the held-out rollouts (a failed reward counts as wrong), before (version
+    0) and after (version_after, the last one evaluated), with its 95 % interval_* and mean
+    reward_*. held_out_shares: by name, pass_at_k, maj_at_k and those of named sets, with the ends
+    of their intervals. training_reward, training_loss: means of the first step and of the last one.
     steps: versions trained, also if a storage unit that was lost had all rollouts of one. wall_s:
     from the first process's start to the last span, summed over sessions of a resumed run.
-    tokens_per_s: response tokens of the rollouts trained, once for each step that used them, per
-    second of the steps' time.
-    staleness_max: over trained tokens (those masked as too old are not trained), by the archive.
-    staleness_mean, ratio_*: means over trained tokens, once for each step that used them, from
-    metrics.jsonl.
-    groups_dropped: reason -> groups of which nothing was trained. sources: of several sources of
-    prompts, by name, the groups of steps and those dropped, their share, mean reward and length.
-    both_busy_share and executors (busy and wait shares, mean over the executor's processes): shares
-    of the time from the first step's start to the last one's end.
-    tokens_during_publish: tokens decoded during publishes. (Both it and both_busy_share: over the
-    part of the run whose spans are kept one by one.) A figure is null where nothing was stored for
-    it. ended_by is what the caller knows: which limit ended the run.
+    tokens_per_s, staleness_mean, ratio_*: over trained tokens, once for each step that used them.
+    staleness_max: without tokens masked as too old. groups_dropped: reason -> groups of which
+    nothing was trained. sources: as `step_metrics.sum_sources` says. both_busy_share and executors
+    (means over their processes) are shares of the time from the first step's start to the last
+    one's end; tokens_during_publish and both_busy_share are over the part of the run whose spans
+    are kept one by one. ended_by is what the caller knows: which limit ended the run.
     """
     run_dir = Path(run_dir)
     with TraceFile(run_dir / SPANS_FOLDER, run_dir / TRACE_FILE) as trace:
         timeline = read_timeline(run_dir / SPANS_FOLDER, trace.add)
     rollouts = _read_archive(run_dir / ARCHIVE_FOLDER)
-    steps = _read_steps(run_dir / METRICS_FILE)
+    path = run_dir / METRICS_FILE
+    steps = read_metrics(path, READ_TAGS) if path.exists() else {}
     steps_s = length(timeline.steps) / 1e9
     rewards, losses = ([s[tag] for s in steps.values() if tag in s] for tag in (REWARD, LOSS))
     summary = {
@@ -97,18 +85,13 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
         "tokens_during_publish": timeline.tokens_during_publish(),
         "ratio_mean": _mean_over_tokens(steps, RATIO_MEAN),
         "ratio_clipped_share": _mean_over_tokens(steps, RATIO_CLIPPED),
-        "executors": _shares_of_time(by_executor(timeline.shares())),
+        "executors": {
+            name: {"busy": shares.busy, "wait": shares.waits}
+            for name, shares in by_executor(timeline.shares()).items()
+        },
     }
     write_object(run_dir / SUMMARY_FILE, summary)
     return summary
-
-
-def _shares_of_time(found: Mapping[str, Shares]) -> dict[str, Any]:
-    return {name: {"busy": each.busy, "wait": each.waits} for name, each in found.items()}
-
-
-def _read_steps(path: Path) -> dict[int, dict[str, Any]]:
-    return read_metrics(path, READ_TAGS) if path.exists() else {}
 
 
 @dataclass
@@ -125,14 +108,17 @@ class ArchivedRollouts:
     evaluated: dict[int, dict[Any, list[Any]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
-
-    losses: dict[int, float] = field(default_factory=dict)
-    """By version evaluated, that of held-out demonstrations."""
+    losses: dict[int, float] = field(default_factory=dict)  # of held-out demonstrations, the same
 
     def add(self, line: dict[str, Any]) -> None:
         """Count one retired rollout."""
         if line["outcome"] == "trained":
-            self._add_trained(line)
+            self.versions.add(line["version"])
+            self.num_trained += 1
+            self.num_tokens += line["num_tokens"] * line.get("num_uses", 1)
+            versions = {version for version, _ in line["spans"]}
+            self.num_mixed += len(versions) > 1
+            self.ages |= {line["version"] - v for v in versions if v >= line["oldest_version"]}
         elif line["outcome"] == "dropped" and not line.get("left_out"):
             self.dropped[line["reason"]].add(line["group_id"])  # the rest of which was not trained
         elif line["outcome"] == "evaluated" and "loss" in line:
@@ -142,14 +128,6 @@ class ArchivedRollouts:
             correct = line.get("correct", reward >= 1.0)
             prompt = line.get("held_out"), line["prompt_id"]
             self.evaluated[line["version"]][prompt].append((bool(correct), reward))
-
-    def _add_trained(self, line: dict[str, Any]) -> None:
-        self.versions.add(line["version"])
-        self.num_trained += 1
-        self.num_tokens += line["num_tokens"] * line.get("num_uses", 1)
-        self.num_mixed += len({version for version, _ in line["spans"]}) > 1
-        used = (version for version, _ in line["spans"] if version >= line["oldest_version"])
-        self.ages |= {line["version"] - version for version in used}
 
     def held_out(self) -> dict[str, Any]:
         """What summary.json says of evaluations."""
@@ -171,15 +149,14 @@ class ArchivedRollouts:
 
 
 def _shares(steps: dict[int, dict[str, Any]], last: int | None) -> dict[str, dict[str, Any]]:
-    """Of the first and the last version evaluated, every share but the accuracy of all prompts."""
+    """Every share but the accuracy of all prompts, of the first and the last version evaluated."""
     found: dict[str, dict[str, Any]] = {}
     for when, version in (("before", 0), ("after", last)):
-        line = steps.get(version, {}) if version is not None else {}
-        for tag, value in line.items():
-            ends = [line.get(f"{tag}_{end}") for end in ("low", "high")]
-            share, name = [value, *ends], tag.removeprefix(EVALUATION)
+        line = {} if version is None else steps.get(version, {})
+        for tag in line:
+            share, name = [line.get(f"{tag}{end}") for end in ENDS], tag.removeprefix(EVALUATION)
             is_share = tag != name and all(isinstance(each, int | float) for each in share)
-            if is_share and name != "accuracy":
+            if is_share and name != ACCURACY:
                 found.setdefault(name, {})[when] = share
     return found
 
@@ -203,8 +180,8 @@ def _mean_over_tokens(steps: dict[int, dict[str, Any]], tag: str) -> float | Non
     """Mean of what each step reported under `tag`, weighted by its trained tokens."""
     pairs: list[Any] = [(step.get(tag), step.get(TRAINED_TOKENS)) for step in steps.values()]
     sound = [pair for pair in pairs if all(isinstance(each, int | float) for each in pair)]
-    num_tokens = sum(weight for _, weight in sound)
-    return _ratio(sum(value * weight for value, weight in sound), num_tokens)
+    whole = sum(weight for _, weight in sound)
+    return _ratio(sum(value * weight for value, weight in sound), whole)
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -1,11 +1,8 @@
-"""The tracker `tensorboard`: event files in the run's folder, written by TensorBoard's own writer.
+"""The tracker `tensorboard`: event files in the run's folder, by tensorboard's own writer.
 
-The writer is that of the tensorboard package. Those of torch and tensorboardX load torch into the
-controller (2.2 s at the start instead of 0.2 s), and a flush of tensorboardX returns before its
-queue is written.
-
-
-When `log` returns, its values are on disk; every tag of a run has a section and a description."""
+Those of torch and tensorboardX load torch into the controller (2.2 s at the start instead of
+0.2 s), and a flush of tensorboardX returns before its queue is written. When `log` returns, its
+values are on disk; every tag of a run has a section and a description."""
 
 import time
 from collections.abc import Mapping
@@ -17,7 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, Summary
 from tensorboard.plugins.histogram.metadata import create_summary_metadata as histogram_metadata
 from tensorboard.plugins.hparams import api_pb2, metadata
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.plugins.hparams.summary_v2 import Metric, hparams_pb
 from tensorboard.plugins.scalar.metadata import create_summary_metadata as scalar_metadata
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -25,15 +22,10 @@ from tensorboard.util.tensor_util import make_tensor_proto
 
 from llamarl.metrics.step_metrics import Histograms, Scalars, Texts
 
-TENSORBOARD_FOLDER = "tensorboard"
 MOST_BUCKETS = 64
-JUDGED_BY = (  # what the table of hyper-parameters shows of each run: the last values
-    "evaluation/accuracy",
-    "evaluation/reward",
-    "accuracy/train",
-    "reward/mean",
-    "tokens/per_s",
-)
+# What the table of hyper-parameters shows of each run: the last values.
+JUDGED_BY = ("evaluation/accuracy", "evaluation/reward", "accuracy/train", "reward/mean")
+JUDGED_BY += ("tokens/per_s",)
 SECTIONS = {  # first words of tags by section; TensorBoard sorts by name, hence the numbers
     "1_outcome": ("reward", "accuracy", "evaluation", "reward_parts", "reward_extra")
     + ("loss", "perplexity"),
@@ -183,13 +175,11 @@ def description(tag: str) -> str:
 
 
 class TensorBoardTracker:
-    """One event file in `run_dir/tensorboard`.
-
-    TensorBoard forgets what an earlier session of the run logged from `first_step` on.
-    """
+    """One event file in `run_dir/tensorboard`. TensorBoard forgets what an earlier session of the
+    run logged from `first_step` on."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, object], first_step: int) -> None:
-        self._writer = EventFileWriter(str(run_dir / TENSORBOARD_FOLDER))
+        self._writer = EventFileWriter(str(run_dir / "tensorboard"))
         self._described: set[str] = set()
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
         kinds = bool | int | float | str
@@ -199,7 +189,15 @@ class TensorBoardTracker:
 
     def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
         """Write one event with everything the step brought."""
-        summary = Summary(value=[self._scalar(tag, value) for tag, value in scalars.items()])
+        summary = Summary()
+        for tag, value in scalars.items():
+            scalar = summary.value.add(tag=chart_tag(tag), simple_value=value)
+            # TensorBoard takes a tag's description from its first value: its fast loader only from
+            # one that has its plugin and class of data.
+            if tag not in self._described:
+                self._described.add(tag)
+                scalar.metadata.CopyFrom(scalar_metadata(None, description(tag)))
+                scalar.metadata.data_class = DATA_CLASS_SCALAR
         summary.value.extend(_histogram(tag, n) for tag, n in histograms.items() if n)
         for tag, text in texts.items():
             summary.MergeFrom(text_pb(chart_tag(tag), text, description(tag)))
@@ -207,16 +205,6 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         self._writer.close()
-
-    def _scalar(self, tag: str, value: float) -> Summary.Value:
-        """TensorBoard takes a tag's description from its first value: its fast loader only from one
-        that has its plugin and class of data."""
-        scalar = Summary.Value(tag=chart_tag(tag), simple_value=value)
-        if tag not in self._described:
-            self._described.add(tag)
-            scalar.metadata.CopyFrom(scalar_metadata(None, description(tag)))
-            scalar.metadata.data_class = DATA_CLASS_SCALAR
-        return scalar
 
     def _write(self, event: Event) -> None:
         event.wall_time = time.time()
@@ -228,15 +216,12 @@ def _histogram(tag: str, counts: Mapping[float, int]) -> Summary.Value:
     """Equal buckets around the values, from the smallest to the largest."""
     values = np.array(sorted(counts), dtype=np.float64)
     gap = float(np.diff(values).min()) if len(values) > 1 else max(1.0, abs(values[0]) / 2**20)
-    width = max(gap, float(values[-1] - values[0]) / MOST_BUCKETS)
-    num_buckets = round((values[-1] - values[0]) / width) + 1
-    first = values[0] - width / 2
-    amounts, edges = np.histogram(
-        values,
-        bins=num_buckets,
-        range=(first, max(first + num_buckets * width, values[-1])),
-        weights=[counts[value] for value in values.tolist()],
-    )
+    reach = float(values[-1] - values[0])
+    width = max(gap, reach / MOST_BUCKETS)
+    num_buckets, first = round(reach / width) + 1, values[0] - width / 2
+    ends = first, max(first + num_buckets * width, values[-1])
+    weights = [counts[value] for value in values.tolist()]
+    amounts, edges = np.histogram(values, num_buckets, ends, weights=weights)
     tensor = make_tensor_proto(np.stack([edges[:-1], edges[1:], amounts], axis=1))
     about = histogram_metadata(None, description(tag))
     return Summary.Value(tag=chart_tag(tag), metadata=about, tensor=tensor)
@@ -244,18 +229,12 @@ def _histogram(tag: str, counts: Mapping[float, int]) -> Summary.Value:
 
 def _experiment(values: Mapping[str, bool | float | str]) -> Summary:
     """Which columns the HPARAMS tab has, and of which type; metrics are existing charts."""
-    kinds = {bool: "DATA_TYPE_BOOL", str: "DATA_TYPE_STRING"}
-    types = {key: kinds.get(type(value), "DATA_TYPE_FLOAT64") for key, value in values.items()}
-    columns = [
-        api_pb2.HParamInfo(name=key, type=api_pb2.DataType.Value(types[key]))
-        for key in sorted(types)
-    ]
-    metrics = [
-        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=chart_tag(tag)), display_name=tag)
-        for tag in JUDGED_BY
-    ]
-    experiment = api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics)
+    experiment = api_pb2.Experiment()
+    for key, value in sorted(values.items()):
+        kind = {bool: "BOOL", str: "STRING"}.get(type(value), "FLOAT64")
+        experiment.hparam_infos.add(name=key, type=api_pb2.DataType.Value(f"DATA_TYPE_{kind}"))
+    metrics = (Metric(chart_tag(tag), display_name=tag) for tag in JUDGED_BY)
+    experiment.metric_infos.extend(metric.as_proto() for metric in metrics)
     about = metadata.create_summary_metadata(HParamsPluginData(experiment=experiment))
-    summary = Summary()
-    summary.value.add(tag=metadata.EXPERIMENT_TAG, metadata=about, tensor=metadata.NULL_TENSOR)
-    return summary
+    value = Summary.Value(tag=metadata.EXPERIMENT_TAG, metadata=about, tensor=metadata.NULL_TENSOR)
+    return Summary(value=[value])

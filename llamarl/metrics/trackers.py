@@ -1,7 +1,5 @@
-"""Where the numbers of a run go: metrics.jsonl, and the trackers named by `metrics.trackers`.
-
-When `log` returns, its values are in metrics.jsonl on disk; a tracker's package is imported only
-if the recipe names the tracker, and none of them loads torch into the controller."""
+"""Where the numbers of a run go: metrics.jsonl, and the trackers named by `metrics.trackers`, whose
+packages are imported only for a recipe that names them, and load no torch into the controller."""
 
 import dataclasses
 import json
@@ -14,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from llamarl.core.extensions import load_extensions
 from llamarl.core.fields import require, require_choice
@@ -23,9 +21,7 @@ from llamarl.metrics.step_metrics import Histograms, Scalars, Texts
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-PROJECT = (
-    "llamarl"  # where runs are filed, unless the recipe or a tracker's variables say otherwise
-)
+PROJECT = "llamarl"  # where runs are filed, unless recipe or a tracker's variables say otherwise
 STEP = "step"
 
 
@@ -92,7 +88,8 @@ def flatten(section: object, prefix: str = "") -> dict[str, object]:
 
 
 class MetricsLog:
-    """Appends to `run_dir/metrics.jsonl` and passes the same to `trackers` (by name).
+    """Appends to `run_dir/metrics.jsonl`, on disk when `log` returns, and passes the same to
+    `trackers` (by name).
 
     Each line is {"step": int, "unix_s": float, <tag>: float, ...} plus "histograms" and "texts"
     where there are any; NaN and infinities are null. A step may have several lines (training,
@@ -148,6 +145,7 @@ def read_metrics(
     skipped. With `tags`, only these are kept of each line, so that its texts take no memory; one
     with a / at its end stands for all that begin so."""
     steps: dict[int, dict[str, Any]] = {}
+    heads = tuple(tag for tag in tags or () if tag.endswith("/"))
     with Path(path).open("rb") as file:
         for text in file:
             try:
@@ -156,13 +154,9 @@ def read_metrics(
                 continue
             if isinstance(line, dict) and type(step := line.get("step")) is int:
                 if tags is not None:
-                    line = {tag: value for tag, value in line.items() if _is_among(tag, tags)}
+                    line = {t: v for t, v in line.items() if t in tags or t.startswith(heads)}
                 steps.setdefault(step, {}).update(line)
     return dict(sorted(steps.items()))
-
-
-def _is_among(tag: str, tags: Collection[str]) -> bool:
-    return tag in tags or any(each.endswith("/") and tag.startswith(each) for each in tags)
 
 
 @dataclass(frozen=True)
@@ -181,7 +175,7 @@ class ScalarTracker:
 
 @dataclass(frozen=True)
 class RunIds:
-    """By which ids other programs know the run: a file in its folder, so that a run which resumes,
+    """The ids by which other programs know the run, in a file in its folder: so a run that resumes,
     or starts its executors again, goes on in the same run of theirs."""
 
     run_dir: Path
@@ -202,21 +196,13 @@ class RunIds:
         write_object(path, ids | {tracker: run_id})
 
 
-@dataclass(frozen=True)
-class RunNames:
-    """What a recipe calls the run for other programs: "" and [] where it says nothing."""
-
-    project: str
-    run_name: str
-    tags: Sequence[str]
-
-    @classmethod
-    def read(cls, config: Mapping[str, object]) -> Self:
-        """From the recipe's dotted keys."""
-        keys = ("metrics.project", "metrics.run_name", "metrics.tags")
-        project, run_name, tags = map(config.get, keys)
-        words = [str(tag) for tag in tags] if isinstance(tags, list) else []
-        return cls(project=str(project or ""), run_name=str(run_name or ""), tags=words)
+def _names(config: Mapping[str, object]) -> tuple[str, str, list[str]]:
+    """What a recipe calls the run for other programs: its project, its name and its tags; "" and []
+    where it says nothing."""
+    keys = ("metrics.project", "metrics.run_name", "metrics.tags")
+    project, run_name, tags = map(config.get, keys)
+    words = [str(tag) for tag in tags] if isinstance(tags, list) else []
+    return str(project or ""), str(run_name or ""), words
 
 
 def _open_wandb(run_dir: Path, config: Mapping[str, object], first_step: int) -> Tracker:
@@ -224,12 +210,12 @@ def _open_wandb(run_dir: Path, config: Mapping[str, object], first_step: int) ->
     the recipe names nothing WANDB_PROJECT, WANDB_NAME, WANDB_TAGS."""
     import wandb
 
-    names, ids = RunNames.read(config), RunIds(run_dir)
+    (project, run_name, tags), ids = _names(config), RunIds(run_dir)
     run_id = ids.find("wandb") or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:16]
     run = wandb.init(
-        project=names.project or os.environ.get("WANDB_PROJECT", PROJECT),
-        name=names.run_name or os.environ.get("WANDB_NAME") or run_dir.name,
-        tags=names.tags or None,
+        project=project or os.environ.get("WANDB_PROJECT", PROJECT),
+        name=run_name or os.environ.get("WANDB_NAME") or run_dir.name,
+        tags=tags or None,
         id=run_id,
         resume="allow",
         dir=run_dir,
@@ -246,18 +232,16 @@ def _open_mlflow(run_dir: Path, config: Mapping[str, object], first_step: int) -
     recipe names no project."""
     import mlflow
 
-    names, ids = RunNames.read(config), RunIds(run_dir)
-    mlflow.set_experiment(names.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+    (project, run_name, tags), ids = _names(config), RunIds(run_dir)
+    mlflow.set_experiment(project or os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
     if run_id := ids.find("mlflow"):  # whose parameters cannot change
         mlflow.start_run(run_id=run_id)
     else:
-        tags = dict.fromkeys(names.tags, "true") or None
-        run = mlflow.start_run(run_name=names.run_name or run_dir.name, tags=tags)
+        marks = dict.fromkeys(tags, "true") or None
+        run = mlflow.start_run(run_name=run_name or run_dir.name, tags=marks)
         ids.keep("mlflow", run.info.run_id)
         mlflow.log_params(dict(config))
-    return ScalarTracker(
-        lambda step, scalars: mlflow.log_metrics(scalars, step=step), mlflow.end_run
-    )
+    return ScalarTracker(lambda step, found: mlflow.log_metrics(found, step=step), mlflow.end_run)
 
 
 def _open_trackio(run_dir: Path, config: Mapping[str, object], first_step: int) -> Tracker:
@@ -265,15 +249,10 @@ def _open_trackio(run_dir: Path, config: Mapping[str, object], first_step: int) 
     its name."""
     import trackio
 
-    names, ids = RunNames.read(config), RunIds(run_dir)
+    (project, run_name, _), ids = _names(config), RunIds(run_dir)
     earlier = ids.find("trackio")
-    name = earlier or names.run_name or run_dir.name
-    run = trackio.init(
-        project=names.project or PROJECT,
-        name=name,
-        config=dict(config),
-        resume="allow" if earlier else "never",
-    )
+    name, resume = earlier or run_name or run_dir.name, "allow" if earlier else "never"
+    run = trackio.init(project=project or PROJECT, name=name, config=dict(config), resume=resume)
     ids.keep("trackio", name)
     return ScalarTracker(lambda step, scalars: run.log(scalars, step=step), run.finish)
 
