@@ -37,7 +37,6 @@ from llamarl.metrics.rendering import (
     is_finished,
     shorten,
     show_end,
-    show_finished_run,
     tokenizing_bar,
 )
 from llamarl.metrics.shares import RecentSpans
@@ -92,7 +91,9 @@ async def _run(
         if prompts.limit and not mini_batches(config).num_steps(int(prompts.num_left)):
             known["ended"] = prompts.limit
         if config.checkpoint.resume == "auto" and is_finished(config, run_dir, state | known):
-            return show_finished_run(config, run_dir, state | known, console)
+            summary = show_end(config, run_dir, state | known, console)
+            console.print("this run had finished before: nothing was started", highlight=False)
+            return summary
         _check_disk(config, inputs, run_dir)
         write_provenance(inputs.task_source)
         keep_tokenizer(inputs.tokenizer_folder, run_dir)

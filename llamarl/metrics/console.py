@@ -56,12 +56,11 @@ STEP_FIGURES = (  # of a line: label, tag, format
     ("lr", "trainer/lr", "{:.3g}"),
     ("tokens/s", "tokens/per_s", "{:,.0f}"),
 )
-STATES = ("starting", "loading", "ready")
 ALL_READY = "ready after"  # of a role's executors
 MAX_NAMES = 3  # of a role's executors in one state; of more than these only the number is shown
 
 ReportState = Callable[[str, str], None]
-"""Called with an executor's name and its new state, one of STATES."""
+"""Called with an executor's name and its new state: starting, loading or ready."""
 
 SHOW_CURSOR = "\x1b[?25h\n"
 _found: list[Any] = []  # the terminal's settings, while keys are hidden
@@ -71,8 +70,8 @@ class Progress:
     """Shows how far the run is; use it as a context manager.
 
     `num_steps` 0: nothing is trained; None: it is not known which step is the last one. `live`
-    False, or a console that is no terminal: lines.
-    `recent_spans` (optional) gives the busy shares of generator and trainer.
+    False, or a console that is no terminal: lines. `recent_spans` (optional) gives the busy shares
+    of generator and trainer.
     """
 
     def __init__(
@@ -212,13 +211,12 @@ class Progress:
         self.console.out(f"[{rendering.CLOCK.words()}] {words}", highlight=False)
 
     def _step_line(self) -> str:
-        known = [figure for figure in STEP_FIGURES if figure[1] in self._scalars]
-        if not self._scalars.get(KL):  # there is no reference
-            known = [figure for figure in known if figure[1] != KL]
         parts = [f"step {self._step}{self._of}"]
-        for label, tag, form in known:
-            shown = form.format(self._scalars[tag])
-            parts.append(f"{label} {shown if form else with_margin(_trained_share(self._scalars))}")
+        for label, tag, form in STEP_FIGURES:
+            if tag in self._scalars and (tag != KL or self._scalars[KL]):  # 0 without a reference
+                shown = form.format(self._scalars[tag])
+                shown = shown if form else with_margin(_trained_share(self._scalars))
+                parts.append(f"{label} {shown}")
         if self._drops.total:
             parts.append(self._dropped())
         if self._shares:
@@ -266,31 +264,27 @@ class Progress:
         )
 
     def _facts(self) -> list[rendering.Fact]:
-        startup = self._startup
-        if startup is not None:
-            return [(role, Text(words)) for role, words in startup.rows()]
+        if (startup := self._startup) is not None:
+            return [*startup.rows()]
         losses = rendering.losses(self._scalars.get("loss/train"), [*self._losses])
         facts = [*self._trained(), *self._held_out(), *losses]
         if self._drops.total:
             current = f"{self._drops.num_ready:,} ready, {self._drops.num_current:,} dropped"
-            facts.append(("groups dropped", Text(in_words(self._drops.total))))
-            facts.append(("of the next step", Text(current)))
-        if "staleness/mean" in self._scalars:
-            mean, most = self._scalars["staleness/mean"], self._scalars["staleness/max"]
-            facts.append(("token staleness", Text(f"mean {mean:.2f}  max {most:.0f}")))
-        if "episode/turns" in self._scalars:
-            turns, waited_s = (
-                self._scalars[f"episode/{key}"] for key in ("turns", "environment_s")
-            )
-            facts.append(
-                ("turns", Text(f"mean {turns:.2f}, {waited_s:,.2f} s with the environment"))
-            )
-        if words := tools_in_words(self._scalars):
-            facts.append(("tools", Text(words)))
-        if "tokens/per_s" in self._scalars:
-            facts.append(("trained", Text(f"{self._scalars['tokens/per_s']:,.0f} tokens/s")))
+            facts.append(("groups dropped", in_words(self._drops.total)))
+            facts.append(("of the next step", current))
+        scalars = self._scalars
+        if "staleness/mean" in scalars:
+            mean, most = scalars["staleness/mean"], scalars["staleness/max"]
+            facts.append(("token staleness", f"mean {mean:.2f}  max {most:.0f}"))
+        if "episode/turns" in scalars:
+            turns, waited_s = scalars["episode/turns"], scalars["episode/environment_s"]
+            facts.append(("turns", f"mean {turns:.2f}, {waited_s:,.2f} s with the environment"))
+        if words := tools_in_words(scalars):
+            facts.append(("tools", words))
+        if "tokens/per_s" in scalars:
+            facts.append(("trained", f"{scalars['tokens/per_s']:,.0f} tokens/s"))
         if self._sample:
-            facts.append(("sample", Text(self._sample)))
+            facts.append(("sample", self._sample))
         return facts
 
     def _trained(self) -> list[rendering.Fact]:
@@ -353,19 +347,18 @@ class Startup:
 
     def describe(self, role: str) -> str:
         """Such as "1 of 2 ready; generator-1 loading (4 s)"."""
-        names = [name for name in list(self._states) if executor_of(name) == role]
-        now_s = time.monotonic()
-        by_state = {s: [n for n in names if self._states[n][0] == s] for s in STATES}
-        ready = by_state.pop("ready")
-        if len(ready) == len(names):
-            last_s = max(self._states[name][1] for name in names)
+        states = {n: each for n, each in list(self._states.items()) if executor_of(n) == role}
+        num_ready = sum(state == "ready" for state, _ in states.values())
+        if num_ready == len(states):
+            last_s = max(since_s for _, since_s in states.values())
             return f"{ALL_READY} {last_s - self._started_s:.0f} s"
-        parts = [f"{len(ready)} of {len(names)} ready"] if len(names) > 1 else []
-        for state, members in by_state.items():
+        parts = [f"{num_ready} of {len(states)} ready"] if len(states) > 1 else []
+        for state in ("starting", "loading"):
+            members = {name: since_s for name, (its, since_s) in states.items() if its == state}
             if members:
-                waited_s = now_s - min(self._states[name][1] for name in members)
+                waited_s = time.monotonic() - min(members.values())
                 named = ", ".join(members) if len(members) <= MAX_NAMES else f"{len(members)}"
-                named = f"{named} " if len(names) > 1 else ""
+                named = f"{named} " if len(states) > 1 else ""
                 parts.append(f"{named}{state} ({waited_s:.0f} s)")
         return "; ".join(parts)
 

@@ -9,14 +9,14 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -39,12 +39,12 @@ BUSY_WIDTH = len(" 100% busy")
 CURVE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 LABEL_WIDTH = 17
 MARGINS = len("| ") + len("  ") + len(" |")  # of a row of the panel: left, between, right
-SOURCE_FORMS = {"dropped_share": "{:.0%} dropped", "reward": "reward {:.3f}"}
-SOURCE_FORMS["length"] = "{:.0f} tokens"
+SOURCE_FORMS = {"groups": "{groups:,.0f} groups", "dropped_share": "{dropped_share:.0%} dropped"}
+SOURCE_FORMS |= {"reward": "reward {reward:.3f}", "length": "{length:.0f} tokens"}
 LOG_WIDTH = 84
 WHEN = "before", "after"
 
-Fact = tuple[str, RenderableType]
+Fact = tuple[str, str | Text]
 """A label and its value."""
 
 
@@ -55,10 +55,8 @@ def show_end(
     next and, if it stopped before its last step, why; returns the summary. `state` has its version
     and, if so, what is "solved", or why it "ended" early; "limit" names what the last step is by,
     other than num_steps."""
-    is_early = state["version"] < config.most_steps
-    why = _why_early(config, state) if is_early else ""
-    limit = state.get("limit") or f"num_steps={config.most_steps}"
-    summary = summarize(run_dir, why or limit)
+    why = _why_early(config, state) if state["version"] < config.most_steps else ""
+    summary = summarize(run_dir, why or state.get("limit") or f"num_steps={config.most_steps}")
     paths = {"metrics": f"{run_dir}/metrics.jsonl", "timeline": f"{run_dir}/trace.json"}
     if "tensorboard" in config.metrics.trackers:
         paths = {"TensorBoard": f"{run_dir}/tensorboard", **paths}
@@ -101,15 +99,6 @@ def is_finished(config: Config, run_dir: str, state: dict[str, Any]) -> bool:
     return is_trained and has_export and Path(run_dir, SUMMARY_FILE).is_file()
 
 
-def show_finished_run(
-    config: Config, run_dir: str, state: dict[str, Any], console: Console
-) -> dict[str, Any]:
-    """Show again what a finished run showed at its end; returns its summary, computed again."""
-    summary = show_end(config, run_dir, state, console)
-    console.print("this run had finished before: nothing was started", highlight=False)
-    return summary
-
-
 def resume_command(command: Sequence[str], run_dir: str) -> str:
     """The command that resumes the run in `run_dir`, which `command` started."""
     program, *arguments = command
@@ -131,30 +120,29 @@ def find_program(name: str) -> str:
 def render_summary(
     summary: Mapping[str, Any], paths: Mapping[str, str], next_command: str, console: Console
 ) -> None:
-    """Print the short table that ends a run.
-
-    `summary` as `summary.summarize` returns it; `paths`: label -> path, in the order to be shown;
-    `next_command`: what the user may try next.
-    """
+    """Print the short table that ends a run: what `summary.summarize` returns, the `paths` by label
+    in their order, and what the user may try next."""
     body = facts_grid([*_results(summary), ("", "")])
     for name, shares in summary["executors"].items():
         if name != "controller":
             body.add_row(name, draw_shares(Shares(shares["busy"], shares["wait"]), console))
     console.print()
     console.print(Panel(body, title="llamarl: done", title_align="left", box=box.ROUNDED))
-    for label, path in paths.items():
-        _print_pair(console, label, Text(shorten(path)))
-    _print_pair(console, "try next", Text(next_command, style="bold cyan"))
+    pairs = {label: Text(shorten(path)) for label, path in paths.items()}
+    for label, value in (pairs | {"try next": Text(next_command, style="bold cyan")}).items():
+        # Outside the panel and unwrapped, so that a path or command can be copied whole.
+        padded = Text(f"  {label:<{LABEL_WIDTH}}  ", style="dim", end="")
+        console.print(padded, value, sep="", soft_wrap=True)
     console.print()
 
 
 def facts_grid(facts: Iterable[Fact]) -> Table:
-    """A table of labels and values without lines."""
+    """A table of labels and values without lines, in which no word is taken for markup."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, min_width=LABEL_WIDTH)
     grid.add_column()
     for label, value in facts:
-        grid.add_row(label, value)
+        grid.add_row(Text(label), Text(value) if isinstance(value, str) else value)
     return grid
 
 
@@ -166,7 +154,7 @@ def scores(kind: str, reward: Text, accuracy: Text, *pairs: tuple[Any, Any]) -> 
 
 
 def losses(training: float | None, held_out: Sequence[tuple[int, float]]) -> list[Fact]:
-    """Of demonstrations: the loss of a step, and of held-out ones by version, as far as known."""
+    """The loss of a step, and of held-out demonstrations by version, as far as known."""
     shown = [] if training is None else [("training loss", f"{training:.4f}")]
     if held_out:
         words = (f"{loss:.4f} (v{version})" for version, loss in held_out)
@@ -202,19 +190,17 @@ def draw_curve(values: Sequence[float], latest: str, console: Console) -> Text:
 
 
 class RunClock:
-    """The time that lines on the console show: since the command was started, or the library's
-    loop."""
+    """The time since the command, or the library's loop, was started, which lines on the console
+    show."""
 
-    def __init__(self) -> None:
-        self.restart()
+    began_s = time.monotonic()
 
     def restart(self) -> None:
-        """It is 0:00 now."""
-        self._began_s = time.monotonic()
+        self.began_s = time.monotonic()
 
     def words(self) -> str:
         """Such as 1:23."""
-        return duration(time.monotonic() - self._began_s)
+        return duration(time.monotonic() - self.began_s)
 
 
 CLOCK = RunClock()
@@ -247,75 +233,60 @@ def shorten(path: str) -> str:
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
-def _print_pair(console: Console, label: str, value: Text) -> None:
-    """Print outside the panel and unwrapped, so that a path or command can be copied whole."""
-    padded = Text(f"  {label:<{LABEL_WIDTH}}  ", style="dim", end="")
-    console.print(padded, value, sep="", soft_wrap=True)
-
-
 def _results(summary: Mapping[str, Any]) -> list[Fact]:
     rows = _held_out(summary)
     rate = ""
     if summary["tokens_per_s"]:  # from the first step's start on, without that of the executors
         rate = f"  ({summary['tokens_per_s']:,.0f} tokens/s while it trained)"
-    rows.append(("steps", Text(f"{summary['steps']}  in {duration(summary['wall_s'])} {rate}")))
+    rows.append(("steps", f"{summary['steps']}  in {duration(summary['wall_s'])} {rate}"))
     kind = "demonstrations" if summary.get("training_loss") else "rollouts"
-    rows.append((kind, Text(f"{summary['rollouts_trained']:,} trained")))
+    rows.append((kind, f"{summary['rollouts_trained']:,} trained"))
     if kind != "rollouts":
         return rows
     if summary["groups_dropped"]:
-        rows.append(("groups dropped", Text(in_words(summary["groups_dropped"]))))
-    rows += [(f"of {name}", Text(_source(numbers))) for name, numbers in summary["sources"].items()]
+        rows.append(("groups dropped", in_words(summary["groups_dropped"])))
+    for name, numbers in summary["sources"].items():
+        forms = (form for key, form in SOURCE_FORMS.items() if key in numbers)
+        rows.append((f"of {name}", ", ".join(form.format(**numbers) for form in forms)))
     if None not in (summary["staleness_mean"], summary["staleness_max"]):
         words = f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']} versions"
         mixed = f"{summary['mixed_version_share']:.0%} of rollouts mix versions"
-        rows.append(("token staleness", Text(f"{words}; {mixed}")))
+        rows.append(("token staleness", f"{words}; {mixed}"))
     if summary["both_busy_share"] is not None:
         both = f"generator and trainer busy at once {summary['both_busy_share']:.0%} of the time"
-        rows.append(("overlap", Text(both)))
+        rows.append(("overlap", both))
     return rows
-
-
-def _source(numbers: Mapping[str, float]) -> str:
-    """Such as `640 groups, 31% dropped, reward 0.512, 143 tokens`."""
-    words = [f"{numbers['groups']:,.0f} groups"]
-    for name, form in SOURCE_FORMS.items():
-        words += [form.format(numbers[name])] if name in numbers else []
-    return ", ".join(words)
 
 
 def _held_out(summary: Mapping[str, Any]) -> list[Fact]:
     """What was reached before and after; without held-out prompts the training reward."""
     if losses := summary.get("training_loss"):
         first, last = losses
-        facts: list[Fact] = [
-            ("training loss", Text(f"{first:.4f} first step   {last:.4f} last step"))
-        ]
+        facts: list[Fact] = [("training loss", f"{first:.4f} first step   {last:.4f} last step")]
         if summary["loss_after"] is not None:
             pair = summary["loss_before"], summary["loss_after"]
             facts.insert(0, ("held-out loss", _before_after(pair, "{:.4f}".format)))
         return facts
     if not summary["held_out_prompts"]:
         first, last = summary.get("training_reward") or (None, None)
-        if first is None or last is None:
-            return []
-        return [("training reward", Text(f"{first:.3f} first step   {last:.3f} last step"))]
-    rewards = [summary[f"reward_{when}"] for when in WHEN]
-    accuracies = [summary[f"accuracy_{when}"] for when in WHEN]
-    ends = [summary[f"interval_{when}"] for when in WHEN]
+        words = f"{first:.3f} first step   {last:.3f} last step" if last is not None else ""
+        return [("training reward", words)] if words else []
+    rewards, accuracies, ends = (
+        [summary[f"{name}_{when}"] for when in WHEN] for name in ("reward", "accuracy", "interval")
+    )
     shares = [e and [a, *e] for a, e in zip(accuracies, ends, strict=True)]
-    reward, accuracy = _before_after(rewards, "{:.3f}".format), _before_after(shares, _margin)
+
+    def margin(share: Sequence[float]) -> str:
+        return with_margin(Share(*share))
+
+    reward, accuracy = _before_after(rewards, "{:.3f}".format), _before_after(shares, margin)
     facts = scores("held-out", reward, accuracy, *zip(rewards, accuracies, strict=True))
     if len(facts) > 1:
         accuracy.append("   (full marks)", "dim")
     return facts + [
-        (share_words(name), _before_after((of_name.get(when) for when in WHEN), _margin))
+        (share_words(name), _before_after((of_name.get(when) for when in WHEN), margin))
         for name, of_name in summary["held_out_shares"].items()
     ]
-
-
-def _margin(share: Sequence[float]) -> str:
-    return with_margin(Share(*share))
 
 
 def _before_after(values: Iterable[Any], words: Callable[[Any], str]) -> Text:
@@ -325,9 +296,9 @@ def _before_after(values: Iterable[Any], words: Callable[[Any], str]) -> Text:
 
 @contextmanager
 def tokenizing_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """What draws it: called with a file, how many of its pieces are done, and how many there are.
-    The bar is gone once the block ends. CancelledError, in what calls it, once the present task was
-    cancelled, as by Ctrl-C."""
+    """A bar that is gone once the block ends; yields what draws it, called with a file, how many of
+    its pieces are done, and how many there are. That raises CancelledError once the present task
+    was cancelled, as by Ctrl-C, though it has not come to an `await` since."""
     columns = TextColumn("tokenizing {task.description}"), BarColumn(), TimeRemainingColumn()
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     tasks: dict[str, TaskID] = {}
@@ -338,8 +309,9 @@ def tokenizing_bar(console: Console) -> Iterator[Callable[[str, int, int], None]
             bar.start()
             tasks[name] = bar.add_task(name, total=num_pieces)
         bar.update(tasks[name], completed=num_done, refresh=True)
-        if is_cancelled():
-            raise asyncio.CancelledError
+        with suppress(RuntimeError):  # outside a loop
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError
 
     try:
         yield show
@@ -348,12 +320,3 @@ def tokenizing_bar(console: Console) -> Iterator[Callable[[str, int, int], None]
     if tasks:
         words = f"tokenized {', '.join(tasks)} in {time.monotonic() - start_s:.1f} s"
         console.print(words, markup=False, highlight=False, soft_wrap=True)
-
-
-def is_cancelled() -> bool:
-    """Whether the present task is to end, though it has not come to an `await` since."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # outside a loop
-        return False
-    return task is not None and task.cancelling() > 0
