@@ -1,6 +1,4 @@
-"""The command `llamarl check`.
-
-It ends with status 0 only if no check failed, and leaves no process and no file behind."""
+"""The command `llamarl check`: it leaves no process and no file behind."""
 
 import os
 import shutil
@@ -36,8 +34,14 @@ async def check(config: Config, console: Console) -> None:
         check_fit(config, inputs[0].architecture, read_frozen(config, inputs[0].graph))
         return "by forecast, all that the recipe needs fits (llamarl plan says more)"
 
+    def torch() -> str:
+        version = metadata.version("torch")
+        must = "be a build for GPUs (pip install torch, without an index of CPU builds)"
+        require(not (needs_gpu(config) and version.endswith("+cpu")), "torch", must, version)
+        return version
+
     findings.ask("recipe", read)
-    findings.ask("torch", lambda: check_torch(config))
+    findings.ask("torch", torch)
     findings.ask("cards", lambda: check_cards(config))
     if inputs and not findings.failed:
         findings.ask("memory", fit)
@@ -49,32 +53,13 @@ async def check(config: Config, console: Console) -> None:
                 findings.skip("episodes", "rollouts of the trial are one answer each")
             await _try(config, inputs[0], findings)
     if findings.failed:
-        raise ValueError(
-            f"all checks must pass, got {len(findings.failed)} that did not: "
-            f"{', '.join(findings.failed)}"
-        )
-
-
-def check_torch(config: Config) -> str:
-    """The version of torch; ValueError if it is built for CPUs alone and the recipe needs GPUs."""
-    version = metadata.version("torch")
-    is_able = not (needs_gpu(config) and version.endswith("+cpu"))
-    require(
-        is_able,
-        "torch",
-        "be a build for GPUs (pip install torch, without an index of CPU builds)",
-        version,
-    )
-    return version
+        got = f"{len(findings.failed)} that did not: {', '.join(findings.failed)}"
+        raise ValueError(f"all checks must pass, got {got}")
 
 
 async def _try(config: Config, inputs: Inputs, findings: Findings) -> None:
-    from llamarl.cli.check_trial import (
-        CpuReference,  # torch, which the checks before spare
-        Trial,
-        tiny_config,
-        write_tiny_checkpoint,
-    )
+    # Imports torch, which the checks before spare.
+    from llamarl.cli.check_trial import Trial, tiny_config, write_tiny_checkpoint
 
     beside = Path(os.path.abspath(config.run_dir)).parent  # all hosts of a run have it
     is_new = not beside.exists()
@@ -83,6 +68,6 @@ async def _try(config: Config, inputs: Inputs, findings: Findings) -> None:
     try:
         checkpoint = write_tiny_checkpoint(config, inputs, Path(folder))
         tiny = tiny_config(config, checkpoint, inputs.tokenizer_folder)
-        await Trial(tiny, CpuReference(checkpoint, tiny), findings).run(folder)
+        await Trial(tiny, findings).run(folder)
     finally:
         shutil.rmtree(beside if is_new else folder, ignore_errors=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -45,69 +45,37 @@ from llamarl.trainer.losses import find_loss
 from llamarl.trainer.passes import Passes, infer
 from llamarl.trainer.policy_loss import denominator
 
-
-class CpuReference:
-    """The checkpoint in `folder` under the algorithm and temperature of `config`."""
-
-    def __init__(self, folder: str, config: Config) -> None:
-        self._config, self._device = config, torch.device("cpu")
-        self.architecture = read_architecture(folder)
-        self._model = Transformer(self.architecture)
-        hf.load_into(dict(self._model.named_parameters()), folder)
-
-    def logprobs(self, columns: Columns) -> list[np.ndarray]:
-        """log pi of each response, float32 [t] each."""
-        every = [range(len(next(iter(columns.values()))))]
-        temperature = self._config.sampling.temperature
-        found = infer(self._model, columns, every, temperature, self._device)
-        return [found[i] for i in every[0]]
-
-    def gradient_norm(self, rows: Sequence[BatchRollout], columns: Columns) -> float:
-        """Of the step that these rows are, before it is clipped."""
-        config = self._config
-        policy = SimpleNamespace(model=self._model, finish_inference=lambda: None)
-        passes = Passes(policy, self._device, config, find_loss(config.algorithm))  # type: ignore[arg-type]
-        passes.accumulate(rows, columns, [len(rows)])
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().item()
-        num_tokens = sum(row.num_generated for row in rows)
-        return norm / denominator(
-            num_tokens, len(rows), config.sampling.max_tokens, config.algorithm
-        )
-
-
+CPU = torch.device("cpu")
 NUM_LAYERS = 2
 HIDDEN_SIZE = 128
 SCALE = 0.08  # of random weights: logits of about 1, so that a wrong product shows in log-probs
 
 
 def write_tiny_checkpoint(config: Config, inputs: Inputs, folder: Path) -> str:
-    """Write it, with the recipe's tokenizer, below `folder`; returns its path."""
+    """Write a checkpoint of random weights, with the recipe's tokenizer, below `folder`; returns
+    its path."""
     description = json.loads((Path(inputs.checkpoint) / "config.json").read_text())
     ranks = {config.trainer.tensor_parallel}
     ranks |= {pool.generator.num_ranks for pool in pools_of(config.generator)}
     unit = math.lcm(*ranks)
     num_heads = description["num_attention_heads"]
     num_kv_heads = description.get("num_key_value_heads") or num_heads
-    head_dim = description.get("head_dim") or description["hidden_size"] // num_heads
-    group = 1 if num_heads == num_kv_heads else 2
     kv_heads = max(2, unit)
     description |= {
         "num_hidden_layers": NUM_LAYERS,
         "hidden_size": HIDDEN_SIZE * unit,
         "intermediate_size": 2 * HIDDEN_SIZE * unit,
-        "num_attention_heads": kv_heads * group,
+        "num_attention_heads": kv_heads if num_heads == num_kv_heads else 2 * kv_heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
+        "head_dim": description.get("head_dim") or description["hidden_size"] // num_heads,
     }
     for key in ("layer_types", "max_window_layers"):  # one entry per layer, and all are alike
         description.pop(key, None)
     source = folder / "sizes"
     source.mkdir(parents=True)
     (source / "config.json").write_text(json.dumps(description))
-    architecture = read_architecture(source)
     generator = torch.Generator().manual_seed(0)
-    model = Transformer(architecture)
+    model = Transformer(read_architecture(source))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread = torch.randn(parameter.shape, generator=generator) * SCALE
@@ -128,25 +96,15 @@ NUM_PROMPTS, NUM_ROLLOUTS, PROMPT_TOKENS, NEW_TOKENS = 4, 2, 24, 12
 READ = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
 HANGS = "a rank waits for another one: see the log of each process, the network interface"
 STOPS = "see the logs of the processes"
-BOTH = {"generator", "trainer"}
 
 
-@dataclass(frozen=True, slots=True)
-class TrialTolerance:
-    """How far log-probs and the gradient's norm may be from the CPU's float32."""
-
-    median: float
-    largest: float
-    gradient: float
-
-    @classmethod
-    def of(cls, config: Config) -> TrialTolerance:
-        """float32 differs by how sums are ordered; 16 and 8 bits by their rounding, with a long
-        tail."""
-        generator, trainer = config.generator, config.trainer
-        is_wide = generator.dtype == "float32" and generator.quantization == "none"
-        gradient = 2e-3 if is_wide and trainer.compute_dtype == "float32" else 0.15
-        return cls(1e-3, 1e-2, gradient) if is_wide else cls(0.5, 2.0, gradient)
+def tolerances(config: Config) -> tuple[float, float, float]:
+    """How far log-probs (median, largest) and the gradient's norm may be from the CPU's float32.
+    float32 differs by how sums are ordered; 16 and 8 bits by their rounding, with a long tail."""
+    generator, trainer = config.generator, config.trainer
+    is_wide = generator.dtype == "float32" and generator.quantization == "none"
+    gradient = 2e-3 if is_wide and trainer.compute_dtype == "float32" else 0.15
+    return (1e-3, 1e-2, gradient) if is_wide else (0.5, 2.0, gradient)
 
 
 def tiny_config(config: Config, checkpoint: str, tokenizer: str) -> Config:
@@ -179,14 +137,17 @@ def tiny_config(config: Config, checkpoint: str, tokenizer: str) -> Config:
 
 
 class Trial:
-    """The calls, in their order; each is one line of `findings`."""
+    """The calls, in their order; each is one line of `findings`. The checkpoint of `config` is
+    computed on the CPU too."""
 
-    def __init__(self, config: Config, reference: CpuReference, findings: Findings) -> None:
-        self._config, self._reference, self._findings = config, reference, findings
-        self._tolerance = TrialTolerance.of(config)
+    def __init__(self, config: Config, findings: Findings) -> None:
+        self._config, self._findings = config, findings
+        self._median, self._largest, self._gradient = tolerances(config)
+        self._architecture = read_architecture(config.model.checkpoint)
+        self._model = Transformer(self._architecture)
+        hf.load_into(dict(self._model.named_parameters()), config.model.checkpoint)
         self._free_before = free_bytes()
-        shape = (NUM_PROMPTS, PROMPT_TOKENS)
-        self._random = np.random.default_rng(0).random(shape)
+        self._random = np.random.default_rng(0).random((NUM_PROMPTS, PROMPT_TOKENS))
         self._groups: list[Group] = []  # what the generators wrote first, and its columns
         self._columns: Columns = {}
 
@@ -211,11 +172,8 @@ class Trial:
             if not await self._findings.await_for(name, CALL_S, remedy, call(engines)):
                 return
         if not needs_gpu(self._config) or not self._config.cluster.hosts:
-            self._findings.ask("memory in use", self._measure)
-
-    def _measure(self) -> str:
-        architecture = self._reference.architecture
-        return compare_with_plan(self._config, architecture, self._free_before)
+            measured = self._config, self._architecture, self._free_before
+            self._findings.ask("memory in use", lambda: compare_with_plan(*measured))
 
     async def _start(
         self, stack: AsyncExitStack, run_dir: str, name: str, config: Config
@@ -223,9 +181,8 @@ class Trial:
         started: list[LibraryEngines] = []
 
         async def start() -> str:
-            engines = running_engines(
-                replace(config, run_dir=run_dir), keep_nothing, executors=BOTH
-            )
+            own = replace(config, run_dir=run_dir)
+            engines = running_engines(own, keep_nothing, executors={"generator", "trainer"})
             started.append(await stack.enter_async_context(engines))
             ranks = config.trainer.num_ranks
             ranks += config.generator.num_replicas * config.generator.num_ranks
@@ -253,21 +210,21 @@ class Trial:
 
     async def _generate(self, engines: LibraryEngines) -> str:
         """Log-probs of what the generators write are the CPU's."""
-        self._groups, self._columns = await self._write(engines)
-        wanted = self._reference.logprobs(self._columns)
-        pairs = zip(self._columns[GENERATOR_LOGPROBS], wanted, strict=True)
-        return self._compare(
-            [float(d) for mine, cpu in pairs for d in np.abs(mine - cpu)], "the CPU"
-        )
+        self._groups, columns = await self._write(engines)
+        self._columns, mine = columns, columns[GENERATOR_LOGPROBS]
+        every = range(len(mine))
+        wanted = infer(self._model, columns, [every], self._config.sampling.temperature, CPU)
+        apart = np.concatenate([np.abs(mine[i] - wanted[i]) for i in every])
+        return self._compare(apart.tolist(), "the CPU")
 
     def _compare(self, differences: Sequence[float], whose: str) -> str:
         middle, largest = median(differences), max(differences)
         words = f"log-probs are {middle:.2g} from those of {whose}, {largest:.2g} at most"
-        if not (middle <= self._tolerance.median and largest <= self._tolerance.largest):
-            limits = f"{self._tolerance.median:g} and {self._tolerance.largest:g}"
+        if not (middle <= self._median and largest <= self._largest):
             raise RuntimeError(
-                f"{words}, must be below {limits}: this device, or the engine on it, computes "
-                "another model; try generator.dtype=float32, generator.enforce_eager=true"
+                f"{words}, must be below {self._median:g} and {self._largest:g}: this device, or "
+                "the engine on it, computes another model; try generator.dtype=float32, "
+                "generator.enforce_eager=true"
             )
         return words
 
@@ -281,20 +238,21 @@ class Trial:
             await engines.forward_backward(self._groups)
             stats = await engines.optim_step()
         found = stats.scalars["grad_norm"]
-        wanted = self._reference.gradient_norm(self._rows(), self._columns)
-        apart = abs(found / wanted - 1)
+        wanted = self._gradient_norm()
         words = f"gradient norm {found:.4g}, on the CPU {wanted:.4g}"
-        if apart > self._tolerance.gradient:
+        if abs(found / wanted - 1) > self._gradient:
             raise RuntimeError(
-                f"{words}: must be within {self._tolerance.gradient:.1%}; try "
+                f"{words}: must be within {self._gradient:.1%}; try "
                 "trainer.compute_dtype=float32, trainer.compile=none"
             )
         return words
 
-    def _rows(self) -> list[BatchRollout]:
+    def _gradient_norm(self) -> float:
+        """The norm on the CPU, of the step that the rollouts are, before it is clipped."""
+        config, columns = self._config, self._columns
         pairs = [(g, i) for g in self._groups for i in range(len(g.row_ids))]
-        lengths = zip(self._columns[PROMPT_IDS], self._columns[RESPONSE_IDS], strict=True)
-        return [
+        lengths = zip(columns[PROMPT_IDS], columns[RESPONSE_IDS], strict=True)
+        rows = [
             BatchRollout(
                 row_id=group.row_ids[i],
                 group_id=group.group_id,
@@ -306,25 +264,24 @@ class Trial:
             )
             for (group, i), (prompt, response) in zip(pairs, lengths, strict=True)
         ]
+        policy = SimpleNamespace(model=self._model, finish_inference=lambda: None)
+        passes = Passes(policy, CPU, config, find_loss(config.algorithm))  # type: ignore[arg-type]
+        passes.accumulate(rows, columns, [len(rows)])
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().item()
+        num_tokens, most = sum(row.num_generated for row in rows), config.sampling.max_tokens
+        return norm / denominator(num_tokens, len(rows), most, config.algorithm)
 
     async def _generate_again(self, engines: LibraryEngines) -> str:
         """What the generators write is what the trainer's new version says; if they share a device,
         all has been offloaded and brought back meanwhile."""
         groups, _ = await self._write(engines)
         row_ids = [row_id for group in groups for row_id in group.row_ids]
-        async with self._reading(engines):
+        colocated = self._config.placement.colocated
+        async with engines.phase(Phase.TRAIN) if colocated else nullcontext():
             differences = await engines.compare_logprobs(row_ids)
         await engines.retire(groups, "dropped", reason="checked")
         return self._compare(differences, "the trainer")
-
-    @asynccontextmanager
-    async def _reading(self, engines: LibraryEngines) -> AsyncIterator[None]:
-        """The trainer may compute."""
-        if not self._config.placement.colocated:
-            yield
-            return
-        async with engines.phase(Phase.TRAIN):
-            yield
 
     async def _compare_graphs(self, run_dir: str) -> None:
         """Captured graphs write what single launches write."""
@@ -340,7 +297,7 @@ class Trial:
             async def compare() -> str:
                 await self._publish(engines)
                 _, columns = await self._write(engines)
-                return same_rollouts(columns, self._columns, self._tolerance.largest)
+                return same_rollouts(columns, self._columns, self._largest)
 
             await self._findings.await_for("graphs", CALL_S, STOPS, compare())
 

@@ -12,49 +12,23 @@ from rich.console import Console
 
 from llamarl.core.errors import unwrap
 
-NAME_WIDTH = 24
-SHOWN = {True: "ok", False: "FAILED", None: "skipped"}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """`is_passed` None: it was not asked; `words` are the figure, or what to change."""
-
-    name: str
-    is_passed: bool | None
-    words: str
-    duration_s: float = 0.0
-
-    def line(self) -> str:
-        took = f" ({self.duration_s:.1f} s)" if self.duration_s >= 0.1 else ""
-        return f"{SHOWN[self.is_passed]:<8}{self.name:<{NAME_WIDTH}}{self.words}{took}"
-
 
 @dataclass
 class Findings:
-    """All so far; each is shown on the console when it is found."""
+    """Shows each check on the console when it is found out; `failed` names those that did not
+    pass."""
 
     console: Console
-    found: list[Finding] = field(default_factory=list)
-
-    @property
-    def failed(self) -> list[str]:
-        """The names of the checks that did not pass."""
-        return [each.name for each in self.found if each.is_passed is False]
-
-    def add(self, finding: Finding) -> None:
-        self.found.append(finding)
-        self.console.print(finding.line(), markup=False, highlight=False, soft_wrap=True)
+    failed: list[str] = field(default_factory=list)
 
     def skip(self, name: str, why: str) -> None:
         """The check cannot be asked here."""
-        self.add(Finding(name, None, why))
+        self._say("skipped", name, why)
 
-    def ask(self, name: str, check: Callable[[], str]) -> bool:
-        """Whether `check` passes."""
+    def ask(self, name: str, check: Callable[[], str]) -> None:
+        """Ask whether `check` passes."""
         with self._asked(name) as words:
             words.append(check())
-        return name not in self.failed
 
     async def await_for(
         self, name: str, limit_s: float, remedy: str, check: Awaitable[str]
@@ -70,13 +44,17 @@ class Findings:
 
     @contextmanager
     def _asked(self, name: str) -> Iterator[list[str]]:
-        """The block appends its figure; an error is the answer."""
+        """The block appends its figure; an error, which says what to change, is the answer."""
         words: list[str] = []
-        start_s = time.monotonic()
+        start_s, answer = time.monotonic(), "ok"
         try:
             yield words
         except Exception as error:  # noqa: BLE001 - whatever went wrong is what was asked
-            text = " ".join(str(unwrap(error)).split()) or type(error).__name__
-            self.add(Finding(name, False, text, time.monotonic() - start_s))
-        else:
-            self.add(Finding(name, True, words[0], time.monotonic() - start_s))
+            answer, words = "FAILED", [" ".join(str(unwrap(error)).split()) or type(error).__name__]
+            self.failed.append(name)
+        took_s = time.monotonic() - start_s
+        self._say(answer, name, f"{words[0]} ({took_s:.1f} s)" if took_s >= 0.1 else words[0])
+
+    def _say(self, answer: str, name: str, words: str) -> None:
+        line = f"{answer:<8}{name:<24}{words}"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)

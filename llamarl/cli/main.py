@@ -3,10 +3,7 @@
 Exit codes: 0 done (or every prompt is solved), 1 the run failed (its traceback, or which process
 was lost), 2 the user must change something (one line), 75 SIGTERM ended it and the same command
 resumes it (EX_TEMPFAIL of sysexits.h), 130 interrupted. A run that ends early says which version is
-saved, and which command resumes it.
-
-
-A mistake of the user's ends in one line."""
+saved, and which command resumes it."""
 
 import argparse
 import asyncio
@@ -19,8 +16,9 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
+from itertools import starmap
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -97,11 +95,7 @@ OPTIONS = {  # of the commands that compose a recipe: name and value, what it do
     "--cfg job": "print the composed config and stop",
 }
 RUN_OPTIONS = {"--multirun": "run every combination of comma-separated values"}
-REPORTS: dict[str, Callable[..., Any]] = {
-    "plan": reports.plan,
-    "check": check,
-    "graph": reports.graph,
-}
+REPORTS = {"plan": reports.plan, "check": check, "graph": reports.graph}
 OWN_OPTIONS = {  # of each report: name of the option and of its value, what it does
     "plan": {
         "json": ("FILE", "plan: write the figures as JSON"),
@@ -148,16 +142,21 @@ def _main(command: str, *arguments: str) -> None:
         from llamarl.cluster import daemon
 
         return daemon.main(list(arguments))
+    asks_help = bool({"--help", "-h"} & set(arguments))
     if command in PLAIN_COMMANDS:
         words, usage = PLAIN_COMMANDS[command]
-        asks_help = {"--help", "-h"} & set(arguments)
         return _show(usage if asks_help else words(list(arguments)))
-    if {"--help", "-h"} & set(arguments):
+    if asks_help:
         return _show(_help(command))
     if command == "config":
-        return _show(_describe_keys(arguments))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        texts = [*map(reference().about, arguments)] or [reference().overview(width)]
+        return _show("\n\n".join(text.rstrip("\n") for text in texts) + "\n")
     job, composed_arguments = _choose(command, list(arguments))
-    work = partial(_run, job, ["llamarl", command, *arguments], _folders(arguments))
+    # Run folders that exist before Hydra makes any.
+    named = (each.removeprefix("run_dir=") for each in arguments if each.startswith("run_dir="))
+    existing = {os.path.abspath(path) for path in named if os.path.isdir(path)}
+    work = partial(_run, job, ["llamarl", command, *arguments], existing)
     try:
         for_each_config(f"llamarl {command}", composed_arguments, work)
     except BrokenPipeError:
@@ -172,12 +171,12 @@ def _show(text: str) -> None:
 
 def _usage() -> str:
     """What `llamarl --help` says."""
+    options = OPTIONS | RUN_OPTIONS | _own_options(*OWN_OPTIONS)
+    options["--help"] = "this text; after a command, its options and every key"
+    options["--version"] = "the version of llamarl"
     return (
         "usage: llamarl COMMAND --config-dir RECIPE [KEY=VALUE ...]\n\n"
-        f"commands:\n{_table(COMMANDS)}\n"
-        f"options:\n{_table(OPTIONS | RUN_OPTIONS | _own_options(*OWN_OPTIONS))}"
-        f"{_table({'--help': 'this text; after a command, its options and every key'})}"
-        f"{_table({'--version': 'the version of llamarl'})}\n"
+        f"commands:\n{_table(COMMANDS)}\noptions:\n{_table(options)}\n"
         "example: llamarl train --config-dir recipes/quickstart trainer.lr=1e-4\n"
     )
 
@@ -186,8 +185,7 @@ def _help(command: str) -> str:
     """What `llamarl COMMAND --help` says."""
     if command == "config":
         return f"usage: llamarl config [KEY]\n{COMMANDS[command]}\n"
-    options = OPTIONS | (RUN_OPTIONS if command in JOBS else {})
-    options |= _own_options(command)
+    options = OPTIONS | (RUN_OPTIONS if command in JOBS else {}) | _own_options(command)
     return (
         f"usage: llamarl {command} --config-dir RECIPE [GROUP=CHOICE ...] [KEY=VALUE ...]\n"
         f"{COMMANDS[command]}\n\noptions:\n{_table(options)}\n{reference().everything()}"
@@ -203,13 +201,6 @@ def _table(rows: dict[str, str]) -> str:
     return "".join(f"  {name:<22} {words}\n" for name, words in rows.items())
 
 
-def _describe_keys(names: Sequence[str]) -> str:
-    """What `llamarl config [KEY ...]` says."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    texts = [reference().about(name) for name in names] or [reference().overview(width)]
-    return "\n\n".join(text.rstrip("\n") for text in texts) + "\n"
-
-
 def _choose(command: str, arguments: list[str]) -> tuple[Job, list[str]]:
     """The job, and the arguments for Hydra, which makes a run folder for jobs of JOBS only."""
     if command in JOBS:
@@ -218,37 +209,27 @@ def _choose(command: str, arguments: list[str]) -> tuple[Job, list[str]]:
         return JOBS[command], [*arguments, *chosen]
     if MULTIRUN_FLAGS & set(arguments):
         raise ValueError(f"--multirun must come with train or evaluate, got {command}")
-    if command == "launch":
-        return _without_run(reports.launch, command=arguments), [*arguments, "hydra.run.dir=."]
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name, (value, _) in OWN_OPTIONS[command].items():
-        parser.add_argument(f"--{name}", action="store" if value else "store_true")
-    try:
-        options, rest = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ValueError(
-            f"{error.argument_name} must name a file or folder, got nothing ({error.message})"
-        ) from error
-    return _without_run(REPORTS[command], **vars(options)), [*rest, "hydra.run.dir=."]
+    report: Callable[..., Any] = reports.launch
+    options, rest = {"command": arguments}, arguments
+    if command != "launch":
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        for name, (value, _) in OWN_OPTIONS[command].items():
+            parser.add_argument(f"--{name}", action="store" if value else "store_true")
+        try:
+            found, rest = parser.parse_known_args(arguments)
+        except argparse.ArgumentError as error:
+            got = f"got nothing ({error.message})"
+            raise ValueError(f"{error.argument_name} must name a file or folder, {got}") from error
+        report, options = REPORTS[command], vars(found)
 
+    def job(config: Config, run_dir: str, console: Console, write: WriteProvenance) -> Any:
+        return report(config, console, **options)
 
-def _without_run(report: Callable[..., None], **options: Any) -> Job:
-    return lambda config, run_dir, console, write: report(config, console, **options)
-
-
-def _folders(arguments: Sequence[str]) -> set[str]:
-    """Run folders among the arguments that exist before Hydra makes any."""
-    pairs = (each.partition("=") for each in arguments)
-    named = (value for key, _, value in pairs if key == "run_dir")
-    return {os.path.abspath(path) for path in named if os.path.isdir(path)}
+    return job, [*rest, "hydra.run.dir=."]
 
 
 def _run(
-    job: Job,
-    command: list[str],
-    existing: set[str],
-    composed: DictConfig,
-    run_dir: str,
+    job: Job, command: list[str], existing: set[str], composed: DictConfig, run_dir: str
 ) -> None:
     """Run a job; a multirun calls this once per combination. Hydra did not make the folders
     `existing`."""
@@ -262,7 +243,12 @@ def _run(
     with contextlib.ExitStack() as logs:
         try:
             config = to_config(composed)
-            _raise_open_files()
+            # This process, and those that it starts, may open as many files as the system allows.
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            is_enough = most >= LEAST_FILES or most == resource.RLIM_INFINITY
+            label = "the limit of open files (ulimit -n)"
+            require(is_enough, label, f"be {LEAST_FILES} or more", most)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             console = Console()
             CLOCK.restart()
             is_inline = config.cluster.backend == "inline"
@@ -298,18 +284,8 @@ def _alone(command: list[str], pinned: Mapping[str, Any]) -> list[str]:
     if MULTIRUN_FLAGS & set(arguments):
         arguments = arguments_of_job(arguments)
     replaced = tuple(f"{key}=" for key in pinned)
-    arguments = [each for each in arguments if not each.startswith(replaced)]
-    values = [as_argument(key, value) for key, value in pinned.items()]
-    return [find_program(program), name, *arguments, *values]
-
-
-def _raise_open_files() -> None:
-    """Let this process, and those that it starts, open as many files as the system allows.
-    ValueError if that is too few for the smallest run."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_enough = most >= LEAST_FILES or most == resource.RLIM_INFINITY
-    require(is_enough, "the limit of open files (ulimit -n)", f"be {LEAST_FILES} or more", most)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    kept = (each for each in arguments if not each.startswith(replaced))
+    return [find_program(program), name, *kept, *starmap(as_argument, pinned.items())]
 
 
 def _end(number: int) -> int:
@@ -361,13 +337,13 @@ def _is_mistake(error: Exception) -> bool:
 
 def _exit(code: int, command: list[str], run_dir: str) -> NoReturn:
     """Say which version of a run that ended early is saved, and how to resume it; then exit."""
-    has_versions = command[1] in ("train", "sft")
-    if has_versions and (newest := checkpoint.latest(run_dir)) is not None:
-        version = checkpoint.version_of(newest)
-        _say(f"version {version} is saved in {shorten(str(newest))}")
-        _say(f"to resume: {resume_command(command, run_dir)}")
-    elif has_versions:
-        _say(f"no version is saved in {shorten(run_dir)}")
+    if command[1] in ("train", "sft"):
+        if (newest := checkpoint.latest(run_dir)) is None:
+            _say(f"no version is saved in {shorten(run_dir)}")
+        else:
+            version = checkpoint.version_of(newest)
+            _say(f"version {version} is saved in {shorten(str(newest))}")
+            _say(f"to resume: {resume_command(command, run_dir)}")
     sys.exit(code)
 
 

@@ -1,11 +1,10 @@
-"""The command `llamarl new`: a recipe of ten lines.
-
-What it writes composes to a checked config; it fetches nothing and replaces no file."""
+"""The command `llamarl new`: a recipe of ten lines, which composes to a checked config. It fetches
+nothing and replaces no file."""
 
 import argparse
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +76,11 @@ def new(arguments: list[str]) -> str:
     recipe = _recipe(options, fields, model, row)
     files = {"run.yaml": "".join(f"{key}: {_flow(value)}\n" for key, value in recipe.items())}
     if options.reward == TASK:
-        answer = fields.get("answer_field")
-        value = ANY if answer is None else ENDS.format(answer=_keys(answer, row))
+        value = ANY
+        if (answer := fields.get("answer_field")) is not None:
+            place = _place(answer, row)
+            names = [place] if row is None or place in row else place.split(".")
+            value = ENDS.format(answer="".join(f"[{name!r}]" for name in names))
         files[FILE] = TASK_TEXT.format(value=value)
     _write(folder, files)
     written = " and ".join(str(folder / name) for name in files)
@@ -132,7 +134,10 @@ def _fields(options: argparse.Namespace, row: Mapping[str, Any] | None) -> dict[
         flag = f"--{key.replace('_', '-')}"
         is_question = key == "prompt_field"
         is_needed = is_question or is_graded
-        found = given or next((name for name in usual if _holds(row, name, is_question)), None)
+        kinds: Any = object if is_question else str | int | float  # an answer is no list
+        values = {name: find_value(row, name) if row is not None else "" for name in usual}
+        held = (n for n, value in values.items() if value is not None and isinstance(value, kinds))
+        found = given or next(held, None)
         names = ", ".join(row) if row else "none"
         must = f"name a field of the rows, which have {names}"
         is_there = row is None or not is_needed or find_value(row, found or "") is not None
@@ -146,25 +151,10 @@ def _fields(options: argparse.Namespace, row: Mapping[str, Any] | None) -> dict[
     return fields
 
 
-def _holds(row: Mapping[str, Any] | None, field: str, is_question: bool) -> bool:
-    """Whether the row, if there is one, has a question there, or an answer, which is no list."""
-    if row is None:
-        return True
-    value = find_value(row, field)
-    return value is not None and (is_question or isinstance(value, str | int | float))
-
-
 def _place(field: str, row: Mapping[str, Any] | None) -> str:
     """The name by which the row has it."""
     is_other = row is not None and field not in row and field in FALLBACKS
     return FALLBACKS[field] if is_other else field
-
-
-def _keys(field: str, row: Mapping[str, Any] | None) -> str:
-    """What finds it in a row, in Python."""
-    place = _place(field, row)
-    names = [place] if row is None or place in row else place.split(".")
-    return "".join(f"[{name!r}]" for name in names)
 
 
 def _recipe(
@@ -179,20 +169,25 @@ def _recipe(
     groups = {"data": "chat"} if is_chat else {}
     groups |= {"reward": reward} if reward != "math" else {}
     groups |= {"weights": "cuda_ipc", "placement": "colocated"} if is_gpu(device) else {}
-    data = {"prompts": _from_folder(options.data, folder)}
-    if options.held_out is not None:
-        data["held_out"] = _from_folder(options.held_out, folder)
+    model_here, *files = (  # paths from here as those from the recipe's folder
+        text if is_hub_name(text) or os.path.isabs(text) else os.path.relpath(text, folder)
+        for text in (options.model, options.data, options.held_out)
+        if text is not None
+    )
+    data = dict(zip(("prompts", "held_out"), files, strict=False))
     data |= {} if (field := fields["prompt_field"]) == PROMPT_FIELDS[0] else {"prompt_field": field}
     if is_chat and reward == "math" and not isinstance(find_value(row or {}, field), list):
         data["system"] = FORM
-    context = min(CONTEXT, _positions(model))
+    positions = read_settings(model)[0].get("max_position_embeddings") if model else None
+    is_known = type(positions) is int and positions > 1
+    context = min(CONTEXT, positions) if is_known else CONTEXT
     answer = fields.get("answer_field", ANSWER_FIELDS[0])
     settings = {} if answer == ANSWER_FIELDS[0] else {"answer_field": answer}
     settings |= {"pattern": "Answer: (.+)"} if REWARDS[reward].num_groups is not None else {}
     recipe: dict[str, Any] = {
         "defaults": ["config", *({f"override /{k}": v} for k, v in groups.items()), "_self_"],
         "num_steps": 100,
-        "model": {"checkpoint": _from_folder(options.model, folder)},
+        "model": {"checkpoint": model_here},
         "data": data,
         **({"reward": settings} if settings else {}),
         "sampling": {"max_tokens": int(context * ANSWER_SHARE)},
@@ -207,21 +202,10 @@ def _recipe(
     return recipe
 
 
-def _from_folder(text: str, folder: Path) -> str:
-    """A path from here as one from the recipe's folder."""
-    return text if is_hub_name(text) or os.path.isabs(text) else os.path.relpath(text, folder)
-
-
 def _has_template(model: Path) -> bool:
     path = model / "tokenizer_config.json"
     has_file = any(model.glob("chat_template*"))
     return has_file or (path.is_file() and bool(read_object(path).get("chat_template")))
-
-
-def _positions(model: Path | None) -> int:
-    """What the model allows, if it is here and says so."""
-    positions = read_settings(model)[0].get("max_position_embeddings") if model else None
-    return positions if type(positions) is int and positions > 1 else CONTEXT
 
 
 def _flow(value: object) -> str:
@@ -240,10 +224,6 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
     try:
         to_config(compose(folder, []))
     except ValueError:
-        _remove(folder / name for name in files)
+        for name in files:
+            (folder / name).unlink(missing_ok=True)
         raise
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)

@@ -11,8 +11,8 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from json import dumps
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,14 @@ from llamarl.recipe.prompt_inputs import with_measured_prompts
 from llamarl.recipe.rules import with_processes
 from llamarl.recipe.task_source import read_graph, read_task
 
-MERGE_USAGE = (
-    "usage: llamarl merge ADAPTER FOLDER [--checkpoint FOLDER] [--dtype float32|bfloat16]\n\n"
-    "ADAPTER is an adapter's folder, such as the export of a run with trainer.lora. FOLDER\n"
-    "gets the checkpoint with the adapter added to its weights, for engines that know no\n"
-    "adapters. --checkpoint names the checkpoint, if it is not where adapter_config.json says;\n"
-    "the weights are rounded to --dtype, or to that of the checkpoint.\n"
-)
+MERGE_USAGE = """\
+usage: llamarl merge ADAPTER FOLDER [--checkpoint FOLDER] [--dtype float32|bfloat16]
+
+ADAPTER is an adapter's folder, such as the export of a run with trainer.lora. FOLDER
+gets the checkpoint with the adapter added to its weights, for engines that know no
+adapters. --checkpoint names the checkpoint, if it is not where adapter_config.json says;
+the weights are rounded to --dtype, or to that of the checkpoint.
+"""
 DTYPES = ("float32", "bfloat16")
 
 
@@ -95,19 +96,12 @@ WIDTH = 100
 def models(arguments: list[str]) -> str:
     """What `llamarl models [CHECKPOINT]` says. ValueError for what is no checkpoint."""
     require(len(arguments) < 2, "CHECKPOINT", "be one folder or name", arguments)
-    return _describe(arguments[0]) if arguments else _families()
-
-
-def _families() -> str:
-    known = sorted(causal_families() - FAMILIES.keys())
+    if arguments:
+        return _describe(arguments[0])
     ours = "".join(f"  {name:<12}{each.model_class}\n" for name, each in FAMILIES.items())
-    others = textwrap.fill(
-        ", ".join(known),
-        WIDTH,
-        initial_indent="  ",
-        subsequent_indent="  ",
-        break_on_hyphens=False,
-    )
+    known = ", ".join(sorted(causal_families() - FAMILIES.keys()))
+    lines = textwrap.wrap(known, WIDTH - 2, break_on_hyphens=False)
+    others = textwrap.indent("\n".join(lines), "  ")
     return (
         f"trainer=native, with generator=embedded or vllm, by model_type of config.json:\n{ours}"
         f"trainer=transformers, with generator=vllm, the causal language models of transformers "
@@ -116,90 +110,69 @@ def _families() -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundModel:
-    """A checkpoint: its `folder`, the `sizes` in bytes of its weight files by name, and whether
-    those are here."""
-
-    title: str
-    folder: Path
-    sizes: Mapping[str, int]
-    has_weights: bool
-
-
-def _find(text: str) -> FoundModel:
-    if not is_hub_name(text):
+def _describe(text: str) -> str:
+    """What a checkpoint is, and what runs it."""
+    if is_hub_name(text):
+        name = read_name("CHECKPOINT", text, "model")
+        folder, pinned = fetch_model("CHECKPOINT", name, has_weights=False)
+        text, sizes = str(pinned), list_files("CHECKPOINT", pinned)
+    else:
         folder = Path(text)
         read_settings(folder)  # raises what is wrong with the folder
-        paths = [folder / name for name in weight_names(folder)]
-        sizes = {path.name: path.stat().st_size for path in paths if path.is_file()}
-        is_whole = len(sizes) == len(paths)
-        return FoundModel(title=text, folder=folder, sizes=sizes, has_weights=is_whole)
-    name = read_name("CHECKPOINT", text, "model")
-    folder, pinned = fetch_model("CHECKPOINT", name, has_weights=False)
-    listed = list_files("CHECKPOINT", pinned)
-    sizes = {name: listed[name] for name in weight_names(folder) if name in listed}
-    is_here = all((folder / name).is_file() for name in weight_names(folder))
-    return FoundModel(title=str(pinned), folder=folder, sizes=sizes, has_weights=is_here)
-
-
-def _describe(text: str) -> str:
-    model = _find(text)
-    values, _ = read_settings(model.folder)
+        sizes = {each.name: each.stat().st_size for each in folder.iterdir() if each.is_file()}
+    values, _ = read_settings(folder)
+    names = weight_names(folder)
+    sizes = {name: sizes[name] for name in names if name in sizes}
+    has_weights = all((folder / name).is_file() for name in names)
     classes = values.get("architectures") or []
     model_class = str(classes[0]) if isinstance(classes, list) and classes else "no class"
-    dtype = str(values.get("dtype") or values.get("torch_dtype") or "")
-    native, damaged = _error(read_architecture, model.folder), None
-    if model.has_weights:
-        damaged = _error(lambda folder: check_checkpoint(folder, is_any=True), model.folder)
-    num_bytes = sum(model.sizes.values())
-    where = "" if model.has_weights else ", not all of them here"
-    files = "file" if len(model.sizes) == 1 else "files"
+    native = _error(lambda: read_architecture(folder))
+    damaged = _error(lambda: check_checkpoint(folder, is_any=True)) if has_weights else None
+    num_bytes = sum(sizes.values())
+    where = "" if has_weights else ", not all of them here"
+    files = "file" if len(sizes) == 1 else "files"
     positions, vocab = values.get("max_position_embeddings"), values.get("vocab_size")
-    has_tokenizer = (model.folder / "tokenizer.json").is_file()
+    has_tokenizer = (folder / "tokenizer.json").is_file()
     quantized = values.get("quantization_config") is not None
     reason = "no: its weights are quantised" if quantized else damaged and f"no: {damaged}"
-    library = reason or _by_transformers(values)
-    engine = reason or _by_vllm(model_class)
     rows = {
         "family": f"{values.get('model_type')} ({model_class})",
-        "parameters": _parameters(model, native is None, DTYPE_BYTES.get(dtype)),
-        "weights": f"{num_bytes:,} bytes in {len(model.sizes)} safetensors {files}{where}",
+        "parameters": _parameters(folder, values, native is None, sizes, has_weights),
+        "weights": f"{num_bytes:,} bytes in {len(sizes)} safetensors {files}{where}",
         "context": f"{positions} positions, a vocabulary of {vocab}",
         "tokenizer": "tokenizer.json" if has_tokenizer else "none that is read (tokenizer.json)",
         "trainer=native": reason or (f"no: {native}" if native else "yes"),
-        "trainer=transformers": library,
+        "trainer=transformers": reason or _by_transformers(values),
         "generator=embedded": reason or ("no: its family is none of ours" if native else "yes"),
-        "generator=vllm": engine,
+        "generator=vllm": reason or _by_vllm(model_class),
     }
-    lines = [f"  {name:<22}{words}\n" for name, words in rows.items()]
-    return f"{model.title}\n{''.join(lines)}"
+    return f"{text}\n" + "".join(f"  {name:<22}{words}\n" for name, words in rows.items())
 
 
-def _parameters(model: FoundModel, is_ours: bool, itemsize: int | None) -> str:
+def _parameters(
+    folder: Path,
+    values: Mapping[str, Any],
+    is_ours: bool,
+    sizes: Mapping[str, int],
+    has_weights: bool,
+) -> str:
     """How many numbers: by config.json of our families, by the headers of files that are here, or
     by the bytes."""
     if is_ours:
-        shapes = parameter_shapes(read_architecture(model.folder)).values()
-        return f"{sum(map(math.prod, shapes)):,}"
-    if model.has_weights and (headers := _headers(model)) is not None:
-        return f"{sum(math.prod(shape) for shape in headers):,}"
-    num_bytes = sum(model.sizes.values())
+        return f"{sum(map(math.prod, parameter_shapes(read_architecture(folder)).values())):,}"
+    with suppress(ValueError):
+        headers = [read_header(folder / name) for name in sizes] if has_weights else []
+        if shapes := [entry.shape for header in headers for entry in header.values()]:
+            return f"{sum(map(math.prod, shapes)):,}"
+    dtype = str(values.get("dtype") or values.get("torch_dtype") or "")
+    itemsize, num_bytes = DTYPE_BYTES.get(dtype), sum(sizes.values())
     return f"about {num_bytes // itemsize:,}" if itemsize and num_bytes else "unknown"
 
 
-def _headers(model: FoundModel) -> list[tuple[int, ...]] | None:
-    try:
-        headers = [read_header(model.folder / name) for name in model.sizes]
-    except ValueError:
-        return None
-    return [entry.shape for header in headers for entry in header.values()]
-
-
-def _error(check: Any, folder: Path) -> str | None:
+def _error(check: Callable[[], object]) -> str | None:
     """What a check says is wrong; None if nothing."""
     try:
-        check(folder)
+        check()
     except ValueError as error:
         return str(error)
     return None
@@ -279,13 +252,7 @@ def _say(console: Console, path: str | None, text: str, figures: dict[str, Any])
         _write("--json", path, dumps(figures, indent=2) + "\n")
 
 
-def graph(
-    config: Config,
-    console: Console,
-    *,
-    mermaid: str | None,
-    run: str | None,
-) -> None:
+def graph(config: Config, console: Console, *, mermaid: str | None, run: str | None) -> None:
     """Print the recipe's stages and what goes between them; `run` is the folder of a run of it.
 
     Reads no prompts, tokenizer or weights; starts one short process if it uses a task.py.
@@ -304,11 +271,10 @@ def graph(
 
 
 def _check_writable(flag: str, path: str | None) -> None:
-    if path is None:
-        return
-    folder = Path(path).absolute().parent
-    is_able = folder.is_dir() and os.access(folder, os.W_OK) and not Path(path).is_dir()
-    require(is_able, flag, "name a file in a folder that can be written to", path)
+    if path is not None:
+        folder = Path(path).absolute().parent
+        is_able = folder.is_dir() and os.access(folder, os.W_OK) and not Path(path).is_dir()
+        require(is_able, flag, "name a file in a folder that can be written to", path)
 
 
 def _write(flag: str, path: str, text: str) -> None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -78,7 +79,22 @@ def chart(
     def y(value: float) -> float:
         return round(HEIGHT - BOTTOM - (value - lowest) / height * (HEIGHT - TOP - BOTTOM), 1)
 
-    parts = _axes(title, lowest, height, last, x, y)
+    parts = [f'<text x="{LEFT}" y="20" fill="#333" font-weight="bold">{escape(title)}</text>']
+    for tick in range(5):
+        value = lowest + height * tick / 4
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value)}" y2="{y(value)}" '
+            f'stroke="#e3e5e8"/>'
+            f'<text x="{LEFT - 6}" y="{y(value) + 4}" fill="#666" '
+            f'text-anchor="end">{value:.4g}</text>'
+        )
+    steps = range(0, int(last) + 1, int(_round_number(max(1.0, last / MOST_TICKS))))
+    axis = [(x(step), HEIGHT - BOTTOM + 18, f"{step}") for step in steps]
+    axis.append(((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, "optimizer step"))
+    parts += [
+        f'<text x="{left}" y="{top}" fill="#666" text-anchor="middle">{words}</text>'
+        for left, top, words in axis
+    ]
     parts += [
         f'<line x1="{x(step)}" x2="{x(step)}" y1="{y(low)}" y2="{y(high)}" stroke="{colour}" '
         f'stroke-width="6" stroke-opacity="0.35"/>'
@@ -103,47 +119,12 @@ def chart(
     return "".join(parts)
 
 
-def _axes(
-    title: str,
-    lowest: float,
-    height: float,
-    last: float,
-    x: Callable[[float], float],
-    y: Callable[[float], float],
-) -> list[str]:
-    """The title, and lines and numbers of both axes."""
-    parts = [f'<text x="{LEFT}" y="20" fill="#333" font-weight="bold">{escape(title)}</text>']
-    for tick in range(5):
-        value = lowest + height * tick / 4
-        parts.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value)}" y2="{y(value)}" '
-            f'stroke="#e3e5e8"/>'
-            f'<text x="{LEFT - 6}" y="{y(value) + 4}" fill="#666" '
-            f'text-anchor="end">{value:.4g}</text>'
-        )
-    for step in range(0, int(last) + 1, _tick(last)):
-        parts.append(
-            f'<text x="{x(step)}" y="{HEIGHT - BOTTOM + 18}" fill="#666" '
-            f'text-anchor="middle">{step}</text>'
-        )
-    parts.append(
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" fill="#666" '
-        f'text-anchor="middle">optimizer step</text>'
-    )
-    return parts
-
-
 def round_up(value: float) -> float:
     """The least value from `value` on whose quarter is a round number."""
     return 4 * _round_number(value / 4, (1, 2, 2.5, 5, 10, 20)) if value > 0 else 1.0
 
 
-def _tick(last: float) -> int:
-    """The round number of steps from one tick to the next."""
-    return int(_round_number(max(1.0, last / MOST_TICKS), (1, 2, 5, 10, 20)))
-
-
-def _round_number(least: float, times: Sequence[float]) -> float:
+def _round_number(least: float, times: Sequence[float] = (1, 2, 5, 10, 20)) -> float:
     power = 10.0 ** math.floor(math.log10(least))
     return next(each * power for each in times if each * power >= least)
 
@@ -159,17 +140,8 @@ DIGEST_CHARS = 12
 MOST_CHARS = 60  # of a value in a table
 STEP_S, RATE, LENGTH = "time/step_s", "tokens/per_s", "length/mean"
 REWARD, STALENESS, MOST_STALE = "reward/mean", "staleness/mean", "staleness/max"
-TAGS: tuple[str, ...] = (
-    EVALUATION,
-    STEP_S,
-    RATE,
-    LENGTH,
-    REWARD,
-    STALENESS,
-    MOST_STALE,
-    TRAINED_TOKENS,
-)
-TAGS += (TRAIN_LOSS, HELD_OUT_LOSS)
+TAGS = (EVALUATION, STEP_S, RATE, LENGTH, REWARD, STALENESS, MOST_STALE)
+TAGS += (TRAINED_TOKENS, TRAIN_LOSS, HELD_OUT_LOSS)
 CHARTS = {  # title: tag, factor
     "held-out accuracy, %": (f"{EVALUATION}{ACCURACY}", 100),
     "training reward": (REWARD, 1),
@@ -192,13 +164,13 @@ class ComparedRun:
         """(step, value) wherever there is one."""
         return [(step, line[tag]) for step, line in self.steps.items() if tag in line]
 
-    def last(self, tag: str) -> float | None:
-        """The last value, if there is any."""
-        return self.points(tag)[-1][1] if self.points(tag) else None
+    def last(self, tag: str, form: str) -> str:
+        """The last value in words, a dash where there is none."""
+        return format(self.points(tag)[-1][1], form) if self.points(tag) else "-"
 
-    def sum(self, tag: str) -> float:
-        """The sum over all steps."""
-        return sum(value for _, value in self.points(tag))
+    def lines(self, *tags: str) -> list[dict[str, float]]:
+        """The metrics of each step that has all of these."""
+        return [line for line in self.steps.values() if line.keys() >= {*tags}]
 
 
 def compare(arguments: list[str]) -> str:
@@ -225,14 +197,10 @@ def compare(arguments: list[str]) -> str:
         output.write_text(draw(runs))
     except OSError as error:
         raise ValueError(f"--output must name a file that can be written, got {error}") from error
-    differing = differences(runs)
-    head = ["", *names]
-    parts = [_table(head, figures(runs))]
-    if differing:
-        parts.append("what differs in their configs:\n" + _table(head, differing))
-    else:
-        parts.append("their configs are equal, and so is their task.py\n")
-    return "\n".join([*parts, f"{output}\n"])
+    head, difference = ["", *names], "their configs are equal, and so is their task.py\n"
+    if differing := differences(runs):
+        difference = "what differs in their configs:\n" + _table(head, differing)
+    return "\n".join([_table(head, figures(runs)), difference, f"{output}\n"])
 
 
 def read_run(folder: Path, name: str) -> ComparedRun:
@@ -283,19 +251,13 @@ def _by_key(config: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Of the modules of Python that the run used of its recipe, by their paths there."""
+    """The digest of each module of Python that the run used of its recipe, by its path there."""
     try:
         found = read_object(folder / ENVIRONMENT_FILE)["recipe"]["sha256"]
         texts = {name: digest[:DIGEST_CHARS] for name, digest in found.items()}
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ):  # an old one
+        return {name: text for name, text in texts.items() if name.endswith(".py")}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # an old one
         return {}
-    return {name: text for name, text in texts.items() if name.endswith(".py")}
 
 
 def figures(runs: Sequence[ComparedRun]) -> list[list[str]]:
@@ -310,12 +272,12 @@ def figures(runs: Sequence[ComparedRun]) -> list[list[str]]:
         label = f"held-out {share_words(tag.removeprefix(EVALUATION))}"
         rows[label] = partial(_share, tag)
     rows |= {
-        "held-out loss": lambda run: _number(run.last(HELD_OUT_LOSS), ".4f"),
-        "training loss": lambda run: _number(run.last(TRAIN_LOSS), ".4f"),
-        "training reward": lambda run: _number(run.last(REWARD), ".3f"),
+        "held-out loss": lambda run: run.last(HELD_OUT_LOSS, ".4f"),
+        "training loss": lambda run: run.last(TRAIN_LOSS, ".4f"),
+        "training reward": lambda run: run.last(REWARD, ".3f"),
         "tokens/s trained": _rate,
         "token staleness": _staleness,
-        "answer length": lambda run: _number(run.last(LENGTH), ".1f"),
+        "answer length": lambda run: run.last(LENGTH, ".1f"),
     }
     found = [[label, *map(words, runs)] for label, words in rows.items()]
     return [row for row in found if {*row[1:]} != {"-"}]
@@ -324,31 +286,33 @@ def figures(runs: Sequence[ComparedRun]) -> list[list[str]]:
 def differences(runs: Sequence[ComparedRun]) -> list[list[str]]:
     """A row per key whose values differ; a dash stands for a key that a config does not have."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in ALWAYS_DIFFERENT)
-    rows = [[_one_line(key), *(_value(run.config, key) for run in runs)] for key in keys]
+    rows = [
+        [_one_line(key), *(_one_line(c[key]) if key in (c := run.config) else "-" for run in runs)]
+        for key in keys
+    ]
     return [row for row in rows if len({*row[1:]}) > 1]
 
 
 def draw(runs: Sequence[ComparedRun]) -> str:
     """The picture, with the charts for which some run has values."""
-    colours = [COLOURS[place % len(COLOURS)] for place in range(len(runs))]
+    coloured = [*zip(runs, cycle(COLOURS), strict=False)]
     charts = []
     for title, (tag, factor) in CHARTS.items():
+        low, high = f"{tag}_low", f"{tag}_high"
         curves = [
             ("", [(step, factor * value) for step, value in run.points(tag)], colour)
-            for run, colour in zip(runs, colours, strict=True)
+            for run, colour in coloured
         ]
-        values = [value for _, points, _ in curves for _, value in points]
-        if values:
+        bars = [
+            (step, factor * line[low], factor * line[high], colour)
+            for run, colour in coloured
+            for step, line in run.steps.items()
+            if line.keys() >= {low, high}
+        ]
+        if values := [value for _, points, _ in curves for _, value in points]:
             highest = 100.0 if factor == 100 else round_up(max(values))
-            bars = [
-                (step, factor * line[f"{tag}_low"], factor * line[f"{tag}_high"], colour)
-                for run, colour in zip(runs, colours, strict=True)
-                for step, line in run.steps.items()
-                if line.keys() >= {f"{tag}_low", f"{tag}_high"}
-            ]
-            lowest = min(0.0, *values)
-            charts.append(chart(title, highest, curves, lowest=lowest, bars=bars))
-    return picture(charts, [*zip((run.name for run in runs), colours, strict=True)])
+            charts.append(chart(title, highest, curves, lowest=min(0.0, *values), bars=bars))
+    return picture(charts, [(run.name, colour) for run, colour in coloured])
 
 
 def _flat(value: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -371,12 +335,12 @@ def _share(tag: str, run: ComparedRun) -> str:
 
 
 def _time(run: ComparedRun) -> str:
-    seconds = run.sum(STEP_S)
+    seconds = sum(value for _, value in run.points(STEP_S))
     return duration(seconds) if math.isfinite(seconds) else "-"
 
 
 def _rate(run: ComparedRun) -> str:
-    lines = [line for line in run.steps.values() if line.keys() >= {RATE, STEP_S}]
+    lines = run.lines(RATE, STEP_S)
     seconds = sum(line[STEP_S] for line in lines)
     num_tokens = sum(line[RATE] * line[STEP_S] for line in lines)
     return f"{num_tokens / seconds:,.0f}" if seconds > 0 else "-"
@@ -384,20 +348,12 @@ def _rate(run: ComparedRun) -> str:
 
 def _staleness(run: ComparedRun) -> str:
     """Mean over trained tokens, and the largest."""
-    lines = [line for line in run.steps.values() if line.keys() >= {STALENESS, MOST_STALE}]
+    lines = run.lines(STALENESS, MOST_STALE)
     num_tokens = sum(line.get(TRAINED_TOKENS, 0) for line in lines)
     if num_tokens <= 0:
         return "-"
     mean = sum(line[STALENESS] * line.get(TRAINED_TOKENS, 0) for line in lines) / num_tokens
     return f"mean {mean:.2f}, max {max(line[MOST_STALE] for line in lines):g}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _value(config: dict[str, Any], key: str) -> str:
-    return _one_line(config[key]) if key in config else "-"
 
 
 def _one_line(value: Any) -> str:
