@@ -24,23 +24,14 @@ from llamarl.core.fields import did_you_mean, limits_of
 from llamarl.recipe.names_elsewhere import ELSEWHERE, FOREIGN_SECTIONS, NOT_HERE
 
 
-def meaning_of(section: type, name: str) -> str:
-    """The text under a field, of this class or of one that it inherits from."""
-    classes = [each for each in section.__mro__ if each is not object]
-    texts = (_documents(inspect.getfile(each))[each.__name__].get(name) for each in classes)
-    return next((text for text in texts if text), "")
-
-
 @cache
-def _documents(path: str) -> dict[str, dict[str, str]]:
-    """Class -> field -> the text under it, as one line, of all classes in a file."""
-    body = ast.parse(Path(path).read_text()).body
-    return {node.name: _field_texts(node.body) for node in body if isinstance(node, ast.ClassDef)}
-
-
-def _field_texts(body: list[ast.stmt]) -> dict[str, str]:
-    texts = {}
-    for item, after in pairwise(body):
+def _meanings(section: type) -> dict[str, str]:
+    """The text under each field of the class and of those that it inherits from, as one line."""
+    inherited = [_meanings(each) for each in section.__bases__ if each is not object]
+    texts = {name: text for each in reversed(inherited) for name, text in each.items()}
+    tree = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    for item, after in pairwise(tree.body):
         match item, after:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
                 texts[name] = " ".join(str(text).split())
@@ -62,14 +53,8 @@ def summary_of(section: type) -> str:
     return " ".join((section.__doc__ or "").split())
 
 
-TYPES = {
-    Any: "str|list[str]",
-    int: "int",
-    float: "float",
-    bool: "bool",
-    str: "str",
-    type(None): "null",
-}
+TYPES = {Any: "str|list[str]", int: "int", float: "float", bool: "bool", str: "str"}
+TYPES[type(None)] = "null"
 WANTED = {
     "int": "a whole number",
     "float": "a number",
@@ -134,8 +119,7 @@ class Key:
             if value != self.default:
                 others.setdefault(value, []).append(choice)
         facts = f"{self.type}{self.limits}, default {self.default}"
-        if others:
-            differing = [f"{', '.join(names)}: {value}" for value, names in others.items()]
+        if differing := [f"{', '.join(names)}: {value}" for value, names in others.items()]:
             facts += f" ({'; '.join(differing)})"
         if not self.is_everywhere:
             facts += f"; only with {self.name.partition('.')[0]}={'|'.join(self.choices)}"
@@ -150,20 +134,20 @@ class KeyReference:
 
     def __init__(self, root: Path, groups: Mapping[str, Mapping[str, Choice]]) -> None:
         """`root` is the file that selects a choice of each group; `groups` holds the choices."""
-        hints: dict[str, Any] = typing.get_type_hints(config.Config)
-        sections: dict[str, Any] = {
-            name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)
-        }
-        self._scalars = [name for name in hints if name not in sections]
+        self._hints: dict[str, Any] = typing.get_type_hints(config.Config)
         self._composed = yaml.safe_load(root.read_text())
-        selected = _selected(self._composed["defaults"])
+        entries = (entry for entry in self._composed["defaults"] if isinstance(entry, dict))
+        selected = {name: choice for entry in entries for name, choice in entry.items()}
         self.groups = {
             name: {selected[name]: choices[selected[name]], **choices}  # the default first
             for name, choices in groups.items()
         }
         self.sections: dict[str, dict[str, Choice]] = {
-            name: self.groups.get(name, {"": Choice(kind)}) for name, kind in sections.items()
+            name: self.groups.get(name, {"": Choice(kind)})
+            for name, kind in self._hints.items()
+            if dataclasses.is_dataclass(kind)
         }
+        self._scalars = [name for name in self._hints if name not in self.sections]
 
     @cached_property
     def keys(self) -> dict[str, Key]:
@@ -171,10 +155,10 @@ class KeyReference:
         root = {"": Choice(config.Config)}
         found = {name: self._key("", name, root) for name in self._scalars}
         for section, choices in self.sections.items():
-            names = [name for each in choices.values() for name in _leaves(each.section)]
-            for name in dict.fromkeys(names):
-                key = self._key(section, name, choices)
-                found[key.name] = key
+            for name in dict.fromkeys(
+                n for each in choices.values() for n in _leaves(each.section)
+            ):
+                found[f"{section}.{name}"] = self._key(section, name, choices)
         return found
 
     def _key(self, section: str, name: str, choices: Mapping[str, Choice]) -> Key:
@@ -188,7 +172,7 @@ class KeyReference:
             name=f"{section}.{name}".lstrip("."),
             type=_type_words(typing.get_type_hints(kind)[first.name]),
             limits=limit_words(kind, first.name),
-            meaning=meaning_of(kind, first.name),
+            meaning=_meanings(kind).get(first.name, ""),
             defaults=defaults,
             choices=tuple(having),
             is_everywhere=len(having) == len(choices),
@@ -246,7 +230,10 @@ class KeyReference:
         meant = _elsewhere_in_full(name)
         if not meant and (reason := self.reason_without(name)):
             return f"{name}\n{_indented(f'No key here: {reason}.')}"
-        if meant := meant or _elsewhere(name) or self._with_leaf(name):
+        section, _, leaf = name.rpartition(".")
+        here = section.partition(".")[0] in self.sections  # then a wrong key of that section
+        meant = meant or _elsewhere(name) or ([] if here else self._with_leaf(leaf))
+        if meant:
             return "\n\n".join(map(self.about, meant))
         must = "KEY must be one that `llamarl config` lists"
         raise ValueError(f"{must}, got {name!r}{did_you_mean(self.meant_by(name))}")
@@ -260,17 +247,13 @@ class KeyReference:
         sections = (why for why, names in FOREIGN_SECTIONS.items() if name in names.split())
         return next(found, None) or next(sections, None)
 
-    def _with_leaf(self, name: str) -> list[str]:
-        """The keys whose last part is that of `name`, unless its first part is a section here."""
-        section, _, leaf = name.rpartition(".")
-        if section.partition(".")[0] in self.sections:
-            return []
+    def _with_leaf(self, leaf: str) -> list[str]:
+        """The keys whose last part this is."""
         return [key for key in self.keys if key.rpartition(".")[2] == leaf]
 
     def _section_text(self, name: str) -> str:
         choices = self.sections[name]
-        base = typing.get_type_hints(config.Config)[name]
-        lines = [f"== {name}: {summary_of(base)}"]
+        lines = [f"== {name}: {summary_of(self._hints[name])}"]
         for choice in choices if name in self.groups else ():
             lines.append(_indented(self._choice_words(name, choice)))
         head = "\n".join(lines)
@@ -279,9 +262,9 @@ class KeyReference:
 
     def _choice_words(self, group: str, choice: str) -> str:
         """`GROUP=CHOICE`, what it is for and the fields that it sets."""
-        each, base = self.groups[group][choice], typing.get_type_hints(config.Config)[group]
+        each = self.groups[group][choice]
         sets = ", ".join(f"{key}: {_as_yaml(value)}" for key, value in each.values.items())
-        said = [summary_of(each.section)] if each.section is not base else []
+        said = [summary_of(each.section)] if each.section is not self._hints[group] else []
         words = " ".join([*said, *([f"Sets {sets}."] if sets else [])])
         return f"{group}={choice}  {words}".strip()
 
@@ -291,7 +274,7 @@ class KeyReference:
         if known := _elsewhere(name):
             same_section = [f"{section}.{key.rpartition('.')[2]}" for key in known]
             return [key for key in same_section if key in self.keys] or known
-        if same := [key for key in self.keys if key.rpartition(".")[2] == leaf and key != name]:
+        if same := [key for key in self._with_leaf(leaf) if key != name]:
             return same[:3]
         close = difflib.get_close_matches(name, [*self.keys, *self.sections], n=1, cutoff=0.8)
         leaves = {key.rpartition(".")[2]: key for key in reversed(self.keys)}
@@ -319,12 +302,6 @@ def _first_elsewhere(names: list[str]) -> list[str]:
     """The key that the first of these stands for which stands for any."""
     each = ([key for key, words in ELSEWHERE.items() if name in words.split()] for name in names)
     return next((found for found in each if found), [])
-
-
-def _selected(entries: list[Any]) -> dict[str, str]:
-    """The choice of each group in a list of Hydra's defaults."""
-    pairs = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
-    return {name: choice for name, choice in pairs if not name.startswith("override ")}
 
 
 @cache
@@ -355,13 +332,12 @@ def _as_yaml(value: Any) -> str:
 
 
 def _type_words(hint: Any) -> str:
-    if typing.get_origin(hint) is UnionType:
-        return "|".join(map(_type_words, typing.get_args(hint)))
-    if typing.get_origin(hint) is dict:
+    kind, parts = typing.get_origin(hint), typing.get_args(hint)
+    if kind is UnionType:
+        return "|".join(map(_type_words, parts))
+    if kind is dict:
         return "section"
-    if typing.get_origin(hint) is list:
-        return f"list[{_type_words(typing.get_args(hint)[0])}]"
-    return TYPES[hint]
+    return f"list[{_type_words(parts[0])}]" if kind is list else TYPES[hint]
 
 
 def _indented(text: str) -> str:

@@ -12,9 +12,10 @@ import os
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from string import Template
 from types import NoneType
@@ -96,18 +97,13 @@ def _are_turns(values: Any) -> bool:
     )
 
 
-Rules = dict[str, tuple[Callable[[Any], bool], str]]
-RULES: Rules = {
-    "a whole number": (
-        is_whole,
-        "row_id step prompt_id group_id version version_min version_max staleness",
-    ),
+INTEGERS = "row_id step prompt_id group_id version version_min version_max staleness"
+TEXTS = "outcome reason finish error prompt_file prompt question fields numbers"
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # what a value must be, and of which names
+    "a whole number": (is_whole, INTEGERS),
     "a count": (lambda value: is_whole(value) and value >= 0, "num_tokens num_prompt_tokens"),
     "a number": (is_number, "reward advantage"),
-    "a text": (
-        lambda value: type(value) is str,
-        "outcome reason finish error prompt_file prompt question fields numbers",
-    ),
+    "a text": (lambda value: type(value) is str, TEXTS),
     "true or false": (lambda value: type(value) is bool, "is_held_out correct"),
     "an object of numbers": (
         lambda value: type(value) is dict and _are_numbers([*value.values()]),
@@ -142,14 +138,6 @@ class KeptPlace:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """What is shown, and of how many rollouts."""
-
-    places: list[KeptPlace]
-    num_found: int
-
-
 def find_places(run_dir: Path) -> tuple[list[KeptPlace], int]:
     """All kept rollouts of a run, and how many lines are damaged: these are skipped, the first ones
     with a warning. So is a line that a killed process left unfinished, without one. ValueError if
@@ -163,7 +151,12 @@ def find_places(run_dir: Path) -> tuple[list[KeptPlace], int]:
         with path.open("rb") as file:
             for number, text in enumerate(file, start=1):
                 try:
-                    places.append(_kept_place(path, byte, len(text), read_kept(text)))
+                    line = read_kept(text)
+                    is_held_out, group = line["is_held_out"], line["group_id"]
+                    shown = (line["prompt_id"], 0) if is_held_out else (line["step"], group)
+                    # A count that is damaged must not take the room of others.
+                    num_tokens = min(line["num_tokens"], len(text))
+                    places.append(KeptPlace(path, byte, (is_held_out, *shown), num_tokens))
                 except ValueError as error:
                     if text.endswith(b"\n"):
                         num_damaged += 1
@@ -177,18 +170,9 @@ def find_places(run_dir: Path) -> tuple[list[KeptPlace], int]:
     return places, num_damaged
 
 
-def _kept_place(path: Path, byte: int, num_bytes: int, line: dict[str, Any]) -> KeptPlace:
-    if line["is_held_out"]:
-        together = (True, line["prompt_id"], 0)
-    else:
-        together = (False, line["step"], line["group_id"])
-    # A count that is damaged must not take the room of others.
-    return KeptPlace(path, byte, together, min(line["num_tokens"], num_bytes))
-
-
-def choose(places: Sequence[KeptPlace], max_rollouts: int, max_tokens: int) -> Selection:
-    """As many of them as both limits allow, spread evenly over steps and over held-out prompts.
-    None if no group fits."""
+def choose(places: Sequence[KeptPlace], max_rollouts: int, max_tokens: int) -> list[KeptPlace]:
+    """As many of them as both limits allow, spread evenly over steps and over held-out prompts;
+    none if no group fits."""
     sets: dict[tuple[bool, int, int], list[KeptPlace]] = {}
     for place in sorted(places, key=lambda place: place.together):
         sets.setdefault(place.together, []).append(place)
@@ -197,36 +181,30 @@ def choose(places: Sequence[KeptPlace], max_rollouts: int, max_tokens: int) -> S
         num_tokens = sum(place.num_tokens for place in some)
         return len(some) <= max_rollouts and num_tokens <= max_tokens
 
-    fitting = [(key[0], each) for key, each in sets.items() if fits(each)]
-    kinds = [
-        [each for kind, each in fitting if kind is is_held_out] for is_held_out in (False, True)
-    ]
-    chosen, share = [place for _, each in fitting for place in each], 1.0
+    fitting = {key: each for key, each in sets.items() if fits(each)}
+    kinds = [[each for key, each in fitting.items() if key[0] is kind] for kind in (False, True)]
+    chosen, share = [*chain(*fitting.values())], 1.0
     while not fits(chosen):
         share *= SHRINK
-        chosen = [place for kind in kinds for each in _spread(kind, share) for place in each]
-    return Selection(chosen or [place for _, each in fitting[:1] for place in each], len(places))
-
-
-def _spread(sets: Sequence[list[KeptPlace]], share: float) -> Iterator[list[KeptPlace]]:
-    """This share of them, at even distances."""
-    count = int(len(sets) * share)
-    return (sets[i * len(sets) // count] for i in range(count))
+        counts = [int(len(kind) * share) for kind in kinds]
+        spread = (  # at even distances
+            kind[i * len(kind) // count]
+            for kind, count in zip(kinds, counts, strict=True)
+            for i in range(count)
+        )
+        chosen = [*chain(*spread)]
+    return chosen or next(iter(fitting.values()), [])
 
 
 def read_lines(places: Sequence[KeptPlace]) -> Iterator[dict[str, Any]]:
     """The lines there, in order; a run that goes on from a checkpoint may have cut off some."""
-    files: dict[Path, Any] = {}
-    try:
+    with ExitStack() as stack:
+        paths = {place.path for place in places}
+        files = {path: stack.enter_context(path.open("rb")) for path in paths}
         for place in places:
-            if place.path not in files:
-                files[place.path] = place.path.open("rb")
             files[place.path].seek(place.byte)
             with suppress(ValueError):
                 yield read_kept(files[place.path].readline())
-    finally:
-        for file in files.values():
-            file.close()
 
 
 CURVES = {
@@ -253,8 +231,7 @@ Pieces = Callable[[Sequence[int]], list[str]]
 def page_data(
     run_dir: Path, lines: Iterable[dict[str, Any]], num_found: int, pieces: Pieces | None
 ) -> dict[str, Any]:
-    """Everything that the page shows; without `pieces` tokens have no texts, and only whole texts
-    are shown."""
+    """Everything that the page shows; without `pieces` only whole texts, not those of tokens."""
     prompts: dict[tuple[str, int], int] = {}
     texts: list[dict[str, Any]] = []
     rollouts = []
@@ -287,28 +264,24 @@ def _rollout(line: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
     rollout["prompt_text"] = line["prompt"]  # an environment may have made it, of one row several
     if line["response_ids"] is not None and pieces is not None:
         texts = {"texts": pieces(line["response_ids"])}
-        logprobs = {name: _rounded(line[name]) for name in LOGPROBS}
+        logprobs = {
+            name: line[name]
+            and [None if each is None else round(each, DIGITS) for each in line[name]]
+            for name in LOGPROBS
+        }
         rollout["tokens"] = texts | {name: line[name] for name in WHOLE} | logprobs
         rollout["prompt_text"] = "".join(pieces(line["prompt_ids"]))  # with special tokens
     return rollout
 
 
-def _rounded(values: Sequence[float | None] | None) -> list[float | None] | None:
-    if values is None:
-        return None
-    return [None if value is None else round(value, DIGITS) for value in values]
-
-
 def _curves(path: Path) -> dict[str, list[tuple[int, float]]]:
     """(step, value) of each curve."""
     steps = read_metrics(path, CURVES.values()) if path.is_file() else {}
-    found: dict[str, list[tuple[int, float]]] = {name: [] for name in CURVES}
-    for step, line in steps.items():
-        for name, tag in CURVES.items():
-            value: Any = line.get(tag)
-            if is_whole(step) and is_number(value):
-                found[name].append((step, value))
-    return found
+    lines = [(step, line) for step, line in steps.items() if is_whole(step)]
+    return {
+        name: [(step, line[tag]) for step, line in lines if is_number(line.get(tag))]
+        for name, tag in CURVES.items()
+    }
 
 
 USAGE = """usage: llamarl view RUN [--output FILE] [--max_rollouts N] [--max_tokens N]
@@ -345,24 +318,24 @@ def view(arguments: list[str]) -> str:
         places, num_damaged = find_places(run_dir)
         chosen = choose(places, options.max_rollouts, options.max_tokens)
         must = "leave room for the rollouts of one group, got too little for any"
-        if not chosen.places:
+        if not chosen:
             raise ValueError(f"--max_rollouts and --max_tokens must {must}")
-        lines = read_lines(chosen.places)
-        data = page_data(run_dir, lines, chosen.num_found, read_pieces(run_dir))
+        folder = run_dir / TOKENIZER_FOLDER
+        pieces = load_tokenizer(folder).pieces if folder.is_dir() else None
+        data = page_data(run_dir, read_lines(chosen), len(places), pieces)
     except OSError as error:
         raise ValueError(f"RUN must have files that can be read, got {error}") from error
     output = Path(options.output or run_dir / PAGE_FILE)
-    _replace(output, render(data))
-    num_shown, num_found = len(data["rollouts"]), chosen.num_found
+    unfinished = output.with_name(f"{output.name}.tmp")
+    try:
+        unfinished.write_text(render(data))
+        os.replace(unfinished, output)
+    except OSError as error:
+        raise ValueError(f"--output must name a file that can be written, got {error}") from error
+    num_shown, num_found = len(data["rollouts"]), len(places)
     cut = f" of {num_found:,} (--max_rollouts, --max_tokens)" if num_shown < num_found else ""
     lost = f", without {num_damaged:,} damaged lines" if num_damaged else ""
     return f"{num_shown:,} rollouts{cut}{lost}: {output}\n"
-
-
-def read_pieces(run_dir: Path) -> Pieces | None:
-    """The texts of tokens by the tokenizer that the run has kept; None if it has kept none."""
-    folder = run_dir / TOKENIZER_FOLDER
-    return load_tokenizer(folder).pieces if folder.is_dir() else None
 
 
 def render(data: dict[str, Any]) -> str:
@@ -383,13 +356,3 @@ def render(data: dict[str, Any]) -> str:
 def _hash(text: str) -> str:
     """As a content security policy names a script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write `path` in one move."""
-    unfinished = path.with_name(f"{path.name}.tmp")
-    try:
-        unfinished.write_text(text)
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise ValueError(f"--output must name a file that can be written, got {error}") from error

@@ -312,13 +312,12 @@ def test_what_is_chosen_fits_is_whole_and_spread_evenly() -> None:
         rng.shuffle(places)
         most_rollouts, most_tokens = rng.randint(1, 400), rng.randint(1, 9000)
         chosen = choose(places, most_rollouts, most_tokens)
-        assert chosen.num_found == len(places)
-        assert len(chosen.places) <= most_rollouts, seed
-        assert sum(place.num_tokens for place in chosen.places) <= most_tokens, seed
-        whole, shown = (Counter(p.together for p in some) for some in (places, chosen.places))
+        assert len(chosen) <= most_rollouts, seed
+        assert sum(place.num_tokens for place in chosen) <= most_tokens, seed
+        whole, shown = (Counter(p.together for p in some) for some in (places, chosen))
         assert all(whole[key] == count for key, count in shown.items()), seed
         if len(places) <= most_rollouts and sum(p.num_tokens for p in places) <= most_tokens:
-            assert len(chosen.places) == len(places), seed
+            assert len(chosen) == len(places), seed
         sizes: Counter[Any] = Counter()
         for place in places:
             sizes[place.together] += place.num_tokens
