@@ -32,13 +32,7 @@ from llamarl.core.groups import Evaluation
 from llamarl.metrics.console import Progress
 from llamarl.metrics.held_out import append_results, result_line
 from llamarl.metrics.provenance import WriteProvenance
-from llamarl.metrics.rendering import (
-    find_program,
-    is_finished,
-    shorten,
-    show_end,
-    tokenizing_bar,
-)
+from llamarl.metrics.rendering import find_program, is_finished, shorten, show_end, tokenizing_bar
 from llamarl.metrics.shares import RecentSpans
 from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import SUMMARY_FILE
@@ -107,12 +101,7 @@ async def _run(
 
 
 async def _train(
-    config: Config,
-    inputs: Inputs,
-    run_dir: str,
-    console: Console,
-    start: Start,
-    deadline_s: float,
+    config: Config, inputs: Inputs, run_dir: str, console: Console, start: Start, deadline_s: float
 ) -> dict[str, Any]:
     spans_folder = f"{run_dir}/spans"
     recent_spans = RecentSpans(spans_folder)

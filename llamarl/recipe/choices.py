@@ -24,14 +24,8 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "slurm": Choice(schema.ClusterConfig, {"scheduler": "slurm"}),
         "kubernetes": Choice(schema.ClusterConfig, {"scheduler": "kubernetes"}),
     },
-    "data": {
-        "plain": Choice(schema.DataConfig),
-        "chat": Choice(schema.DataConfig, {"chat": True}),
-    },
-    "generator": {
-        "embedded": Choice(schema.EmbeddedConfig),
-        "vllm": Choice(schema.VllmConfig),
-    },
+    "data": {"plain": Choice(schema.DataConfig), "chat": Choice(schema.DataConfig, {"chat": True})},
+    "generator": {"embedded": Choice(schema.EmbeddedConfig), "vllm": Choice(schema.VllmConfig)},
     "model": {"checkpoint": Choice(schema.ModelConfig)},
     "placement": {
         "disaggregated": Choice(schema.PlacementConfig),

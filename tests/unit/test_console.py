@@ -104,12 +104,7 @@ def test_without_a_terminal_progress_is_whole_lines(tmp_path):
     assert [line.split("  ")[0].split("] ")[1] for line in lines[2:]] == [
         *("step 1/3", "step 2/3", "step 3/3")
     ]
-    for words in (
-        "accuracy 75.0% +-5.0",
-        "tokens/s 1,234",
-        "busy trainer 100%",
-        "eta 0:00",
-    ):
+    for words in ("accuracy 75.0% +-5.0", "tokens/s 1,234", "busy trainer 100%", "eta 0:00"):
         assert words in lines[4]
 
 

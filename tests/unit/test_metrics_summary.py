@@ -202,10 +202,7 @@ def test_the_final_table_shows_everything_and_keeps_paths_and_command_whole(run_
 
 def test_the_archive_of_a_storage_executor_is_understood(tmp_path):
     executor = StorageExecutor(
-        StorageSpec(
-            unit=0,
-            archive_folder=str(tmp_path / "archive"),
-        ),
+        StorageSpec(unit=0, archive_folder=str(tmp_path / "archive")),
         rank=0,
         num_ranks=1,
         spans=Spans("storage-0", tmp_path / "spans"),
@@ -385,11 +382,7 @@ def test_texts_of_metrics_jsonl_take_no_memory(tmp_path):
     text = "x" * 2**20
     metrics = MetricsLog(tmp_path)
     for step in range(1, 17):
-        scalars = {
-            "trained/ratio_mean": 1.0,
-            "trained/clipped_share": 0.5,
-            "tokens/trained": 4.0,
-        }
+        scalars = {"trained/ratio_mean": 1.0, "trained/clipped_share": 0.5, "tokens/trained": 4.0}
         metrics.log(step, scalars, texts={"rollouts": text})
     metrics.close()
     tracemalloc.start()

@@ -121,11 +121,7 @@ def test_a_name_is_described_without_its_weights(hub: Hub) -> None:
         (["a", "b"], "CHECKPOINT must be one folder or name"),
     ],
 )
-def test_what_is_no_checkpoint_is_one_line(
-    hub: Hub,
-    arguments: list[str],
-    words: str,
-) -> None:
+def test_what_is_no_checkpoint_is_one_line(hub: Hub, arguments: list[str], words: str) -> None:
     with pytest.raises(ValueError, match=" must ") as caught:
         models(arguments)
     assert words in str(caught.value)

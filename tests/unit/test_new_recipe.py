@@ -159,16 +159,10 @@ def test_relative_paths_lead_from_the_recipes_folder(
         (["r", "--model=none", DATA], "--model must exist, or be hf:ORG/NAME, got 'none'"),
         (["r", MODEL, DATA, "--held-out=none"], "--held-out must exist, or be hf:ORG/NAME"),
         (["r", MODEL, "--data=hf:sums"], "data.prompts must be hf:ORG/NAME, /SPLIT"),
-        (
-            ["r", MODEL, DATA, "--reward=good"],
-            "--reward must be one of math, exact, format, c",
-        ),
+        (["r", MODEL, DATA, "--reward=good"], "--reward must be one of math, exact, format, c"),
         (["r", MODEL, DATA, "--reward=exakt"], "got 'exakt' (did you mean exact?)"),
         (["r", MODEL, DATA, "--device=gpu"], "--device must be one of cpu, cuda, got 'gpu'"),
-        (
-            ["r", MODEL, DATA, "--reward"],
-            "--reward must have a value (llamarl new --help)",
-        ),
+        (["r", MODEL, DATA, "--reward"], "--reward must have a value (llamarl new --help)"),
         (["r", MODEL, DATA, "--prompt-field=x"], "name a field of the rows, which have question"),
         (["r", MODEL, "--data=odd.jsonl"], "--prompt-field must name a field of the rows"),
         (["r", MODEL, "--data=bare.jsonl"], "--answer-field must name a field of the rows"),
