@@ -95,6 +95,7 @@ OPTIONS = {  # of the commands that compose a recipe: name and value, what it do
     "--cfg job": "print the composed config and stop",
 }
 RUN_OPTIONS = {"--multirun": "run every combination of comma-separated values"}
+REPORTS: dict[str, Callable[..., Any]]
 REPORTS = {"plan": reports.plan, "check": check, "graph": reports.graph}
 OWN_OPTIONS = {  # of each report: name of the option and of its value, what it does
     "plan": {

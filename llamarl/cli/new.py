@@ -178,7 +178,7 @@ def _recipe(
     data |= {} if (field := fields["prompt_field"]) == PROMPT_FIELDS[0] else {"prompt_field": field}
     if is_chat and reward == "math" and not isinstance(find_value(row or {}, field), list):
         data["system"] = FORM
-    positions = read_settings(model)[0].get("max_position_embeddings") if model else None
+    positions: Any = read_settings(model)[0].get("max_position_embeddings") if model else None
     is_known = type(positions) is int and positions > 1
     context = min(CONTEXT, positions) if is_known else CONTEXT
     answer = fields.get("answer_field", ANSWER_FIELDS[0])

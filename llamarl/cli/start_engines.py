@@ -1,6 +1,4 @@
-"""`llamarl.start_engines`: a recipe's executors under a loop of the caller's own (docs/library.md).
-
-When the block ends, however it ends, no process is left and no call waits."""
+"""The executors of a recipe under a loop of the caller's own (docs/library.md)."""
 
 import os
 import sys

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 
@@ -103,14 +103,12 @@ async def _run(
 async def _train(
     config: Config, inputs: Inputs, run_dir: str, console: Console, start: Start, deadline_s: float
 ) -> dict[str, Any]:
-    spans_folder = f"{run_dir}/spans"
-    recent_spans = RecentSpans(spans_folder)
-    live = config.metrics.live
-    progress = Progress(config.last_step, live=live, recent_spans=recent_spans, console=console)
-    spans = Spans("controller", spans_folder)
-    sessions = Sessions(config, inputs, run_dir, progress, spans, recent_spans, deadline_s)
-    is_imitation = config.algorithm.imitates
-    names = {EXECUTORS[TRAIN]} if is_imitation else name_executors(inputs.graph)
+    recent, live = RecentSpans(f"{run_dir}/spans"), config.metrics.live
+    progress = Progress(config.last_step, live=live, recent_spans=recent, console=console)
+    spans = Spans("controller", f"{run_dir}/spans")
+    sessions = Sessions(config, inputs, run_dir, progress, spans, recent, deadline_s)
+    imitates = config.algorithm.imitates
+    names = {EXECUTORS[TRAIN]} if imitates else name_executors(inputs.graph)
     with progress, contextlib.closing(spans):
         async with _started(config, inputs, run_dir, progress, names) as (fleet, signals):
             controller = await sessions.run(fleet, signals, start)
@@ -142,9 +140,8 @@ async def evaluate(
     append_results(run_dir, result)
     for name, found in [("", result), *result.sets.items()]:
         console.print(result_line(name, found), markup=False, highlight=False, soft_wrap=True)
-    command = f"{find_program('llamarl')} view {shorten(run_dir)}"
-    words = f"each prompt with its completion and reward: {command}"
-    console.print(words, markup=False, highlight=False, soft_wrap=True)
+    words = f"each prompt with its completion and reward: {find_program('llamarl')} view "
+    console.print(words + shorten(run_dir), markup=False, highlight=False, soft_wrap=True)
     return result
 
 
@@ -176,11 +173,15 @@ def claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
     with hidden_files(), path.open("w") as lock:
         os.set_inheritable(lock.fileno(), True)
         limit_s = time.monotonic() + (0 if is_new else CLAIM_S)
-        while not _is_locked(lock):
-            if time.monotonic() > limit_s:
-                must = f"be the folder of one run, got {run_dir}, where another is at work"
-                raise ValueError(f"run_dir must {must}")
-            time.sleep(0.05)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released however processes end
+                break
+            except BlockingIOError:
+                if time.monotonic() > limit_s:
+                    must = f"be the folder of one run, got {run_dir}, where another is at work"
+                    raise ValueError(f"run_dir must {must}") from None
+                time.sleep(0.05)
         if is_new and checkpoint.holds_run(run_dir):
             must = "be a new folder, or checkpoint.resume=auto to resume the run in it"
             raise ValueError(f"run_dir must {must}, got {run_dir}")
@@ -191,14 +192,6 @@ def claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
         finally:
             if list(path.parent.iterdir()) == [path]:  # refused before it wrote anything
                 path.unlink()
-
-
-def _is_locked(lock: TextIO) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released however the processes end
-    except BlockingIOError:
-        return False
-    return True
 
 
 @contextlib.asynccontextmanager
@@ -233,9 +226,7 @@ def _check_disk(config: Config, inputs: Inputs, run_dir: str) -> None:
     needed = model_bytes * (3 * num_saved + num_exported)
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(run_dir).free
+    must = f"be on a disk with {math.ceil(needed / 1e6):,} MB free for checkpoints and export"
     if free < needed:
-        raise ValueError(
-            f"run_dir must be on a disk with {math.ceil(needed / 1e6):,} MB free for checkpoints "
-            f"and export (lower checkpoint.keep to need less), got {int(free / 1e6):,} MB at "
-            f"{run_dir}"
-        )
+        got = f"{int(free / 1e6):,} MB at {run_dir}"
+        raise ValueError(f"run_dir must {must} (lower checkpoint.keep to need less), got {got}")

@@ -379,7 +379,7 @@ def episode_scalars(
         return {}
     sums = Counter[str]()
     for numbers in episodes:
-        sums.update(numbers)  # type: ignore[arg-type]  # seconds too
+        sums.update(numbers)  # seconds too
     num_episodes, num_turns = len(episodes), sums["turns"]
     found = {
         "episode/turns": num_turns / num_episodes,

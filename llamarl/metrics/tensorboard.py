@@ -24,8 +24,8 @@ from llamarl.metrics.step_metrics import Histograms, Scalars, Texts
 
 MOST_BUCKETS = 64
 # What the table of hyper-parameters shows of each run: the last values.
-JUDGED_BY = ("evaluation/accuracy", "evaluation/reward", "accuracy/train", "reward/mean")
-JUDGED_BY += ("tokens/per_s",)
+JUDGED_BY = ["evaluation/accuracy", "evaluation/reward", "accuracy/train", "reward/mean"]
+JUDGED_BY += ["tokens/per_s"]
 SECTIONS = {  # first words of tags by section; TensorBoard sorts by name, hence the numbers
     "1_outcome": ("reward", "accuracy", "evaluation", "reward_parts", "reward_extra")
     + ("loss", "perplexity"),

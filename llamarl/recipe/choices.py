@@ -1,6 +1,4 @@
-"""The groups of a recipe: their choices by name.
-
-A name and the section that it selects stand together here alone."""
+"""The groups of a recipe: their choices by name, with the section that each selects."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -38,7 +36,6 @@ CHOICES: dict[str, dict[str, Choice]] = {
     },
     "weights": {name: Choice(schema.WeightsConfig, {"transport": name}) for name in TRANSPORTS},
 }
-"""By group, its choices by name."""
 
 
 def chosen(kinds: Mapping[str, type | None], composed: Any) -> dict[str, str]:
@@ -85,8 +82,7 @@ def written_choices(recipe: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for entry in values.get("defaults") or [] if isinstance(values, dict) else []:
         if isinstance(entry, dict):
-            pairs = ((str(key).split()[-1].strip("/"), str(name)) for key, name in entry.items())
-            found |= dict(pairs)
+            found |= {str(key).split()[-1].strip("/"): str(name) for key, name in entry.items()}
         elif isinstance(entry, str) and (path := recipe.parent / f"{entry}.yaml") != recipe:
             found |= written_choices(path) if path.is_file() else {}
     return found

@@ -145,7 +145,7 @@ class KeyReference:
         self.sections: dict[str, dict[str, Choice]] = {
             name: self.groups.get(name, {"": Choice(kind)})
             for name, kind in self._hints.items()
-            if dataclasses.is_dataclass(kind)
+            if hasattr(kind, "__dataclass_fields__")
         }
         self._scalars = [name for name in self._hints if name not in self.sections]
 

@@ -21,8 +21,9 @@ from llamarl.generator.vllm.limits import check_temperature
 from llamarl.model.tokenizer import TextDecoder, split_stops
 from llamarl.recipe.inputs import Inputs
 
-FRACTIONS = ("temperature", "top_p")  # fields that need not be whole numbers
-LISTS = ("stop_token_ids", "stop_strings")
+KINDS: dict[str, tuple[Any, str]]  # of fields that are no whole numbers
+KINDS = dict.fromkeys(("temperature", "top_p"), (int | float, "be a number"))
+KINDS |= dict.fromkeys(("stop_token_ids", "stop_strings"), (list | tuple, "be a list"))
 
 
 def train_sampling(config: Config, inputs: Inputs) -> Sampling:
@@ -58,12 +59,7 @@ def replace_sampling(
     evaluation may have are allowed."""
     for name, value in values.items():
         require_choice("a field of the sampling", name, [each.name for each in fields(Sampling)])
-        kinds: tuple[type, ...] = (int,)
-        must = "be a whole number"
-        if name in FRACTIONS:
-            kinds, must = (int, float), "be a number"
-        elif name in LISTS:
-            kinds, must = (list, tuple), "be a list"
+        kinds, must = KINDS.get(name, (int, "be a whole number"))
         require(isinstance(value, kinds) and not isinstance(value, bool), name, must, value)
     drawn = replace(sampling, **values)
     try:

@@ -140,8 +140,8 @@ DIGEST_CHARS = 12
 MOST_CHARS = 60  # of a value in a table
 STEP_S, RATE, LENGTH = "time/step_s", "tokens/per_s", "length/mean"
 REWARD, STALENESS, MOST_STALE = "reward/mean", "staleness/mean", "staleness/max"
-TAGS = (EVALUATION, STEP_S, RATE, LENGTH, REWARD, STALENESS, MOST_STALE)
-TAGS += (TRAINED_TOKENS, TRAIN_LOSS, HELD_OUT_LOSS)
+TAGS = [EVALUATION, STEP_S, RATE, LENGTH, REWARD, STALENESS, MOST_STALE]
+TAGS += [TRAINED_TOKENS, TRAIN_LOSS, HELD_OUT_LOSS]
 CHARTS = {  # title: tag, factor
     "held-out accuracy, %": (f"{EVALUATION}{ACCURACY}", 100),
     "training reward": (REWARD, 1),

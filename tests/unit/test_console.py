@@ -13,6 +13,8 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,10 +58,44 @@ def trained(accuracy: float) -> dict[str, float]:
     }
 
 
+def on_terminal(width: int = 80) -> Progress:
+    console = Console(width=width, record=True, force_terminal=True, file=io.StringIO())
+    return Progress(3, live=True, console=console)
+
+
+def drawn(progress: Progress) -> str:
+    progress.console.print(progress._render())
+    return progress.console.export_text()
+
+
+def in_a_file(num_steps: int = 3, width: int = 80) -> Progress:
+    return Progress(
+        num_steps, live=True, console=Console(width=width, record=True, file=io.StringIO())
+    )
+
+
+def lines_of(progress: Progress) -> list[str]:
+    """Without their times."""
+    text = progress.console.export_text()
+    return [line.partition("] ")[2] for line in text.splitlines()]
+
+
 def show(draw) -> str:
     console = Console(width=80, record=True, file=io.StringIO())
     draw(console)
     return console.export_text()
+
+
+@contextmanager
+def own_handlers() -> Iterator[logging.Logger]:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    root.handlers.clear()
+    try:
+        yield root
+    finally:
+        root.handlers[:], root.level = before
+        logging.raiseExceptions = True
 
 
 def drive(progress: Progress) -> None:
@@ -109,15 +145,14 @@ def test_without_a_terminal_progress_is_whole_lines(tmp_path):
 
 
 def test_of_many_steps_the_first_ones_and_the_last_have_lines_and_the_others_every_few_seconds():
-    plain = Console(width=80, record=True, file=io.StringIO())
-    progress = Progress(40, live=False, console=plain)
+    progress = in_a_file(40)
     progress.start_training(7)
     for step in range(8, 41):
         progress._printed_s += 60 * (step != 20)  # no time has passed, but before step 20
         progress._printed_s -= 120 * (step == 20)
         progress.show_step(step, {"reward/mean": 0.5})
         progress._printed_s = time.monotonic() + 60
-    shown = [line.split("  ")[0].split("] ")[1] for line in plain.export_text().splitlines()]
+    shown = [line.split("  ")[0] for line in lines_of(progress)]
     assert shown == [f"step {step}/40" for step in (8, 9, 10, 11, 12, 20, 40)]
 
 
@@ -129,11 +164,10 @@ def test_a_line_has_what_is_watched_in_training_as_far_as_it_is_known():
         "policy/grad_norm": 1.23456,
         "trainer/lr": 2e-6,
     }
-    plain = Console(width=80, record=True, file=io.StringIO())
-    progress = Progress(3, live=False, console=plain)
+    progress = in_a_file()
     progress.show_step(1, {"reward/mean": 0.5} | trained(0.5) | figures)
     progress.show_step(2, figures | {"trained/kl_reference": 0.0})
-    first, second = plain.export_text().splitlines()
+    first, second = lines_of(progress)
     words = ("length 123", "entropy 0.988", "kl 0.00123", "grad norm 1.23", "lr 2e-06")
     assert all(f"  {each}  " in first for each in words), first
     assert "kl" not in second, "without a reference"
@@ -141,10 +175,7 @@ def test_a_line_has_what_is_watched_in_training_as_far_as_it_is_known():
 
 def test_a_warning_has_the_runs_time_and_is_never_wrapped():
     console = Console(width=80, record=True, file=io.StringIO())
-    root = logging.getLogger()
-    before = root.handlers[:], root.level
-    root.handlers.clear()
-    try:
+    with own_handlers() as root:
         show_warnings(console, lambda: "0:08", shows_user_code=False)
         root.warning("a long word %s", "x" * 200)
         try:
@@ -152,9 +183,6 @@ def test_a_warning_has_the_runs_time_and_is_never_wrapped():
         except ValueError:
             root.exception("it broke")
         logging.getLogger("llamarl").info("not shown")
-    finally:
-        root.handlers[:], root.level = before
-        logging.raiseExceptions = True
     lines = console.export_text().splitlines()
     assert lines[0] == f"[0:08] WARNING a long word {'x' * 200}"
     assert lines[1:3] == ["[0:08] ERROR it broke", "Traceback (most recent call last):"]
@@ -163,33 +191,32 @@ def test_a_warning_has_the_runs_time_and_is_never_wrapped():
 
 def test_on_a_terminal_progress_is_a_display_that_fits():
     for width in (80, 100):
-        console = Console(width=width, record=True, force_terminal=True, file=io.StringIO())
-        progress = Progress(3, live=True, console=console)
+        progress = on_terminal(width)
         drive(progress)
-        console.export_text()
-        console.print(progress._render())
-        text = console.export_text()
+        progress.console.export_text()
+        text = drawn(progress)
         assert max(len(line) for line in text.splitlines()) == width
         for words in (
             "step 3/3",
             "75.0% +-5.0",
             "48.0% +-9.7 (v0)",
             "mean 1.00  max 2",
-            "1,234 tokens/s",
+            "1,234 tok",
         ):
             assert words in text
 
 
 def test_progress_shows_shaped_rewards_beside_the_accuracy():
-    plain = Console(width=80, record=True, file=io.StringIO())
-    Progress(3, live=False, console=plain).show_evaluation(evaluated(0, 0.0, 0.25))
-    assert "held-out reward 0.250, accuracy 0.0% of 100 (0.0% to 3.7%) at" in plain.export_text()
-    console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
-    progress = Progress(3, live=True, console=console)
+    plain = in_a_file()
+    plain.show_evaluation(evaluated(0, 0.0, 0.25))
+    assert (
+        "held-out reward 0.250, accuracy 0.0% of 100 (0.0% to 3.7%) at"
+        in plain.console.export_text()
+    )
+    progress = on_terminal()
     progress.show_step(1, {"reward/mean": 0.125} | trained(0.0))
     progress.show_evaluation(evaluated(1, 0.0, 0.25))
-    console.print(progress._render())
-    text = console.export_text()
+    text = drawn(progress)
     for words in ("training reward", "0.125", "held-out reward    0.250 (v1)"):
         assert words in text
 
@@ -199,20 +226,18 @@ def test_named_sets_and_several_rollouts_have_rows_and_lines_of_their_own():
     shares = both.shares | {"pass_at_4": Share(0.75, 0.7, 0.8), "maj_at_4": Share(0.6, 0.5, 0.7)}
     one = replace(both, shares=shares, num_prompts=25)
     both = replace(one, sets={"gsm8k": one}, num_prompts=50)
-    plain = Console(width=200, record=True, file=io.StringIO())
-    Progress(3, live=False, console=plain).show_evaluation(both)
-    lines = [line.partition("] ")[2] for line in plain.export_text().splitlines()]
+    plain = in_a_file(width=200)
+    plain.show_evaluation(both)
+    lines = lines_of(plain)
     more = "pass@4 75.0% (70.0% to 80.0%), maj@4 60.0% (50.0% to 70.0%) at version 3"
     assert lines == [
         f"held-out accuracy 50.0% of 50 x 2 (40.4% to 59.6%), {more}",
         f"held-out gsm8k accuracy 50.0% of 25 x 4 (40.4% to 59.6%), {more}",
     ]
-    console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
-    progress = Progress(3, live=True, console=console)
+    progress = on_terminal()
     progress.show_evaluation(evaluated(0, 0.25, 0.25))
     progress.show_evaluation(both)
-    console.print(progress._render())
-    text = console.export_text()
+    text = drawn(progress)
     assert "held-out accuracy  25.0% +-9.3 (v0)  50.0% +-9.6 (v3)" in text
     assert "pass@4             75.0% +-5.0 (v3)" in text
     assert "gsm8k accuracy     50.0% +-9.6 (v3)" in text, "earlier ones had no such set"
@@ -229,14 +254,12 @@ def test_progress_shows_turns_and_tools_of_episodes():
         "tool_s/search": 1.25,
         "tool_errors/search": 1.0,
     }
-    plain = Console(width=80, record=True, file=io.StringIO())
-    Progress(1, live=False, console=plain).show_step(1, scalars)
-    assert "turns 2.50" in plain.export_text()
-    console = Console(width=100, record=True, force_terminal=True, file=io.StringIO())
-    progress = Progress(3, live=True, console=console)
+    plain = in_a_file(1)
+    plain.show_step(1, scalars)
+    assert "turns 2.50" in plain.console.export_text()
+    progress = on_terminal(100)
     progress.show_step(1, scalars)
-    console.print(progress._render())
-    text = console.export_text()
+    text = drawn(progress)
     for words in (
         "mean 2.50, 1.50 s with the environment",
         "search 1,200 calls of 1.25 s, 1 error",
@@ -244,13 +267,11 @@ def test_progress_shows_turns_and_tools_of_episodes():
         assert words in text
     assert "; lookup 7 calls of 12.5 ms" in text
     progress.show_step(2, {"reward/mean": 0.0})
-    console.print(progress._render())
-    assert "tools" not in console.export_text(), "a step without episodes has none"
+    assert "tools" not in drawn(progress), "a step without episodes has none"
 
 
 def test_the_display_shows_which_executors_are_ready_while_they_start():
-    console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
-    progress = Progress(3, live=True, console=console)
+    progress = on_terminal()
     with progress.startup() as report:
         for name in ("storage-0", "generator-0", "generator-1", "trainer"):
             report(name, "starting")
@@ -260,33 +281,30 @@ def test_the_display_shows_which_executors_are_ready_while_they_start():
             ("trainer", "loading"),
         ):
             report(name, state)
-        console.print(progress._render())
-        text = console.export_text()
+        text = drawn(progress)
         for words in ("storage            ready after 0 s", "trainer            loading (0 s)"):
             assert words in text
         assert "generator          1 of 2 ready; generator-0 starting (0 s)" in text
         for index in range(64):
             report(f"generator-{index}", "loading")
-        console.print(progress._render())
-        assert "0 of 64 ready; 64 loading" in console.export_text(), "one row however many"
-    console.print(progress._render())
-    assert "ready" not in console.export_text(), "past the start it shows the training"
+        assert "0 of 64 ready; 64 loading" in drawn(progress), "one row however many"
+    assert "ready" not in drawn(progress), "past the start it shows the training"
 
 
 def test_a_log_file_gets_a_line_per_role_that_is_ready_and_one_while_a_start_drags_on(monkeypatch):
     num_threads = threading.active_count()
     monkeypatch.setattr("llamarl.metrics.console.QUIET_INTERVAL_S", 0.01)
-    console = Console(width=80, record=True, file=io.StringIO())
-    progress = Progress(3, live=True, console=console)
+    progress = in_a_file()
     with progress.startup() as report:
         for name in ("generator-0", "generator-1", "trainer"):
             report(name, "loading")
         report("generator-0", "ready")
         report("generator-1", "ready")
         deadline_s = time.monotonic() + 20
-        while "still" not in console.export_text(clear=False) and time.monotonic() < deadline_s:
+        shown = progress.console.export_text
+        while "still" not in shown(clear=False) and time.monotonic() < deadline_s:
             time.sleep(0.01)
-    lines = [line.partition("] ")[2] for line in console.export_text().splitlines()]
+    lines = lines_of(progress)
     assert lines[:2] == ["starting the executors", "generator ready after 0 s"]
     assert lines[2] == "still starting: generator ready after 0 s, trainer loading (0 s)"
     assert threading.active_count() == num_threads, "nothing is repeated past the start"
@@ -294,12 +312,10 @@ def test_a_log_file_gets_a_line_per_role_that_is_ready_and_one_while_a_start_dra
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_sample_is_one_line_that_no_terminal_obeys(width):
-    console = Console(width=width, record=True, force_terminal=True, file=io.StringIO())
-    progress = Progress(3, live=True, console=console)
+    progress = on_terminal(width)
     completion = "It is \x1b[31m\a[bold]4[/bold].\r\nAnswer: 4 " + "x" * 30 + "\u56db" * 30
     progress.show_sample("What is\n2 + 2?", completion, 1.0)
-    console.print(progress._render())
-    text = console.export_text()
+    text = drawn(progress)
     (line,) = (line for line in text.splitlines() if "sample" in line)
     assert "+ 2? -> It is" in line, "of a prompt that is too long, the end"
     assert "(reward 1)" in line
@@ -329,12 +345,11 @@ def test_a_sample_of_a_chat_shows_the_end_of_the_last_user_message(tmp_path, is_
 
 
 def test_a_log_file_shows_a_sample_with_each_evaluation():
-    console = Console(width=80, record=True, file=io.StringIO())
-    progress = Progress(3, live=True, console=console)
+    progress = in_a_file()
     progress.show_evaluation(evaluated(0, 0.5, 0.5))
     progress.show_sample("2 + 2?", "4", 1.0)
     progress.show_evaluation(evaluated(1, 0.5, 0.5))
-    lines = [line.partition("] ")[2] for line in console.export_text().splitlines()]
+    lines = lines_of(progress)
     assert lines[2] == "sample: 2 + 2? -> 4  (reward 1)"
     assert len(lines) == 3
 
@@ -423,18 +438,12 @@ def test_ctrl_c_is_not_drawn_into_the_display_and_the_terminal_is_left_as_it_was
 def test_no_log_line_ends_a_run_whatever_letters_it_has(encoding: str, tmp_path: Path) -> None:
     terminal = io.TextIOWrapper(io.BytesIO(), encoding=encoding, line_buffering=True)
     take_any_letter(terminal)
-    root = logging.getLogger()
-    before = root.handlers[:], root.level
-    root.handlers.clear()
-    try:
+    with own_handlers() as root:
         console = Console(file=terminal, width=200)
         show_warnings(console, lambda: "0:08", shows_user_code=True)
         with kept_log(str(tmp_path)):
             root.warning("ValueError: café 中 \ud800")
         console.print("after")
-    finally:
-        root.handlers[:], root.level = before
-        logging.raiseExceptions = True
     shown = terminal.buffer.getvalue().decode(encoding)
     assert ("café 中" if encoding == "utf-8" else "caf\\xe9 \\u4e2d") in shown
     assert "\\ud800" in shown

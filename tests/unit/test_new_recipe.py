@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from pathlib import Path
@@ -23,6 +22,13 @@ MODEL, DATA = f"--model={CHECKPOINT}", f"--data={RECIPE / 'prompts.jsonl'}"
 
 def recipe(folder: Path) -> Config:
     return to_config(compose(folder, []))
+
+
+def rewarded(folder: Path, row: dict[str, object]) -> float:
+    """What the task.py there gives for the answer 2."""
+    scope: dict[str, Any] = {}
+    exec((folder / "task.py").read_text(), scope)
+    return scope["reward"](SimpleNamespace(fields=row), "= 2")
 
 
 @pytest.mark.parametrize("reward", ["math", "task"])
@@ -81,18 +87,19 @@ def test_rows_made_for_verl_need_no_flags(row: dict[str, object], tmp_path: Path
     assert "are in prompt and reward_model.ground_truth\n" in said
     config = recipe(tmp_path / "r")
     assert config.data.prompt_field == "question"
-    scope: dict[str, Any] = {}
-    exec((tmp_path / "r" / "task.py").read_text(), scope)
-    assert scope["reward"](SimpleNamespace(fields=row), "= 2") == 1.0
+    assert rewarded(tmp_path / "r", row) == 1.0
     new([str(tmp_path / "m"), MODEL, data])
     new([str(tmp_path / "n"), MODEL, data, "--answer-field=reward_model.ground_truth"])
     assert recipe(tmp_path / "n").reward.answer_field == "reward_model.ground_truth"
 
 
-def test_a_column_of_messages_is_found(tmp_path: Path) -> None:
-    rows = [{"messages": [{"role": "user", "content": "1+1?"}], "answer": "2"}]
-    new([str(tmp_path / "r"), MODEL, f"--data={write_lines(tmp_path / 'rows.jsonl', rows)}"])
-    assert recipe(tmp_path / "r").data.prompt_field == "messages"
+@pytest.mark.parametrize(("column", "field"), [("messages", "messages"), ("prompt", "question")])
+def test_a_column_of_messages_is_found(tmp_path: Path, column: str, field: str) -> None:
+    rows = [{column: [{"role": "user", "content": "1+1?"}], "answer": "2"}]
+    data = f"--data={write_lines(tmp_path / 'rows.jsonl', rows)}"
+    new([str(tmp_path / "r"), MODEL, data, "--chat"])
+    config = recipe(tmp_path / "r").data
+    assert (config.prompt_field, config.chat, config.system) == (field, True, None)
 
 
 @pytest.mark.parametrize("row", [{"prompt": "1+1?"}, {"prompt": "1+1?", "completion": [1]}])
@@ -103,9 +110,7 @@ def test_prompts_without_answers_make_a_recipe_with_a_reward_of_ones_own(
     data = f"--data={write_lines(tmp_path / 'rows.jsonl', [row])}"
     said = new([str(tmp_path / "r"), MODEL, data, "--reward=task"])
     assert "question is in prompt\n" in said
-    scope: dict[str, Any] = {}
-    exec((tmp_path / "r" / "task.py").read_text(), scope)
-    assert scope["reward"](SimpleNamespace(fields=row), "= 2") == 1.0
+    assert rewarded(tmp_path / "r", row) == 1.0
     with pytest.raises(ValueError, match="--answer-field must name a field"):
         new([str(tmp_path / "m"), MODEL, data])
 
@@ -185,12 +190,3 @@ def test_what_makes_no_recipe_is_one_line_and_leaves_no_file(
     assert len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "r" / "run.yaml").exists()
     assert (tmp_path / "old" / "run.yaml").read_text() == "num_steps: 1\n"
-
-
-def test_a_row_may_hold_messages(tmp_path: Path) -> None:
-    row = {"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    new([str(tmp_path / "r"), MODEL, f"--data={tmp_path / 'rows.jsonl'}", "--chat"])
-    config = recipe(tmp_path / "r")
-    assert config.data.chat
-    assert config.data.system is None
