@@ -58,12 +58,6 @@ def test_maj_at_k_is_the_mean_vote_over_all_choices_of_k_samples(given_: Samples
     assert majority_at(k, answers, correct) == pytest.approx(expected)
 
 
-def test_the_first_sample_alone_votes_for_itself() -> None:
-    assert majority_at(1, ["a", "b", None, "a"], [True, False, False, True]) == 0.5
-    assert majority_at(4, ["a", "b", None, "a"], [True, False, False, True]) == 1.0
-    assert majority_at(2, [None, None], [False, False]) == 0.0
-
-
 def test_many_samples_keep_their_digits() -> None:
     answers, correct = [*range(128)] * 2, [True] * 128 + [False] * 128
     assert majority_at(1, answers, correct) == pytest.approx(0.5)
