@@ -32,8 +32,8 @@ from typing import Any
 from llamarl.core.config import RewardConfig
 from llamarl.core.records import Prompt
 from llamarl.prompts.files import read_rows
-from llamarl.scoring.rewards import math
-from llamarl.scoring.rewards.answer import GSM8K_MARK
+from llamarl.scoring import math_reward
+from llamarl.scoring.reward_functions import GSM8K_MARK
 
 BOXES = ("\\boxed", "\\fbox")
 
@@ -148,7 +148,7 @@ def is_comparable(answer: str) -> bool:
     """Whether the `math` reward can compare with this answer: it gives the answer full marks."""
     prompt = Prompt(prompt_id=0, text="", token_ids=(), fields={"answer": answer})
     try:
-        return math.reward(prompt, f"$\\boxed{{{answer}}}$", True, RewardConfig()) == 1.0
+        return math_reward.reward(prompt, f"$\\boxed{{{answer}}}$", RewardConfig()) == 1.0
     except Exception:  # noqa: BLE001 - math-verify raises what it likes on text it cannot parse
         return False
 

@@ -20,7 +20,7 @@ from llamarl.prompts.files import read_rows
 from llamarl.recipe.composition import compose, to_config
 from llamarl.recipe.hub import is_hub_name
 from llamarl.recipe.local_inputs import CHECKPOINT, HELD_OUT, PROMPTS, path_here
-from llamarl.scoring.rewards.functions import ENVIRONMENT, REWARDS, TASK
+from llamarl.scoring.rewards import ENVIRONMENT, REWARDS, TASK
 
 REWARD_CHOICES = [name for name in REWARDS if name != ENVIRONMENT]  # it has tools
 USAGE = f"""\
@@ -125,7 +125,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _fields(options: argparse.Namespace, row: Mapping[str, Any] | None) -> dict[str, str]:
     """The fields of question and answer; by default those that a row has, if there is one. A
     reward of one's own needs no answer."""
-    is_graded = REWARDS[options.reward].answer
+    is_graded = REWARDS[options.reward].needs_answer
     fields = {}
     for key, given, usual in (
         ("prompt_field", options.prompt_field, PROMPT_FIELDS),

@@ -42,7 +42,7 @@ from llamarl.prompts.rows import (
     rows_in_memory,
 )
 from llamarl.scoring.definition import Kinds, as_kinds, schemas_of
-from llamarl.scoring.rewards.functions import check_answer
+from llamarl.scoring.rewards import check_answer
 from llamarl.scoring.user_code.calls import Call, UserCode
 from llamarl.scoring.user_code.pool import run_once
 

@@ -11,7 +11,7 @@ import yaml
 from llamarl.core import config as schema
 from llamarl.publish.transports.routes import TRANSPORTS
 from llamarl.recipe.reference import Choice, default_of
-from llamarl.scoring.rewards.functions import REWARDS
+from llamarl.scoring.rewards import REWARDS
 from llamarl.trainer.losses import algorithms
 
 CHOICES: dict[str, dict[str, Choice]] = {

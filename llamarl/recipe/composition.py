@@ -39,7 +39,7 @@ from llamarl.core.fields import did_you_mean, require, wrong_choice
 from llamarl.publish.transports.routes import check_transport
 from llamarl.recipe.choices import CHOICES, chosen, settle, written_choices
 from llamarl.recipe.reference import WANTED, KeyReference
-from llamarl.scoring.rewards.functions import check_rewards
+from llamarl.scoring.rewards import check_rewards
 from llamarl.scoring.samplers import check_sampler
 from llamarl.trainer.advantages import check_names
 

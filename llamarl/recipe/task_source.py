@@ -12,7 +12,7 @@ from llamarl.core.extensions import FILE, STAGES, TaskSource, load, neighbours, 
 from llamarl.core.fields import require, require_choice
 from llamarl.metrics.trackers import TRACKERS
 from llamarl.scoring.definition import TOOLS, Kinds
-from llamarl.scoring.rewards.functions import OWN
+from llamarl.scoring.rewards import OWN
 from llamarl.scoring.stages import ENVIRONMENT, Graph, check_task, make_graph
 from llamarl.scoring.tool_calls import READY
 from llamarl.trainer.losses.task_loss import TaskConfig

@@ -15,8 +15,7 @@ from llamarl.core.config import RewardConfig
 from llamarl.core.extensions import load_module
 from llamarl.core.groups import REASON
 from llamarl.core.records import Prompt, StageStatus
-from llamarl.scoring.rewards import functions as rewards
-from llamarl.scoring.rewards import score
+from llamarl.scoring import rewards
 from llamarl.scoring.stages import GROUP, Drop, Stage, from_data
 from llamarl.scoring.user_code.calls import (
     InvalidReturnError,
@@ -28,7 +27,7 @@ from llamarl.scoring.user_code.calls import (
 from llamarl.storage.columns import NUMBER, PROMPT_RECORD, TEXT, Column
 
 Answer = dict[str, Any]
-OWN_FILES = (__file__, score.__file__)
+OWN_FILES = (__file__, rewards.__file__)
 
 
 def load(setup: dict[str, Any]) -> Callable[..., Answer | Coroutine[Any, Any, Answer]]:
@@ -44,7 +43,7 @@ def load(setup: dict[str, Any]) -> Callable[..., Answer | Coroutine[Any, Any, An
     else:
         config = RewardConfig(**setup["reward"])
         functions = rewards.load_functions(config, source)
-        function = score.make_score(functions, config)
+        function = rewards.make_score(functions, config)
         is_coroutine = any(map(inspect.iscoroutinefunction, functions.values()))
 
     async def serve(prompt: Prompt | None, columns: list[Any], lengths: list[int]) -> Answer:

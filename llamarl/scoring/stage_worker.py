@@ -35,8 +35,7 @@ from llamarl.core.records import (
 )
 from llamarl.metrics.span import Spans
 from llamarl.model.tokenizer import Tokenizer, load_tokenizer
-from llamarl.scoring.rewards.functions import ANSWER, NO_ANSWER
-from llamarl.scoring.rewards.score import read_extra
+from llamarl.scoring.rewards import ANSWER, NO_ANSWER, read_extra
 from llamarl.scoring.specs import StageSpec
 from llamarl.scoring.stages import GROUP, as_data
 from llamarl.scoring.user_code.calls import Call, Failure, UserCode

@@ -9,8 +9,7 @@ from typing import Any
 
 from llamarl.core.config import RewardConfig
 from llamarl.core.records import EXTRA, REWARD, Prompt, StageResult
-from llamarl.scoring.rewards.functions import ANSWER
-from llamarl.scoring.rewards.score import read_extra
+from llamarl.scoring.rewards import ANSWER, read_extra
 from llamarl.scoring.stages import SCORE, Stage, as_data
 from llamarl.scoring.user_code.calls import Call, Failure, UserCode
 from llamarl.scoring.user_code.pool import WorkerPool

@@ -17,7 +17,7 @@ from llamarl.core.config import Config, RewardConfig
 from llamarl.core.records import Prompt, StageResult, StageStatus
 from llamarl.recipe.composition import CONF_FOLDER
 from llamarl.recipe.inputs import check_contained
-from llamarl.scoring.rewards import code
+from llamarl.scoring.reward_functions import read_tests, reward_code
 from llamarl.scoring.sandbox.contained import (
     Kind,
     ProgramLimits,
@@ -212,7 +212,7 @@ def fresh_choice() -> Iterator[None]:
 def score(completion: str, tests: object) -> float:
     prompt = Prompt(prompt_id=3, text="", token_ids=(1,), fields={"answer": tests})
     config = RewardConfig(functions=["code"], program_s=2.0)
-    return asyncio.run(code.reward(prompt, completion, True, config))
+    return asyncio.run(reward_code(prompt, completion, True, config))
 
 
 ADD = "Here:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\n"
@@ -256,7 +256,7 @@ def test_a_program_is_right_if_it_passes_its_asserts() -> None:
 def test_tests_of_another_form_name_the_line(tests: object) -> None:
     prompt = Prompt(prompt_id=3, text="", token_ids=(1,), fields={"answer": tests})
     with pytest.raises(ValueError, match=r"^line 3: 'answer' .* must hold asserts, or cases"):
-        code.read_tests(prompt, RewardConfig(functions=["code"]))
+        read_tests(prompt, RewardConfig(functions=["code"]))
 
 
 def test_the_tool_returns_what_the_program_prints() -> None:

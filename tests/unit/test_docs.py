@@ -19,7 +19,7 @@ from llamarl.cli.main import COMMANDS
 from llamarl.metrics.tensorboard import DESCRIPTIONS
 from llamarl.recipe.composition import reference
 from llamarl.recipe.names_elsewhere import ELSEWHERE
-from llamarl.scoring.rewards.functions import REWARDS
+from llamarl.scoring.rewards import REWARDS
 from llamarl.scoring.stages import INFER, SCORE
 from tests.e2e.forks import Forks
 from tests.test_house import FILES, RANK, TREES, room

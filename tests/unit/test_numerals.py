@@ -4,7 +4,7 @@ import pytest
 
 from llamarl.core.config import RewardConfig
 from llamarl.core.records import Prompt
-from llamarl.scoring.rewards import math as math_reward
+from llamarl.scoring import math_reward
 
 CONFIG = RewardConfig(functions=["math"])
 RIGHT = [
@@ -99,7 +99,7 @@ INFINITE = [
 
 def grade(answer, completion):
     prompt = Prompt(prompt_id=1, text="q", token_ids=(1,), fields={"answer": answer})
-    return math_reward.reward(prompt, completion, True, CONFIG)
+    return math_reward.reward(prompt, completion, CONFIG)
 
 
 @pytest.mark.parametrize(

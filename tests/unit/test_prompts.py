@@ -8,7 +8,7 @@ from pyarrow import parquet
 from llamarl.core.config import DataConfig, RewardConfig
 from llamarl.core.records import value_at
 from llamarl.model.tokenizer import load_tokenizer
-from llamarl.scoring.rewards.answer import expected_answer
+from llamarl.scoring.reward_functions import expected_answer
 from tests.json_lines import write_lines
 from tests.prompt_files import read_prompts
 from tests.unit.tokenizer_files import write_tokenizer

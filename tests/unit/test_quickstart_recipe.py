@@ -15,7 +15,7 @@ import yaml
 from llamarl.core.config import DataConfig, RewardConfig
 from llamarl.model.inventory import check_checkpoint
 from llamarl.model.tokenizer import check_tokenizer, load_tokenizer
-from llamarl.scoring.rewards import exact
+from llamarl.scoring.reward_functions import reward_exact
 from tests.json_lines import read_lines
 from tests.places import CHECKPOINT, RECIPE
 from tests.prompt_files import read_prompts
@@ -90,12 +90,12 @@ def test_reward_pays_right_answers_in_either_form_and_nothing_else(run):
     data = DataConfig(prompts="prompts.jsonl", max_prompt_tokens=run["data"]["max_prompt_tokens"])
     for prompt in read_prompts(RECIPE / "held_out.jsonl", data, tokenizer)[:100]:
         answer, worked = prompt.fields["answer"], prompt.fields["worked"]
-        assert exact.reward(prompt, worked, True, config) == 1
-        assert exact.reward(prompt, f"Answer: {answer}", True, config) == 1
-        assert exact.reward(prompt, worked, False, config) == 0
-        assert exact.reward(prompt, f"Answer: {int(answer) + 1}", True, config) == 0
-        assert exact.reward(prompt, f"Answer: {answer}, ", True, config) == 0
-        assert exact.reward(prompt, answer, True, config) == 0
+        assert reward_exact(prompt, worked, True, config) == 1
+        assert reward_exact(prompt, f"Answer: {answer}", True, config) == 1
+        assert reward_exact(prompt, worked, False, config) == 0
+        assert reward_exact(prompt, f"Answer: {int(answer) + 1}", True, config) == 0
+        assert reward_exact(prompt, f"Answer: {answer}, ", True, config) == 0
+        assert reward_exact(prompt, answer, True, config) == 0
 
 
 def test_tokenizer_gives_back_every_text_and_puts_bos_first(run):

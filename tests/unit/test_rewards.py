@@ -14,19 +14,17 @@ import torch
 from llamarl.core.config import RewardConfig
 from llamarl.core.extensions import FILE
 from llamarl.core.records import EXTRA, FINISH_CODES, FinishReason, Prompt, StageStatus
-from llamarl.scoring.rewards import exact
-from llamarl.scoring.rewards import format as format_reward
-from llamarl.scoring.rewards import math as math_reward
-from llamarl.scoring.rewards.answer import normal_form
-from llamarl.scoring.rewards.functions import (
+from llamarl.scoring import math_reward
+from llamarl.scoring.reward_functions import normal_form, reward_exact, reward_format
+from llamarl.scoring.rewards import (
     ANSWER,
     NO_ANSWER,
     check_answer,
     check_pattern,
     check_rewards,
     load_functions,
+    make_score,
 )
-from llamarl.scoring.rewards.score import make_score
 from llamarl.scoring.stage_function import answer, run_now
 from llamarl.scoring.stages import SCORE, Stage
 from llamarl.storage.columns import TEXT, Column
@@ -96,18 +94,18 @@ def test_different_answers_keep_different_normal_forms():
     ],
 )
 def test_exact_compares_the_answer_the_pattern_finds(answer, completion, finished, expected):
-    assert exact.reward(prompt(answer=answer), completion, finished, CONFIG) == expected
+    assert reward_exact(prompt(answer=answer), completion, finished, CONFIG) == expected
 
 
 def test_exact_and_format_let_an_unfinished_completion_pass_if_configured():
     config = RewardConfig(functions=["exact"], require_stop=False)
-    assert exact.reward(prompt(answer="42"), "Answer: 42", False, config) == 1
-    assert format_reward.reward(prompt(), "Answer: 42", False, config) == 1
+    assert reward_exact(prompt(answer="42"), "Answer: 42", False, config) == 1
+    assert reward_format(prompt(), "Answer: 42", False, config) == 1
 
 
 def test_exact_is_zero_if_the_group_took_no_part_in_the_match():
     config = RewardConfig(functions=["exact"], pattern=r"(\d+)?!")
-    assert exact.reward(prompt(answer="None"), "!", True, config) == 0
+    assert reward_exact(prompt(answer="None"), "!", True, config) == 0
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,7 @@ def test_exact_is_zero_if_the_group_took_no_part_in_the_match():
     [("Answer: what", True, 1.0), ("Answer: what", False, 0.0), ("what", True, 0.0)],
 )
 def test_format_asks_for_the_pattern_and_an_end(completion, finished, expected):
-    assert format_reward.reward(prompt(), completion, finished, CONFIG) == expected
+    assert reward_format(prompt(), completion, finished, CONFIG) == expected
 
 
 @pytest.mark.parametrize(
@@ -140,7 +138,7 @@ def test_format_asks_for_the_pattern_and_an_end(completion, finished, expected):
     ],
 )
 def test_math_compares_values_not_spellings(answer, completion, expected):
-    assert math_reward.reward(prompt(answer=answer), completion, False, CONFIG) == expected
+    assert math_reward.reward(prompt(answer=answer), completion, CONFIG) == expected
 
 
 @pytest.mark.parametrize("answer", [None, "", "  ", "####", True, ["42"], {"a": 1}])
@@ -193,7 +191,7 @@ WRONG = [
     [*((*each, 1.0) for each in RIGHT), *((*each, 0.0) for each in WRONG)],
 )
 def test_math_reads_numbers_as_people_write_them(expected, completion, value):
-    assert math_reward.reward(prompt(answer=expected), completion, True, CONFIG) == value
+    assert math_reward.reward(prompt(answer=expected), completion, CONFIG) == value
 
 
 @pytest.mark.parametrize("answer", ["1/0", r"\frac{1}{0}", "3/00", float("nan"), float("inf")])
@@ -201,12 +199,12 @@ def test_an_expected_answer_without_a_finite_value_is_refused_at_the_start(answe
     with pytest.raises(ValueError, match=r"'answer' must (have|be) a finite"):
         check_answer(RewardConfig(functions=["math"]), prompt(answer=answer))
     with pytest.raises(ValueError, match="finite"):
-        math_reward.reward(prompt(answer=answer), "1", True, CONFIG)
+        math_reward.reward(prompt(answer=answer), "1", CONFIG)
 
 
 def test_an_expected_answer_that_is_no_mathematics_raises():
     with pytest.raises(ValueError, match="must be a mathematical expression"):
-        math_reward.reward(prompt(answer=r"\boxed"), "42", True, CONFIG)
+        math_reward.reward(prompt(answer=r"\boxed"), "42", CONFIG)
 
 
 def test_a_task_is_run_from_its_source_and_called_with_prompt_and_completion():
@@ -522,6 +520,6 @@ def test_a_prompt_without_an_answer_is_named_before_the_run(name, fields, messag
 def test_a_percent_sign_means_the_same_with_and_without_its_backslash(answer: str) -> None:
     config = RewardConfig(functions=["math"])
     for text in (r"\boxed{50\%}", r"\boxed{50%}", "so it is 50%."):
-        assert math_reward.reward(prompt(answer=answer), text, True, config) == 1.0, text
+        assert math_reward.reward(prompt(answer=answer), text, config) == 1.0, text
     for text in (r"\boxed{0.5}", r"\boxed{51\%}", r"\boxed{5%}"):
-        assert math_reward.reward(prompt(answer=answer), text, True, config) == 0.0, text
+        assert math_reward.reward(prompt(answer=answer), text, config) == 0.0, text

@@ -137,9 +137,8 @@ def _call_kernel(option: int, value: int) -> None:
 
 
 OWN_FRAMES = (  # of a stack, not shown
-    *("llamarl/user_code/", "llamarl/dataflow/", "llamarl/core/extensions.py"),
-    "llamarl/scoring/rewards/score.py",
-    "llamarl/scoring/episodes.py",
+    *("llamarl/scoring/user_code/", "llamarl/scoring/stage_function.py"),
+    *("llamarl/scoring/rewards.py", "llamarl/scoring/episodes.py", "llamarl/core/extensions.py"),
     *("asyncio/base_events.py", "asyncio/events.py", "asyncio/runners.py", "<frozen runpy>"),
 )
 TICK_S = 0.2  # between two signs that the event loop runs

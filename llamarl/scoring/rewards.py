@@ -1,29 +1,168 @@
-"""What the stage `score` runs: the reward functions of a rollout, or of a group at once.
-
-Only finite numbers leave."""
+"""The rewards by name, what they need of a prompt's row, and what the stage `score` runs: the
+functions of a rollout, or of a group at once. Only finite numbers leave."""
 
 import asyncio
 import hashlib
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llamarl.core.config import RewardConfig
 from llamarl.core.config.inputs import LARGEST, OF_EPISODE
-from llamarl.core.extensions import FILE
+from llamarl.core.extensions import FILE, TaskSource, find, load_module
+from llamarl.core.fields import require, require_choice
 from llamarl.core.records import FinishReason, Prompt, finish_reason
-from llamarl.scoring.rewards.functions import (
-    ANSWER,
-    ENVIRONMENT,
-    NO_ANSWER,
-    OF_GROUP,
-    OWN,
-    TASK,
-    Reward,
+from llamarl.scoring.reward_functions import (
+    expected_answer,
+    find_exact,
+    read_tests,
+    reward_code,
+    reward_exact,
+    reward_format,
 )
 from llamarl.scoring.user_code.calls import InvalidRewardError, as_number, shown
+
+Reward = Callable[..., Any]
+"""(prompt, completion, finished, config) -> reward; those of a task.py take (prompt, completion),
+or (prompt, completions) and give one each, and may be coroutines."""
+TASK = "task"  # the recipe's own task.py
+OF_GROUP = "group"  # its function for all rollouts of a prompt at once
+OWN = {TASK: "reward", OF_GROUP: "group_reward"}  # the functions of task.py behind these names
+ENVIRONMENT = "environment"  # what the episode's environment gave
+ANSWER = "majority_answer"  # of a task.py, and what the stage gives beside the rewards
+NO_ANSWER = -1.0
+ZERO_BELOW = re.compile(r"/\s*0+(?![\d.])|frac\s*\{[^{}]*\}\s*\{\s*0+\s*\}")  # of a fraction
+
+
+def reward_math(prompt: Prompt, completion: str, finished: bool, config: RewardConfig) -> float:
+    """See `math_reward.reward`."""
+    from llamarl.scoring import math_reward  # here, for math-verify takes half a second
+
+    return math_reward.reward(prompt, completion, config)
+
+
+def find_math(completion: str, config: RewardConfig) -> str | None:
+    """See `math_reward.find_answer`."""
+    from llamarl.scoring import math_reward
+
+    return math_reward.find_answer(completion)
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """A reward by its name: `function`, unless a task.py or the environment gives it, and how it
+    finds the answer in a completion. It needs an expected answer or tests in each prompt's row, and
+    `reward.pattern` with at least `num_groups` groups (None: it does not use the pattern)."""
+
+    function: Reward | None = None
+    find_answer: Callable[[str, RewardConfig], str | None] | None = None
+    needs_tests: bool = False
+    num_groups: int | None = None
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether each row must have an expected answer."""
+        return self.find_answer is not None
+
+
+REWARDS = {
+    "math": Shipped(reward_math, find_math),
+    "exact": Shipped(reward_exact, find_exact, num_groups=1),
+    "format": Shipped(reward_format, num_groups=0),
+    "code": Shipped(reward_code, needs_tests=True),
+    TASK: Shipped(),
+    OF_GROUP: Shipped(),
+    ENVIRONMENT: Shipped(),
+}
+"""By their names in `reward.functions`; those of `episode_rewards` are environment.NAME."""
+
+
+def _shipped(config: RewardConfig) -> list[tuple[str, Shipped]]:
+    """The rewards that the section names, with their names."""
+    names = config.functions
+    return [(name, REWARDS[ENVIRONMENT if name.startswith(OF_EPISODE) else name]) for name in names]
+
+
+def load_functions(config: RewardConfig, task_source: TaskSource | None) -> dict[str, Reward]:
+    """The functions `config` names, by name and in its order; as ANSWER, what finds the answer in a
+    completion if the first one has such. ValueError unless a task.py has those of them that are its
+    own, in their form; what its text raises is passed on."""
+    functions: dict[str, Reward] = {}
+    own = None
+    for name, shipped in _shipped(config):
+        if shipped.function is not None:
+            functions[name] = shipped.function
+        elif name in OWN:
+            assert task_source is not None, f"reward.functions=[{name}] comes with a task.py"
+            own = own or load_module(task_source)
+            functions[name] = find(own, OWN[name])
+    own_answer = find(own, ANSWER) if own is not None and hasattr(own, ANSWER) else None
+    first, shipped = _shipped(config)[0]
+    if (find_answer := shipped.find_answer) is not None:
+        functions[ANSWER] = lambda prompt, completion: find_answer(completion, config)
+    elif first in OWN and own_answer is not None:
+        functions[ANSWER] = own_answer
+    return functions
+
+
+def check_rewards(config: RewardConfig) -> None:
+    """Raise ValueError, one line, if the section cannot work with any prompts."""
+    for name in config.functions:
+        if not name.startswith(OF_EPISODE):
+            require_choice("reward.functions", name, REWARDS)
+    for name, shipped in _shipped(config):
+        if shipped.num_groups is None:
+            continue
+        try:
+            num_groups = re.compile(config.pattern).groups
+        except re.error as error:
+            must = "reward.pattern must be a regular expression"
+            raise ValueError(f"{must}, got {config.pattern!r}: {error}") from error
+        must = f"have a group around the answer for {name}"
+        require(num_groups >= shipped.num_groups, "reward.pattern", must, config.pattern)
+
+
+ESCAPE = re.compile(r"\\(?=\W)")  # of a letter that stands for itself
+NUMBERED = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})")  # a letter by its number
+FLAGS = re.compile(r"\(\?[aimsux]+\)")
+SYNTAX = re.compile(rf"{ESCAPE.pattern}|(?<!\\)(?:\((?:\?(?::|P<\w+>))?|[)\[\]])")  # and of groups
+
+
+def check_pattern(config: RewardConfig, special_tokens: Collection[str]) -> None:
+    """ValueError if the pattern asks for a special token, which the text of a completion does not
+    show."""
+    if all(shipped.num_groups is None for _, shipped in _shipped(config)):
+        return
+    pattern = NUMBERED.sub(lambda found: chr(int(found[1] or found[2], 16)), config.pattern)
+    pattern = FLAGS.sub("", pattern)
+    is_folded = bool(re.compile(config.pattern).flags & re.IGNORECASE)
+    folded: Callable[[str], str] = str.lower if is_folded else str
+    readings = [*map(folded, (pattern, ESCAPE.sub("", pattern), SYNTAX.sub("", pattern)))]
+    for token in special_tokens:
+        is_asked = any(folded(token) in reading for reading in readings)
+        must = f"hold no special token of the tokenizer, which completions do not show ({token})"
+        require(not is_asked, "reward.pattern", must, config.pattern)
+
+
+def check_answer(config: RewardConfig, prompt: Prompt) -> None:
+    """ValueError, one line, if the row of a prompt lacks the expected answer or the tests that one
+    of the rewards needs."""
+    needed = [shipped for _, shipped in _shipped(config)]
+    try:
+        if any(each.needs_answer for each in needed):
+            text = expected_answer(prompt, config)
+            if "math" in config.functions and ZERO_BELOW.search(text):
+                must = f"line {prompt.line}: {config.answer_field!r} must have a finite value"
+                raise ValueError(f"{must}, got {text!r}")
+        if any(each.needs_tests for each in needed):
+            read_tests(prompt, config)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(error.args[0].partition(": ")[2]) from error
+
 
 SCORE = "score"  # of a dict that a reward returns: the reward itself
 MOST_EXTRAS, MOST_NAME_CHARS = 64, 100
@@ -32,8 +171,8 @@ MOST_EXTRAS, MOST_NAME_CHARS = 64, 100
 def make_score(
     functions: Mapping[str, Reward], config: RewardConfig
 ) -> Callable[..., Awaitable[tuple[Any, ...]]]:
-    """(prompt, completion, SAMPLING cell, and of an episode what was rewarded at its end) -> the
-    weighted sum, then what each function gave, the number of the answer of a held-out prompt
+    """Return (prompt, completion, SAMPLING cell, and of an episode what was rewarded at its end) ->
+    the weighted sum, then what each function gave, the number of the answer of a held-out prompt
     (`NO_ANSWER`: it has none), and as JSON the further numbers of functions that return a dict.
     With `group_reward` a list of each -> a list of each. InvalidRewardError for what is no finite
     number."""

@@ -16,7 +16,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 from llamarl.core.config import RewardConfig
 from llamarl.core.records import Prompt
-from llamarl.scoring.rewards.answer import NUMBER, expected_answer, normal_form
+from llamarl.scoring.reward_functions import NUMBER, expected_answer, normal_form
 
 BARE_PERCENT = re.compile(r"(?<!\\)%")  # LaTeX reads a comment from there on
 PERCENT = r"\%"
@@ -110,14 +110,14 @@ NUM_DIGITS = 30
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def reward(prompt: Prompt, completion: str, finished: bool, config: RewardConfig) -> float:
+def reward(prompt: Prompt, completion: str, config: RewardConfig) -> float:
     r"""1 if math-verify finds an answer in the completion that equals the expected one, else 0.
 
     The expected answer may be a number, an expression in LaTeX, a GSM8K solution ("... #### 42")
     or a MATH solution ("... \boxed{\frac{1}{2}}"). Of several boxes in a completion the last one
     counts, unless the expected answer consists of several values. Times and ratios (1:15) are
-    equal if all their numbers are. `finished` plays no part. Raises ValueError if the expected
-    answer is not a mathematical expression with a finite value.
+    equal if all their numbers are. Raises ValueError if the expected answer is not a mathematical
+    expression with a finite value.
     """
     text = expected_answer(prompt, config)
     expected = _parse_expected(text)
@@ -130,7 +130,7 @@ def reward(prompt: Prompt, completion: str, finished: bool, config: RewardConfig
     return float(is_equal)
 
 
-def answer(completion: str, config: RewardConfig) -> str | None:
+def find_answer(completion: str) -> str | None:
     """The answer that math-verify finds in the completion, in one spelling as far as that needs no
     algebra (0.5 and 1/2 are one answer, 2(x + 1) and 2x + 2 are two); None if it finds none."""
     last = _last_box(completion)
