@@ -365,7 +365,7 @@ def places_of(pattern: str, *outside: str) -> set[str]:
 
 def test_each_job_is_done_in_one_place() -> None:
     assert places_of(r"except\*? \(?[\w, ]*\bExecutorLost\b", "cluster") == {
-        "scoring/environment_link.py",
+        "scoring/environment.py",
         "controller/dispatch.py",
         "controller/saver.py",
         "controller/fleet.py",

@@ -19,10 +19,11 @@ from llamarl.generator.specs import CollectorSpec, GeneratorSpec
 from llamarl.publish.layout import kinds_of
 from llamarl.recipe.inputs import Inputs
 from llamarl.recipe.prompt_inputs import context_of
-from llamarl.scoring.environment_link import EnvironmentLink, Environments
+from llamarl.scoring.environment import EnvironmentLink, Environments, EnvironmentSpec
+from llamarl.scoring.external import ExternalSpec
 from llamarl.scoring.loader import SOCKETS
 from llamarl.scoring.sandbox.contained import limits_of
-from llamarl.scoring.specs import EnvironmentSpec, ExternalSpec, StageSpec
+from llamarl.scoring.stage_worker import StageSpec
 from llamarl.scoring.stages import EXECUTORS, SCORE, TRAIN, FrozenModel, Stage
 from llamarl.storage.client import Store
 from llamarl.storage.specs import StorageSpec

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from enum import StrEnum
+from functools import cache, partial
 from operator import attrgetter
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -48,6 +50,35 @@ def light(cls: type[T]) -> type[T]:
     cls.restore = staticmethod(restore)  # type: ignore[attr-defined]
     cls.__reduce__ = lambda self: (restore, values(self))  # type: ignore[method-assign]
     return cls
+
+
+def as_json(record: Any) -> dict[str, Any]:
+    """A `light` record as JSON has it: its values by name, and so those of a record in it."""
+    found = {name: getattr(record, name) for name in record.__slots__}
+    return {name: as_json(each) if is_dataclass(each) else each for name, each in found.items()}
+
+
+def read_json(cls: type[T], values: Mapping[str, Any]) -> T:
+    """The inverse; what is not JSON's own in a data row has become text."""
+    readers = _readers(cls)
+    read = {k: v if v is None or k not in readers else readers[k](v) for k, v in values.items()}
+    return cls(**read)
+
+
+@cache
+def _readers(cls: type[Any]) -> dict[str, Callable[[Any], Any]]:
+    """What makes values of the fields of a class that JSON writes otherwise."""
+    found: dict[str, Callable[[Any], Any]] = {}
+    for name, hint in get_type_hints(cls).items():
+        kinds = [hint, *get_args(hint)] if isinstance(hint, UnionType) else [hint]
+        for kind in kinds:
+            if get_origin(kind) is tuple:
+                found[name] = tuple
+            elif is_dataclass(kind):
+                found[name] = partial(read_json, kind)
+            elif isinstance(kind, type) and issubclass(kind, StrEnum):
+                found[name] = kind
+    return found
 
 
 FALLBACKS = {"question": "prompt", "answer": "reward_model.ground_truth"}

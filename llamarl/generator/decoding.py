@@ -27,7 +27,7 @@ from llamarl.generator.protocol import Engine, PartialOutput, RequestOutput
 from llamarl.metrics.span import Spans
 from llamarl.publish.offload import MemoryMover
 from llamarl.publish.target import WeightBuffer
-from llamarl.scoring.environment_link import Environments
+from llamarl.scoring.environment import Environments
 
 Row = TypeVar("Row")
 GATHER_S = 0.05  # several decode steps: rollouts of one moment travel in one message

@@ -26,7 +26,7 @@ from llamarl.core.records import (
     TurnResult,
 )
 from llamarl.generator.protocol import PartialOutput, RequestOutput
-from llamarl.scoring.environment_link import Environments
+from llamarl.scoring.environment import Environments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from llamarl.core.config import (
     WeightsConfig,
 )
 from llamarl.core.faces import ColumnStore, GeneratorReplica
-from llamarl.scoring.environment_link import Environments
+from llamarl.scoring.environment import Environments
 
 HEARTBEAT_S = 30.0
 """Longest time until a replica reports which rollouts have stopped, if any; when all rollouts of a

@@ -40,7 +40,7 @@ from llamarl.publish.layout import BUFFER
 from llamarl.publish.offload import MemoryMover, OffloadPart
 from llamarl.publish.source import SourcePart
 from llamarl.publish.target import WeightBuffer
-from llamarl.scoring.environment_link import Environments
+from llamarl.scoring.environment import Environments
 from llamarl.storage.client import RecordingStore
 
 STORE_S = 1.0

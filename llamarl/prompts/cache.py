@@ -43,8 +43,7 @@ from llamarl.prompts.rows import (
 )
 from llamarl.scoring.definition import Kinds, as_kinds, schemas_of
 from llamarl.scoring.rewards import check_answer
-from llamarl.scoring.user_code.calls import Call, UserCode
-from llamarl.scoring.user_code.pool import run_once
+from llamarl.scoring.user_code.pool import Call, UserCode, run_once
 
 log = logging.getLogger(__name__)
 

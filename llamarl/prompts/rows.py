@@ -19,8 +19,8 @@ import numpy as np
 from llamarl.core.extensions import FILE, TaskSource, find, load_module, where
 from llamarl.core.memory import memory_file, read_all, write_all
 from llamarl.core.records import SOURCE_ROWS, Prompt
-from llamarl.scoring.user_code.calls import Call, UserCode, shown
-from llamarl.scoring.user_code.pool import run_once
+from llamarl.scoring.user_code.calls import shown
+from llamarl.scoring.user_code.pool import Call, UserCode, run_once
 
 INDEX = np.dtype([("number", "<i8"), ("start", "<i8"), ("num_bytes", "<i4"), ("num_tokens", "<i4")])
 IDS = np.dtype("<i4")

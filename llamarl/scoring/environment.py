@@ -1,33 +1,170 @@
-"""The executor that answers the turns of episodes.
+"""The way of a turn: from a generator rank to the executor of environments on its host, which has
+it answered by the process that plays the episode.
 
-An episode is played once: a turn of an attempt that this executor does not know, as after its
-loss, or of an earlier one, is answered LOST."""
+Every turn has an answer. An episode is played once: a turn of an attempt that the executor does
+not know, as after its loss, or of an earlier one, is answered LOST."""
+
+from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from llamarl.cluster.sockets import Answer, Channel, LocalServer, Packet
-from llamarl.core.errors import UserCodeError, cancel_all
-from llamarl.core.records import EpisodeState, Prompt, StageStatus, TurnItem, TurnResult
+from llamarl.cluster.sockets import Answer, Channel, Connection, LocalServer, Packet
+from llamarl.core.config import DataConfig, EnvironmentConfig
+from llamarl.core.errors import ExecutorLost, UserCodeError, cancel_all
+from llamarl.core.extensions import TaskSource
+from llamarl.core.faces import Environment
+from llamarl.core.records import (
+    EpisodeState,
+    Prompt,
+    StageStatus,
+    TurnItem,
+    TurnResult,
+    as_json,
+    read_json,
+)
 from llamarl.metrics.span import Spans
 from llamarl.model.prompt_rules import make_prompt, messages_of
 from llamarl.model.tokenizer import Tokenizer, load_tokenizer
-from llamarl.scoring.definition import kind_of
-from llamarl.scoring.environment_link import lost, read_turn, result_header
-from llamarl.scoring.specs import EnvironmentSpec
+from llamarl.scoring.definition import Kind, Kinds, kind_of
+from llamarl.scoring.sandbox.contained import ProgramLimits
 from llamarl.scoring.stage_worker import FailureRate, WorkSpans
 from llamarl.scoring.turn_format import TurnFormat, TurnFormats, TurnText
-from llamarl.scoring.user_code.calls import Call, Failure, UserCode
-from llamarl.scoring.user_code.pool import WorkerPool
+from llamarl.scoring.user_code.pool import Call, Failure, UserCode, WorkerPool
 
-Found = dict[str, Any]
-"""What a process of environments returns."""
+RETRY_S = 0.1  # while the environment's executor is started again
+
+
+class EnvironmentLink:
+    """faces.Environment of the executor `name`: its socket at `path`, or (None) its `calls`.
+    Picklable. What takes the executor's place listens at the same path, and has calls of its own,
+    with which the link is renewed."""
+
+    def __init__(self, name: str, calls: Environment, path: str | None) -> None:
+        self.name = name
+        self._calls, self._path = calls, path
+        self._connection: Connection | None = None
+        self._connecting = asyncio.Lock()
+        self._renewed = asyncio.Event()
+
+    def __reduce__(self) -> Any:
+        return EnvironmentLink, (self.name, self._calls, self._path)
+
+    def renew(self, calls: Environment) -> None:
+        """Ask these from now on."""
+        self._calls = calls
+        self._renewed.set()
+        self._renewed = asyncio.Event()
+
+    async def answer(self, turn: TurnItem) -> TurnResult:
+        """See `faces.Environment`; a turn whose environment is lost is LOST. An episode waits to
+        begin for an executor that is started again."""
+        begins, connection = turn.prompt is not None, None
+        while True:
+            renewed = self._renewed
+            try:
+                if self._path is None:
+                    return await self._calls.answer(turn)
+                connection = await self._connected(self._path)
+                packet = await connection.ask(({"ask": "answer", "turn": as_json(turn)}, []))
+                packet.close()
+                return read_json(TurnResult, packet.header["result"])
+            except ConnectionError:
+                if self._connection is connection:  # else another turn has found it, too
+                    self._connection = None
+            except ExecutorLost:
+                if begins:
+                    await renewed.wait()
+            if not begins:
+                return lost(turn)
+
+    async def forget(self, row_ids: Sequence[int]) -> None:
+        """See `faces.Environment`; an executor that is lost has forgotten them."""
+        with suppress(ConnectionError, ExecutorLost):
+            if self._path is None:
+                await self._calls.forget([*row_ids])
+            elif (connection := self._connection) is not None:
+                (await connection.ask(({"ask": "forget", "rows": [*row_ids]}, []))).close()
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._connection is not None:
+            self._connection.close()
+
+    async def _connected(self, path: str) -> Connection:
+        async with self._connecting:
+            while self._connection is None:
+                try:
+                    self._connection = Connection(path, self.name)
+                except OSError:
+                    await asyncio.sleep(RETRY_S)
+            return self._connection
+
+
+@dataclass(frozen=True)
+class Environments:
+    """The environments of a run, as one replica reaches them. The one of index `own` begins its
+    episodes; prompt and response of a rollout have at most `context` tokens together."""
+
+    links: tuple[EnvironmentLink, ...]
+    own: int
+    context: int
+
+    async def answer(self, environment: int, turn: TurnItem) -> TurnResult:
+        """What the environment of this index answers. Those of other hosts, which do not see that a
+        replica is gone, forget an episode that begins again."""
+        if turn.prompt is not None and turn.attempt:
+            others = [link for link in self.links if link is not self.links[environment]]
+            await asyncio.gather(*(link.forget([turn.row_id]) for link in others))
+        return await self.links[environment].answer(turn)
+
+    def renew(self, name: str, calls: Environment) -> None:
+        """The executor of this name answers these calls from now on."""
+        for link in self.links:
+            if link.name == name:
+                link.renew(calls)
+
+    async def forget(self, row_ids: Sequence[int]) -> None:
+        """These episodes, wherever they are played, do not go on."""
+        await asyncio.gather(*(link.forget(row_ids) for link in self.links))
+
+    def close(self) -> None:
+        """Hang up."""
+        for link in self.links:
+            link.close()
+
+
+def lost(turn: TurnItem) -> TurnResult:
+    """The answer to a turn of an episode that is lost."""
+    error = "the process of its environment was lost"
+    state = EpisodeState.LOST
+    return TurnResult(row_id=turn.row_id, attempt=turn.attempt, state=state, error=error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSpec:
+    """The executor that plays what `config` names, in `task_source` or ready, of these `kinds`.
+    `data` says how prompts are rendered; `limits` are those of programs that the model writes.
+    Generators on its host find it at `socket` (None: it answers calls only). `rewards` are the
+    functions of task.py's `episode_rewards` that are wanted."""
+
+    executor: ClassVar[str] = "llamarl.scoring.environment:EnvironmentExecutor"
+
+    config: EnvironmentConfig
+    kinds: Kinds
+    limits: ProgramLimits
+    task_source: TaskSource | None
+    data: DataConfig
+    tokenizer: str
+    socket: str | None = None
+    rewards: list[str] = field(default_factory=list)
 
 
 class EpisodeFailed(Exception):  # noqa: N818 - what became of it
@@ -47,16 +184,23 @@ class PlayedEpisode:
     row_id: int
     attempt: int
     prompt: Prompt
-    kind: str
+    kind: Kind
     pool: int
     schemas: Sequence[Mapping[str, Any]]
     format: TurnFormat
     channel: Channel | None = None
     numbers: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
 
+    def result(self, state: EpisodeState, **found: Any) -> TurnResult:
+        """What became of its turn."""
+        numbers = dict(self.numbers)
+        return TurnResult(
+            row_id=self.row_id, attempt=self.attempt, state=state, numbers=numbers, **found
+        )
+
 
 class EnvironmentExecutor:
-    """protocols.Environment, with one pool of one process for each of `config.num_workers`, for an
+    """faces.Environment, with one pool of one process for each of `config.num_workers`, for an
     episode stays in its process."""
 
     def __init__(self, spec: EnvironmentSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
@@ -74,15 +218,16 @@ class EnvironmentExecutor:
             label="environment",
             keys="environment.",
         )
-        read = lambda call, answer: answer  # noqa: E731
-        self._pools = [WorkerPool[Found](code, 1, read) for _ in range(spec.config.num_workers)]
+        self._pools: list[WorkerPool[dict[str, Any]]] = [
+            WorkerPool(code, 1, lambda _, answer: answer) for _ in range(spec.config.num_workers)
+        ]
         self._num_played: Counter[int] = Counter(dict.fromkeys(range(len(self._pools)), 0))
         self._episodes: dict[int, PlayedEpisode] = {}  # by row
         self._failures = FailureRate(spec.config.max_failure_rate, code.label, code.keys)
         self._server: LocalServer | None = None
         self._forgetting: set[asyncio.Task[Any]] = set()
-        self._tokenizer: Tokenizer | None = None
-        self._formats: TurnFormats | None = None
+        self._tokenizer: Tokenizer  # once it is started, as the next
+        self._formats: TurnFormats
 
     async def start(self) -> None:
         """Start the processes; ValueError if task.py or the tokenizer does not load, or its chat
@@ -93,15 +238,39 @@ class EnvironmentExecutor:
         for pool in self._pools:
             await pool.start()
         if self._spec.socket is not None:
-            self._server = LocalServer(Path(self._spec.socket), self._answer, self._lose)
+            self._server = LocalServer(Path(self._spec.socket), self._respond, self._lose)
         self._work.start()
 
-    async def answer(self, turn: TurnItem) -> TurnResult:
-        """See `protocols.Environment`."""
-        return await self._play(turn, None)
+    async def answer(self, turn: TurnItem, channel: Channel | None = None) -> TurnResult:
+        """See `faces.Environment`; the turn has come by this `channel`, if not in a call."""
+        known, begins = self._episodes.get(turn.row_id), turn.prompt is not None
+        is_known = known is not None and known.attempt == turn.attempt
+        is_late = known is not None and known.attempt >= turn.attempt
+        if is_late if begins else not is_known:
+            return lost(turn)
+        if begins and known is not None:
+            self._end(known)
+        episode = known if known is not None and is_known else self._new(turn)
+        episode.channel = channel
+        with self._work.working(1):
+            try:
+                result = await (self._begin(episode) if begins else self._turn(episode, turn))
+            except EpisodeFailed as error:
+                self._forget([episode])
+                failure = error.failure
+                if failure.is_lost:  # it begins again, any other one has ended
+                    result = episode.result(EpisodeState.LOST, error=failure.error)
+                else:
+                    told = {"status": failure.status, "error": failure.error}
+                    result = episode.result(EpisodeState.DONE, **told)
+        try:
+            self._failures.add([result])
+        except UserCodeError as error:
+            return replace(result, error=str(error), ends_run=True)
+        return result
 
     async def forget(self, row_ids: Sequence[int]) -> None:
-        """See `protocols.Environment`."""
+        """See `faces.Environment`."""
         self._forget([each for row_id in row_ids if (each := self._episodes.get(row_id))])
 
     async def close(self) -> None:
@@ -112,12 +281,12 @@ class EnvironmentExecutor:
         for pool in self._pools:
             pool.close()
 
-    async def _answer(self, packet: Packet) -> Answer:
+    async def _respond(self, packet: Packet) -> Answer:
         if packet.header["ask"] == "forget":
             await self.forget(packet.header["rows"])
             return {}, (), ()
-        result = await self._play(read_turn(packet.header), packet.channel)
-        return result_header(result), (), ()
+        result = await self.answer(read_json(TurnItem, packet.header["turn"]), packet.channel)
+        return {"result": as_json(result)}, (), ()
 
     def _lose(self, channel: Channel) -> None:
         """A replica is gone: its episodes begin again elsewhere."""
@@ -140,51 +309,26 @@ class EnvironmentExecutor:
             del self._episodes[episode.row_id]
             self._num_played[episode.pool] -= 1
 
-    async def _play(self, turn: TurnItem, channel: Channel | None) -> TurnResult:
-        """What becomes of a turn, whatever it is."""
-        known, begins = self._episodes.get(turn.row_id), turn.prompt is not None
-        is_known = known is not None and known.attempt == turn.attempt
-        is_late = known is not None and known.attempt >= turn.attempt
-        if is_late if begins else not is_known:
-            return lost(turn)
-        if begins and known is not None:
-            self._end(known)
-        episode = known if is_known else self._new(turn)
-        assert episode is not None
-        episode.channel = channel
-        with self._work.working(1):
-            try:
-                result = await (self._begin(episode) if begins else self._turn(episode, turn))
-            except EpisodeFailed as error:
-                self._forget([episode])
-                result = _failed(episode, error.failure)
-        try:
-            self._failures.add([result])
-        except UserCodeError as error:
-            return replace(result, error=str(error), ends_run=True)
-        return result
-
     def _new(self, turn: TurnItem) -> PlayedEpisode:
-        prompt = turn.prompt
-        assert prompt is not None
-        assert self._formats is not None
-        kind = kind_of(prompt.fields, self._spec.kinds)
-        schemas, form = self._spec.kinds[kind].schemas, self._formats.of(kind)
+        assert turn.prompt is not None, "it begins"
+        name = kind_of(turn.prompt.fields, self._spec.kinds)
+        kind, form = self._spec.kinds[name], self._formats.of(name)
         pool = min(self._num_played, key=self._num_played.__getitem__)
-        episode = PlayedEpisode(turn.row_id, turn.attempt, prompt, kind, pool, schemas, form)
+        episode = PlayedEpisode(
+            turn.row_id, turn.attempt, turn.prompt, kind, pool, kind.schemas, form
+        )
         self._episodes[turn.row_id] = episode
         self._num_played[pool] += 1
         return episode
 
     async def _begin(self, episode: PlayedEpisode) -> TurnResult:
         prompt_ids = None
-        if self._spec.kinds[episode.kind].is_kept:
-            fields = episode.prompt.fields
-            messages = messages_of(fields, self._spec.data)
+        if episode.kind.is_kept:
+            messages = messages_of(episode.prompt.fields, self._spec.data)
             found = await self._ask(episode, "begin", messages)
             if found["messages"] is not None:
                 prompt_ids = self._opened(episode, found["messages"], found["schemas"])
-        return _result(episode, EpisodeState.GOES_ON, prompt_ids=prompt_ids)
+        return episode.result(EpisodeState.GOES_ON, prompt_ids=prompt_ids)
 
     def _opened(
         self,
@@ -193,8 +337,6 @@ class EnvironmentExecutor:
         schemas: list[dict[str, Any]] | None,
     ) -> tuple[int, ...]:
         """The ids of the prompt that an environment has made of its row's, and perhaps tools."""
-        assert self._tokenizer is not None
-        assert self._formats is not None
         data = replace(self._spec.data, system=None)  # it is the first message
         row = {**episode.prompt.fields, data.prompt_field: messages}
         number = episode.prompt.prompt_id
@@ -208,16 +350,15 @@ class EnvironmentExecutor:
 
     async def _turn(self, episode: PlayedEpisode, turn: TurnItem) -> TurnResult:
         """Answer a turn, or end the episode."""
-        numbers = episode.numbers
+        numbers, has_step = episode.numbers, episode.kind.has_step
         numbers["turns"] += 1
-        kind = self._spec.kinds[episode.kind]
         written = episode.format.read(turn.ids)
         if turn.is_cut:
             return await self._finish(episode, EpisodeState.LIMIT, written)
         is_last = numbers["turns"] >= self._config.max_turns
-        if not (written.calls or kind.has_step):
+        if not (written.calls or has_step):
             return await self._finish(episode, EpisodeState.DONE, written)
-        if is_last and not kind.has_step:
+        if is_last and not has_step:
             return await self._finish(episode, EpisodeState.LIMIT, written)
         messages = await self._say(episode, written)
         if not messages or is_last:
@@ -231,12 +372,11 @@ class EnvironmentExecutor:
             numbers["overlong"] += 1
             return await self._finish(episode, EpisodeState.LIMIT)
         numbers["observed_tokens"] += len(observation)
-        ids = tuple(observation.tolist())
-        return _result(episode, EpisodeState.GOES_ON, observation=ids)
+        return episode.result(EpisodeState.GOES_ON, observation=tuple(observation.tolist()))
 
     async def _say(self, episode: PlayedEpisode, written: TurnText) -> list[dict[str, Any]]:
         """What the environment answers; its calls are counted by tool."""
-        found = await self._ask(episode, "take_turn", *_sent(written))
+        found = await self._ask(episode, "take_turn", *written.as_data())
         known = {schema["function"]["name"] for schema in episode.schemas}
         for (name, seconds, has_failed), call in zip(found["calls"], written.calls, strict=True):
             tool = name if name in known else "unknown"
@@ -251,17 +391,16 @@ class EnvironmentExecutor:
         self, episode: PlayedEpisode, state: EpisodeState, last: TurnText | None = None
     ) -> TurnResult:
         """With what rewards it at its end; `last` is a turn that its process has not got."""
-        found: Found = {"reward": None}
-        kind = self._spec.kinds[episode.kind]
-        if kind.is_kept:
-            sent = _sent(last) if last is not None and kind.is_read else ()
+        found: dict[str, Any] = {"reward": None}
+        if episode.kind.is_kept:
+            sent = last.as_data() if last is not None and episode.kind.is_read else ()
             found = await self._ask(episode, "finish", *sent)
         self._end(episode)
         reward = None if found["reward"] is None else float(found["reward"])
         rewards = tuple(map(float, found.get("rewards", ())))
-        return _result(episode, state, reward=reward, rewards=rewards)
+        return episode.result(state, reward=reward, rewards=rewards)
 
-    async def _ask(self, episode: PlayedEpisode, method: str, *arguments: Any) -> Found:
+    async def _ask(self, episode: PlayedEpisode, method: str, *arguments: Any) -> dict[str, Any]:
         """What this method of the episode's process returns. EpisodeFailed if it does not, or all
         that the episode has asked takes too long."""
         start_s = time.monotonic()
@@ -278,22 +417,3 @@ class EnvironmentExecutor:
             why = f"the calls of an episode must {must} (environment.episode_timeout_s)"
             raise EpisodeFailed(Failure(StageStatus.HUNG, why))
         return found
-
-
-def _sent(written: TurnText) -> tuple[str, list[list[Any]]]:
-    """A turn as the process of its episode gets it: its text, and its calls."""
-    return written.text, [[call.name, call.arguments, call.error] for call in written.calls]
-
-
-def _result(episode: PlayedEpisode, state: EpisodeState, **found: Any) -> TurnResult:
-    numbers = dict(episode.numbers)
-    return TurnResult(
-        row_id=episode.row_id, attempt=episode.attempt, state=state, numbers=numbers, **found
-    )
-
-
-def _failed(episode: PlayedEpisode, failure: Failure) -> TurnResult:
-    """One that is lost begins again, any other one has ended."""
-    if failure.is_lost:
-        return _result(episode, EpisodeState.LOST, error=failure.error)
-    return _result(episode, EpisodeState.DONE, status=failure.status, error=failure.error)

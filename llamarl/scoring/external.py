@@ -10,10 +10,11 @@ import logging
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from llamarl.cluster.sockets import Answer, Channel, LocalServer, Packet
 from llamarl.core.errors import RepeatedWarnings
+from llamarl.core.faces import ColumnStore
 from llamarl.core.records import (
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -23,20 +24,35 @@ from llamarl.core.records import (
     StageResult,
     StageStatus,
     WireList,
+    as_json,
 )
 from llamarl.metrics.span import Spans
 from llamarl.scoring.samplers import RankAware, Ranks, ReadyItem, make_sampler
-from llamarl.scoring.specs import ExternalSpec
 from llamarl.scoring.stage_worker import FailureRate, WorkSpans
-from llamarl.scoring.stages import External, as_data
+from llamarl.scoring.stages import External, Stage, as_data
 from llamarl.storage.client import RecordingStore
 from llamarl.storage.columns import NUMBER
-from llamarl.storage.wire import prompt_header, read_columns
+from llamarl.storage.wire import read_columns
 
 log = logging.getLogger(__name__)
 
 MAX_LEASES = 3  # a rollout that so many consumers took and did not finish counts as hung
 PATIENCE_S = 30.0  # without a consumer, until the log says what the run waits for
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExternalSpec:
+    """The executor of a stage that runs External, at `socket`. `units` are names and socket paths
+    of the storage units, which consumers read from; `tokenizer` is a folder with tokenizer
+    files."""
+
+    executor: ClassVar[str] = "llamarl.scoring.external:ExternalExecutor"
+
+    stage: Stage
+    socket: str
+    units: tuple[tuple[str, str], ...]
+    tokenizer: str
+    storage: ColumnStore
 
 
 @dataclass(slots=True)
@@ -60,7 +76,7 @@ class Lease:
 
 
 class ExternalExecutor:
-    """protocols.Processor for one stage; calls of `process` may overlap."""
+    """faces.Processor for one stage; calls of `process` may overlap."""
 
     def __init__(self, spec: ExternalSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         stage, external = spec.stage, spec.stage.run
@@ -188,7 +204,7 @@ class ExternalExecutor:
             limit_s = self._stage.timeout_s
             timer = asyncio.get_running_loop().call_later(limit_s, self._end_lease, number)
             self._leases[number] = Lease(works, channel, timer)
-        prompts = [prompt_header(work.prompt) for work in works if work.prompt is not None]
+        prompts = [as_json(work.prompt) for work in works if work.prompt is not None]
         return {"lease": number, "items": [w.row_ids for w in works], "prompts": prompts}, (), ()
 
     def _end_leases(self, channel: Channel) -> None:

@@ -29,12 +29,12 @@ from llamarl.core.errors import NotStored
 from llamarl.core.faces import Storage
 from llamarl.core.fields import require
 from llamarl.core.groups import last_turn
-from llamarl.core.records import RESPONSE_IDS, TOKEN_VERSIONS, Columns
+from llamarl.core.records import RESPONSE_IDS, TOKEN_VERSIONS, Columns, Prompt, read_json
 from llamarl.model.tokenizer import Tokenizer, load_tokenizer
 from llamarl.scoring.stages import Stage, from_data
 from llamarl.storage.client import Store, Unit
 from llamarl.storage.columns import COMPLETION, NUMBER, PROMPT_RECORD, stored_columns
-from llamarl.storage.wire import columns_message, read_prompt
+from llamarl.storage.wire import columns_message
 
 SOCKETS = ".rendezvous-stages"  # folder in the run's, of a socket per stage
 RETRY_S = 0.2
@@ -245,7 +245,9 @@ class StageLoader:
             found[COMPLETION] = [self._tokenizer.decode(ids) for ids in written]
         if PROMPT_RECORD in reads:
             pairs = zip(items, prompts, strict=True)
-            found[PROMPT_RECORD] = [read_prompt(prompt) for item, prompt in pairs for _ in item]
+            found[PROMPT_RECORD] = [
+                read_json(Prompt, prompt) for item, prompt in pairs for _ in item
+            ]
         return StageBatch(self, lease, items, found)
 
     async def _finish(self, lease: int, columns: Columns, drop: Mapping[int, str]) -> None:

@@ -10,12 +10,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
+from llamarl.core.config import RewardConfig
 from llamarl.core.errors import RepeatedWarnings, UserCodeError
+from llamarl.core.extensions import TaskSource
+from llamarl.core.faces import ColumnStore
 from llamarl.core.groups import OPENING, last_turn, turns_of
 from llamarl.core.records import (
     EXTRA,
@@ -36,10 +39,8 @@ from llamarl.core.records import (
 from llamarl.metrics.span import Spans
 from llamarl.model.tokenizer import Tokenizer, load_tokenizer
 from llamarl.scoring.rewards import ANSWER, NO_ANSWER, read_extra
-from llamarl.scoring.specs import StageSpec
-from llamarl.scoring.stages import GROUP, as_data
-from llamarl.scoring.user_code.calls import Call, Failure, UserCode
-from llamarl.scoring.user_code.pool import WorkerPool
+from llamarl.scoring.stages import GROUP, Stage, as_data
+from llamarl.scoring.user_code.pool import Call, Failure, UserCode, WorkerPool
 from llamarl.scoring.user_code.worker import MAX_ANSWER_BYTES
 from llamarl.storage.archive import as_cell
 from llamarl.storage.client import RecordingStore
@@ -128,6 +129,25 @@ class FailureRate:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageSpec:
+    """The executor of a stage that runs functions: `stage.run` is the name of one of `task_source`,
+    the recipe's task.py if it has one, or `reward` says which the stage `score` runs. `numbers`
+    names the columns it reads that are one number per rollout; `tokenizer` is a folder with
+    tokenizer files."""
+
+    executor: ClassVar[str] = "llamarl.scoring.stage_worker:StageExecutor"
+
+    stage: Stage
+    numbers: frozenset[str]
+    tokenizer: str
+    task_source: TaskSource | None
+    storage: ColumnStore
+    reward: RewardConfig | None = None
+    has_openings: bool = False
+    """An environment may show the model another prompt than that of its row."""
+
+
 ENTRY_BYTES = 32  # of a number in an answer, at most
 TEXT_BYTES = 1 << 17  # of the further numbers of a rollout's rewards in an answer, at most
 Cells = dict[str, np.ndarray]
@@ -136,7 +156,7 @@ Found = list[str | Cells]
 
 
 class StageExecutor:
-    """protocols.Processor for one stage; calls of `process` may overlap."""
+    """faces.Processor for one stage; calls of `process` may overlap."""
 
     def __init__(self, spec: StageSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec, stage, reward = spec, spec.stage, spec.reward

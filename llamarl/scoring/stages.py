@@ -40,8 +40,8 @@ from llamarl.scoring import definition
 from llamarl.scoring.definition import Kinds, as_kinds
 from llamarl.scoring.sandbox.contained import ProgramLimits
 from llamarl.scoring.tool_calls import READY
-from llamarl.scoring.user_code.calls import Call, UserCode, shown
-from llamarl.scoring.user_code.pool import run_once
+from llamarl.scoring.user_code.calls import shown
+from llamarl.scoring.user_code.pool import Call, UserCode, run_once
 from llamarl.storage.columns import (
     COLUMNS,
     DERIVED,

@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,11 @@ class TurnText:
 
     text: str
     calls: list[ToolCall]
+
+    def as_data(self) -> tuple[str, list[list[Any]]]:
+        """As the process of its episode gets it: the text, and of each call its name, arguments and
+        error."""
+        return self.text, [[call.name, call.arguments, call.error] for call in self.calls]
 
 
 class TurnFormat:

@@ -19,7 +19,7 @@ import numpy as np
 
 from llamarl.cluster.sockets import MAX_FILES, Message, Packet
 from llamarl.core.memory import Buffer, map_file
-from llamarl.core.records import SAMPLING, Columns, Prompt
+from llamarl.core.records import SAMPLING, Columns
 from llamarl.storage.columns import Cells, entries, joined, pack
 from llamarl.storage.table import Slab, Slabs
 
@@ -59,16 +59,6 @@ def read_columns(packet: Packet, num_rows: int) -> Columns:
     start = INT.itemsize * len(dtypes) * num_rows
     lengths = np.frombuffer(body[:start], INT).reshape(len(dtypes), num_rows)
     return joined(dtypes, lengths, start).views([body])
-
-
-def prompt_header(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as a header holds it."""
-    return {name: getattr(prompt, name) for name in Prompt.__slots__}
-
-
-def read_prompt(header: dict[str, Any]) -> Prompt:
-    """The inverse; what is not JSON's own in its data row has become text."""
-    return Prompt(**{**header, "token_ids": tuple(header["token_ids"])})
 
 
 class Written:

@@ -12,9 +12,8 @@ import numpy as np
 
 from llamarl.core.records import PROMPT_IDS, RESPONSE_IDS, Prompt, StageItem
 from llamarl.metrics.span import Spans
-from llamarl.scoring.external import ExternalExecutor
+from llamarl.scoring.external import ExternalExecutor, ExternalSpec
 from llamarl.scoring.loader import SOCKETS, StageBatch, StageLoader
-from llamarl.scoring.specs import ExternalSpec
 from llamarl.scoring.stages import External, Stage
 from llamarl.storage.client import Store, Unit
 from llamarl.storage.specs import StorageSpec

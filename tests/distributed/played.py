@@ -13,10 +13,8 @@ from llamarl.core.config import DataConfig, EnvironmentConfig
 from llamarl.core.records import Prompt, TurnItem, TurnResult
 from llamarl.metrics.span import Spans
 from llamarl.scoring.definition import Kinds
-from llamarl.scoring.environment import EnvironmentExecutor
-from llamarl.scoring.environment_link import EnvironmentLink
+from llamarl.scoring.environment import EnvironmentExecutor, EnvironmentLink, EnvironmentSpec
 from llamarl.scoring.sandbox.contained import ProgramLimits
-from llamarl.scoring.specs import EnvironmentSpec
 from llamarl.scoring.stages import check_task
 from tests.unit import chat_templates as templates
 

@@ -11,8 +11,7 @@ from llamarl.core.config import RewardConfig
 from llamarl.core.records import EXTRA, REWARD, Prompt, StageResult
 from llamarl.scoring.rewards import ANSWER, read_extra
 from llamarl.scoring.stages import SCORE, Stage, as_data
-from llamarl.scoring.user_code.calls import Call, Failure, UserCode
-from llamarl.scoring.user_code.pool import WorkerPool
+from llamarl.scoring.user_code.pool import Call, Failure, UserCode, WorkerPool
 from llamarl.storage.columns import TEXT, Column
 
 STOPPED = [1.0, 0, 1.0, 64, 7, 0]  # a cell of SAMPLING

@@ -10,8 +10,7 @@ import pytest
 
 from llamarl.core.records import Prompt, StageStatus
 from llamarl.scoring.stages import Stage, as_data
-from llamarl.scoring.user_code.calls import Call, Failure, UserCode
-from llamarl.scoring.user_code.pool import WorkerPool
+from llamarl.scoring.user_code.pool import Call, Failure, UserCode, WorkerPool
 
 TASK = """
 import asyncio, os, time

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from llamarl.core.records import EpisodeState, TurnItem
-from llamarl.scoring.environment_link import EnvironmentLink, Environments
+from llamarl.scoring.environment import EnvironmentLink, Environments
 from tests.distributed.test_environment import ADD, Setting
 
 

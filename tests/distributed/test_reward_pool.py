@@ -342,7 +342,7 @@ def test_a_worker_ends_when_its_input_ends_whatever_user_code_left(source):
     service = "llamarl.scoring.stage_function"
     lines = (
         {"token": "abc", "service": service, "setup": setup, "timeout_s": 100.0},
-        {"prompts": [], "calls": [[None, [["2.5"], [1]], "def"]]},
+        {"prompts": [], "calls": [[None, [["2.5"], [1]], "def", 1000]]},
     )
     text = "".join(json.dumps(line) + "\n" for line in lines)
     out, _ = worker.communicate(text.encode(), timeout=20)

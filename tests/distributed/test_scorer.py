@@ -29,8 +29,7 @@ from llamarl.core.records import (
 )
 from llamarl.metrics.span import Spans
 from llamarl.model.tokenizer import load_tokenizer
-from llamarl.scoring.specs import StageSpec
-from llamarl.scoring.stage_worker import StageExecutor
+from llamarl.scoring.stage_worker import StageExecutor, StageSpec
 from llamarl.scoring.stages import SCORE, make_graph
 from llamarl.storage.client import Store
 from tests.fakes import WatchedStorage

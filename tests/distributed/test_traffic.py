@@ -27,8 +27,7 @@ from llamarl.core.records import (
     StageResult,
     StageStatus,
 )
-from llamarl.scoring.specs import StageSpec
-from llamarl.scoring.stage_worker import StageExecutor
+from llamarl.scoring.stage_worker import StageExecutor, StageSpec
 from llamarl.scoring.stages import Stage
 from llamarl.storage.client import Store
 from llamarl.storage.columns import Column

@@ -25,7 +25,7 @@ from llamarl.core.records import (
 )
 from llamarl.generator.episodes import EpisodePart, Rank
 from llamarl.generator.protocol import PartialOutput, RequestOutput
-from llamarl.scoring.environment_link import Environments
+from llamarl.scoring.environment import Environments
 from tests.random_search import case, searched
 
 PROMPT = Prompt(prompt_id=1, text="q", token_ids=(5, 6), fields={})

@@ -29,7 +29,7 @@ from llamarl.planner.simulation.setting import (
     SimulatedTimeline,
 )
 from llamarl.publish.layout import StagingHandle
-from llamarl.scoring.environment_link import lost
+from llamarl.scoring.environment import lost
 from llamarl.scoring.stages import Stage
 from llamarl.trainer.policy_loss import is_inert
 

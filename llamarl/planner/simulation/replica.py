@@ -38,7 +38,7 @@ from llamarl.planner.simulation.setting import PARAMETER, Layouts, Setting, join
 from llamarl.planner.simulation.slots import Piece, Slot, Slots, WaitingRollouts
 from llamarl.publish.layout import StagingHandle
 from llamarl.publish.reshard import SplitRoute
-from llamarl.scoring.environment_link import Environments
+from llamarl.scoring.environment import Environments
 
 T = TypeVar("T")
 Command = tuple[float, Callable[[], None], str]

@@ -29,7 +29,7 @@ from llamarl.planner.simulation.executors import (
 from llamarl.planner.simulation.replica import SimulatedReplica
 from llamarl.planner.simulation.setting import Setting
 from llamarl.recipe.prompt_inputs import context_of
-from llamarl.scoring.environment_link import EnvironmentLink, Environments
+from llamarl.scoring.environment import EnvironmentLink, Environments
 from llamarl.scoring.stages import ENVIRONMENT, SCORE, Graph
 from llamarl.storage.client import Store
 

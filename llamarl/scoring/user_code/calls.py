@@ -1,4 +1,4 @@
-"""Calls of user code: what is asked, what comes of it, and running it beside other calls."""
+"""Running user code in this process, beside other calls of it, and reading what it returns."""
 
 from __future__ import annotations
 
@@ -9,105 +9,17 @@ import reprlib
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from functools import partial
 from itertools import takewhile
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from llamarl.core import extensions
 from llamarl.core.config.inputs import LARGEST
-from llamarl.core.records import Prompt, StageStatus
-from llamarl.scoring.user_code.worker import MAX_ANSWER_BYTES
 
-T = TypeVar("T")
-
-PROMPT_FIELDS = tuple(field.name for field in fields(Prompt))
-SHOWN_PROMPT_CHARS = 60
 MAX_TRACEBACK_CHARS = 8000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UserCode:
-    """What the processes of a pool run, and how messages name it.
-
-    `service` is the module they serve and `setup` what its `load` gets (`worker.py`). A call may
-    take `timeout_s`. `label` is whose code it is, such as "stage judge"; `keys` is what precedes
-    the name of a limit, such as "reward.".
-    """
-
-    service: str
-    setup: dict[str, Any]
-    timeout_s: float
-    label: str
-    keys: str
-
-    def overdue(self, stack: str) -> str:
-        """What a call says that took too long, and where it was."""
-        return (
-            f"a {self.label} call must end within {self.timeout_s:g} s ({self.keys}timeout_s), "
-            f"got no answer; it was at\n{stack}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call: the service's function gets the prompt, then the arguments, which must be JSON."""
-
-    prompt: Prompt | None
-    arguments: tuple[Any, ...]
-    max_answer_bytes: int = MAX_ANSWER_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A call without a result: how it failed, and why, with the user's own stack. `is_lost`: its
-    process ended by itself."""
-
-    status: StageStatus
-    error: str
-    is_lost: bool = False
-
-
-@dataclass(slots=True)
-class Chunk(Generic[T]):
-    """Calls that are sent together, and their results so far, by place."""
-
-    calls: Sequence[Call]
-    future: Future[list[T | Failure]] = field(default_factory=Future)
-    results: dict[int, T | Failure] = field(default_factory=dict)
-
-    def settle(self, place: int, result: T | Failure) -> None:
-        """This is the result of the call at `place`; a failure then names its prompt."""
-        if isinstance(result, Failure) and (prompt := self.calls[place].prompt) is not None:
-            text = prompt.text
-            shown = text if len(text) <= SHOWN_PROMPT_CHARS else text[:SHOWN_PROMPT_CHARS] + "..."
-            where = f"on the prompt of line {prompt.line} ({shown!r}):\n"
-            result = replace(result, error=where + result.error)
-        self.results[place] = result
-        if len(self.results) == len(self.calls):
-            self.future.set_result([self.results[place] for place in range(len(self.calls))])
-
-    def give_up(self, label: str) -> None:
-        """RuntimeError instead of results that are not all there."""
-        if not self.future.done():
-            error = RuntimeError(f"the {label} pool was closed while it worked")
-            self.future.set_exception(error)
-
-
-def message(calls: Sequence[Call], tokens: Sequence[str]) -> dict[str, Any]:
-    """The request for these calls; a prompt that several share is sent once."""
-    places: dict[int, int | None] = {id(None): None}
-    prompts: list[dict[str, Any]] = []
-    asked = []
-    for call, token in zip(calls, tokens, strict=True):
-        if id(call.prompt) not in places:
-            places[id(call.prompt)] = len(prompts)
-            prompts.append({name: getattr(call.prompt, name) for name in PROMPT_FIELDS})
-        asked.append((places[id(call.prompt)], call.arguments, token, call.max_answer_bytes))
-    return {"prompts": prompts, "calls": asked}
 
 
 class InvalidReturnError(ValueError):

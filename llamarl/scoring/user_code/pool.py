@@ -19,11 +19,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NoReturn, TypeVar
 
 from llamarl.core.errors import RepeatedWarnings
-from llamarl.core.records import StageStatus
-from llamarl.scoring.user_code.calls import Call, Chunk, Failure, UserCode, message
+from llamarl.core.records import Prompt, StageStatus, as_json
 from llamarl.scoring.user_code.supervisor import end_descendants, is_own_frame, named_calls
 from llamarl.scoring.user_code.worker import CANCEL_S, MAX_ANSWER_BYTES
 
@@ -37,7 +37,92 @@ STDERR_LINE_BYTES = 2000  # the rest of a longer line is dropped
 LOGGED_LINES = 200  # per message: user code that prints endlessly must not fill the disk
 SHOWN_BYTES = 100  # of an answer that is refused
 END_LIMIT_S = 10.0  # for the supervisor to end the worker and all that it started
+SHOWN_PROMPT_CHARS = 60
 EXIT_S = 1.0  # for a worker that closed its channel to exit, so that its exit code is known
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserCode:
+    """What the processes of a pool run, and how messages name it.
+
+    `service` is the module they serve and `setup` what its `load` gets (`worker.py`). A call may
+    take `timeout_s`. `label` is whose code it is, such as "stage judge"; `keys` is what precedes
+    the name of a limit, such as "reward.".
+    """
+
+    service: str
+    setup: dict[str, Any]
+    timeout_s: float
+    label: str
+    keys: str
+
+    def overdue(self, stack: str) -> str:
+        """What a call says that took too long, and where it was."""
+        return (
+            f"a {self.label} call must end within {self.timeout_s:g} s ({self.keys}timeout_s), "
+            f"got no answer; it was at\n{stack}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call: the service's function gets the prompt, then the arguments, which must be JSON."""
+
+    prompt: Prompt | None
+    arguments: tuple[Any, ...]
+    max_answer_bytes: int = MAX_ANSWER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A call without a result: how it failed, and why, with the user's own stack. `is_lost`: its
+    process ended by itself."""
+
+    status: StageStatus
+    error: str
+    is_lost: bool = False
+
+
+@dataclass(slots=True)
+class Chunk(Generic[T]):
+    """Calls that are sent together, and their results so far, by place."""
+
+    calls: Sequence[Call]
+    future: Future[list[T | Failure]] = field(default_factory=Future)
+    results: dict[int, T | Failure] = field(default_factory=dict)
+
+    def settle(self, place: int, result: T | Failure) -> None:
+        """Keep the result of the call at `place`; a failure then names its prompt."""
+        if isinstance(result, Failure) and (prompt := self.calls[place].prompt) is not None:
+            text = prompt.text
+            shown = text if len(text) <= SHOWN_PROMPT_CHARS else text[:SHOWN_PROMPT_CHARS] + "..."
+            where = f"on the prompt of line {prompt.line} ({shown!r}):\n"
+            result = replace(result, error=where + result.error)
+        self.results[place] = result
+        if len(self.results) == len(self.calls):
+            self.future.set_result([self.results[place] for place in range(len(self.calls))])
+
+    def give_up(self, label: str) -> None:
+        """RuntimeError instead of results that are not all there."""
+        if not self.future.done():
+            error = RuntimeError(f"the {label} pool was closed while it worked")
+            self.future.set_exception(error)
+
+
+def message(calls: Sequence[Call], tokens: Sequence[str]) -> dict[str, Any]:
+    """The request for these calls; a prompt that several share is sent once."""
+    places: dict[int, int | None] = {id(None): None}
+    prompts: list[dict[str, Any]] = []
+    asked = []
+    for call, token in zip(calls, tokens, strict=True):
+        if call.prompt is not None and id(call.prompt) not in places:
+            places[id(call.prompt)] = len(prompts)
+            prompts.append(as_json(call.prompt))
+        asked.append((places[id(call.prompt)], call.arguments, token, call.max_answer_bytes))
+    return {"prompts": prompts, "calls": asked}
 
 
 class WorkerError(RuntimeError):
@@ -260,8 +345,6 @@ class WorkerProcess:
             self._read_stderr()
         return "\n".join([cause, *[*self._stderr][-STDERR_LINES:]])
 
-
-T = TypeVar("T")
 
 CHUNK_CALLS = 16  # per message: small enough to spread over workers, large enough to be cheap
 MAX_COROUTINES = 256  # in a process at once

@@ -4,8 +4,8 @@ pool that has this process id.
 First line in: {"token": str, "service": str, "setup": {...}, "timeout_s": float}; out: {"token",
 "pid", "coroutines": bool} when it is ready, else {"token", "error": str}. A service is a module
 whose `load(setup)` returns the function that is served; what it raises is the error. Then lines
-{"prompts": [{...}], "calls": [[index of prompt or null, arguments, token, most bytes of its answer
-if not MAX_ANSWER_BYTES], ...]}, each answered per call by one line: what the function returns for
+{"prompts": [{...}], "calls": [[index of prompt or null, arguments, token, most bytes of its
+answer], ...]}, each answered per call by one line: what the function returns for
 the prompt and the arguments, a dictionary, and the token; or a failure, if that is no JSON or has
 more bytes. Of half a character U+FFFD is left. Calls of a function are answered in order, those of
 a coroutine as they end; lines {"token", "alive": true} between say that none of them holds up the
@@ -41,7 +41,7 @@ from typing import Any
 
 from llamarl.core.extensions import where
 from llamarl.core.files import whole_letters
-from llamarl.core.records import Prompt, StageStatus
+from llamarl.core.records import Prompt, StageStatus, read_json
 from llamarl.scoring.user_code.supervisor import TICK_S, RunningCall, Watchdog, supervise
 
 # First number and count, above what a loop that closes low descriptors reaches.
@@ -122,12 +122,8 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 
 def _calls(line: bytes) -> Iterator[tuple[str, Prompt | None, list[Any], int]]:
     message = json.loads(line)
-    prompts = [
-        Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])})
-        for fields in message["prompts"]
-    ]
-    for place, arguments, token, *most in message["calls"]:
-        max_bytes = most[0] if most else MAX_ANSWER_BYTES
+    prompts = [read_json(Prompt, values) for values in message["prompts"]]
+    for place, arguments, token, max_bytes in message["calls"]:
         yield token, None if place is None else prompts[place], arguments, max_bytes
 
 
