@@ -45,6 +45,11 @@ class Reply:
     calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     reply_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
+    @property
+    def finish_reason(self) -> str:
+        """As the API writes it."""
+        return "tool_calls" if self.calls else "stop"
+
     def message(self) -> Body:
         """As the API writes it."""
         calls = [
@@ -128,7 +133,7 @@ class ChatServer:
         if asked.get("stream"):
             return 200, EVENT_TYPE, _events(reply, asked)
         message = {"index": 0, "message": reply.message(), "logprobs": None}
-        choices = [{**message, "finish_reason": _finish_reason(reply)}]
+        choices = [{**message, "finish_reason": reply.finish_reason}]
         return 200, JSON_TYPE, _encode(_completion(reply, "chat.completion", choices))
 
 
@@ -175,16 +180,12 @@ def _completion(reply: Reply, kind: str, choices: list[Body]) -> Body:
     return {**made, "model": MODEL, "choices": choices, "usage": None}
 
 
-def _finish_reason(reply: Reply) -> str:
-    return "tool_calls" if reply.calls else "stop"
-
-
 def _events(reply: Reply, asked: Body) -> bytes:
     """A stream that has the whole message in one event."""
     message = reply.message()
     for place, call in enumerate(message.get("tool_calls", ())):
         call["index"] = place
-    steps: list[tuple[Body, str | None]] = [(message, None), ({}, _finish_reason(reply))]
+    steps: list[tuple[Body, str | None]] = [(message, None), ({}, reply.finish_reason)]
     choices = [[{"index": 0, "delta": delta, "finish_reason": why}] for delta, why in steps]
     options = asked.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage"):
@@ -312,8 +313,12 @@ class AgentEnvironment:
         for key, allowed in UNSUPPORTED.items():
             if (value := body.get(key)) is not None and value not in allowed:
                 raise _wrong(f"{key} must be left out, got {value!r:.80}")
-        messages = _normal_all(body.get("messages"))
-        schemas = _checked_tools(body.get("tools"))
+        if not isinstance(given := body.get("messages"), list):
+            raise _wrong(f"messages must be a list, got {given!r:.80}")
+        messages = [*map(_normal, given)]
+        schemas = [] if body.get("tools") is None else body["tools"]
+        if must := wrong_schemas(schemas):  # which chat templates cannot show
+            raise _wrong(f"tools must {must}")
         if self._is_over:
             raise _over()
         assert self._arrived is not None
@@ -344,20 +349,6 @@ class AgentEnvironment:
         new = messages[len(known) :]
         if not new or any(each["role"] == "assistant" for each in new):
             raise _changed("messages must add observations to the conversation so far")
-
-
-def _checked_tools(tools: object) -> list[Body]:
-    """Those of a request. Refused unless a chat template can show them."""
-    if must := wrong_schemas(found := [] if tools is None else tools):
-        raise _wrong(f"tools must {must}")
-    assert isinstance(found, list)
-    return found
-
-
-def _normal_all(messages: object) -> list[Message]:
-    if not isinstance(messages, list):
-        raise _wrong(f"messages must be a list, got {messages!r:.80}")
-    return [_normal(each) for each in messages]
 
 
 def _normal(message: object) -> Message:

@@ -18,18 +18,19 @@ What is wrong is one line, with its place in the text."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
 from llamarl.core.extensions import FILE, FORMS, checked, find, place_of, where
+from llamarl.core.records import read_json
 from llamarl.scoring.agent import AgentEnvironment
 
 TOOLS, ENVIRONMENT = "tools", "environment"
 RESET, REWARD, STEP = "reset", "get_reward", "step"
 EPISODE, EPISODES = "episode_reward", "episode_rewards"
 Schema = dict[str, Any]
-"""Of a tool: name, description and parameters, as chat templates take it."""
+"""A tool's name, description and parameters, as chat templates take them."""
 Tool = Callable[..., Any]
 
 
@@ -112,7 +113,10 @@ def find_defined(module: ModuleType | None, ready: Sequence[Tool] = ()) -> Defin
         by_name[name] = tool
     makers: dict[str, Any] = found if isinstance(found, dict) else {"": found}
     several = _episode_rewards(module)
-    has_reward = getattr(module, EPISODE, None) is not None or bool(several)
+    read = None
+    if module is not None and getattr(module, EPISODE, None) is not None:
+        read = find(module, EPISODE)
+    has_reward = read is not None or bool(several)
     if found is None:
         makers = {}
         if module is not None and not (tools or (ready and has_reward)):
@@ -122,8 +126,6 @@ def find_defined(module: ModuleType | None, ready: Sequence[Tool] = ()) -> Defin
     if not is_named or (isinstance(found, dict) and (not found or "" in found)):
         must = f"{ENVIRONMENT} must be a class, or a dictionary of names and classes"
         raise ValueError(f"{FILE}: {must}, got {found!r:.100}")
-    is_one = module is not None and getattr(module, EPISODE, None) is not None
-    read = find(module, EPISODE) if module is not None and is_one else None
     return Defined(by_name, makers, read, several)
 
 
@@ -160,30 +162,26 @@ def is_stepped(environment: Any) -> bool:
     return step is not None and [*inspect.signature(step).parameters] == ["messages"]
 
 
-def describe(module: ModuleType | None, ready: Sequence[Tool] = ()) -> dict[str, dict[str, Any]]:
-    """The kinds of a loaded task.py and `ready` tools, as JSON. ValueError for what a model could
-    not call; an instance of each class is made."""
+def describe(module: ModuleType | None, ready: Sequence[Tool] = ()) -> dict[str, Kind]:
+    """The kinds of a loaded task.py and `ready` tools. ValueError for what a model could not call;
+    an instance of each class is made."""
     defined = find_defined(module, ready)
-    shared = [_schema(tool) for tool in defined.tools.values()]
-    is_read = {"has_reward": True, "has_episode_reward": True}
-    own: dict[str, Any] = {} if defined.episode_reward is None else is_read
-    if defined.episode_rewards:
-        own = own | {"rewards": [*defined.episode_rewards]}
-    if not defined.makers:
-        return {"": {"schemas": shared, **own}}
-    return {name: _describe(maker, shared) | own for name, maker in defined.makers.items()}
+    shared = tuple(map(_schema, defined.tools.values()))
+    is_read = defined.episode_reward is not None
+    own: dict[str, Any] = {"has_episode_reward": is_read, "rewards": (*defined.episode_rewards,)}
+    kinds = {name: _describe(maker, shared) for name, maker in defined.makers.items()}
+    return {
+        name: replace(kind, has_reward=kind.has_reward or is_read, **own)
+        for name, kind in (kinds or {"": Kind(shared)}).items()
+    }
 
 
 def as_kinds(data: Mapping[str, dict[str, Any]]) -> Kinds:
-    """The inverse of `describe`."""
-    found = {}
-    for name, kind in data.items():
-        values: dict[str, Any] = {key: tuple(kind.get(key, ())) for key in ("schemas", "rewards")}
-        found[name] = Kind(**{**kind, **values})
-    return found
+    """Kinds, from their JSON."""
+    return {name: read_json(Kind, kind) for name, kind in data.items()}
 
 
-def _describe(maker: Callable[[], Any], shared: Sequence[Schema]) -> dict[str, Any]:
+def _describe(maker: Callable[[], Any], shared: Sequence[Schema]) -> Kind:
     name = getattr(maker, "__name__", ENVIRONMENT)
     place = f"{place_of(maker)}: {ENVIRONMENT} {name}"
     environment, why = None, ""
@@ -196,24 +194,20 @@ def _describe(maker: Callable[[], Any], shared: Sequence[Schema]) -> dict[str, A
     if not callable(getattr(environment, RESET, None)):
         raise ValueError(f"{place} must have a method {RESET}(**row), got none")
     methods = methods_of(environment)
-    schemas = [*shared, *map(_schema, methods.values())]
-    names = [_name(schema) for schema in schemas]
+    schemas = (*shared, *map(_schema, methods.values()))
+    names = [schema["function"]["name"] for schema in schemas]
     if twice := {each for each in names if names.count(each) > 1}:
         raise ValueError(f"{place} must have tools of different names, got {min(twice)} twice")
     if bool(schemas) == is_stepped(environment):
         must = f"have tools ({TOOLS}, or public methods) or else {STEP}(messages)"
         raise ValueError(f"{place} must {must}, got {'both' if schemas else 'neither'}")
-    return {
-        "schemas": schemas,
-        "has_instance": True,
-        "has_step": is_stepped(environment),
-        "has_reward": is_stepped(environment) or callable(getattr(environment, REWARD, None)),
-        "is_agent": isinstance(environment, AgentEnvironment),
-    }
-
-
-def _name(schema: Schema) -> str:
-    return str(schema["function"]["name"])
+    return Kind(
+        schemas,
+        has_instance=True,
+        has_step=is_stepped(environment),
+        has_reward=is_stepped(environment) or callable(getattr(environment, REWARD, None)),
+        is_agent=isinstance(environment, AgentEnvironment),
+    )
 
 
 def _schema(tool: Tool) -> Schema:
@@ -225,18 +219,14 @@ def _schema(tool: Tool) -> Schema:
     try:
         return dict(templates.get_json_schema(tool))
     except Exception as error:  # noqa: BLE001 - it raises kinds of its own
-        name, got = _tool_name(tool), " ".join(str(error).split())
+        name, got = getattr(tool, "__name__", repr(tool)), " ".join(str(error).split())
     must = "must have a type for each argument, and a docstring that describes each under Args:"
     raise ValueError(f"{place_of(tool)}: tool {name} {must}, got: {got:.300}")
 
 
-def _tool_name(tool: Tool) -> str:
-    return getattr(tool, "__name__", repr(tool))
-
-
 def _check_callable(tool: Tool) -> None:
     """ValueError for a tool that a call, which names its arguments, could not run."""
-    place = f"{place_of(tool)}: tool {_tool_name(tool)}"
+    place = f"{place_of(tool)}: tool {getattr(tool, '__name__', repr(tool))}"
     function = inspect.unwrap(tool)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ValueError(f"{place} must return what the model is told, got one that yields it")

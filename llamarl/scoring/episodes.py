@@ -2,11 +2,9 @@
 
 Coroutines run beside each other, and one that blocks the others is interrupted
 (`scoring/user_code/supervisor.py`); functions run in threads, of which one that never ends is left
-behind. A process that has left too many exits, and the episodes that it played begin again.
-
-
-A slow call holds up its own episode only; what a tool raises is told to the model, what an
-environment itself does wrong ends its episode as failed, and is never a reward."""
+behind. A process that has left too many exits, and the episodes that it played begin again. What a
+tool raises is told to the model; what an environment itself does wrong ends its episode as failed,
+and is never a reward."""
 
 import asyncio
 import inspect
@@ -84,7 +82,7 @@ class Episodes:
     async def begin(self, prompt: Prompt, row_id: int, messages: list[Message]) -> Answer:
         """Reset an environment for this rollout: {"messages": what the model sees in place of the
         prompt's, or None, "schemas": what it may then call, or None for what its kind may}."""
-        self.forget([row_id])
+        await self.forget([row_id])
         if not self._defined.makers:
             tools = self._defined.tools
             self._playing[row_id] = Episode("", None, tools, prompt, [*messages])
@@ -153,7 +151,7 @@ class Episodes:
         del self._playing[row_id]
         return {"reward": reward} | ({"rewards": several} if self._rewards else {})
 
-    def forget(self, row_ids: Sequence[int]) -> Answer:
+    async def forget(self, row_ids: Sequence[int]) -> Answer:
         """These will not go on. What is under way in them is left alone, so their instances are not
         used again."""
         for row_id in row_ids:
@@ -252,27 +250,20 @@ def _written(text: str, calls: Sequence[list[Any]]) -> Message:
     return written
 
 
-def load_defined(setup: dict[str, Any]) -> Defined:
-    """What `tools` name, as `environment.tools` does: of the task.py `task_source`, and ready ones,
-    whose programs may take `limits`."""
-    tools, limits = setup["tools"], ProgramLimits(**setup["limits"])
-    module = load_module(setup["task_source"]) if TASK in tools else None
-    return find_defined(module, [READY[name](limits) for name in tools if name != TASK])
-
-
 def load(setup: dict[str, Any]) -> Callable[..., Coroutine[Any, Any, Answer]]:
     """The service of a worker: (prompt, the name of a method of Episodes, its arguments) -> what it
-    returns, or {"status": str, "error": str} if the environment failed."""
-    episodes = Episodes(load_defined(setup), setup.get("rewards", ()))
+    returns, or {"status": str, "error": str} if the environment failed. `setup` names tools as
+    `environment.tools` does: of the task.py `task_source`, and ready ones, whose programs may take
+    `limits`."""
+    tools, limits = setup["tools"], ProgramLimits(**setup["limits"])
+    module = load_module(setup["task_source"]) if TASK in tools else None
+    defined = find_defined(module, [READY[name](limits) for name in tools if name != TASK])
+    episodes = Episodes(defined, setup.get("rewards", ()))
 
     async def serve(prompt: Prompt | None, method: str, arguments: list[Any]) -> Answer:
+        given = arguments if prompt is None else [prompt, *arguments]
         try:
-            if method == "begin":
-                assert prompt is not None
-                return await episodes.begin(prompt, *arguments)
-            if method == "forget":
-                return episodes.forget(*arguments)
-            found: Answer = await getattr(episodes, method)(*arguments)
+            found: Answer = await getattr(episodes, method)(*given)
             return found
         except InvalidReturnError as error:
             return {"status": StageStatus.INVALID, "error": f"what it returns must {error}"}

@@ -35,6 +35,7 @@ from llamarl.core.records import (
     TRAIN,
     TRAINER_LOGPROBS,
     TURNS,
+    as_json,
 )
 from llamarl.scoring import definition
 from llamarl.scoring.definition import Kinds, as_kinds
@@ -410,7 +411,7 @@ def load(setup: dict[str, Any]) -> Callable[..., dict[str, Any]]:
             own = module if len(ready) < len(tools) else None
             kinds = definition.describe(own, ready) if tools else {}
             data = [as_data(stage, _run_of(stage, module)) for stage in found]
-            return {"stages": data, "kinds": kinds}
+            return {"stages": data, "kinds": {name: as_json(each) for name, each in kinds.items()}}
         except ValueError as error:
             return {"mistake": str(error)}
 

@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from llamarl.core.groups import END_OF_THOUGHT, THOUGHT
@@ -31,7 +30,7 @@ def typed(text: str, schema: object) -> Any:
         return text
     if "boolean" in types and word.lower() in BOOLEANS:
         return BOOLEANS[word.lower()]
-    value = _strict_json(word)
+    value = _json(word, parse_constant=_refuse)
     if not types:
         return text if value is None and word != "null" else value
     if isinstance(value, float) and value.is_integer() and "number" not in types:
@@ -47,11 +46,10 @@ def _types(schema: object) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     given = schema.get("type", [])
-    found = {given} if isinstance(given, str) else {*filter(_is_text, _entries(given))}
+    texts = [each for each in _entries(given) if isinstance(each, str)]
+    found = {given} if isinstance(given, str) else {*texts}
     if not found:
-        choices = _entries(schema.get("enum")) + [
-            schema[key] for key in ("const",) if key in schema
-        ]
+        choices = _entries(schema.get("enum")) + [schema.get("const")] * ("const" in schema)
         found = {NAMES[type(value)] for value in choices if type(value) in NAMES}
     for key in ("anyOf", "oneOf"):
         for choice in _entries(schema.get(key)):
@@ -63,10 +61,6 @@ def _entries(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
 def _fits(value: object, types: set[str]) -> bool:
     if isinstance(value, bool):
         return "boolean" in types
@@ -76,10 +70,10 @@ def _fits(value: object, types: set[str]) -> bool:
     return kinds.get(type(value)) in types
 
 
-def _strict_json(text: str) -> Any:
-    """None for what is no JSON."""
+def _json(text: str, **options: Any) -> Any:
+    """The value of a JSON text; None for what is none."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, **options)
     except (ValueError, RecursionError):
         return None
 
@@ -120,7 +114,6 @@ OTHER_ARGUMENTS = "<arg_key>"  # of GLM-4.5, whose calls have the same marks and
 PYTHON_TAG = "<|python_tag|>"
 ARGUMENTS = {"parameters", "arguments"}
 CALL_KEYS = {"name", "type", "id"} | ARGUMENTS
-FAMILIES = ("hermes", "llama", "xml", "tagged", "template")
 NOTHING = object()  # where no JSON stands
 
 
@@ -133,8 +126,8 @@ class ToolCall:
     error: str = ""
 
 
-Read = Callable[[str, re.Match[str]], tuple[ToolCall, int]]
-"""A turn, and the mark that begins a call in it -> the call, and where it ends."""
+Tools = Mapping[str, Any]
+"""What may be called, by name."""
 
 
 def family_of(template: str, response_template: object) -> str | None:
@@ -181,14 +174,6 @@ def _checked(value: object) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _json(text: str) -> Any:
-    """None for what is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _scan(
     text: str, family: str, schemas: Sequence[Schema], is_thinking: bool
 ) -> list[tuple[int, ToolCall]]:
@@ -197,18 +182,13 @@ def _scan(
     if family == "llama":
         return _llama_calls(tools, text, is_thinking)
     names = tools if family == "tagged" else ["tool_call"]
-    reads: Mapping[str, Read] = {
-        "hermes": _hermes_call,
-        "xml": partial(_xml_call, tools),
-        "tagged": partial(_tagged_call, tools),
-    }
     marks = [f"<{re.escape(name)}>" for name in sorted(names, key=len, reverse=True)]
     mark = re.compile("|".join([*marks, THOUGHT, END_OF_THOUGHT]))
     found: list[tuple[int, ToolCall]] = []
     at = _after_thought(text, 0) if is_thinking else 0
     while (begin := mark.search(text, at)) is not None:
         if begin[0][1:-1] in names:
-            call, at = reads[family](text, begin)
+            call, at = MARKED[family](tools, text, begin)
             found.append((begin.start(), call))
         elif begin[0] == THOUGHT:
             at = _after_thought(text, begin.end())
@@ -242,7 +222,7 @@ def _wrong(text: str, at: int, must: str) -> tuple[ToolCall, int]:
     return ToolCall("", error=f"a call must {must}"), end + len(END_OF_CALL) * is_closed
 
 
-def _hermes_call(text: str, begin: re.Match[str]) -> tuple[ToolCall, int]:
+def _hermes_call(tools: Tools, text: str, begin: re.Match[str]) -> tuple[ToolCall, int]:
     value, at = _json_at(text, begin.end())
     end = END_OF_JSON.match(text, at)
     if value is NOTHING or end is None:
@@ -250,9 +230,7 @@ def _hermes_call(text: str, begin: re.Match[str]) -> tuple[ToolCall, int]:
     return _checked(value), end.end()
 
 
-def _llama_calls(
-    tools: Mapping[str, Any], text: str, is_thinking: bool
-) -> list[tuple[int, ToolCall]]:
+def _llama_calls(tools: Tools, text: str, is_thinking: bool) -> list[tuple[int, ToolCall]]:
     """A turn that is nothing but calls, after its thinking; several are separated by semicolons."""
     is_thinking = is_thinking or text.lstrip().startswith(THOUGHT)
     begin = _after_thought(text, 0) if is_thinking else 0
@@ -263,9 +241,7 @@ def _llama_calls(
         begin = at
 
 
-def _llama_calls_at(
-    tools: Mapping[str, Any], text: str, begin: int
-) -> tuple[list[ToolCall], int | None]:
+def _llama_calls_at(tools: Tools, text: str, begin: int) -> tuple[list[ToolCall], int | None]:
     """The calls that a turn is from this place on; or where thinking ends in there, whose beginning
     the prompt or nobody has written."""
     at, is_marked = text.find(PYTHON_TAG, begin), PYTHON_TAG in text[begin:]
@@ -285,7 +261,7 @@ def _llama_calls_at(
     return calls, None if thought < 0 else thought + len(END_OF_THOUGHT)
 
 
-def _is_answer(value: object, tools: Mapping[str, Any]) -> bool:
+def _is_answer(value: object, tools: Tools) -> bool:
     """Whether this is an object with a name that calls nothing."""
     if not isinstance(value, dict):
         return False
@@ -293,7 +269,7 @@ def _is_answer(value: object, tools: Mapping[str, Any]) -> bool:
     return bool(value.keys() - CALL_KEYS) or (is_bare and value.get("name") not in [*tools])
 
 
-def _xml_call(tools: Mapping[str, Any], text: str, begin: re.Match[str]) -> tuple[ToolCall, int]:
+def _xml_call(tools: Tools, text: str, begin: re.Match[str]) -> tuple[ToolCall, int]:
     function = FUNCTION.match(text, begin.end())
     if function is None:
         return _wrong(text, begin.end(), "be <function=NAME>...</function>")
@@ -321,7 +297,7 @@ def _xml_call(tools: Mapping[str, Any], text: str, begin: re.Match[str]) -> tupl
     return ToolCall(name, arguments), closed.end()
 
 
-def _tagged_call(tools: Mapping[str, Any], text: str, begin: re.Match[str]) -> tuple[ToolCall, int]:
+def _tagged_call(tools: Tools, text: str, begin: re.Match[str]) -> tuple[ToolCall, int]:
     """An argument that is JSON may hold the end tag, a plain text may not."""
     name, start = begin[0][1:-1], begin.end()
     close = f"</{name}>"
@@ -343,6 +319,15 @@ def _tagged_call(tools: Mapping[str, Any], text: str, begin: re.Match[str]) -> t
     if not isinstance(value, dict):
         return ToolCall(name, error="the arguments of a call must be a JSON object"), end
     return ToolCall(name, value), end
+
+
+MARKED: dict[str, Callable[[Tools, str, re.Match[str]], tuple[ToolCall, int]]] = {
+    "hermes": _hermes_call,
+    "xml": _xml_call,
+    "tagged": _tagged_call,
+}
+"""Families whose calls stand between marks: (what may be called, a turn, the mark that begins a
+call in it) -> the call, and where it ends."""
 
 
 def _properties(tool: object) -> Mapping[str, Any]:

@@ -5,11 +5,8 @@
 They are taken from a conversation of no meaning, whose last turn is found in it by a word of its
 own. So whatever a template does to earlier turns once they are old, such as dropping their
 thinking, ending them with another token, or writing them otherwise than the last one, is not done
-to what was written.
-
-
-An observation's ids depend on the observation alone, and begin right after the token that ended
-the turn before."""
+to what was written. An observation's ids depend on the observation alone, and begin right after the
+token that ended the turn before."""
 
 import json
 from collections.abc import Mapping, Sequence

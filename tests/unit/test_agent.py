@@ -19,7 +19,7 @@ from llamarl.core.groups import Opening
 from llamarl.core.records import Prompt
 from llamarl.recipe.inputs import read_inputs
 from llamarl.scoring.agent import AgentEnvironment
-from llamarl.scoring.definition import describe, find_defined
+from llamarl.scoring.definition import Kind, describe, find_defined
 from llamarl.scoring.episodes import Episodes
 from tests.places import TOOLS_RECIPE
 from tests.random_search import case, searched
@@ -263,7 +263,7 @@ def test_an_abandoned_episode_ends_its_program() -> None:
             prompt = Prompt(prompt_id=1, text="", token_ids=(1,), fields={"number": number})
             found = await episodes.begin(prompt, number, [])
             assert found == {"messages": [USER], "schemas": []}
-        episodes.forget([1])
+        await episodes.forget([1])
         await asyncio.sleep(0.05)
         assert ended == [1]
         answer = await episodes.take_turn(2, "Six.", [])
@@ -293,15 +293,8 @@ def test_the_server_listens_on_the_loopback_interface_alone() -> None:
 
 def test_a_class_of_this_kind_is_described_without_tools() -> None:
     module = type("Task", (), {"environment": AgentEnvironment})
-    assert describe(module) == {  # type: ignore[arg-type]
-        "": {
-            "schemas": [],
-            "has_instance": True,
-            "has_step": True,
-            "has_reward": True,
-            "is_agent": True,
-        }
-    }
+    kind = Kind((), has_instance=True, has_step=True, has_reward=True, is_agent=True)
+    assert describe(module) == {"": kind}  # type: ignore[arg-type]
 
 
 def test_a_system_message_beside_a_program_that_says_all_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from llamarl.core.records import Prompt, StageStatus
 from llamarl.recipe.inputs import read_inputs
 from llamarl.scoring.agent import AgentEnvironment
-from llamarl.scoring.definition import as_kinds, describe, find_defined
+from llamarl.scoring.definition import describe, find_defined
 from llamarl.scoring.episodes import UNKNOWN, Episodes, load
 from llamarl.scoring.sandbox.contained import ProgramLimits
 from llamarl.scoring.tool_calls import READY
@@ -147,7 +147,7 @@ def test_several_functions_are_rewards_of_their_own_in_the_order_that_is_asked_f
     assert found["reward"] == alone["reward"] == 10.0, "they are no part of the environment's own"
     both = asyncio.run(finish(["num_calls"], "episode_reward = state"))
     assert both == {"reward": pytest.approx(10.1), "rewards": [1.0]}
-    kind = as_kinds(describe(task(*lines)))[""]
+    kind = describe(task(*lines))[""]
     assert kind.rewards == ("state", "num_calls")
     assert kind.is_read
     assert not kind.has_episode_reward
@@ -178,7 +178,7 @@ def test_each_episode_has_a_conversation_of_its_own() -> None:
         assert await episodes.finish(2, "None.") == {"reward": 0.0}
         await episodes.begin(prompt(), 2, QUESTION)
         assert await episodes.finish(1, "Two.") == {"reward": 2.0}
-        episodes.forget([2])
+        await episodes.forget([2])
         assert await episodes.take_turn(2, "", LOOK) == UNKNOWN
         assert not episodes._playing
         assert not episodes._free, "plain tools have no instance to use again"
@@ -271,7 +271,7 @@ def test_a_reward_beside_a_program_reads_the_whole_conversation() -> None:
 )
 def test_with_it_each_kind_gives_a_reward(beside: str) -> None:
     for own, expected in (("", False), ("episode_reward = state", True)):
-        kinds = as_kinds(describe(task(beside, own)))
+        kinds = describe(task(beside, own))
         for name, kind in kinds.items():
             assert kind.has_episode_reward == expected
             assert kind.is_kept == (expected or beside != "tools = [look]")
@@ -285,7 +285,7 @@ def test_alone_it_makes_no_episodes() -> None:
 
 def test_beside_a_ready_tool_it_needs_no_tools_of_its_own() -> None:
     ready = READY["python"](ProgramLimits())
-    (kind,) = as_kinds(describe(task("episode_reward = state"), [ready])).values()
+    (kind,) = describe(task("episode_reward = state"), [ready]).values()
     assert (len(kind.schemas), kind.has_reward, kind.has_instance) == (1, True, False)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from llamarl.core.records import Prompt, StageStatus
 from llamarl.scoring import episodes as playing
-from llamarl.scoring.definition import as_kinds, describe, find_defined, kind_of, schemas_of
+from llamarl.scoring.definition import describe, find_defined, kind_of, schemas_of
 from llamarl.scoring.episodes import UNKNOWN, Episodes, load
 from tests.places import ROOT
 
@@ -114,7 +114,7 @@ def task(*lines: str) -> ModuleType:
 
 
 def names(kinds: dict[str, Any], kind: str = "") -> list[str]:
-    return [schema["function"]["name"] for schema in kinds[kind]["schemas"]]
+    return [schema["function"]["name"] for schema in kinds[kind].schemas]
 
 
 def prompt(**fields: Any) -> Prompt:
@@ -124,13 +124,13 @@ def prompt(**fields: Any) -> Prompt:
 def test_plain_functions_are_tools_with_the_schema_of_their_signature_and_docstring() -> None:
     kinds = describe(task("tools = [multiply, async_add]"))
     assert names(kinds) == ["multiply", "async_add"]
-    function = kinds[""]["schemas"][0]["function"]
+    function = kinds[""].schemas[0]["function"]
     assert function["description"] == "Multiplies two integers."
     assert function["parameters"]["properties"]["a"] == {
         "type": "integer",
         "description": "The first integer.",
     }
-    assert not as_kinds(kinds)[""].has_instance
+    assert not kinds[""].has_instance
 
 
 def test_describing_tools_does_not_import_torch() -> None:
@@ -138,7 +138,7 @@ def test_describing_tools_does_not_import_torch() -> None:
     code = (
         "import sys\n"
         "from tests.unit.test_episodes import describe, task\n"
-        "assert describe(task('tools = [multiply]'))['']['schemas']\n"
+        "assert describe(task('tools = [multiply]'))[''].schemas\n"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
@@ -147,7 +147,7 @@ def test_describing_tools_does_not_import_torch() -> None:
 def test_public_methods_are_tools_beside_the_plain_ones() -> None:
     kinds = describe(task("tools = [multiply]", "environment = IncrementEnv"))
     assert names(kinds) == ["multiply", "increment", "read"]
-    assert (kinds[""]["has_reward"], kinds[""]["has_step"]) == (True, False)
+    assert (kinds[""].has_reward, kinds[""].has_step) == (True, False)
 
 
 PROPERTY = """
@@ -167,7 +167,7 @@ def test_a_property_that_needs_reset_is_not_asked_for_when_tools_are_looked_up()
 
 
 def test_the_row_selects_among_several_environments() -> None:
-    kinds = as_kinds(describe(task("environment = {'a': IncrementEnv, 'b': EchoEnv}")))
+    kinds = describe(task("environment = {'a': IncrementEnv, 'b': EchoEnv}"))
     assert {name: kind.has_reward for name, kind in kinds.items()} == {"a": True, "b": False}
     (echo,) = schemas_of({"environment": "b"}, kinds)
     assert echo["function"]["name"] == "echo"
@@ -247,7 +247,7 @@ def test_an_instance_is_used_again_after_its_reset() -> None:
         assert await episodes.finish(1) == {"reward": None}
         await episodes.begin(prompt(word="ho"), 2, asked)
         assert (episodes._playing[2].instance, first.log) == (first, [])
-        episodes.forget([2])
+        await episodes.forget([2])
         await episodes.begin(prompt(word="ho"), 3, asked)
         assert episodes._playing[3].instance is not first, "a call in it may be under way"
 

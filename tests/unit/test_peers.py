@@ -52,7 +52,7 @@ def theirs() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def turns(own: Tokenizer) -> TurnFormat:
-    (schemas,) = [each["schemas"] for each in describe(TASK).values()]
+    (schemas,) = [each.schemas for each in describe(TASK).values()]
     return TurnFormat(own, Kind(tuple(schemas)), "tagged")
 
 

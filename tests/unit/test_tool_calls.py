@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.scoring.tool_calls import (
-    FAMILIES,
+    MARKED,
     MAX_CALLS,
     ToolCall,
     family_of,
@@ -181,7 +181,7 @@ def test_blanks_without_end_are_read_in_no_time() -> None:
         f"<tool_call>{{}}{blanks}x",
         f"<add>{{}}{blanks}x",
     ):
-        for family in FAMILIES[:4]:
+        for family in [*MARKED, "llama"]:
             parse_calls(text, family, SCHEMAS)
 
 
@@ -255,7 +255,7 @@ PIECES = st.sampled_from(
 )
 
 
-@given(st.lists(PIECES, max_size=40).map("".join), st.sampled_from(FAMILIES[:4]))
+@given(st.lists(PIECES, max_size=40).map("".join), st.sampled_from([*MARKED, "llama"]))
 def test_whatever_is_written_nothing_raises_and_calls_are_plain(text: str, family: str) -> None:
     for call in parse_calls(text, family, SCHEMAS):
         assert isinstance(call.name, str)
