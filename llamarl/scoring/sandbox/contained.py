@@ -11,8 +11,7 @@ import math
 import os
 import select
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from llamarl.core.config import RewardConfig
@@ -176,15 +175,15 @@ class _Pipe:
 def _wait(container: Container, limits: ProgramLimits, out: _Pipe, err: _Pipe) -> str:
     """Read until the program has ended, or must be ended: returns what for."""
     pipes, ready = {pipe.descriptor: pipe for pipe in (out, err)}, select.poll()
-    with suppress(ProcessLookupError), _open(os.pidfd_open(container.pid)) as ended:
-        for descriptor in (ended, *pipes):
+    with suppress(ProcessLookupError), open(os.pidfd_open(container.pid), "rb", 0) as ended:
+        for descriptor in (ended.fileno(), *pipes):
             ready.register(descriptor, select.POLLIN)
         end_s, look_s = time.monotonic() + START_S, math.inf
         while (now_s := time.monotonic()) < end_s:
             if look_s == math.inf and out.has_started:  # no look and no limit before
                 end_s, look_s = now_s + limits.seconds, now_s
             for descriptor, _ in ready.poll(max(0.0, min(end_s, look_s) - now_s) * 1000):
-                if descriptor == ended:
+                if descriptor == ended.fileno():
                     return ""
                 if not pipes[descriptor].read():
                     ready.unregister(descriptor)
@@ -210,11 +209,3 @@ def _too_much(container: Container, limits: ProgramLimits) -> str:
         return "processes"
     is_full = disk_bytes(container.folder, pids, limits.disk_bytes) > limits.disk_bytes
     return "disk" if is_full else ""
-
-
-@contextmanager
-def _open(descriptor: int) -> Iterator[int]:
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -2,10 +2,8 @@
 
 With bubblewrap a program has a file system, processes, a network and users of its own, and its
 scratch folder is memory with a quota of the kernel. Where that cannot be had, Landlock (through
-sandlock) keeps it from all files but a few.
-
-
-Once `close` has returned, every process of the program is gone, and what it wrote."""
+sandlock) keeps it from all files but a few. Once `close` has returned, every process of the program
+is gone, and what it wrote."""
 
 import functools
 import json
@@ -140,7 +138,41 @@ class Bubblewrap(Container):
             os.close(self._first)
 
 
-class Sandlock(Container):
+class InFolder(Container):
+    """A program in a process group of its own, with a folder of two: `given`, with the program and
+    its input, and `scratch`, where it may write. The folder is locked by this process, so that
+    another one can tell whether it is left of a process that was killed."""
+
+    def __init__(self, source: str, stdin: str, limits: ProgramLimits) -> None:
+        remove_left()
+        self._folder = tempfile.mkdtemp(prefix=PREFIX)
+        self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        flock(self._lock, LOCK_EX)
+        self.given, self.scratch = f"{self._folder}/given", f"{self._folder}/scratch"
+        try:
+            for folder in (self.given, self.scratch):
+                os.makedirs(folder)  # also if `remove_left` of another process was between
+            for name, text in ((PROGRAM, source), (INPUT, stdin)):
+                Path(self.given, name).write_text(text, encoding="utf-8", errors="replace")
+            self.start(limits)
+        except BaseException:
+            self._remove()
+            raise
+
+    def start(self, limits: ProgramLimits) -> None:
+        """Start the program: sets `pid` and the two pipes."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        super().close()
+        self._remove()
+
+    def _remove(self) -> None:
+        _remove(self._folder)
+        os.close(self._lock)
+
+
+class Sandlock(InFolder):
     """A program that Landlock keeps from files and processes that are not its own."""
 
     def __init__(self, source: str, stdin: str, limits: ProgramLimits) -> None:
@@ -150,28 +182,28 @@ class Sandlock(Container):
         if found < least:
             kernel = f"this kernel ({os.uname().release}) has {max(found, 0)}"
             raise RuntimeError(f"Landlock ABI {least} (Linux 6.12), {kernel}")
-        self._place = _Place(source, stdin)
-        try:
-            given, self.folder = self._place.given, self._place.scratch
-            told = _tell(
-                limits,
-                program=f"{given}/{PROGRAM}",
-                folder=self.folder,
-                stdin=f"{given}/{INPUT}",
-                may_leave_group=False,  # by which its processes are known
-            )
-            sandbox = sandlock.Sandbox(
-                fs_readable=[*readable(), given, str(LAUNCHER)],
-                fs_writable=[self.folder, os.devnull],
-                max_processes=limits.num_processes,
-                clean_env=True,
-            )
-            command = [interpreter(), *INTERPRETER, str(LAUNCHER), told]
-            pipe, null = sandlock.StdioMode.PIPED, sandlock.StdioMode.NULL
-            self._process = sandbox.popen(command, null, pipe, pipe)
-        except BaseException:
-            self._place.remove()
-            raise
+        super().__init__(source, stdin, limits)
+
+    def start(self, limits: ProgramLimits) -> None:
+        import sandlock
+
+        self.folder = self.scratch
+        told = _tell(
+            limits,
+            program=f"{self.given}/{PROGRAM}",
+            folder=self.folder,
+            stdin=f"{self.given}/{INPUT}",
+            may_leave_group=False,  # by which its processes are known
+        )
+        sandbox = sandlock.Sandbox(
+            fs_readable=[*readable(), self.given, str(LAUNCHER)],
+            fs_writable=[self.folder, os.devnull],
+            max_processes=limits.num_processes,
+            clean_env=True,
+        )
+        command = [interpreter(), *INTERPRETER, str(LAUNCHER), told]
+        pipe, null = sandlock.StdioMode.PIPED, sandlock.StdioMode.NULL
+        self._process = sandbox.popen(command, null, pipe, pipe)
         self.pid = self._process.pid
         self.stdout, self.stderr = self._process.stdout, self._process.stderr
 
@@ -188,31 +220,22 @@ class Sandlock(Container):
             return int(ended.exit_code)
         return 128 + (ended.signal if ended.signal > 0 else signal.SIGKILL)
 
-    def close(self) -> None:
-        super().close()
-        self._place.remove()
 
-
-class Uncontained(Container):
+class Uncontained(InFolder):
     """A program with the rights of the run, on purpose: its pipes and its time are limited."""
 
     greeting = b""
 
-    def __init__(self, source: str, stdin: str, limits: ProgramLimits) -> None:
-        self._place = _Place(source, stdin)
-        try:
-            with open(f"{self._place.given}/{INPUT}", "rb") as file:
-                self._process = subprocess.Popen(
-                    [interpreter(), *INTERPRETER, f"{self._place.given}/{PROGRAM}"],
-                    cwd=self._place.scratch,
-                    stdin=file,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    start_new_session=True,
-                )
-        except BaseException:
-            self._place.remove()
-            raise
+    def start(self, limits: ProgramLimits) -> None:
+        with open(f"{self.given}/{INPUT}", "rb") as file:
+            self._process = subprocess.Popen(
+                [interpreter(), *INTERPRETER, f"{self.given}/{PROGRAM}"],
+                cwd=self.scratch,
+                stdin=file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
         self.pid = self._process.pid
         self.stdout, self.stderr = _pipes(self._process)
 
@@ -223,10 +246,6 @@ class Uncontained(Container):
         _end_group(self.pid)
         code = self._process.wait(END_S)
         return code if code >= 0 else 128 - code
-
-    def close(self) -> None:
-        super().close()
-        self._place.remove()
 
 
 def interpreter() -> str:
@@ -315,26 +334,6 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
 def _end_group(group: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-
-
-class _Place:
-    """A folder with two in it: the program and its input, and where it may write. It is locked by
-    this process, so that another one can tell whether it is left of a process that was killed."""
-
-    def __init__(self, source: str, stdin: str) -> None:
-        remove_left()
-        self._folder = tempfile.mkdtemp(prefix=PREFIX)
-        self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        flock(self._lock, LOCK_EX)
-        self.given, self.scratch = f"{self._folder}/given", f"{self._folder}/scratch"
-        for folder in (self.given, self.scratch):
-            os.makedirs(folder)  # also if `remove_left` of another process was between
-        Path(self.given, PROGRAM).write_text(source, encoding="utf-8", errors="replace")
-        Path(self.given, INPUT).write_text(stdin, encoding="utf-8", errors="replace")
-
-    def remove(self) -> None:
-        _remove(self._folder)
-        os.close(self._lock)
 
 
 @functools.cache

@@ -80,55 +80,40 @@ NUMBER, ARCH, FIRST_ARGUMENT = 0, 4, 16  # offsets in what the kernel shows to a
 
 
 @dataclass(frozen=True)
-class OneOf:
-    """Argument `index`, an int of the kernel, must be one of `values`."""
+class Check:
+    """The 32-bit `word` of a call's arguments, which have two each, of its bits in `mask`, must be
+    one of `values`; or none of them, if not `is_in`."""
 
-    index: int
+    word: int
     values: tuple[int, ...]
+    mask: int = 0xFFFFFFFF
+    is_in: bool = True
 
 
-@dataclass(frozen=True)
-class Bits:
-    """Argument `index`, of its bits in `mask`, must be `value`; or must not, if not `is_equal`."""
-
-    index: int
-    mask: int
-    value: int
-    is_equal: bool = True
-
-
-@dataclass(frozen=True)
-class Null:
-    """Argument `index` must be a null pointer."""
-
-    index: int
-
-
-Check = OneOf | Bits | Null
 ALL = 0xFFFFFFFF
 THREAD = 0x017D4FFF  # flags of clone that threads, fork and vfork use: no namespace, no tracing
 HUGE_PAGES, SHARED_WITHOUT_FILE = 0x40000, 0x21  # of mmap: memory that no process shows as its own
 OWNER = 0o700
 CHECKED: dict[str, tuple[Check, ...]] = {
-    "clone": (Bits(0, ALL ^ THREAD, 0),),
+    "clone": (Check(0, (0,), mask=ALL ^ THREAD),),
     "mmap": (
-        Bits(3, HUGE_PAGES, 0),
-        Bits(3, SHARED_WITHOUT_FILE, SHARED_WITHOUT_FILE, is_equal=False),
+        Check(6, (0,), mask=HUGE_PAGES),
+        Check(6, (SHARED_WITHOUT_FILE,), mask=SHARED_WITHOUT_FILE, is_in=False),
     ),
-    "socketpair": (OneOf(0, (1,)),),  # of the Unix family: both ends are the program's
-    "sendto": (Null(4),),
+    "socketpair": (Check(0, (1,)),),  # of the Unix family: both ends are the program's
+    "sendto": (Check(8, (0,)), Check(9, (0,))),  # no address
     # To duplicate, flags, locks, the size of a pipe's buffer to read.
-    "fcntl": (OneOf(1, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)),),
+    "fcntl": (Check(2, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)),),
     # What a terminal is, how much can be read, whether to block and to close.
-    "ioctl": (OneOf(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),
-    "prctl": (OneOf(0, (15, 16)),),  # the name of a thread
-    "prlimit64": (OneOf(0, (0,)),),  # of the process itself, whose limits cannot be raised
+    "ioctl": (Check(2, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),
+    "prctl": (Check(0, (15, 16)),),  # the name of a thread
+    "prlimit64": (Check(0, (0,)),),  # of the process itself, whose limits cannot be raised
     "setrlimit": (),
-    "kill": (Bits(0, ALL, 1, is_equal=False),),
+    "kill": (Check(0, (1,), is_in=False),),
     # A folder that its owner cannot list could not be counted.
-    "mkdir": (Bits(1, OWNER, OWNER),),
-    "mkdirat": (Bits(2, OWNER, OWNER),),
-    "umask": (Bits(0, OWNER, 0),),
+    "mkdir": (Check(2, (OWNER,), mask=OWNER),),
+    "mkdirat": (Check(4, (OWNER,), mask=OWNER),),
+    "umask": (Check(0, (0,), mask=OWNER),),
 }
 """Calls that are free if all checks of their arguments hold."""
 ABSENT = ["clone3"]
@@ -174,20 +159,14 @@ def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 def _lines(check: Check) -> Iterator[bytes]:
     """Go on after them if the check holds, else refuse."""
-    low = FIRST_ARGUMENT + 8 * check.index
-    yield _line(LOAD, low)
-    match check:
-        case OneOf(values=values):
-            for k, value in enumerate(values):
-                yield _line(JUMP_EQUAL, value, len(values) - k, 0)
-        case Bits(mask=mask, value=value, is_equal=is_equal):
-            yield _line(AND, mask)
-            yield _line(JUMP_EQUAL, value, int(is_equal), int(not is_equal))
-        case Null():
-            yield _line(JUMP_EQUAL, 0, 1, 0)
-            yield _line(RETURN, REFUSE | EPERM)
-            yield _line(LOAD, low + 4)
-            yield _line(JUMP_EQUAL, 0, 1, 0)
+    yield _line(LOAD, FIRST_ARGUMENT + 4 * check.word)
+    yield _line(AND, check.mask)
+    for left in range(len(check.values) - 1, -1, -1):  # so many jumps stand before the refusal
+        value = check.values[-1 - left]
+        if check.is_in:
+            yield _line(JUMP_EQUAL, value, left + 1, 0)
+        else:
+            yield _line(JUMP_EQUAL, value, left, int(left == 0))
     yield _line(RETURN, REFUSE | EPERM)
 
 
