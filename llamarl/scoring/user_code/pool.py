@@ -39,7 +39,13 @@ SHOWN_BYTES = 100  # of an answer that is refused
 END_LIMIT_S = 10.0  # for the supervisor to end the worker and all that it started
 SHOWN_PROMPT_CHARS = 60
 EXIT_S = 1.0  # for a worker that closed its channel to exit, so that its exit code is known
-
+CHUNK_CALLS = 16  # per message: small enough to spread over workers, large enough to be cheap
+MAX_COROUTINES = 256  # in a process at once
+SPLIT = 8  # coroutines of a lost process run again in so many parts, one after another
+TICK_S = 0.1  # at most between two looks into the queue while coroutines run
+TOKEN_BYTES = 8
+START_S = 120.0  # imports are slow on a busy machine; this limit only ends a start that hangs
+FAILURES = {status.value: status for status in StageStatus if status is not StageStatus.OK}
 
 T = TypeVar("T")
 
@@ -133,13 +139,12 @@ class WorkerError(RuntimeError):
 class WorkerProcess:
     """Lines of JSON to and from `python -m llamarl.scoring.user_code.worker`.
 
-    `label` says in messages whose code it runs, such as "reward". Create it in a thread that lives
-    as long as it is needed: the worker dies with that thread. The process started is the worker's
-    supervisor, which ends the worker with all its descendants.
+    Create it in a thread that lives as long as it is needed: the worker dies with that thread. The
+    process started is the worker's supervisor, which ends the worker with all its descendants.
     """
 
-    def __init__(self, label: str) -> None:
-        self._label = label
+    def __init__(self, code: UserCode) -> None:
+        self._code, label = code, code.label
         # The worker imports from the same places as this process, in any working directory.
         search_path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
@@ -185,8 +190,23 @@ class WorkerProcess:
         self.runs_coroutines = False
         """True if it answers calls as they end, else one by one."""
 
+    def set_up(self) -> None:
+        """Wait until the worker serves. ValueError if its service does not load, RuntimeError if
+        it hangs or ends."""
+        token, code = secrets.token_hex(TOKEN_BYTES), self._code
+        limits = {"timeout_s": code.timeout_s}
+        self.send({"token": token, "service": code.service, "setup": code.setup, **limits})
+        answer = self.receive(START_S, [token])
+        if answer is None:
+            must = f"a {code.label} process must be ready within {START_S:g} s"
+            raise RuntimeError(f"{must}, got no answer; it was at\n{self.stack()}")
+        if "error" in answer:
+            raise ValueError(f"{code.label} must load, got {answer['error']}")
+        self.pid = int(answer["pid"])
+        self.runs_coroutines = bool(answer["coroutines"])
+
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """True once `receive` has raised WorkerError, or after `close`."""
         return self._process.returncode is not None
 
@@ -246,7 +266,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Make the supervisor end the worker and all it started; may be called in any thread."""
-        if self._process.returncode is not None:  # reaped: its pid may be reused by now
+        if self.has_ended:  # reaped: its pid may be reused by now
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(self._process.pid, signal.SIGTERM)
@@ -285,7 +305,7 @@ class WorkerProcess:
         self.close()
         shown = line[:SHOWN_BYTES].decode(errors="replace")
         raise WorkerError(
-            f"{self._label} code must not write into descriptors that it did not open, got "
+            f"{self._code.label} code must not write into descriptors that it did not open, got "
             f"{shown!r} among the answers of its process, which was ended"
         )
 
@@ -331,28 +351,19 @@ class WorkerProcess:
             self._stderr.append(text)
             self._num_logged += 1
             if self._num_logged <= LOGGED_LINES:
-                logger.info("%s worker %d: %s", self._label, self.pid, text)
+                logger.info("%s worker %d: %s", self._code.label, self.pid, text)
 
     def _how_it_ended(self) -> str:
         try:
             code = self._process.wait(EXIT_S)
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            cause = f"the {self._label} process ended by itself ({how})"
+            cause = f"the {self._code.label} process ended by itself ({how})"
         except subprocess.TimeoutExpired:  # it runs on, or what it started is being ended
-            cause = f"the {self._label} process closed the pipe of its answers"
+            cause = f"the {self._code.label} process closed the pipe of its answers"
         self._end()
         while self._stderr_open and select.select([self._err], [], [], 0)[0]:
             self._read_stderr()
         return "\n".join([cause, *[*self._stderr][-STDERR_LINES:]])
-
-
-CHUNK_CALLS = 16  # per message: small enough to spread over workers, large enough to be cheap
-MAX_COROUTINES = 256  # in a process at once
-SPLIT = 8  # coroutines of a lost process run again in so many parts, one after another
-TICK_S = 0.1  # at most between two looks into the queue while coroutines run
-TOKEN_BYTES = 8
-START_S = 120.0  # imports are slow on a busy machine; this limit only ends a start that hangs
-FAILURES = {status.value: status for status in StageStatus if status is not StageStatus.OK}
 
 
 Asked = tuple[Chunk[T], int]
@@ -378,18 +389,17 @@ class WorkerPool(Generic[T]):
     def __init__(
         self, code: UserCode, num_workers: int, read: Callable[[Call, dict[str, Any]], T | Failure]
     ) -> None:
-        self._code, self._num_workers = code, num_workers
+        self._code, self._num_workers, self._read = code, num_workers, read
         self._chunks: queue.SimpleQueue[Chunk[T] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self.shared = code, read, self._chunks, self._closed
-        """What its workers get."""
         self._workers: list[_Worker[T]] = []
 
     async def start(self) -> None:
         """Start the processes and wait until all are ready. ValueError if their service does not
         load."""
-        self._workers += (_Worker(self, index) for index in range(self._num_workers))
-        for worker in self._workers:
+        for index in range(self._num_workers):
+            worker = _Worker(self._code, self._read, self._chunks, self._closed, index)
+            self._workers.append(worker)
             worker.start()
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
@@ -433,9 +443,16 @@ class WorkerPool(Generic[T]):
 class _Worker(threading.Thread, Generic[T]):
     """The thread of one process: sends it calls until the pool is closed."""
 
-    def __init__(self, pool: WorkerPool[T], index: int) -> None:
-        self._code, self._read, self._chunks, self._closed = pool.shared
-        super().__init__(name=f"{self._code.label}-{index}", daemon=True)
+    def __init__(
+        self,
+        code: UserCode,
+        read: Callable[[Call, dict[str, Any]], T | Failure],
+        chunks: queue.SimpleQueue[Chunk[T] | None],
+        closed: threading.Event,
+        index: int,
+    ) -> None:
+        self._code, self._read, self._chunks, self._closed = code, read, chunks, closed
+        super().__init__(name=f"{code.label}-{index}", daemon=True)
         self.ready: Future[None] = Future()
         self.process: WorkerProcess | None = None
         self._in_flight: dict[str, Asked[T]] = {}  # by token, in order
@@ -524,7 +541,7 @@ class _Worker(threading.Thread, Generic[T]):
             self._silent_since_s = time.monotonic()
             chunk, place = self._in_flight.pop(answer["token"])
             chunk.settle(place, self._result(chunk.calls[place], answer))
-            if process.ended:
+            if process.has_ended:
                 self._lose(None)
         elif time.monotonic() >= max(since_s, process.alive_s) + limit_s:
             stack = process.stack()
@@ -574,12 +591,12 @@ class _Worker(threading.Thread, Generic[T]):
         return self.process or self._start_process()
 
     def _start_process(self) -> WorkerProcess:
-        process = self.process = WorkerProcess(self._code.label)
+        process = self.process = WorkerProcess(self._code)
         if self._closed.is_set():  # `close` may have looked before the line above
             process.kill()
         with ExitStack() as on_failure:
             on_failure.callback(self._end_process)
-            _set_up(process, self._code)
+            process.set_up()
             on_failure.pop_all()
         return process
 
@@ -592,10 +609,10 @@ class _Worker(threading.Thread, Generic[T]):
 def run_once(code: UserCode, call: Call) -> dict[str, Any]:
     """What one call returns, in a process that is gone afterwards. ValueError, in one line, if it
     does not load or gives no answer."""
-    process = WorkerProcess(code.label)
+    process = WorkerProcess(code)
     token = secrets.token_hex(TOKEN_BYTES)
     try:
-        _set_up(process, code)
+        process.set_up()
         process.send(message([call], [token]))
         answer = process.receive(code.timeout_s, [token], call.max_answer_bytes)
         if answer is None:
@@ -606,18 +623,3 @@ def run_once(code: UserCode, call: Call) -> dict[str, Any]:
     finally:
         process.close()
     return answer
-
-
-def _set_up(process: WorkerProcess, code: UserCode) -> None:
-    """Wait until the worker serves. ValueError if its service does not load."""
-    token = secrets.token_hex(TOKEN_BYTES)
-    limits = {"timeout_s": code.timeout_s}
-    process.send({"token": token, "service": code.service, "setup": code.setup, **limits})
-    answer = process.receive(START_S, [token])
-    if answer is None:
-        must = f"a {code.label} process must be ready within {START_S:g} s"
-        raise RuntimeError(f"{must}, got no answer; it was at\n{process.stack()}")
-    if "error" in answer:
-        raise ValueError(f"{code.label} must load, got {answer['error']}")
-    process.pid = int(answer["pid"])
-    process.runs_coroutines = bool(answer["coroutines"])

@@ -148,7 +148,6 @@ NAMED = re.compile(rf"\b{NAME}([0-9a-f]+)\b")
 CALL: ContextVar[RunningCall | None] = ContextVar("CALL", default=None)
 """The call that code runs for, also in tasks that it has made."""
 
-
 MUST = "a coroutine must wait by await, or be a plain function, which gets a thread of its own"
 
 
@@ -170,7 +169,7 @@ class Watchdog:
     """Of the event loop of the main thread. What holds that up for `limit_s` is interrupted."""
 
     def __init__(self, limit_s: float, sign: Callable[[], None]) -> None:
-        """`sign` is called every TICK_S while none holds the others up."""
+        """`sign` is called every TICK_S while no call holds the others up."""
         self._limit_s, self._sign = limit_s, sign
         self._late_s = 0.0
         self._signed_s = 0.0

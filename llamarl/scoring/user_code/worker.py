@@ -16,10 +16,7 @@ user code starts do not inherit the channel, and if something is written into it
 of a present call, the pool detects that and replaces the worker. They are not protected from
 intent: user code shares this process's memory, so it can read tokens or replace functions, just as
 it may return any value. So task.py is trusted. Code that a model wrote is not: task.py must run it
-in a program of its own (subprocess), never by exec or eval.
-
-
-It never outlives its pool; every answer repeats the token of what it answers."""
+in a program of its own (subprocess), never by exec or eval. A worker never outlives its pool."""
 
 import asyncio
 import faulthandler
@@ -33,9 +30,8 @@ import secrets
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
-from functools import partial
 from io import BufferedReader
 from typing import Any
 
@@ -145,29 +141,22 @@ async def _serve_coroutines(
 
     watchdog = Watchdog(timeout_s, sign)
     watchdog.start()
+
+    async def tell(call: RunningCall, max_bytes: int) -> None:
+        """Answer a call. One that goes on all the same ends the process."""
+        found = await _outcome(call, watchdog, timeout_s)
+        del running[call.token]
+        answer(call.token, max_bytes, found)
+        sys.stdout.flush()
+        if not call.task.done():
+            os._exit(1)
+
     async with asyncio.TaskGroup() as waiting:
         while line := await lines.readline():
             for token, prompt, arguments, max_bytes in _calls(line):
                 call = running[token] = watchdog.call(token, serve(prompt, *arguments))
-                work = _outcome(call, watchdog, timeout_s)
-                told = partial(_tell, running, partial(answer, token, max_bytes), work)
-                waiting.create_task(told(token))
+                waiting.create_task(tell(call, max_bytes))
         os._exit(0)  # whatever still runs
-
-
-async def _tell(
-    running: dict[str, RunningCall],
-    answer: Callable[[dict[str, Any]], None],
-    outcome: Awaitable[dict[str, Any]],
-    token: str,
-) -> None:
-    """Answer a call. One that goes on all the same ends the process."""
-    found = await outcome
-    call = running.pop(token)
-    answer(found)
-    sys.stdout.flush()
-    if not call.task.done():
-        os._exit(1)
 
 
 async def _outcome(call: RunningCall, watchdog: Watchdog, timeout_s: float) -> dict[str, Any]:
