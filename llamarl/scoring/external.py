@@ -157,9 +157,9 @@ class ExternalExecutor:
             stage = as_data(self._stage, "external")
             about = {"stage": stage, "units": self._spec.units, "tokenizer": self._spec.tokenizer}
             return about | {"has_ranks": self._has_ranks}, (), ()
-        if header["ask"] == "take":
-            return self._take(header, packet.channel)
-        return self._finish(packet)
+        return (
+            self._take(header, packet.channel) if header["ask"] == "take" else self._finish(packet)
+        )
 
     async def _take(self, header: dict[str, Any], channel: Channel) -> Answer:
         """The next batch of this rank, once there is one."""

@@ -4,10 +4,8 @@ A sampler is a function `sample(ready, count) -> (taken, consumed)`, as in Trans
 are the items that may be taken, in the order of admission; `taken` the ids of at most `count` of
 them, none for "wait until more are ready"; `consumed` those of them that are done with. Items that
 are taken and not consumed will be ready again. For the trainer an item is a whole settled group,
-and `count` of them or none must be taken; for other consumers it is a rollout.
-
-
-A consumer gets only what is ready, each item once per sample."""
+and `count` of them or none must be taken; for other consumers it is a rollout. A consumer gets only
+what is ready, each item once per sample."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +45,7 @@ class ReadyItem:
 
     @property
     def num_all_tokens(self) -> int:
-        """Those of prompts and responses together."""
+        """The tokens of prompts and responses together."""
         return self.num_prompt_tokens + self.num_tokens
 
 
@@ -114,7 +112,7 @@ def token_balanced(ready: Sequence[ReadyItem], count: int, ranks: Ranks) -> Samp
     require(count % num_ranks == 0, "count", f"be a multiple of the {num_ranks} data ranks", count)
     if len(ready) < count:
         return [], []
-    lengths = [item.num_prompt_tokens + item.num_tokens for item in ready[:count]]
+    lengths = [item.num_all_tokens for item in ready[:count]]
     costs = [length + ranks.attention_cost * length * length for length in lengths]
     parts = partition_in_equal_counts(costs, num_ranks)
     taken = [ready[place].item_id for part in parts for place in sorted(part)]
@@ -130,7 +128,7 @@ SAMPLERS: dict[str, Callable[[Ranks], Sampler]] = {
 """By their names in `experience.sampler`."""
 
 OF_THE_TRAINER = ("admission", "group_complete", TASK)
-"""Those that choose among groups. How groups lie on the trainer's ranks is decided by `pack`."""
+"""Samplers that choose among groups. How groups lie on the trainer's ranks is decided by `pack`."""
 
 
 def check_sampler(config: Config) -> None:
@@ -161,7 +159,9 @@ def draw(
     TaskError, in one line, if it returns anything else.
     """
     found = sampler(ready, count)
-    if not _is_pair_of_ids(found):
+    is_pair = isinstance(found, tuple | list) and len(found) == 2
+    are_lists = is_pair and all(isinstance(ids, tuple | list) for ids in found)
+    if not are_lists or not all(isinstance(item_id, int) for ids in found for item_id in ids):
         raise _wrong("be two lists of item ids, those taken and those consumed", found)
     taken, consumed = map(list, found)
     offered = {item.item_id for item in ready}
@@ -179,15 +179,6 @@ def draw(
         wanted = f"{at_least} to {count}" if at_least < count else count
         raise _wrong(f"take {wanted} items or none", len(taken))
     return taken, consumed
-
-
-def _is_pair_of_ids(found: object) -> bool:
-    return (
-        isinstance(found, tuple | list)
-        and len(found) == 2
-        and all(isinstance(ids, tuple | list) for ids in found)
-        and all(isinstance(item_id, int) for ids in found for item_id in ids)
-    )
 
 
 def _wrong(must: str, got: object) -> TaskError:

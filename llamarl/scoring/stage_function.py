@@ -1,7 +1,5 @@
 """What the processes of a stage serve: a function of task.py, or the rewards, and the check of what
-it returns.
-
-What leaves is finite numbers, and for a column with an entry per response token as many as there
+it returns. Finite numbers leave, and for a column with an entry per response token as many as there
 are tokens, in the range of its dtype."""
 
 import inspect
@@ -134,12 +132,8 @@ def _row(values: Sequence[Any], stage: Stage, length: int) -> str | list[Any]:
 def _checked(value: Any, column: Column, length: int) -> Any:
     if column.length == TEXT:  # of the rewards, which make it themselves
         return str(value)
-    if column.length == NUMBER:
-        return _number(value, column)
-    return _entries(value, column, length)
-
-
-def _number(value: Any, column: Column) -> float:
+    if column.length != NUMBER:
+        return _entries(value, column, length)
     number = as_number(value)
     if number is None or not math.isfinite(number):
         _refuse(f"be a finite number for {column.name}", value)

@@ -200,22 +200,17 @@ class StageExecutor:
         with self._work.working(sum(len(rows) for rows, _ in items)):
             columns = await self._read([row_id for rows, _ in items for row_id in rows])
             openings = await self._read_openings(items)
-            calls = self._make_calls(items, columns)
-            found = await self._pool.run(calls)
+            found = await self._pool.run(self._make_calls(items, columns))
             results: list[list[StageResult]] = []
             cells: dict[int, Cells] = {}
-            place = 0
             for (rows, prompt), of_call in zip(items, found, strict=True):
                 each = [of_call] * len(rows) if isinstance(of_call, Failure) else of_call
-                results.append([])
-                for row_id, of_row in zip(rows, each, strict=True):
-                    result = self._result(row_id, of_row)
-                    results[-1].append(result)
+                results.append([*map(self._result, rows, each)])
+                for result, of_row in zip(results[-1], each, strict=True):
+                    row_id, place = result.row_id, len(cells)
                     cells[row_id] = self._cells(result, of_row)
                     if self._spec.reward is not None and prompt is not None:
-                        opening = openings.get(row_id)
-                        cells[row_id] |= self._shown(prompt, columns, place, opening)
-                    place += 1
+                        cells[row_id] |= self._shown(prompt, columns, place, openings.get(row_id))
             await self._write(cells)
         self._failures.add([of_call[0] for of_call in results])
         return WireList(result for of_call in results for result in of_call)

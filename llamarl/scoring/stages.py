@@ -233,7 +233,11 @@ def make_graph(config: Config, own: Sequence[Stage] = ()) -> Graph:
             _check_external(stage, stage.run, config)
     _check_kinds(stages)
     needs = _needs(stages, writers)
-    ordered = {name: stages[name] for name in _in_order(needs)}
+    try:
+        ordered = {name: stages[name] for name in TopologicalSorter(needs).static_order()}
+    except CycleError as error:
+        circle = " -> ".join(error.args[1])
+        raise ValueError(f"stages must not wait for each other in a circle, got {circle}") from None
     return Graph(ordered, needs, config.environment.is_used)
 
 
@@ -346,15 +350,6 @@ def _needs(stages: Mapping[str, Stage], writers: Mapping[str, str]) -> dict[str,
         needs[name] = frozenset(stored | {GENERATE} - {name})
     needs[SETTLE] |= stages.keys() - {SETTLE, TRAIN}
     return needs
-
-
-def _in_order(needs: Mapping[str, frozenset[str]]) -> list[str]:
-    """The names, each after those it needs. ValueError for a circle."""
-    try:
-        return list(TopologicalSorter(needs).static_order())
-    except CycleError as error:
-        circle = " -> ".join(error.args[1])
-        raise ValueError(f"stages must not wait for each other in a circle, got {circle}") from None
 
 
 def _is_names(value: object, *others: type) -> bool:
