@@ -4,7 +4,9 @@ Looking for garbage among the imports took a third of the collection, and time i
 composes a recipe twice, first only to ask whether it chooses hydra.mode, which none does.
 """
 
+import asyncio
 import gc
+import inspect
 import resource
 
 import pytest
@@ -12,6 +14,8 @@ from hydra._internal.hydra import Hydra
 from hypothesis import settings
 
 OPEN_FILES = 1024  # that a process of the tests may need, which runs hundreds of them
+
+ASYNC_LIMIT_S = 300.0  # a test that waits for ever fails
 
 gc.set_threshold(100_000, 50, 100)
 settings.register_profile("llamarl", deadline=None)  # a loaded machine is no mistake
@@ -25,6 +29,16 @@ def pytest_configure():
         pytest.exit(f"the tests need {OPEN_FILES} open files, got ulimit -n {hard}", returncode=2)
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
         resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), ASYNC_LIMIT_S))
+    return True
 
 
 def pytest_collection_finish():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,21 +121,15 @@ def call(tool: str, arguments: str = "{}") -> str:
 
 
 ADD = call("add", '{"amount": 2}')
-Work = Callable[[Setting], Awaitable[None]]
 
 
-@contextmanager
-def running(folder: Path, **config: Any) -> Iterator[Callable[[Work], None]]:
-    def run(work: Work) -> None:
-        async def main() -> None:
-            setting = Setting(folder, **config)
-            await setting.executor.start()
-            try:
-                await work(setting)
-            finally:
-                setting.link.close()
-                await setting.executor.close()
-
-        asyncio.run(main())
-
-    yield run
+@asynccontextmanager
+async def playing(folder: Path, **config: Any) -> AsyncIterator[Setting]:
+    """An executor that is started, and closed afterwards."""
+    setting = Setting(folder, **config)
+    await setting.executor.start()
+    try:
+        yield setting
+    finally:
+        setting.link.close()
+        await setting.executor.close()

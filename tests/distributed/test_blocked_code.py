@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.core.records import EpisodeState, StageStatus
-from tests.distributed.played import ADD, Setting, call, running
+from tests.distributed.played import ADD, call, playing
 
 BLOCKING = """
 import asyncio, socket, threading, time
@@ -81,8 +81,8 @@ environment = Env
 
 
 @pytest.mark.parametrize("tool", ["sleeps", "locks", "reads", "loops", "stubborn", "within"])
-def test_a_coroutine_that_blocks_fails_its_own_episode(tmp_path: Path, tool: str) -> None:
-    async def work(setting: Setting) -> None:
+async def test_a_coroutine_that_blocks_fails_its_own_episode(tmp_path: Path, tool: str) -> None:
+    async with playing(tmp_path, task=BLOCKING, timeout_s=1.0) as setting:
         rows = range(8)
         await setting.begin_all(rows)
         for row in rows:
@@ -102,12 +102,11 @@ def test_a_coroutine_that_blocks_fails_its_own_episode(tmp_path: Path, tool: str
         for row in rows[2:]:
             assert (await setting.turn(row, "So.<|im_end|>")).reward == 4.0
 
-    with running(tmp_path, task=BLOCKING, timeout_s=1.0) as run:
-        run(work)
 
-
-def test_one_that_cannot_be_interrupted_fails_and_the_others_begin_again(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_one_that_cannot_be_interrupted_fails_and_the_others_begin_again(
+    tmp_path: Path,
+) -> None:
+    async with playing(tmp_path, task=BLOCKING, timeout_s=3.0) as setting:
         rows = range(4)
         await setting.begin_all(rows)
         wait = call("wait", '{"seconds": 2.4}')
@@ -119,9 +118,6 @@ def test_one_that_cannot_be_interrupted_fails_and_the_others_begin_again(tmp_pat
             assert (each.status, each.state) == (StageStatus.OK, EpisodeState.LOST)
         assert (await setting.turn(3, ADD)).state is EpisodeState.LOST
         assert (await setting.begin(3, attempt=1)).state is EpisodeState.GOES_ON
-
-    with running(tmp_path, task=BLOCKING, timeout_s=3.0) as run:
-        run(work)
 
 
 AGENT = """
@@ -143,10 +139,10 @@ SYNCHRONOUS = AGENT.replace("    def play", "    async def play")  # waits for i
 NUM_HUNG = 33
 
 
-def test_a_program_that_asks_without_await_in_a_coroutine_fails_its_own_episode(
+async def test_a_program_that_asks_without_await_in_a_coroutine_fails_its_own_episode(
     tmp_path: Path,
 ) -> None:
-    async def work(setting: Setting) -> None:
+    async with playing(tmp_path, task=SYNCHRONOUS, timeout_s=0.5) as setting:
         found = await asyncio.gather(setting.begin(1), setting.begin(2, hangs=True))
         for each in found:
             assert each.status is not StageStatus.OK
@@ -155,14 +151,11 @@ def test_a_program_that_asks_without_await_in_a_coroutine_fails_its_own_episode(
         assert (await setting.begin(3)).status is not StageStatus.OK
         assert setting.executor._pools[0].pids == [pid], "its process goes on"
 
-    with running(tmp_path, task=SYNCHRONOUS, timeout_s=0.5) as run:
-        run(work)
 
-
-def test_programs_of_agents_that_never_end_are_counted_and_their_process_is_replaced(
+async def test_programs_of_agents_that_never_end_are_counted_and_their_process_is_replaced(
     tmp_path: Path,
 ) -> None:
-    async def work(setting: Setting) -> None:
+    async with playing(tmp_path, task=AGENT, timeout_s=1.0, num_workers=1) as setting:
         (pid,) = setting.executor._pools[0].pids
         hung = (setting.begin(row, hangs=True) for row in range(NUM_HUNG))
         found = await asyncio.gather(*hung)
@@ -174,6 +167,3 @@ def test_programs_of_agents_that_never_end_are_counted_and_their_process_is_repl
         begun = await setting.begin(row := row + 1)
         assert begun.state is EpisodeState.GOES_ON
         assert (await setting.turn(row, "So.<|im_end|>")).reward == 1.0
-
-    with running(tmp_path, task=AGENT, timeout_s=1.0, num_workers=1) as run:
-        run(work)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from llamarl.core.records import EpisodeState, StageStatus
-from tests.distributed.played import ADD, Setting, call, running
+from tests.distributed.played import ADD, Setting, call, playing
 
 
-def test_an_episode_from_its_reset_to_its_reward(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_an_episode_from_its_reset_to_its_reward(tmp_path: Path) -> None:
+    async with playing(tmp_path) as setting:
         begun = await setting.begin(1, start=5)
         assert (begun.state, begun.prompt_ids) == (EpisodeState.GOES_ON, None)
         turn = await setting.turn(1, "so " + ADD)
@@ -30,24 +30,18 @@ def test_an_episode_from_its_reset_to_its_reward(tmp_path: Path) -> None:
         assert (done.state, done.numbers["turns"]) == (EpisodeState.DONE, 2)
         assert (done.reward, done.observation) == (7.0, ())
 
-    with running(tmp_path) as run:
-        run(work)
 
-
-def test_what_a_reset_says_is_added_to_the_prompt(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_what_a_reset_says_is_added_to_the_prompt(tmp_path: Path) -> None:
+    async with playing(tmp_path) as setting:
         begun = await setting.begin(1, more=" Begin.")
         assert begun.prompt_ids is not None
         text = setting.tokenizer.decode_raw(begun.prompt_ids)
         assert "<|im_start|>user\nq Begin.<|im_end|>" in text
         assert '"name": "add"' in text, "tools stand at the head"
 
-    with running(tmp_path) as run:
-        run(work)
 
-
-def test_limits_end_an_episode_as_truncated_and_it_is_scored(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_limits_end_an_episode_as_truncated_and_it_is_scored(tmp_path: Path) -> None:
+    async with playing(tmp_path, max_turns=2) as setting:
         await setting.begin_all((1, 2, 3, 4))
         found = {1: await setting.turn(1, "cut off", is_cut=True)}
         said = await setting.turn(4, call("say", '{"text": "xxx"}'))
@@ -66,13 +60,10 @@ def test_limits_end_an_episode_as_truncated_and_it_is_scored(tmp_path: Path) -> 
         fits = await setting.turn(5, say, room=size)
         assert fits.state is EpisodeState.GOES_ON, "as many as there is room for"
 
-    with running(tmp_path, max_turns=2) as run:
-        run(work)
-
 
 @pytest.mark.parametrize("tool", ["hang", "hang_softly"])
-def test_a_call_that_hangs_fails_its_episode_and_no_other(tmp_path: Path, tool: str) -> None:
-    async def work(setting: Setting) -> None:
+async def test_a_call_that_hangs_fails_its_episode_and_no_other(tmp_path: Path, tool: str) -> None:
+    async with playing(tmp_path, timeout_s=0.5) as setting:
         await setting.begin_all((1, 2))
         hung, other = await asyncio.gather(setting.turn(1, call(tool)), setting.turn(2, ADD))
         assert hung.status is StageStatus.HUNG
@@ -81,22 +72,16 @@ def test_a_call_that_hangs_fails_its_episode_and_no_other(tmp_path: Path, tool: 
         assert (other.status, other.state) == (StageStatus.OK, EpisodeState.GOES_ON)
         assert (await setting.turn(2, "Done.<|im_end|>")).state is EpisodeState.DONE
 
-    with running(tmp_path, timeout_s=0.5) as run:
-        run(work)
 
-
-def test_all_calls_of_an_episode_together_have_a_limit(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_all_calls_of_an_episode_together_have_a_limit(tmp_path: Path) -> None:
+    async with playing(tmp_path, episode_timeout_s=1e-6) as setting:
         found = await setting.begin(1)
         assert found.status is StageStatus.HUNG
         assert "environment.episode_timeout_s" in found.error
 
-    with running(tmp_path, episode_timeout_s=1e-6) as run:
-        run(work)
 
-
-def test_a_process_that_is_killed_loses_its_own_episodes_only(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_a_process_that_is_killed_loses_its_own_episodes_only(tmp_path: Path) -> None:
+    async with playing(tmp_path, num_workers=2) as setting:
         rows = range(6)
         await setting.begin_all(rows)
         pools = {row: setting.executor._episodes[row].pool for row in rows}
@@ -109,32 +94,23 @@ def test_a_process_that_is_killed_loses_its_own_episodes_only(tmp_path: Path) ->
         again = await setting.begin(0, attempt=1)
         assert again.state is EpisodeState.GOES_ON, "a new process took over"
 
-    with running(tmp_path, num_workers=2) as run:
-        run(work)
 
-
-def test_a_tool_that_ends_its_process_loses_the_episode(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_a_tool_that_ends_its_process_loses_the_episode(tmp_path: Path) -> None:
+    async with playing(tmp_path) as setting:
         await setting.begin(1)
         assert (await setting.turn(1, call("die"))).state is EpisodeState.LOST
 
-    with running(tmp_path) as run:
-        run(work)
 
-
-def test_an_episode_that_is_not_known_or_was_forgotten_is_lost(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_an_episode_that_is_not_known_or_was_forgotten_is_lost(tmp_path: Path) -> None:
+    async with playing(tmp_path) as setting:
         await setting.begin(2)
         await setting.link.forget([2, 3])
         for row in (1, 2):
             assert (await setting.turn(row, ADD)).state is EpisodeState.LOST
 
-    with running(tmp_path) as run:
-        run(work)
 
-
-def test_only_the_newest_attempt_of_an_episode_is_played(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_only_the_newest_attempt_of_an_episode_is_played(tmp_path: Path) -> None:
+    async with playing(tmp_path) as setting:
         await setting.begin(1, attempt=3, start=5)
         assert (await setting.begin(1, attempt=2)).state is EpisodeState.LOST, "a late one"
         assert (await setting.begin(1, attempt=3)).state is EpisodeState.LOST, "or twice"
@@ -146,12 +122,9 @@ def test_only_the_newest_attempt_of_an_episode_is_played(tmp_path: Path) -> None
         done = await setting.turn(1, "So.<|im_end|>", attempt=4)
         assert done.reward == 50.0
 
-    with running(tmp_path) as run:
-        run(work)
 
-
-def test_with_a_replica_its_episodes_are_forgotten_and_no_other(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_with_a_replica_its_episodes_are_forgotten_and_no_other(tmp_path: Path) -> None:
+    async with playing(tmp_path) as setting:
         await setting.begin_all((1, 2))
         other = setting.new_link()
         setting.link, first = other, setting.link
@@ -162,14 +135,11 @@ def test_with_a_replica_its_episodes_are_forgotten_and_no_other(tmp_path: Path) 
         assert (await setting.turn(2, ADD)).state is EpisodeState.GOES_ON
         other.close()
 
-    with running(tmp_path) as run:
-        run(work)
 
-
-def test_a_turn_asked_of_an_executor_that_ends_is_lost_and_the_next_one_begins_episodes(
+async def test_a_turn_asked_of_an_executor_that_ends_is_lost_and_the_next_one_begins_episodes(
     tmp_path: Path,
 ) -> None:
-    async def work(setting: Setting) -> None:
+    async with playing(tmp_path) as setting:
         await setting.begin(1)
         hung = asyncio.create_task(setting.turn(1, call("hang_softly")))
         await asyncio.sleep(0.1)
@@ -183,12 +153,9 @@ def test_a_turn_asked_of_an_executor_that_ends_is_lost_and_the_next_one_begins_e
         assert (await beginning).state is EpisodeState.GOES_ON
         assert (await setting.turn(1, "So.<|im_end|>", attempt=1)).reward == 4.0
 
-    with running(tmp_path) as run:
-        run(work)
 
-
-def test_what_an_environment_does_wrong_fails_its_episode(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_what_an_environment_does_wrong_fails_its_episode(tmp_path: Path) -> None:
+    async with playing(tmp_path, timeout_s=0.5) as setting:
         await setting.begin(1, start=-9)
         found = await setting.turn(1, "Done.<|im_end|>")
         assert found.status is StageStatus.INVALID
@@ -200,29 +167,22 @@ def test_what_an_environment_does_wrong_fails_its_episode(tmp_path: Path) -> Non
         assert more.status is StageStatus.INVALID
         assert "data.max_prompt_tokens" in more.error
 
-    with running(tmp_path, timeout_s=0.5) as run:
-        run(work)
 
-
-def test_too_many_failures_say_so_in_one_sentence_with_which_the_run_ends(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_too_many_failures_say_so_in_one_sentence_with_which_the_run_ends(
+    tmp_path: Path,
+) -> None:
+    async with playing(tmp_path, max_failure_rate=0.1) as setting:
         await asyncio.gather(*(setting.begin(row, start=-1) for row in range(60)))
         turns = (setting.turn(row, "Done.<|im_end|>") for row in range(60))
         last = [each for each in await asyncio.gather(*turns) if each.ends_run]
         assert last
         assert all("environment.max_failure_rate" in each.error for each in last)
 
-    with running(tmp_path, max_failure_rate=0.1) as run:
-        run(work)
 
-
-def test_a_data_row_gets_to_its_environment_as_user_code_gets_it(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_a_data_row_gets_to_its_environment_as_user_code_gets_it(tmp_path: Path) -> None:
+    async with playing(tmp_path) as setting:
         begun = await setting.begin(1, start=5, when=datetime.date(2026, 1, 2), text="é" * 40_000)
         assert begun.state is EpisodeState.GOES_ON
-
-    with running(tmp_path) as run:
-        run(work)
 
 
 RAISING = """
@@ -261,8 +221,8 @@ environment = Env
 """
 
 
-def test_what_user_code_raises_or_returns_costs_no_other_episode(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_what_user_code_raises_or_returns_costs_no_other_episode(tmp_path: Path) -> None:
+    async with playing(tmp_path, task=RAISING, timeout_s=20.0) as setting:
         tools = ("inner", "later", "leave", "much", "inner", "leave")
         await asyncio.gather(*(setting.begin(row) for row in range(len(tools) + 2)))
         turns = [setting.turn(row, call(tool)) for row, tool in enumerate(tools)]
@@ -279,9 +239,6 @@ def test_what_user_code_raises_or_returns_costs_no_other_episode(tmp_path: Path)
             done = await setting.turn(row, "So.<|im_end|>")
             assert (done.state, done.reward) == (EpisodeState.DONE, 1.0)
 
-    with running(tmp_path, task=RAISING, timeout_s=20.0) as run:
-        run(work)
-
 
 ODD_STEPS = """
 class Env:
@@ -292,16 +249,13 @@ environment = Env
 """
 
 
-def test_a_message_that_is_no_json_fails_its_episode(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_a_message_that_is_no_json_fails_its_episode(tmp_path: Path) -> None:
+    async with playing(tmp_path, task=ODD_STEPS, timeout_s=20.0) as setting:
         await asyncio.gather(setting.begin(1), setting.begin(2))
         for row in (1, 2):
             found = await setting.turn(row, "hi<|im_end|>")
             assert found.status is StageStatus.INVALID
             assert "what it returns must be JSON, got TypeError" in found.error
-
-    with running(tmp_path, task=ODD_STEPS, timeout_s=20.0) as run:
-        run(work)
 
 
 HALF = """
@@ -321,8 +275,8 @@ environment = Env
 """
 
 
-def test_half_a_character_in_what_an_environment_says_ends_nothing(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_half_a_character_in_what_an_environment_says_ends_nothing(tmp_path: Path) -> None:
+    async with playing(tmp_path, task=HALF, timeout_s=20.0) as setting:
         begun = await setting.begin(1)
         shown = setting.tokenizer.encode("q more \ufffd<|im_end|>", special=False)
         assert begun.prompt_ids is not None
@@ -333,6 +287,3 @@ def test_half_a_character_in_what_an_environment_says_ends_nothing(tmp_path: Pat
         failed = await setting.begin(2, fails=True)
         assert failed.status is StageStatus.RAISED
         assert "no \ufffd here" in failed.error
-
-    with running(tmp_path, task=HALF, timeout_s=20.0) as run:
-        run(work)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llamarl.core.records import EpisodeState, StageStatus
-from tests.distributed.played import ADD, TASK, Setting, call, running
+from tests.distributed.played import ADD, TASK, call, playing
 
 READS = """
 import json, pathlib
@@ -65,10 +65,10 @@ TURNS: dict[str, tuple[EpisodeState, list[dict[str, Any]], list[dict[str, Any]]]
 
 @pytest.mark.parametrize("end", TURNS)
 @pytest.mark.parametrize("task", [TASK, PLAIN], ids=["class", "tools"])
-def test_a_reward_reads_every_turn_however_the_episode_ends(
+async def test_a_reward_reads_every_turn_however_the_episode_ends(
     tmp_path: Path, task: str, end: str
 ) -> None:
-    async def work(setting: Setting) -> None:
+    async with playing(tmp_path, task=task + READS, max_turns=3) as setting:
         state, turns, messages = TURNS[end]
         to, has_instance = tmp_path / "read.json", task is TASK
         await setting.begin(1, start=5, to=str(to), more=" Go." if has_instance else "")
@@ -84,11 +84,8 @@ def test_a_reward_reads_every_turn_however_the_episode_ends(
         result = {"role": "tool", "name": "add", "content": content}
         assert found["messages"] == [first, written("so", add), result, *messages]
 
-    with running(tmp_path, task=task + READS, max_turns=3) as run:
-        run(work)
 
-
-def test_a_reward_reads_the_turns_of_an_environment_with_steps(tmp_path: Path) -> None:
+async def test_a_reward_reads_the_turns_of_an_environment_with_steps(tmp_path: Path) -> None:
     steps = """
 class Env:
     total = 1
@@ -98,7 +95,7 @@ class Env:
 environment = Env
 """
 
-    async def work(setting: Setting) -> None:
+    async with playing(tmp_path, task=steps + READS, max_turns=3) as setting:
         ends = [{"text": "cut o", "is_cut": True}, {"text": "end"}, {"text": "third"}]
         seen = [["cut o"], ["end"], ["third", "more"]]
         for row, end in enumerate(ends):
@@ -111,14 +108,11 @@ environment = Env
             contents = [each["content"] for each in json.loads(to.read_text())["messages"]]
             assert contents == ["q", "one", "more", "two", "more", *seen[row]]
 
-    with running(tmp_path, task=steps + READS, max_turns=3) as run:
-        run(work)
 
-
-def test_an_episode_that_a_reward_reads_begins_again_when_its_process_is_lost(
+async def test_an_episode_that_a_reward_reads_begins_again_when_its_process_is_lost(
     tmp_path: Path,
 ) -> None:
-    async def work(setting: Setting) -> None:
+    async with playing(tmp_path, task=PLAIN + READS) as setting:
         to = tmp_path / "read.json"
         await setting.begin(1, to=str(to))
         await setting.turn(1, ADD)
@@ -131,16 +125,10 @@ def test_an_episode_that_a_reward_reads_begins_again_when_its_process_is_lost(
             "assistant",
         ]
 
-    with running(tmp_path, task=PLAIN + READS) as run:
-        run(work)
 
-
-def test_plain_tools_without_such_a_reward_are_asked_for_calls_only(tmp_path: Path) -> None:
-    async def work(setting: Setting) -> None:
+async def test_plain_tools_without_such_a_reward_are_asked_for_calls_only(tmp_path: Path) -> None:
+    async with playing(tmp_path, task=PLAIN) as setting:
         assert "environment_s" not in (await setting.begin(1)).numbers
         done = await setting.turn(1, "So.<|im_end|>")
         assert (done.state, done.reward) == (EpisodeState.DONE, None)
         assert "environment_s" not in done.numbers
-
-    with running(tmp_path, task=PLAIN) as run:
-        run(work)

@@ -290,17 +290,15 @@ def test_what_rewards_start_ends_with_the_pool_wherever_it_hides():
     assert not any(map(is_alive, pids))
 
 
-def test_what_a_reward_starts_ends_with_its_process_when_that_is_replaced():
-    async def run():
-        pool = RewardPool(RewardConfig(functions=["task"], timeout_s=30.0), ESCAPES)
-        await pool.start()
-        try:
-            scores = await pool.score(completions("session", "orphan", "leave"))
-            return [is_alive(int(scored.reward)) for scored in scores[:2]]
-        finally:
-            pool.close()
-
-    assert asyncio.run(run()) == [False, False]
+async def test_what_a_reward_starts_ends_with_its_process_when_that_is_replaced():
+    pool = RewardPool(RewardConfig(functions=["task"], timeout_s=30.0), ESCAPES)
+    await pool.start()
+    try:
+        scores = await pool.score(completions("session", "orphan", "leave"))
+        found = [is_alive(int(scored.reward)) for scored in scores[:2]]
+    finally:
+        pool.close()
+    assert found == [False, False]
 
 
 def test_a_bomb_of_processes_ends_with_the_pool():

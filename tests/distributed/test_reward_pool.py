@@ -79,13 +79,10 @@ def wait_until(condition, limit_s=10.0):
     return condition()
 
 
-def test_every_kind_of_failure_has_its_own_error_and_the_rest_is_scored():
-    async def run():
-        async with open_pool() as pool:
-            texts = ("a", "raise", "nan", "exit", "crash", "leave", "print", "read", "hang", "b")
-            return await pool.score(completions(*texts))
-
-    scores = asyncio.run(run())
+async def test_every_kind_of_failure_has_its_own_error_and_the_rest_is_scored():
+    async with open_pool() as pool:
+        texts = ("a", "raise", "nan", "exit", "crash", "leave", "print", "read", "hang", "b")
+        scores = await pool.score(completions(*texts))
     assert [score.row_id for score in scores] == [*range(100, 110)]
     ok, raised, invalid, exited, crashed, left, printed, read, hung, last = scores
     for score in (ok, printed, last):
@@ -110,116 +107,69 @@ def test_every_kind_of_failure_has_its_own_error_and_the_rest_is_scored():
 
 
 @pytest.mark.long
-def test_a_hung_computation_that_never_returns_to_python_is_stopped_too():
-    async def run():
-        # The limit is for the first one too, on a machine with other work.
-        async with running(RewardConfig(timeout_s=6.0), None) as pool:
-            prompt = Prompt(prompt_id=1, text="q", token_ids=(), fields={"answer": "42"})
-            return await pool.score(completions("42", "9**9**9**9", prompt=prompt))
-
-    first, hung = asyncio.run(run())
+async def test_a_hung_computation_that_never_returns_to_python_is_stopped_too():
+    # The limit is for the first one too, on a machine with other work.
+    async with running(RewardConfig(timeout_s=6.0), None) as pool:
+        prompt = Prompt(prompt_id=1, text="q", token_ids=(), fields={"answer": "42"})
+        first, hung = await pool.score(completions("42", "9**9**9**9", prompt=prompt))
     assert (first.reward, hung.status) == (1.0, StageStatus.HUNG)
     assert "sympy" in hung.error
 
 
-def test_a_hang_is_blamed_on_its_completion_alone_and_its_worker_is_replaced():
-    async def run():
-        async with open_pool() as pool:
-            (before,) = pool.pids
-            scores = await pool.score(completions("pid", "sleep", "hang", "pid", "pid"))
-            (after,) = pool.pids
-            return before, after, scores
-
-    before, after, scores = asyncio.run(run())
+async def test_a_hang_is_blamed_on_its_completion_alone_and_its_worker_is_replaced():
+    async with open_pool() as pool:
+        (before,) = pool.pids
+        scores = await pool.score(completions("pid", "sleep", "hang", "pid", "pid"))
+        (after,) = pool.pids
     assert [s.status for s in scores].index(StageStatus.HUNG) == 2
     assert [scores[i].reward for i in (0, 3, 4)] == [before, after, after]
     assert not is_alive(before)
 
 
-def test_slow_rewards_that_each_keep_the_limit_are_not_hung():
-    async def run():
-        async with open_pool(timeout_s=3.0) as pool:
-            return await pool.score(completions(*["sleep"] * 11))  # 0.3 s each
-
-    assert all(score.status is StageStatus.OK for score in asyncio.run(run()))
+async def test_slow_rewards_that_each_keep_the_limit_are_not_hung():
+    async with open_pool(timeout_s=3.0) as pool:
+        found = await pool.score(completions(*["sleep"] * 11))  # 0.3 s each
+    assert all(score.status is StageStatus.OK for score in found)
 
 
-def test_workers_share_the_work():
-    async def run():
-        async with open_pool(num_workers=2) as pool:
-            scores = await pool.score(completions("sleep", "pid", "sleep", "pid"))
-            return {score.reward for score in scores[1::2]}, set(pool.pids)
-
-    used, pids = asyncio.run(run())
+async def test_workers_share_the_work():
+    async with open_pool(num_workers=2) as pool:
+        scores = await pool.score(completions("sleep", "pid", "sleep", "pid"))
+        used, pids = {score.reward for score in scores[1::2]}, set(pool.pids)
     assert used == pids
     assert len(pids) == 2
 
 
-def test_many_calls_at_once_each_get_their_own_scores():
-    async def run():
-        async with open_pool(num_workers=2) as pool:
-            prompts = [
-                Prompt(prompt_id=i, text="", token_ids=(), fields={"value": i}) for i in range(8)
-            ]
-            calls = [pool.score(completions(*"abc" * 30, prompt=p)) for p in prompts]
-            return await asyncio.gather(*calls)
-
-    for value, scores in enumerate(asyncio.run(run())):
+async def test_many_calls_at_once_each_get_their_own_scores():
+    async with open_pool(num_workers=2) as pool:
+        prompts = [
+            Prompt(prompt_id=i, text="", token_ids=(), fields={"value": i}) for i in range(8)
+        ]
+        calls = [pool.score(completions(*"abc" * 30, prompt=p)) for p in prompts]
+        found = await asyncio.gather(*calls)
+    for value, scores in enumerate(found):
         assert [score.reward for score in scores] == [value] * 90
 
 
-def test_the_reward_is_the_weighted_sum_and_parts_keep_the_configured_order():
-    section = config(functions=["format", "task"], weights=[0.5, 2.0])
-
-    async def run():
-        async with running(section, TASK) as pool:
-            return await pool.score(completions("Answer: x", "x"))
-
-    full, none = asyncio.run(run())
-    assert (full.reward, none.reward) == (5.5, 5.0)
-    assert list(full.parts.items()) == [("format", 1.0), ("task", 2.5)]
-    assert full.correct
-    assert not none.correct
-
-
-def test_a_weighted_sum_that_overflows_is_invalid():
-    huge = Prompt(prompt_id=1, text="", token_ids=(), fields={"value": 1e308})
-
-    async def run():
-        async with open_pool(weights=[100.0]) as pool:
-            return await pool.score(completions("a", prompt=huge))
-
-    (score,) = asyncio.run(run())
-    assert score.status is StageStatus.INVALID
-
-
-def test_a_worker_loads_neither_torch_nor_transformers():
+async def test_a_worker_loads_neither_torch_nor_transformers():
     section = config(functions=["task", "math", "exact", "format"], weights=[1.0] * 4)
     prompt = Prompt(prompt_id=1, text="", token_ids=(), fields={"answer": "1"})
 
-    async def run():
-        async with running(section, TASK) as pool:
-            return await pool.score(completions("torch", prompt=prompt))
-
-    (score,) = asyncio.run(run())
+    async with running(section, TASK) as pool:
+        (score,) = await pool.score(completions("torch", prompt=prompt))
     assert score.parts["task"] == 0
 
 
-def test_a_message_larger_than_any_pipe_passes():
-    async def run():
-        async with open_pool(timeout_s=10.0) as pool:
-            return await pool.score(completions(*["long " * 200_000] * 4))
-
-    assert [score.reward for score in asyncio.run(run())] == [2.5] * 4
+async def test_a_message_larger_than_any_pipe_passes():
+    async with open_pool(timeout_s=10.0) as pool:
+        found = await pool.score(completions(*["long " * 200_000] * 4))
+    assert [score.reward for score in found] == [2.5] * 4
 
 
-def test_a_stopped_process_that_does_not_even_read_is_hung_and_replaced():
-    async def run():
-        async with open_pool(timeout_s=3.0) as pool:
-            os.kill(pool.pids[0], signal.SIGSTOP)
-            return await pool.score(completions("long " * 200_000, "a"))
-
-    hung, ok = asyncio.run(asyncio.wait_for(run(), 30))
+async def test_a_stopped_process_that_does_not_even_read_is_hung_and_replaced():
+    async with open_pool(timeout_s=3.0) as pool:
+        os.kill(pool.pids[0], signal.SIGSTOP)
+        hung, ok = await pool.score(completions("long " * 200_000, "a"))
     assert (hung.status, ok.status) == (StageStatus.HUNG, StageStatus.OK)
 
 
@@ -232,7 +182,7 @@ def test_a_task_that_does_not_load_ends_the_start_in_one_line():
     assert pool.pids == []
 
 
-def test_close_ends_every_process_even_one_that_hangs_and_its_children():
+async def test_close_ends_every_process_even_one_that_hangs_and_its_children():
     source = TASK + (
         "\nimport subprocess\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
@@ -241,23 +191,20 @@ def test_close_ends_every_process_even_one_that_hangs_and_its_children():
         "    return child.pid if completion == 'child' else old(prompt, completion)\n"
     )
 
-    async def run():
-        pool = RewardPool(config(num_workers=2, timeout_s=60.0), source)
-        await pool.start()
-        pids = pool.pids
-        (score,) = await pool.score(completions("child"))
-        call = asyncio.create_task(pool.score(completions("hang", "hang")))
-        await asyncio.sleep(0.2)
-        start = time.monotonic()
-        pool.close()
-        with pytest.raises(RuntimeError, match="closed"):
-            await call
-        with pytest.raises(RuntimeError, match="not closed"):
-            await pool.score(completions("a"))
-        pool.close()
-        return [*pids, int(score.reward)], time.monotonic() - start
-
-    pids, took_s = asyncio.run(run())
+    pool = RewardPool(config(num_workers=2, timeout_s=60.0), source)
+    await pool.start()
+    pids = pool.pids
+    (score,) = await pool.score(completions("child"))
+    call = asyncio.create_task(pool.score(completions("hang", "hang")))
+    await asyncio.sleep(0.2)
+    start = time.monotonic()
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await call
+    with pytest.raises(RuntimeError, match="not closed"):
+        await pool.score(completions("a"))
+    pool.close()
+    pids, took_s = [*pids, int(score.reward)], time.monotonic() - start
     assert len(pids) == 3
     assert wait_until(lambda: not any(map(is_alive, pids)))
     assert took_s < 5
@@ -357,23 +304,20 @@ def test_a_worker_whose_parent_is_already_gone_ends_at_once():
     worker.communicate()
 
 
-def test_the_pool_calls_few_functions_for_each_item():
+async def test_the_pool_calls_few_functions_for_each_item():
     """Counted, not timed: the same on any machine."""
     calls: Counter[str] = Counter()
 
     def count(frame, event, _):
         calls[frame.f_code.co_name] += event == "call"
 
-    async def run():
-        async with open_pool() as pool:
-            prompt = dataclasses.replace(PROMPT, text="q" * 100, token_ids=(1,) * 100)
-            items = completions(*["bla " * 60] * 512, prompt=prompt)
+    async with open_pool() as pool:
+        prompt = dataclasses.replace(PROMPT, text="q" * 100, token_ids=(1,) * 100)
+        items = completions(*["bla " * 60] * 512, prompt=prompt)
+        await pool.score(items)
+        sys.setprofile(count)
+        try:
             await pool.score(items)
-            sys.setprofile(count)
-            try:
-                await pool.score(items)
-            finally:
-                sys.setprofile(None)
-
-    asyncio.run(run())
+        finally:
+            sys.setprofile(None)
     assert 1 < calls.total() / 512 < 10, calls.most_common(5)

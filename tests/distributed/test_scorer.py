@@ -7,13 +7,11 @@ import math
 import time
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from llamarl.core.config import RewardConfig
-from llamarl.core.errors import UserCodeError
 from llamarl.core.records import (
     FINISH_CODES,
     PROMPT_ID,
@@ -33,7 +31,6 @@ from llamarl.scoring.stage_worker import StageExecutor, StageSpec
 from llamarl.scoring.stages import SCORE, make_graph
 from llamarl.storage.client import Store
 from tests.fakes import WatchedStorage
-from tests.json_lines import read_lines
 from tests.unit.planner_recipes import make_recipe
 from tests.unit.tokenizer_files import write_tokenizer
 
@@ -186,66 +183,6 @@ def make_rows(folder, num_bad, num_good):
     for row in range(num_bad, num_bad + num_good):
         put(storage, folder, row, "good")
     return storage, [*range(num_bad)], [*range(num_bad, num_bad + num_good)]
-
-
-def test_too_many_failures_end_the_run_with_counts_and_the_last_traceback(folder):
-    storage, bad, good = make_rows(folder, 6, 44)
-    config = RewardConfig(functions=["task"], max_failure_rate=0.1)
-    with pytest.raises(UserCodeError, match="at most 10% of reward calls may fail") as error:
-        run_scorer(folder, storage, config, [good, bad], task_source=TASK)
-    assert "got 6 of the last 50 (6 raised, 0 hung, 0 invalid)" in str(error.value)
-    assert "LookupError: bad" in str(error.value)
-    assert "on the prompt of line 1 ('q'):" in str(error.value)
-
-
-def test_few_failures_or_few_rewards_do_not_end_the_run(folder):
-    config = RewardConfig(functions=["task"], max_failure_rate=0.1)
-    for num_bad, num_good in ((5, 45), (45, 0)):
-        storage, bad, good = make_rows(folder, num_bad, num_good)
-        scores = run_scorer(folder, storage, config, [good, bad], task_source=TASK)
-        assert [len(call) for call in scores] == [num_good, num_bad]
-
-
-def test_the_failure_rate_forgets_what_is_long_past(folder):
-    config = RewardConfig(functions=["task"], max_failure_rate=0.1)
-    storage, bad, good = make_rows(folder, 150, 1000)
-    calls = [bad[:49], good, bad[49:148], bad[148:149]]
-    scores = run_scorer(folder, storage, config, calls, task_source=TASK)
-    assert len(scores) == 4
-    storage, _, _ = make_rows(folder, 150, 1000)
-    with pytest.raises(RuntimeError, match="got 101 of the last 1000"):
-        run_scorer(folder, storage, config, [*calls, bad[149:]], task_source=TASK)
-
-
-def test_a_missing_tokenizer_or_task_ends_the_start(folder, tmp_path):
-    with pytest.raises(ValueError, match="folder must exist"):
-        run_scorer(str(tmp_path / "none"), WatchedStorage(), RewardConfig(), [])
-    with pytest.raises(ValueError, match=r"reward must load, got .*task\.py must define"):
-        run_scorer(
-            folder, WatchedStorage(), RewardConfig(functions=["task"]), [], task_source="x = 1"
-        )
-
-
-def test_the_scorer_records_when_it_worked_and_when_it_waited(folder, tmp_path):
-    storage, _, rows = make_rows(folder, 0, 6)
-    spans = Spans("scorer-0", tmp_path)
-    run_scorer(
-        folder,
-        storage,
-        RewardConfig(functions=["task"]),
-        [rows[:3], rows[3:]],
-        task_source=TASK,
-        spans=spans,
-    )
-    spans.close()
-    lines = read_lines(tmp_path / "scorer-0.jsonl")
-    lines = [line for line in lines if line.get("cat") in ("busy", "wait")]
-    assert [(line["name"], line["cat"]) for line in lines] == [
-        ("rollouts", "wait"),
-        ("score", "busy"),
-    ] * 2
-    assert [line.get("rows") for line in lines] == [None, 3, None, 3]
-    assert all(a["end_ns"] == b["start_ns"] for a, b in pairwise(lines))
 
 
 def test_with_on_failure_zero_a_failed_reward_is_a_zero_that_counts_as_failed(folder, caplog):

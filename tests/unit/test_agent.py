@@ -82,63 +82,57 @@ def run(main: Any) -> None:
     asyncio.run(asyncio.wait_for(main, 30.0))
 
 
-def test_each_request_is_a_turn_and_its_new_messages_are_the_observation() -> None:
-    async def main() -> None:
-        agent, url, first, opening = await opened(tools=[TOOL])
-        assert opening == Opening([USER], [TOOL])
-        step = await reply(agent, "I ask. ", ("multiply", {"a": 2, "b": 3}))
-        status, found = await first
-        (choice,) = found["choices"]
-        assert (status, found["object"], choice["finish_reason"]) == (
-            200,
-            "chat.completion",
-            "tool_calls",
-        )
-        (call,) = choice["message"]["tool_calls"]
-        assert call["function"] == {"name": "multiply", "arguments": '{"a": 2, "b": 3}'}
-        told = {"role": "tool", "tool_call_id": call["id"], "content": [{"text": "6"}]}
-        more = [USER, {**choice["message"], "content": "I ask."}, told]
-        second = asyncio.create_task(asked(url, {"messages": more, "tools": [TOOL]}))
-        (observed,) = await step
-        assert observed == {
-            "role": "tool",
-            "content": "6",
-            "name": "multiply",
-            "tool_call_id": call["id"],
-        }
-        step = await reply(agent, "It is 6.")
-        assert (await second)[1]["choices"][0]["message"] == {
-            "role": "assistant",
-            "content": "It is 6.",
-        }
-        agent.end.set_result(0.75)
-        assert await step is None
-        assert await agent.get_reward() == 0.75
-        assert (await asked(url, {"messages": [USER]}))[0] == 404
-
-    run(main())
+async def test_each_request_is_a_turn_and_its_new_messages_are_the_observation() -> None:
+    agent, url, first, opening = await opened(tools=[TOOL])
+    assert opening == Opening([USER], [TOOL])
+    step = await reply(agent, "I ask. ", ("multiply", {"a": 2, "b": 3}))
+    status, found = await first
+    (choice,) = found["choices"]
+    assert (status, found["object"], choice["finish_reason"]) == (
+        200,
+        "chat.completion",
+        "tool_calls",
+    )
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "multiply", "arguments": '{"a": 2, "b": 3}'}
+    told = {"role": "tool", "tool_call_id": call["id"], "content": [{"text": "6"}]}
+    more = [USER, {**choice["message"], "content": "I ask."}, told]
+    second = asyncio.create_task(asked(url, {"messages": more, "tools": [TOOL]}))
+    (observed,) = await step
+    assert observed == {
+        "role": "tool",
+        "content": "6",
+        "name": "multiply",
+        "tool_call_id": call["id"],
+    }
+    step = await reply(agent, "It is 6.")
+    assert (await second)[1]["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "It is 6.",
+    }
+    agent.end.set_result(0.75)
+    assert await step is None
+    assert await agent.get_reward() == 0.75
+    assert (await asked(url, {"messages": [USER]}))[0] == 404
 
 
-def test_a_stream_has_the_whole_message_in_one_event() -> None:
-    async def main() -> None:
-        streamed = {"stream": True, "stream_options": {"include_usage": True}}
-        agent, _, first, _ = await opened(tools=[TOOL], **streamed)
-        await reply(agent, "", ("multiply", {}))
-        status, text = await first
-        *events, end, rest = text.split("\n\n")
-        assert (status, end, rest) == (200, "data: [DONE]", "")
-        found = [json.loads(event.removeprefix("data: ")) for event in events]
-        assert {each["object"] for each in found} == {"chat.completion.chunk"}
-        delta = found[0]["choices"][0]["delta"]
-        assert (delta["content"], delta["tool_calls"][0]["index"]) == (None, 0)
-        assert [each["choices"] and each["choices"][0]["finish_reason"] for each in found] == [
-            None,
-            "tool_calls",
-            [],
-        ]
-        agent.abandon()
-
-    run(main())
+async def test_a_stream_has_the_whole_message_in_one_event() -> None:
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    agent, _, first, _ = await opened(tools=[TOOL], **streamed)
+    await reply(agent, "", ("multiply", {}))
+    status, text = await first
+    *events, end, rest = text.split("\n\n")
+    assert (status, end, rest) == (200, "data: [DONE]", "")
+    found = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert {each["object"] for each in found} == {"chat.completion.chunk"}
+    delta = found[0]["choices"][0]["delta"]
+    assert (delta["content"], delta["tool_calls"][0]["index"]) == (None, 0)
+    assert [each["choices"] and each["choices"][0]["finish_reason"] for each in found] == [
+        None,
+        "tool_calls",
+        [],
+    ]
+    agent.abandon()
 
 
 @pytest.mark.parametrize(
@@ -168,44 +162,38 @@ def test_a_stream_has_the_whole_message_in_one_event() -> None:
         ),
     ],
 )
-def test_a_request_that_is_no_turn_is_refused_in_one_line(
+async def test_a_request_that_is_no_turn_is_refused_in_one_line(
     body: object, status: int, message: str
 ) -> None:
-    async def main() -> None:
-        agent = Scripted()
-        resetting = asyncio.create_task(agent.reset())
-        found = await asked(await agent.url, body)
-        assert (found[0], found[1]["message"]) == (status, message)
-        assert not resetting.done(), "the program may ask again"
-        agent.end.set_result(0.0)
-        with pytest.raises(RuntimeError, match="play must ask for at least one message"):
-            await resetting
-
-    run(main())
+    agent = Scripted()
+    resetting = asyncio.create_task(agent.reset())
+    found = await asked(await agent.url, body)
+    assert (found[0], found[1]["message"]) == (status, message)
+    assert not resetting.done(), "the program may ask again"
+    agent.end.set_result(0.0)
+    with pytest.raises(RuntimeError, match="play must ask for at least one message"):
+        await resetting
 
 
-def test_only_what_a_model_may_leave_out_of_its_turn_may_be_gone() -> None:
-    async def main() -> None:
-        agent, url, first, _ = await opened()
-        step = await reply(agent, "<think>\nhm\n</think>\n\nSix. ")
-        await first
-        user = {"role": "user", "content": "Sure?"}
-        for said, is_refused in (("Seven.", True), ("", True), ("Six.", False)):
-            again = [USER, {"role": "assistant", "content": said}, user]
-            asking = asyncio.create_task(asked(url, {"messages": again}))
-            if is_refused:
-                status, error = await asking
-                assert (status, error["code"]) == (400, "conversation_changed")
-                assert "message 1 of the conversation has changed" in error["message"]
-        assert await step == [user]
-        agent.abandon()
-        assert (await asking)[1]["code"] == "context_length_exceeded"
-
-    run(main())
+async def test_only_what_a_model_may_leave_out_of_its_turn_may_be_gone() -> None:
+    agent, url, first, _ = await opened()
+    step = await reply(agent, "<think>\nhm\n</think>\n\nSix. ")
+    await first
+    user = {"role": "user", "content": "Sure?"}
+    for said, is_refused in (("Seven.", True), ("", True), ("Six.", False)):
+        again = [USER, {"role": "assistant", "content": said}, user]
+        asking = asyncio.create_task(asked(url, {"messages": again}))
+        if is_refused:
+            status, error = await asking
+            assert (status, error["code"]) == (400, "conversation_changed")
+            assert "message 1 of the conversation has changed" in error["message"]
+    assert await step == [user]
+    agent.abandon()
+    assert (await asking)[1]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_program_is_told_of_a_limit_and_may_score_what_there_is(raises: bool) -> None:
+async def test_a_program_is_told_of_a_limit_and_may_score_what_there_is(raises: bool) -> None:
     class Patient(AgentEnvironment):
         async def play(self, url: str, **row: Any) -> float:
             status, found = await asked(url, {"messages": [USER]})
@@ -216,15 +204,12 @@ def test_a_program_is_told_of_a_limit_and_may_score_what_there_is(raises: bool) 
                     raise OSError(found["message"])
             return 0.25
 
-    async def main() -> None:
-        agent = Patient()
-        await agent.reset()
-        assert await agent.get_reward() == (0.0 if raises else 0.25)
-
-    run(main())
+    agent = Patient()
+    await agent.reset()
+    assert await agent.get_reward() == (0.0 if raises else 0.25)
 
 
-def test_what_a_program_raises_by_itself_is_no_reward() -> None:
+async def test_what_a_program_raises_by_itself_is_no_reward() -> None:
     class Broken(AgentEnvironment):
         def play(self, url: str, fails_at: int) -> float:
             for number in range(fails_at):
@@ -232,19 +217,16 @@ def test_what_a_program_raises_by_itself_is_no_reward() -> None:
                 assert post(url, {"messages": messages})[0] == 200
             raise OSError("no disk")
 
-    async def main() -> None:
-        agent = Broken()
-        with pytest.raises(OSError, match="no disk"):
-            await agent.reset(fails_at=0)
-        await agent.reset(fails_at=2)
-        assert await agent.step([{"role": "assistant", "content": "x"}]) == [USER]
-        with pytest.raises(OSError, match="no disk"):
-            await agent.step([{"role": "assistant", "content": "x"}])
-
-    run(main())
+    agent = Broken()
+    with pytest.raises(OSError, match="no disk"):
+        await agent.reset(fails_at=0)
+    await agent.reset(fails_at=2)
+    assert await agent.step([{"role": "assistant", "content": "x"}]) == [USER]
+    with pytest.raises(OSError, match="no disk"):
+        await agent.step([{"role": "assistant", "content": "x"}])
 
 
-def test_an_abandoned_episode_ends_its_program() -> None:
+async def test_an_abandoned_episode_ends_its_program() -> None:
     ended = []
 
     class Waiting(AgentEnvironment):
@@ -257,38 +239,30 @@ def test_an_abandoned_episode_ends_its_program() -> None:
             finally:
                 ended.append(row["number"])
 
-    async def main() -> None:
-        episodes = Episodes(find_defined(type("Task", (), {"environment": Waiting})))  # type: ignore
-        for number in (1, 2):
-            prompt = Prompt(prompt_id=1, text="", token_ids=(1,), fields={"number": number})
-            found = await episodes.begin(prompt, number, [])
-            assert found == {"messages": [USER], "schemas": []}
-        await episodes.forget([1])
-        await asyncio.sleep(0.05)
-        assert ended == [1]
-        answer = await episodes.take_turn(2, "Six.", [])
-        assert answer == {"messages": [], "calls": []}
-        assert await episodes.finish(2) == {"reward": 1.0}
-
-    run(main())
+    episodes = Episodes(find_defined(type("Task", (), {"environment": Waiting})))  # type: ignore
+    for number in (1, 2):
+        prompt = Prompt(prompt_id=1, text="", token_ids=(1,), fields={"number": number})
+        found = await episodes.begin(prompt, number, [])
+        assert found == {"messages": [USER], "schemas": []}
+    await episodes.forget([1])
+    await asyncio.sleep(0.05)
+    assert ended == [1]
+    answer = await episodes.take_turn(2, "Six.", [])
+    assert answer == {"messages": [], "calls": []}
+    assert await episodes.finish(2) == {"reward": 1.0}
 
 
-def test_the_server_listens_on_the_loopback_interface_alone() -> None:
-    async def main() -> None:
-        agent, url, _, _ = await opened()
-        port = int(url.split(":")[2].partition("/")[0])
-        listening = socket.create_connection(("127.0.0.1", port))
-        assert listening.getpeername()[0] == "127.0.0.1"
-        listening.close()
-        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        bound = {each[1].split(":")[0] for each in lines if each[1].endswith(f":{port:04X}")}
-        assert "00000000" not in bound
-        assert (await asked(f"http://127.0.0.1:{port}/{'0' * 32}/v1", {"messages": [USER]}))[
-            0
-        ] == 404
-        agent.abandon()
-
-    run(main())
+async def test_the_server_listens_on_the_loopback_interface_alone() -> None:
+    agent, url, _, _ = await opened()
+    port = int(url.split(":")[2].partition("/")[0])
+    listening = socket.create_connection(("127.0.0.1", port))
+    assert listening.getpeername()[0] == "127.0.0.1"
+    listening.close()
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    bound = {each[1].split(":")[0] for each in lines if each[1].endswith(f":{port:04X}")}
+    assert "00000000" not in bound
+    assert (await asked(f"http://127.0.0.1:{port}/{'0' * 32}/v1", {"messages": [USER]}))[0] == 404
+    agent.abandon()
 
 
 def test_a_class_of_this_kind_is_described_without_tools() -> None:

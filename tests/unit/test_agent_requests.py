@@ -11,7 +11,7 @@ import pytest
 from llamarl.core.records import StageStatus
 from llamarl.scoring.definition import Kind, schemas_of
 from llamarl.scoring.episodes import load
-from tests.unit.test_agent import TOOL, USER, Scripted, asked, run
+from tests.unit.test_agent import TOOL, USER, Scripted, asked
 from tests.unit.test_episodes import prompt
 
 FORM = "tools must be {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
@@ -40,20 +40,17 @@ FORM = "tools must be {'type': 'function', 'function': {'name': ..., 'parameters
         ),
     ],
 )
-def test_tools_of_another_form_are_refused(tools: object, message: str) -> None:
-    async def main() -> None:
-        agent = Scripted()
-        resetting = asyncio.create_task(agent.reset())
-        status, error = await asked(await agent.url, {"messages": [USER], "tools": tools})
-        assert status == 400
-        assert error["message"].startswith(message)
-        assert not resetting.done(), "the program may ask again"
-        first = asyncio.create_task(asked(await agent.url, {"messages": [USER], "tools": [TOOL]}))
-        assert (await resetting).schemas == [TOOL]
-        agent.abandon()
-        await first
-
-    run(main())
+async def test_tools_of_another_form_are_refused(tools: object, message: str) -> None:
+    agent = Scripted()
+    resetting = asyncio.create_task(agent.reset())
+    status, error = await asked(await agent.url, {"messages": [USER], "tools": tools})
+    assert status == 400
+    assert error["message"].startswith(message)
+    assert not resetting.done(), "the program may ask again"
+    first = asyncio.create_task(asked(await agent.url, {"messages": [USER], "tools": [TOOL]}))
+    assert (await resetting).schemas == [TOOL]
+    agent.abandon()
+    await first
 
 
 @pytest.mark.parametrize(
@@ -78,16 +75,13 @@ def test_tools_of_another_form_are_refused(tools: object, message: str) -> None:
         ({"role": "tool", "content": "x", "tool_call_id": 7}, "tool_call_id of a message must be"),
     ],
 )
-def test_messages_of_another_form_are_refused(message: dict[str, Any], words: str) -> None:
-    async def main() -> None:
-        agent = Scripted()
-        resetting = asyncio.create_task(agent.reset())
-        status, error = await asked(await agent.url, {"messages": [USER, message, USER]})
-        assert status == 400
-        assert words in error["message"]
-        resetting.cancel()
-
-    run(main())
+async def test_messages_of_another_form_are_refused(message: dict[str, Any], words: str) -> None:
+    agent = Scripted()
+    resetting = asyncio.create_task(agent.reset())
+    status, error = await asked(await agent.url, {"messages": [USER, message, USER]})
+    assert status == 400
+    assert words in error["message"]
+    resetting.cancel()
 
 
 @pytest.mark.parametrize(
@@ -127,14 +121,11 @@ environment = Opens
 
 
 @pytest.mark.parametrize("what", ["messages", "empty", "role", "parts", "tools", "good"])
-def test_an_opening_that_no_template_can_show_fails_its_episode(what: str) -> None:
-    async def main() -> None:
-        serve = load({"task_source": {"task.py": OPENING}, "tools": ["task"], "limits": {}})
-        found = await serve(prompt(what=what, function="f"), "begin", [1, []])
-        if what == "good":
-            assert found == {"messages": [{"role": "user", "content": "q"}], "schemas": []}
-        else:
-            assert found["status"] == StageStatus.INVALID
-            assert found["error"].startswith("what it returns must ")
-
-    run(main())
+async def test_an_opening_that_no_template_can_show_fails_its_episode(what: str) -> None:
+    serve = load({"task_source": {"task.py": OPENING}, "tools": ["task"], "limits": {}})
+    found = await serve(prompt(what=what, function="f"), "begin", [1, []])
+    if what == "good":
+        assert found == {"messages": [{"role": "user", "content": "q"}], "schemas": []}
+    else:
+        assert found["status"] == StageStatus.INVALID
+        assert found["error"].startswith("what it returns must ")

@@ -20,7 +20,7 @@ from llamarl.scoring.sandbox.contained import ProgramLimits
 from llamarl.scoring.tool_calls import READY
 from tests.places import TOOLS_RECIPE
 from tests.unit.composing import compose_recipe
-from tests.unit.test_agent import post, run
+from tests.unit.test_agent import post
 
 # What reward functions of TRL's own examples read of `environments` and `completions`.
 TASK = '''
@@ -169,34 +169,28 @@ def test_a_list_of_something_else_is_refused_in_one_line(value: str, words: str)
     assert "\n" not in str(raised.value)
 
 
-def test_each_episode_has_a_conversation_of_its_own() -> None:
-    async def main() -> None:
-        episodes = Episodes(find_defined(task("tools, episode_reward = [look], num_calls")))
-        for row in (1, 2):
-            await episodes.begin(prompt(), row, QUESTION)
-        await episodes.take_turn(1, "", LOOK)
-        assert await episodes.finish(2, "None.") == {"reward": 0.0}
-        await episodes.begin(prompt(), 2, QUESTION)
-        assert await episodes.finish(1, "Two.") == {"reward": 2.0}
-        await episodes.forget([2])
-        assert await episodes.take_turn(2, "", LOOK) == UNKNOWN
-        assert not episodes._playing
-        assert not episodes._free, "plain tools have no instance to use again"
-
-    asyncio.run(main())
+async def test_each_episode_has_a_conversation_of_its_own() -> None:
+    episodes = Episodes(find_defined(task("tools, episode_reward = [look], num_calls")))
+    for row in (1, 2):
+        await episodes.begin(prompt(), row, QUESTION)
+    await episodes.take_turn(1, "", LOOK)
+    assert await episodes.finish(2, "None.") == {"reward": 0.0}
+    await episodes.begin(prompt(), 2, QUESTION)
+    assert await episodes.finish(1, "Two.") == {"reward": 2.0}
+    await episodes.forget([2])
+    assert await episodes.take_turn(2, "", LOOK) == UNKNOWN
+    assert not episodes._playing
+    assert not episodes._free, "plain tools have no instance to use again"
 
 
-def test_without_it_no_turn_is_kept() -> None:
-    async def main() -> None:
-        episodes = Episodes(find_defined(task("environment = Scored")))
-        await episodes.begin(prompt(), 1, QUESTION)
-        await episodes.take_turn(1, "", MARK)
-        assert episodes._playing[1].messages == QUESTION
-        plain = Episodes(find_defined(task("tools = [look]")))
-        await plain.take_turn(1, "", LOOK)
-        assert not plain._plain.messages
-
-    asyncio.run(main())
+async def test_without_it_no_turn_is_kept() -> None:
+    episodes = Episodes(find_defined(task("environment = Scored")))
+    await episodes.begin(prompt(), 1, QUESTION)
+    await episodes.take_turn(1, "", MARK)
+    assert episodes._playing[1].messages == QUESTION
+    plain = Episodes(find_defined(task("tools = [look]")))
+    await plain.take_turn(1, "", LOOK)
+    assert not plain._plain.messages
 
 
 @pytest.mark.parametrize(
@@ -212,24 +206,21 @@ def test_without_it_no_turn_is_kept() -> None:
 )
 @pytest.mark.parametrize("head", ["def", "async def"])
 @pytest.mark.parametrize("beside", ["environment = Scored", "tools = [look]"])
-def test_what_it_does_wrong_is_a_failure_and_no_reward(
+async def test_what_it_does_wrong_is_a_failure_and_no_reward(
     beside: str, head: str, body: str, status: StageStatus, words: str
 ) -> None:
     own = f"{head} episode_reward(prompt, messages, environment):\n    {body}"
 
-    async def main() -> dict[str, Any]:
-        source = "\n".join([TASK, beside, own])
-        serve = load({"task_source": {"task.py": source}, "tools": ["task"], "limits": {}})
-        await serve(prompt(), "begin", [1, QUESTION])
-        return await serve(None, "finish", [1, "Done."])
-
-    found = asyncio.run(main())
+    source = "\n".join([TASK, beside, own])
+    serve = load({"task_source": {"task.py": source}, "tools": ["task"], "limits": {}})
+    await serve(prompt(), "begin", [1, QUESTION])
+    found = await serve(None, "finish", [1, "Done."])
     assert found["status"] == status
     assert words in found["error"]
     assert "reward" not in found
 
 
-def test_a_reward_beside_a_program_reads_the_whole_conversation() -> None:
+async def test_a_reward_beside_a_program_reads_the_whole_conversation() -> None:
     class Twice(AgentEnvironment):
         def play(self, url: str, **row: Any) -> float:
             messages = [*QUESTION]
@@ -248,20 +239,17 @@ def test_a_reward_beside_a_program_reads_the_whole_conversation() -> None:
         seen.append((type(environment), [(each["role"], each["content"]) for each in messages]))
         return 0.25
 
-    async def main() -> None:
-        own = {"environment": Twice, "episode_reward": staticmethod(episode_reward)}
-        episodes = Episodes(find_defined(type("Task", (), own)))  # type: ignore[arg-type]
-        for row, reward in ((1, 0.75), (2, 1.25)):
-            await episodes.begin(Prompt(prompt_id=1, text="", token_ids=(1,)), row, [])
-            said = await episodes.take_turn(row, "6?", [])
-            assert said["messages"] == [{"role": "user", "content": "Sure?"}]
-            if row == 1:
-                assert await episodes.finish(row, "It is 6 be") == {"reward": reward}
-            else:
-                assert (await episodes.take_turn(row, "Yes.", []))["messages"] == []
-                assert await episodes.finish(row) == {"reward": reward}
-
-    run(main())
+    own = {"environment": Twice, "episode_reward": staticmethod(episode_reward)}
+    episodes = Episodes(find_defined(type("Task", (), own)))  # type: ignore[arg-type]
+    for row, reward in ((1, 0.75), (2, 1.25)):
+        await episodes.begin(Prompt(prompt_id=1, text="", token_ids=(1,)), row, [])
+        said = await episodes.take_turn(row, "6?", [])
+        assert said["messages"] == [{"role": "user", "content": "Sure?"}]
+        if row == 1:
+            assert await episodes.finish(row, "It is 6 be") == {"reward": reward}
+        else:
+            assert (await episodes.take_turn(row, "Yes.", []))["messages"] == []
+            assert await episodes.finish(row) == {"reward": reward}
     asked_first = [("user", QUESTION[0]["content"]), ("assistant", "6?"), ("user", "Sure?")]
     assert seen == [(Twice, [*asked_first, ("assistant", last)]) for last in ("It is 6 be", "Yes.")]
 

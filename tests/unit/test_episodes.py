@@ -217,80 +217,68 @@ def play(*lines: str) -> Episodes:
     return Episodes(find_defined(task(*lines)))
 
 
-def test_an_episode_has_its_own_state_and_its_reward_at_the_end() -> None:
-    async def main() -> None:
-        episodes = play("environment = IncrementEnv")
-        for row in (1, 2):
-            assert await episodes.begin(prompt(), row, []) == {"messages": None, "schemas": None}
-        calls = [["increment", {"step": 5}, ""], ["read", {}, ""], ["increment", {"step": 1}, ""]]
-        answer = await episodes.take_turn(1, "", calls)
-        assert [m["role"] for m in answer["messages"]] == ["tool"] * 3
-        assert [m["name"] for m in answer["messages"]] == ["increment", "read", "increment"]
-        assert [m["content"] for m in answer["messages"]][::2] == ["5", "6"], "functions in order"
-        assert await episodes.finish(1) == {"reward": 6.0}
-        assert await episodes.finish(2) == {"reward": 0.0}
-        assert await episodes.finish(1) == UNKNOWN
-        assert await episodes.take_turn(1, "", calls) == UNKNOWN
-
-    asyncio.run(main())
+async def test_an_episode_has_its_own_state_and_its_reward_at_the_end() -> None:
+    episodes = play("environment = IncrementEnv")
+    for row in (1, 2):
+        assert await episodes.begin(prompt(), row, []) == {"messages": None, "schemas": None}
+    calls = [["increment", {"step": 5}, ""], ["read", {}, ""], ["increment", {"step": 1}, ""]]
+    answer = await episodes.take_turn(1, "", calls)
+    assert [m["role"] for m in answer["messages"]] == ["tool"] * 3
+    assert [m["name"] for m in answer["messages"]] == ["increment", "read", "increment"]
+    assert [m["content"] for m in answer["messages"]][::2] == ["5", "6"], "functions in order"
+    assert await episodes.finish(1) == {"reward": 6.0}
+    assert await episodes.finish(2) == {"reward": 0.0}
+    assert await episodes.finish(1) == UNKNOWN
+    assert await episodes.take_turn(1, "", calls) == UNKNOWN
 
 
-def test_an_instance_is_used_again_after_its_reset() -> None:
-    async def main() -> None:
-        episodes = play("environment = EchoEnv")
-        asked = [{"role": "user", "content": "Please."}]
-        longer = [{"role": "user", "content": "Please. Say hi."}]
-        found = await episodes.begin(prompt(word="hi"), 1, asked)
-        assert found == {"messages": longer, "schemas": None}
-        await episodes.take_turn(1, "", [["echo", {"text": "hi"}, ""]])
-        first = episodes._playing[1].instance
-        assert await episodes.finish(1) == {"reward": None}
-        await episodes.begin(prompt(word="ho"), 2, asked)
-        assert (episodes._playing[2].instance, first.log) == (first, [])
-        await episodes.forget([2])
-        await episodes.begin(prompt(word="ho"), 3, asked)
-        assert episodes._playing[3].instance is not first, "a call in it may be under way"
-
-    asyncio.run(main())
+async def test_an_instance_is_used_again_after_its_reset() -> None:
+    episodes = play("environment = EchoEnv")
+    asked = [{"role": "user", "content": "Please."}]
+    longer = [{"role": "user", "content": "Please. Say hi."}]
+    found = await episodes.begin(prompt(word="hi"), 1, asked)
+    assert found == {"messages": longer, "schemas": None}
+    await episodes.take_turn(1, "", [["echo", {"text": "hi"}, ""]])
+    first = episodes._playing[1].instance
+    assert await episodes.finish(1) == {"reward": None}
+    await episodes.begin(prompt(word="ho"), 2, asked)
+    assert (episodes._playing[2].instance, first.log) == (first, [])
+    await episodes.forget([2])
+    await episodes.begin(prompt(word="ho"), 3, asked)
+    assert episodes._playing[3].instance is not first, "a call in it may be under way"
 
 
-def test_what_a_tool_does_wrong_is_told_to_the_model() -> None:
-    async def main() -> None:
-        episodes = play("tools = [multiply, async_add]")
-        calls = [
-            ["multiply", {"a": 2, "b": 3}, ""],
-            ["divide", {}, ""],
-            ["multiply", {"a": 2}, ""],
-            ["async_add", {"a": 1, "b": "x"}, ""],
-            ["", {}, "a call must be JSON"],
-        ]
-        answer = await episodes.take_turn(7, "", calls)
-        contents = [message["content"] for message in answer["messages"]]
-        assert contents[0] == "6"
-        assert contents[1] == str({"error": "Tool divide not found."})
-        assert "missing 1 required positional argument: 'b'" in contents[2]
-        assert contents[3].startswith("{'error':")
-        assert contents[4] == str({"error": "a call must be JSON"})
-        assert [failed for *_, failed in answer["calls"]] == [False, True, True, True, True]
-
-    asyncio.run(main())
+async def test_what_a_tool_does_wrong_is_told_to_the_model() -> None:
+    episodes = play("tools = [multiply, async_add]")
+    calls = [
+        ["multiply", {"a": 2, "b": 3}, ""],
+        ["divide", {}, ""],
+        ["multiply", {"a": 2}, ""],
+        ["async_add", {"a": 1, "b": "x"}, ""],
+        ["", {}, "a call must be JSON"],
+    ]
+    answer = await episodes.take_turn(7, "", calls)
+    contents = [message["content"] for message in answer["messages"]]
+    assert contents[0] == "6"
+    assert contents[1] == str({"error": "Tool divide not found."})
+    assert "missing 1 required positional argument: 'b'" in contents[2]
+    assert contents[3].startswith("{'error':")
+    assert contents[4] == str({"error": "a call must be JSON"})
+    assert [failed for *_, failed in answer["calls"]] == [False, True, True, True, True]
 
 
-def test_an_environment_without_tools_gets_texts_and_sums_the_rewards_of_turns() -> None:
-    async def main() -> None:
-        episodes = play("environment = Guess")
-        question = [{"role": "user", "content": "Guess."}]
-        await episodes.begin(prompt(secret=2), 1, question)
-        said = await episodes.take_turn(1, "7", [])
-        assert said["messages"] == [{"role": "user", "content": "No."}]
-        said = await episodes.take_turn(1, "two", [])
-        assert [m["content"] for m in said["messages"]] == ["One.", "And another."]
-        seen = [message["content"] for message in episodes._playing[1].messages]
-        assert seen == ["Guess.", "7", "No.", "two", "One.", "And another."]
-        assert (await episodes.take_turn(1, "2", []))["messages"] == []
-        assert await episodes.finish(1) == {"reward": 0.75}
-
-    asyncio.run(main())
+async def test_an_environment_without_tools_gets_texts_and_sums_the_rewards_of_turns() -> None:
+    episodes = play("environment = Guess")
+    question = [{"role": "user", "content": "Guess."}]
+    await episodes.begin(prompt(secret=2), 1, question)
+    said = await episodes.take_turn(1, "7", [])
+    assert said["messages"] == [{"role": "user", "content": "No."}]
+    said = await episodes.take_turn(1, "two", [])
+    assert [m["content"] for m in said["messages"]] == ["One.", "And another."]
+    seen = [message["content"] for message in episodes._playing[1].messages]
+    assert seen == ["Guess.", "7", "No.", "two", "One.", "And another."]
+    assert (await episodes.take_turn(1, "2", []))["messages"] == []
+    assert await episodes.finish(1) == {"reward": 0.75}
 
 
 WRONG = """
@@ -321,19 +309,16 @@ environment = Wrong
         ("", StageStatus.INVALID, "be a finite number for get_reward, at most 1e+09 either way"),
     ],
 )
-def test_what_an_environment_does_wrong_is_a_failure_and_no_reward(
+async def test_what_an_environment_does_wrong_is_a_failure_and_no_reward(
     what: str, status: StageStatus, words: str
 ) -> None:
-    async def main() -> dict[str, Any]:
-        serve = load({"task_source": {"task.py": WRONG}, "tools": ["task"], "limits": {}})
-        found = await serve(prompt(what=what), "begin", [1, []])
-        if "error" not in found:
-            found = await serve(None, "take_turn", [1, "x", []])
-        if "error" not in found:
-            found = await serve(None, "finish", [1])
-        return found
-
-    found = asyncio.run(main())
+    serve = load({"task_source": {"task.py": WRONG}, "tools": ["task"], "limits": {}})
+    found = await serve(prompt(what=what), "begin", [1, []])
+    if "error" not in found:
+        found = await serve(None, "take_turn", [1, "x", []])
+    if "error" not in found:
+        found = await serve(None, "finish", [1])
+    found = found
     assert found["status"] == status
     assert words in found["error"]
 
@@ -355,39 +340,33 @@ tools = [wait, quick, count]
 """
 
 
-def test_a_slow_function_holds_up_its_own_episode_only() -> None:
-    async def main() -> None:
-        module = ModuleType("task")
-        exec(SLOW, module.__dict__)
-        episodes = Episodes(find_defined(module))
-        slow = asyncio.create_task(episodes.take_turn(1, "", [["wait", {}, ""], ["count", {}, ""]]))
-        start_s = time.monotonic()
-        for row in range(2, 52):
-            answer = await episodes.take_turn(row, "", [["count", {}, ""], ["quick", {}, ""]])
-            assert [m["content"] for m in answer["messages"]] == ["one", "done"]
-        assert not slow.done()
-        module.go.set()
-        assert [m["content"] for m in (await slow)["messages"]] == ["waited", "one"]
-        assert time.monotonic() - start_s < 60
-
-    asyncio.run(main())
+async def test_a_slow_function_holds_up_its_own_episode_only() -> None:
+    module = ModuleType("task")
+    exec(SLOW, module.__dict__)
+    episodes = Episodes(find_defined(module))
+    slow = asyncio.create_task(episodes.take_turn(1, "", [["wait", {}, ""], ["count", {}, ""]]))
+    start_s = time.monotonic()
+    for row in range(2, 52):
+        answer = await episodes.take_turn(row, "", [["count", {}, ""], ["quick", {}, ""]])
+        assert [m["content"] for m in answer["messages"]] == ["one", "done"]
+    assert not slow.done()
+    module.go.set()
+    assert [m["content"] for m in (await slow)["messages"]] == ["waited", "one"]
+    assert time.monotonic() - start_s < 60
 
 
-def test_calls_that_never_end_are_left_behind_until_the_process_is_spent() -> None:
-    async def main() -> None:
-        module = ModuleType("task")
-        exec(SLOW, module.__dict__)
-        episodes = Episodes(find_defined(module))
-        for row in range(playing.MAX_LEFT):
-            assert not episodes.is_spent
-            call = asyncio.create_task(episodes.take_turn(row, "", [["wait", {}, ""]]))
-            await asyncio.sleep(0.01)
-            call.cancel()
-            await asyncio.gather(call, return_exceptions=True)
-        assert episodes.is_spent
-        module.go.set()
-        while episodes.is_spent:
-            await asyncio.sleep(0.01)
-        assert threading.active_count() > 1
-
-    asyncio.run(main())
+async def test_calls_that_never_end_are_left_behind_until_the_process_is_spent() -> None:
+    module = ModuleType("task")
+    exec(SLOW, module.__dict__)
+    episodes = Episodes(find_defined(module))
+    for row in range(playing.MAX_LEFT):
+        assert not episodes.is_spent
+        call = asyncio.create_task(episodes.take_turn(row, "", [["wait", {}, ""]]))
+        await asyncio.sleep(0.01)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+    assert episodes.is_spent
+    module.go.set()
+    while episodes.is_spent:
+        await asyncio.sleep(0.01)
+    assert threading.active_count() > 1

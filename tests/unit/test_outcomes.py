@@ -75,42 +75,36 @@ RAISED_KINDS = ["exit", "interrupt", "generator", "cancelled", "stop", "own", "m
 
 
 @pytest.mark.parametrize("kind", RAISED_KINDS)
-def test_whatever_a_tool_raises_is_told_to_the_model(kind: str) -> None:
-    async def main() -> None:
-        module = ModuleType("task")
-        exec(RAISING + "tools = [plain, soft, cancels, odd]", module.__dict__)
-        episodes = Episodes(find_defined(module))
-        names = ["plain", "soft", "cancels"]
-        calls = [[name, {"kind": kind}, ""] for name in names] + [["odd", {}, ""]]
-        answer = await asyncio.wait_for(episodes.take_turn(1, "", calls), 20)
-        said = [message["content"] for message in answer["messages"]]
-        plain = type(module.KINDS[kind]()).__name__  # type: ignore[operator]
-        shown = {"exit": "SystemExit: 2", "own": "Own: odd"}.get(kind, plain)
-        assert said[0] == str({"error": shown})
-        assert said[1].startswith("{'error': ")
-        if kind not in ("stop", "end"):  # Python itself makes a RuntimeError of these
-            assert said[1] == said[0]
-        assert said[2:] == [str({"error": "CancelledError"}), str({"error": "SystemExit: no text"})]
-        assert [failed for *_, failed in answer["calls"]] == [True] * 4
-
-    asyncio.run(main())
+async def test_whatever_a_tool_raises_is_told_to_the_model(kind: str) -> None:
+    module = ModuleType("task")
+    exec(RAISING + "tools = [plain, soft, cancels, odd]", module.__dict__)
+    episodes = Episodes(find_defined(module))
+    names = ["plain", "soft", "cancels"]
+    calls = [[name, {"kind": kind}, ""] for name in names] + [["odd", {}, ""]]
+    answer = await asyncio.wait_for(episodes.take_turn(1, "", calls), 20)
+    said = [message["content"] for message in answer["messages"]]
+    plain = type(module.KINDS[kind]()).__name__  # type: ignore[operator]
+    shown = {"exit": "SystemExit: 2", "own": "Own: odd"}.get(kind, plain)
+    assert said[0] == str({"error": shown})
+    assert said[1].startswith("{'error': ")
+    if kind not in ("stop", "end"):  # Python itself makes a RuntimeError of these
+        assert said[1] == said[0]
+    assert said[2:] == [str({"error": "CancelledError"}), str({"error": "SystemExit: no text"})]
+    assert [failed for *_, failed in answer["calls"]] == [True] * 4
 
 
 @pytest.mark.parametrize("kind", RAISED_KINDS)
 @pytest.mark.parametrize("at", ["reset", "step", "soft", "reward"])
-def test_whatever_an_environment_raises_fails_its_episode(at: str, kind: str) -> None:
-    async def main() -> None:
-        source = RAISING + "environment = Steps"
-        serve = load({"task_source": {"task.py": source}, "tools": ["task"], "limits": {}})
-        found = await serve(prompt(at=at, kind=kind), "begin", [1, []])
-        if "error" not in found:
-            found = await serve(None, "take_turn", [1, "x", []])
-        if "error" not in found:
-            found = await serve(None, "finish", [1])
-        assert found["status"] == StageStatus.RAISED
-        assert 'File "task.py"' in found["error"], "it shows the user's own lines"
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+async def test_whatever_an_environment_raises_fails_its_episode(at: str, kind: str) -> None:
+    source = RAISING + "environment = Steps"
+    serve = load({"task_source": {"task.py": source}, "tools": ["task"], "limits": {}})
+    found = await serve(prompt(at=at, kind=kind), "begin", [1, []])
+    if "error" not in found:
+        found = await serve(None, "take_turn", [1, "x", []])
+    if "error" not in found:
+        found = await serve(None, "finish", [1])
+    assert found["status"] == StageStatus.RAISED
+    assert 'File "task.py"' in found["error"], "it shows the user's own lines"
 
 
 PROMISES = """
