@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +72,6 @@ class Run:
 def make(external: External | None = None, reads: tuple[str, ...] = READS, **more: Any) -> Stage:
     options = {"writes": ["quality"], "timeout_s": 60.0, "max_failure_rate": 1.0, **more}
     return Stage("judge", external or External(), reads, **options)
-
-
-def run(
-    folder: Path, stage: Stage, scenario: Callable[[Run], Awaitable[None]], tokenizer: str = ""
-) -> None:
-    async def main() -> None:
-        async with Run(folder, stage, tokenizer) as running:
-            await asyncio.wait_for(scenario(running), 60)
-
-    asyncio.run(main())
 
 
 def alone(first: int = 0, end: int = NUM_ROWS) -> list[StageItem]:

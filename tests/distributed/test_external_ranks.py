@@ -11,14 +11,14 @@ import pytest
 from llamarl.core.errors import NotStored
 from llamarl.scoring.loader import StageBatch, StageLoader
 from llamarl.scoring.stages import External
-from tests.distributed.external import Run, alone, consume, lengths_of, make, run
+from tests.distributed.external import Run, alone, consume, lengths_of, make
 
 
-def test_data_ranks_share_each_batch_and_peers_of_a_rank_see_the_same(tmp_path: Path) -> None:
+async def test_data_ranks_share_each_batch_and_peers_of_a_rank_see_the_same(tmp_path: Path) -> None:
     external = External(sampler="token_balanced", num_data_ranks=2, num_peers=2)
     seen: dict[tuple[int, int], list[list[int]]] = {}
 
-    async def scenario(running: Run) -> None:
+    async with Run(tmp_path, make(external)) as running:
         for rank in range(2):
             for peer in range(2):
                 seen[rank, peer] = []
@@ -32,8 +32,6 @@ def test_data_ranks_share_each_batch_and_peers_of_a_rank_see_the_same(tmp_path: 
         await running.stage.process(alone(0, 39))
         while len({len(batches) for batches in seen.values()}) > 1:
             await asyncio.sleep(0.01)  # a peer that only looks may be behind
-
-    run(tmp_path, make(external), scenario)
     assert seen[0, 0] == seen[0, 1]
     assert seen[1, 0] == seen[1, 1]
     assert sorted(i for batch in seen[0, 0] + seen[1, 0] for i in batch) == list(range(39))
@@ -43,10 +41,10 @@ def test_data_ranks_share_each_batch_and_peers_of_a_rank_see_the_same(tmp_path: 
     assert [len(batch) for batch in seen[1, 0]] == [5, 5, 5, 4, 1]
 
 
-def test_a_rank_without_rollouts_in_a_batch_finishes_it_too(tmp_path: Path) -> None:
+async def test_a_rank_without_rollouts_in_a_batch_finishes_it_too(tmp_path: Path) -> None:
     where = {"batch_size": 4, "prefetch": 1}
 
-    async def scenario(running: Run) -> None:
+    async with Run(tmp_path, make(External(num_data_ranks=2))) as running:
         working = asyncio.create_task(running.stage.process(alone(0, 1)))
         loaders, shares = [], []
         for data_rank in range(2):
@@ -63,31 +61,29 @@ def test_a_rank_without_rollouts_in_a_batch_finishes_it_too(tmp_path: Path) -> N
         for loader in loaders:
             await asyncio.to_thread(loader.close)
 
-    run(tmp_path, make(External(num_data_ranks=2)), scenario)
 
-
-def test_a_peer_that_comes_when_all_is_finished_sees_what_the_others_saw(tmp_path: Path) -> None:
+async def test_a_peer_that_comes_when_all_is_finished_sees_what_the_others_saw(
+    tmp_path: Path,
+) -> None:
     seen: list[list[list[int]]] = [[], []]
 
-    async def scenario(running: Run) -> None:
+    async with Run(tmp_path, make(External(num_peers=2))) as running:
         finish = lambda batch: batch.finish(quality=lengths_of(batch))  # noqa: E731
         consume(tmp_path, seen[0], finish, batch_size=5, prefetch=1)
         await running.stage.process(alone(0, 20))
         consume(tmp_path, seen[1], lambda batch: None, batch_size=5, prefetch=1, peer=1)
         while len(seen[1]) < 4:
             await asyncio.sleep(0.01)
-
-    run(tmp_path, make(External(num_peers=2)), scenario)
     assert sorted(row_id for batch in seen[0] for row_id in batch) == list(range(20))
     assert seen[1] == seen[0]
 
 
-def test_a_peer_that_missed_a_batch_raises_instead_of_going_on_with_the_next(
+async def test_a_peer_that_missed_a_batch_raises_instead_of_going_on_with_the_next(
     tmp_path: Path,
 ) -> None:
     seen: list[list[int]] = []
 
-    async def scenario(running: Run) -> None:
+    async with Run(tmp_path, make(External(num_peers=2))) as running:
         finish = lambda batch: batch.finish(quality=lengths_of(batch))  # noqa: E731
         consume(tmp_path, seen, finish, batch_size=5, prefetch=1)
         await running.stage.process(alone(0, 5))
@@ -97,12 +93,10 @@ def test_a_peer_that_missed_a_batch_raises_instead_of_going_on_with_the_next(
         with pytest.raises(NotStored, match="row 0 is not stored"):
             await asyncio.to_thread(next, iter(late))
         await asyncio.to_thread(late.close)
-
-    run(tmp_path, make(External(num_peers=2)), scenario)
     assert seen == [[*range(5)], [*range(5, 10)]]
 
 
-def test_when_a_data_rank_ends_all_begin_again_and_no_rollout_is_lost(
+async def test_when_a_data_rank_ends_all_begin_again_and_no_rollout_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     where = {"batch_size": 4, "prefetch": 1}
@@ -110,7 +104,7 @@ def test_when_a_data_rank_ends_all_begin_again_and_no_rollout_is_lost(
     async def start(data_rank: int) -> StageLoader:
         return await asyncio.to_thread(StageLoader, tmp_path, "judge", data_rank=data_rank, **where)
 
-    async def scenario(running: Run) -> None:
+    async with Run(tmp_path, make(External(num_data_ranks=2), timeout_s=600.0)) as running:
         working = asyncio.create_task(running.stage.process(alone(0, 24)))
         first, second = await start(0), await start(1)
         batch = await asyncio.to_thread(next, iter(first))
@@ -129,8 +123,6 @@ def test_when_a_data_rank_ends_all_begin_again_and_no_rollout_is_lost(
         ]
         again = sorted(row_id for row_ids in seen for row_id in row_ids)
         assert again == sorted({*range(24)} - {*batch.row_ids})
-
-    run(tmp_path, make(External(num_data_ranks=2), timeout_s=600.0), scenario)
     assert "a process of its consumer has ended" in caplog.text
 
 
@@ -139,10 +131,10 @@ def drain(loader: StageLoader) -> None:
         pass
 
 
-def test_a_data_rank_that_never_comes_is_waited_for_and_the_log_says_so(
+async def test_a_data_rank_that_never_comes_is_waited_for_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(running: Run) -> None:
+    async with Run(tmp_path, make(External(num_data_ranks=2), timeout_s=0.5)) as running:
         finish = lambda batch: batch.finish(quality=lengths_of(batch))  # noqa: E731
         consume(tmp_path, [], finish, batch_size=4, prefetch=1)
         working = asyncio.create_task(running.stage.process(alone(0, 8)))
@@ -150,5 +142,3 @@ def test_a_data_rank_that_never_comes_is_waited_for_and_the_log_says_so(
             await asyncio.sleep(0.01)
         consume(tmp_path, [], finish, batch_size=4, prefetch=1, data_rank=1)
         assert len(await asyncio.wait_for(working, 30)) == 8
-
-    run(tmp_path, make(External(num_data_ranks=2), timeout_s=0.5), scenario)
