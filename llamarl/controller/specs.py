@@ -22,7 +22,7 @@ from llamarl.recipe.prompt_inputs import context_of
 from llamarl.scoring.environment import EnvironmentLink, Environments, EnvironmentSpec
 from llamarl.scoring.external import ExternalSpec
 from llamarl.scoring.loader import SOCKETS
-from llamarl.scoring.sandbox.contained import limits_of
+from llamarl.scoring.sandbox.containers import limits_of
 from llamarl.scoring.stage_worker import StageSpec
 from llamarl.scoring.stages import EXECUTORS, SCORE, TRAIN, FrozenModel, Stage
 from llamarl.storage.client import Store

@@ -48,7 +48,7 @@ from llamarl.recipe.prompt_inputs import check_length, read_demonstrations, read
 from llamarl.recipe.task_source import load_task, read_graph, read_task
 from llamarl.scoring.definition import Kinds
 from llamarl.scoring.rewards import check_pattern
-from llamarl.scoring.sandbox.contained import lacking, missing
+from llamarl.scoring.sandbox.containers import lacking, missing
 from llamarl.scoring.stages import INFER, FrozenModel, Graph
 from llamarl.scoring.turn_format import TurnFormats
 from llamarl.storage.archive import is_kept

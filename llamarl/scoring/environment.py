@@ -34,7 +34,7 @@ from llamarl.metrics.span import Spans
 from llamarl.model.prompt_rules import make_prompt, messages_of
 from llamarl.model.tokenizer import Tokenizer, load_tokenizer
 from llamarl.scoring.definition import Kind, Kinds, kind_of
-from llamarl.scoring.sandbox.contained import ProgramLimits
+from llamarl.scoring.sandbox.containers import ProgramLimits
 from llamarl.scoring.stage_worker import FailureRate, WorkSpans
 from llamarl.scoring.turn_format import TurnFormat, TurnFormats, TurnText
 from llamarl.scoring.user_code.pool import Call, Failure, UserCode, WorkerPool

@@ -31,7 +31,7 @@ from llamarl.scoring.definition import (
     kind_of,
     methods_of,
 )
-from llamarl.scoring.sandbox.contained import ProgramLimits
+from llamarl.scoring.sandbox.containers import ProgramLimits
 from llamarl.scoring.tool_calls import READY
 from llamarl.scoring.user_code import calls as outcome
 from llamarl.scoring.user_code.calls import (

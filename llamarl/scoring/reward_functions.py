@@ -13,7 +13,7 @@ from typing import Any
 from llamarl.core.config import RewardConfig
 from llamarl.core.files import parse
 from llamarl.core.records import Prompt, value_at
-from llamarl.scoring.sandbox.contained import limits_of, run_in_turn
+from llamarl.scoring.sandbox.containers import limits_of, run_in_turn
 
 GSM8K_MARK = "####"
 NUMBER = re.compile(

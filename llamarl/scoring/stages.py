@@ -39,7 +39,7 @@ from llamarl.core.records import (
 )
 from llamarl.scoring import definition
 from llamarl.scoring.definition import Kinds, as_kinds
-from llamarl.scoring.sandbox.contained import ProgramLimits
+from llamarl.scoring.sandbox.containers import ProgramLimits
 from llamarl.scoring.tool_calls import READY
 from llamarl.scoring.user_code.calls import shown
 from llamarl.scoring.user_code.pool import Call, UserCode, run_once

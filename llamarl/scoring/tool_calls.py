@@ -13,7 +13,7 @@ from typing import Any
 
 from llamarl.core.groups import END_OF_THOUGHT, THOUGHT
 from llamarl.scoring.definition import Schema
-from llamarl.scoring.sandbox.contained import ProgramLimits, run_in_turn
+from llamarl.scoring.sandbox.containers import ProgramLimits, run_in_turn
 
 NULLS = ("null", "none")
 BOOLEANS = {"true": True, "false": False}

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from llamarl.scoring.sandbox.contained import CONTAINERS, Kind, ProgramLimits, run_in
+from llamarl.scoring.sandbox.containers import CONTAINERS, Kind, ProgramLimits, run_in
 
 
 def can_be_had(kind: Kind) -> bool:

@@ -14,7 +14,7 @@ from llamarl.core.records import Prompt, TurnItem, TurnResult
 from llamarl.metrics.span import Spans
 from llamarl.scoring.definition import Kinds
 from llamarl.scoring.environment import EnvironmentExecutor, EnvironmentLink, EnvironmentSpec
-from llamarl.scoring.sandbox.contained import ProgramLimits
+from llamarl.scoring.sandbox.containers import ProgramLimits
 from llamarl.scoring.stages import check_task
 from tests.unit import chat_templates as templates
 

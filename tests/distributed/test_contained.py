@@ -18,17 +18,20 @@ from llamarl.core.records import Prompt, StageResult, StageStatus
 from llamarl.recipe.composition import CONF_FOLDER
 from llamarl.recipe.inputs import check_contained
 from llamarl.scoring.reward_functions import read_tests, reward_code
-from llamarl.scoring.sandbox.contained import (
+from llamarl.scoring.sandbox.containers import (
+    PREFIX,
     Kind,
     ProgramLimits,
     Ran,
+    Sandlock,
+    Uncontained,
     chosen_container,
     lacking,
     missing,
+    remove_left,
     run_in,
     run_program,
 )
-from llamarl.scoring.sandbox.containers import PREFIX, Sandlock, Uncontained, remove_left
 from llamarl.scoring.tool_calls import SHOWN_CHARS, make_python, shorten
 from llamarl.scoring.user_code.supervisor import descendants
 from tests.distributed.attacked import HAD

@@ -20,8 +20,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from llamarl.scoring.sandbox.contained import Kind, ProgramLimits, Ran, run_in
-from llamarl.scoring.sandbox.containers import Bubblewrap
+from llamarl.scoring.sandbox.containers import Bubblewrap, Kind, ProgramLimits, Ran, run_in
 from tests.distributed.attacked import HAD
 from tests.distributed.attacks import ATTACKS, Attack, source_of
 from tests.distributed.overuse import TAKING

@@ -16,7 +16,7 @@ from llamarl.recipe.inputs import read_inputs
 from llamarl.scoring.agent import AgentEnvironment
 from llamarl.scoring.definition import describe, find_defined
 from llamarl.scoring.episodes import UNKNOWN, Episodes, load
-from llamarl.scoring.sandbox.contained import ProgramLimits
+from llamarl.scoring.sandbox.containers import ProgramLimits
 from llamarl.scoring.tool_calls import READY
 from tests.places import TOOLS_RECIPE
 from tests.unit.composing import compose_recipe
