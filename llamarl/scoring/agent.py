@@ -205,7 +205,7 @@ UNSUPPORTED = {  # what the policy cannot do, by key: the values that ask for no
 }
 _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, ChatServer] = WeakKeyDictionary()
 runner = Runner(MAX_THREADS, "agent")
-"""Of all programs in this process."""
+"""Runs all programs in this process."""
 
 
 class AgentEnvironment:
@@ -418,6 +418,6 @@ def _changed(message: str) -> Refused:
 
 
 def _over() -> Refused:
-    """In the words by which clients know that a context is full."""
+    """Refuse a request after a limit, in the words by which clients know that a context is full."""
     why = "the rollout has reached its maximum context length: its tokens or turns are used up"
     return Refused(400, "context_length_exceeded", why)

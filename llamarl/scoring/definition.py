@@ -61,7 +61,7 @@ class Kind:
 
 
 Kinds = Mapping[str, Kind]
-"""By name; "" for the only one."""
+"""Kinds by name; "" is that of the only one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,8 @@ def find_defined(module: ModuleType | None, ready: Sequence[Tool] = ()) -> Defin
 
 
 def _episode_rewards(module: ModuleType | None) -> dict[str, Callable[..., Any]]:
-    """By name. ValueError for what is no list of functions of their form, with names of their
-    own."""
+    """Return the functions of `episode_rewards` by name. ValueError for what is no list of
+    functions of their form, with names of their own."""
     found = getattr(module, EPISODES, ())
     if not isinstance(found, list | tuple) or not all(map(callable, found)):
         raise ValueError(f"{FILE}: {EPISODES} must be a list of functions, got {found!r:.100}")

@@ -132,7 +132,7 @@ class Environments:
                 link.renew(calls)
 
     async def forget(self, row_ids: Sequence[int]) -> None:
-        """These episodes, wherever they are played, do not go on."""
+        """Drop these episodes, wherever they are played."""
         await asyncio.gather(*(link.forget(row_ids) for link in self.links))
 
     def close(self) -> None:
@@ -293,7 +293,7 @@ class EnvironmentExecutor:
         self._forget([each for each in self._episodes.values() if each.channel is channel])
 
     def _forget(self, episodes: Sequence[PlayedEpisode]) -> None:
-        """These are played no more, and their processes need not keep them."""
+        """End these episodes, which their processes need not keep."""
         by_pool: dict[int, list[int]] = {}
         for episode in episodes:
             self._end(episode)
@@ -390,7 +390,7 @@ class EnvironmentExecutor:
     async def _finish(
         self, episode: PlayedEpisode, state: EpisodeState, last: TurnText | None = None
     ) -> TurnResult:
-        """With what rewards it at its end; `last` is a turn that its process has not got."""
+        """End the episode, with what rewards it; `last` is a turn that its process has not got."""
         found: dict[str, Any] = {"reward": None}
         if episode.kind.is_kept:
             sent = last.as_data() if last is not None and episode.kind.is_read else ()

@@ -152,8 +152,8 @@ class Episodes:
         return {"reward": reward} | ({"rewards": several} if self._rewards else {})
 
     async def forget(self, row_ids: Sequence[int]) -> Answer:
-        """These will not go on. What is under way in them is left alone, so their instances are not
-        used again."""
+        """Drop episodes that do not go on. What is under way in them is left alone, so their
+        instances are not used again."""
         for row_id in row_ids:
             episode = self._playing.pop(row_id, None)
             if episode is not None and isinstance(episode.instance, AgentEnvironment):

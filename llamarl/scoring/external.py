@@ -208,7 +208,7 @@ class ExternalExecutor:
         return {"lease": number, "items": [w.row_ids for w in works], "prompts": prompts}, (), ()
 
     def _end_leases(self, channel: Channel) -> None:
-        """Their consumer is gone."""
+        """End the leases of a consumer that is gone."""
         for number, lease in [*self._leases.items()]:
             if lease.channel is channel:
                 lease.timer.cancel()
@@ -244,7 +244,7 @@ class ExternalExecutor:
         self._queue_first(back)
 
     def _end_lease(self, number: int, when: str = "") -> None:
-        """Its time is over: what is in it goes to the next consumer that asks."""
+        """End a lease: what is in it goes to the next consumer that asks."""
         works = self._leases.pop(number).works
         when = when or f"in {self._stage.timeout_s:g} s"
         words = "stage %s: %d rollouts not finished %s"
@@ -316,7 +316,7 @@ class ExternalExecutor:
         return {}, (), ()
 
     def _deliver(self, works: list[Work], results: list[StageResult]) -> None:
-        """These are of these, in order."""
+        """Hand over the results of these works, which are in their order."""
         each = iter(results)
         for work in works:
             self._drawn.pop(work.row_ids[0], None)

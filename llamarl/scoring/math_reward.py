@@ -151,7 +151,7 @@ def _are_equal(expected: Sequence[Any], found: Sequence[Any]) -> bool:
 
 
 def _are_close(one: Any, other: Any) -> bool:
-    """Of two numbers that math-verify takes for equal; one may be the other in per cent."""
+    """Whether two numbers that math-verify takes for equal are; one may be the other as percent."""
     largest = max(abs(one), abs(other))
     if largest >= 1 or one == other:
         return True

@@ -78,7 +78,7 @@ REWARDS = {
     OF_GROUP: Shipped(),
     ENVIRONMENT: Shipped(),
 }
-"""By their names in `reward.functions`; those of `episode_rewards` are environment.NAME."""
+"""Rewards by their names in `reward.functions`; each of `episode_rewards` is environment.NAME."""
 
 
 def _shipped(config: RewardConfig) -> list[tuple[str, Shipped]]:

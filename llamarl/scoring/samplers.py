@@ -125,7 +125,7 @@ SAMPLERS: dict[str, Callable[[Ranks], Sampler]] = {
     "token_balanced": lambda ranks: lambda ready, count: token_balanced(ready, count, ranks),
     "rank_aware": lambda ranks: admission,  # in a `RankAware`, as all that have several ranks
 }
-"""By their names in `experience.sampler`."""
+"""Samplers by their names in `experience.sampler`."""
 
 OF_THE_TRAINER = ("admission", "group_complete", TASK)
 """Samplers that choose among groups. How groups lie on the trainer's ranks is decided by `pack`."""

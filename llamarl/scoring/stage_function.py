@@ -117,7 +117,7 @@ def _by_column(found: Any, stage: Stage) -> Sequence[Any]:
 
 
 def _row(values: Sequence[Any], stage: Stage, length: int) -> str | list[Any]:
-    """Of one rollout: the reason of a Drop, or what may be stored."""
+    """Return the reason of a rollout's Drop, or what may be stored of it."""
     for value in values:
         if isinstance(value, Drop):
             if not (isinstance(value.reason, str) and REASON.fullmatch(value.reason)):

@@ -152,7 +152,7 @@ ENTRY_BYTES = 32  # of a number in an answer, at most
 TEXT_BYTES = 1 << 17  # of the further numbers of a rollout's rewards in an answer, at most
 Cells = dict[str, np.ndarray]
 Found = list[str | Cells]
-"""Of one call, per rollout: the reason to drop it, or what was computed, by column."""
+"""What a call found, per rollout: the reason to drop it, or what was computed, by column."""
 
 
 class StageExecutor:
@@ -266,7 +266,7 @@ class StageExecutor:
         return cells
 
     async def _write(self, cells: dict[int, Cells]) -> None:
-        """In one message, unless some rows have other columns."""
+        """Store the cells, in one message unless some rows have other columns."""
         alike: dict[tuple[str, ...], list[int]] = {}
         for row_id, of_row in cells.items():
             alike.setdefault(tuple(of_row), []).append(row_id)

@@ -157,7 +157,7 @@ def text_before(
 
 
 def template_calls(message: Mapping[str, Any]) -> list[ToolCall]:
-    """Those of a message that the tokenizer's own response template found."""
+    """Return the calls of a message that the tokenizer's own response template found."""
     found = message.get("tool_calls")
     return [_checked(call.get("function", call)) for call in found or ()][:MAX_CALLS]
 
@@ -199,7 +199,7 @@ def _scan(
 
 
 def _after_thought(text: str, at: int) -> int:
-    """Where thinking ends that is under way at this place."""
+    """Return where the thinking ends that is under way at this place."""
     end = text.find(END_OF_THOUGHT, at)
     return len(text) if end < 0 else end + len(END_OF_THOUGHT)
 
@@ -331,7 +331,7 @@ call in it) -> the call, and where it ends."""
 
 
 def _properties(tool: object) -> Mapping[str, Any]:
-    """Of the parameters of a tool; empty if it is none, or says nothing of them."""
+    """Schemas of the parameters of a tool; empty if it is none, or says nothing of them."""
     parameters = tool.get("parameters") if isinstance(tool, Mapping) else None
     found = parameters.get("properties") if isinstance(parameters, Mapping) else None
     return found if isinstance(found, Mapping) else {}
@@ -361,7 +361,7 @@ def make_python(limits: ProgramLimits) -> Callable[..., Any]:
 
 
 READY: dict[str, Callable[[ProgramLimits], Callable[..., Any]]] = {"python": make_python}
-"""By their names in `environment.tools`."""
+"""Ready tools by their names in `environment.tools`."""
 
 
 def shorten(text: str) -> str:

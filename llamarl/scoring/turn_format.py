@@ -59,7 +59,7 @@ class TurnText:
 
 
 class TurnFormat:
-    """Of one kind of environment, with the tokenizer's chat template.
+    """The format of turns with one kind of environment, by the tokenizer's chat template.
 
     ValueError, in one line, if `calls` is auto and the template shows no form of calls, if it
     cannot hold the answers of tools or of the environment, or if how it renders one depends on the
@@ -208,7 +208,7 @@ class TurnFormat:
         return True
 
     def _leave_out_tools(self) -> None:
-        """Where their schemas change no observation, they are not rendered each time."""
+        """Render no schemas of tools where they change no observation."""
         if self._kind.has_step:
             return
         with_tools = self._split(self._samples("1"))
@@ -232,7 +232,7 @@ class TurnFormat:
 
 
 def _first(text: str, tokens: Sequence[str]) -> int:
-    """Where the first of these stands; -1: none does."""
+    """Return where the first of these stands; -1: none does."""
     return min((at for token in tokens if (at := text.find(token)) >= 0), default=-1)
 
 
@@ -272,12 +272,10 @@ class TurnFormats:
             splits_special_tokens=config.split_special_tokens,
         )
         self._kinds = {name: self._make(kind) for name, kind in kinds.items()}
-        self._open = lru_cache(NUM_OPENED)(self._make_opened)
+        read = lambda schemas: self._make(Kind(tuple(json.loads(schemas))))  # noqa: E731
+        self._open = lru_cache(NUM_OPENED)(read)
 
     def of(self, kind: str, opened: Sequence[Schema] = ()) -> TurnFormat:
         """The format of an episode of this kind, or of one that its environment has `opened` with
         tools of these schemas. Of the latter the last ones are kept."""
         return self._open(json.dumps(opened)) if opened else self._kinds[kind]
-
-    def _make_opened(self, schemas: str) -> TurnFormat:
-        return self._make(Kind(tuple(json.loads(schemas))))

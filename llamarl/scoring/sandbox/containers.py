@@ -366,7 +366,7 @@ def remove_left() -> None:
 
 
 def _remove(folder: str) -> None:
-    """However deep it is."""
+    """Remove a folder, however deep it is."""
     subprocess.run(["rm", "-rf", "--", folder], check=True, capture_output=True)
 
 

@@ -46,7 +46,7 @@ def main(told: dict[str, Any]) -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """No higher than it is: only root may raise one."""
+    """Set a limit, no higher than it is: only root may raise one."""
     hard = resource.getrlimit(kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))

@@ -262,7 +262,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _shared_out_bytes(pid: int) -> int:
-    """Of a page that n processes share, one n-th, where the kernel tells."""
+    """Memory of which a page that n processes share counts one n-th, where the kernel tells."""
     with suppress(OSError):
         return _own_bytes(pid, "smaps_rollup", ("Pss:", "SwapPss:"))
     return _resident_bytes(pid)

@@ -144,18 +144,12 @@ class WorkerProcess:
     """
 
     def __init__(self, code: UserCode) -> None:
-        self._code, label = code, code.label
+        self._code = code
         # The worker imports from the same places as this process, in any working directory.
         search_path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        module = "llamarl.scoring.user_code.worker"
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "llamarl.scoring.user_code.worker",
-                str(os.getpid()),
-                label,
-            ],
+            [sys.executable, "-P", "-m", module, str(os.getpid()), code.label],
             # Sets are in one order in all of them, so what user code makes can be made again.
             env={**os.environ, "PYTHONPATH": search_path, "PYTHONHASHSEED": "0"},
             stdin=subprocess.PIPE,
@@ -238,7 +232,13 @@ class WorkerProcess:
                 break
         if not self._answers:
             return None
-        answer = self._check_answer(self._answers.popleft(), tokens)
+        line = self._answers.popleft()
+        try:
+            answer = json.loads(line.decode())
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict) or answer.get("token") not in tokens:
+            self._refuse(line)
         if "alive" not in answer:
             return answer
         self.alive_s = time.monotonic()
@@ -291,15 +291,6 @@ class WorkerProcess:
             end_descendants(self._process.pid)
             self._process.kill()
             self._process.wait()
-
-    def _check_answer(self, line: bytes, tokens: Collection[str]) -> dict[str, Any]:
-        try:
-            answer = json.loads(line.decode())
-        except (ValueError, RecursionError):
-            answer = None
-        if not isinstance(answer, dict) or answer.get("token") not in tokens:
-            self._refuse(line)
-        return answer
 
     def _refuse(self, line: bytes | bytearray) -> NoReturn:
         self.close()

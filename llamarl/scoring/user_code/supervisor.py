@@ -1,5 +1,5 @@
-"""Who ends user code: the parent of a worker, and the watchdog of a coroutine that blocks its
-process."""
+"""The parent of a worker, which ends it with all that it started, and the watchdog that interrupts
+a coroutine which blocks its process."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class RunningCall:
 
 
 class Watchdog:
-    """Of the event loop of the main thread. What holds that up for `limit_s` is interrupted."""
+    """Interrupts what holds up the event loop of the main thread for `limit_s`."""
 
     def __init__(self, limit_s: float, sign: Callable[[], None]) -> None:
         """`sign` is called every TICK_S while no call holds the others up."""
@@ -198,7 +198,7 @@ class Watchdog:
 
     @property
     def late_s(self) -> float:
-        """For how long, in all, the event loop was held up."""
+        """How long, in all, the event loop was held up."""
         return self._late_s + max(0.0, time.monotonic() - self._due_s)
 
     def begin_step(self) -> None:
@@ -209,7 +209,7 @@ class Watchdog:
             self._sign()
 
     def end_step(self) -> None:
-        """It waits, or has ended."""
+        """The call waits, or has ended."""
         self._began_s = math.inf
 
     async def _tick(self) -> None:
@@ -284,7 +284,7 @@ class Steps(Coroutine[Any, Any, Any]):
 
 
 def _step(dog: Watchdog, step: Callable[..., Any], *args: Any) -> Any:
-    """Runs under the name of a call."""
+    """Take a step, under the name of its call."""
     dog.begin_step()
     try:
         return step(*args)
