@@ -9,7 +9,7 @@ from enum import StrEnum
 from functools import cache, partial
 from operator import attrgetter
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def as_json(record: Any) -> dict[str, Any]:
 
 def read_json(cls: type[T], values: Mapping[str, Any]) -> T:
     """The inverse; what is not JSON's own in a data row has become text."""
-    readers = _readers(cls)
+    readers = _readers(cast(Any, cls))
     read = {k: v if v is None or k not in readers else readers[k](v) for k, v in values.items()}
     return cls(**read)
 
@@ -70,11 +70,11 @@ def _readers(cls: type[Any]) -> dict[str, Callable[[Any], Any]]:
     """What makes values of the fields of a class that JSON writes otherwise."""
     found: dict[str, Callable[[Any], Any]] = {}
     for name, hint in get_type_hints(cls).items():
-        kinds = [hint, *get_args(hint)] if isinstance(hint, UnionType) else [hint]
+        kinds: Sequence[Any] = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         for kind in kinds:
             if get_origin(kind) is tuple:
                 found[name] = tuple
-            elif is_dataclass(kind):
+            elif isinstance(kind, type) and is_dataclass(kind):
                 found[name] = partial(read_json, kind)
             elif isinstance(kind, type) and issubclass(kind, StrEnum):
                 found[name] = kind

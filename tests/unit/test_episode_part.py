@@ -34,7 +34,7 @@ ROUNDS = 60
 
 
 class Environment:
-    """protocols.Environment whose answers come when `rng` says; it keeps what it was asked."""
+    """faces.Environment whose answers come when `rng` says; it keeps what it was asked."""
 
     name = "environment-0"
 
