@@ -324,6 +324,8 @@ def test_every_config_field_is_read_somewhere() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
     }
+    dotted = {name for tree in TREES.values() for name in names_in(tree) if "." in name}
+    read |= {name.rpartition(".")[2] for name in dotted}
     for path, node in config_classes():
         for item in node.body:
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
