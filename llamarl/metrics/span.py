@@ -71,7 +71,7 @@ class Spans:
         self, process: str, folder: str | Path | None, limit_bytes: int = LIMIT_BYTES
     ) -> None:
         self.process = process
-        self._limit_bytes = math.inf if limit_bytes is None else limit_bytes
+        self._limit_bytes = limit_bytes
         self._num_bytes = 0
         self._summing: threading.Thread | None = None
         self._lines: list[str] = []
@@ -130,7 +130,7 @@ class Spans:
             self._summing.start()
 
     def _sum_up(self, path: Path) -> None:
-        self._num_bytes = sum_old_spans(path, int(self._limit_bytes))
+        self._num_bytes = sum_old_spans(path, self._limit_bytes)
 
 
 class SpanReader:

@@ -18,7 +18,7 @@ from tests.unit.test_rehearsal import write_environment_recipe
 
 TWO_RANKS = ["trainer.num_ranks=2", "weights=collective", "generator.num_ranks=2"]
 IMPATIENT = (
-    "import sys; from llamarl.checks import trial; trial.CALL_S = 5.0; "
+    "import sys; from llamarl.cli import check_trial; check_trial.CALL_S = 5.0; "
     "from llamarl.cli.main import program; program()"
 )
 

@@ -340,7 +340,7 @@ import sys, threading, time
 from pathlib import Path
 import torch
 from llamarl.core.config import TrainerConfig
-from llamarl.models import hf, inventory
+from llamarl.model import hf, inventory
 from llamarl.model.transformer import Transformer
 
 torch.set_num_threads(1)

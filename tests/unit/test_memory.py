@@ -380,10 +380,8 @@ FIELDS = {"max_num_seqs": 4, "max_model_len": 64}
     [
         ("none", "double_buffer"),
         ("none", "host"),
-        ("none", "bucket"),
         ("int8", "double_buffer"),
         ("int8", "host"),
-        ("int8", "bucket"),
     ],
 )
 @pytest.mark.parametrize("is_padded", [False, True])
@@ -391,7 +389,7 @@ FIELDS = {"max_num_seqs": 4, "max_model_len": 64}
 def test_a_rank_holds_what_is_forecast_while_the_next_version_is_prepared(
     quantization: str, staging: str, is_padded: bool, rank: int
 ) -> None:
-    weights = WeightsConfig(staging=staging, bucket_bytes=1 << 13)
+    weights = WeightsConfig(staging=staging)
     config = EmbeddedConfig(quantization=quantization, **FIELDS)  # type: ignore[arg-type]
     trainer = TrainerConfig(lora=LoraConfig(rank=rank))
     engine = EmbeddedEngine(LLAMA, config, is_padded=is_padded, lora=trainer.lora)
@@ -400,8 +398,7 @@ def test_a_rank_holds_what_is_forecast_while_the_next_version_is_prepared(
         held = [block.flat for block in weight_buffer._blocks]
         made = [engine.process_weights(weight_buffer.active)]
         engine.commit(made[0], 0)
-        if staging != "bucket":  # whose parts are copied into the live memory
-            made.append(engine.process_weights(weight_buffer.staging))
+        made.append(engine.process_weights(weight_buffer.staging))
         held += [tensor for each in made for tensor in tensors(each)]
         recipe = make_recipe(generator=config, weights=weights, trainer=trainer)
         forecast = forecast_generator(recipe, LLAMA)

@@ -31,6 +31,7 @@ from tests.unit.test_metrics_time import write_spans, write_trace
 
 S = 10**9
 LIMIT_BYTES = 200_000
+NO_LIMIT = 2**40
 
 
 def record_work(spans: Spans, num_steps: int, start_ns: int) -> int:
@@ -53,7 +54,7 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same work recorded with a limit and without one."""
     folders = tmp_path_factory.mktemp("limited"), tmp_path_factory.mktemp("whole")
     start_ns = time.monotonic_ns()
-    for folder, limit_bytes in zip(folders, (LIMIT_BYTES, None), strict=True):
+    for folder, limit_bytes in zip(folders, (LIMIT_BYTES, NO_LIMIT), strict=True):
         generator = Spans("generator-0", folder, limit_bytes)
         generator.record("requests", start_ns, start_ns + 30 * S, "wait")
         end_ns = record_work(generator, 5000, start_ns + 30 * S)
@@ -234,7 +235,7 @@ def test_a_damaged_file_costs_its_damaged_lines_and_nothing_else(junk, place, is
 
 def test_rows_and_bytes_of_a_limited_run_are_those_of_a_whole_one(tmp_path):
     found, start_ns = [], time.monotonic_ns()
-    for limit_bytes in (LIMIT_BYTES, None):
+    for limit_bytes in (LIMIT_BYTES, NO_LIMIT):
         folder = tmp_path / str(limit_bytes)
         spans = Spans("trainer-0", folder / "spans", limit_bytes)
         for number in range(5000):
@@ -244,7 +245,7 @@ def test_rows_and_bytes_of_a_limited_run_are_those_of_a_whole_one(tmp_path):
                 spans.record(way, *ends_ns, "mark", rows=number % 5, bytes=columns)
         spans.close()
         assert next(SpanReader(folder / "spans" / "trainer-0.jsonl").read()).is_sum == (
-            limit_bytes is not None
+            limit_bytes == LIMIT_BYTES
         )
         found.append(read_flows(str(folder)))
     limited, whole = found

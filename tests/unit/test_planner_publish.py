@@ -185,9 +185,8 @@ def test_staging_in_host_memory_is_reached_over_its_link() -> None:
     assert sum(there.values()) > sum(here.values())
 
 
-def test_more_buckets_take_more_calls_and_a_relay_a_second_round_of_them() -> None:
-    alone, cut = stages_of(1), stages_of(1, staging="bucket", bucket_bytes=1 << 16)
-    assert cut["phases"] >= 2 * alone["phases"]
+def test_a_relay_takes_a_second_round_of_calls() -> None:
+    alone = stages_of(1)
     relayed = recipe(shard=4, tensor=1, target=1, replicas=4)
     found = forecast_publish(relayed, LLAMA).stages_s
     assert found["relay"] > 0
