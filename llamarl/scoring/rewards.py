@@ -91,6 +91,8 @@ def load_functions(config: RewardConfig, task_source: TaskSource | None) -> dict
     """The functions `config` names, by name and in its order; as ANSWER, what finds the answer in a
     completion if the first one has such. ValueError unless a task.py has those of them that are its
     own, in their form; what its text raises is passed on."""
+    if "math" in config.functions:
+        from llamarl.scoring import math_reward  # noqa: F401 - the first call has no time for it
     functions: dict[str, Reward] = {}
     own = None
     for name, shipped in _shipped(config):

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import math
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -514,6 +515,18 @@ def test_a_prompt_without_an_answer_is_named_before_the_run(name, fields, messag
         check_answer(config, prompt(**fields))
     assert "\n" not in str(error.value)
     check_answer(RewardConfig(functions=["format"]), prompt(**fields))
+
+
+def test_math_verify_is_loaded_with_the_functions_that_need_it_and_before_their_first_call():
+    code = (
+        "import sys\n"
+        "from llamarl.core.config import RewardConfig\n"
+        "from llamarl.scoring.rewards import load_functions\n"
+        "for name in ('exact', 'math'):\n"
+        "    load_functions(RewardConfig(functions=[name]), None)\n"
+        "    assert ('math_verify' in sys.modules) == (name == 'math')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("answer", ["50%", r"50\%", "$50%$"])
