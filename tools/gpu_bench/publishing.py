@@ -171,7 +171,7 @@ def _be_generator(pipe: Connection, setting: Setting, checkpoint: str) -> None:
     pipe.send(weight_buffer.layout())
     while True:
         name, version = pipe.recv()
-        answer = _attempt(lambda n=name, v=version: getattr(weight_buffer, n)(v, 0))
+        answer = _attempt(lambda n=name, v=version: getattr(weight_buffer, n)(v))
         synchronize(setting)
         pipe.send(None if name == "commit" and not isinstance(answer, Exception) else answer)
 
