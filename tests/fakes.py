@@ -33,9 +33,8 @@ from llamarl.core.records import (
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation import clock
 from llamarl.scoring.stages import Graph, Stage, make_graph
-from llamarl.storage.specs import StorageSpec
 from llamarl.storage.wire import Written, write_message
-from llamarl.storage.worker import StorageExecutor
+from llamarl.storage.worker import StorageExecutor, StorageSpec
 from llamarl.trainer.losses.aipo import AIPOConfig
 from tests.unit.planner_recipes import make_recipe
 
@@ -112,7 +111,7 @@ class WatchedStorage(StorageExecutor):
 
 
 class SavingTrainer:
-    """protocols.Checkpointed with little to save: its `version` in a file SHARD of 100 bytes.
+    """faces.Checkpointed with little to save: its `version` in a file SHARD of 100 bytes.
 
     It is saved as it is, or as it was copied if it `has_room` for a copy, once `may_write` is set
     (which it is unless the trainer `waits`). If there is an `error`, every save ends in it.

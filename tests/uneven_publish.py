@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from llamarl.publish.layout import Box, Format, ParameterLayout, RankLayout
-from llamarl.publish.memory import Memory
 from llamarl.publish.reshard import plan
 from llamarl.publish.shards import ShardScales
 from llamarl.publish.source import Writer
+from llamarl.publish.target import Memory
 
 
 def uneven_source(

@@ -35,7 +35,7 @@ class Rules:
 
 
 class Unobserved:
-    """protocols.RunObserver of a run that is followed by none."""
+    """faces.RunObserver of a run that is followed by none."""
 
     def log_group(self, group: Group, verdict: Verdict) -> None:
         """Logs nothing, as all methods."""

@@ -173,7 +173,7 @@ Ask = Callable[..., Coroutine[Any, Any, Any]]
 
 @dataclass(frozen=True)
 class MendedStage:
-    """protocols.Processor of `stage`, which the executor `name` runs: a call to one that is lost is
+    """faces.Processor of `stage`, which the executor `name` runs: a call to one that is lost is
     repeated by the next. It can be, since all that it reads is in storage, and what it found is not
     used before it has ended. What the lost one wrote is erased before."""
 
@@ -183,7 +183,7 @@ class MendedStage:
     ask: Ask
 
     async def process(self, items: list[StageItem]) -> Sequence[StageResult]:
-        """See `protocols.Processor`."""
+        """See `faces.Processor`."""
         row_ids = [row_id for rows, _ in items for row_id in rows]
         columns = [column.name for column in self.stage.writes]
         erase = partial(self.storage.erase, row_ids, columns)

@@ -26,7 +26,7 @@ from llamarl.scoring.sandbox.containers import limits_of
 from llamarl.scoring.stage_worker import StageSpec
 from llamarl.scoring.stages import EXECUTORS, SCORE, TRAIN, FrozenModel, Stage
 from llamarl.storage.client import Store
-from llamarl.storage.specs import StorageSpec
+from llamarl.storage.worker import StorageSpec
 from llamarl.trainer.specs import ReferenceSpec, TrainerSpec
 
 Spec = (

@@ -37,7 +37,7 @@ from llamarl.metrics.console import ReportState
 from llamarl.recipe.inputs import Inputs
 from llamarl.scoring.stages import ENVIRONMENT, EXECUTORS, GENERATE, SCORE, TRAIN, Graph, Stage
 from llamarl.storage.client import Store, Unit
-from llamarl.storage.specs import StorageSpec
+from llamarl.storage.worker import StorageSpec
 
 log = logging.getLogger(__name__)
 

@@ -43,8 +43,8 @@ from llamarl.metrics.trackers import MetricsLog
 from llamarl.model.architecture import Architecture
 from llamarl.model.inventory import attention_cost
 from llamarl.prompts.stream import make_requests
-from llamarl.publish.faces import WeightSource
 from llamarl.publish.publisher import Publisher
+from llamarl.publish.replica import WeightSource
 from llamarl.publish.reshard import weight_kind
 from llamarl.recipe.inputs import Inputs, make_prompts
 from llamarl.recipe.rules import evaluation_sampling, train_sampling

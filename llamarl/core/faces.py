@@ -1,18 +1,12 @@
-"""What the controller may ask of each executor, seen from the caller's side; and what it says to
-those that follow a run.
-
-An executor may have several ranks. The methods of WeightSource and WeightTarget return a list with
-one entry per rank, all others one result for the whole executor. A trainer is a WeightSource; a
-generator is a WeightTarget and a WeightSource, for it passes weights on to other replicas of its
-host.
-
-
-At most six methods each; those of executors are asynchronous."""
+"""What the controller may ask of each executor, seen from the caller's side, and what it says to
+those that follow a run. An executor may have several ranks: every method here returns one result
+for all of them, and those of a publish (`publish/replica.py`) a list with one entry per rank. No
+class has more than six methods; those of executors are asynchronous."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from llamarl.core.groups import Batch, Evaluation, Group, StepStats, Verdict
 from llamarl.core.records import (
@@ -25,10 +19,6 @@ from llamarl.core.records import (
     TurnItem,
     TurnResult,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 Report = tuple[int, list[RolloutInfo]]
 """Rows that stopped on a replica, in that order, and the number of the first. Each row's number is

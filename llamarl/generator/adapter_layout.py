@@ -29,7 +29,7 @@ from llamarl.model.adapter_inventory import adapter_shapes
 from llamarl.model.architecture import FUSED, LORA_A, LORA_B, Architecture
 from llamarl.model.inventory import parameter_shapes
 from llamarl.publish.layout import ParameterLayout
-from llamarl.publish.memory import ALIGN_BYTES, Memory
+from llamarl.publish.target import ALIGN_BYTES, Memory
 
 
 class AdapterLayout:

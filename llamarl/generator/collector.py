@@ -37,7 +37,7 @@ class CollectorExecutor:
             task.cancel()
 
     async def collect(self, received: int) -> tuple[int, list[tuple[int, Report | Exception]]]:
-        """See `protocols.Collector`."""
+        """See `faces.Collector`."""
         if received == self._number:
             self._answer = []
             self._has_arrived.set()
@@ -55,7 +55,7 @@ class CollectorExecutor:
         return self._number, self._answer
 
     async def follow(self, replica: int, generator: GeneratorReplica) -> None:
-        """See `protocols.Collector`."""
+        """See `faces.Collector`."""
         self._generators[replica] = generator
         if self._is_asking:
             if replica in self._tasks:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llamarl.core.records import FinishReason, Request, TurnResult
 from llamarl.publish.comparison import Fingerprints
-from llamarl.publish.memory import Memory
+from llamarl.publish.target import Memory
 
 
 @dataclass(slots=True, kw_only=True)

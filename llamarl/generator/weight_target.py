@@ -19,7 +19,7 @@ from llamarl.publish.target import WeightBuffer
 
 
 class TargetPart:
-    """protocols.WeightTarget for one rank; `source` passes on what is committed here.
+    """replica.WeightTarget for one rank; `source` passes on what is committed here.
 
     The engine makes what a commit needs beside decoding, before it. `frozen` are the sums of
     weights that no publish moves, by kind.

@@ -47,7 +47,7 @@ STORE_S = 1.0
 
 
 class RolloutPart:
-    """protocols.GeneratorReplica for one rank; ranks other than 0 return no rollouts."""
+    """faces.GeneratorReplica for one rank; ranks other than 0 return no rollouts."""
 
     def __init__(
         self, spec: GeneratorSpec, decoding: Decoding, output: EngineOutput, spans: Spans
@@ -79,7 +79,7 @@ class RolloutPart:
         await self._decoding.run(submit, key)
 
     async def collect(self, received: int) -> Report:
-        """See `protocols.GeneratorReplica`; after `heartbeat_s` whatever there is.
+        """See `faces.GeneratorReplica`; after `heartbeat_s` whatever there is.
 
         The trainer needs whole groups, so it waits for one, and a little longer for more. What
         stops meanwhile is stored every `STORE_S`, so that no more is lost with the process. An
@@ -118,7 +118,7 @@ class RolloutPart:
         self._decoding.episodes.use(environments)
 
     async def renew_environment(self, name: str, calls: Environment) -> None:
-        """See `protocols.GeneratorReplica`."""
+        """See `faces.GeneratorReplica`."""
         self._decoding.episodes.environments.renew(name, calls)
 
     async def abort_requests(self, row_ids: list[int]) -> None:
@@ -234,14 +234,14 @@ class GeneratorExecutor:
         await thread.run(lambda: self._build(thread, output, loop))
 
     async def reset(self) -> None:
-        """See `protocols.Resettable`."""
+        """See `faces.Resettable`."""
         rollouts, _, target, _ = self.components
         limit_s = self._spec.weights.timeout_s
         await target.reset(limit_s)
         await rollouts.drained(limit_s)
 
     async def use(self, storage: ColumnStore, environments: Environments | None) -> None:
-        """See `protocols.Resettable`."""
+        """See `faces.Resettable`."""
         self.components[0].use(storage, environments)
 
     async def close(self) -> None:

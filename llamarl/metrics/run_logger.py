@@ -81,7 +81,7 @@ class RunLogger:
     async def log_step(
         self, stats: StepStats, groups: Sequence[Group], oldest_version: int, found: Scalars
     ) -> None:
-        """As protocols.RunObserver says. The step has ended now, whenever its metrics are made."""
+        """As faces.RunObserver says. The step has ended now, whenever its metrics are made."""
         now_ns = time.monotonic_ns()
         self.spans.record("step", self._step_ended_ns, now_ns, "mark", version=stats.version)
         seconds = {"step": (now_ns - self._step_ended_ns) / 1e9, **self._seconds}

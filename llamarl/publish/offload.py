@@ -372,7 +372,7 @@ class PausedTarget(Protocol):
 
 
 class OffloadPart:
-    """protocols.Offloadable for one rank.
+    """faces.Offloadable for one rank.
 
     `run(call, key)` runs a move on the compute thread when its turn comes. While the weights are
     away `source` has nothing to read; a publish that `target` takes part in ends before they leave.

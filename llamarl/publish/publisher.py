@@ -14,7 +14,6 @@ from llamarl.core.config import WeightsConfig
 from llamarl.core.errors import NoGenerator, ReplicaLost, StaleVersion
 from llamarl.metrics.span import Spans
 from llamarl.publish.comparison import compare_frozen
-from llamarl.publish.faces import WeightSource
 from llamarl.publish.layout import RankLayout
 from llamarl.publish.replica import (
     Change,
@@ -24,6 +23,7 @@ from llamarl.publish.replica import (
     SourceLost,
     Stagger,
     State,
+    WeightSource,
     attempt,
     failure,
 )

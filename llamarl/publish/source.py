@@ -350,7 +350,7 @@ class Writer:
 
 
 class SourcePart:
-    """protocols.WeightSource for one rank; writes run on threads beside the compute thread.
+    """replica.WeightSource for one rank; writes run on threads beside the compute thread.
 
     `buffers` and `parameters` are the Writer's. The owner labels them with the version that they
     hold. A trainer also sends its matrices in these `formats`: `cut` and `num_ranks` are those of

@@ -25,7 +25,7 @@ PATIENCE_S = 2.0  # without an answer, until a call asks whether the unit is los
 
 
 class Unit:
-    """protocols.Storage of one unit: its `calls`, and the `path` of its socket. Picklable.
+    """faces.Storage of one unit: its `calls`, and the `path` of its socket. Picklable.
 
     `is_far`: a slow link leads to the unit, so what is written is compressed. What is read is
     read-only, and perhaps only the first rows.
@@ -152,7 +152,7 @@ T = TypeVar("T")
 class Store:
     """Spreads rows over storage units: row i lives in unit i mod their number.
 
-    Satisfies `protocols.Storage`, and travels to executors if its units do. What goes through it is
+    Satisfies `faces.Storage`, and travels to executors if its units do. What goes through it is
     signed by `writer`.
     """
 

@@ -12,7 +12,9 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -33,9 +35,25 @@ from llamarl.metrics.span import Spans
 from llamarl.storage.archive import Archive, Row
 from llamarl.storage.client import MESSAGE_BYTES
 from llamarl.storage.columns import PackedColumns
-from llamarl.storage.specs import StorageSpec
 from llamarl.storage.table import Slabs, Spill, Table
 from llamarl.storage.wire import Written, found_message, read_ids, write_message
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageSpec:
+    """Retired rows of storage unit `unit` go to `archive_folder` (None: nowhere), see
+    `storage/archive.py`. Clients on the unit's host find it at `socket` (None: it answers calls
+    only). Above `max_bytes` in memory (0: no limit) rows go
+    to files in `spill_folder` (None: they stay)."""
+
+    executor: ClassVar[str] = "llamarl.storage.worker:StorageExecutor"
+
+    unit: int
+    archive_folder: str | None
+    socket: str | None = None
+    spill_folder: str | None = None
+    max_bytes: int = 0
+
 
 log = logging.getLogger(__name__)
 

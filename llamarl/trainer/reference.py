@@ -24,7 +24,7 @@ from llamarl.trainer.specs import ReferenceSpec
 
 
 class ReferenceExecutor:
-    """protocols.Processor for one rank; calls are served in order of arrival.
+    """faces.Processor for one rank; calls are served in order of arrival.
 
     A single rank forms no group: with `cluster=inline` the trainer's is in the same process.
     """

@@ -257,7 +257,7 @@ class PolicyStep:
 
 
 class TrainerExecutor:
-    """protocols.Trainer for one rank, and by its components WeightSource and Offloadable."""
+    """faces.Trainer for one rank, and by its components WeightSource and Offloadable."""
 
     def __init__(self, spec: TrainerSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec, self._spans = spec, spans

@@ -21,8 +21,8 @@ from llamarl.model.architecture import read_architecture
 from llamarl.model.hf import load_into
 from llamarl.model.inventory import parameter_shapes
 from llamarl.publish.comparison import MODULUS
-from llamarl.publish.faces import WeightSource, WeightTarget
 from llamarl.publish.layout import Box, ParameterLayout, formats_of
+from llamarl.publish.replica import WeightSource, WeightTarget
 from llamarl.publish.reshard import pack, plan, split
 from llamarl.publish.shards import ShardScales
 from llamarl.publish.source import Writer

@@ -12,11 +12,10 @@ from llamarl.core.config import WeightsConfig
 from llamarl.core.device.devices import PLATFORMS
 from llamarl.metrics.span import Spans
 from llamarl.publish.layout import Box, ParameterLayout
-from llamarl.publish.memory import Memory
 from llamarl.publish.publisher import Publisher
 from llamarl.publish.reshard import WeightKind
 from llamarl.publish.source import Writer
-from llamarl.publish.target import WeightBuffer
+from llamarl.publish.target import Memory, WeightBuffer
 from llamarl.publish.transports.mapped import opened
 from tests.allocation import LargestAllocation
 from tests.contract.publishing_damage import BitFlip, bent

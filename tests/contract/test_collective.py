@@ -14,10 +14,9 @@ import torch
 from llamarl.core.config import WeightsConfig
 from llamarl.core.errors import TargetLost
 from llamarl.publish.layout import Box, ParameterLayout
-from llamarl.publish.memory import Memory
 from llamarl.publish.reshard import pack, plan, split
 from llamarl.publish.source import Writer
-from llamarl.publish.target import WeightBuffer
+from llamarl.publish.target import Memory, WeightBuffer
 from llamarl.publish.transports.collective import RouteGroup
 from llamarl.publish.transports.routes import End
 from tests.distributed.ranks import FORKS

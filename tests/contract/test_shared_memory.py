@@ -13,10 +13,9 @@ from llamarl.core.config import WeightsConfig
 from llamarl.core.errors import FingerprintMismatch, StaleVersion, TargetLost
 from llamarl.publish.comparison import MODULUS, compare
 from llamarl.publish.layout import Box, ParameterLayout
-from llamarl.publish.memory import Memory
 from llamarl.publish.reshard import pack, plan, split
 from llamarl.publish.source import Writer
-from llamarl.publish.target import WeightBuffer
+from llamarl.publish.target import Memory, WeightBuffer
 from llamarl.publish.transports.mapped import MappedSender
 from llamarl.publish.transports.routes import End
 from tests.distributed.ranks import FORKS

@@ -15,8 +15,7 @@ from llamarl.scoring.external import ExternalExecutor, ExternalSpec
 from llamarl.scoring.loader import SOCKETS, StageBatch, StageLoader
 from llamarl.scoring.stages import External, Stage
 from llamarl.storage.client import Store, Unit
-from llamarl.storage.specs import StorageSpec
-from llamarl.storage.worker import StorageExecutor
+from llamarl.storage.worker import StorageExecutor, StorageSpec
 
 PROMPT = Prompt(prompt_id=3, text="what?", token_ids=(1, 2), fields={"answer": "4"})
 READS = ("prompt", RESPONSE_IDS)

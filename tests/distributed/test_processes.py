@@ -20,8 +20,7 @@ import pytest
 from llamarl.cluster import Cluster, Executor, ExecutorLost, RemoteError, make_cluster, meshes
 from llamarl.cluster.os_process import MARK, is_alive, wait_first_exit
 from llamarl.core.config import ClusterConfig
-from llamarl.storage.specs import StorageSpec
-from llamarl.storage.worker import StorageExecutor
+from llamarl.storage.worker import StorageExecutor, StorageSpec
 from tests.distributed.executors import Gathering, Probe, StuckInClose, Unreadable
 from tests.signals import restore_ctrl_c
 

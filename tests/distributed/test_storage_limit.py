@@ -12,8 +12,7 @@ import pytest
 from llamarl.cluster import make_cluster
 from llamarl.core.config import ClusterConfig
 from llamarl.storage.client import Store, Unit
-from llamarl.storage.specs import StorageSpec
-from llamarl.storage.worker import StorageExecutor
+from llamarl.storage.worker import StorageExecutor, StorageSpec
 from tests.distributed.test_storage_processes import Client, memory_files
 
 MIB = 1024 * 1024

@@ -17,8 +17,7 @@ from llamarl.core import memory
 from llamarl.core.config import ClusterConfig
 from llamarl.core.errors import ExecutorLost
 from llamarl.storage.client import Store, Unit
-from llamarl.storage.specs import StorageSpec
-from llamarl.storage.worker import StorageExecutor
+from llamarl.storage.worker import StorageExecutor, StorageSpec
 from tests.unit.stored_rows import NAMES, assert_same, rows
 
 

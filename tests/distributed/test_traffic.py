@@ -31,8 +31,7 @@ from llamarl.scoring.stage_worker import StageExecutor, StageSpec
 from llamarl.scoring.stages import Stage
 from llamarl.storage.client import Store
 from llamarl.storage.columns import Column
-from llamarl.storage.specs import StorageSpec
-from llamarl.storage.worker import StorageExecutor
+from llamarl.storage.worker import StorageExecutor, StorageSpec
 from tests.distributed.weighing import Weighed
 from tests.fakes import stopped
 

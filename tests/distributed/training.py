@@ -22,9 +22,8 @@ from llamarl.core.records import REF_LOGPROBS, TRAINER_LOGPROBS
 from llamarl.generator.specs import GeneratorSpec
 from llamarl.generator.worker import GeneratorExecutor
 from llamarl.metrics.span import Spans
-from llamarl.publish.memory import Memory
 from llamarl.publish.reshard import pack, plan, split
-from llamarl.publish.target import WeightBuffer
+from llamarl.publish.target import Memory, WeightBuffer
 from llamarl.storage.client import Store
 from llamarl.trainer.losses.aipo import AIPOConfig
 from llamarl.trainer.parallel import gather

@@ -28,8 +28,7 @@ from llamarl.core.records import (
 )
 from llamarl.metrics.span import Spans
 from llamarl.storage.client import Store, Unit
-from llamarl.storage.specs import StorageSpec
-from llamarl.storage.worker import StorageExecutor
+from llamarl.storage.worker import StorageExecutor, StorageSpec
 
 NAMES = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
 

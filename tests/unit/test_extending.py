@@ -24,10 +24,9 @@ from llamarl.metrics import trackers
 from llamarl.model import architecture
 from llamarl.model.architecture import read_architecture
 from llamarl.publish.layout import Box, ParameterLayout
-from llamarl.publish.memory import Memory
 from llamarl.publish.reshard import pack, plan, split
 from llamarl.publish.source import Writer
-from llamarl.publish.target import WeightBuffer
+from llamarl.publish.target import Memory, WeightBuffer
 from llamarl.publish.transports import routes
 from llamarl.recipe.inputs import Inputs, read_inputs
 from llamarl.scoring.samplers import ReadyItem, draw, make_sampler

@@ -21,8 +21,7 @@ from llamarl.metrics.span import Spans
 from llamarl.metrics.step_metrics import MEANINGS, Drops
 from llamarl.metrics.summary import summarize
 from llamarl.metrics.trackers import MetricsLog
-from llamarl.storage.specs import StorageSpec
-from llamarl.storage.worker import StorageExecutor
+from llamarl.storage.worker import StorageExecutor, StorageSpec
 from tests.json_lines import write_lines
 from tests.unit.test_console import drawn, drive, in_a_file, lines_of, on_terminal, show
 from tests.unit.test_metrics_step import make_group, make_row

@@ -16,7 +16,7 @@ from llamarl.core.config import (
     VllmConfig,
     WeightsConfig,
 )
-from llamarl.core.config.plan_keys import PlanConfig
+from llamarl.core.config.run import PlanConfig
 from llamarl.core.device.hardware import GPUS
 from llamarl.planner.efficiency import COLLECTIVE_S, LAW, OVERLAP
 from llamarl.planner.law import bytes_per_s as rate_of

@@ -18,7 +18,7 @@ from llamarl.core.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.core.config.plan_keys import PlanConfig
+from llamarl.core.config.run import PlanConfig
 from llamarl.core.device.hardware import GPUS
 from llamarl.planner.forecast import StepForecast
 from llamarl.planner.law import hardware_costs

@@ -20,7 +20,7 @@ from llamarl.core.config import (
     VllmConfig,
     WeightsConfig,
 )
-from llamarl.core.config.plan_keys import PlanConfig
+from llamarl.core.config.run import PlanConfig
 from llamarl.planner.changes import next_change
 from llamarl.planner.law import hardware_costs
 from llamarl.planner.one_side import (

@@ -21,7 +21,7 @@ from llamarl.core.config import (
     StalenessConfig,
     TrainerConfig,
 )
-from llamarl.core.config.plan_keys import PlanConfig
+from llamarl.core.config.run import PlanConfig
 from llamarl.generator.decoding import GATHER_S
 from llamarl.planner.changes import best_splits
 from llamarl.planner.forecast import StepForecast

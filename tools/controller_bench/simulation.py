@@ -31,7 +31,7 @@ from llamarl.core.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.core.config.plan_keys import PlanConfig
+from llamarl.core.config.run import PlanConfig
 from llamarl.metrics.console import Progress
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans

@@ -32,7 +32,7 @@ from llamarl.core.config import (
     VllmConfig,
     WeightsConfig,
 )
-from llamarl.core.config.plan_keys import PlanConfig
+from llamarl.core.config.run import PlanConfig
 from llamarl.model.architecture import FAMILIES, Architecture
 from llamarl.planner.efficiency import Spread
 from llamarl.planner.law import hardware_costs

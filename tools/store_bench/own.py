@@ -11,7 +11,7 @@ from llamarl.cluster import make_cluster
 from llamarl.core.config import ClusterConfig
 from llamarl.core.config.rank_assignment import Device
 from llamarl.storage.client import Store, Unit
-from llamarl.storage.specs import StorageSpec
+from llamarl.storage.worker import StorageSpec
 from store_bench import rows
 from store_bench.rows import Taken, Work
 from store_bench.taking import TakeClient, TakeServer

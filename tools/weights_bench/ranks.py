@@ -18,10 +18,9 @@ from torch.distributed import FileStore, ProcessGroupGloo
 
 from llamarl.core.config import WeightsConfig
 from llamarl.publish.layout import Copy, ParameterLayout, RankLayout, Route, StagingHandle
-from llamarl.publish.memory import Memory
 from llamarl.publish.offload import trim
 from llamarl.publish.source import Writer
-from llamarl.publish.target import WeightBuffer
+from llamarl.publish.target import Memory, WeightBuffer
 from llamarl.publish.transports.mapped import Segment, this_host
 from weights_bench.model import (
     DTYPES,

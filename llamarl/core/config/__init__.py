@@ -12,12 +12,12 @@ from llamarl.core.config.generator import (
     VllmConfig,
 )
 from llamarl.core.config.inputs import DataConfig, EnvironmentConfig, ModelConfig, RewardConfig
-from llamarl.core.config.plan_keys import PlanConfig
 from llamarl.core.config.run import (
     Config,
     ExperienceConfig,
     MetricsConfig,
     PlacementConfig,
+    PlanConfig,
     StalenessConfig,
     WeightsConfig,
 )

@@ -28,8 +28,8 @@ from llamarl.publish.layout import (
     QuantizedParameter,
     quantized_parameters,
 )
-from llamarl.publish.memory import ALIGN_BYTES, Memory
 from llamarl.publish.shards import quantize, row_maxima, scales_of
+from llamarl.publish.target import ALIGN_BYTES, Memory
 
 WIDENED_ELEMENTS = 1 << 21  # 8 MiB in float32: smaller tiles are slower, much larger ones too
 

@@ -26,7 +26,7 @@ from llamarl.publish.layout import (
     QuantizedParameter,
     quantized_parameters,
 )
-from llamarl.publish.memory import ALIGN_BYTES, Memory
+from llamarl.publish.target import ALIGN_BYTES, Memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

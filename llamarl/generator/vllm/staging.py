@@ -17,8 +17,8 @@ from llamarl.generator.engine.weights import Place, one_box
 from llamarl.model.adapter_inventory import adapted_modules, adapter_shapes
 from llamarl.model.architecture import LORA_A, LORA_B, AnyArchitecture
 from llamarl.publish.layout import Format, ParameterLayout
-from llamarl.publish.memory import ALIGN_BYTES, Memory
 from llamarl.publish.shards import quantize, row_maxima, scales_of
+from llamarl.publish.target import ALIGN_BYTES, Memory
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for: the next one is taken
 ADAPTER_ID = 1

@@ -35,7 +35,7 @@ from llamarl.trainer.policy_loss import is_inert
 
 
 class SimulatedStorage(SimulatedExecutor):
-    """protocols.Storage that takes time and holds no arrays; retired rollouts leave `rollouts`."""
+    """faces.Storage that takes time and holds no arrays; retired rollouts leave `rollouts`."""
 
     async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
         await self._serve("write_rows", row_ids)
@@ -68,7 +68,7 @@ class SimulatedStorage(SimulatedExecutor):
 
 
 class SimulatedScorer(SimulatedExecutor):
-    """protocols.Processor with the workload's scores."""
+    """faces.Processor with the workload's scores."""
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:
         await self._travel()
@@ -88,7 +88,7 @@ class SimulatedScorer(SimulatedExecutor):
 
 
 class SimulatedModel(SimulatedExecutor):
-    """protocols.Processor of a frozen model, for all ranks, on `device`, which the trainer computes
+    """faces.Processor of a frozen model, for all ranks, on `device`, which the trainer computes
     on too."""
 
     def __init__(self, setting: Setting, costs: Costs, cores: Cores, device: Cores) -> None:
@@ -107,7 +107,7 @@ class SimulatedModel(SimulatedExecutor):
 
 
 class SimulatedStage(SimulatedExecutor):
-    """protocols.Processor of a recipe's own function, which takes as long as a reward and finds
+    """faces.Processor of a recipe's own function, which takes as long as a reward and finds
     what the workload says."""
 
     def __init__(self, setting: Setting, costs: Costs, cores: Cores, stage: Stage) -> None:
@@ -125,7 +125,7 @@ class SimulatedStage(SimulatedExecutor):
 
 
 class SimulatedEnvironment(SimulatedExecutor):
-    """protocols.Environment that answers as the workload says; many turns at once."""
+    """faces.Environment that answers as the workload says; many turns at once."""
 
     def __init__(self, setting: Setting, costs: Costs, cores: Cores) -> None:
         super().__init__(setting, costs, cores)
