@@ -142,7 +142,7 @@ NUM_HUNG = 33
 async def test_a_program_that_asks_without_await_in_a_coroutine_fails_its_own_episode(
     tmp_path: Path,
 ) -> None:
-    async with playing(tmp_path, task=SYNCHRONOUS, timeout_s=0.5) as setting:
+    async with playing(tmp_path, task=SYNCHRONOUS, timeout_s=2.0) as setting:
         found = await asyncio.gather(setting.begin(1), setting.begin(2, hangs=True))
         for each in found:
             assert each.status is not StageStatus.OK
@@ -155,7 +155,7 @@ async def test_a_program_that_asks_without_await_in_a_coroutine_fails_its_own_ep
 async def test_programs_of_agents_that_never_end_are_counted_and_their_process_is_replaced(
     tmp_path: Path,
 ) -> None:
-    async with playing(tmp_path, task=AGENT, timeout_s=1.0, num_workers=1) as setting:
+    async with playing(tmp_path, task=AGENT, timeout_s=3.0, num_workers=1) as setting:
         (pid,) = setting.executor._pools[0].pids
         hung = (setting.begin(row, hangs=True) for row in range(NUM_HUNG))
         found = await asyncio.gather(*hung)
