@@ -44,11 +44,12 @@ ONE_BY_ONE = [  # when a tool answers is a matter of time, and so would be who s
 ]
 SCENARIOS = {
     "rl": ["--config-dir=recipes/quickstart", *SMALL],
-    "mini_batches": [
+    "mini_batches": [  # one batch: what is written for another one, its publishes would come amid
         "--config-dir=recipes/quickstart",
         *SMALL,
-        "staleness.max_staleness=1",  # all steps of one batch, and no more
-        "num_steps=4",
+        "staleness.max_staleness=1",
+        "placement=colocated",
+        "num_steps=2",
         "trainer.groups_per_step=4",
         "trainer.num_mini_batches=2",
         "algorithm.proximal=recompute",
@@ -69,6 +70,7 @@ SCENARIOS = {
 }
 TIMED = re.compile(r"^(time|wait|busy|memory)/|_s(/|$)|(^|/)seconds(/|$)")
 ENDED = ("trained", "evaluated")  # which rollouts the end of a run catches is a matter of time
+NAMES_A_FOLDER = ("adapter_config.json", "llamarl-manifest.json")  # that of the code which ran
 ROWS = {
     "archive/rollouts-*.jsonl": "row_id",
     "archive/kept-*.jsonl": "row_id",
@@ -132,6 +134,7 @@ def outcome(run_dir: Path) -> Outcome:
     found["export"] = [
         {"file": path.name, "digest": hashlib.sha256(path.read_bytes()).hexdigest()}
         for path in sorted((run_dir / "export").iterdir())
+        if path.name not in NAMES_A_FOLDER
     ]
     return found
 
