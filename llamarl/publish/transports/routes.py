@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from llamarl.publish.transports.messages import MessageStore, TransportReceiver, TransportSender
 
 
-WING = "llamarl.publish.transports"
+PACKAGE = "llamarl.publish.transports"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +58,11 @@ class Transport:
 
 
 TRANSPORTS: dict[str, Transport] = {
-    "shared_memory": Transport(sender=f"{WING}.mapped:MappedSender", device=CPU, is_inline=True),
-    "cuda_ipc": Transport(sender=f"{WING}.mapped:MappedSender", device=GPU),
+    "shared_memory": Transport(sender=f"{PACKAGE}.mapped:MappedSender", device=CPU, is_inline=True),
+    "cuda_ipc": Transport(sender=f"{PACKAGE}.mapped:MappedSender", device=GPU),
     "collective": Transport(
-        sender=f"{WING}.collective:CollectiveSender",
-        receiver=f"{WING}.collective:CollectiveReceiver",
+        sender=f"{PACKAGE}.collective:CollectiveSender",
+        receiver=f"{PACKAGE}.collective:CollectiveReceiver",
         crosses_hosts=True,
         meets=True,
     ),
