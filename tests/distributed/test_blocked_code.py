@@ -136,7 +136,7 @@ class Agent(AgentEnvironment):
 environment = Agent
 """
 SYNCHRONOUS = AGENT.replace("    def play", "    async def play")  # waits for its own event loop
-NUM_HUNG = 33
+NUM_HUNG = 32  # as many as a process outlives; one more may be lost with it
 
 
 async def test_a_program_that_asks_without_await_in_a_coroutine_fails_its_own_episode(
