@@ -34,7 +34,7 @@ from llamarl.metrics.span import Spans
 from llamarl.planner.simulation import clock
 from llamarl.scoring.stages import Graph, Stage, make_graph
 from llamarl.storage.wire import Written, write_message
-from llamarl.storage.worker import StorageExecutor, StorageSpec
+from llamarl.storage.worker import StorageSpec, StorageWorker
 from llamarl.trainer.losses.aipo import AIPOConfig
 from tests.unit.planner_recipes import make_recipe
 
@@ -44,7 +44,7 @@ Rows = Mapping[int, Mapping[str, np.ndarray]]
 SHARD = "__0_0.distcp"  # of a checkpoint
 
 
-class WatchedStorage(StorageExecutor):
+class WatchedStorage(StorageWorker):
     """A real storage unit, without an archive unless in `run_dir`, that remembers what it was
     asked; it needs no start and no close.
 

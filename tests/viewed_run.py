@@ -36,7 +36,7 @@ from llamarl.core.records import (
 from llamarl.metrics.span import Spans
 from llamarl.model.tokenizer import Tokenizer, keep_tokenizer, load_tokenizer
 from llamarl.storage.archive import as_cell, make_record
-from llamarl.storage.worker import StorageExecutor, StorageSpec
+from llamarl.storage.worker import StorageSpec, StorageWorker
 from tests.unit.tokenizer_files import write_tokenizer
 
 ATTACK = "</script><img src=x onerror=\"window.hacked=1\"><b id='b'>&amp;{{7*7}}${7*7}"
@@ -61,7 +61,7 @@ class ViewedRun:
 
     folder: Path
     tokenizer: Tokenizer = field(init=False)
-    unit: StorageExecutor = field(init=False)
+    unit: StorageWorker = field(init=False)
     next_row: int = 0
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class ViewedRun:
         keep_tokenizer(self.folder / "checkpoint", self.folder)
         self.tokenizer = load_tokenizer(self.folder / "tokenizer")
         spec = StorageSpec(unit=0, archive_folder=str(self.folder / "archive"))
-        self.unit = StorageExecutor(spec, rank=0, num_ranks=1, spans=Spans("storage-0", None))
+        self.unit = StorageWorker(spec, rank=0, num_ranks=1, spans=Spans("storage-0", None))
 
     async def add(
         self,

@@ -64,6 +64,10 @@ class Remote:
         self.targets: dict[int, bytes] = {}
         self.source = b""
 
+    async def all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        found: list[Any] = await getattr(self, method.__name__)(*args)
+        return found
+
     async def source_layout(self) -> list[RankLayout]:
         return pickle.loads(self._layouts)
 

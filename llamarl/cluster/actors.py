@@ -40,6 +40,7 @@ from llamarl.cluster.executor import (
 from llamarl.cluster.hosts import DIMENSION
 from llamarl.cluster.os_process import hide_files, redirect_output
 from llamarl.core.errors import ExecutorLost, RemoteError, mark_seen
+from llamarl.core.faces import Worker
 from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class ExecutorActor(Actor):
 
     def __init__(self) -> None:
         atexit.register(end_process)
-        self._executor: object = None
+        self._worker: Worker | None = None
         self._spans: Spans | None = None
         self._where = ""
         self._name, self._rank = "", 0
@@ -87,7 +88,7 @@ class ExecutorActor(Actor):
             gc.disable()  # imports make next to no garbage: looking for it is a fifth of their time
             maker = resolve(factory)
             gc.enable()
-            self._executor = maker(spec, rank=rank, num_ranks=num_ranks, spans=self._spans)
+            self._worker = maker(spec, rank=rank, num_ranks=num_ranks, spans=self._spans)
         except BaseException as error:  # noqa: BLE001 - sent to the caller, whatever it is
             return [failure(error, self._where, rank)]
         return [CallResult(rank, os.getpid())]
@@ -103,13 +104,18 @@ class ExecutorActor(Actor):
             answer = pickle.dumps([failure(RemoteError(words), self._where, self._rank)])
         port.send((number, answer))
 
+    def _made(self) -> Worker:
+        if self._worker is None:
+            raise RuntimeError(f"{self._where} must be constructed before it is called")
+        return self._worker
+
     async def _results(self, call: Call, span: int, end: int, is_first: bool) -> list[CallResult]:
         """Run `call` on the `span` ranks from this one on that are below `end`.
 
         Returns their results, with `is_first` rank 0's only; or the first failure alone.
         """
         end = min(self._rank + span, end)
-        own = asyncio.create_task(attempt(self._executor, self._where, self._rank, call))
+        own = asyncio.create_task(attempt(self._made(), self._where, self._rank, call))
         answers: list[asyncio.Future[Any]] = [own]
         if end > self._rank + 1:
             span = math.ceil((end - self._rank - 1) / FANOUT)
@@ -140,8 +146,8 @@ class ExecutorActor(Actor):
     async def finish(self) -> CallResult:
         """Close the executor and its spans."""
         result = CallResult(self._rank)
-        if hasattr(self._executor, "close"):
-            result = await attempt(self._executor, self._where, self._rank, ("close", (), {}))
+        if self._worker is not None:
+            result = await attempt(self._worker, self._where, self._rank, ("close", (), {}))
             if result.error is not None:
                 log.info("closing failed: %s", "\n".join(pickle.loads(result.error).__notes__))
         if self._spans is not None:
@@ -218,7 +224,7 @@ class ExecutorActors:
 
 @dataclass(eq=False)
 class RemoteRun:
-    """Runs calls on all ranks of an executor; for `executor.Calls`. Picklable.
+    """Runs calls on all ranks of an executor; for `executor.Handle`. Picklable.
 
     Only in the controller it has `lost`, which ends pending calls when a process is silent, and
     `on_answer`, which is called at every answer: it shows that the executor lives.
@@ -226,19 +232,18 @@ class RemoteRun:
 
     name: str
     actors: ExecutorActors
-    is_first: bool
     lost: asyncio.Future[None] | None = None
     on_answer: Callable[[], None] = lambda: None
     _root: Answers | None = None
 
     def __reduce__(self) -> Any:
-        return RemoteRun, (self.name, self.actors, self.is_first)
+        return RemoteRun, (self.name, self.actors)
 
-    async def __call__(self, call: Call) -> list[Any]:
+    async def __call__(self, call: Call, is_first: bool = False) -> list[Any]:
         if self._root is None:
             self._root = self.actors.root()
         size = self.actors.num_ranks
-        answers = self._root.send(call, size, size, self.is_first)
+        answers = self._root.send(call, size, size, is_first)
         results = await results_by_rank(self.name, answers, size, self.lost)
         self.on_answer()
         return results

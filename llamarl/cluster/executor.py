@@ -7,10 +7,13 @@ import pkgutil
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from llamarl.core.config.rank_assignment import Device
 from llamarl.core.errors import RemoteError, UserCodeError
+from llamarl.core.faces import AllRanks, PerRank, Worker
+
+Face = TypeVar("Face")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,39 +41,25 @@ def merged(results: list[CallResult]) -> list[CallResult]:
     return [first]
 
 
-def endpoint(executor: object, method: str) -> Callable[..., Awaitable[Any]]:
-    """The executor's own method of this name, or that of the first of its `components` with one."""
-    if not hasattr(executor, method):
-        owners = [each for each in getattr(executor, "components", ()) if hasattr(each, method)]
-        executor = owners[0] if owners else executor
-    found: Callable[..., Awaitable[Any]] = getattr(executor, method)
-    return found
-
-
 def narrowed(call: Call, ranks: range) -> Call:
     """The call as it is passed on to these ranks: of split arguments only their parts."""
     method, args, kwargs = call
-    parts = (each.for_ranks(ranks) if _is_split(each) else each for each in args)
+    parts = (each.for_ranks(ranks) if isinstance(each, PerRank) else each for each in args)
     return method, tuple(parts), kwargs
 
 
 def parts_for(rank: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments with which one rank is called."""
-    return tuple(each.for_rank(rank) if _is_split(each) else each for each in args)
+    return tuple(each.for_rank(rank) if isinstance(each, PerRank) else each for each in args)
 
 
-def _is_split(argument: object) -> TypeGuard[SplitArgument]:
-    """By its class: another executor's calls have every attribute that they are asked for."""
-    return hasattr(type(argument), "for_ranks")
-
-
-async def attempt(executor: object, where: str, rank: int, call: Call) -> CallResult:
-    """Run `call` on `executor`, with its part of split arguments; `where` names the process in
+async def attempt(worker: object, where: str, rank: int, call: Call) -> CallResult:
+    """Run `call` on `worker`, with its part of split arguments; `where` names the process in
     notes."""
     method, args, kwargs = call
     try:
         own_args = parts_for(rank, args)
-        return CallResult(rank, await endpoint(executor, method)(*own_args, **kwargs))
+        return CallResult(rank, await getattr(worker, method)(*own_args, **kwargs))
     except BaseException as error:  # noqa: BLE001 - sent to the caller, whatever it is
         return failure(error, where, rank)
 
@@ -116,16 +105,18 @@ def _text(error: BaseException) -> str:
 
 LOSS_GRACE_S = 2.0  # for a loss to be noticed after the errors that it causes
 
-Factory = type | str
-"""An executor class, or "module:Class": the caller then need not load what the module imports."""
+Factory = type[Worker] | str
+"""A worker's class, or "module:Class": the caller then need not load what the module imports."""
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 """(method, args, kwargs)"""
 
 
-def resolve(factory: Factory) -> type:
+def resolve(factory: Factory) -> Callable[..., Worker]:
     """The class that a factory names."""
-    found: type = pkgutil.resolve_name(factory) if isinstance(factory, str) else factory
+    found: Callable[..., Worker] = (
+        pkgutil.resolve_name(factory) if isinstance(factory, str) else factory
+    )
     return found
 
 
@@ -137,43 +128,36 @@ class MergeableResult(Protocol):
         """Add another rank's result."""
 
 
-class SplitArgument(Protocol):
-    """An argument of a call to all ranks of which each gets a part of its own, and no other."""
-
-    def for_rank(self, rank: int) -> Any:
-        """What this rank is called with."""
-
-    def for_ranks(self, ranks: range) -> Any:
-        """An argument for these ranks alone, on its way to them."""
+Run = Callable[[Call, bool], Awaitable[list[Any]]]
+"""Runs a call on all ranks; returns their results, or with True rank 0's alone."""
 
 
-class Calls:
-    """Turns attribute access into calls on all ranks; `is_first`: returns rank 0's result only."""
+class Handle:
+    """The methods of `face`, each of which is called on all ranks and returns rank 0's result."""
 
-    def __init__(self, run: Callable[[Call], Awaitable[list[Any]]], is_first: bool) -> None:
-        self._run = run
-        self._is_first = is_first
+    def __init__(self, run: Run, face: type) -> None:
+        self._run, self._face = run, face
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        if method.startswith("_"):
+        if method.startswith("_"):  # asked by pickle, before there is a face
             raise AttributeError(method)
+        if not hasattr(self._face, method):
+            raise AttributeError(f"{self._face.__name__} has no method {method!r}")
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            results = await self._run((method, args, kwargs))
-            return results[0] if self._is_first else results
+            return (await self._run((method, args, kwargs), True))[0]
 
         return call
 
 
-class Executor(Protocol):
+class Executor(AllRanks, Protocol):
     """The ranks of one executor.
 
-    `call_one` and `call_all` have the methods of the executor and of its `components` (objects that
-    it consists of). Calling one runs it on all ranks at once; `await executor.call_one.method(...)`
-    returns rank 0's result, `await executor.call_all.method(...)` the list by rank (of a
-    MergeableResult one for all). Both can be passed to other executors in `spawn`'s spec or in any
-    call; those then call peer to peer. Calls run concurrently; cancelling one does not cancel the
-    remote work.
+    `one` gives their methods of a face (`core/faces.py`); calling one runs it on all ranks at once
+    and returns rank 0's result. It can be passed to other executors in `spawn`'s spec or in any
+    call; those then call peer to peer. `all(Face.method, ...)` returns the results by rank (of a
+    MergeableResult one for all). Calls run concurrently; cancelling one does not cancel the remote
+    work.
 
     An exception of any rank is raised here as soon as it arrives: with its own type where that
     survives pickling, else as RemoteError; a note holds the remote traceback. A lost process
@@ -181,10 +165,11 @@ class Executor(Protocol):
     """
 
     name: str
-    call_one: Any
-    call_all: Any
     writer: str
     """How what the processes write into storage is signed; set by what starts them."""
+
+    def one(self, face: type[Face]) -> Face:
+        """The executor as the `face` that its workers have."""
 
     async def watch(self) -> None:
         """Wait until it is lost and raise ExecutorLost; return once it was stopped."""

@@ -5,14 +5,15 @@ The same calls give the same results and exceptions as with processes."""
 import asyncio
 import logging
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Concatenate, cast
 
 from llamarl.cluster.executor import (
     Call,
-    Calls,
     Executor,
+    Face,
     Factory,
+    Handle,
     attempt,
     failure,
     merged,
@@ -20,6 +21,7 @@ from llamarl.cluster.executor import (
     resolve,
 )
 from llamarl.core.config.rank_assignment import Device
+from llamarl.core.faces import P, T, Worker
 from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ class InlineCluster:
             except Exception as error:  # noqa: BLE001 - raised again in the shape all calls use
                 await found.stop()
                 failure(error, where, rank).result()
-            found.objects.append(made)
+            found.workers.append(made)
         return found
 
     async def add_host(self, address: str) -> int:
@@ -66,18 +68,27 @@ class InlineCluster:
 class InlineExecutor:
     """Ranks that are plain objects of this process."""
 
-    def __init__(self, name: str, objects: Sequence[Any] = (), spans: Sequence[Spans] = ()):
+    def __init__(self, name: str, workers: Sequence[object] = (), spans: Sequence[Spans] = ()):
         self.name, self.writer = name, ""
-        self.objects = list(objects)
+        self.workers = list(workers)
         self.spans = list(spans)
-        self.call_one = Calls(self._run, is_first=True)
-        self.call_all = Calls(self._run, is_first=False)
         self._stopped = asyncio.Event()
 
     @property
     def is_stopped(self) -> bool:
         """`stop` was called."""
         return self._stopped.is_set()
+
+    def one(self, face: type[Face]) -> Face:
+        return cast(Face, Handle(self._run, face))
+
+    async def all(
+        self,
+        method: Callable[Concatenate[Any, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
+        return await self._run((method.__name__, args, kwargs))
 
     async def watch(self) -> None:
         await self._stopped.wait()
@@ -86,21 +97,21 @@ class InlineExecutor:
         if self._stopped.is_set():
             return
         self._stopped.set()
-        for executor, spans in zip(self.objects, self.spans, strict=False):
+        for worker, spans in zip(self.workers, self.spans, strict=False):
             try:
-                if hasattr(executor, "close"):
-                    await executor.close()
+                if isinstance(worker, Worker):
+                    await worker.close()
             except OSError as error:  # such as a full disk
                 log.warning("closing %s failed: %s", spans.process, error)
             except Exception:  # noqa: BLE001 - tear-down continues
                 log.warning("closing %s failed: \n%s", spans.process, traceback.format_exc())
             spans.close()
 
-    async def _run(self, call: Call) -> list[Any]:
+    async def _run(self, call: Call, is_first: bool = False) -> list[Any]:
         """The results of all ranks; raises the first exception at once."""
         tasks = [
-            asyncio.create_task(attempt(executor, spans.process, rank, call))
-            for rank, (executor, spans) in enumerate(zip(self.objects, self.spans, strict=True))
+            asyncio.create_task(attempt(worker, spans.process, rank, call))
+            for rank, (worker, spans) in enumerate(zip(self.workers, self.spans, strict=True))
         ]
         for next_result in asyncio.as_completed(tasks):
             (await next_result).result()

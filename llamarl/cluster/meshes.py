@@ -8,11 +8,11 @@ import logging
 import math
 import uuid
 from asyncio import FIRST_COMPLETED
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Concatenate, cast
 
 from llamarl.cluster.actors import (
     ExecutorActor,
@@ -23,12 +23,13 @@ from llamarl.cluster.actors import (
     send,
     wait_silent,
 )
-from llamarl.cluster.executor import Calls, Executor, Factory, process_name
+from llamarl.cluster.executor import Executor, Face, Factory, Handle, process_name
 from llamarl.cluster.hosts import Host, attach, attach_late
 from llamarl.cluster.os_process import environment, log_path, log_tail
 from llamarl.core.config import ClusterConfig
 from llamarl.core.config.rank_assignment import Device
 from llamarl.core.errors import ExecutorLost, mark_seen
+from llamarl.core.faces import P, T
 from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)
@@ -66,8 +67,6 @@ class MonarchExecutor:
         self._stopping: asyncio.Task[None] | None = None
         self._by_host: list[HostRanks] = []
         self.pids: list[int] = []  # by rank
-        self.call_one: Any = None
-        self.call_all: Any = None
 
     async def start(
         self,
@@ -89,10 +88,7 @@ class MonarchExecutor:
             for rank in range(self.num_ranks)
         )
         self._watch(map(self._watch_host, self._by_host))
-        self.call_one, self.call_all = (
-            Calls(RemoteRun(self.name, actors, is_first, self._lost, self._note_answer), is_first)
-            for is_first in (True, False)
-        )
+        self._run = RemoteRun(self.name, actors, self._lost, self._note_answer)
         arguments = (self.name, *executor, make_spans, self._logs_folder)
         pids = await asyncio.gather(
             *(
@@ -108,6 +104,17 @@ class MonarchExecutor:
         self.pids = [pid for found in pids for pid in found]
         constructed.set()
         self._watch(map(self._watch_pids, self._by_host))
+
+    def one(self, face: type[Face]) -> Face:
+        return cast(Face, Handle(self._run, face))
+
+    async def all(
+        self,
+        method: Callable[Concatenate[Any, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
+        return await self._run((method.__name__, args, kwargs))
 
     def _watch(self, watchers: Iterable[Coroutine[Any, Any, None]]) -> None:
         self._watchers += map(asyncio.create_task, watchers)

@@ -50,31 +50,17 @@ class Colocation:
         """Give the trainer the device at once, so that a run that ends early can be saved."""
 
 
-@dataclass(eq=False)
-class Colocated(Colocation):
-    """Generators and trainer share a device and alternate on it.
+@dataclass(eq=False, kw_only=True)
+class Alternating(Colocation):
+    """Phases alternate, in whatever order they are asked for; a train phase waits for `when`."""
 
-    The generators work until the `when` of a train phase returns, then from the end of the next
-    sync phase. A lost generator takes part no more; NoGenerator once all are lost.
-    """
-
-    trainer: Offloadable
-    generators: dict[int, Offloadable]
-    spans: Spans
     _num_phases: int = 0
     _ended: asyncio.Condition = field(default_factory=asyncio.Condition)
-    _since_ns: int = field(default_factory=time.monotonic_ns)
-
-    async def begin(self) -> None:
-        """The generators have the device first: what the trainer loaded is offloaded."""
-        await self.trainer.offload(["state", "weights"])
-        self._since_ns = time.monotonic_ns()
 
     @asynccontextmanager
     async def phase(self, phase: Phase, when: When | None = None) -> AsyncIterator[None]:
-        """The body, once the phase before has ended, `when` has returned and the sides have changed
-        places. Phases alternate, in whatever order they are asked for; one that fails ends the
-        run."""
+        """The body, once the phase before has ended and `when` has returned. One that fails ends
+        the run."""
         place = list(Phase).index(phase)
         async with self._ended:
             await self._ended.wait_for(lambda: self._num_phases % len(Phase) == place)
@@ -83,6 +69,36 @@ class Colocated(Colocation):
         async with self._ended:
             self._num_phases += 1
             self._ended.notify_all()
+
+    @asynccontextmanager
+    async def _train(self, when: When | None) -> AsyncIterator[None]:
+        if when is not None:
+            await when()
+        yield
+
+    @asynccontextmanager
+    async def _sync(self) -> AsyncIterator[None]:
+        yield
+
+
+@dataclass(eq=False)
+class Colocated(Alternating):
+    """Generators and trainer share a device and alternate on it.
+
+    The generators work until the `when` of a train phase returns, then from the end of the next
+    sync phase; the sides change places before each phase. A lost generator takes part no more;
+    NoGenerator once all are lost.
+    """
+
+    trainer: Offloadable
+    generators: dict[int, Offloadable]
+    spans: Spans
+    _since_ns: int = field(default_factory=time.monotonic_ns)
+
+    async def begin(self) -> None:
+        """The generators have the device first: what the trainer loaded is offloaded."""
+        await self.trainer.offload(["state", "weights"])
+        self._since_ns = time.monotonic_ns()
 
     async def recall(self) -> None:
         """Generators that do not offload in time are left: a lost one holds no memory any more,

@@ -18,7 +18,6 @@ from typing import Any
 from llamarl.cluster.sockets import Answer, Connection, LocalServer, Packet
 from llamarl.controller.controller import Controller
 from llamarl.controller.fleet import Fleet
-from llamarl.controller.sft import Imitation
 from llamarl.core.config import Config
 from llamarl.core.config.rank_assignment import Device, place_generator
 from llamarl.core.device.names import is_gpu
@@ -111,7 +110,7 @@ class RunControl:
     """Answers for a run at work."""
 
     config: Config
-    controller: Controller | Imitation
+    controller: Controller
     fleet: Fleet
 
     async def answer(self, message: Message) -> Message:

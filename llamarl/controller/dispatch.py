@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llamarl.controller.balance import Balance, Replica
 from llamarl.controller.gate import ROOM_PAUSE_S
 from llamarl.core.errors import ExecutorLost, NoGenerator, RepeatedWarnings, cancel_all
-from llamarl.core.faces import Collector, Report, Storage
+from llamarl.core.faces import Collector, GeneratorReplica, Report, Storage
 from llamarl.core.records import FinishReason, Purpose, Request, RolloutInfo
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ class Dispatch:
         index modulo their number is i."""
         self.balance = balance
         self.replicas = self.balance.replicas
-        self.replicas |= {index: Replica(own.call_one) for index, own in processes.items()}
+        self.replicas |= {
+            index: Replica(own.one(GeneratorReplica)) for index, own in processes.items()
+        }
         self.on_lost: Callable[[int, Exception], None] | None = None
         """Gets each replica that is lost. With it others may come, so requests wait for them if
         there are none."""
@@ -159,7 +161,9 @@ class Dispatch:
             self.replicas[replica].version = version
         elif replica in self._joining:
             self._processes[replica], serves = self._joining.pop(replica)
-            self.replicas[replica] = Replica(self._processes[replica].call_one, version)
+            self.replicas[replica] = Replica(
+                self._processes[replica].one(GeneratorReplica), version
+            )
             serves(replica)
             self._start(self._join, replica)
 
@@ -268,7 +272,7 @@ class Dispatch:
         """What waited for a replica need wait no longer."""
         if self._collectors:
             collector = self._collectors[index % len(self._collectors)]
-            await collector.follow(index, self._processes[index].call_one)
+            await collector.follow(index, self._processes[index].one(GeneratorReplica))
         await self._submit_waiting()
 
     async def _submit_waiting(self) -> None:

@@ -44,6 +44,8 @@ class Unobserved:
 
     def log_evaluation(self, evaluated: Evaluation | None) -> None: ...
 
+    def log_held_out(self, version: int, loss: float, num_tokens: int) -> None: ...
+
     async def log_step(
         self,
         stats: StepStats,

@@ -19,7 +19,7 @@ from llamarl.controller.elasticity import Elasticity
 from llamarl.controller.starter import Executors, end_others, find_losses
 from llamarl.core.config import Config
 from llamarl.core.errors import ExecutorLost, NoGenerator, cancel_all
-from llamarl.core.faces import Collector, Storage
+from llamarl.core.faces import Collector, GeneratorReplica, Processor, Report
 from llamarl.core.records import StageItem, StageResult
 from llamarl.metrics.console import ReportState
 from llamarl.publish.publisher import Publisher
@@ -167,43 +167,38 @@ def status_of(member: Member, serving: Replica | None) -> ExecutorStatus:
     return ExecutorStatus(name, state, *held, member.restarts.num_recent)
 
 
-Ask = Callable[..., Coroutine[Any, Any, Any]]
-"""`Fleet.ask`."""
-
-
 @dataclass(frozen=True)
-class MendedStage:
-    """faces.Processor of `stage`, which the executor `name` runs: a call to one that is lost is
+class MendedStage(Processor):
+    """The processor of `stage`, which the executor `name` runs: a call to one that is lost is
     repeated by the next. It can be, since all that it reads is in storage, and what it found is not
     used before it has ended. What the lost one wrote is erased before."""
 
     name: str
     stage: Stage
-    storage: Storage
-    ask: Ask
+    fleet: Fleet
 
     async def process(self, items: list[StageItem]) -> Sequence[StageResult]:
-        """See `faces.Processor`."""
         row_ids = [row_id for rows, _ in items for row_id in rows]
         columns = [column.name for column in self.stage.writes]
-        erase = partial(self.storage.erase, row_ids, columns)
-        results: Sequence[StageResult]
-        results = await self.ask(self.name, lambda calls: calls.process(items), erase)
-        return results
+        erase = partial(self.fleet.executors.storage.erase, row_ids, columns)
+        return await self.fleet.ask(
+            self.name, lambda each: each.one(Processor).process(items), erase
+        )
 
 
 @dataclass(frozen=True)
-class MendedCalls:
-    """The methods of the executor `name`, and of those that take its place: each call goes to the
-    next if one is lost, so that must do no harm."""
+class MendedCollector(Collector):
+    """The collector `name`, and those that take its place: each call goes to the next if one is
+    lost, which does no harm."""
 
     name: str
-    ask: Ask
+    fleet: Fleet
 
-    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        if method.startswith("_"):
-            raise AttributeError(method)
-        return lambda *args: self.ask(self.name, lambda calls: getattr(calls, method)(*args))
+    async def collect(self, received: int) -> tuple[int, list[tuple[int, Report | Exception]]]:
+        return await self.fleet.ask(self.name, lambda each: each.one(Collector).collect(received))
+
+    async def follow(self, replica: int, generator: GeneratorReplica) -> None:
+        await self.fleet.ask(self.name, lambda each: each.one(Collector).follow(replica, generator))
 
 
 T = TypeVar("T")
@@ -287,27 +282,27 @@ class Fleet:
 
     def processors(self) -> dict[Stage, MendedStage]:
         """By stage, of its executor and those that take its place."""
-        storage, stages = self.executors.storage, self.executors.stage_of.items()
-        return {stage: MendedStage(name, stage, storage, self.ask) for name, stage in stages}
+        stages = self.executors.stage_of.items()
+        return {stage: MendedStage(name, stage, self) for name, stage in stages}
 
     def collectors(self) -> list[Collector]:
         """Of each collector and those that take its place, which get from the replicas what it had
         not passed on."""
-        return [MendedCalls(executor.name, self.ask) for executor in self.executors.collectors]
+        return [MendedCollector(executor.name, self) for executor in self.executors.collectors]
 
     async def ask(
         self,
         name: str,
-        call: Callable[[Any], Awaitable[T]],
+        call: Callable[[Executor], Awaitable[T]],
         before_again: Callable[[], Awaitable[None]] | None = None,
     ) -> T:
-        """What `call` of this executor's methods returns. It is repeated if the executor is lost
+        """What `call` returns of this executor. It is repeated if the executor is lost
         meanwhile, once others have its place, and after `before_again`; that must do no harm."""
         member = self._member(name)
         while True:
             executor = await self._serving(member)
             try:
-                return await call(executor.call_one)
+                return await call(executor)
             except ExecutorLost as loss:
                 if loss.executor != name:  # what it needs, such as a storage unit
                     raise
@@ -468,7 +463,7 @@ class Fleet:
         if member.replica is not None:
             dispatch, publisher = self._connected
             dispatch.expect(member.replica, executor, self._served)
-            return await publisher.connect_replica(member.replica, executor.call_all)
+            return await publisher.connect_replica(member.replica, executor)
         self._watch(member, executor)
         member.restarts.succeeded()
         member.serves.set()

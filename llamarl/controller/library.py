@@ -165,7 +165,7 @@ class OwnWeights:
             spans=self.wiring.spans,
             formats=formats_of(config.generator, self.wiring.inputs.architecture),
         )
-        await self.connect(InlineExecutor("trainer", [found], [self.wiring.spans]).call_all)
+        await self.connect(InlineExecutor("trainer", [found], [self.wiring.spans]))
         return found
 
 

@@ -19,11 +19,11 @@ from typing import Any, Self
 from llamarl.controller.control import RunControl, listening
 from llamarl.controller.controller import Controller
 from llamarl.controller.fleet import Fleet
-from llamarl.controller.sft import Imitation
-from llamarl.controller.wiring import Wiring, build_imitation
+from llamarl.controller.wiring import Wiring
 from llamarl.core import files
 from llamarl.core.config import Config
 from llamarl.core.errors import ExecutorLost
+from llamarl.core.faces import Trainer
 from llamarl.metrics.console import Progress, end_display
 from llamarl.metrics.shares import RecentSpans
 from llamarl.metrics.span import Spans
@@ -108,10 +108,6 @@ Start = tuple[dict[str, Any], str | None]
 """The state that a session begins with, and the checkpoint that holds it, if any."""
 
 
-Loop = Controller | Imitation
-"""What drives the executors of a session."""
-
-
 class SessionLost(Exception):  # noqa: N818 - an outcome more than an error
     """Executors were lost at `version`, and the run goes on without them from a checkpoint."""
 
@@ -134,7 +130,7 @@ class Sessions:
     deadline_s: float = math.inf
     """Of the event loop: the step in which it comes is the last one."""
 
-    async def run(self, fleet: Fleet, signals: Signals, first: Start) -> Loop:
+    async def run(self, fleet: Fleet, signals: Signals, first: Start) -> Controller:
         """Drive the executors of the fleet, and those that take their place, from `first` to the
         run's end."""
         start, has_begun = first, True
@@ -160,7 +156,7 @@ class Sessions:
                 raise SessionLost([loss], start[0].get("version", 0)) from loss
             raise loss
 
-    async def _run(self, fleet: Fleet, signals: Signals, start: Start) -> Loop:
+    async def _run(self, fleet: Fleet, signals: Signals, start: Start) -> Controller:
         """One session; SessionLost if executors were lost, and others may take their place."""
         state, _ = start
         first_step = state["version"] + 1 if state else 0
@@ -183,29 +179,27 @@ class Sessions:
 
     async def _prepare(
         self, fleet: Fleet, start: Start, metrics: MetricsLog, exits: AsyncExitStack
-    ) -> Loop:
+    ) -> Controller:
         """Bring the executors to `start` and connect them; `exits` undo that."""
         state, folder = start
         executors = fleet.executors
         assert executors.trainer is not None
         if folder is not None:
             self.progress.show_phase("reading the checkpoint")
-            await executors.trainer.call_one.restore(folder)
+            await executors.trainer.one(Trainer).restore(folder)
         wiring = Wiring(self.config, self.inputs, executors, self.run_dir, self.spans, state)
         run_logger = wiring.make_run_logger(metrics, self.progress, self.recent_spans)
-        is_imitation = self.config.algorithm.imitates
-        build = build_imitation if is_imitation else Wiring.build_controller
-        controller: Loop = build(wiring, fleet, run_logger, deadline_s=self.deadline_s)
+        controller = wiring.build_controller(fleet, run_logger, deadline_s=self.deadline_s)
         for each in (controller.engines, fleet):  # closed in reverse
             exits.push_async_callback(each.close)
-        if not is_imitation:
+        if not self.config.algorithm.imitates:
             self.progress.show_phase("connecting trainer and generators")
-            await controller.engines.connect()
+        await controller.engines.connect()
         gc.set_threshold(*GC_THRESHOLDS)
         run_logger.start(state.get("version", 0))
         return controller
 
-    async def _until_end(self, controller: Loop, fleet: Fleet, signals: Signals) -> None:
+    async def _until_end(self, controller: Controller, fleet: Fleet, signals: Signals) -> None:
         """Run the loop; whatever ends it ahead of time, what was learnt is saved."""
         try:
             control = RunControl(self.config, controller, fleet)

@@ -1,22 +1,18 @@
-"""Supervised fine-tuning: the loop over demonstrations.
-
-    admit -> write -> train -> advance -> admit
-
+"""Supervised fine-tuning: what takes the place of generators in the loop (`controller.py`).
 
 Demonstrations are trained in the order of the prompt stream, so a run that resumes learns what
 the other would have."""
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from llamarl.controller.engines import Engines
 from llamarl.controller.evaluation import Evaluator, Whole
-from llamarl.controller.gate import Gate
-from llamarl.controller.saver import Saver
+from llamarl.core.batcher import Batcher
 from llamarl.core.faces import Storage
 from llamarl.core.groups import Group
 from llamarl.core.records import (
@@ -29,74 +25,70 @@ from llamarl.core.records import (
     Sampling,
 )
 from llamarl.prompts.demonstrations import as_row
+from llamarl.publish.publisher import PublishStats
+
+WEIGHT = (1.0,)  # its weight, where a group has advantages
 
 
 @dataclass(kw_only=True)
-class Imitation:
-    """Drives the trainer alone from the first demonstration to the last version."""
+class DemonstrationEngines(Engines):
+    """The verbs of a run without generators: its groups are demonstrations, which storage gets as
+    they are."""
 
-    engines: Engines
-    gate: Gate
-    evaluator: Evaluator
-    saver: Saver
+    def __post_init__(self) -> None:
+        self._writing = Batcher(self._write, self.rollouts.fail)
 
-    async def run(self) -> None:
-        """Train until `num_steps`; measure the held-out loss, save and export."""
-        async with self.saver.saving(), asyncio.TaskGroup() as tasks:
-            await self._evaluate_if_due()
-            writing = tasks.create_task(self._write())
-            await self._train(tasks)
-            writing.cancel()
-            await asyncio.wait({writing})
-            await self.saver.end_whole()
-            await self.engines.retire_rest()
-        await self.saver.export()
+    async def connect(self) -> None:
+        """There is nothing to connect."""
 
-    async def _write(self) -> None:
-        """Demonstrations of the next step are in storage while the trainer learns from this one."""
-        while True:
-            await self.saver.whole(self._settle(await self.gate.admit()))
+    async def serve(self) -> None:
+        """Raise the first error of what is written."""
+        await self.rollouts.until_failed(asyncio.Event().wait())
 
-    async def _settle(self, groups: Sequence[Group]) -> None:
-        await write_demonstrations(self.engines, groups, Purpose.TRAIN)
-        for group in groups:
-            await self.gate.settle(group, (1.0,))
+    async def roll_out(self, group: Group) -> None:
+        """Let storage hold the demonstration."""
+        await self._writing.ask(group)
 
-    async def _train(self, tasks: asyncio.TaskGroup) -> None:
-        size = self.gate.groups_per_step
-        while not self.saver.has_last:
-            if groups := await self.gate.take(size, size):
-                await self.engines.forward_backward(groups)
-                await self.saver.start_step(self.engines.optim_step(made=self.saver.made))
-            else:  # the epochs are over
-                self.saver.last = self.engines.version
-            await self._evaluate_if_due()
-            if self.saver.is_due():
-                await self.saver.save(tasks)
-            if not self.saver.has_last:
-                await self.gate.advance(self.engines.version)
+    async def settle(self, group: Group) -> str | None:
+        group.advantages = WEIGHT
+        return None
 
-    async def _evaluate_if_due(self) -> None:
-        version, last = self.engines.version, self.saver.last
-        if self.evaluator.is_due(version, last):
-            await self.evaluator.evaluate(version, whole=self.saver.whole)
+    async def abort(self) -> None:
+        """Nothing is being written."""
+
+    async def sync_weights(self, *, version: int | None = None) -> PublishStats:
+        """Nobody but the trainer has weights."""
+        return PublishStats()
+
+    async def close(self) -> None:
+        await self._writing.close()
+        await super().close()
+
+    async def _write(self, groups: list[Group]) -> None:
+        await write_demonstrations(self, groups, Purpose.TRAIN)
 
 
 @dataclass(kw_only=True)
 class HeldOutLoss(Evaluator):
     """Measures the loss of the held-out demonstrations: the mean over the tokens that the assistant
-    wrote. `log` gets a version, that loss and the number of tokens."""
+    wrote."""
 
     storage: Storage
-    log: Callable[[int, float, int], None]
 
     async def evaluate(
         self, version: int, *, is_last: bool = False, whole: Whole = asyncio.shield
     ) -> None:
-        """Measure it with the trainer's version, while no step is under way."""
+        """Measure it with the trainer's version, before the next step."""
+        self._begun = version
         row_ids = self.engines.gate.allocate_rows(len(self.prompts))
         groups = [
-            Group(group_id=-1, prompt=prompt, row_ids=(i,), min_version=0, advantages=(1.0,))
+            Group(
+                group_id=-1,
+                prompt=prompt,
+                row_ids=(i,),
+                min_version=0,
+                advantages=WEIGHT,
+            )
             for i, prompt in zip(row_ids, self.prompts, strict=True)
         ]
         await write_demonstrations(self.engines, groups, Purpose.EVALUATE)
@@ -108,11 +100,11 @@ class HeldOutLoss(Evaluator):
         num_tokens = sum(map(len, found))
         loss = -math.fsum(float(np.sum(each, dtype=np.float64)) for each in found) / num_tokens
         await whole(self._retire_measured(version, groups, loss))
-        self.log(version, loss, num_tokens)
+        self.engines.observer.log_held_out(version, loss, num_tokens)
 
     async def _retire_measured(self, version: int, groups: Sequence[Group], loss: float) -> None:
         await self.engines.retire(groups, "evaluated", version=version, loss=loss)
-        self.version = self._begun = version
+        self.version = version
 
 
 async def write_demonstrations(engines: Engines, groups: Sequence[Group], purpose: Purpose) -> None:

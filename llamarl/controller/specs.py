@@ -15,6 +15,7 @@ from llamarl.core.config import (
 )
 from llamarl.core.config.generator import generator_of
 from llamarl.core.config.rank_assignment import Device, far_sites, num_storage_units
+from llamarl.core.faces import Environment, GeneratorReplica
 from llamarl.generator.specs import CollectorSpec, GeneratorSpec
 from llamarl.publish.layout import kinds_of
 from llamarl.recipe.inputs import Inputs
@@ -139,7 +140,7 @@ class Specs:
         links = tuple(
             EnvironmentLink(
                 executor.name,
-                executor.call_one,
+                executor.one(Environment),
                 self._environment_socket(index) if hosts[index] == host else None,
             )
             for index, executor in sorted(executors.items())
@@ -193,7 +194,11 @@ def collector_spec(
     """Each collector asks an equal share of the replicas."""
     num = config.generator.num_collectors
     return CollectorSpec(
-        generators={i: executor.call_one for i, executor in generators.items() if i % num == number}
+        generators={
+            i: executor.one(GeneratorReplica)
+            for i, executor in generators.items()
+            if i % num == number
+        }
     )
 
 

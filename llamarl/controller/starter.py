@@ -31,7 +31,7 @@ from llamarl.core.config.rank_assignment import (
     place_generator,
 )
 from llamarl.core.errors import ExecutorLost, all_at_once
-from llamarl.core.faces import Storage
+from llamarl.core.faces import Environment, GeneratorReplica, Resettable, Storage, Worker
 from llamarl.generator.specs import GeneratorSpec
 from llamarl.metrics.console import ReportState
 from llamarl.recipe.inputs import Inputs
@@ -91,7 +91,9 @@ class Executors:
         """The calls by which a new replica reaches all environments, or all replicas a new one."""
         for replica, each in product(self.generators.values(), self.environments.values()):
             if new in (replica, each):
-                yield replica.call_one.renew_environment(each.name, each.call_one)
+                yield replica.one(GeneratorReplica).renew_environment(
+                    each.name, each.one(Environment)
+                )
 
     def _numbered(self, kind: str) -> dict[int, Executor]:
         found = self.by_name.items()
@@ -191,7 +193,7 @@ class Starter:
 
     async def _load(self, executor: Executor) -> None:
         try:
-            await executor.call_all.start()
+            await executor.all(Worker.start)
         except BaseException:
             await executor.stop()
             raise
@@ -210,7 +212,7 @@ class Starter:
         executor = kept.get(spec.replica) if isinstance(spec, GeneratorSpec) else None
         if executor is not None and isinstance(spec, GeneratorSpec):
             try:
-                await executor.call_one.use(spec.storage, spec.environments)
+                await executor.one(Resettable).use(spec.storage, spec.environments)
                 _sign(executor, spec)
                 return executor
             except Exception as error:  # noqa: BLE001 - whatever it is, a new one does without
@@ -224,7 +226,7 @@ async def end_others(executors: Executors, replicas: Collection[int]) -> Executo
 
     They do so first, for a message to a process that is gone would end them.
     """
-    asking = (collector.call_one.close() for collector in executors.collectors)
+    asking = (collector.one(Worker).close() for collector in executors.collectors)
     await asyncio.gather(*asking, return_exceptions=True)  # one that is lost asks nothing
     wanted = {f"generator-{index}" for index in replicas}
     those = [executor for name, executor in executors.by_name.items() if name in wanted]
@@ -237,7 +239,7 @@ async def end_others(executors: Executors, replicas: Collection[int]) -> Executo
 
 async def _reset(executor: Executor) -> bool:
     try:
-        await executor.call_one.reset()
+        await executor.one(Resettable).reset()
         return True
     except Exception as error:  # noqa: BLE001 - whatever it is, a new one does without
         log.warning("%s is started again: %s", executor.name, error)
@@ -358,4 +360,4 @@ def _store(units: dict[str, Executor], specs: dict[str, StorageSpec], is_far: bo
         socket = specs[name].socket
         return calls if socket is None else Unit(name, calls, socket, is_far=is_far)
 
-    return Store([client(name, unit.call_one) for name, unit in units.items()])
+    return Store([client(name, unit.one(Storage)) for name, unit in units.items()])

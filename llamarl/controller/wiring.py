@@ -8,11 +8,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llamarl.controller.balance import Balance, Neighbours, Skew, Speeds
 from llamarl.controller.batches import PartSize
-from llamarl.controller.colocation import Colocated, Colocation
+from llamarl.controller.colocation import Alternating, Colocated, Colocation
 from llamarl.controller.controller import Controller
 from llamarl.controller.dispatch import Dispatch, Room
 from llamarl.controller.elasticity import Elasticity
@@ -24,13 +24,20 @@ from llamarl.controller.lengths import Limits
 from llamarl.controller.logprob_check import LogprobCheck
 from llamarl.controller.rollouts import Rollouts
 from llamarl.controller.saver import Saver
-from llamarl.controller.sft import HeldOutLoss, Imitation
+from llamarl.controller.sft import DemonstrationEngines, HeldOutLoss
 from llamarl.controller.starter import Executors
 from llamarl.core import checkpoint
 from llamarl.core.config import Config, VllmConfig
 from llamarl.core.config.generator import pool_at, pools_of
 from llamarl.core.config.rank_assignment import far_sites, num_storage_units, units_near
-from llamarl.core.faces import Collector, Processor, RunObserver
+from llamarl.core.faces import (
+    AllRanks,
+    Collector,
+    Offloadable,
+    Processor,
+    RunObserver,
+    Trainer,
+)
 from llamarl.core.groups import conversation, turns_of
 from llamarl.core.records import RESPONSE_IDS, TOKEN_VERSIONS, Columns
 from llamarl.generator.vllm.limits import kv_tokens
@@ -44,7 +51,6 @@ from llamarl.model.architecture import Architecture
 from llamarl.model.inventory import attention_cost
 from llamarl.prompts.stream import make_requests
 from llamarl.publish.publisher import Publisher
-from llamarl.publish.replica import WeightSource
 from llamarl.publish.reshard import weight_kind
 from llamarl.recipe.inputs import Inputs, make_prompts
 from llamarl.recipe.rules import evaluation_sampling, train_sampling
@@ -53,27 +59,6 @@ from llamarl.scoring.stages import Stage
 from llamarl.storage.archive import make_record
 from llamarl.trainer.advantages import GDPO, filter_group, over_deviation
 from llamarl.trainer.packing import make_batch
-
-if TYPE_CHECKING:  # mypy compares the methods of each class with those that are asked of it
-    from llamarl.core import faces
-    from llamarl.generator.collector import CollectorExecutor
-    from llamarl.generator.worker import GeneratorExecutor, RolloutPart
-    from llamarl.publish.offload import OffloadPart
-    from llamarl.scoring.environment import EnvironmentExecutor
-    from llamarl.scoring.stage_worker import StageExecutor
-    from llamarl.storage.worker import StorageExecutor
-    from llamarl.trainer.reference import ReferenceExecutor
-    from llamarl.trainer.worker import TrainerExecutor
-
-    GeneratorReplica: type[faces.GeneratorReplica] = RolloutPart
-    Collecting: type[faces.Collector] = CollectorExecutor
-    Trainer: type[faces.Trainer] = TrainerExecutor
-    StageProcessor: type[faces.Processor] = StageExecutor
-    Reference: type[faces.Processor] = ReferenceExecutor
-    Environments: type[faces.Environment] = EnvironmentExecutor
-    StorageUnit: type[faces.Storage] = StorageExecutor
-    Resettable: type[faces.Resettable] = GeneratorExecutor
-    Offloadable: type[faces.Offloadable] = OffloadPart
 
 
 @dataclass(frozen=True)
@@ -101,9 +86,11 @@ class Wiring:
         config, skew = self.config, skew or self.make_skew()
         stages, collectors = fleet.processors(), fleet.collectors()
         fields = self.engine_fields(run_logger, skew=skew, stages=stages, collectors=collectors)
-        engines = Engines(**fields)
+        imitates = config.algorithm.imitates
+        engines = DemonstrationEngines(**fields) if imitates else Engines(**fields)
         gate, dispatch = engines.gate, engines.dispatch
-        colocation, evaluator = self.make_colocation(), self.make_evaluator(engines)
+        colocation = self.make_colocation()
+        evaluator = self.make_held_out_loss(engines) if imitates else self.make_evaluator(engines)
         logprob_check = self.make_logprob_check(engines)
         engines.publisher = publisher = self.make_publisher(
             dispatch, on_commit=logprob_check.committed, may_come=fleet.restarts_replicas
@@ -145,7 +132,9 @@ class Wiring:
         executors = self.executors
         dispatch = make_dispatch(self.config, executors, skew, collectors)
         if stages is None:
-            stages = {stage: executor.call_one for stage, executor in executors.stages.items()}
+            stages = {
+                stage: executor.one(Processor) for stage, executor in executors.stages.items()
+            }
         gate = self.make_gate(dispatch)
         rollouts = Rollouts(
             dispatch,
@@ -159,7 +148,7 @@ class Wiring:
             "gate": gate,
             "dispatch": dispatch,
             "rollouts": rollouts,
-            "trainer": None if executors.trainer is None else executors.trainer.call_one,
+            "trainer": None if executors.trainer is None else executors.trainer.one(Trainer),
             "publisher": None,
             "observer": observer,
             "version": gate.version,
@@ -254,7 +243,7 @@ class Wiring:
         self,
         dispatch: Dispatch,
         *,
-        source: WeightSource | None = None,
+        source: AllRanks | None = None,
         on_commit: Callable[[int, int], None] = lambda replica, version: None,
         may_come: bool = False,
     ) -> Publisher:
@@ -277,11 +266,11 @@ class Wiring:
 
         if source is None:
             assert executors.trainer is not None
-            source = executors.trainer.call_all
+            source = executors.trainer
         sites = far_sites(config)
         return Publisher(
             source,
-            {index: executor.call_all for index, executor in executors.generators.items()},
+            executors.generators,
             self.spans,
             weights,
             rendezvous_folder=f"{self.run_dir}/.rendezvous-routes-{uuid.uuid4().hex[:8]}",
@@ -311,6 +300,19 @@ class Wiring:
             rows_per_replica=min(p.generator.max_num_seqs for p in pools_of(config.generator)),
         )
 
+    def make_held_out_loss(self, engines: Engines) -> Evaluator:
+        """The evaluation of a run that learns from demonstrations."""
+        config = self.config
+        return HeldOutLoss(
+            prompts=self.inputs.held_out,
+            sampling=train_sampling(config, self.inputs),
+            seed=config.seed,
+            engines=engines,
+            every_steps=config.evaluation.every_steps,
+            version=self.state.get("evaluated", -1),
+            storage=self.executors.storage,
+        )
+
     def make_best(self) -> BestVersion:
         """The best version, which goes on from `state` if its checkpoint is in this folder."""
         saved = self.state.get("best", {})
@@ -320,13 +322,15 @@ class Wiring:
         return best_version(key, patience, saved if is_there else {})
 
     def make_colocation(self) -> Colocation:
-        """Who has the device when."""
+        """Who has the device when. A run without generators measures between two steps."""
+        if self.config.algorithm.imitates:
+            return Alternating()
         if not self.config.placement.colocated:
             return Colocation()
         assert self.executors.trainer is not None
         replicas = self.executors.generators.items()
-        generators = {index: executor.call_one for index, executor in replicas}
-        return Colocated(self.executors.trainer.call_one, generators, self.spans)
+        generators = {index: executor.one(Offloadable) for index, executor in replicas}
+        return Colocated(self.executors.trainer.one(Offloadable), generators, self.spans)
 
     def make_run_logger(
         self, log: MetricsLog, progress: Progress, recent_spans: RecentSpans
@@ -368,40 +372,7 @@ def make_dispatch(
     """All replicas, as one; without `skew` nothing is expected of lengths. `collectors` take the
     place of the executors'."""
     if collectors is None:
-        collectors = [executor.call_one for executor in executors.collectors]
+        collectors = [executor.one(Collector) for executor in executors.collectors]
     neighbours = Neighbours(units_near(config), num_storage_units(config))
     balance = Balance(neighbours, skew, Speeds(pools_of(config.generator)))
     return Dispatch(executors.generators, executors.storage, balance, collectors)
-
-
-def build_imitation(
-    wiring: Wiring, fleet: Fleet, run_logger: RunLogger, *, deadline_s: float = math.inf
-) -> Imitation:
-    """Assemble the loop around the trainer of the fleet; the run ends with the step of the
-    `deadline_s`."""
-    config = wiring.config
-    engines = Engines(**wiring.engine_fields(run_logger))
-    engines.publisher = publisher = wiring.make_publisher(engines.dispatch)
-    evaluator = HeldOutLoss(
-        prompts=wiring.inputs.held_out,
-        sampling=train_sampling(config, wiring.inputs),
-        seed=config.seed,
-        engines=engines,
-        every_steps=config.evaluation.every_steps,
-        version=wiring.state.get("evaluated", -1),
-        storage=wiring.executors.storage,
-        log=run_logger.log_held_out,
-    )
-    saver = Saver(
-        config=config.checkpoint,
-        run_dir=wiring.run_dir,
-        engines=engines,
-        colocation=wiring.make_colocation(),
-        evaluator=evaluator,
-        spans=wiring.spans,
-        last=config.most_steps,
-        deadline_s=deadline_s,
-        limit=f"max_hours={config.max_hours:g}",
-    )
-    fleet.connect(engines.dispatch, publisher, None, lambda: saver.has_last)
-    return Imitation(engines=engines, gate=engines.gate, evaluator=evaluator, saver=saver)

@@ -1,12 +1,13 @@
-"""What the controller may ask of each executor, seen from the caller's side, and what it says to
-those that follow a run. An executor may have several ranks: every method here returns one result
-for all of them, and those of a publish (`publish/replica.py`) a list with one entry per rank. No
-class has more than six methods; those of executors are asynchronous."""
+"""What the controller may ask of each executor, and what it says to those that follow a run. The
+worker of each rank inherits its faces; `Executor.one` gives a face as its callers see it, and
+`AllRanks.all` calls a method of one for the results of all ranks. The faces of a publish stand in
+`publish/replica.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 
 from llamarl.core.groups import Batch, Evaluation, Group, StepStats, Verdict
 from llamarl.core.records import (
@@ -23,6 +24,50 @@ from llamarl.core.records import (
 Report = tuple[int, list[RolloutInfo]]
 """Rows that stopped on a replica, in that order, and the number of the first. Each row's number is
 one above that of the row before; those of later processes are higher."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Worker:
+    """One rank of an executor, which its process makes with `Class(spec, rank=, num_ranks=,
+    spans=)`."""
+
+    async def start(self) -> None:
+        """Load what takes long; called once, on all ranks."""
+
+    async def close(self) -> None:
+        """Give everything back, however far `start` came."""
+
+
+class PerRank(ABC, Generic[T]):
+    """An argument of a call to all ranks of which each gets a part of its own, and no other."""
+
+    @abstractmethod
+    def for_rank(self, rank: int) -> T:
+        """What this rank is called with."""
+
+    @abstractmethod
+    def for_ranks(self, ranks: range) -> Self:
+        """An argument for these ranks alone, on its way to them."""
+
+
+def per_rank(parts: PerRank[T]) -> T:
+    """`parts`, passed where a rank's method takes one of them."""
+    return cast(T, parts)
+
+
+class AllRanks(Protocol):
+    """All ranks of an executor."""
+
+    async def all(
+        self,
+        method: Callable[Concatenate[Any, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
+        """Call this method of a face on all ranks at once; the results, by rank."""
 
 
 class GeneratorReplica(Protocol):
@@ -176,6 +221,9 @@ class RunObserver(Protocol):
 
     def log_evaluation(self, evaluated: Evaluation | None) -> None:
         """A held-out evaluation is finished; None if generators were lost with it."""
+
+    def log_held_out(self, version: int, loss: float, num_tokens: int) -> None:
+        """`version` has this mean loss over so many tokens of the held-out demonstrations."""
 
     async def log_step(
         self,

@@ -8,14 +8,14 @@ and the dispatcher leaves out what it has."""
 import asyncio
 import time
 
-from llamarl.core.faces import GeneratorReplica, Report
+from llamarl.core.faces import Collector, GeneratorReplica, Report, Worker
 from llamarl.generator.specs import CollectorSpec
 from llamarl.metrics.span import Spans
 
 MERGE_S = 0.1  # reports of hundreds of replicas go to the controller in one message
 
 
-class CollectorExecutor:
+class CollectorWorker(Worker, Collector):
     """Keeps one `collect` pending at each replica, from its own first `collect` on."""
 
     def __init__(self, spec: CollectorSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
@@ -27,9 +27,6 @@ class CollectorExecutor:
         self._reports: list[tuple[int, Report | Exception]] = []  # of the next answer
         self._has_reports = asyncio.Event()
         self._has_arrived = self._will_arrive = asyncio.Event()  # the answer, the next one
-
-    async def start(self) -> None:
-        """There is nothing to load."""
 
     async def close(self) -> None:
         """Stop asking."""

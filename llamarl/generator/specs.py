@@ -31,7 +31,7 @@ class GeneratorSpec:
     meet, named by `run_id`, and what is offloaded unless `placement` names another folder.
     """
 
-    executor: ClassVar[str] = "llamarl.generator.worker:GeneratorExecutor"
+    executor: ClassVar[str] = "llamarl.generator.worker:GeneratorWorker"
 
     replica: int
     checkpoint: str
@@ -55,6 +55,6 @@ class GeneratorSpec:
 class CollectorSpec:
     """The replicas that a collector asks, by index."""
 
-    executor: ClassVar[str] = "llamarl.generator.collector:CollectorExecutor"
+    executor: ClassVar[str] = "llamarl.generator.collector:CollectorWorker"
 
     generators: dict[int, GeneratorReplica]

@@ -14,12 +14,13 @@ from llamarl.generator.decoding import Decoding
 from llamarl.metrics.span import Spans
 from llamarl.publish.comparison import Fingerprints
 from llamarl.publish.layout import BUFFER, RankLayout, Route, StagingHandle
+from llamarl.publish.replica import WeightTarget
 from llamarl.publish.source import SourcePart
 from llamarl.publish.target import WeightBuffer
 
 
-class TargetPart:
-    """replica.WeightTarget for one rank; `source` passes on what is committed here.
+class TargetPart(WeightTarget):
+    """The target of one rank; `source` passes on what is committed here.
 
     The engine makes what a commit needs beside decoding, before it. `frozen` are the sums of
     weights that no publish moves, by kind.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,15 @@ import torch
 from llamarl.core.compute import Background, ComputeThread
 from llamarl.core.config import EmbeddedConfig, VllmConfig
 from llamarl.core.device.devices import compute_device, use_device
-from llamarl.core.faces import ColumnStore, Environment, Report
+from llamarl.core.faces import (
+    ColumnStore,
+    Environment,
+    GeneratorReplica,
+    Offloadable,
+    Report,
+    Resettable,
+    Worker,
+)
 from llamarl.core.groups import version_spans
 from llamarl.core.records import (
     EPISODE_REWARD,
@@ -36,8 +45,10 @@ from llamarl.generator.weight_target import TargetPart
 from llamarl.metrics.span import Spans
 from llamarl.model.architecture import read_architecture
 from llamarl.model.tokenizer import load_tokenizer
-from llamarl.publish.layout import BUFFER
+from llamarl.publish.comparison import Fingerprints
+from llamarl.publish.layout import BUFFER, RankLayout, Route, StagingHandle
 from llamarl.publish.offload import MemoryMover, OffloadPart
+from llamarl.publish.replica import WeightSource, WeightTarget
 from llamarl.publish.source import SourcePart
 from llamarl.publish.target import WeightBuffer
 from llamarl.scoring.environment import Environments
@@ -46,8 +57,8 @@ from llamarl.storage.client import RecordingStore
 STORE_S = 1.0
 
 
-class RolloutPart:
-    """faces.GeneratorReplica for one rank; ranks other than 0 return no rollouts."""
+class RolloutPart(GeneratorReplica):
+    """The rollouts of one rank; ranks other than 0 return none."""
 
     def __init__(
         self, spec: GeneratorSpec, decoding: Decoding, output: EngineOutput, spans: Spans
@@ -199,7 +210,19 @@ def _sampling_row(request: Request, reason: FinishReason) -> np.ndarray:
     return np.array([*values, request.seed, FINISH_CODES[reason]], np.float64)
 
 
-class GeneratorExecutor:
+@dataclass(frozen=True)
+class Parts:
+    """What a generator's rank consists of once it is started; its methods are theirs."""
+
+    rollouts: RolloutPart
+    source: SourcePart
+    target: TargetPart
+    offload: OffloadPart
+
+
+class GeneratorWorker(
+    Worker, GeneratorReplica, Resettable, WeightSource, WeightTarget, Offloadable
+):
     """One rank of one generator replica. After an error of the engine every call raises it."""
 
     def __init__(self, spec: GeneratorSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
@@ -211,16 +234,15 @@ class GeneratorExecutor:
         self._rank, self._num_ranks = rank, num_ranks
         self._name = f"generator-{spec.replica}-{rank}"
         self._thread: ComputeThread | None = None
-        self._components: tuple[RolloutPart, SourcePart, TargetPart, OffloadPart] | None = None
+        self._parts: Parts | None = None
         self._exit = contextlib.ExitStack()
 
     @property
-    def components(self) -> tuple[RolloutPart, SourcePart, TargetPart, OffloadPart]:
-        """Their methods are the executor's: GeneratorReplica, WeightSource, WeightTarget,
-        Offloadable. RuntimeError before `start`."""
-        if self._components is None:
+    def parts(self) -> Parts:
+        """RuntimeError before `start`."""
+        if self._parts is None:
             raise RuntimeError(f"generator {self._spec.replica} must be started first")
-        return self._components
+        return self._parts
 
     async def start(self) -> None:
         """Make engine and memory, load the weights; ValueError if the checkpoint is bad."""
@@ -234,27 +256,80 @@ class GeneratorExecutor:
         await thread.run(lambda: self._build(thread, output, loop))
 
     async def reset(self) -> None:
-        """See `faces.Resettable`."""
-        rollouts, _, target, _ = self.components
         limit_s = self._spec.weights.timeout_s
-        await target.reset(limit_s)
-        await rollouts.drained(limit_s)
+        await self.parts.target.reset(limit_s)
+        await self.parts.rollouts.drained(limit_s)
 
     async def use(self, storage: ColumnStore, environments: Environments | None) -> None:
-        """See `faces.Resettable`."""
-        self.components[0].use(storage, environments)
+        self.parts.rollouts.use(storage, environments)
 
     async def close(self) -> None:
         """Stop the engine and free all memory. With several ranks all must be closed."""
-        if self._components is not None:
-            await self._components[0].close()
+        if self._parts is not None:
+            await self._parts.rollouts.close()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.close, self._exit.close)
+
+    # GeneratorReplica
+
+    async def submit(self, requests: list[Request]) -> None:
+        await self.parts.rollouts.submit(requests)
+
+    async def collect(self, received: int) -> Report:
+        return await self.parts.rollouts.collect(received)
+
+    async def abort_requests(self, row_ids: list[int]) -> None:
+        await self.parts.rollouts.abort_requests(row_ids)
+
+    async def renew_environment(self, name: str, calls: Environment) -> None:
+        await self.parts.rollouts.renew_environment(name, calls)
+
+    # WeightSource
+
+    async def source_layout(self) -> RankLayout:
+        return await self.parts.source.source_layout()
+
+    async def connect_target(self, replica: int, route: Route | None) -> None:
+        await self.parts.source.connect_target(replica, route)
+
+    async def write(self, version: int, handles: list[StagingHandle]) -> Fingerprints:
+        return await self.parts.source.write(version, handles)
+
+    # WeightTarget
+
+    async def target_layout(self) -> RankLayout:
+        return await self.parts.target.target_layout()
+
+    async def connect_source(self, route: Route) -> None:
+        await self.parts.target.connect_source(route)
+
+    async def prepare(self, version: int) -> StagingHandle:
+        return await self.parts.target.prepare(version)
+
+    async def verify(self, version: int) -> Fingerprints:
+        return await self.parts.target.verify(version)
+
+    async def commit(self, version: int) -> int:
+        return await self.parts.target.commit(version)
+
+    async def abort(self, version: int) -> None:
+        await self.parts.target.abort(version)
+
+    # Offloadable
+
+    async def offload(self, tags: list[str]) -> None:
+        await self.parts.offload.offload(tags)
+
+    async def prefetch(self, tags: list[str]) -> None:
+        await self.parts.offload.prefetch(tags)
+
+    async def onload(self, tags: list[str]) -> None:
+        await self.parts.offload.onload(tags)
 
     def _build(
         self, thread: ComputeThread, output: EngineOutput, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Make the components, on the compute thread."""
+        """Make the parts, on the compute thread."""
         spec, spans = self._spec, self._spans
         device = compute_device(spec.config.device, "generator.device")
         use_device(device)
@@ -293,7 +368,7 @@ class GeneratorExecutor:
         thread.begin(decoding.work)
         rollouts = RolloutPart(spec, decoding, output, spans)
         offload = OffloadPart(decoding, decoding.run, spans, source, target)
-        self._components = rollouts, source, target, offload
+        self._parts = Parts(rollouts, source, target, offload)
 
     def _engine(self) -> Engine:
         """The engine of this rank. ValueError if it cannot run the checkpoint or config here."""

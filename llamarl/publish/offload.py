@@ -19,6 +19,7 @@ from torch import Tensor
 from llamarl.core.config import PlacementConfig
 from llamarl.core.device.devices import platform_of
 from llamarl.core.device.platform import Platform
+from llamarl.core.faces import Offloadable
 from llamarl.metrics.span import Spans
 from llamarl.publish.source import SourcePart
 
@@ -371,8 +372,8 @@ class PausedTarget(Protocol):
         """Take part again."""
 
 
-class OffloadPart:
-    """faces.Offloadable for one rank.
+class OffloadPart(Offloadable):
+    """Offloads one rank.
 
     `run(call, key)` runs a move on the compute thread when its turn comes. While the weights are
     away `source` has nothing to read; a publish that `target` takes part in ends before they leave.

@@ -12,18 +12,19 @@ from dataclasses import dataclass, field, replace
 
 from llamarl.core.config import WeightsConfig
 from llamarl.core.errors import NoGenerator, ReplicaLost, StaleVersion
+from llamarl.core.faces import AllRanks
 from llamarl.metrics.span import Spans
 from llamarl.publish.comparison import compare_frozen
 from llamarl.publish.layout import RankLayout
 from llamarl.publish.replica import (
     Change,
-    PeerRelay,
     ReplicaSync,
     Source,
     SourceLost,
     Stagger,
     State,
     WeightSource,
+    WeightTarget,
     attempt,
     failure,
 )
@@ -78,7 +79,7 @@ class Replicas:
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Future[None]] = set()  # lost replicas that may still write
 
-    async def join(self, generators: dict[int, PeerRelay]) -> None:
+    async def join(self, generators: dict[int, AllRanks]) -> None:
         """Exchange layouts, then connect, then start the tasks; if one fails, none joins.
 
         Raises ValueError if layouts do not fit, ReplicaLost, SourceLost, or what the trainer
@@ -119,8 +120,8 @@ class Replicas:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _meet(self, replica: int, generator: PeerRelay) -> ReplicaSync:
-        asked = await attempt(generator.target_layout(), self._timeout_s)
+    async def _meet(self, replica: int, generator: AllRanks) -> ReplicaSync:
+        asked = await attempt(generator.all(WeightTarget.target_layout), self._timeout_s)
         error = failure(asked, f"generator {replica} layout", self._timeout_s)
         if error is not None:
             raise error
@@ -238,7 +239,7 @@ class Replicas:
             await asyncio.wait({sync.task})
         if isinstance(source, ReplicaSync) and source.state is State.GONE:
             return
-        call = source.executor.connect_target(sync.replica, None)
+        call = source.ranks.all(WeightSource.connect_target, sync.replica, None)
         task = await attempt(call, self._timeout_s)
         error = failure(task, f"{source.name} connect", self._timeout_s)
         if error is not None and source is self._trainer and task.done():
@@ -273,8 +274,8 @@ class Publisher:
 
     def __init__(
         self,
-        trainer: WeightSource,
-        generators: Mapping[int, PeerRelay],
+        trainer: AllRanks,
+        generators: Mapping[int, AllRanks],
         spans: Spans,
         config: WeightsConfig,
         *,
@@ -328,7 +329,7 @@ class Publisher:
         except (ReplicaLost, SourceLost) as error:
             raise error.__cause__ or error from None
 
-    async def connect_replica(self, replica: int, generator: PeerRelay) -> None:
+    async def connect_replica(self, replica: int, generator: AllRanks) -> None:
         """Let a replica take part, from the newest version on; again if it was restarted.
 
         Any failure of it is raised. If the head of its host fails, that one is lost and the next

@@ -5,29 +5,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, Protocol
 
 from llamarl.core.errors import ReplicaLost, StaleVersion, TargetLost
-from llamarl.publish.comparison import add_up, compare
-from llamarl.publish.layout import RankLayout, StagingHandle
+from llamarl.core.faces import AllRanks, P, T, per_rank
+from llamarl.publish.comparison import Fingerprints, add_up, compare
+from llamarl.publish.layout import RankLayout, Route, StagingHandle
 from llamarl.publish.reshard import SplitRoute
 from llamarl.publish.transports.routes import TRANSPORTS
 
 
 class WeightSource(Protocol):
-    """The source of a publish; every method returns one result per rank."""
+    """A rank of the source of a publish."""
 
-    async def source_layout(self) -> list[RankLayout]:
-        """Where each rank keeps its boxes of the parameters."""
+    async def source_layout(self) -> RankLayout:
+        """Where this rank keeps its boxes of the parameters."""
 
-    async def connect_target(self, replica: int, route: SplitRoute | None) -> list[None]:
-        """Keep the route to `replica`: each rank its own part. None forgets the replica and unmaps
-        its memory."""
+    async def connect_target(self, replica: int, route: Route | None) -> None:
+        """Keep the route to `replica`, this rank's part of it; waits for its other ranks. None
+        forgets the replica and unmaps its memory."""
 
-    async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
+    async def write(self, version: int, handles: list[StagingHandle]) -> Fingerprints:
         """Write `version` into the staging memory of one replica (a handle per rank).
 
         Returns the fingerprints of what was written, by parameter, for all the replica's ranks
@@ -37,27 +38,28 @@ class WeightSource(Protocol):
 
 
 class WeightTarget(Protocol):
-    """A generator replica's side of a publish; every method returns one result per rank."""
+    """A rank of a generator replica in a publish."""
 
-    async def target_layout(self) -> list[RankLayout]:
-        """Where each rank wants its boxes of the parameters."""
+    async def target_layout(self) -> RankLayout:
+        """Where this rank wants its boxes of the parameters."""
 
-    async def connect_source(self, route: SplitRoute) -> list[None]:
-        """Keep the route that leads here, each rank its own part; it replaces the one before."""
+    async def connect_source(self, route: Route) -> None:
+        """Receive over this rank's part of the route that leads here; it replaces the one before.
+        Waits for its other ranks."""
 
-    async def prepare(self, version: int) -> list[StagingHandle]:
+    async def prepare(self, version: int) -> StagingHandle:
         """Open the staging memory for `version` and say where it is."""
 
-    async def verify(self, version: int) -> list[dict[str, int]]:
+    async def verify(self, version: int) -> Fingerprints:
         """Fingerprints of the parameters in the staging memory: all that the rank holds.
 
         Waits until what the source wrote has arrived.
         """
 
-    async def commit(self, version: int) -> list[int]:
+    async def commit(self, version: int) -> int:
         """Make it active between two decode steps; returns the number of running rollouts."""
 
-    async def abort(self, version: int) -> list[None]:
+    async def abort(self, version: int) -> None:
         """Forget what was prepared; the active weights stay."""
 
 
@@ -113,7 +115,6 @@ def next_state(state: State, event: Event) -> State:
     return TRANSITIONS[state, event]
 
 
-T = TypeVar("T")
 LATE_S = 1.0  # a timer that fires so late was not held up by other work of the event loop
 
 
@@ -206,10 +207,6 @@ ABORT_S = 5.0  # an abort that takes longer does not delay the error that caused
 PROBE_S = 5.0  # a source that answers another call within this time is not silent
 
 
-class PeerRelay(WeightTarget, WeightSource, Protocol):
-    """A generator replica: it receives versions and passes them on to its siblings."""
-
-
 class Source:
     """What feeds replicas: the trainer, or a replica (`ReplicaSync`) of the same host.
 
@@ -217,8 +214,8 @@ class Source:
     are the fingerprints of the version where they are known.
     """
 
-    def __init__(self, name: str, executor: WeightSource) -> None:
-        self.name, self.executor = name, executor
+    def __init__(self, name: str, ranks: AllRanks) -> None:
+        self.name, self.ranks = name, ranks
         self.version = -1
         self.sums: dict[str, int] = {}
         self.layout: list[RankLayout] = []  # of what its ranks send; empty until asked
@@ -242,13 +239,13 @@ class ReplicaSync(Source):
     def __init__(
         self,
         replica: int,
-        generator: PeerRelay,
+        ranks: AllRanks,
         target: list[RankLayout],
         *,
         timeout_s: float,
         stagger: Stagger,
     ) -> None:
-        super().__init__(f"generator-{replica}", generator)
+        super().__init__(f"generator-{replica}", ranks)
         self.replica, self.target = replica, target
         self.state = State.DISCONNECTED
         self.source: Source | None = None
@@ -256,7 +253,6 @@ class ReplicaSync(Source):
         self.route_source: Source | None = None  # where it begins
         self.refused = -1
         self.task: asyncio.Task[None] | None = None
-        self._generator = generator
         self._timeout_s, self._stagger = timeout_s, stagger
 
     @property
@@ -283,7 +279,7 @@ class ReplicaSync(Source):
     async def layout_of(self, source: Source) -> list[RankLayout]:
         """Where the source keeps what it can send, asked once. Raises as `connect` does."""
         if not source.layout:
-            asked = await attempt(source.executor.source_layout(), self._timeout_s)
+            asked = await attempt(source.ranks.all(WeightSource.source_layout), self._timeout_s)
             source.layout = self._result(source, asked, "layout")
         return source.layout
 
@@ -295,8 +291,10 @@ class ReplicaSync(Source):
         if self.state is State.IDLE:
             self._move(Event.DETACH)
         self.transport, self.route_source = receiving.route.transport, source
-        there = asyncio.ensure_future(self._generator.connect_source(receiving))
-        here = asyncio.ensure_future(source.executor.connect_target(self.replica, sending))
+        connecting = self.ranks.all(WeightTarget.connect_source, per_rank(receiving))
+        there = asyncio.ensure_future(connecting)
+        routing = source.ranks.all(WeightSource.connect_target, self.replica, per_rank(sending))
+        here = asyncio.ensure_future(routing)
         tasks = {there, here}
         try:
             await asyncio.wait(tasks, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
@@ -323,7 +321,7 @@ class ReplicaSync(Source):
             )
         origin = self._origin(source, version)
         async with AsyncExitStack() as turn:
-            handles = await self._ask(self._generator.prepare(version), "prepare")
+            handles = await self._ask(WeightTarget.prepare, version)
             self._move(Event.PREPARE)
             try:
                 sums = await self._fill(source, version, handles, origin)
@@ -331,10 +329,10 @@ class ReplicaSync(Source):
                 await turn.enter_async_context(self._stagger.alone())
                 self._move(Event.COMMIT)
             except BaseException:
-                await attempt(self._generator.abort(version), ABORT_S)
+                await attempt(self.ranks.all(WeightTarget.abort, version), ABORT_S)
                 self._move(Event.ABORT)
                 raise
-            num_running = await self._ask(self._generator.commit(version), "commit")
+            num_running = await self._ask(WeightTarget.commit, version)
         self.version, self.sums = version, sums
         self._move(Event.FINISH)
         return max(num_running)
@@ -356,7 +354,7 @@ class ReplicaSync(Source):
     ) -> dict[str, int]:
         """Have it written and compare what arrived: with what was written, and `origin`."""
         written = add_up(await self._write(source, version, handles))
-        found = add_up(await self._ask(self._generator.verify(version), "verify"))
+        found = add_up(await self._ask(WeightTarget.verify, version))
         way = f" from {source.name}" if isinstance(source, ReplicaSync) else ""
         compare(written, found, self.replica, version, way)
         if origin:
@@ -366,14 +364,15 @@ class ReplicaSync(Source):
 
     async def _write(
         self, source: Source, version: int, handles: list[StagingHandle]
-    ) -> list[dict[str, int]]:
+    ) -> list[Fingerprints]:
         """Let the source write; if its write hangs, find out which end is to blame.
 
         If the source answers another call meanwhile, the target is the one that hangs.
         """
-        writing = await attempt(source.executor.write(version, handles), self._timeout_s)
+        call = source.ranks.all(WeightSource.write, version, handles)
+        writing = await attempt(call, self._timeout_s)
         if not writing.done() and not TRANSPORTS[self.transport].is_mapped:
-            probe = await attempt(source.executor.source_layout(), PROBE_S)
+            probe = await attempt(source.ranks.all(WeightSource.source_layout), PROBE_S)
             if failure(probe, "layout", PROBE_S) is None:
                 raise ReplicaLost(
                     f"generator {self.replica} must take what {source.name} writes within "
@@ -381,9 +380,12 @@ class ReplicaSync(Source):
                 )
         return self._result(source, writing, "write")
 
-    async def _ask(self, call: Coroutine[Any, Any, T], step: str) -> T:
-        """Call the replica."""
-        return self._answer(await attempt(call, self._timeout_s), step)
+    async def _ask(
+        self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        """Call the ranks of the replica."""
+        call = self.ranks.all(method, *args, **kwargs)
+        return self._answer(await attempt(call, self._timeout_s), method.__name__)
 
     def _answer(self, task: asyncio.Future[T], step: str) -> T:
         """What the replica answered; ReplicaLost for all else."""

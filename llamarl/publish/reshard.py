@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from llamarl.core.config import GeneratorConfig
 from llamarl.core.config.generator import generator_of
+from llamarl.core.faces import PerRank
 from llamarl.publish.layout import (
     AlikeLayers,
     Box,
@@ -335,9 +336,8 @@ class PackedCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitRoute:
-    """A route for the ranks of one executor. An argument of a call to all of them: each gets the
-    Route that `for_rank` gives (`cluster.executor.SplitArgument`)."""
+class SplitRoute(PerRank[Route]):
+    """A route for the ranks of one executor."""
 
     route: Route  # without copies
     packed: dict[int, bytes]

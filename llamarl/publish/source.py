@@ -28,6 +28,7 @@ from llamarl.publish.layout import (
     Route,
     StagingHandle,
 )
+from llamarl.publish.replica import WeightSource
 from llamarl.publish.shards import ShardScales, quantize
 from llamarl.publish.transports.mapped import this_host
 from llamarl.publish.transports.messages import MessageStore, TransportSender, cut
@@ -349,8 +350,8 @@ class Writer:
         )
 
 
-class SourcePart:
-    """replica.WeightSource for one rank; writes run on threads beside the compute thread.
+class SourcePart(WeightSource):
+    """The source of one rank; writes run on threads beside the compute thread.
 
     `buffers` and `parameters` are the Writer's. The owner labels them with the version that they
     hold. A trainer also sends its matrices in these `formats`: `cut` and `num_ranks` are those of

@@ -20,7 +20,7 @@ from llamarl.cluster.sockets import Answer, Channel, Connection, LocalServer, Pa
 from llamarl.core.config import DataConfig, EnvironmentConfig
 from llamarl.core.errors import ExecutorLost, UserCodeError, cancel_all
 from llamarl.core.extensions import TaskSource
-from llamarl.core.faces import Environment
+from llamarl.core.faces import Environment, Worker
 from llamarl.core.records import (
     EpisodeState,
     Prompt,
@@ -155,7 +155,7 @@ class EnvironmentSpec:
     Generators on its host find it at `socket` (None: it answers calls only). `rewards` are the
     functions of task.py's `episode_rewards` that are wanted."""
 
-    executor: ClassVar[str] = "llamarl.scoring.environment:EnvironmentExecutor"
+    executor: ClassVar[str] = "llamarl.scoring.environment:EnvironmentWorker"
 
     config: EnvironmentConfig
     kinds: Kinds
@@ -199,8 +199,8 @@ class PlayedEpisode:
         )
 
 
-class EnvironmentExecutor:
-    """faces.Environment, with one pool of one process for each of `config.num_workers`, for an
+class EnvironmentWorker(Worker, Environment):
+    """Environments, with one pool of one process for each of `config.num_workers`, for an
     episode stays in its process."""
 
     def __init__(self, spec: EnvironmentSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from llamarl.cluster.sockets import Answer, Channel, LocalServer, Packet
 from llamarl.core.errors import RepeatedWarnings
-from llamarl.core.faces import ColumnStore
+from llamarl.core.faces import ColumnStore, Processor, Worker
 from llamarl.core.records import (
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -46,7 +46,7 @@ class ExternalSpec:
     of the storage units, which consumers read from; `tokenizer` is a folder with tokenizer
     files."""
 
-    executor: ClassVar[str] = "llamarl.scoring.external:ExternalExecutor"
+    executor: ClassVar[str] = "llamarl.scoring.external:ExternalWorker"
 
     stage: Stage
     socket: str
@@ -75,8 +75,8 @@ class Lease:
     timer: asyncio.TimerHandle = field(repr=False)
 
 
-class ExternalExecutor:
-    """faces.Processor for one stage; calls of `process` may overlap."""
+class ExternalWorker(Worker, Processor):
+    """The processor of one stage; calls of `process` may overlap."""
 
     def __init__(self, spec: ExternalSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         stage, external = spec.stage, spec.stage.run

@@ -18,7 +18,7 @@ import numpy as np
 from llamarl.core.config import RewardConfig
 from llamarl.core.errors import RepeatedWarnings, UserCodeError
 from llamarl.core.extensions import TaskSource
-from llamarl.core.faces import ColumnStore
+from llamarl.core.faces import ColumnStore, Processor, Worker
 from llamarl.core.groups import OPENING, last_turn, turns_of
 from llamarl.core.records import (
     EXTRA,
@@ -136,7 +136,7 @@ class StageSpec:
     names the columns it reads that are one number per rollout; `tokenizer` is a folder with
     tokenizer files."""
 
-    executor: ClassVar[str] = "llamarl.scoring.stage_worker:StageExecutor"
+    executor: ClassVar[str] = "llamarl.scoring.stage_worker:StageWorker"
 
     stage: Stage
     numbers: frozenset[str]
@@ -155,8 +155,8 @@ Found = list[str | Cells]
 """What a call found, per rollout: the reason to drop it, or what was computed, by column."""
 
 
-class StageExecutor:
-    """faces.Processor for one stage; calls of `process` may overlap."""
+class StageWorker(Worker, Processor):
+    """The processor of one stage; calls of `process` may overlap."""
 
     def __init__(self, spec: StageSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec, stage, reward = spec, spec.stage, spec.reward

@@ -19,6 +19,7 @@ from typing import ClassVar
 import numpy as np
 
 from llamarl.cluster.sockets import Answer, LocalServer, Packet
+from llamarl.core.faces import Storage, Worker
 from llamarl.core.groups import version_spans
 from llamarl.core.memory import available_bytes
 from llamarl.core.records import (
@@ -46,7 +47,7 @@ class StorageSpec:
     only). Above `max_bytes` in memory (0: no limit) rows go
     to files in `spill_folder` (None: they stay)."""
 
-    executor: ClassVar[str] = "llamarl.storage.worker:StorageExecutor"
+    executor: ClassVar[str] = "llamarl.storage.worker:StorageWorker"
 
     unit: int
     archive_folder: str | None
@@ -61,7 +62,7 @@ RESERVE_BYTES = 512 * 1024 * 1024  # what must be left of the host's memory
 DONE: Answer = {}, (), ()
 
 
-class StorageExecutor:
+class StorageWorker(Worker, Storage):
     """One storage unit. Clients on its host may ask at its socket, all others through calls."""
 
     def __init__(self, spec: StorageSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:

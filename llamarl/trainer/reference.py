@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from llamarl.core.compute import ComputeThread
 from llamarl.core.device.devices import compute_device, use_device
+from llamarl.core.faces import Processor, Worker
 from llamarl.core.process_group import join, leave
 from llamarl.core.records import PROMPT_IDS, RESPONSE_IDS, Columns, StageItem, StageResult
 from llamarl.metrics.span import Spans
@@ -23,8 +24,8 @@ from llamarl.trainer.passes import infer
 from llamarl.trainer.specs import ReferenceSpec
 
 
-class ReferenceExecutor:
-    """faces.Processor for one rank; calls are served in order of arrival.
+class ReferenceWorker(Worker, Processor):
+    """Calls are served in order of arrival.
 
     A single rank forms no group: with `cluster=inline` the trainer's is in the same process.
     """

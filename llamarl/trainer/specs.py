@@ -24,7 +24,7 @@ class TrainerSpec:
     schedule. `run_dir` takes what is offloaded unless `placement` names another folder.
     """
 
-    executor: ClassVar[str] = "llamarl.trainer.worker:TrainerExecutor"
+    executor: ClassVar[str] = "llamarl.trainer.worker:TrainerWorker"
 
     checkpoint: str
     tokenizer: str | None = None
@@ -50,7 +50,7 @@ class ReferenceSpec:
     """`column` takes the log-probs of the model in `checkpoint`. `config` is the trainer's;
     `rendezvous` is a file path that no other group of ranks uses."""
 
-    executor: ClassVar[str] = "llamarl.trainer.reference:ReferenceExecutor"
+    executor: ClassVar[str] = "llamarl.trainer.reference:ReferenceWorker"
 
     checkpoint: str
     column: str

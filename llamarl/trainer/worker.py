@@ -16,6 +16,7 @@ import torch.distributed as dist
 from llamarl.core.compute import ComputeThread
 from llamarl.core.device.devices import compute_device, use_device
 from llamarl.core.errors import RepeatedWarnings
+from llamarl.core.faces import Offloadable, Trainer, Worker
 from llamarl.core.groups import Batch, BatchRollout, StepStats
 from llamarl.core.memory import available_bytes
 from llamarl.core.process_group import join, leave
@@ -33,9 +34,11 @@ from llamarl.core.records import (
     Columns,
 )
 from llamarl.metrics.span import Spans
+from llamarl.publish.comparison import Fingerprints
 from llamarl.publish.fingerprint import shard_sums
-from llamarl.publish.layout import Format
+from llamarl.publish.layout import Format, RankLayout, Route, StagingHandle
 from llamarl.publish.offload import MemoryMover, OffloadPart
+from llamarl.publish.replica import WeightSource
 from llamarl.publish.shards import cut_rows, shard_boxes
 from llamarl.publish.source import SourcePart
 from llamarl.publish.transports.mapped import this_host
@@ -256,8 +259,8 @@ class PolicyStep:
         return torch.stack(vectors[:: self._spec.config.tensor_parallel])
 
 
-class TrainerExecutor:
-    """faces.Trainer for one rank, and by its components WeightSource and Offloadable."""
+class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
+    """One rank of the trainer."""
 
     def __init__(self, spec: TrainerSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec, self._spans = spec, spans
@@ -271,21 +274,18 @@ class TrainerExecutor:
         self._thread = ComputeThread(f"trainer-{rank}")
         self._resources = ExitStack()  # what `close` gives back, however far `start` came
         self._lock = asyncio.Lock()
-        self._policy_step: PolicyStep | None = None
-        self._offload: OffloadPart | None = None
+        self._parts: tuple[PolicyStep, OffloadPart] | None = None  # once it is started
         self._idle_since_ns = time.monotonic_ns()
 
     @property
     def policy_step(self) -> PolicyStep:
         """RuntimeError before `start`."""
-        if self._policy_step is None:
-            raise RuntimeError("the trainer must be started first")
-        return self._policy_step
+        return self._started()[0]
 
-    @property
-    def components(self) -> tuple[object, ...]:
-        """Their methods are the executor's: WeightSource, Offloadable."""
-        return self.policy_step.source, self._offload
+    def _started(self) -> tuple[PolicyStep, OffloadPart]:
+        if self._parts is None:
+            raise RuntimeError("the trainer must be started first")
+        return self._parts
 
     async def start(self) -> None:
         """Join the other ranks and load this rank's slices of the checkpoint.
@@ -294,8 +294,8 @@ class TrainerExecutor:
         """
         place = self._rank, self._num_ranks, self._spans, self._resources
         policy_step = await self._thread.run(lambda: PolicyStep(self._spec, *place))
-        self._offload = OffloadPart(policy_step, self._run, self._spans, policy_step.source)
-        self._policy_step = policy_step
+        offloading = OffloadPart(policy_step, self._run, self._spans, policy_step.source)
+        self._parts = policy_step, offloading
         self._idle_since_ns = time.monotonic_ns()
 
     async def close(self) -> None:
@@ -387,6 +387,24 @@ class TrainerExecutor:
         async with self._aside("infer") as policy_step:
             columns = await self._storage.read(row_ids, names)
             return await self._thread.run(partial(policy_step.infer, columns))
+
+    async def source_layout(self) -> RankLayout:
+        return await self.policy_step.source.source_layout()
+
+    async def connect_target(self, replica: int, route: Route | None) -> None:
+        await self.policy_step.source.connect_target(replica, route)
+
+    async def write(self, version: int, handles: list[StagingHandle]) -> Fingerprints:
+        return await self.policy_step.source.write(version, handles)
+
+    async def offload(self, tags: list[str]) -> None:
+        await self._started()[1].offload(tags)
+
+    async def prefetch(self, tags: list[str]) -> None:
+        await self._started()[1].prefetch(tags)
+
+    async def onload(self, tags: list[str]) -> None:
+        await self._started()[1].onload(tags)
 
     async def _store(self, rows: Sequence[BatchRollout], found: Columns) -> None:
         """Of tensor-parallel ranks, which found the same, one stores it."""

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from llamarl.storage.client import Store
-from llamarl.storage.worker import StorageExecutor
+from llamarl.storage.worker import StorageWorker
 from tests.unit.stored_rows import WAYS, opened
 
-Scenario = Callable[[Store, list[StorageExecutor]], Awaitable[None]]
+Scenario = Callable[[Store, list[StorageWorker]], Awaitable[None]]
 
 
 @pytest.fixture(params=WAYS)

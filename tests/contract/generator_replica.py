@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from llamarl.cluster.executor import endpoint, parts_for
+from llamarl.cluster.executor import parts_for
 from llamarl.core.config import GeneratorConfig, PlacementConfig, WeightsConfig
 from llamarl.core.records import GENERATOR_LOGPROBS, RESPONSE_IDS, Request, RolloutInfo, Sampling
 from llamarl.generator.specs import GeneratorSpec
-from llamarl.generator.worker import GeneratorExecutor
+from llamarl.generator.worker import GeneratorWorker
 from llamarl.metrics.span import Spans
 from llamarl.model.architecture import read_architecture
 from llamarl.model.hf import load_into
@@ -50,15 +50,19 @@ class Replica:
     """Some GeneratorExecutors, one per rank, asked like a group of the cluster: what a replica
     answers once comes from rank 0, the two ends of a publish answer with a list."""
 
-    def __init__(self, ranks: list[GeneratorExecutor]) -> None:
+    def __init__(self, ranks: list[GeneratorWorker]) -> None:
         self.ranks = ranks
         self.received = 0  # as `collect` below has it
+
+    async def all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        answers: list[Any] = await getattr(self, method.__name__)(*args)
+        return answers
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[None, None, Any]]:
         is_listed = name in LISTED
 
         async def call(*args: Any) -> Any:
-            calls = [endpoint(rank, name)(*parts_for(i, args)) for i, rank in enumerate(self.ranks)]
+            calls = [getattr(rank, name)(*parts_for(i, args)) for i, rank in enumerate(self.ranks)]
             answers = await asyncio.gather(*calls, return_exceptions=True)
             for answer in answers:
                 if isinstance(answer, BaseException):
@@ -99,7 +103,7 @@ def make(case: EngineCase, storage: WatchedStorage, run_dir: str, **kwargs) -> R
     ranks = []
     for rank in range(num_ranks):
         own = Spans(f"generator-0-{rank}", None) if rank else spans
-        ranks.append(GeneratorExecutor(spec, rank=rank, num_ranks=num_ranks, spans=own))
+        ranks.append(GeneratorWorker(spec, rank=rank, num_ranks=num_ranks, spans=own))
     return Replica(ranks)
 
 

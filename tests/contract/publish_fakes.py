@@ -97,6 +97,9 @@ def whole(route):
 class FakeSource:
     """What trainer and generators share: writing into prepared memory, remembering routes."""
 
+    async def all(self, method, *args):
+        return await getattr(self, method.__name__)(*args)
+
     async def connect_target(self, replica, route):
         self.routes[replica] = route and whole(route)
         await self.world.note(self.who, "connect_target", replica)

@@ -282,12 +282,15 @@ class Remote:
 
 
 class Trainer:
-    """A WeightSource over the two trainer ranks. `bend` changes copies, as a wrong plan would;
+    """The source: the two trainer ranks. `bend` changes copies, as a wrong plan would;
     `before` is called with the staging handles of a write, `after` when it has ended."""
 
     def __init__(self, ranks, bend=list):
         self.ranks, self.bend = ranks, bend
         self.before, self.after = lambda handles: None, lambda: None
+
+    async def all(self, method, *args):
+        return await getattr(self, method.__name__)(*args)
 
     async def _all(self, name, *args):
         return list(await asyncio.gather(*(rank.ask(name, *args) for rank in self.ranks)))
@@ -311,11 +314,14 @@ class Trainer:
 
 
 class Generator:
-    """A PeerRelay over one process. `before` is called with the name of each call."""
+    """A replica in one process. `before` is called with the name of each call."""
 
     def __init__(self, host, bend=list):
         self.host, self.bend = host, bend
         self.before = lambda name: None
+
+    async def all(self, method, *args):
+        return await getattr(self, method.__name__)(*args)
 
     async def _ask(self, name, *args):
         self.before(name)

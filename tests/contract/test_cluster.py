@@ -14,6 +14,7 @@ import pytest
 
 from llamarl.cluster import Cluster, RemoteError, make_cluster, process_name
 from llamarl.core.config import ClusterConfig
+from llamarl.core.faces import PerRank
 from llamarl.metrics.span import SpanReader
 from tests.distributed.executors import FullDisk, Probe
 
@@ -55,10 +56,10 @@ def test_every_rank_gets_its_place(run) -> None:
         group, single = await asyncio.gather(
             cluster.spawn("trainer", Probe, {}, 2), cluster.spawn("generator-1", Probe, {})
         )
-        places = await group.call_all.place()
+        places = await group.all(Probe.place)
         assert [place[:3] for place in places] == [(0, 2, "trainer-0"), (1, 2, "trainer-1")]
-        assert await group.call_one.place() == places[0]
-        assert (await single.call_all.place())[0][:3] == (0, 1, "generator-1")
+        assert await group.one(Probe).place() == places[0]
+        assert (await single.all(Probe.place))[0][:3] == (0, 1, "generator-1")
 
     run(scenario)
 
@@ -67,15 +68,15 @@ def test_arguments_and_results_travel_whole(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("storage", Probe, {})
         array = np.arange(262144, dtype=np.float32)  # 1 MiB
-        np.testing.assert_array_equal(await group.call_one.double(array), array * 2)
+        np.testing.assert_array_equal(await group.one(Probe).double(array), array * 2)
         value = {"a": (1, 2.5, None), "b": [Path("x")]}
-        assert await group.call_one.echo(value, twice=True) == [value, value]
+        assert await group.one(Probe).echo(value, twice=True) == [value, value]
 
     run(scenario)
 
 
-class Parts:
-    """A split argument: the text of each rank, and how many came with it."""
+class Parts(PerRank[tuple[str, int]]):
+    """The text of each rank, and how many came with it."""
 
     def __init__(self, texts: dict[int, str]) -> None:
         self.texts = texts
@@ -90,9 +91,9 @@ class Parts:
 def test_each_rank_gets_its_own_part_of_a_split_argument(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("trainer", Probe, {}, 3)
-        found = await group.call_all.echo(Parts({i: f"for {i}" for i in range(3)}))
+        found = await group.all(Probe.echo, Parts({i: f"for {i}" for i in range(3)}))
         assert [text for text, _ in found] == ["for 0", "for 1", "for 2"]
-        if os.getpid() != (await group.call_all.place())[0][3]:
+        if os.getpid() != (await group.all(Probe.place))[0][3]:
             assert [num_parts for _, num_parts in found] == [3, 2, 2], "rank 0 keeps its own"
 
     run(scenario)
@@ -102,7 +103,7 @@ def test_an_exception_keeps_its_type_and_shows_where_it_was_raised(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("scorer", Probe, {}, 2)
         with pytest.raises(KeyError, match="row 7 has no column reward on rank 1") as caught:
-            await group.call_one.fail(1)  # rank 0 never answers
+            await group.one(Probe).fail(1)  # rank 0 never answers
         assert "raised in scorer-1" in notes(caught.value)
         assert "executors.py" in notes(caught.value)
         assert "in fail" in notes(caught.value)
@@ -120,9 +121,9 @@ def test_what_cannot_travel_becomes_a_remote_error(run) -> None:
             ("raise_stop", "StopAsyncIteration"),
         ):
             with pytest.raises(RemoteError, match=text) as caught:
-                await getattr(group.call_one, method)()
+                await getattr(group.one(Probe), method)()
             assert f"in {method}" in notes(caught.value)
-            assert await group.call_one.echo(1) == 1  # the executor lives on
+            assert await group.one(Probe).echo(1) == 1  # the executor lives on
 
     run(scenario)
 
@@ -130,9 +131,9 @@ def test_what_cannot_travel_becomes_a_remote_error(run) -> None:
 def test_calls_overlap(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("generator-0", Probe, {})
-        meetings = [asyncio.create_task(group.call_one.meet()) for _ in range(5)]
+        meetings = [asyncio.create_task(group.one(Probe).meet()) for _ in range(5)]
         await asyncio.sleep(0.05)
-        await group.call_one.arrive()
+        await group.one(Probe).arrive()
         assert await asyncio.gather(*meetings) == ["met"] * 5
 
     run(scenario)
@@ -141,13 +142,13 @@ def test_calls_overlap(run) -> None:
 def test_executors_call_each_other(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         storage = await cluster.spawn("storage", Probe, {}, 2)
-        peers = {"peer": storage.call_all}
+        peers = {"peer": storage.one(Probe)}
         trainer = await cluster.spawn("trainer", Probe, peers, 2)
-        assert await trainer.call_all.ask_peer("echo", 5) == [[5, 5], [5, 5]]
-        place = await trainer.call_one.ask(storage.call_one, "place")
-        assert place == await storage.call_one.place()
+        assert await trainer.all(Probe.ask_peer, "echo", 5) == [5, 5]
+        place = await trainer.one(Probe).ask(storage.one(Probe), "place")
+        assert place == await storage.one(Probe).place()
         with pytest.raises(KeyError, match="row 7") as caught:
-            await trainer.call_one.ask_peer("fail")
+            await trainer.one(Probe).ask_peer("fail")
         assert "raised in storage-" in caught.value.__notes__[0]
         assert "raised in trainer-" in caught.value.__notes__[1]
 
@@ -160,9 +161,9 @@ def test_spawn_raises_what_the_constructor_raises(run) -> None:
         with pytest.raises(ValueError, match=r"trainer.lr must be at least 0") as caught:
             await cluster.spawn("trainer", Probe, {"fails": True}, 2)
         assert "raised in trainer-" in notes(caught.value)
-        assert await good.call_one.echo(1) == 1
+        assert await good.one(Probe).echo(1) == 1
         trainer = await cluster.spawn("trainer", Probe, {}, 2)
-        assert await trainer.call_all.echo(2) == [2, 2], "the next one may have its name"
+        assert await trainer.all(Probe.echo, 2) == [2, 2], "the next one may have its name"
         with pytest.raises(ValueError, match="must not be in use"):
             await cluster.spawn("storage", Probe, {})
 
@@ -172,7 +173,7 @@ def test_spawn_raises_what_the_constructor_raises(run) -> None:
 def test_stop_closes_once_and_may_be_repeated(run, tmp_path: Path) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("generator", Probe, {"folder": str(tmp_path)}, 2)
-        await group.call_all.record(5000)
+        await group.all(Probe.record, 5000)
         watch = asyncio.create_task(group.watch())
         await group.stop()
         await asyncio.gather(group.stop(), cluster.stop(), cluster.stop())
@@ -197,7 +198,7 @@ async def main():
     config = ClusterConfig(backend="inline")
     cluster = make_cluster(config, spans_folder=None, logs_folder="")
     group = await cluster.spawn("storage", Probe, {})
-    print(await group.call_one.echo("answer"), "torch" in sys.modules)
+    print(await group.one(Probe).echo("answer"), "torch" in sys.modules)
 asyncio.run(main())
 """
     root = str(Path(__file__).parents[2])

@@ -11,7 +11,7 @@ import torch
 
 from llamarl.core.config import EmbeddedConfig
 from llamarl.generator.engine.engine import EmbeddedEngine
-from llamarl.generator.worker import GeneratorExecutor
+from llamarl.generator.worker import GeneratorWorker
 from llamarl.model.inventory import parameter_shapes
 from tests.contract import generator_contract
 from tests.contract.generator_contract import *  # noqa: F403 - the questions
@@ -70,9 +70,9 @@ def test_two_ranks_answer_what_is_hardest_for_them(checkpoint: str, run_dir: str
     questions.test_a_replica_passes_on_what_it_received(case, run_dir)
 
 
-def engine_of(rank: GeneratorExecutor) -> EmbeddedEngine:
+def engine_of(rank: GeneratorWorker) -> EmbeddedEngine:
     """The engine behind the parts of a started rank."""
-    return rank.components[2]._decoding.engine
+    return rank.parts.target._decoding.engine
 
 
 def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, run_dir: str) -> None:
@@ -84,7 +84,7 @@ def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, ru
         await publish(source, generator, 1)
         held = []
         for rank in generator.ranks:
-            engine, active = engine_of(rank), rank.components[2]._buffer.active
+            engine, active = engine_of(rank), rank.parts.target._buffer.active
             expected = torch.zeros(engine.memory.num_elements)
             engine.load(expected, checkpoint)
             assert torch.equal(active, expected)

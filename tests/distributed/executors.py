@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.core.faces import Worker
+
 
 class UnpicklableError(Exception):
     """Cannot be rebuilt from its `args`."""
@@ -41,7 +43,7 @@ class Unreadable:
         return int, ("not a number",)
 
 
-class Probe:
+class Probe(Worker):
     """Reports where it runs, and fails on request."""
 
     def __init__(self, spec, *, rank, num_ranks, spans) -> None:

@@ -13,7 +13,7 @@ from llamarl.core.config import DataConfig, EnvironmentConfig
 from llamarl.core.records import Prompt, TurnItem, TurnResult
 from llamarl.metrics.span import Spans
 from llamarl.scoring.definition import Kinds
-from llamarl.scoring.environment import EnvironmentExecutor, EnvironmentLink, EnvironmentSpec
+from llamarl.scoring.environment import EnvironmentLink, EnvironmentSpec, EnvironmentWorker
 from llamarl.scoring.sandbox.containers import ProgramLimits
 from llamarl.scoring.stages import check_task
 from tests.unit import chat_templates as templates
@@ -88,7 +88,7 @@ class Setting:
             socket=self.path,
         )
         spans = Spans("environment-0", None)
-        self.executor = EnvironmentExecutor(spec, rank=0, num_ranks=1, spans=spans)
+        self.executor = EnvironmentWorker(spec, rank=0, num_ranks=1, spans=spans)
         self.link = self.new_link()
 
     def new_link(self) -> EnvironmentLink:

@@ -12,14 +12,14 @@ import pytest
 
 from llamarl.cluster import ExecutorLost, make_cluster
 from llamarl.core.config import ClusterConfig
-from llamarl.core.faces import Report
-from llamarl.generator.collector import CollectorExecutor
+from llamarl.core.faces import Collector, GeneratorReplica, Report, Worker
+from llamarl.generator.collector import CollectorWorker
 from llamarl.generator.decoding import KeptRows
 from llamarl.generator.specs import CollectorSpec
 from tests.fakes import stopped
 
 
-class Writing:
+class Writing(Worker):
     """A replica that stops a rollout every 20 ms, and fails after the last of `row_ids`."""
 
     def __init__(self, row_ids: range, *, rank: int, num_ranks: int, spans: Any) -> None:
@@ -62,15 +62,15 @@ def test_a_collector_reports_all_rows_in_order_and_which_replica_failed_or_died(
                 for i in first
             )
         )
-        generators = {i: group.call_one for i, group in enumerate(groups)}
+        generators = {i: group.one(GeneratorReplica) for i, group in enumerate(groups)}
         collector = await cluster.spawn(
-            "collector-0", CollectorExecutor, CollectorSpec(generators=generators)
+            "collector-0", CollectorWorker, CollectorSpec(generators=generators)
         )
         rows: dict[int, list[int]] = {i: [] for i in first}
         errors: dict[int, Exception] = {}
         num_answers, is_killed, received = 0, False, 0
         while len(errors) < 2 or len(rows[1]) < 60:
-            received, answer = await collector.call_one.collect(received)
+            received, answer = await collector.one(Collector).collect(received)
             for index, report in answer:
                 if isinstance(report, Exception):
                     assert index not in errors

@@ -19,7 +19,7 @@ import pytest
 from llamarl.core.records import Columns
 from llamarl.storage import table as slabs_module
 from llamarl.storage.client import Store
-from llamarl.storage.worker import StorageExecutor
+from llamarl.storage.worker import StorageWorker
 from tests.distributed.storage_writer import stamped
 from tests.random_search import case, searched
 from tests.unit.stored_rows import NAMES, assert_same, serving
@@ -48,7 +48,7 @@ class Writer:
 class Search:
     """What the unit should hold: by row, the entries and the stamp of whoever wrote it."""
 
-    def __init__(self, unit: StorageExecutor, store: Store, writers: list[Writer]) -> None:
+    def __init__(self, unit: StorageWorker, store: Store, writers: list[Writer]) -> None:
         self.unit, self.store, self.writers = unit, store, writers
         self.order = self.stamp = self.next_row = 0
         self.ordered: dict[int, tuple[int, int]] = {}  # by row: entries, stamp

@@ -6,7 +6,7 @@ import json
 from llamarl.core.config import EmbeddedConfig, PlacementConfig, WeightsConfig
 from llamarl.core.records import RESPONSE_IDS, Request, Sampling
 from llamarl.generator.specs import GeneratorSpec
-from llamarl.generator.worker import GeneratorExecutor
+from llamarl.generator.worker import GeneratorWorker
 from llamarl.metrics.span import Spans
 from llamarl.storage.client import Store
 from tests.allocation import resident_bytes
@@ -41,7 +41,7 @@ def test_an_offloaded_generator_frees_its_memory_and_onloads_it_unchanged(ranks,
 async def leave_twice(rank, num_ranks, checkpoint, folder):
     """The same rollout undisturbed and with two absences in its middle; a full cache."""
     storage, spans = WatchedStorage(), Spans("generator-0", folder)
-    generator = GeneratorExecutor(
+    generator = GeneratorWorker(
         GeneratorSpec(
             replica=0,
             checkpoint=checkpoint,
@@ -60,7 +60,8 @@ async def leave_twice(rank, num_ranks, checkpoint, folder):
         spans=spans,
     )
     await generator.start()
-    rollouts, _, target, offload = generator.components
+    parts = generator.parts
+    rollouts, target, offload = parts.rollouts, parts.target, parts.offload
     engine, weight_buffer = target._decoding.engine, target._buffer
     for memory in engine.movable("kv"):
         memory.fill_(1.0)  # as after many rollouts: its pages are there

@@ -280,16 +280,16 @@ async def main():
     devices = [Device(host=0, gpu=0), Device(host=0, gpu=1), Device(host=1, gpu=0)]
     try:
         storage = await cluster.spawn("storage", Probe, {}, 1, [Device(host=1, gpu=None)])
-        trainer = await cluster.spawn("trainer", Probe, {"peer": storage.call_all}, 3, devices)
-        say(await trainer.call_all.place())
-        variables = await trainer.call_all.environment()
+        trainer = await cluster.spawn("trainer", Probe, {"peer": storage.one(Probe)}, 3, devices)
+        say(await trainer.all(Probe.place))
+        variables = await trainer.all(Probe.environment)
         say([[each["LLAMARL_HOST"], each["LOCAL_RANK"], each["LLAMARL_GPU"]] for each in variables])
-        say(await trainer.call_all.ask_peer("echo", 7))
+        say(await trainer.all(Probe.ask_peer, "echo", 7))
         try:
-            await trainer.call_all.fail(2)
+            await trainer.all(Probe.fail, 2)
         except KeyError as error:
             say(str(error))
-        say(await trainer.call_all.start_child())
+        say(await trainer.all(Probe.start_child))
         await asyncio.to_thread(sys.stdin.readline)
     finally:
         await cluster.stop()
@@ -324,7 +324,7 @@ def test_ranks_of_one_group_sit_on_several_hosts(hosts: Hosts, tmp_path: Path) -
             [one, "1", "auto"],
             [two, "0", "auto"],
         ]
-        assert receive() == [[7]] * 3
+        assert receive() == [7] * 3
         assert receive() == "'row 7 has no column reward on rank 2'"
         pids = {place[3] for place in places}
         pids |= set(receive())  # children in sessions of their own

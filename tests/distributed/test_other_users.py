@@ -84,9 +84,9 @@ def test_another_user_is_refused_at_every_socket_of_a_run(tmp_path: Path) -> Non
         cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=str(tmp_path))
         try:
             group = await cluster.spawn("storage", Probe, {}, 2)
-            pids = [os.getpid(), *(place[3] for place in await group.call_all.place())]
+            pids = [os.getpid(), *(place[3] for place in await group.all(Probe.place))]
             await asyncio.to_thread(assert_private, pids)
-            assert await group.call_all.echo(7) == [7, 7]  # it goes on
+            assert await group.all(Probe.echo, 7) == [7, 7]  # it goes on
         finally:
             await cluster.stop()
 

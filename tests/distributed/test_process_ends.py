@@ -33,16 +33,16 @@ def test_an_executor_that_calls_one_that_is_being_stopped_gets_an_error_and_live
 ) -> None:
     async def scenario(cluster: Cluster) -> None:
         storage = await cluster.spawn("storage", Probe, {})
-        generator = await cluster.spawn("generator", Probe, {"peer": storage.call_one})
-        assert await generator.call_one.ask_peer("echo", 1) == 1
+        generator = await cluster.spawn("generator", Probe, {"peer": storage.one(Probe)})
+        assert await generator.one(Probe).ask_peer("echo", 1) == 1
         stopping = asyncio.create_task(storage.stop())
         while not stopping.done():
-            calls = [generator.call_one.ask_peer("echo", 1) for _ in range(8)]
+            calls = [generator.one(Probe).ask_peer("echo", 1) for _ in range(8)]
             found = await asyncio.gather(*calls, return_exceptions=True)
             assert {each for each in found if not isinstance(each, ExecutorLost)} <= {1}
         with pytest.raises(ExecutorLost, match="storage"):
-            await generator.call_one.ask_peer("echo", 1)
-        assert await generator.call_one.echo(2) == 2
+            await generator.one(Probe).ask_peer("echo", 1)
+        assert await generator.one(Probe).echo(2) == 2
 
     run(tmp_path, scenario)
 

@@ -20,7 +20,7 @@ import pytest
 from llamarl.cluster import Cluster, Executor, ExecutorLost, RemoteError, make_cluster, meshes
 from llamarl.cluster.os_process import MARK, is_alive, wait_first_exit
 from llamarl.core.config import ClusterConfig
-from llamarl.storage.worker import StorageExecutor, StorageSpec
+from llamarl.storage.worker import StorageSpec, StorageWorker
 from tests.distributed.executors import Gathering, Probe, StuckInClose, Unreadable
 from tests.signals import restore_ctrl_c
 
@@ -71,11 +71,11 @@ def test_a_killed_rank_is_named_at_once_and_nothing_is_left(tmp_path: Path) -> N
         trainer, other = await asyncio.gather(
             cluster.spawn("trainer", Probe, {}, 2), cluster.spawn("scorer", Probe, {})
         )
-        pids.extend([*trainer.pids, *other.pids, *await trainer.call_all.start_child()])
-        pids.append(await other.call_one.start_child())
-        calls = [trainer.call_all.forever(), trainer.watch()]
+        pids.extend([*trainer.pids, *other.pids, *await trainer.all(Probe.start_child)])
+        pids.append(await other.one(Probe).start_child())
+        calls = [trainer.all(Probe.forever), trainer.watch()]
         pending = [asyncio.create_task(call) for call in calls]
-        peer = asyncio.create_task(other.call_one.ask(trainer.call_one, "forever"))
+        peer = asyncio.create_task(other.one(Probe).ask(trainer.one(Probe), "forever"))
         await asyncio.sleep(0.1)
         killed_s = time.monotonic()
         os.kill(trainer.pids[1], signal.SIGKILL)
@@ -89,8 +89,8 @@ def test_a_killed_rank_is_named_at_once_and_nothing_is_left(tmp_path: Path) -> N
         assert time.monotonic() - killed_s < 4
         assert "raised in scorer-0" in caught.value.__notes__[0]
         with pytest.raises(ExecutorLost, match="rank 1"):
-            await trainer.call_one.place()
-        assert await other.call_one.echo(1) == 1  # the others live on
+            await trainer.one(Probe).place()
+        assert await other.one(Probe).echo(1) == 1  # the others live on
 
     run(tmp_path, scenario)
     assert not [pid for pid in pids if is_alive(pid)]
@@ -101,14 +101,14 @@ def test_a_call_reaches_many_ranks_through_one_and_the_first_failure_comes_back_
 ) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("trainer", Probe, {}, 7)  # 0 calls 1, 3, 5; these 2, 4, 6
-        assert [place[0] for place in await group.call_all.place()] == list(range(7))
-        assert (await group.call_one.place())[0] == 0
-        assert await group.call_all.echo(None) == [None] * 7
+        assert [place[0] for place in await group.all(Probe.place)] == list(range(7))
+        assert (await group.one(Probe).place())[0] == 0
+        assert await group.all(Probe.echo, None) == [None] * 7
         with pytest.raises(KeyError, match="on rank 6"):
-            await group.call_all.fail(6)  # the others never answer
+            await group.all(Probe.fail, 6)  # the others never answer
         os.kill(group.pids[4], signal.SIGKILL)
         with pytest.raises(ExecutorLost) as caught:
-            await group.call_all.place()
+            await group.all(Probe.place)
         assert (caught.value.executor, caught.value.rank) == ("trainer", 4)
 
     run(tmp_path, scenario)
@@ -120,8 +120,8 @@ def test_a_hung_process_is_lost_after_the_silence_limit(tmp_path: Path) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("trainer", Probe, {}, 2)
         pids.extend(group.pids)
-        await group.call_all.block_for(1.5)  # its first answer: until then it starts
-        call = asyncio.create_task(group.call_one.forever())
+        await group.all(Probe.block_for, 1.5)  # its first answer: until then it starts
+        call = asyncio.create_task(group.one(Probe).forever())
         await asyncio.sleep(1.5)  # longer than the limit: an endless call is no silence
         assert not call.done()
         os.kill(group.pids[1], signal.SIGSTOP)  # rank 0 looks after it
@@ -147,7 +147,7 @@ def test_stop_kills_what_does_not_close(
             cluster.spawn("stuck", StuckInClose, {}), cluster.spawn("blocked", Probe, {})
         )
         pids.extend([group.pids[0] for group in groups])
-        asyncio.create_task(groups[1].call_one.block_the_loop())  # noqa: RUF006 - never ends
+        asyncio.create_task(groups[1].one(Probe).block_the_loop())  # noqa: RUF006 - never ends
         await asyncio.sleep(0.1)
         began_s = time.monotonic()
         await cluster.stop()
@@ -164,15 +164,15 @@ def test_a_result_that_does_not_pickle_is_an_error_of_the_call_and_a_stop_ends_p
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("storage", Probe, {})
         with pytest.raises(RemoteError, match="cannot pickle"):
-            await group.call_one.return_unpicklable()
-        assert await group.call_one.echo(1) == 1
-        call = asyncio.create_task(group.call_one.forever())
+            await group.one(Probe).return_unpicklable()
+        assert await group.one(Probe).echo(1) == 1
+        call = asyncio.create_task(group.one(Probe).forever())
         await asyncio.sleep(0.1)
         await cluster.stop()
         with pytest.raises(ExecutorLost, match="stopped"):
             await call
         with pytest.raises(ExecutorLost, match="stopped"):
-            await group.call_one.echo(1)
+            await group.one(Probe).echo(1)
         with pytest.raises(RuntimeError, match="stopped"):
             await cluster.spawn("late", Probe, {})
 
@@ -186,9 +186,9 @@ def test_a_call_from_another_executor_fails_as_soon_as_the_process_that_it_asks_
         group, other = await asyncio.gather(
             cluster.spawn("storage", Probe, {}, 2), cluster.spawn("scorer", Probe, {})
         )
-        assert await other.call_one.ask(group.call_all, "echo", 1) == [1, 1]
-        call = asyncio.create_task(other.call_one.ask(group.call_one, "forever"))
-        await other.call_one.echo(1)  # the call before has arrived, too
+        assert await other.one(Probe).ask(group.one(Probe), "echo", 1) == 1
+        call = asyncio.create_task(other.one(Probe).ask(group.one(Probe), "forever"))
+        await other.one(Probe).echo(1)  # the call before has arrived, too
         os.kill(group.pids[1], signal.SIGKILL)
         async with asyncio.timeout(5.0):  # Monarch itself looks every 10 s
             with pytest.raises(ExecutorLost, match="a process of it was lost"):
@@ -250,12 +250,12 @@ def test_what_cannot_be_read_again_is_an_error_of_its_call_alone(
 ) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("storage", Probe, {}, num_ranks)
-        waiting = asyncio.create_task(group.call_all.meet())
+        waiting = asyncio.create_task(group.all(Probe.meet))
         with pytest.raises(RemoteError, match=r"storage-0: .* do not pickle: ValueError: .*'not a"):
-            await group.call_all.echo(Unreadable())
+            await group.all(Probe.echo, Unreadable())
         with pytest.raises(RemoteError, match=r"cannot be read: ValueError: .*'not a number'"):
-            await group.call_all.return_unreadable()
-        await group.call_all.arrive()
+            await group.all(Probe.return_unreadable)
+        await group.all(Probe.arrive)
         assert await waiting == ["met"] * num_ranks
 
     run(tmp_path, scenario)
@@ -269,7 +269,7 @@ def test_a_task_that_asyncio_cancels_at_its_end_may_still_make_calls(tmp_path: P
             is_waiting.set()
             await asyncio.Event().wait()
         finally:
-            answers.append(await group.call_one.echo("cleaned up"))
+            answers.append(await group.one(Probe).echo("cleaned up"))
             await group.stop()
 
     async def main() -> None:
@@ -290,14 +290,14 @@ def test_an_answer_finds_its_call_among_many_also_through_new_copies_of_an_execu
         group, other = await asyncio.gather(
             cluster.spawn("storage", Probe, {}, 3), cluster.spawn("scorer", Probe, {})
         )
-        waiting = asyncio.create_task(group.call_one.meet())  # answered after all others
-        given_up = asyncio.create_task(group.call_one.forever())
-        asked = [group.call_all.echo(number) for number in range(50)]
-        asked += [other.call_one.ask(group.call_all, "echo", number) for number in range(50)]
+        waiting = asyncio.create_task(group.one(Probe).meet())  # answered after all others
+        given_up = asyncio.create_task(group.one(Probe).forever())
+        asked = [group.all(Probe.echo, number) for number in range(50)]
+        asked += [other.one(Probe).ask(group.one(Probe), "echo", number) for number in range(50)]
         found = await asyncio.gather(*asked)
-        assert found == 2 * [3 * [number] for number in range(50)]
+        assert found == [3 * [number] for number in range(50)] + [*range(50)]
         given_up.cancel()
-        await group.call_one.arrive()
+        await group.one(Probe).arrive()
         assert await waiting == "met"
 
     run(tmp_path, scenario)
@@ -311,10 +311,10 @@ def test_calls_leave_nothing_in_the_memory_of_caller_and_executor(tmp_path: Path
         group = await cluster.spawn("storage", Probe, {})
         pids = [os.getpid(), *group.pids]
         for _ in range(1000):
-            await group.call_one.echo(1)
+            await group.one(Probe).echo(1)
         before = [private_bytes(pid) for pid in pids]
         for _ in range(2000):
-            await group.call_one.echo(1)
+            await group.one(Probe).echo(1)
         grown = [private_bytes(pid) - held for pid, held in zip(pids, before, strict=True)]
         assert max(grown) < 2000 * 700, grown
 
@@ -330,7 +330,7 @@ def private_bytes(pid: int) -> int:
 def test_clusters_follow_one_another_in_one_process(tmp_path: Path) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("storage", Probe, {})
-        assert await group.call_one.echo("again") == "again"
+        assert await group.one(Probe).echo("again") == "again"
 
     before = len(os.listdir("/proc/self/fd"))
     for turn in range(3):
@@ -340,7 +340,7 @@ def test_clusters_follow_one_another_in_one_process(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
-class ImportingStorage(StorageExecutor):
+class ImportingStorage(StorageWorker):
     """A storage unit that says which modules its process has loaded."""
 
     def __init__(self, spec, *, rank, num_ranks, spans) -> None:
@@ -362,7 +362,7 @@ def test_output_goes_to_log_files_and_warnings_to_the_console(
 ) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("trainer", Probe, {}, 2)
-        await group.call_all.talk()
+        await group.all(Probe.talk)
 
     run(tmp_path, scenario)
     for rank in range(2):
@@ -379,10 +379,10 @@ def test_output_goes_to_log_files_and_warnings_to_the_console(
 def test_the_last_words_of_a_dead_process_are_passed_on(tmp_path: Path) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("trainer", Probe, {})
-        await group.call_one.talk()
+        await group.one(Probe).talk()
         os.kill(group.pids[0], signal.SIGKILL)
         with pytest.raises(ExecutorLost, match="a crash writes"):
-            await group.call_one.forever()
+            await group.one(Probe).forever()
 
     run(tmp_path, scenario)
 
@@ -399,9 +399,9 @@ async def main():
             cluster.spawn("trainer", Probe, {}, 2), cluster.spawn("scorer", Probe, {}))
         print(*(pid for group in groups for pid in group.pids), flush=True)
         if sys.argv[2] == "child":
-            print(await groups[1].call_one.start_child(), flush=True)
+            print(await groups[1].one(Probe).start_child(), flush=True)
         if sys.argv[2] != "end":
-            await groups[0].call_one.forever()
+            await groups[0].one(Probe).forever()
     finally:
         await cluster.stop()
 asyncio.run(main())
@@ -505,19 +505,19 @@ def test_executors_load_no_torch_unasked_get_their_threads_and_listen_on_loopbac
             cluster.spawn("storage", Probe, {}),
             cluster.spawn("light", ImportingStorage, {}),
         )
-        assert await light.call_one.modules(["torch", "numpy"]) == ["numpy"]
-        variables = await storage.call_one.environment()
+        assert await light.one(Probe).modules(["torch", "numpy"]) == ["numpy"]
+        variables = await storage.one(Probe).environment()
         assert variables["OMP_NUM_THREADS"] == "1"
         assert variables["GLOO_SOCKET_IFNAME"] == "lo"
-        assert await trainer.call_all.num_threads() == [1, 1]
-        assert await trainer.call_all.join(str(tmp_path / "meeting")) == [2.0, 2.0]
+        assert await trainer.all(Gathering.num_threads) == [1, 1]
+        assert await trainer.all(Gathering.join, str(tmp_path / "meeting")) == [2.0, 2.0]
         pids = [os.getpid(), *processes_with_mark()]
         assert {*trainer.pids, *storage.pids} <= set(pids)
         found = list(listening_addresses(pids))
         assert {pid for pid, _, _ in found} >= set(trainer.pids)  # gloo's own sockets are seen
         assert [entry for entry in found if not is_loopback(entry[1])] == []
         # The check itself sees a socket that is open to everybody.
-        port = await storage.call_one.listen_everywhere()
+        port = await storage.one(Probe).listen_everywhere()
         assert (storage.pids[0], "0.0.0.0", port) in listening_addresses(pids)
         with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
             own = (os.getpid(), "::1", server.getsockname()[1])

@@ -27,7 +27,7 @@ from llamarl.core.records import (
 )
 from llamarl.metrics.span import Spans
 from llamarl.model.tokenizer import load_tokenizer
-from llamarl.scoring.stage_worker import StageExecutor, StageSpec
+from llamarl.scoring.stage_worker import StageSpec, StageWorker
 from llamarl.scoring.stages import SCORE, make_graph
 from llamarl.storage.client import Store
 from tests.fakes import WatchedStorage
@@ -78,7 +78,7 @@ def run_scorer(
     close."""
 
     async def run():
-        scorer = StageExecutor(
+        scorer = StageWorker(
             StageSpec(
                 stage=make_graph(make_recipe(reward=config)).stages[SCORE],
                 reward=config,

@@ -19,7 +19,7 @@ from llamarl.core.records import (
 )
 from llamarl.metrics.span import Spans
 from llamarl.model.tokenizer import load_tokenizer
-from llamarl.scoring.stage_worker import StageExecutor, StageSpec
+from llamarl.scoring.stage_worker import StageSpec, StageWorker
 from llamarl.scoring.stages import Stage
 from llamarl.storage.client import Store
 from llamarl.storage.columns import Column
@@ -97,7 +97,7 @@ def with_stage(folder, storage, stage, work, *, task_source=TASK, spans=None):
 
     async def run():
         recorder = spans or Spans("stage-0", None)
-        executor = StageExecutor(spec, rank=0, num_ranks=1, spans=recorder)
+        executor = StageWorker(spec, rank=0, num_ranks=1, spans=recorder)
         await executor.start()
         try:
             return await work(executor)

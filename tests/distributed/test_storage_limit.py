@@ -11,8 +11,9 @@ import pytest
 
 from llamarl.cluster import make_cluster
 from llamarl.core.config import ClusterConfig
+from llamarl.core.faces import Storage, Worker
 from llamarl.storage.client import Store, Unit
-from llamarl.storage.worker import StorageExecutor, StorageSpec
+from llamarl.storage.worker import StorageSpec, StorageWorker
 from tests.distributed.test_storage_processes import Client, memory_files
 
 MIB = 1024 * 1024
@@ -55,9 +56,9 @@ def test_ten_times_the_limit_pass_through_and_memory_stays_near_it(
             max_bytes=LIMIT_BYTES,
         )
         try:
-            group = await cluster.spawn("storage-0", StorageExecutor, spec)
-            await group.call_one.start()
-            store = Store([Unit(group.name, group.call_one, str(spec.socket))])
+            group = await cluster.spawn("storage-0", StorageWorker, spec)
+            await group.one(Worker).start()
+            store = Store([Unit(group.name, group.one(Storage), str(spec.socket))])
             names = [f"writer-{number}" for number in range(NUM_WRITERS)]
             *writers, reader = await asyncio.gather(
                 *(cluster.spawn(name, Client, store) for name in [*names, "reader"])
@@ -71,7 +72,7 @@ def test_ten_times_the_limit_pass_through_and_memory_stays_near_it(
             async def write_some(writer) -> None:
                 nonlocal most
                 for block in waiting:
-                    await writer.call_one.write(list(block), NUM_TOKENS)
+                    await writer.one(Client).write(list(block), NUM_TOKENS)
                     most = max(most, file_bytes(pid))
 
             await asyncio.gather(*map(write_some, writers))
@@ -82,7 +83,7 @@ def test_ten_times_the_limit_pass_through_and_memory_stays_near_it(
             assert usage["is_full"] == 0
             for index in np.random.default_rng(0).permutation(len(blocks)):
                 row_ids = list(blocks[index])
-                assert await reader.call_one.check(row_ids, NUM_TOKENS)
+                assert await reader.one(Client).check(row_ids, NUM_TOKENS)
                 await store.retire(row_ids, {"outcome": "trained", "version": 1})
             usage = await store.usage()
             assert (usage["num_rows"], usage["spilled_bytes"]) == (0, 0)

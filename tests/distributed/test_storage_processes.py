@@ -16,12 +16,13 @@ from llamarl.cluster import make_cluster
 from llamarl.core import memory
 from llamarl.core.config import ClusterConfig
 from llamarl.core.errors import ExecutorLost
+from llamarl.core.faces import Storage, Worker
 from llamarl.storage.client import Store, Unit
-from llamarl.storage.worker import StorageExecutor, StorageSpec
+from llamarl.storage.worker import StorageSpec, StorageWorker
 from tests.unit.stored_rows import NAMES, assert_same, rows
 
 
-class Client:
+class Client(Worker):
     """Writes and reads rows, as generators and trainers do."""
 
     def __init__(self, storage, *, rank, num_ranks, spans) -> None:
@@ -73,12 +74,12 @@ async def processes(
     ]
     try:
         units = await asyncio.gather(
-            *(cluster.spawn(f"storage-{s.unit}", StorageExecutor, s) for s in specs)
+            *(cluster.spawn(f"storage-{s.unit}", StorageWorker, s) for s in specs)
         )
-        await asyncio.gather(*(unit.call_one.start() for unit in units))
+        await asyncio.gather(*(unit.one(Worker).start() for unit in units))
         store = Store(
             [
-                Unit(unit.name, unit.call_one, spec.socket)
+                Unit(unit.name, unit.one(Storage), spec.socket)
                 for unit, spec in zip(units, specs, strict=True)
             ]
         )
@@ -97,12 +98,12 @@ def test_a_client_that_is_killed_in_a_write_leaves_nothing_visible(tmp_path: Pat
         async with processes(tmp_path, num_writers=len(num_pieces)) as (_, *writers, reader, store):
             row_ids = list(range(num_rows))
             for written, (writer, pieces) in enumerate(zip(writers, num_pieces, strict=True), 1):
-                await writer.call_one.write([100 + pieces], num_tokens)
+                await writer.one(Client).write([100 + pieces], num_tokens)
                 with pytest.raises(ExecutorLost, match=f"lost executor {writer.name}"):
-                    await writer.call_one.die_in_write(row_ids, num_tokens, pieces)
-                assert not await reader.call_one.check(row_ids, num_tokens)
+                    await writer.one(Client).die_in_write(row_ids, num_tokens, pieces)
+                assert not await reader.one(Client).check(row_ids, num_tokens)
                 assert (await store.usage())["num_rows"] == written
-                assert await reader.call_one.check([100 + pieces], num_tokens)
+                assert await reader.one(Client).check([100 + pieces], num_tokens)
 
     asyncio.run(scenario())
 
@@ -116,23 +117,23 @@ def states(pid: int) -> set[str]:
 def test_a_unit_killed_in_a_write_is_named_to_every_client(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with processes(tmp_path, 2) as (units, writer, reader, store):
-            await writer.call_one.write([0, 1, 2, 3], 5000)
-            assert await reader.call_one.check([3, 2, 1, 0], 5000)
+            await writer.one(Client).write([0, 1, 2, 3], 5000)
+            assert await reader.one(Client).check([3, 2, 1, 0], 5000)
             (pid,) = units[1].pids
             os.kill(pid, signal.SIGSTOP)
             while states(pid) != {"T"}:
                 await asyncio.sleep(0.01)
-            writing = asyncio.create_task(writer.call_one.write([4, 5], 5000))
+            writing = asyncio.create_task(writer.one(Client).write([4, 5], 5000))
             await asyncio.sleep(0.5)
             assert not writing.done()
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(ExecutorLost, match="lost executor storage-1"):
                 await asyncio.wait_for(writing, 20)
             with pytest.raises(ExecutorLost, match="lost executor storage-1"):
-                await asyncio.wait_for(reader.call_one.check([1], 5000), 20)
+                await asyncio.wait_for(reader.one(Client).check([1], 5000), 20)
             with pytest.raises(ExecutorLost, match="lost executor storage-1"):
                 await asyncio.wait_for(store.retire([1], {"outcome": "trained"}), 20)
-            assert await reader.call_one.check([2, 0], 5000)
+            assert await reader.one(Client).check([2, 0], 5000)
 
     asyncio.run(scenario())
 
@@ -141,7 +142,7 @@ def test_a_unit_killed_in_a_write_is_named_to_every_client(tmp_path: Path) -> No
 def test_a_unit_that_stands_still_ends_what_waits_for_its_answer(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with processes(tmp_path, liveness_timeout_s=4) as (units, writer, _, store):
-            await writer.call_one.write([0], 10)
+            await writer.one(Client).write([0], 10)
             assert (await store.usage())["num_rows"] == 1
             (pid,) = units[0].pids
             os.kill(pid, signal.SIGSTOP)
@@ -172,8 +173,8 @@ def test_nothing_is_left_of_killed_units(tmp_path: Path) -> None:
         async with processes(tmp_path) as (units, writer, reader, store):
             row_ids = list(range(100))
             for first in range(0, 100, 20):
-                await writer.call_one.write(row_ids[first : first + 20], 20_000)
-            assert await reader.call_one.check(row_ids, 20_000)
+                await writer.one(Client).write(row_ids[first : first + 20], 20_000)
+            assert await reader.one(Client).check(row_ids, 20_000)
             assert (await store.usage())["memory_bytes"] > 100 * 20_000 * 12
             (pid,) = units[0].pids
             files = memory_files(pid)  # without a name, so only processes keep them

@@ -10,7 +10,7 @@ import pytest
 
 from llamarl.cluster import make_cluster
 from llamarl.core.config import ClusterConfig
-from llamarl.core.faces import Report
+from llamarl.core.faces import Processor, Report, Storage, Worker
 from llamarl.core.records import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
@@ -27,18 +27,18 @@ from llamarl.core.records import (
     StageResult,
     StageStatus,
 )
-from llamarl.scoring.stage_worker import StageExecutor, StageSpec
+from llamarl.scoring.stage_worker import StageSpec, StageWorker
 from llamarl.scoring.stages import Stage
 from llamarl.storage.client import Store
 from llamarl.storage.columns import Column
-from llamarl.storage.worker import StorageExecutor, StorageSpec
+from llamarl.storage.worker import StorageSpec, StorageWorker
 from tests.distributed.weighing import Weighed
 from tests.fakes import stopped
 
 NUM_ROLLOUTS = 64
 
 
-class Writer:
+class Writer(Worker):
     """Stores rollouts of a fixed length and reports their rows, as a generator does."""
 
     def __init__(self, storage, *, rank, num_ranks, spans) -> None:
@@ -71,7 +71,7 @@ class Writer:
         return received, self.rows
 
 
-class Reader:
+class Reader(Worker):
     """Reads what the writer stored and rewards its length, as a scorer does."""
 
     def __init__(self, storage, *, rank, num_ranks, spans) -> None:
@@ -119,23 +119,23 @@ async def bytes_per_rollout(folder: Path, *lengths: int) -> list[list[float]]:
             *(
                 cluster.spawn(
                     f"storage-{unit}",
-                    StorageExecutor,
+                    StorageWorker,
                     StorageSpec(unit=unit, archive_folder=str(folder)),
                 )
                 for unit in range(2)
             )
         )
-        store = Store([unit.call_one for unit in units])
+        store = Store([unit.one(Storage) for unit in units])
         stages = await asyncio.gather(
             cluster.spawn("generator-0", Writer, store),
             cluster.spawn("scorer", Reader, store),
-            *(cluster.spawn(stage.name, StageExecutor, spec_of(stage, store)) for stage in STAGES),
+            *(cluster.spawn(stage.name, StageWorker, spec_of(stage, store)) for stage in STAGES),
         )
-        await asyncio.gather(*(group.call_one.start() for group in (*units, *stages[2:])))
+        await asyncio.gather(*(group.one(Worker).start() for group in (*units, *stages[2:])))
         return [
             await weigh(
-                [Weighed(group.call_one) for group in stages],
-                [Weighed(unit.call_one) for unit in units],
+                [Weighed(group.one(Processor)) for group in stages],
+                [Weighed(unit.one(Storage)) for unit in units],
                 Weighed(store),
                 range(place * NUM_ROLLOUTS, (place + 1) * NUM_ROLLOUTS),
                 num_tokens,

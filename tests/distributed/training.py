@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llamarl.cluster.executor import endpoint
 from llamarl.core.config import (
     EmbeddedConfig,
     PlacementConfig,
@@ -20,16 +19,16 @@ from llamarl.core.config import (
 from llamarl.core.errors import StaleVersion
 from llamarl.core.records import REF_LOGPROBS, TRAINER_LOGPROBS
 from llamarl.generator.specs import GeneratorSpec
-from llamarl.generator.worker import GeneratorExecutor
+from llamarl.generator.worker import GeneratorWorker
 from llamarl.metrics.span import Spans
 from llamarl.publish.reshard import pack, plan, split
 from llamarl.publish.target import Memory, WeightBuffer
 from llamarl.storage.client import Store
 from llamarl.trainer.losses.aipo import AIPOConfig
 from llamarl.trainer.parallel import gather
-from llamarl.trainer.reference import ReferenceExecutor
+from llamarl.trainer.reference import ReferenceWorker
 from llamarl.trainer.specs import ReferenceSpec, TrainerSpec
-from llamarl.trainer.worker import TrainerExecutor
+from llamarl.trainer.worker import TrainerWorker
 from tests.allocation import resident_bytes
 from tests.distributed.ranks import listening
 from tests.distributed.rollouts import TEMPERATURE
@@ -66,7 +65,7 @@ class Job:
 
 
 def make_executor(rank, num_ranks, job, storage):
-    return TrainerExecutor(
+    return TrainerWorker(
         TrainerSpec(
             checkpoint=job.checkpoint,
             rendezvous=job.rendezvous,
@@ -90,7 +89,7 @@ async def kernels_of_executors(rank, num_ranks, job):
     """Whether attention may take cuDNN's kernels after each executor's start."""
     storage = WatchedStorage()
     shared = {"rank": rank, "num_ranks": num_ranks, "spans": Spans("x", None)}
-    reference = ReferenceExecutor(
+    reference = ReferenceWorker(
         ReferenceSpec(
             checkpoint=job.checkpoint,
             column=REF_LOGPROBS,
@@ -101,7 +100,7 @@ async def kernels_of_executors(rank, num_ranks, job):
         ),
         **shared,
     )
-    generator = GeneratorExecutor(
+    generator = GeneratorWorker(
         GeneratorSpec(
             replica=0,
             checkpoint=job.checkpoint,
@@ -152,7 +151,7 @@ async def train(rank, num_ranks, job):
         }
         seen["stats"].append(await executor.step())
     seen["warnings"] = list(WARNINGS)
-    seen["layout"] = await endpoint(executor, "source_layout")()
+    seen["layout"] = await executor.source_layout()
     seen["shards"] = {n: p.detach().to_local().numpy().copy() for n, p in parameters.items()}
     seen["weights"] = {n: gather(p).numpy().copy() for n, p in parameters.items()}
     if job.export:
@@ -204,15 +203,15 @@ async def take_turns(rank, num_ranks, job):
     async def offload(kinds):
         seen["left"].append(sum(map(_num_bytes, map(executor.policy_step.policy.movable, kinds))))
         before = resident_bytes()
-        await endpoint(executor, "offload")(kinds)
-        await endpoint(executor, "offload")(kinds)  # without effect
+        await executor.offload(kinds)
+        await executor.offload(kinds)  # without effect
         seen["shrunk"].append(before - resident_bytes())
 
     await offload(["state", "weights"])
     for batches in job.steps:
-        await endpoint(executor, "prefetch")(["weights", "state"])
-        await endpoint(executor, "onload")(["weights"])
-        await endpoint(executor, "onload")(["state"])
+        await executor.prefetch(["weights", "state"])
+        await executor.onload(["weights"])
+        await executor.onload(["state"])
         await executor.accumulate(batches[0])
         await offload(["state", "weights"])  # gradients included
         for call, arguments in (
@@ -224,14 +223,14 @@ async def take_turns(rank, num_ranks, job):
                 await call(*arguments)
             except RuntimeError as error:
                 seen["errors"].append(type(error).__name__)
-        await endpoint(executor, "onload")(["weights", "state"])
+        await executor.onload(["weights", "state"])
         for batch in batches[1:]:
             await executor.accumulate(batch)
         await executor.infer([0])
         seen["stats"].append(await executor.step())
         await offload(["state"])
         await offload(["weights"])
-    await endpoint(executor, "onload")(["weights", "state"])
+    await executor.onload(["weights", "state"])
     seen["shards"] = {
         n: p.detach().to_local().numpy().copy()
         for n, p in executor.policy_step.policy.parameters.items()
@@ -262,7 +261,7 @@ def _everything(executor):
 async def infer(rank, num_ranks, checkpoint, rendezvous, cells, fields, kind=TrainerConfig):
     """`ref_logprobs` by row that this rank wrote."""
     storage = WatchedStorage(cells=cells)
-    executor = ReferenceExecutor(
+    executor = ReferenceWorker(
         ReferenceSpec(
             checkpoint=checkpoint,
             column=REF_LOGPROBS,
@@ -288,11 +287,11 @@ async def write_beside_steps(rank, num_ranks, job):
     """
     executor = make_executor(rank, num_ranks, job, WatchedStorage(cells=job.cells))
     await executor.start()
-    source = await endpoint(executor, "source_layout")()
+    source = await executor.source_layout()
     weight_buffer = _weight_buffer(source)
     copies = pack(plan([source], [weight_buffer.layout()]))
     route, _ = split(copies, source="trainer", replica=0, transport="shared_memory")
-    await endpoint(executor, "connect_target")(0, route.for_rank(source.rank))
+    await executor.connect_target(0, route.for_rank(source.rank))
     weights, written = [], {}
 
     async def step(version):
@@ -302,7 +301,7 @@ async def write_beside_steps(rank, num_ranks, job):
 
     async def write(version):
         try:
-            sums = await endpoint(executor, "write")(version, [weight_buffer.prepare(version)])
+            sums = await executor.write(version, [weight_buffer.prepare(version)])
             assert sums == weight_buffer.verify(version)
             return weight_buffer.staging.numpy().copy()
         except StaleVersion as error:
@@ -321,12 +320,12 @@ async def write_beside_steps(rank, num_ranks, job):
     written["present"] = await write(2)
     await step(2)  # version 2 was taken
     written["too late"] = await write(2)
-    await endpoint(executor, "offload")(["weights"])
+    await executor.offload(["weights"])
     written["away"] = await write(3)
-    await endpoint(executor, "onload")(["weights"])
+    await executor.onload(["weights"])
     written["back"] = await write(3)
     weights.append(flat(executor))
-    await endpoint(executor, "connect_target")(0, None)
+    await executor.connect_target(0, None)
     weight_buffer.close()
     await executor.close()
     return {"was_running": was_running, "weights": weights, "written": written}

@@ -6,11 +6,11 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from llamarl.cluster.executor import Call, Face, Handle
 from llamarl.core.config import Config
 from llamarl.core.errors import ExecutorLost
 from llamarl.core.faces import Storage
@@ -64,16 +64,6 @@ def dying(name: str, *times_s: float) -> dict[str, Faults]:
     """Processes of one executor that die at these times, one after another."""
     names = [name + (f" {i}" if i > 1 else "") for i in range(1, len(times_s) + 1)]
     return {each: Faults(dies_at_s=time_s) for each, time_s in zip(names, times_s, strict=True)}
-
-
-class ProcessCalls:
-    """The methods of an executor, each passed to `call` with its name."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        return partial(self._call, method)
 
 
 class FaultyCluster(SimulatedCluster):
@@ -153,13 +143,22 @@ class FaultyProcess(SimulatedProcess):
         super().__init__(name, executor)
         self.num_calls: Counter[str] = Counter()
         self.is_stopped = False
-        self.call_one = self.call_all = ProcessCalls(self._call)
         self._faults, self._cores = faults, cores
         self._random = random.Random(name)
         self._answers: dict[asyncio.Task[Any], asyncio.Future[Any]] = {}  # of calls under way
         self._awake = asyncio.Event()
         self._awake.set()
         self._loss: asyncio.Future[None] | None = None
+
+    def one(self, face: type[Face]) -> Face:
+        async def run(call: Call, is_first: bool) -> list[Any]:
+            method, args, _ = call
+            return [await self._call(method, *args)]
+
+        return cast(Face, Handle(run, face))
+
+    async def all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        return await self._call(method.__name__, *args)
 
     async def watch(self) -> None:
         """Raise ExecutorLost once the process is lost."""

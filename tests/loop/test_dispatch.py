@@ -14,6 +14,7 @@ from llamarl.controller.wiring import make_dispatch
 from llamarl.core.errors import ExecutorLost, NoGenerator
 from llamarl.core.records import RESPONSE_IDS, FinishReason, Purpose, Request, RolloutInfo, Sampling
 from llamarl.planner.simulation.clock import run
+from llamarl.publish.replica import WeightTarget
 from tests.loop.faults import LIVENESS_TIMEOUT_S, Faults
 from tests.loop.loop import Loop
 
@@ -62,7 +63,7 @@ class Play:
         self.dispatch = make_dispatch(loop.config, loop.executors)
         self.versions = dict.fromkeys(self.replicas, 0)
         for index, replica in self.replicas.items():
-            await replica.call_one.commit(0)
+            await replica.one(WeightTarget).commit(0)
             self.dispatch.committed(index, 0)
         hearing = asyncio.create_task(self._hear())
         calls = []
@@ -100,7 +101,7 @@ class Play:
             self.versions[index] += 1
             version = self.versions[index]
             with contextlib.suppress(ExecutorLost):
-                await self.replicas[index].call_one.commit(version)
+                await self.replicas[index].one(WeightTarget).commit(version)
                 self.dispatch.committed(index, version)
         elif name == "thaw":
             self.replicas[arguments[0]].thaw()
@@ -178,7 +179,7 @@ def test_losing_the_last_replica_is_an_error_of_collect(caplog: pytest.LogCaptur
     async def main() -> None:
         loop = Loop(length=five_tokens, faults={"generator-0": Faults(dies_at_s=0.02)})
         dispatch = make_dispatch(loop.config, loop.executors)
-        await loop.process("generator-0").call_one.commit(0)
+        await loop.process("generator-0").one(WeightTarget).commit(0)
         request = Request(row_id=0, prompt_ids=(1,), sampling=Sampling(max_tokens=5), seed=0)
         await dispatch.submit([request])
         try:
@@ -226,7 +227,7 @@ def test_replicas_that_keep_their_version_evaluate_it_and_get_nothing_that_needs
         loop = Loop(num_replicas=2, length=five_tokens)
         dispatch = make_dispatch(loop.config, loop.executors)
         for index, replica in loop.executors.generators.items():
-            await replica.call_one.commit(5)
+            await replica.one(WeightTarget).commit(5)
             dispatch.committed(index, 5)
         dispatch.hold({0})
 
@@ -262,7 +263,7 @@ def test_an_evaluation_waits_for_a_replica_that_is_yet_to_commit_its_version() -
         loop = Loop(num_replicas=1, length=five_tokens)
         dispatch = make_dispatch(loop.config, loop.executors)
         (replica,) = loop.executors.generators.values()
-        await replica.call_one.commit(5)
+        await replica.one(WeightTarget).commit(5)
         dispatch.committed(0, 5)
         dispatch.on_lost = lambda index, why: None  # replicas are started again
         dispatch.hold(set(), True)  # version 6 is published, and this one was kept at 5
@@ -279,7 +280,7 @@ def test_an_evaluation_waits_for_a_replica_that_is_yet_to_commit_its_version() -
             for i in range(2)
         ]
         await dispatch.submit(asked)
-        await replica.call_one.commit(6)
+        await replica.one(WeightTarget).commit(6)
         dispatch.hold({0}, True)
         dispatch.committed(0, 6)
         written: list[RolloutInfo] = []
@@ -297,7 +298,7 @@ def test_a_replica_that_does_not_answer_delays_no_request_of_the_others() -> Non
         loop = Loop(length=five_tokens, num_replicas=2)
         dispatch = make_dispatch(loop.config, loop.executors)
         for index in (0, 1):
-            await loop.executors.generators[index].call_one.commit(0)
+            await loop.executors.generators[index].one(WeightTarget).commit(0)
             dispatch.committed(index, 0)
         loop.process("generator-0").freeze()
         requests = [

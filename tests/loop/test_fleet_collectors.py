@@ -13,7 +13,7 @@ import pytest
 from llamarl.core.errors import ExecutorLost
 from llamarl.core.faces import Report
 from llamarl.core.records import Request
-from llamarl.generator.collector import CollectorExecutor
+from llamarl.generator.collector import CollectorWorker
 from llamarl.generator.decoding import KeptRows
 from llamarl.generator.specs import CollectorSpec
 from llamarl.metrics.span import Spans
@@ -135,7 +135,7 @@ def test_an_answer_is_given_again_until_the_next_question_says_that_it_arrived()
     async def main() -> None:
         generators: dict[int, Any] = {0: Written(range(3)), 1: Written(range(10, 12))}
         first, second = (
-            CollectorExecutor(
+            CollectorWorker(
                 CollectorSpec(generators=generators), rank=0, num_ranks=1, spans=Spans("", None)
             )
             for _ in range(2)
@@ -157,7 +157,7 @@ def test_an_answer_is_given_again_until_the_next_question_says_that_it_arrived()
 def test_a_collector_that_began_without_replicas_asks_one_that_comes() -> None:
     async def main() -> None:
         spec = CollectorSpec(generators={})
-        collector = CollectorExecutor(spec, rank=0, num_ranks=1, spans=Spans("", None))
+        collector = CollectorWorker(spec, rank=0, num_ranks=1, spans=Spans("", None))
         collecting = asyncio.create_task(collector.collect(0))
         await asyncio.sleep(0)
         replica: Any = Written(range(3))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.controller.fleet import Fleet
-from llamarl.controller.wiring import Wiring, build_imitation
+from llamarl.controller.wiring import Wiring
 from llamarl.core import checkpoint
 from llamarl.core.config import Config
 from llamarl.core.groups import Group
@@ -69,7 +69,7 @@ class ImitationLoop(Loop):
         self.fleet = Fleet(self.config, self.executors)
         common = self.config, self.inputs, self.executors, str(run_dir)
         wiring = Wiring(*common, Spans("controller", None), self.state)
-        loop = build_imitation(wiring, self.fleet, logger, deadline_s=self.deadline_s)  # type: ignore[arg-type]
+        loop = wiring.build_controller(self.fleet, logger, deadline_s=self.deadline_s)
         self.gate, self.saver = loop.gate, loop.saver
         make_batch, look_ahead = loop.engines.rules.make_batch, loop.engines.look_ahead
 

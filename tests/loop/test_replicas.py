@@ -14,6 +14,7 @@ from llamarl.controller.wiring import make_dispatch
 from llamarl.core.errors import ExecutorLost
 from llamarl.core.records import TOKEN_VERSIONS, Purpose, Request, Sampling
 from llamarl.planner.simulation.clock import run
+from llamarl.publish.replica import WeightTarget
 from tests.loop.faults import LIVENESS_TIMEOUT_S, Faults
 from tests.loop.loop import COSTS, Loop, first_error, slower
 from tests.loop.test_loop import four_tokens, one_token
@@ -60,8 +61,8 @@ def test_a_replica_that_wakes_after_it_was_given_up_spoils_nothing(
             },
         )
         silent, other = loop.process("generator-0"), loop.process("generator-1")
-        await silent.call_one.commit(0)
-        await other.call_one.commit(3)
+        await silent.one(WeightTarget).commit(0)
+        await other.one(WeightTarget).commit(3)
         dispatch = make_dispatch(loop.config, loop.executors)
         request = Request(row_id=7, prompt_ids=(1,), sampling=Sampling(max_tokens=1), seed=0)
         await dispatch.submit([request])
@@ -90,7 +91,7 @@ def test_a_replica_given_up_by_a_publish_reports_no_more_rollouts() -> None:
             faults={"generator-0": slower(decode_step_s=5.0)},
         )
         for replica in loop.executors.generators.values():
-            await replica.call_one.commit(0)
+            await replica.one(WeightTarget).commit(0)
         dispatch = make_dispatch(loop.config, loop.executors)
         request = Request(row_id=7, prompt_ids=(1,), sampling=Sampling(max_tokens=1), seed=0)
         await dispatch.submit([request])
@@ -115,7 +116,7 @@ def test_what_a_hung_replica_held_starts_again_though_its_collector_still_waits_
         )
         loop.process("generator-0").watch = lost_after_10_s  # type: ignore[method-assign]
         for replica in loop.executors.generators.values():
-            await replica.call_one.commit(0)
+            await replica.one(WeightTarget).commit(0)
         dispatch = make_dispatch(loop.config, loop.executors)
         requests = [
             Request(row_id=i, prompt_ids=(i,), sampling=Sampling(max_tokens=1), seed=0)

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.cluster.executor import Call, Calls, attempt
+from llamarl.cluster.executor import Call, Handle, attempt
 from llamarl.cluster.inline import InlineExecutor
+from llamarl.core.faces import Storage
 from llamarl.core.records import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
@@ -28,7 +29,7 @@ from llamarl.core.records import (
 )
 from llamarl.metrics.span import Spans
 from llamarl.storage.client import Store, Unit
-from llamarl.storage.worker import StorageExecutor, StorageSpec
+from llamarl.storage.worker import StorageSpec, StorageWorker
 
 NAMES = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
 
@@ -70,17 +71,17 @@ def assert_same(found: Columns, wanted: Columns) -> None:
                 np.testing.assert_array_equal(cell, other)
 
 
-def new_unit(folder: Path, number: int = 0, **spec: Any) -> StorageExecutor:
+def new_unit(folder: Path, number: int = 0, **spec: Any) -> StorageWorker:
     spec = {"archive_folder": None} | spec
     full = StorageSpec(unit=number, socket=str(folder / "s" / str(number)), **spec)
-    return StorageExecutor(full, rank=0, num_ranks=1, spans=Spans(f"storage-{number}", None))
+    return StorageWorker(full, rank=0, num_ranks=1, spans=Spans(f"storage-{number}", None))
 
 
-def calls_elsewhere(unit: StorageExecutor, sizes: list[int] | None = None) -> Any:
+def calls_elsewhere(unit: StorageWorker, sizes: list[int] | None = None) -> Any:
     """A unit in another process: calls, results and errors travel as bytes. Adds the size of each
     call's larger message to `sizes`."""
 
-    async def run(call: Call) -> list[Any]:
+    async def run(call: Call, is_first: bool) -> list[Any]:
         message = pickle.dumps(call)
         result = await attempt(unit, unit._spans.process, 0, pickle.loads(message))
         answer = pickle.dumps(result)
@@ -88,14 +89,14 @@ def calls_elsewhere(unit: StorageExecutor, sizes: list[int] | None = None) -> An
             sizes.append(max(len(message), len(answer)))
         return [pickle.loads(answer).result()]
 
-    return Calls(run, is_first=True)
+    return Handle(run, Storage)
 
 
-def client(way: str, unit: StorageExecutor) -> Any:
+def client(way: str, unit: StorageWorker) -> Any:
     """What reaches the unit in this way only."""
     name = unit._spans.process
     if way == "inline":
-        return InlineExecutor(name, [unit], [unit._spans]).call_one
+        return InlineExecutor(name, [unit], [unit._spans]).one(Storage)
     if way == "near":  # these go by calls all the same
         calls = {each: getattr(unit, each) for each in ("find", "erase", "fence", "usage")}
         return Unit(name, SimpleNamespace(**calls), unit._spec.socket)
@@ -105,7 +106,7 @@ def client(way: str, unit: StorageExecutor) -> Any:
 @asynccontextmanager
 async def opened(
     way: str, folder: Path, num_units: int = 1, **spec: Any
-) -> AsyncIterator[tuple[list[StorageExecutor], Store]]:
+) -> AsyncIterator[tuple[list[StorageWorker], Store]]:
     """Units, and a client that reaches them in this way."""
     units = [new_unit(folder, number, **spec) for number in range(num_units)]
     clients = [client(way, unit) for unit in units]
@@ -122,7 +123,7 @@ async def opened(
 
 
 @asynccontextmanager
-async def serving(folder: Path, **spec: Any) -> AsyncIterator[tuple[StorageExecutor, Store]]:
+async def serving(folder: Path, **spec: Any) -> AsyncIterator[tuple[StorageWorker, Store]]:
     """A unit, and a client that reaches it through its socket."""
     async with opened("near", folder, **spec) as ((unit,), store):
         yield unit, store

@@ -21,7 +21,7 @@ from llamarl.metrics.span import Spans
 from llamarl.metrics.step_metrics import MEANINGS, Drops
 from llamarl.metrics.summary import summarize
 from llamarl.metrics.trackers import MetricsLog
-from llamarl.storage.worker import StorageExecutor, StorageSpec
+from llamarl.storage.worker import StorageSpec, StorageWorker
 from tests.json_lines import write_lines
 from tests.unit.test_console import drawn, drive, in_a_file, lines_of, on_terminal, show
 from tests.unit.test_metrics_step import make_group, make_row
@@ -177,7 +177,7 @@ def test_the_final_table_shows_everything_and_keeps_paths_and_command_whole(run_
 
 
 def test_the_archive_of_a_storage_executor_is_understood(tmp_path):
-    executor = StorageExecutor(
+    executor = StorageWorker(
         StorageSpec(unit=0, archive_folder=str(tmp_path / "archive")),
         rank=0,
         num_ranks=1,

@@ -22,6 +22,7 @@ from demo_two_hosts import worker
 from llamarl.cluster import make_cluster
 from llamarl.cluster.certificates import make_certificates
 from llamarl.core.config import ClusterConfig
+from llamarl.core.faces import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class MessageCosts:
         )
 
 
-class Actor:
+class Actor(Worker):
     """Answers with what it was last given to keep."""
 
     def __init__(self, spec: Any, *, rank: int, num_ranks: int, spans: Any) -> None:
@@ -70,9 +71,6 @@ SHAPES: list[tuple[Any, Any]] = [  # argument, answer
 ]
 
 
-FULL_NUM_PROCESSES = 4096
-
-
 def measure(num_actors: int, num_calls: int, num_rounds: int) -> MessageCosts:
     """Fit the model on `num_calls` calls of each shape; of several rounds the cheapest counts."""
     with tempfile.TemporaryDirectory(prefix="llamarl-") as folder:
@@ -86,20 +84,17 @@ def measure(num_actors: int, num_calls: int, num_rounds: int) -> MessageCosts:
 async def _measure(
     config: ClusterConfig, folder: str, num_actors: int, num_calls: int, num_rounds: int
 ) -> MessageCosts:
-    # Monarch looks at each process as rarely as in a run of the full size.
-    cluster = make_cluster(
-        config, spans_folder=None, logs_folder=folder, num_processes=FULL_NUM_PROCESSES
-    )
+    cluster = make_cluster(config, spans_folder=None, logs_folder=folder)
     try:
         single = [await cluster.spawn(f"replica-{i}", Actor, {}) for i in range(num_actors)]
         ranks = await cluster.spawn("ranks", Actor, {}, NUM_RANKS)
         points = []
         for argument, kept in SHAPES:
-            await asyncio.gather(*(group.call_one.keep(kept) for group in single))
-            calls = [group.call_one for group in single]
+            await asyncio.gather(*(group.one(Actor).keep(kept) for group in single))
+            calls = [group.one(Actor) for group in single]
             best_s = await _cheapest(calls, argument, num_calls, num_rounds)
             points.append((_num_bytes(("answer", (argument,), {})), _num_bytes(kept), best_s))
-        ranks_s = await _cheapest([ranks.call_one] * num_actors, None, num_calls, num_rounds)
+        ranks_s = await _cheapest([ranks.one(Actor)] * num_actors, None, num_calls, num_rounds)
     finally:
         await cluster.stop()
     table = np.array(points)

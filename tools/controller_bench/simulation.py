@@ -208,11 +208,11 @@ def _charged(config: Config, simulated: Executors, costs: MessageCosts, load: Lo
 
     def charged(name: str, group: Any, idle: Idle, costs: MessageCosts) -> SimulatedProcess:
         kind = name.partition("-")[0]
-        return SimulatedProcess(name, Charged(kind, group.call_one, costs, load, idle))
+        return SimulatedProcess(name, Charged(kind, group.executor, costs, load, idle))
 
     kinds: dict[str, tuple[Idle, MessageCosts]] = {
         f"generator-{index}": (
-            IdleReplica(load, group.call_one, max_num_seqs, trainer),
+            IdleReplica(load, group.executor, max_num_seqs, trainer),
             on_ranks,
         )
         for index, group in simulated.generators.items()

@@ -35,7 +35,7 @@ from llamarl.metrics.span import Spans
 from llamarl.model.architecture import Architecture, read_architecture
 from llamarl.trainer.packing import pack
 from llamarl.trainer.specs import TrainerSpec
-from llamarl.trainer.worker import TrainerExecutor
+from llamarl.trainer.worker import TrainerWorker
 
 NUM_STEPS = 5  # the first two are not measured
 
@@ -92,7 +92,7 @@ def flops_per_token(architecture: Architecture, num_tokens: int) -> float:
 async def _train(setting: Setting, config: object, checkpoint: str, vocab_size: int) -> list[float]:
     rendezvous = Path(setting.folder, "rendezvous-training")
     rendezvous.unlink(missing_ok=True)
-    trainer = TrainerExecutor(
+    trainer = TrainerWorker(
         TrainerSpec(
             checkpoint=checkpoint,
             rendezvous=str(rendezvous),
@@ -117,7 +117,7 @@ async def _train(setting: Setting, config: object, checkpoint: str, vocab_size: 
         await trainer.close()
 
 
-async def _step(setting: Setting, trainer: TrainerExecutor, version: int) -> float:
+async def _step(setting: Setting, trainer: TrainerWorker, version: int) -> float:
     rows = tuple(
         BatchRollout(
             row_id=row,

@@ -10,6 +10,7 @@ from typing import Any
 from llamarl.cluster import make_cluster
 from llamarl.core.config import ClusterConfig
 from llamarl.core.config.rank_assignment import Device
+from llamarl.core.faces import Storage, Worker
 from llamarl.storage.client import Store, Unit
 from llamarl.storage.worker import StorageSpec
 from store_bench import rows
@@ -25,7 +26,7 @@ class RoleSpec:
     takes: str
 
 
-class Producer:
+class Producer(Worker):
     """Writes rows and says so."""
 
     def __init__(self, spec: RoleSpec, *, rank: int, num_ranks: int, spans: Any) -> None:
@@ -59,7 +60,7 @@ class Producer:
         await self._stores[num_units].retire(row_ids, {"outcome": "trained"})
 
 
-class Consumer:
+class Consumer(Worker):
     """Takes rows until none are left."""
 
     def __init__(self, spec: RoleSpec, *, rank: int, num_ranks: int, spans: Any) -> None:
@@ -111,9 +112,9 @@ class OwnStore:
                 for unit in units
             )
         )
-        await asyncio.gather(*(group.call_one.start() for group in groups))
+        await asyncio.gather(*(group.one(Worker).start() for group in groups))
         pairs = [*zip(groups, units, strict=True)]
-        clients = [Unit(group.name, group.call_one, str(unit.socket)) for group, unit in pairs]
+        clients = [Unit(group.name, group.one(Storage), str(unit.socket)) for group, unit in pairs]
         self._stores = {num_units: Store(clients[:num_units]) for num_units in nums_units}
         spec = RoleSpec(stores=self._stores, takes=self._path)
         self._producer, *self._consumers = await asyncio.gather(
@@ -126,13 +127,13 @@ class OwnStore:
 
     async def run(self, num_units: int, work: Work, is_checked: bool = False) -> float:
         """Move all rows once; seconds (`rows.flow_s`)."""
-        producer = self._producer.call_one
+        producer = self._producer.one(Producer)
         if work != self._prepared:
             self._digest, self._prepared = await producer.prepare(work), work
         first_row, self._next_row = self._next_row, self._next_row + work.rows
         self._server.begin(range(first_row, self._next_row))
         putting = asyncio.create_task(producer.put(num_units, first_row))
-        consumers = [each.call_one for each in self._consumers[: work.consumers]]
+        consumers = [each.one(Consumer) for each in self._consumers[: work.consumers]]
         taken = await asyncio.gather(
             *(consumer.take(num_units, work, is_checked) for consumer in consumers)
         )

@@ -11,11 +11,11 @@ from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
-from llamarl.cluster.executor import endpoint, parts_for
+from llamarl.cluster.executor import parts_for
 from llamarl.core.config import EmbeddedConfig, PlacementConfig, WeightsConfig
 from llamarl.core.records import Columns, Request, Sampling
 from llamarl.generator.specs import GeneratorSpec
-from llamarl.generator.worker import GeneratorExecutor
+from llamarl.generator.worker import GeneratorWorker
 from llamarl.metrics.span import Span, SpanReader, Spans
 from weights_bench.model import Model, config_json
 
@@ -40,7 +40,7 @@ class DecodingGenerator:
         self._spans = Spans("generator-0", folder)
         self._max_tokens = context_tokens - PROMPT_TOKENS
         storage: Any = NoStorage()
-        self._executor = GeneratorExecutor(
+        self._executor = GeneratorWorker(
             GeneratorSpec(
                 replica=0,
                 checkpoint=str(checkpoint),
@@ -80,7 +80,7 @@ class DecodingGenerator:
 
     async def ask(self, name: str, *args: Any) -> Any:
         """A method of the executor."""
-        return await endpoint(self._executor, name)(*parts_for(0, args))
+        return await getattr(self._executor, name)(*parts_for(0, args))
 
     async def close(self) -> None:
         self._collecting.cancel()

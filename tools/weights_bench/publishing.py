@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from llamarl.core.config import WeightsConfig
@@ -19,6 +19,10 @@ class Trainer:
 
     def __init__(self, ranks: list[Remote]) -> None:
         self._ranks = ranks
+
+    async def all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        found: list[Any] = await getattr(self, method.__name__)(*args)
+        return found
 
     async def source_layout(self) -> list[RankLayout]:
         return await call_all(self._ranks, "layout")
@@ -37,6 +41,10 @@ class Generator:
 
     def __init__(self, ranks: list[Remote], replica: int) -> None:
         self._ranks, self._replica = ranks, replica
+
+    async def all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        found: list[Any] = await getattr(self, method.__name__)(*args)
+        return found
 
     async def _all(self, name: str, *args: Any) -> list[Any]:
         return await call_all(self._ranks, name, self._replica, *args)
@@ -69,11 +77,8 @@ class Executor:
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
 
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[list[Any]]]:
-        async def ask(*args: Any) -> list[Any]:
-            return [await self._remote.call("ask", name, *args)]
-
-        return ask
+    async def all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        return [await self._remote.call("ask", method.__name__, *args)]
 
 
 def make_publisher(

@@ -6,9 +6,10 @@ import asyncio
 from collections import Counter
 from dataclasses import replace
 
+from llamarl.controller.engines import Unobserved
 from llamarl.core.config.generator import number_of, pools_of
 from llamarl.core.errors import StaleVersion
-from llamarl.core.groups import Batch, Evaluation, Group, StepStats, Verdict
+from llamarl.core.groups import Batch, Group, StepStats, Verdict
 from llamarl.core.records import (
     Columns,
     EpisodeState,
@@ -302,8 +303,8 @@ class SimulatedTrainer(Layouts):
         self._timeline.record("trainer", reason, self._idle_since_s, now_s, "wait")
 
 
-class SimulatedRunLogger:
-    """RunObserver that notes steps and publishes in the timeline."""
+class SimulatedRunLogger(Unobserved):
+    """Notes steps and publishes in the timeline."""
 
     def __init__(self, timeline: SimulatedTimeline) -> None:
         self._timeline = timeline
@@ -313,9 +314,6 @@ class SimulatedRunLogger:
         now_s = asyncio.get_running_loop().time()
         for rollout in group.rollouts.values():
             self._timeline.written.append((now_s, rollout.replica, rollout.num_generated))
-
-    def log_evaluation(self, evaluated: Evaluation | None) -> None:
-        """Evaluations are not noted."""
 
     def log_publish(self, seconds: float) -> None:
         """The publisher's own clock is the machine's, so `seconds` means nothing here."""

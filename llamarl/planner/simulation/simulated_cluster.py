@@ -5,15 +5,17 @@ nothing.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, cast
 
+from llamarl.cluster.executor import Face
 from llamarl.controller.specs import collector_spec
 from llamarl.controller.starter import Executors, name_executor
 from llamarl.core.config import Config, rank_assignment
 from llamarl.core.config.generator import number_of, pools_of
-from llamarl.generator.collector import CollectorExecutor
+from llamarl.core.faces import Environment, P, Storage, T
+from llamarl.generator.collector import CollectorWorker
 from llamarl.generator.specs import CollectorSpec
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.clock import Cores
@@ -41,7 +43,20 @@ class SimulatedProcess:
     def __init__(self, name: str, executor: Any) -> None:
         self.name, self.executor = name, executor
         self.writer = name
-        self.call_one = self.call_all = executor
+
+    def one(self, face: type[Face]) -> Face:
+        """The executor itself."""
+        return cast(Face, self.executor)
+
+    async def all(
+        self,
+        method: Callable[Concatenate[Any, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
+        """What the executor says of its ranks."""
+        found: list[T] = await getattr(self.executor, method.__name__)(*args, **kwargs)
+        return found
 
     async def watch(self) -> None:
         """Wait for ever."""
@@ -109,7 +124,9 @@ def make_executors(
         kind, _, number = name.partition("-")
         if kind == "generator":
             index = int(number)
-            links = [EnvironmentLink(name, found.by_name[name].call_one, None) for name in played]
+            links = [
+                EnvironmentLink(name, found.by_name[name].one(Environment), None) for name in played
+            ]
             make = partial(
                 SimulatedReplica,
                 setting,
@@ -136,7 +153,7 @@ def make_executors(
 
     storage = cluster.spawn("storage-0", make_storage or partial(SimulatedStorage, setting))
     found = Executors(
-        storage=Store([storage.call_one]),
+        storage=Store([storage.one(Storage)]),
         by_name={storage.name: storage},
         stage_of={name_executor(stage): stage for stage in graph.between},
         start=start,
@@ -150,6 +167,6 @@ def make_executors(
     return found
 
 
-def _collector(spec: CollectorSpec) -> CollectorExecutor:
+def _collector(spec: CollectorSpec) -> CollectorWorker:
     """A real one."""
-    return CollectorExecutor(spec, rank=0, num_ranks=1, spans=Spans("collector", None))
+    return CollectorWorker(spec, rank=0, num_ranks=1, spans=Spans("collector", None))

@@ -24,6 +24,7 @@ from llamarl.planner.forecast import PoolStep, StepForecast
 from llamarl.planner.simulation import clock
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.executors import SimulatedRunLogger
+from llamarl.planner.simulation.replica import SimulatedReplica
 from llamarl.planner.simulation.setting import Setting, SimulatedTimeline
 from llamarl.planner.simulation.simulated_cluster import SimulatedCluster, make_executors
 from llamarl.planner.simulation.workload import Workload, make_workload
@@ -78,7 +79,7 @@ async def run(
     skew = make_skew(config, costs, ranker, context) if ranker else None
     await drive(config, inputs, executors, num_steps, run_logger, skew=skew)
     for group in executors.generators.values():
-        group.call_one.end_idle()
+        group.one(SimulatedReplica).end_idle()
     timeline.forget_last_step()
     return timeline
 
