@@ -296,27 +296,35 @@ def test_a_layer_that_is_not_linear_is_refused_by_its_name() -> None:
             attach(root, shapes, LoraConfig(rank=2))
 
 
-def changed(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+def written(tmp_path: Path, lora: LoraConfig) -> tuple[str, Path, dict[str, torch.Tensor]]:
+    """A tiny checkpoint, the folder of an adapter for it, and the matrices in that."""
+    checkpoint, folder = write_checkpoint(tmp_path / "tiny"), tmp_path / "adapter"
+    adapters = random_adapters(read_architecture(checkpoint), lora)
+    adapter_files.save(
+        folder, adapters.items(), lora=lora, source_folder=checkpoint, dtype=torch.float32
+    )
+    return checkpoint, folder, adapters
+
+
+def with_key(key: str, value: Any) -> Any:
+    def change(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+
+    return change
 
 
 DAMAGES: dict[str, tuple[Any, str]] = {
-    "kind": (lambda f: changed(f / "adapter_config.json", peft_type="IA3"), "must be LORA"),
-    "rank": (lambda f: changed(f / "adapter_config.json", r=8), "trainer.lora.rank must be 8"),
-    "alpha": (lambda f: changed(f / "adapter_config.json", lora_alpha=1), "alpha must be 1"),
-    "dora": (lambda f: changed(f / "adapter_config.json", use_dora=True), "use_dora in"),
-    "bias": (lambda f: changed(f / "adapter_config.json", bias="all"), "bias in .* 'none'"),
-    "pissa": (
-        lambda f: changed(f / "adapter_config.json", init_lora_weights="pissa_niter_4"),
-        "init_lora_weights in .* must be True or 'gaussian'",
-    ),
-    "olora": (lambda f: changed(f / "adapter_config.json", init_lora_weights="olora"), "'olora'"),
-    "alora": (
-        lambda f: changed(f / "adapter_config.json", alora_invocation_tokens=[1, 2]),
-        "alora_invocation_tokens in .* must be absent, as in plain LoRA",
-    ),
-    "a key of next year": (lambda f: changed(f / "adapter_config.json", use_xlora=True), "use_xlo"),
-    "pattern": (lambda f: changed(f / "adapter_config.json", rank_pattern={"q": 1}), "rank_pat"),
+    "kind": (with_key("peft_type", "IA3"), "must be LORA"),
+    "rank": (with_key("r", 8), "trainer.lora.rank must be 8"),
+    "alpha": (with_key("lora_alpha", 1), "alpha must be 1"),
+    "dora": (with_key("use_dora", True), "use_dora in"),
+    "bias": (with_key("bias", "all"), "bias in .* 'none'"),
+    "pissa": (with_key("init_lora_weights", "pissa_niter_4"), "must be True or 'gaussian'"),
+    "olora": (with_key("init_lora_weights", "olora"), "'olora'"),
+    "alora": (with_key("alora_invocation_tokens", [1, 2]), "alora_invocation_tokens in .* absent"),
+    "a key of next year": (with_key("use_xlora", True), "use_xlo"),
+    "pattern": (with_key("rank_pattern", {"q": 1}), "rank_pat"),
     "no file": (lambda f: (f / "adapter_model.safetensors").unlink(), "the folder of an adapter"),
     "cut off": (
         lambda f: (f / "adapter_model.safetensors").write_bytes(b"x" * 9),
@@ -343,11 +351,9 @@ def with_more(folder: Path) -> None:
 def test_an_adapter_of_another_model_or_kind_is_refused_in_a_line(
     damage: str, tmp_path: Path
 ) -> None:
-    checkpoint = write_checkpoint(tmp_path / "tiny")
-    architecture, lora = read_architecture(checkpoint), LoraConfig(rank=4, alpha=6.0)
-    folder = tmp_path / "adapter"
-    adapters = random_adapters(architecture, lora).items()
-    adapter_files.save(folder, adapters, lora=lora, source_folder=checkpoint, dtype=torch.float32)
+    lora = LoraConfig(rank=4, alpha=6.0)
+    checkpoint, folder, _ = written(tmp_path, lora)
+    architecture = read_architecture(checkpoint)
     check_adapter(folder, architecture, lora)
     change, words = DAMAGES[damage]
     change(folder)
@@ -359,12 +365,8 @@ def test_an_adapter_of_another_model_or_kind_is_refused_in_a_line(
 def test_of_an_adapter_to_start_from_rank_alpha_and_targets_count_and_the_recipes_dropout(
     tmp_path: Path,
 ) -> None:
-    checkpoint = write_checkpoint(tmp_path / "tiny")
     lora = LoraConfig(rank=4, alpha=6.0, targets=["q_proj"])
-    folder, adapters = tmp_path / "adapter", random_adapters(read_architecture(checkpoint), lora)
-    adapter_files.save(
-        folder, adapters.items(), lora=lora, source_folder=checkpoint, dtype=torch.float32
-    )
+    _, folder, _ = written(tmp_path, lora)
 
     def started(*overrides: str) -> LoraConfig:
         config = make_config(f"model.adapter={folder}", *overrides, *MINIMUM)
@@ -380,17 +382,14 @@ def test_of_an_adapter_to_start_from_rank_alpha_and_targets_count_and_the_recipe
 
 @pytest.mark.parametrize("start", [True, False, "gaussian", "orthogonal", "eva"])
 def test_what_peft_writes_of_a_plain_adapter_is_taken(start: Any, tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "tiny")
-    architecture, lora = read_architecture(checkpoint), LoraConfig(rank=4, alpha=6.0)
-    folder = tmp_path / "adapter"
-    adapters = random_adapters(architecture, lora).items()
-    adapter_files.save(folder, adapters, lora=lora, source_folder=checkpoint, dtype=torch.float32)
-    written = PeftConfig(init_lora_weights=start, lora_dropout=0.1).to_dict()
+    lora = LoraConfig(rank=4, alpha=6.0)
+    checkpoint, folder, _ = written(tmp_path, lora)
     saved = json.loads((folder / "adapter_config.json").read_text())
-    values = written | {name: saved[name] for name in ("r", "lora_alpha", "target_modules")}
+    values = PeftConfig(init_lora_weights=start, lora_dropout=0.1).to_dict()
+    values |= {name: saved[name] for name in ("r", "lora_alpha", "target_modules")}
     values |= {"peft_type": "LORA", "task_type": "CAUSAL_LM", "init_lora_weights": start}
     (folder / "adapter_config.json").write_text(json.dumps(values))
-    check_adapter(folder, architecture, lora)
+    check_adapter(folder, read_architecture(checkpoint), lora)
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
@@ -427,12 +426,7 @@ def test_a_pass_that_is_computed_again_drops_the_same_inputs(checkpointing: str)
 def test_merge_says_what_is_wrong_with_its_arguments(
     arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = write_checkpoint(tmp_path / "tiny")
-    lora = LoraConfig(rank=4)
-    adapters = random_adapters(read_architecture(checkpoint), lora).items()
-    adapter_files.save(
-        tmp_path / "adapter", adapters, lora=lora, source_folder=checkpoint, dtype=torch.float32
-    )
+    written(tmp_path, LoraConfig(rank=4))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=words):
         merge(arguments)
@@ -440,16 +434,13 @@ def test_merge_says_what_is_wrong_with_its_arguments(
 
 
 def test_an_export_is_replaced_whole(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "tiny")
-    lora, folder = LoraConfig(rank=4), tmp_path / "adapter"
-    adapters = random_adapters(read_architecture(checkpoint), lora)
-    place: dict[str, Any] = {"lora": lora, "source_folder": checkpoint, "dtype": torch.bfloat16}
-    adapter_files.save(folder, adapters.items(), **place)
-    adapters["model.layers.0.mlp.up_proj.lora_B.weight"] += 1
-    adapter_files.save(folder, adapters.items(), **place)
-    (found,) = load_file(folder / "adapter_model.safetensors").keys() & {
-        "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
-    }
-    values = load_file(folder / "adapter_model.safetensors")[found]
-    assert torch.equal(values, adapters["model.layers.0.mlp.up_proj.lora_B.weight"].bfloat16())
+    lora = LoraConfig(rank=4)
+    checkpoint, folder, adapters = written(tmp_path, lora)
+    name = "model.layers.0.mlp.up_proj.lora_B.weight"
+    adapters[name] += 1
+    adapter_files.save(
+        folder, adapters.items(), lora=lora, source_folder=checkpoint, dtype=torch.bfloat16
+    )
+    found = load_file(folder / "adapter_model.safetensors")[f"base_model.model.{name}"]
+    assert torch.equal(found, adapters[name].bfloat16())
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(".adapter")]

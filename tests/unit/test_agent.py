@@ -1,4 +1,4 @@
-"""A program that plays episodes over HTTP: which requests are turns, and what becomes of others."""
+"""Programs that play episodes over HTTP: which requests are turns, and what becomes of others."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from typing import Any
 import pytest
 
 from llamarl.core.groups import Opening
-from llamarl.core.records import Prompt
+from llamarl.core.records import Prompt, StageStatus
 from llamarl.recipe.inputs import read_inputs
 from llamarl.scoring.agent import AgentEnvironment
-from llamarl.scoring.definition import Kind, describe, find_defined
-from llamarl.scoring.episodes import Episodes
+from llamarl.scoring.definition import Kind, describe, find_defined, schemas_of
+from llamarl.scoring.episodes import Episodes, load
 from tests.places import TOOLS_RECIPE
 from tests.random_search import case, searched
 from tests.unit.composing import compose_recipe
+from tests.unit.test_episodes import prompt
 
 USER = {"role": "user", "content": "How much is 2*3?"}
 TOOL = {"type": "function", "function": {"name": "multiply", "description": "", "parameters": {}}}
@@ -135,44 +136,70 @@ async def test_a_stream_has_the_whole_message_in_one_event() -> None:
     agent.abandon()
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "message"),
-    [
-        (b"{", 400, "the body must be a JSON object"),
-        (b"[]", 400, "the body must be a JSON object"),
-        ({}, 400, "messages must be a list, got None"),
-        ({"messages": []}, 400, "messages must end with one that is not the assistant's"),
-        ({"messages": ["hi"]}, 400, "a message must have a role, got 'hi'"),
-        ({"messages": [USER], "n": 2}, 400, "n must be left out, got 2"),
-        ({"messages": [USER], "logprobs": True}, 400, "logprobs must be left out, got True"),
-        (
-            {"messages": [USER], "response_format": {"type": "json_object"}},
-            400,
-            "response_format must be left out, got {'type': 'json_object'}",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            400,
-            "the content of a message must be text, got [{'type': 'image_url'}]",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-            400,
-            "a tool call must be a function with arguments, got {'id': '1'}",
-        ),
-    ],
-)
-async def test_a_request_that_is_no_turn_is_refused_in_one_line(
-    body: object, status: int, message: str
-) -> None:
+def saying(**message: Any) -> dict[str, Any]:
+    return {"messages": [USER, message, USER]}
+
+
+def calling(**call: Any) -> dict[str, Any]:
+    return saying(role="assistant", tool_calls=[{"id": "1", **call}])
+
+
+def offering(tools: object) -> dict[str, Any]:
+    return {"messages": [USER], "tools": tools}
+
+
+PARAMETERS = {"parameters": {"properties": {"a": "integer"}}}
+REFUSED = [
+    (b"{", "the body must be a JSON object"),
+    (b"[]", "the body must be a JSON object"),
+    ({}, "messages must be a list, got None"),
+    ({"messages": []}, "messages must end with one that is not the assistant's"),
+    ({"messages": ["hi"]}, "a message must have a role, got 'hi'"),
+    ({"messages": [USER], "n": 2}, "n must be left out, got 2"),
+    ({"messages": [USER], "logprobs": True}, "logprobs must be left out, got True"),
+    ({"messages": [USER], "response_format": {"type": "x"}}, "response_format must be left out"),
+    (saying(role="user", content=[{"type": "image_url"}]), "content of a message must be text"),
+    (saying(role="tool", content="x", name=[1]), "name of a message must be text, got [1]"),
+    (saying(role="tool", content="x", tool_call_id=7), "tool_call_id of a message must be"),
+    (saying(role="assistant", tool_calls=3), "tool_calls must be a list, got 3"),
+    (calling(), "a tool call must be a function with arguments, got {'id': '1'}"),
+    (calling(function={"name": "f", "arguments": "[1]"}), "must be a function with arguments"),
+    (calling(function={"name": "f", "arguments": "[" * 20000}), "must be a function with arg"),
+    (offering({"add": 1}), "tools must have a list of tools, got {'add': 1}"),
+    (offering("add"), "tools must have a list of tools, got 'add'"),
+    (offering(0), "tools must have a list of tools, got 0"),
+    (offering(["add"]), "for each tool, got 'add'"),
+    (offering([TOOL, None]), "for each tool, got None"),
+    (offering([{"type": "function"}]), "for each tool, got "),
+    (offering([{"type": "web_search"}]), "for each tool, got "),
+    (offering([{"type": "function", "name": "add", "parameters": {}}]), "for each tool, got "),
+    (offering([{"type": "function", "function": "add"}]), "for each tool, got "),
+    (offering([{"type": "function", "function": {"name": 3}}]), "for each tool, got "),
+    (offering([{"function": {"name": "f", "parameters": ["a"]}}]), "tools must have a JSON schema"),
+    (offering([{"function": {"name": "f", **PARAMETERS}}]), "tools must have a JSON schema of an"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), REFUSED)
+async def test_a_request_that_is_no_turn_is_refused_in_one_line(body: object, message: str) -> None:
     agent = Scripted()
     resetting = asyncio.create_task(agent.reset())
-    found = await asked(await agent.url, body)
-    assert (found[0], found[1]["message"]) == (status, message)
+    status, error = await asked(await agent.url, body)
+    assert status == 400
+    assert message in error["message"]
+    assert "\n" not in error["message"]
     assert not resetting.done(), "the program may ask again"
+    first = asyncio.create_task(asked(await agent.url, {"messages": [USER], "tools": [TOOL]}))
+    assert (await resetting).schemas == [TOOL]
+    agent.abandon()
+    await first
+
+
+async def test_a_program_that_asks_for_nothing_is_named() -> None:
+    agent = Scripted()
     agent.end.set_result(0.0)
     with pytest.raises(RuntimeError, match="play must ask for at least one message"):
-        await resetting
+        await agent.reset()
 
 
 async def test_only_what_a_model_may_leave_out_of_its_turn_may_be_gone() -> None:
@@ -365,3 +392,50 @@ def test_any_order_of_requests_is_answered_as_a_plain_list_of_turns_says(
     for seed in seeds:
         with case(seed):
             run(Search(seed).run())
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "is_refused"),
+    [
+        (Kind((), True, has_step=True, is_agent=True), "url", True),
+        (Kind((), True, has_step=True, is_agent=True), "self", True),
+        (Kind((), True, has_step=True), "self", True),
+        (Kind((), True, has_step=True), "url", False),
+        (Kind((TOOL,)), "self", False),
+    ],
+)
+def test_a_field_that_an_environment_gets_otherwise_is_refused_with_its_row(
+    kind: Kind, field: str, is_refused: bool
+) -> None:
+    row = {"question": "q", field: "x"}
+    if is_refused:
+        with pytest.raises(ValueError, match=f"^the row's field '{field}' must have another name"):
+            schemas_of(row, {"": kind})
+    else:
+        assert schemas_of(row, {"": kind}) == kind.schemas
+
+
+OPENING = """
+from llamarl.core.groups import Opening
+class Opens:
+    def reset(self, /, what, function=None, **row):
+        user = {"role": "user", "content": "q"}
+        return {
+            "messages": Opening("q"), "empty": Opening([]), "role": Opening([{"content": "q"}]),
+            "parts": Opening([{"role": "user", "content": [{"text": "q"}]}]),
+            "tools": Opening([user], ["add"]), "good": Opening([user]),
+        }[what]
+    def step(self, messages): ...
+environment = Opens
+"""
+
+
+@pytest.mark.parametrize("what", ["messages", "empty", "role", "parts", "tools", "good"])
+async def test_an_opening_that_no_template_can_show_fails_its_episode(what: str) -> None:
+    serve = load({"task_source": {"task.py": OPENING}, "tools": ["task"], "limits": {}})
+    found = await serve(prompt(what=what, function="f"), "begin", [1, []])
+    if what == "good":
+        assert found == {"messages": [{"role": "user", "content": "q"}], "schemas": []}
+    else:
+        assert found["status"] == StageStatus.INVALID
+        assert found["error"].startswith("what it returns must ")

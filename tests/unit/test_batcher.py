@@ -1,14 +1,17 @@
-"""The batcher sends each item once, together with what comes in the same moment."""
+"""Calls that are sent together, and calls whose callers wait or give up."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.core.batcher import Batcher
+from llamarl.core.compute import Background
 from llamarl.planner.simulation import clock
 
 
@@ -78,20 +81,6 @@ def test_after_a_pause_what_came_meanwhile_goes_together() -> None:
     clock.run(main())
 
 
-def test_what_is_asked_in_one_moment_by_many_coroutines_is_one_call() -> None:
-    async def main() -> None:
-        calls = Calls()
-        batcher = Batcher[int](calls, fail)
-
-        async def ask(item: int) -> None:
-            await batcher.ask(item)
-
-        await asyncio.gather(*map(ask, range(100)))
-        assert calls.begun == [(0.0, [*range(100)])]
-
-    clock.run(main())
-
-
 def test_a_size_counts_towards_the_limit() -> None:
     async def main() -> None:
         calls = Calls()
@@ -126,3 +115,39 @@ def test_a_batcher_that_is_closed_sends_nothing_more() -> None:
         assert not any(future.done() for future in futures)
 
     clock.run(main())
+
+
+async def fail_after(wait: asyncio.Event) -> None:
+    await wait.wait()
+    raise ValueError("it failed")
+
+
+def test_a_call_that_fails_after_its_caller_gave_up_ends_and_logs_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        background, wait = Background(), asyncio.Event()
+        caller = asyncio.create_task(background.wait_for(fail_after(wait)))
+        await asyncio.sleep(0)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        with pytest.raises(RuntimeError, match="1 calls must end within"):
+            await background.drained(0.01)
+        wait.set()
+        await background.drained(5.0)
+        gc.collect()
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(main())
+    assert caplog.records == []
+
+
+def test_a_failure_comes_back_to_the_caller_that_waits() -> None:
+    async def main() -> None:
+        wait = asyncio.Event()
+        wait.set()
+        with pytest.raises(ValueError, match="it failed"):
+            await Background().wait_for(fail_after(wait))
+
+    asyncio.run(main())
