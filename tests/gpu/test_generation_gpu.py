@@ -24,7 +24,7 @@ from tests.unit.engine_models import (
     quantize_model,
     random_prompts,
 )
-from tests.unit.test_generation_runner import write
+from tests.unit.test_generation_engine import write
 
 pytestmark = [
     pytest.mark.gpu,

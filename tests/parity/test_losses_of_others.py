@@ -177,7 +177,7 @@ def test_value_and_gradient_are_theirs(name):
 
 
 def test_every_loss_of_rewards_is_compared():
-    """Those of demonstrations and teachers have their own oracles (test_imitation_losses.py)."""
+    """Those of demonstrations and teachers have their own oracles (test_losses.py)."""
     compared = {name.split(",")[0].split(" ")[0] for name in CASES}
     assert compared == algorithms().keys() - {"task", "sft", "distill"}
 

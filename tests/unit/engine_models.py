@@ -50,11 +50,6 @@ VARIANTS = {
 }
 
 
-def make_reference(seed: int) -> PreTrainedModel:
-    """The model of LLAMA in transformers, with random weights."""
-    return random_model(LLAMA, torch.float32, seed=seed, initializer_range=0.25)
-
-
 def in_transformers(model: Transformer) -> PreTrainedModel:
     """The same model with the same weights in transformers."""
     found = random_model(model.architecture, torch.float32)

@@ -1,17 +1,23 @@
-"""The engine against transformers and against the trainer's own model."""
+"""The engine against the trainer's own model, with fewer bits, and with steps as GPUs do them.
+
+Ends, aborts, versions, resumed rollouts and eight bits are what test_engine_search draws."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from llamarl.core.config import EmbeddedConfig
-from llamarl.core.records import FinishReason, Purpose, Sampling
-from llamarl.generator.engine.decoder import float32_product, product
+from llamarl.core.records import Sampling
+from llamarl.generator.engine import decoder
+from llamarl.generator.engine.decoder import float32_product, padded_rows, product
 from llamarl.generator.engine.engine import EmbeddedEngine
 from llamarl.generator.engine.kv_cache import CALL_COST, cut
 from llamarl.generator.engine.scheduler import completes_stop_string
+from llamarl.generator.protocol import RequestOutput
 from llamarl.model.transformer import rope_tables
 from tests.tiny_checkpoints import LLAMA, make_model
 from tests.unit.engine_models import (
@@ -20,33 +26,12 @@ from tests.unit.engine_models import (
     finish,
     flat_weights,
     make_engine,
-    make_reference,
     make_request,
     model_logprobs,
     quantized,
     random_prompts,
+    record_steps,
 )
-
-
-def test_greedy_rollouts_equal_those_of_transformers() -> None:
-    reference = make_reference(0)
-    engine = EmbeddedEngine(LLAMA, EmbeddedConfig(max_num_seqs=4, max_model_len=160))
-    engine.commit(flat_weights(engine, reference), 0)
-    prompts = random_prompts(9)
-    for row, prompt in enumerate(prompts):
-        engine.submit(make_request(row, prompt, 5 + 10 * row, temperature=0.0))
-    done = finish(engine)
-    for row, prompt in enumerate(prompts):
-        ids = torch.tensor([prompt])
-        out = reference.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=5 + 10 * row,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert done[row].written.ids.tolist() == out[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -87,92 +72,6 @@ def test_logits_of_a_wide_head_are_exact_in_every_tile(is_quantized: bool) -> No
     assert (product(x, matrix if is_quantized else head) - exact).abs().max() > 0.1
 
 
-def test_a_rollout_alone_equals_the_same_rollout_in_a_full_batch() -> None:
-    model = make_model(LLAMA, 1)
-    full = make_engine(model, slots=7)
-    requests = [
-        make_request(row, prompt, 30, top_k=0 if row % 2 else 20, top_p=0.9 if row % 3 else 1.0)
-        for row, prompt in enumerate(random_prompts(20))
-    ]
-    for request in requests:
-        full.submit(request)
-    together = finish(full)
-    alone = make_engine(model, slots=1)
-    for request in requests:
-        alone.submit(request)
-        (item,) = finish(alone).values()
-        assert item.written.ids.tolist() == together[request.row_id].written.ids.tolist()
-        np.testing.assert_allclose(
-            item.written.logprobs, together[request.row_id].written.logprobs, atol=1e-5
-        )
-
-
-def test_sampled_first_tokens_have_the_models_frequencies() -> None:
-    model = make_model(LLAMA, 1)
-    prompt, num = (3, 1, 4, 1, 5), 4000
-    engine = make_engine(model, slots=256)
-    for row in range(num):
-        engine.submit(make_request(row, prompt, 1, temperature=1.3, seed=row + 7))
-    counts = np.zeros(LLAMA.vocab_size)
-    for item in finish(engine).values():
-        counts[item.written.ids[0]] += 1
-    with torch.no_grad():
-        logits = model.logits(torch.tensor(prompt), [len(prompt)])[-1] / 1.3
-    expected = torch.softmax(logits, 0).numpy() * num
-    common = expected > 5
-    observed = np.append(counts[common], counts[~common].sum())
-    wanted = np.append(expected[common], expected[~common].sum())
-    statistic = ((observed - wanted) ** 2 / wanted).sum()
-    freedom = len(wanted) - 1
-    assert freedom > 10
-    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
-
-
-def test_stop_ids_end_a_rollout_and_are_part_of_it() -> None:
-    model = make_model(LLAMA, 1)
-    free, stopped = make_engine(model), make_engine(model)
-    prompts = random_prompts(8)
-    for row, prompt in enumerate(prompts):
-        free.submit(make_request(row, prompt, 40))
-        stopped.submit(make_request(row, prompt, 40, stop_token_ids=(7, 11, 30, 31)))
-    whole, done = finish(free), finish(stopped)
-    reasons = set()
-    for row in done:
-        ids = whole[row].written.ids.tolist()
-        ends = [i for i, token in enumerate(ids) if token in (7, 11, 30, 31)]
-        expected = ids[: ends[0] + 1] if ends else ids
-        assert done[row].written.ids.tolist() == expected
-        reasons.add(done[row].reason)
-        assert done[row].reason is (FinishReason.STOP if ends else FinishReason.LENGTH)
-    assert FinishReason.STOP in reasons
-
-
-def test_stop_strings_end_a_rollout_at_the_token_that_completes_them() -> None:
-    def decode(ids) -> str:
-        return "".join(chr(97 + i % 26) for i in ids)
-
-    model = make_model(LLAMA, 1)
-    free = make_engine(model)
-    free.submit(make_request(0, (1, 2, 3), 40))
-    ids = finish(free)[0].written.ids.tolist()
-    text = decode(ids)
-    stop = text[17:20]
-    engine = make_engine(model, decode_text=decode)
-    engine.submit(make_request(0, (1, 2, 3), 40, stop_strings=("@@", stop)))
-    item = finish(engine)[0]
-    assert item.reason is FinishReason.STOP
-    assert item.written.ids.tolist() == ids[: text.index(stop) + 3]
-
-
-def test_a_prompt_never_completes_a_stop_string() -> None:
-    model = make_model(LLAMA, 1)
-    engine = make_engine(model, decode_text=lambda ids: "".join(f"<{i}>" for i in ids))
-    engine.submit(make_request(0, (1, 2, 3), 6, stop_strings=("<3>",)))
-    item = finish(engine)[0]
-    assert 3 not in item.written.ids
-    assert (len(item.written.ids), item.reason) == (6, FinishReason.LENGTH)
-
-
 def test_a_stop_string_is_found_around_any_number_of_tokens_without_text() -> None:
     def decode(ids) -> str:
         return "".join(chr(97 + i) for i in ids if i < 26)  # the others are special ones
@@ -182,56 +81,6 @@ def test_a_stop_string_is_found_around_any_number_of_tokens_without_text() -> No
     assert completes_stop_string(sampling, ids, decode)
     assert not completes_stop_string(sampling, ids[:-1], decode)
     assert not completes_stop_string(sampling, [30] * 40, decode)
-
-
-def test_aborted_rollouts_come_back_with_what_they_had_and_free_their_slots() -> None:
-    model = make_model(LLAMA, 1)
-    engine = make_engine(model, slots=2)
-    for row in range(4):
-        engine.submit(make_request(row, (1, 2, row), 50))
-    for _ in range(6):
-        engine.step()
-    engine.abort_requests([1, 3, 99])
-    done = finish(engine)
-    assert [done[row].reason for row in range(4)] == [
-        FinishReason.LENGTH,
-        FinishReason.ABORTED,
-        FinishReason.LENGTH,
-        FinishReason.ABORTED,
-    ]
-    assert [len(done[row].written.ids) for row in range(4)] == [50, 6, 50, 0]
-
-
-def test_evaluation_starts_before_training() -> None:
-    engine = make_engine(make_model(LLAMA, 1), slots=1)
-    for row in range(3):
-        engine.submit(make_request(row, (1,), 5))
-    engine.submit(make_request(3, (1,), 5, purpose=Purpose.EVALUATE))
-    assert list(finish(engine)) == [3, 0, 1, 2]
-
-
-def test_the_context_window_ends_a_rollout() -> None:
-    engine = make_engine(make_model(LLAMA, 1))
-    engine.submit(make_request(0, tuple(range(90)), 100))
-    item = finish(engine)[0]
-    assert (len(item.written.ids), item.reason) == (70, FinishReason.LENGTH)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "words"),
-    [((), "1 to 159 tokens"), ((1,) * 160, "1 to 159 tokens"), ((96,), "vocabulary size 96")],
-)
-def test_an_impossible_prompt_is_refused(prompt: tuple[int, ...], words: str) -> None:
-    engine = make_engine(make_model(LLAMA, 1))
-    with pytest.raises(ValueError, match=words):
-        engine.submit(make_request(0, prompt))
-
-
-def test_nothing_starts_before_weights_are_bound() -> None:
-    engine = EmbeddedEngine(LLAMA, EmbeddedConfig(max_num_seqs=2, max_model_len=32))
-    engine.submit(make_request(0, (1,)))
-    assert not engine.has_work
-    assert engine.step() == []
 
 
 def test_reading_groups_waste_little_and_cover_every_row_once() -> None:
@@ -258,13 +107,6 @@ def test_a_long_queue_costs_a_submit_nothing() -> None:
     assert examined.count < 50
 
 
-def test_logprob_checks_start_first() -> None:
-    engine = make_engine(make_model(LLAMA, 1), slots=1)
-    for row, purpose in enumerate((Purpose.TRAIN, Purpose.EVALUATE, Purpose.CHECK)):
-        engine.submit(make_request(row, (1,), 5, purpose=purpose))
-    assert list(finish(engine)) == [2, 1, 0]
-
-
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_what_moves_beside_the_weight_buffer_is_the_cache(quantization: str) -> None:
     engine = make_engine(make_model(LLAMA, 1), config={"quantization": quantization})
@@ -282,3 +124,186 @@ def test_an_engine_in_bfloat16_rotates_by_float32_angles() -> None:
     half = LLAMA.head_dim // 2
     assert torch.equal(engine._decoder._cos[:300, half:], cos)
     assert torch.equal(engine._decoder._sin[:300, half:], sin)
+
+
+def test_a_commit_that_recomputes_gives_the_trainers_logprobs_of_each_version() -> None:
+    models = [make_model(LLAMA, 1), make_model(LLAMA, 2)]
+    engine = make_engine(models[0], config={"kv_after_commit": "recompute"})
+    for row, prompt in enumerate(random_prompts(4)):
+        engine.submit(make_request(row, prompt, 25))
+    for _ in range(9):
+        assert engine.step() == []
+    assert engine.commit(flat_weights(engine, models[1]), 1) == 4
+    for item in finish(engine).values():
+        before, after = (model_logprobs(model, item) for model in models)
+        np.testing.assert_allclose(item.written.logprobs[:9], before[:9], atol=1e-5)
+        np.testing.assert_allclose(item.written.logprobs[9:], after[9:], atol=1e-5)
+        assert np.abs(before - after).max() > 0.1
+        assert item.written.versions.tolist() == [0] * 9 + [1] * 16
+
+
+def test_rollouts_of_one_prompt_share_one_prefill_per_version() -> None:
+    models = [make_model(LLAMA, 1), make_model(LLAMA, 2)]
+    engine = make_engine(models[0], slots=4)
+    prompt = random_prompts(1, 40)[0] + tuple(range(40))
+    for row in range(10):
+        engine.submit(make_request(row, prompt, 3 + row))
+    finish(engine)
+    assert engine.num_prefilled_tokens == len(prompt) - 1
+    engine.commit(flat_weights(engine, models[1]), 1)
+    for row in range(10):
+        engine.submit(make_request(row, prompt, 3 + row))
+    done = finish(engine)
+    assert engine.num_prefilled_tokens == 2 * (len(prompt) - 1)
+    for item in done.values():
+        expected = model_logprobs(models[1], item)
+        np.testing.assert_allclose(item.written.logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("kind", ["tied", "untied", "int8"])
+def test_a_bfloat16_engine_rounds_its_weights_but_not_its_logits(
+    kind: str, is_padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probs against float64 ones of the very hidden states and head that the engine has."""
+    architecture = replace(LLAMA, tie_embeddings=kind == "tied")
+    quantization = "int8" if kind == "int8" else "none"
+    config = EmbeddedConfig(
+        max_num_seqs=4, max_model_len=160, dtype="bfloat16", quantization=quantization
+    )
+    engine = EmbeddedEngine(architecture, config, is_padded=is_padded)
+    engine.commit(flat_weights(engine, make_model(architecture, 1)), 0)
+    for row, prompt in enumerate(random_prompts(4)):
+        engine.submit(make_request(row, prompt))
+    seen = []
+
+    def record(hidden, head):
+        seen.append((hidden.clone(), head, float32_product(hidden, head)))
+        return seen[-1][2].clone()  # sampling overwrites them
+
+    monkeypatch.setattr(decoder, "float32_product", record)
+    engine.step()
+    hidden, head, logits = seen[-1]
+    head = head.dequantized() if kind == "int8" else head
+    exact = (hidden.double() @ head.double()).log_softmax(-1)
+    assert logits.dtype == torch.float32
+    assert exact.std() > 1  # bfloat16 rounds numbers of this size by up to 0.01
+    assert (logits.double().log_softmax(-1) - exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "steps"), [("int8", 254), ("fp8", 32)])
+def test_a_quantised_matrix_is_near_the_plain_one_and_multiplies_as_it_says(
+    kind: str, steps: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(700, 1500).mul_(torch.logspace(-3, 3, 1500)).to(dtype)
+    matrix[:, 7] = 0
+    quantised = quantized(matrix, kind)
+    wide = quantised.dequantized()
+    span = 2 * matrix.float().abs().amax(dim=0)
+    assert ((wide - matrix.float()).abs() <= span / steps * 1.02).all()
+    assert not wide[:, 7].any()
+    for num_rows in (1, 5, 40):
+        x = torch.randn(num_rows, 700).to(dtype)
+        exact = x.double() @ wide.double()
+        error = (quantised.product(x) - exact).abs()
+        sizes = x.double().abs() @ wide.double().abs()  # of the terms that were added up
+        assert (error <= (1e-6 if dtype is torch.float32 else 1e-2) * sizes).all()
+
+
+def write(
+    engine: EmbeddedEngine, flats: list[torch.Tensor], live: torch.Tensor
+) -> dict[int, RequestOutput]:
+    """Rollouts of all kinds, twice as many as slots, some of equal prompts, through two commits
+    into the live memory and a cache that was away."""
+    prompts = random_prompts(6) + [tuple(range(30))] * 8
+    kinds = [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"temperature": 0.7, "top_k": 20}]
+    live.copy_(flats[0])
+    engine.commit(live, 0)
+    for row, prompt in enumerate(prompts):
+        engine.submit(make_request(row, prompt, 3 + 9 * row, **kinds[row % 4]))
+    done = {}
+    for step in range(1000):
+        if step in (12, 40):
+            live.copy_(flats[step == 12])
+            engine.commit(live, step)
+        if step == 20:
+            engine.abort_requests([3])
+        if step == 50:
+            moved = [tensor.clone() for tensor in engine.movable("kv")]
+            for tensor, kept in zip(engine.movable("kv"), moved, strict=True):
+                tensor.copy_(kept)
+        done |= {item.request.row_id: item for item in engine.step()}
+        if not engine.has_work:
+            break
+    return done
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_padded_and_recorded_steps_write_what_plain_ones_write(dtype: str) -> None:
+    config = EmbeddedConfig(max_num_seqs=7, max_model_len=160, dtype=dtype)
+    done = []
+    for is_padded in (False, True):
+        engine = EmbeddedEngine(LLAMA, config, is_padded=is_padded)
+        if is_padded:
+            graphs = record_steps(engine)
+        flats = [flat_weights(engine, make_model(LLAMA, seed)) for seed in (1, 2)]
+        flats = [flat.to(engine.memory.dtype) for flat in flats]
+        done.append(write(engine, flats, torch.empty_like(flats[0])))
+    assert 3 <= graphs.num_recorded <= 12
+    assert graphs.num_forgotten == 3  # the first commit binds; the others overwrite; twice asked
+    plain, padded = done
+    assert len(plain) == len(padded) == 14
+    num_tokens = num_compared = 0
+    for row, item in plain.items():
+        # A slot is known to be free one step later there, so what waits may start under a later
+        # version; up to where versions part, all is equal.
+        one, other = item.written, padded[row].written
+        length = min(len(one.ids), len(other.ids))
+        is_same = one.versions[:length] == other.versions[:length]
+        if dtype == "bfloat16":  # its tokens part ways at the first tie
+            is_same &= one.ids[:length] == other.ids[:length]
+        alike = slice(int(np.cumprod(is_same).sum()))
+        num_tokens, num_compared = num_tokens + len(one.ids), num_compared + alike.stop
+        assert other.ids[alike].tolist() == one.ids[alike].tolist()
+        atol = 0.3 if dtype == "bfloat16" else 1e-5
+        np.testing.assert_allclose(other.logprobs[alike], one.logprobs[alike], rtol=0, atol=atol)
+    assert num_compared > num_tokens / (8 if dtype == "bfloat16" else 2)
+    assert len({version for item in plain.values() for version in item.written.versions}) == 3
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_token_computed_for_a_rollout_that_had_stopped_does_not_count(is_padded: bool) -> None:
+    config = EmbeddedConfig(max_num_seqs=4, max_model_len=160, dtype="float32")
+    engine = EmbeddedEngine(LLAMA, config, is_padded=is_padded)
+    engine.commit(flat_weights(engine, make_model(LLAMA, 1)), 0)
+    for row in range(3):
+        engine.submit(make_request(row, (1, 2), 7))
+    done = []
+    while engine.has_work:
+        done += engine.step()
+    assert len(done) == 3
+    assert engine.num_written_tokens == sum(len(each.written.ids) for each in done) == 21
+
+
+def test_a_row_without_a_rollout_reads_one_position() -> None:
+    """It writes to a position behind all prompts, and would else read all before that."""
+    config = EmbeddedConfig(max_num_seqs=4, max_model_len=160, dtype="float32")
+    engine = EmbeddedEngine(LLAMA, config, is_padded=True)
+    engine.commit(flat_weights(engine, make_model(LLAMA, 1)), 0)
+    for row, prompt in enumerate([(1, 2), (3, 4, 5)]):
+        engine.submit(make_request(row, prompt, 2 if row == 0 else 20))
+    while engine.num_running != 1 or not engine._running.occupied[1]:
+        engine.step()
+    engine.step()
+    positions, *_, lengths = engine._runner._static[:, :2].tolist()
+    assert positions[0] > 100
+    assert lengths == [1, positions[1] + 1]
+
+
+def test_rows_are_padded_by_less_than_their_half_and_to_few_sizes() -> None:
+    for most in (1, 2, 7, 64, 300):
+        padded = [padded_rows(rows, most) for rows in range(1, most + 1)]
+        assert all(rows <= size <= min(1.5 * rows, most) for rows, size in enumerate(padded, 1))
+        assert len(set(padded)) <= 2 * most.bit_length()

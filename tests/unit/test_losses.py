@@ -1,8 +1,7 @@
-"""Every algorithm against numbers and gradients worked by hand.
+"""What holds for every loss: tokens without weight, order, averages, metrics; teachers.
 
 The example: rollout 0 has two tokens with ratios 2 and 1/2 and advantage 1, rollout 1 has one
-token with ratio 8 and advantage -2.
-"""
+token with ratio 8 and advantage -2. test_loss_formulas compares losses and gradients."""
 
 from __future__ import annotations
 
@@ -12,18 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llamarl.core.config import AlgorithmConfig
+from llamarl.core.config import AlgorithmConfig, LoraConfig
 from llamarl.trainer.loss_inputs import LossInputs
 from llamarl.trainer.losses import algorithms
 from llamarl.trainer.losses.aipo import AIPOConfig
-from llamarl.trainer.losses.cispo import CISPOConfig
-from llamarl.trainer.losses.clip import DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
+from llamarl.trainer.losses.clip import DrGRPOConfig, GRPOConfig, PPOConfig
 from llamarl.trainer.losses.distill import DistillConfig
-from llamarl.trainer.losses.dppo import DPPOKLConfig, DPPOTVConfig
-from llamarl.trainer.losses.gmpo import GMPOConfig
-from llamarl.trainer.losses.gspo import GSPOConfig
-from llamarl.trainer.losses.reinforce import ReinforceConfig, RLOOConfig
-from llamarl.trainer.losses.sapo import SAPOConfig
 from llamarl.trainer.losses.sft import SFTConfig
 from llamarl.trainer.policy_loss import (
     LossMetrics,
@@ -34,27 +27,11 @@ from llamarl.trainer.policy_loss import (
     policy_loss,
     statistics,
 )
+from tests.loss_formulas import CONFIGS
 
 PI = [-1.0, -2.0, -0.5]  # log pi of the three tokens
 RATIOS = [2.0, 0.5, 8.0]
 ADVANTAGES = [1.0, 1.0, -2.0]
-CONFIGS = [
-    AIPOConfig(),
-    ReinforceConfig(),
-    RLOOConfig(),
-    PPOConfig(),
-    GRPOConfig(),
-    DrGRPOConfig(),
-    DAPOConfig(),
-    CISPOConfig(),
-    GSPOConfig(),
-    GMPOConfig(),
-    SAPOConfig(),
-    DPPOTVConfig(),
-    DPPOKLConfig(),
-    SFTConfig(),
-    DistillConfig(teacher="t"),
-]
 
 
 def example(weights: tuple[float, ...] = (1, 1, 1)) -> LossInputs:
@@ -82,144 +59,6 @@ def loss_and_gradient(
     return outputs.loss.item(), gradient.tolist()
 
 
-def test_every_algorithm_config_has_a_loss():
-    found = {options for name, options in algorithms().items() if name != "task"}
-    assert {type(config) for config in CONFIGS} == found
-
-
-def test_aipo_weighs_log_pi_by_the_ratio_cut_at_rho():
-    # - (2 * 1 * -1) - (1/2 * 1 * -2) - (4 * -2 * -0.5) = 2 + 1 - 4
-    loss, gradient = loss_and_gradient(AIPOConfig(rho=4))
-    assert loss == pytest.approx(-1)
-    assert gradient == pytest.approx([-2, -0.5, 8])
-
-
-def test_aipo_is_not_the_differentiated_cut_ratio():
-    _, gradient = loss_and_gradient(AIPOConfig(rho=4))
-    inputs = example()
-    ratio = (inputs.trainer_logprobs - inputs.generator_logprobs).exp()
-    (-ratio.clamp(max=4) * inputs.advantages).sum().backward()
-    look_alike = inputs.trainer_logprobs.grad
-    assert look_alike is not None
-    # The same below rho; above it the look-alike learns nothing where AIPO keeps the weight rho.
-    assert look_alike.tolist()[:2] == pytest.approx(gradient[:2])
-    assert look_alike.tolist()[2] == 0
-    assert gradient[2] == pytest.approx(8)
-
-
-def test_aipo_gradient_scales_with_a_known_error_in_mu():
-    inputs = example()
-    shifted = replace(inputs, generator_logprobs=inputs.generator_logprobs - math.log(1.5))
-    policy_loss(shifted, AIPOConfig(rho=100)).loss.backward()
-    assert inputs.trainer_logprobs.grad is not None
-    assert inputs.trainer_logprobs.grad.tolist() == pytest.approx([-3, -0.75, 24])
-
-
-@pytest.mark.parametrize("config", [ReinforceConfig(), RLOOConfig()])
-def test_reinforce_ignores_the_ratio(config):
-    # - (1 * -1) - (1 * -2) - (-2 * -0.5) = 1 + 2 - 1
-    loss, gradient = loss_and_gradient(config)
-    assert loss == pytest.approx(2)
-    assert gradient == [-1, -1, 2]
-
-
-@pytest.mark.parametrize("config", [PPOConfig(clip_ratio_c=10), DrGRPOConfig(clip_ratio_c=10)])
-def test_clip_cuts_the_gain_but_never_the_loss(config):
-    # - min(2, 1.2) - min(0.5, 0.8) - min(8 * -2, 1.2 * -2) = -1.2 - 0.5 + 16
-    loss, gradient = loss_and_gradient(config)
-    assert loss == pytest.approx(14.3)
-    assert gradient == pytest.approx([0, -0.5, 16])
-
-
-def test_dapo_clips_higher():
-    loss, gradient = loss_and_gradient(DAPOConfig(clip_ratio_c=10))
-    assert loss == pytest.approx(-1.28 - 0.5 + 16)
-    assert gradient == pytest.approx([0, -0.5, 16])
-
-
-def test_dual_clip_bounds_the_loss_of_a_growing_bad_token():
-    # - min(2, 1.2) - min(0.5, 0.8) - max(min(8 * -2, 1.2 * -2), 3 * -2) = -1.2 - 0.5 + 6
-    loss, gradient = loss_and_gradient(PPOConfig())
-    assert loss == pytest.approx(4.3)
-    assert gradient == pytest.approx([0, -0.5, 0])
-    assert policy_loss(example(), PPOConfig()).sums["clipped"].item() == 2
-
-
-def test_clip_low_bounds_a_shrinking_bad_token():
-    # ratio 1/2, advantage -1: - min(-0.5, 0.8 * -1) = 0.8 and no gradient
-    inputs = example()
-    bad = replace(inputs, advantages=torch.tensor([0.0, -1.0, 0.0], dtype=torch.float64))
-    outputs = policy_loss(bad, PPOConfig())
-    outputs.loss.backward()
-    assert outputs.loss.item() == pytest.approx(0.8)
-    assert inputs.trainer_logprobs.grad is not None
-    assert inputs.trainer_logprobs.grad.tolist() == [0, 0, 0]
-    assert outputs.sums["clipped"].item() == 1
-
-
-def test_grpo_averages_each_rollout_and_adds_the_kl_penalty():
-    # d = log pi - log ref = 0.5, -1, 0; k3 = e^-d - 1 + d; gradient 1 - e^-d
-    # rollout 0 is halved: it has two tokens
-    k3 = [math.exp(-0.5) - 0.5, math.e - 2, 0]
-    loss, gradient = loss_and_gradient(GRPOConfig(kl_coefficient=0.04, clip_ratio_c=10))
-    assert loss == pytest.approx((-1.2 - 0.5) / 2 + 16 + 0.04 * (k3[0] + k3[1]) / 2)
-    expected = [0.04 * (1 - math.exp(-0.5)) / 2, (-0.5 + 0.04 * (1 - math.e)) / 2, 16]
-    assert gradient == pytest.approx(expected)
-
-
-def test_cispo_clips_the_weight_and_keeps_every_gradient():
-    # weights 2, 0.5, 5 (upper bound 1 + 4)
-    loss, gradient = loss_and_gradient(CISPOConfig())
-    assert loss == pytest.approx(2 + 1 - 5)
-    assert gradient == pytest.approx([-2, -0.5, 10])
-    # with bounds 0.8 and 1.2
-    _, gradient = loss_and_gradient(CISPOConfig(clip_low=0.2, clip_high=0.2))
-    assert gradient == pytest.approx([-1.2, -0.8, 2.4])
-
-
-def test_gspo_uses_the_geometric_mean_ratio_of_the_rollout():
-    # s_0 = sqrt(2 * 1/2) = 1, within bounds: loss -1, gradient -1/2 per token
-    # s_1 = 8 with advantage -2: the smaller term is the free one, loss 16, gradient 16
-    loss, gradient = loss_and_gradient(GSPOConfig(clip_ratio_c=10))
-    assert loss == pytest.approx(-1 + 16)
-    assert gradient == pytest.approx([-0.5, -0.5, 16])
-
-
-def test_gspo_clips_whole_rollouts():
-    inputs = example()
-    good = replace(inputs, advantages=torch.tensor([0.0, 0.0, 2.0], dtype=torch.float64))
-    outputs = policy_loss(good, GSPOConfig(clip_high=0.5))
-    outputs.loss.backward()
-    assert outputs.loss.item() == pytest.approx(-1.5 * 2)
-    assert inputs.trainer_logprobs.grad is not None
-    assert inputs.trainer_logprobs.grad.tolist() == [0, 0, 0]
-    assert outputs.sums["clipped"].item() == 1
-
-
-def test_gspo_averages_over_trained_tokens_only():
-    # without token 0: s_0 = 1/2, advantage 1, one trained token of two
-    loss, gradient = loss_and_gradient(GSPOConfig(clip_ratio_c=10), weights=(0, 1, 1))
-    assert loss == pytest.approx(-0.5 / 2 + 16)
-    assert gradient == pytest.approx([0, -0.5 / 2, 16])
-
-
-@pytest.mark.parametrize(
-    ("estimator", "value", "gradient"),
-    [
-        ("k1", [0.5, -1.0, 0.0], [0.5, -1.0, 0.0]),
-        ("k2", [0.125, 0.5, 0.0], [0.5, -1.0, 0.0]),
-        ("k3", [math.exp(-0.5) - 0.5, math.e - 2, 0.0], [1 - math.exp(-0.5), 1 - math.e, 0.0]),
-    ],
-)
-def test_kl_estimators_have_the_stated_value_and_gradient(estimator, value, gradient):
-    d = torch.tensor([0.5, -1.0, 0.0], dtype=torch.float64, requires_grad=True)
-    penalty = kl_penalty(d, estimator)
-    penalty.sum().backward()
-    assert penalty.tolist() == pytest.approx(value)
-    assert d.grad is not None
-    assert d.grad.tolist() == pytest.approx(gradient)
-
-
 @pytest.mark.parametrize("estimator", ["k1", "k2"])
 def test_kl_gradient_is_exact_in_expectation(estimator):
     logits = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64, requires_grad=True)
@@ -230,16 +69,6 @@ def test_kl_gradient_is_exact_in_expectation(estimator):
     expectation = (log_pi.detach().exp() * kl_penalty(log_pi - ref, estimator)).sum()
     (estimated,) = torch.autograd.grad(expectation, logits)
     assert estimated.tolist() == pytest.approx(exact.tolist())
-
-
-def test_entropy_bonus_rewards_entropy():
-    inputs = example()
-    plain = policy_loss(inputs, ReinforceConfig()).loss.item()
-    outputs = policy_loss(inputs, ReinforceConfig(entropy_coefficient=0.5))
-    outputs.loss.backward()
-    assert outputs.loss.item() == pytest.approx(plain - 0.5 * 0.7)
-    assert inputs.entropy.grad is not None
-    assert inputs.entropy.grad.tolist() == [-0.5, -0.5, -0.5]
 
 
 def test_kl_penalty_without_reference_is_refused():
@@ -259,7 +88,7 @@ def test_metrics_are_sums_over_tokens():
     assert not any(value.requires_grad for value in sums.values())
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_token_without_weight_has_no_part_in_anything(config):
     inputs = example(weights=(0, 1, 1))
     outputs = policy_loss(replace(inputs), config)
@@ -359,7 +188,7 @@ def random_rollouts(order: list[int]) -> LossInputs:
 
 
 @pytest.mark.parametrize("normalization", ["tokens", "rollouts", "constant"])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_order_and_cutting_of_rollouts_change_neither_loss_nor_gradient(config, normalization):
     config = replace(config, normalization=normalization, kl_coefficient=0.1)
     whole = random_rollouts([0, 1, 2, 3])
@@ -393,3 +222,57 @@ def test_only_rollouts_without_any_gradient_are_inert():
     assert not is_inert(0.1, AIPOConfig())
     assert not is_inert(0.0, GRPOConfig())
     assert not is_inert(0.0, AIPOConfig(entropy_coefficient=0.01))
+
+
+def test_the_gradient_of_distillation_is_that_of_the_reverse_kl():
+    """Over all tokens of a vocabulary, each as often as pi draws it."""
+    torch.manual_seed(0)
+    logits = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    teacher = torch.log_softmax(torch.randn(7, dtype=torch.float64), -1)
+    log_pi = torch.log_softmax(logits, -1)
+    kl = (log_pi.exp() * (log_pi - teacher)).sum()
+    (wanted,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    inputs = replace(
+        example(),
+        trainer_logprobs=log_pi,
+        generator_logprobs=log_pi.detach(),
+        advantages=torch.zeros(7, dtype=torch.float64),
+        weights=torch.ones(7, dtype=torch.float64),
+        entropy=torch.zeros(7, dtype=torch.float64),
+        rollout_index=torch.zeros(7, dtype=torch.int64),
+        rollout_lengths=torch.tensor([7]),
+        ref_logprobs=teacher,
+    )
+    found = torch.zeros(7, dtype=torch.float64)
+    for token in range(7):  # one at a time: the loss is a sum over what was drawn
+        only = torch.zeros(7, dtype=torch.float64)
+        only[token] = 1
+        outputs = policy_loss(replace(inputs, weights=only), DistillConfig(teacher="t"))
+        (gradient,) = torch.autograd.grad(outputs.loss, logits, retain_graph=True)
+        found += log_pi[token].exp().detach() * gradient
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_a_token_that_the_teacher_finds_impossible_counts_as_five_nats():
+    inputs = replace(example(), ref_logprobs=torch.tensor([-900.0, -1.0, -0.5]).double())
+    outputs = policy_loss(inputs, DistillConfig(teacher="t"))
+    outputs.loss.backward()
+    assert inputs.trainer_logprobs.grad is not None
+    assert inputs.trainer_logprobs.grad.tolist() == pytest.approx([2 * 5, -0.5, 0])
+
+
+def test_no_rollout_is_skipped_where_the_teacher_or_a_demonstration_has_a_gradient():
+    assert not is_inert(0.0, DistillConfig(teacher="t"))
+    assert not is_inert(0.0, SFTConfig())
+
+
+def test_a_teacher_runs_beside_a_policy_with_adapters_too():
+    lora = LoraConfig(rank=4)
+    assert DistillConfig(teacher="t").runs_reference(lora)
+    assert not algorithms()["grpo"](kl_coefficient=0.1).runs_reference(lora)
+    assert algorithms()["grpo"](kl_coefficient=0.1).runs_reference(LoraConfig())
+
+
+def test_distillation_without_a_teacher_is_refused():
+    with pytest.raises(ValueError, match=r"algorithm\.teacher must name a checkpoint folder"):
+        DistillConfig()
