@@ -64,19 +64,16 @@ def test_every_version_arrives_bit_by_bit_while_the_active_weights_are_read(
 
 @pytest.mark.parametrize("num_publishes", [20, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_many_healthy_publishes_raise_nothing(world, transport, num_publishes) -> None:
-    async def run():
-        world.hosts[0].call("build", 0, "sharded", "double_buffer")
-        generators = [Generator(world.hosts[0])]
-        trainer = Trainer(world.trainers)
-        async with connected(world, transport, "double_buffer", trainer, generators) as publisher:
-            for _ in range(num_publishes):
-                world.version += 1
-                for rank in world.trainers:
-                    rank.call("label", world.version)
-                await publisher.publish(world.version)
-
-    asyncio.run(run())
+async def test_many_healthy_publishes_raise_nothing(world, transport, num_publishes) -> None:
+    world.hosts[0].call("build", 0, "sharded", "double_buffer")
+    generators = [Generator(world.hosts[0])]
+    trainer = Trainer(world.trainers)
+    async with connected(world, transport, "double_buffer", trainer, generators) as publisher:
+        for _ in range(num_publishes):
+            world.version += 1
+            for rank in world.trainers:
+                rank.call("label", world.version)
+            await publisher.publish(world.version)
 
 
 def refused(world, transport, kind, word, *, bend=list, is_damaged=False, after=None):
@@ -187,37 +184,31 @@ def test_reading_from_another_place_than_the_layout_says_is_refused(world) -> No
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_version_that_goes_away_is_aborted_and_the_next_one_comes_on_the_same_route(
+async def test_a_version_that_goes_away_is_aborted_and_the_next_one_comes_on_the_same_route(
     world, transport
 ) -> None:
     host = world.hosts[0]
-
-    async def run():
-        host.call("build", 0, "fused", "double_buffer")
-        generator, trainer = Generator(host), Trainer(world.trainers)
-        async with connected(world, transport, "double_buffer", trainer, [generator]):
-            version = world.train()
-            world.trainers[1].call(
-                "invalidate", version
-            )  # rank 0 still has it and sends all it has
-            handles = await generator.prepare(version)
-            started_s = time.monotonic()
-            writes = (rank.ask("write", version, handles) for rank in world.trainers)
-            outcomes = await asyncio.gather(*writes, return_exceptions=True)
-            with pytest.raises(StaleVersion, match=f"version {version} is not there"):
-                raise outcomes[1]
-            with contextlib.suppress(RuntimeError):  # of a transport whose target notices it, too
-                await generator.verify(version)
-            await generator.abort(version)
-            assert time.monotonic() - started_s < 5
-            version = world.train()
-            handles = await generator.prepare(version)
-            await trainer.write(version, handles)
+    host.call("build", 0, "fused", "double_buffer")
+    generator, trainer = Generator(host), Trainer(world.trainers)
+    async with connected(world, transport, "double_buffer", trainer, [generator]):
+        version = world.train()
+        world.trainers[1].call("invalidate", version)  # rank 0 still has it and sends all it has
+        handles = await generator.prepare(version)
+        started_s = time.monotonic()
+        writes = (rank.ask("write", version, handles) for rank in world.trainers)
+        outcomes = await asyncio.gather(*writes, return_exceptions=True)
+        with pytest.raises(StaleVersion, match=f"version {version} is not there"):
+            raise outcomes[1]
+        with contextlib.suppress(RuntimeError):  # of a transport whose target notices it, too
             await generator.verify(version)
-            await generator.commit(version)
-            assert host.call("reads")[1] == 0
-
-    asyncio.run(run())
+        await generator.abort(version)
+        assert time.monotonic() - started_s < 5
+        version = world.train()
+        handles = await generator.prepare(version)
+        await trainer.write(version, handles)
+        await generator.verify(version)
+        await generator.commit(version)
+        assert host.call("reads")[1] == 0
 
 
 @pytest.mark.parametrize(
@@ -259,46 +250,41 @@ def test_a_replica_killed_between_any_two_calls_is_lost_and_the_others_go_on(
         victim.close()
 
 
-def test_the_siblings_of_a_lost_head_get_a_new_source_only_once_it_cannot_write_any_more(
+async def test_the_siblings_of_a_lost_head_get_a_new_source_only_once_it_cannot_write_any_more(
     world,
 ) -> None:
-    async def run():
-        for replica, host in enumerate(world.hosts):
-            host.call("build", replica, "fused", "double_buffer")
-        generators = [Generator(host) for host in world.hosts]
-        lost, ended, calls = asyncio.Event(), asyncio.get_running_loop().create_future(), []
+    for replica, host in enumerate(world.hosts):
+        host.call("build", replica, "fused", "double_buffer")
+    generators = [Generator(host) for host in world.hosts]
+    lost, ended, calls = asyncio.Event(), asyncio.get_running_loop().create_future(), []
 
-        def end(replica, why):
-            lost.set()
-            return ended
+    def end(replica, why):
+        lost.set()
+        return ended
 
-        def fail(name):
-            if name == "write":
-                raise RuntimeError("it went wrong on one rank, the others go on")
+    def fail(name):
+        if name == "write":
+            raise RuntimeError("it went wrong on one rank, the others go on")
 
-        trainer = Trainer(world.trainers)
-        publisher = world.publisher(
-            "shared_memory", "double_buffer", trainer, generators, on_lost=end
-        )
-        try:
-            await publisher.connect()
-            generators[0].before = fail
-            generators[1].before = calls.append
-            publishing = asyncio.create_task(publisher.publish(world.train()))
-            await lost.wait()
-            await asyncio.sleep(0.2)
-            assert calls == ["prepare", "abort"]
-            ended.set_result(None)
-            stats = await publishing
-            assert stats.num_running == {0: 3, 1: 3}
-            assert list(stats.lost) == [0]
-            assert calls[2:] == ["connect_source", "prepare", "verify", "commit"]
-        finally:
-            await publisher.close()
-            for replica in (0, 1):
-                await trainer.connect_target(replica, None)
-
-    asyncio.run(run())
+    trainer = Trainer(world.trainers)
+    publisher = world.publisher("shared_memory", "double_buffer", trainer, generators, on_lost=end)
+    try:
+        await publisher.connect()
+        generators[0].before = fail
+        generators[1].before = calls.append
+        publishing = asyncio.create_task(publisher.publish(world.train()))
+        await lost.wait()
+        await asyncio.sleep(0.2)
+        assert calls == ["prepare", "abort"]
+        ended.set_result(None)
+        stats = await publishing
+        assert stats.num_running == {0: 3, 1: 3}
+        assert list(stats.lost) == [0]
+        assert calls[2:] == ["connect_source", "prepare", "verify", "commit"]
+    finally:
+        await publisher.close()
+        for replica in (0, 1):
+            await trainer.connect_target(replica, None)
 
 
 @pytest.mark.parametrize(
@@ -356,21 +342,18 @@ def test_a_trainer_rank_killed_between_any_two_calls_ends_the_publish_and_mixes_
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_publish_allocates_little_and_gathers_nothing(world, transport) -> None:
-    async def run():
-        host = world.hosts[0]
-        host.call("build", 0, "cast", "double_buffer")
-        trainer, generator = Trainer(world.trainers), Generator(host)
-        async with connected(world, transport, "double_buffer", trainer, [generator]):
-            version = world.train()
-            handles = host.call("prepare", version)
-            watched = await asyncio.gather(
-                *(rank.ask("watch_write", version, handles) for rank in world.trainers)
-            )
-            watched.append(host.call("watch_fingerprint", version))
-            host.call("commit", version)
-            for num_bytes, names in watched:
-                assert 0 < num_bytes < LARGEST_BYTES / 4
-                assert not [name for name in names if "c10d" in name or "gather" in name]
-
-    asyncio.run(run())
+async def test_a_publish_allocates_little_and_gathers_nothing(world, transport) -> None:
+    host = world.hosts[0]
+    host.call("build", 0, "cast", "double_buffer")
+    trainer, generator = Trainer(world.trainers), Generator(host)
+    async with connected(world, transport, "double_buffer", trainer, [generator]):
+        version = world.train()
+        handles = host.call("prepare", version)
+        watched = await asyncio.gather(
+            *(rank.ask("watch_write", version, handles) for rank in world.trainers)
+        )
+        watched.append(host.call("watch_fingerprint", version))
+        host.call("commit", version)
+        for num_bytes, names in watched:
+            assert 0 < num_bytes < LARGEST_BYTES / 4
+            assert not [name for name in names if "c10d" in name or "gather" in name]

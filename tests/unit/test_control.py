@@ -75,46 +75,40 @@ def test_another_users_process_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     assert said == f"RUN must be a run of yours, got {tmp_path}, of {owner}"
 
 
-def test_a_run_that_ends_before_it_answers_is_named(tmp_path: Path) -> None:
-    async def main() -> None:
-        is_asked = asyncio.Event()
+async def test_a_run_that_ends_before_it_answers_is_named(tmp_path: Path) -> None:
+    is_asked = asyncio.Event()
 
-        async def never(message: Message) -> Message:
-            is_asked.set()
-            return await asyncio.get_running_loop().create_future()
+    async def never(message: Message) -> Message:
+        is_asked.set()
+        return await asyncio.get_running_loop().create_future()
 
-        async with listening(str(tmp_path), never):
-            asking = asyncio.create_task(asyncio.to_thread(status, [str(tmp_path)]))
-            await is_asked.wait()
-        with pytest.raises(ValueError, match=f"until it has answered, got {tmp_path}, which ended"):
+    async with listening(str(tmp_path), never):
+        asking = asyncio.create_task(asyncio.to_thread(status, [str(tmp_path)]))
+        await is_asked.wait()
+    with pytest.raises(ValueError, match=f"until it has answered, got {tmp_path}, which ended"):
+        await asking
+
+
+async def test_what_was_begun_is_done_though_who_asked_is_gone(tmp_path: Path) -> None:
+    has_begun, may_end, is_done = (asyncio.Event() for _ in range(3))
+
+    async def slow(message: Message) -> Message:
+        has_begun.set()
+        await may_end.wait()
+        is_done.set()
+        return {}
+
+    async with listening(str(tmp_path), slow):
+        connection = Connection(tmp_path / control.SOCKET, "the run")
+        asking = asyncio.create_task(connection.ask(({"ask": "scale"}, [])))
+        await has_begun.wait()
+        connection.close()
+        with pytest.raises(ConnectionError):
             await asking
-
-    asyncio.run(main())
-
-
-def test_what_was_begun_is_done_though_who_asked_is_gone(tmp_path: Path) -> None:
-    async def main() -> None:
-        has_begun, may_end, is_done = (asyncio.Event() for _ in range(3))
-
-        async def slow(message: Message) -> Message:
-            has_begun.set()
-            await may_end.wait()
-            is_done.set()
-            return {}
-
-        async with listening(str(tmp_path), slow):
-            connection = Connection(tmp_path / control.SOCKET, "the run")
-            asking = asyncio.create_task(connection.ask(({"ask": "scale"}, [])))
-            await has_begun.wait()
-            connection.close()
-            with pytest.raises(ConnectionError):
-                await asking
-            for _ in range(10):  # until the run has noticed
-                await asyncio.sleep(0)
-            may_end.set()
-            await is_done.wait()
-
-    asyncio.run(main())
+        for _ in range(10):  # until the run has noticed
+            await asyncio.sleep(0)
+        may_end.set()
+        await is_done.wait()
 
 
 def test_a_run_whose_folder_can_hold_no_socket_goes_on(tmp_path: Path) -> None:

@@ -172,21 +172,22 @@ def test_with_every_sampler_no_token_is_trained_too_late_and_no_group_is_lost_or
     asyncio.run(scenario())
 
 
-def test_group_complete_trains_on_what_settles_first_but_not_on_groups_of_later_steps() -> None:
-    async def scenario() -> None:
-        gate = make_gate(group_complete, late="wait")
-        groups = await gate.admit()
-        await settle(gate, [groups[3], groups[1]])
-        assert ids(await gate.take(1, 2)) == [1]
-        assert await try_to_take(gate, 1, 1) == [], "group 3 is of the next step"
-        await settle(gate, [groups[2]])
-        await gate.drop(groups[0], "equal_rewards")
-        assert ids(await gate.take(1, 1)) == [2], "it moved up"
+async def test_group_complete_trains_on_what_settles_first_but_not_on_groups_of_later_steps() -> (
+    None
+):
+    gate = make_gate(group_complete, late="wait")
+    groups = await gate.admit()
+    await settle(gate, [groups[3], groups[1]])
+    assert ids(await gate.take(1, 2)) == [1]
+    assert await try_to_take(gate, 1, 1) == [], "group 3 is of the next step"
+    await settle(gate, [groups[2]])
+    await gate.drop(groups[0], "equal_rewards")
+    assert ids(await gate.take(1, 1)) == [2], "it moved up"
 
-    asyncio.run(scenario())
 
-
-def test_a_group_that_was_not_consumed_keeps_its_slot_and_is_offered_in_the_next_step() -> None:
+async def test_a_group_that_was_not_consumed_keeps_its_slot_and_is_offered_in_the_next_step() -> (
+    None
+):
     seen: list[list[tuple[int, int]]] = []
 
     def twice(ready: Sequence[ReadyItem], count: int) -> Sample:
@@ -198,61 +199,52 @@ def test_a_group_that_was_not_consumed_keeps_its_slot_and_is_offered_in_the_next
             [item.item_id for item in taken if item.times_taken == 1],
         )
 
-    async def scenario() -> None:
-        gate = make_gate(twice)
-        await settle(gate, await gate.admit())
-        assert ids(await gate.take(1, 1)) == [0]  # a part
-        assert ids(await gate.take(1, 1)) == [1], "no group is in a step twice"
-        assert ids(gate.kept) == [0, 1]
-        assert len(gate.state(0)["pending"]) == 4  # type: ignore[arg-type]
-        admitting = asyncio.create_task(gate.admit())
-        await gate.advance(1)
-        await asyncio.sleep(0)
-        assert not admitting.done(), "no slot is free"
-        assert len(gate.state(1)["pending"]) == 4  # type: ignore[arg-type]
-        assert ids(await gate.take(2, 2)) == [0, 1]
-        assert gate.kept == []
-        assert len(gate.state(1)["pending"]) == 4  # type: ignore[arg-type]
-        assert len(gate.state(2)["pending"]) == 2  # type: ignore[arg-type]
-        await gate.advance(2)
-        assert ids(await asyncio.wait_for(admitting, 1)) == [4, 5]
-        assert seen[0] == [(0, 0), (1, 0), (2, 0), (3, 0)]
-        assert seen[2] == [(0, 1), (1, 1), (2, 0), (3, 0)]
-
-    asyncio.run(scenario())
+    gate = make_gate(twice)
+    await settle(gate, await gate.admit())
+    assert ids(await gate.take(1, 1)) == [0]  # a part
+    assert ids(await gate.take(1, 1)) == [1], "no group is in a step twice"
+    assert ids(gate.kept) == [0, 1]
+    assert len(gate.state(0)["pending"]) == 4  # type: ignore[arg-type]
+    admitting = asyncio.create_task(gate.admit())
+    await gate.advance(1)
+    await asyncio.sleep(0)
+    assert not admitting.done(), "no slot is free"
+    assert len(gate.state(1)["pending"]) == 4  # type: ignore[arg-type]
+    assert ids(await gate.take(2, 2)) == [0, 1]
+    assert gate.kept == []
+    assert len(gate.state(1)["pending"]) == 4  # type: ignore[arg-type]
+    assert len(gate.state(2)["pending"]) == 2  # type: ignore[arg-type]
+    await gate.advance(2)
+    assert ids(await asyncio.wait_for(admitting, 1)) == [4, 5]
+    assert seen[0] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert seen[2] == [(0, 1), (1, 1), (2, 0), (3, 0)]
 
 
-def test_a_sampler_may_wait_for_more_to_choose_from_but_not_for_what_cannot_come() -> None:
+async def test_a_sampler_may_wait_for_more_to_choose_from_but_not_for_what_cannot_come() -> None:
     def wants_three(ready: Sequence[ReadyItem], count: int) -> Sample:
         newest = [item.item_id for item in ready][-count:]
         return (newest, newest) if len(ready) >= 3 else ([], [])
 
-    async def scenario() -> None:
-        gate = make_gate(wants_three)
-        groups = await gate.admit()
-        await settle(gate, groups[:2])
-        assert await try_to_take(gate, 1, 2) == []
-        await settle(gate, groups[2:3])
-        await asyncio.wait_for(gate.wait_for(2), 1)
-        await settle(gate, groups[3:])
-        assert ids(await gate.take(2, 2)) == [1, 2], "what `wait_for` promised"
-        gate = make_gate(wants_three, max_staleness=0)
-        await settle(gate, await gate.admit())
-        wrong = r"sample of task\.py returns must take 2 groups once all that may be open are ready"
-        with pytest.raises(TaskError, match=wrong + r" \(2\), got none"):
-            await gate.take(2, 2)
-
-    asyncio.run(scenario())
+    gate = make_gate(wants_three)
+    groups = await gate.admit()
+    await settle(gate, groups[:2])
+    assert await try_to_take(gate, 1, 2) == []
+    await settle(gate, groups[2:3])
+    await asyncio.wait_for(gate.wait_for(2), 1)
+    await settle(gate, groups[3:])
+    assert ids(await gate.take(2, 2)) == [1, 2], "what `wait_for` promised"
+    gate = make_gate(wants_three, max_staleness=0)
+    await settle(gate, await gate.admit())
+    wrong = r"sample of task\.py returns must take 2 groups once all that may be open are ready"
+    with pytest.raises(TaskError, match=wrong + r" \(2\), got none"):
+        await gate.take(2, 2)
 
 
-def test_a_sampler_that_takes_another_number_of_groups_is_named() -> None:
-    async def scenario() -> None:
-        gate = make_gate(lambda ready, count: ([ready[0].item_id], []))
-        await settle(gate, await gate.admit())
-        with pytest.raises(TaskError, match=r"returns must take 2 items or none, got 1"):
-            await gate.take(2, 2)
-
-    asyncio.run(scenario())
+async def test_a_sampler_that_takes_another_number_of_groups_is_named() -> None:
+    gate = make_gate(lambda ready, count: ([ready[0].item_id], []))
+    await settle(gate, await gate.admit())
+    with pytest.raises(TaskError, match=r"returns must take 2 items or none, got 1"):
+        await gate.take(2, 2)
 
 
 def test_a_sampler_sees_the_sums_of_a_group() -> None:

@@ -21,84 +21,68 @@ from tests.unit.stored_rows import NAMES, assert_same, new_unit, rows, serving
 TRAINED = {"outcome": "trained", "version": 1}
 
 
-def test_a_large_write_becomes_a_slab_without_a_copy_and_is_read_in_place(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as (unit, store):
-            wanted = rows([1, 2, 3], 100_000)
-            before = unit._slabs.memory_bytes
-            await store.write([1, 2, 3], wanted)
-            (slab,) = unit._slabs.by_number.values()
-            assert slab is not unit._slabs.shared
-            found = await store.read([1, 2, 3], NAMES)
-            assert unit._slabs.memory_bytes - before == slab.num_bytes
-            # Written over behind the unit's back, only to see that reader and unit share it.
-            place = os.pread(slab.file, slab.num_bytes, 0).index(b"\3\0\0\0\3\0\0\0\3\0\0\0")
-            os.pwrite(slab.file, b"\7", place)
-            assert found[RESPONSE_IDS][2][0] == 7
-
-    asyncio.run(scenario())
-
-
-def test_a_call_leaves_no_file_open(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as (_, store):
-            num_open = -1
-            for turn in range(5):
-                some = list(range(20 * turn, 20 * turn + 20))
-                for row_id in some:
-                    await store.write([row_id], rows([row_id], 20_000))
-                found = await store.read(some, NAMES)
-                assert_same(found, rows(some, 20_000))
-                del found
-                await store.retire(some, TRAINED)
-                gc.collect()
-                now = len(os.listdir("/proc/self/fd"))
-                num_open = now if num_open < 0 else num_open
-                assert now <= num_open + 1
-
-    asyncio.run(scenario())
+async def test_a_large_write_becomes_a_slab_without_a_copy_and_is_read_in_place(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as (unit, store):
+        wanted = rows([1, 2, 3], 100_000)
+        before = unit._slabs.memory_bytes
+        await store.write([1, 2, 3], wanted)
+        (slab,) = unit._slabs.by_number.values()
+        assert slab is not unit._slabs.shared
+        found = await store.read([1, 2, 3], NAMES)
+        assert unit._slabs.memory_bytes - before == slab.num_bytes
+        # Written over behind the unit's back, only to see that reader and unit share it.
+        place = os.pread(slab.file, slab.num_bytes, 0).index(b"\3\0\0\0\3\0\0\0\3\0\0\0")
+        os.pwrite(slab.file, b"\7", place)
+        assert found[RESPONSE_IDS][2][0] == 7
 
 
-def test_rows_of_more_slabs_than_a_packet_has_files_are_read_too(tmp_path: Path) -> None:
+async def test_a_call_leaves_no_file_open(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, store):
+        num_open = -1
+        for turn in range(5):
+            some = list(range(20 * turn, 20 * turn + 20))
+            for row_id in some:
+                await store.write([row_id], rows([row_id], 20_000))
+            found = await store.read(some, NAMES)
+            assert_same(found, rows(some, 20_000))
+            del found
+            await store.retire(some, TRAINED)
+            gc.collect()
+            now = len(os.listdir("/proc/self/fd"))
+            num_open = now if num_open < 0 else num_open
+            assert now <= num_open + 1
+
+
+async def test_rows_of_more_slabs_than_a_packet_has_files_are_read_too(tmp_path: Path) -> None:
     num_tokens = MAX_PACKET_BYTES // 8
-
-    async def scenario() -> None:
-        async with serving(tmp_path) as (unit, store):
-            row_ids = list(range(MAX_FILES + 10))
-            for row_id in row_ids:
-                await store.write([row_id], rows([row_id], num_tokens))
-            assert len(unit._slabs.by_number) > MAX_FILES
-            assert_same(await store.read(row_ids, NAMES), rows(row_ids, num_tokens))
-
-    asyncio.run(scenario())
+    async with serving(tmp_path) as (unit, store):
+        row_ids = list(range(MAX_FILES + 10))
+        for row_id in row_ids:
+            await store.write([row_id], rows([row_id], num_tokens))
+        assert len(unit._slabs.by_number) > MAX_FILES
+        assert_same(await store.read(row_ids, NAMES), rows(row_ids, num_tokens))
 
 
-def test_only_this_user_can_connect_and_a_long_path_is_no_obstacle(tmp_path: Path) -> None:
+async def test_only_this_user_can_connect_and_a_long_path_is_no_obstacle(tmp_path: Path) -> None:
     folder = tmp_path / ("a" * 90) / ("b" * 90)
-
-    async def scenario() -> None:
-        async with serving(folder) as (_, store):
-            socket = folder / "s" / "0"
-            assert stat.S_IMODE(socket.stat().st_mode) == 0o600
-            assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
-            await store.write([1], rows([1]))
-        assert not (folder / "s").exists()
-
-    asyncio.run(scenario())
+    async with serving(folder) as (_, store):
+        socket = folder / "s" / "0"
+        assert stat.S_IMODE(socket.stat().st_mode) == 0o600
+        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+        await store.write([1], rows([1]))
+    assert not (folder / "s").exists()
 
 
-def test_a_socket_that_a_killed_session_left_is_replaced(tmp_path: Path) -> None:
+async def test_a_socket_that_a_killed_session_left_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "0").touch()
-
-    async def scenario() -> None:
-        async with serving(tmp_path) as (_, store):
-            assert (await store.usage())["num_rows"] == 0
-
-    asyncio.run(scenario())
+    async with serving(tmp_path) as (_, store):
+        assert (await store.usage())["num_rows"] == 0
 
 
-def test_a_unit_that_hangs_up_is_named_and_its_calls_say_why(tmp_path: Path) -> None:
+async def test_a_unit_that_hangs_up_is_named_and_its_calls_say_why(tmp_path: Path) -> None:
     class Ended:
         async def usage(self) -> dict[str, int]:
             raise ExecutorLost("storage-0", 0, "sig=9")
@@ -107,24 +91,23 @@ def test_a_unit_that_hangs_up_is_named_and_its_calls_say_why(tmp_path: Path) -> 
         async def usage(self) -> dict[str, int]:
             return {}
 
-    async def scenario() -> None:
-        for calls, text in ((Ended(), "storage-0 rank 0: sig=9"), (Silent(), "storage-0: it hung")):
-            unit = new_unit(tmp_path)
-            await unit.start()
-            client = Unit("storage-0", calls, str(tmp_path / "s" / "0"))
-            await client.write([1], rows([1]))
-            reading = asyncio.ensure_future(client.read([1], NAMES))
-            await asyncio.sleep(0)
-            await unit.close()
-            with pytest.raises(ExecutorLost, match=text):
-                await reading
-            with pytest.raises(ExecutorLost, match=text):
-                await client.read([1], NAMES)
-
-    asyncio.run(scenario())
+    for calls, text in ((Ended(), "storage-0 rank 0: sig=9"), (Silent(), "storage-0: it hung")):
+        unit = new_unit(tmp_path)
+        await unit.start()
+        client = Unit("storage-0", calls, str(tmp_path / "s" / "0"))
+        await client.write([1], rows([1]))
+        reading = asyncio.ensure_future(client.read([1], NAMES))
+        await asyncio.sleep(0)
+        await unit.close()
+        with pytest.raises(ExecutorLost, match=text):
+            await reading
+        with pytest.raises(ExecutorLost, match=text):
+            await client.read([1], NAMES)
 
 
-def test_a_caller_that_is_cancelled_as_its_unit_is_found_lost_is_cancelled(tmp_path: Path) -> None:
+async def test_a_caller_that_is_cancelled_as_its_unit_is_found_lost_is_cancelled(
+    tmp_path: Path,
+) -> None:
     class Lost:
         def __init__(self) -> None:
             self.found = asyncio.get_running_loop().create_future()
@@ -132,34 +115,28 @@ def test_a_caller_that_is_cancelled_as_its_unit_is_found_lost_is_cancelled(tmp_p
         async def usage(self) -> dict[str, int]:
             return await self.found
 
-    async def scenario() -> None:
-        unit, calls = new_unit(tmp_path), Lost()
-        await unit.start()
-        client = Unit("storage-0", calls, str(tmp_path / "s" / "0"))
-        await client.write([1], rows([1]))
-        await unit.close()
-        reading = asyncio.ensure_future(client.read([1], NAMES))
-        while not calls.found._callbacks:  # until it asks why
-            await asyncio.sleep(0)
-        calls.found.set_exception(ExecutorLost("storage-0", 0, "sig=9"))
-        reading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-
-    asyncio.run(scenario())
+    unit, calls = new_unit(tmp_path), Lost()
+    await unit.start()
+    client = Unit("storage-0", calls, str(tmp_path / "s" / "0"))
+    await client.write([1], rows([1]))
+    await unit.close()
+    reading = asyncio.ensure_future(client.read([1], NAMES))
+    while not calls.found._callbacks:  # until it asks why
+        await asyncio.sleep(0)
+    calls.found.set_exception(ExecutorLost("storage-0", 0, "sig=9"))
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
 
 
-def test_a_unit_without_a_socket_serves_calls(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        (tmp_path / "s").touch()  # a file where the socket's folder should be
-        unit = new_unit(tmp_path)
-        await unit.start()
-        store = Store([Unit("storage-0", unit, str(tmp_path / "s" / "0"))])
-        await store.write([1], rows([1]))
-        assert_same(await store.read([1], NAMES), rows([1]))
-        await unit.close()
-
-    asyncio.run(scenario())
+async def test_a_unit_without_a_socket_serves_calls(tmp_path: Path) -> None:
+    (tmp_path / "s").touch()  # a file where the socket's folder should be
+    unit = new_unit(tmp_path)
+    await unit.start()
+    store = Store([Unit("storage-0", unit, str(tmp_path / "s" / "0"))])
+    await store.write([1], rows([1]))
+    assert_same(await store.read([1], NAMES), rows([1]))
+    await unit.close()
 
 
 def test_what_goes_through_a_recording_store_is_marked_with_rows_and_bytes(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Log-prob checks on fakes: which replicas fail it, which pass, and what becomes of the rows."""
 
-import asyncio
 import gc
 import math
 import random
@@ -24,18 +23,15 @@ from llamarl.planner.simulation.clock import run
 from tests.unit.logprob_setting import PROMPTS, SAMPLING, CheckSetting
 
 
-def test_of_many_replicas_a_few_are_asked_at_each_version_and_all_in_turn():
-    async def main():
-        setting = CheckSetting(range(64))
-        asked = []
-        for version in range(4):
-            await setting.publish(version)
-            asked.append({request.replica for request in setting.dispatch.asked})
-            setting.dispatch.asked.clear()
-        assert [len(each) for each in asked] == [16] * 4
-        assert set.union(*asked) == set(range(64))
-
-    asyncio.run(main())
+async def test_of_many_replicas_a_few_are_asked_at_each_version_and_all_in_turn():
+    setting = CheckSetting(range(64))
+    asked = []
+    for version in range(4):
+        await setting.publish(version)
+        asked.append({request.replica for request in setting.dispatch.asked})
+        setting.dispatch.asked.clear()
+    assert [len(each) for each in asked] == [16] * 4
+    assert set.union(*asked) == set(range(64))
 
 
 @pytest.mark.long
