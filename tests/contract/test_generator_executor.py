@@ -18,6 +18,7 @@ from tests.contract.generator_contract import *  # noqa: F403 - the questions
 from tests.contract.generator_replica import (
     EngineCase,
     Replica,
+    assert_same,
     collect,
     connect,
     drive,
@@ -185,3 +186,62 @@ def test_ranks_that_the_config_does_not_know_are_refused(checkpoint: str, run_di
     case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint)
     with pytest.raises(ValueError, match=r"generator\.num_ranks must be 2, got 1"):
         make(case, WatchedStorage(), run_dir, num_ranks=2)
+
+
+@pytest.mark.parametrize("staging", ["double_buffer", "host"])
+@pytest.mark.parametrize("is_offloaded", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "int8", pytest.param("2 ranks", marks=pytest.mark.slow)])
+def test_after_a_reset_a_generator_is_like_a_new_one_with_another_storage(
+    kind: str,
+    is_offloaded: bool,
+    staging: str,
+    checkpoint: str,
+    run_dir: str,
+) -> None:
+    case = EngineCase(
+        config=EmbeddedConfig,
+        checkpoint=checkpoint,
+        fields=INT8 if kind == "int8" else {},
+        num_ranks=2 if kind == "2 ranks" else 1,
+    )
+    kept = WatchedStorage()
+
+    async def train_on(generator: Replica, storage: WatchedStorage) -> None:
+        """A session that begins at version 1, with weights of its own."""
+        source = make_source(case, 0.5)
+        await generator.submit([request(i, max_tokens=20) for i in range(6)])
+        assert await collect(generator) == [], "nothing starts before the first commit"
+        await connect(source, generator)
+        await publish(source, generator, 1)
+        rows = await gather(generator, 6)
+        assert {span.version for row in rows for span in row.spans} == {1}
+        await publish(source, generator, 2)
+
+    async def reset(generator: Replica, storage: WatchedStorage) -> None:
+        source = make_source(case, 0.1)
+        await connect(source, generator)
+        await publish(source, generator, 1)
+        await generator.submit([request(i, max_tokens=100) for i in range(6)])
+        await asyncio.sleep(0.02)
+        collecting = asyncio.create_task(collect(generator))
+        source.tensors.label(7)
+        if is_offloaded:
+            await generator.offload(["weights", "kv"])
+        else:
+            await generator.prepare(7)
+        await generator.reset()
+        await generator.use(kept, None)
+        generator.received = 0
+        before = list(storage.writes)
+        await train_on(generator, kept)
+        await collecting
+        assert storage.writes == before
+
+    async def begin(generator: Replica, storage: WatchedStorage) -> None:
+        await train_on(generator, storage)
+
+    weights = {"staging": staging}
+    drive(case, run_dir, reset, load_weights=False, weights=weights)
+    fresh = drive(case, run_dir, begin, load_weights=False, weights=weights)
+    assert [*fresh.rows] == [*range(6)]
+    assert_same(case, kept, fresh, 6)

@@ -212,25 +212,6 @@ def test_a_replica_far_behind_packs_again_and_the_memory_keeps_its_limit(source_
     assert 2 in source.counts.values()
 
 
-def test_a_newer_version_takes_the_memory_of_the_older_one(source_of) -> None:
-    source = source_of(("columns", "columns", "columns"))
-    source.take(source.replicas[0], 0)
-    one_version = source.store._num_bytes
-    source.take(source.replicas[0], 1)
-    assert source.store._num_bytes == one_version
-    source.take(source.replicas[1], 1)
-    source.take(source.replicas[2], 1)
-    assert source.store._num_bytes == 0
-
-
-def test_when_the_last_replica_behind_leaves_nothing_is_kept(source_of) -> None:
-    source = source_of(("columns", "columns"))
-    source.take(source.replicas[0], 0)
-    assert source.store._num_bytes > 0
-    source.senders[1].close()
-    assert source.store._num_bytes == 0
-
-
 def in_background(call, *args):
     """What a call on a thread will return or raise."""
     pool = ThreadPoolExecutor(1)

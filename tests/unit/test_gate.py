@@ -1,4 +1,4 @@
-"""The gate: how many groups may be open, in which order they are trained, how runs end or resume."""
+"""The gate: how many groups may be open, in which order they are trained, how a run ends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Log-prob checks on fakes: which replicas fail it, which pass, and what becomes of the rows."""
 
+import asyncio
 import gc
 import math
 import random
@@ -19,7 +20,6 @@ from llamarl.controller.logprob_check import (
     Tolerance,
 )
 from llamarl.core.records import Purpose
-from llamarl.planner.simulation.clock import run
 from tests.unit.logprob_setting import PROMPTS, SAMPLING, CheckSetting
 
 
@@ -35,97 +35,80 @@ async def test_of_many_replicas_a_few_are_asked_at_each_version_and_all_in_turn(
 
 
 @pytest.mark.long
-def test_a_thousand_healthy_checks_raise_nothing_and_leave_nothing():
-    async def main():
-        setting, noise = CheckSetting(), random.Random(0)
-        setting.trainer.noise = lambda replica: abs(noise.gauss(0, 2e-5))
-        scalars = await setting.start()
-        assert scalars["logprob_check_rows"] == 2 * NUM_START_ROWS
-        assert setting.logprob_check.tolerances[""].value == FLOOR
-        for version in range(1, 1001):
-            await setting.publish(version)
-            scalars = await setting.logprob_check.check(version)
-            assert scalars["logprob_check_rows"] == 2
-            assert (
-                scalars["logprob_check_difference"] <= scalars["logprob_check_tolerance"] == FLOOR
-            )
-        assert not setting.rollouts.open
-        assert set(setting.storage.outcomes) == set(range(setting.num_rows))
-        assert setting.storage.outcomes[setting.num_rows - 1] == {
-            "outcome": "logprob_check",
-            "version": 1000,
-        }
-
-    run(main())
+async def test_a_thousand_healthy_checks_raise_nothing_and_leave_nothing():
+    setting, noise = CheckSetting(), random.Random(0)
+    setting.trainer.noise = lambda replica: abs(noise.gauss(0, 2e-5))
+    scalars = await setting.start()
+    assert scalars["logprob_check_rows"] == 2 * NUM_START_ROWS
+    assert setting.logprob_check.tolerances[""].value == FLOOR
+    for version in range(1, 1001):
+        await setting.publish(version)
+        scalars = await setting.logprob_check.check(version)
+        assert scalars["logprob_check_rows"] == 2
+        assert scalars["logprob_check_difference"] <= scalars["logprob_check_tolerance"] == FLOOR
+    assert not setting.rollouts.open
+    assert set(setting.storage.outcomes) == set(range(setting.num_rows))
+    assert setting.storage.outcomes[setting.num_rows - 1] == {
+        "outcome": "logprob_check",
+        "version": 1000,
+    }
 
 
-def test_requests_are_short_of_the_training_distribution_and_belong_to_the_check_alone():
-    async def main():
-        setting = CheckSetting()
-        await setting.start()
-        await setting.publish(1)
-        requests = setting.dispatch.asked
-        assert [request.replica for request in requests] == [
-            *[0] * NUM_START_ROWS,
-            *[1] * NUM_START_ROWS,
-            *[0, 1],
-        ]
-        assert {r.sampling for r in requests} == {replace(SAMPLING, max_tokens=NUM_TOKENS)}
-        assert {r.purpose for r in requests} == {Purpose.CHECK}
-        assert [r.min_version for r in requests] == [0] * 2 * NUM_START_ROWS + [1] * 2
-        assert len({(r.prompt_ids, r.seed) for r in requests}) == len(requests)
-
-    run(main())
+async def test_requests_are_short_of_the_training_distribution_and_belong_to_the_check_alone():
+    setting = CheckSetting()
+    await setting.start()
+    await setting.publish(1)
+    requests = setting.dispatch.asked
+    assert [request.replica for request in requests] == [
+        *[0] * NUM_START_ROWS,
+        *[1] * NUM_START_ROWS,
+        *[0, 1],
+    ]
+    assert {r.sampling for r in requests} == {replace(SAMPLING, max_tokens=NUM_TOKENS)}
+    assert {r.purpose for r in requests} == {Purpose.CHECK}
+    assert [r.min_version for r in requests] == [0] * 2 * NUM_START_ROWS + [1] * 2
+    assert len({(r.prompt_ids, r.seed) for r in requests}) == len(requests)
 
 
-def test_rows_lie_in_a_storage_unit_on_the_host_of_the_replica_that_writes_them():
-    async def main():
-        setting = CheckSetting()
-        setting.dispatch.units = {0: 1, 1: 2}
-        setting.logprob_check.allocate_rows = RowIds(0, 3).take
-        await setting.start()
-        await setting.publish(1)
-        units = {(each.replica, each.row_id % 3) for each in setting.dispatch.asked}
-        assert units == {(0, 1), (1, 2)}
-
-    run(main())
+async def test_rows_lie_in_a_storage_unit_on_the_host_of_the_replica_that_writes_them():
+    setting = CheckSetting()
+    setting.dispatch.units = {0: 1, 1: 2}
+    setting.logprob_check.allocate_rows = RowIds(0, 3).take
+    await setting.start()
+    await setting.publish(1)
+    units = {(each.replica, each.row_id % 3) for each in setting.dispatch.asked}
+    assert units == {(0, 1), (1, 2)}
 
 
 @pytest.mark.parametrize("lie", [0.5, float("nan"), float("inf")])
-def test_a_replica_that_decodes_with_something_else_is_named(lie):
-    async def main():
-        setting = CheckSetting()
-        await setting.start()
-        await setting.publish(1)
-        setting.trainer.noise = lambda replica: lie if replica == 1 else 1e-5
-        what = rf"generator 1 must write with version 1, .* by {lie:.2g}, tolerated: 0.001"
-        with pytest.raises(RuntimeError, match=what):
-            await setting.logprob_check.check(1)
-
-    run(main())
+async def test_a_replica_that_decodes_with_something_else_is_named(lie):
+    setting = CheckSetting()
+    await setting.start()
+    await setting.publish(1)
+    setting.trainer.noise = lambda replica: lie if replica == 1 else 1e-5
+    what = rf"generator 1 must write with version 1, .* by {lie:.2g}, tolerated: 0.001"
+    with pytest.raises(RuntimeError, match=what):
+        await setting.logprob_check.check(1)
 
 
-def test_a_coarser_engine_gets_more_tolerance_and_must_exceed_it_repeatedly():
-    async def main():
-        setting, noise = CheckSetting(), random.Random(1)
-        setting.trainer.noise = lambda replica: noise.uniform(0.01, 0.05)
-        await setting.start()
-        assert FACTOR * 0.01 < setting.logprob_check.tolerances[""].value <= FACTOR * 0.05
-        for version in range(1, 31 * NUM_PROOFS + 1):  # outliers, but never NUM_PROOFS running
-            difference = 2.0 if version % NUM_PROOFS == 1 else 0.02
-            setting.trainer.noise = lambda replica, difference=difference: difference
-            await setting.publish(version)
-            scalars = await setting.logprob_check.check(version)
-            assert scalars["logprob_check_difference"] == difference
-        setting.trainer.noise = lambda replica: 2.0 if replica == 1 else 0.02
-        for version in range(200, 199 + NUM_PROOFS):
-            await setting.publish(version)
-            await setting.logprob_check.check(version)
-        await setting.publish(300)
-        with pytest.raises(RuntimeError, match=r"generator 1 .* differ from the trainer's by 2, "):
-            await setting.logprob_check.check(300)
-
-    run(main())
+async def test_a_coarser_engine_gets_more_tolerance_and_must_exceed_it_repeatedly():
+    setting, noise = CheckSetting(), random.Random(1)
+    setting.trainer.noise = lambda replica: noise.uniform(0.01, 0.05)
+    await setting.start()
+    assert FACTOR * 0.01 < setting.logprob_check.tolerances[""].value <= FACTOR * 0.05
+    for version in range(1, 31 * NUM_PROOFS + 1):  # outliers, but never NUM_PROOFS running
+        difference = 2.0 if version % NUM_PROOFS == 1 else 0.02
+        setting.trainer.noise = lambda replica, difference=difference: difference
+        await setting.publish(version)
+        scalars = await setting.logprob_check.check(version)
+        assert scalars["logprob_check_difference"] == difference
+    setting.trainer.noise = lambda replica: 2.0 if replica == 1 else 0.02
+    for version in range(200, 199 + NUM_PROOFS):
+        await setting.publish(version)
+        await setting.logprob_check.check(version)
+    await setting.publish(300)
+    with pytest.raises(RuntimeError, match=r"generator 1 .* differ from the trainer's by 2, "):
+        await setting.logprob_check.check(300)
 
 
 def healthy(rng, middle):
@@ -205,7 +188,7 @@ def test_a_replica_that_is_wrong_now_and_then_is_warned_of_at_growing_intervals(
             await setting.publish(version)
             assert (await setting.logprob_check.check(version))["logprob_check_rows"] == 2
 
-    run(main())
+    asyncio.run(main())
     warnings = [record.message for record in caplog.records]
     assert [text.split(",")[0] for text in warnings] == [
         f"generator 1 must write with version {version}" for version in (1, 19)
@@ -213,103 +196,82 @@ def test_a_replica_that_is_wrong_now_and_then_is_warned_of_at_growing_intervals(
     assert warnings[1].endswith("(10 times so far)")
 
 
-def test_switched_off_nothing_is_asked_or_compared():
-    async def main():
-        setting = CheckSetting(mode="off")
-        await setting.publish(0)
-        assert await setting.logprob_check.check(0) == {}
-        assert not setting.dispatch.asked
-        assert not setting.rollouts.open
-
-    run(main())
+async def test_switched_off_nothing_is_asked_or_compared():
+    setting = CheckSetting(mode="off")
+    await setting.publish(0)
+    assert await setting.logprob_check.check(0) == {}
+    assert not setting.dispatch.asked
+    assert not setting.rollouts.open
 
 
 @pytest.mark.parametrize("liar", [0, 1])
-def test_a_lie_at_the_start_is_no_measure_of_what_is_normal(liar):
-    async def main():
-        setting = CheckSetting()
-        setting.trainer.noise = lambda replica: 7.0 if replica == liar else 0.02
-        with pytest.raises(RuntimeError, match=f"generator {liar} must write with version 0"):
-            await setting.start()
-
-    run(main())
-
-
-def test_outliers_at_the_start_are_normal_for_coarse_engines():
-    async def main():
-        setting, noise = CheckSetting(), random.Random(2)
-        setting.trainer.noise = lambda replica: 5.0 if noise.random() < 0.1 else 0.03
+async def test_a_lie_at_the_start_is_no_measure_of_what_is_normal(liar):
+    setting = CheckSetting()
+    setting.trainer.noise = lambda replica: 7.0 if replica == liar else 0.02
+    with pytest.raises(RuntimeError, match=f"generator {liar} must write with version 0"):
         await setting.start()
-        assert setting.logprob_check.tolerances[""].value == FACTOR * 0.03
-
-    run(main())
 
 
-def test_what_is_normal_in_one_pool_is_no_measure_of_another():
-    async def main():
-        setting = CheckSetting()
-        setting.logprob_check.pool_of = lambda replica: ("float32", "int8")[replica]
-        setting.trainer.noise = lambda replica: (1e-5, 0.02)[replica]
-        scalars = await setting.start()
-        tolerances = setting.logprob_check.tolerances
-        assert tolerances["float32"].value == FLOOR
-        assert tolerances["int8"].value == FACTOR * 0.02 == scalars["logprob_check_tolerance"]
-        await setting.publish(5)
-        assert await setting.logprob_check.check(5)
-        setting.trainer.noise = lambda replica: (0.01, 0.02)[replica]
-        await setting.publish(6)
-        with pytest.raises(RuntimeError, match="generator 0 must write with version 6"):
-            await setting.logprob_check.check(6)
+async def test_outliers_at_the_start_are_normal_for_coarse_engines():
+    setting, noise = CheckSetting(), random.Random(2)
+    setting.trainer.noise = lambda replica: 5.0 if noise.random() < 0.1 else 0.03
+    await setting.start()
+    assert setting.logprob_check.tolerances[""].value == FACTOR * 0.03
 
-    run(main())
+
+async def test_what_is_normal_in_one_pool_is_no_measure_of_another():
+    setting = CheckSetting()
+    setting.logprob_check.pool_of = lambda replica: ("float32", "int8")[replica]
+    setting.trainer.noise = lambda replica: (1e-5, 0.02)[replica]
+    scalars = await setting.start()
+    tolerances = setting.logprob_check.tolerances
+    assert tolerances["float32"].value == FLOOR
+    assert tolerances["int8"].value == FACTOR * 0.02 == scalars["logprob_check_tolerance"]
+    await setting.publish(5)
+    assert await setting.logprob_check.check(5)
+    setting.trainer.noise = lambda replica: (0.01, 0.02)[replica]
+    await setting.publish(6)
+    with pytest.raises(RuntimeError, match="generator 0 must write with version 6"):
+        await setting.logprob_check.check(6)
 
 
 @pytest.mark.parametrize("serves", [4, 6, (4, 5), (5, 6)])
-def test_rows_of_another_version_are_retired_and_not_compared(serves):
-    async def main():
-        setting = CheckSetting()
-        await setting.start()
-        setting.trainer.noise = lambda replica: 3.0
-        await setting.publish(5, serves=serves)
-        assert await setting.logprob_check.check(5) == {"logprob_check_rows": 0}
-        assert set(setting.storage.outcomes) == set(range(setting.num_rows))
-        assert not setting.rollouts.open
-        assert len(setting.trainer.asked) == 1  # the start's
-
-    run(main())
+async def test_rows_of_another_version_are_retired_and_not_compared(serves):
+    setting = CheckSetting()
+    await setting.start()
+    setting.trainer.noise = lambda replica: 3.0
+    await setting.publish(5, serves=serves)
+    assert await setting.logprob_check.check(5) == {"logprob_check_rows": 0}
+    assert set(setting.storage.outcomes) == set(range(setting.num_rows))
+    assert not setting.rollouts.open
+    assert len(setting.trainer.asked) == 1  # the start's
 
 
-def test_a_row_that_never_comes_costs_nothing():
-    async def main():
-        setting = CheckSetting()
-        await setting.start()
-        setting.never_come = {1}
-        setting.logprob_check.committed(1, 1)
-        setting.logprob_check.committed(0, 1)
-        setting.dispatch.replicas[0] = 1
-        await setting.pass_time()
-        assert (await setting.logprob_check.check(1))["logprob_check_rows"] == 1
-        assert len(setting.rollouts.rows(Purpose.CHECK)) == 1  # the run retires it in the end
-        assert await setting.logprob_check.check(2) == {"logprob_check_rows": 0}
-
-    run(main())
+async def test_a_row_that_never_comes_costs_nothing():
+    setting = CheckSetting()
+    await setting.start()
+    setting.never_come = {1}
+    setting.logprob_check.committed(1, 1)
+    setting.logprob_check.committed(0, 1)
+    setting.dispatch.replicas[0] = 1
+    await setting.pass_time()
+    assert (await setting.logprob_check.check(1))["logprob_check_rows"] == 1
+    assert len(setting.rollouts.rows(Purpose.CHECK)) == 1  # the run retires it in the end
+    assert await setting.logprob_check.check(2) == {"logprob_check_rows": 0}
 
 
-def test_few_rows_are_not_enough_to_know_what_is_normal():
-    async def main():
-        setting = CheckSetting(replicas=[0])
-        setting.dispatch.replicas.clear()
-        setting.logprob_check.committed(0, 0)  # its start rows are lost
-        await setting.pass_time()
-        setting.dispatch.replicas[0] = 0
-        for version in range(1, NUM_START_ROWS + 1):
-            assert setting.logprob_check.tolerances[""].value is None
-            await setting.publish(version)
-            scalars = await setting.logprob_check.check(version)
-            assert scalars["logprob_check_rows"] == 1
-        assert setting.logprob_check.tolerances[""].value == FLOOR
-
-    run(main())
+async def test_few_rows_are_not_enough_to_know_what_is_normal():
+    setting = CheckSetting(replicas=[0])
+    setting.dispatch.replicas.clear()
+    setting.logprob_check.committed(0, 0)  # its start rows are lost
+    await setting.pass_time()
+    setting.dispatch.replicas[0] = 0
+    for version in range(1, NUM_START_ROWS + 1):
+        assert setting.logprob_check.tolerances[""].value is None
+        await setting.publish(version)
+        scalars = await setting.logprob_check.check(version)
+        assert scalars["logprob_check_rows"] == 1
+    assert setting.logprob_check.tolerances[""].value == FLOOR
 
 
 def test_a_request_that_all_replicas_refuse_ends_the_run(caplog):
@@ -320,7 +282,7 @@ def test_a_request_that_all_replicas_refuse_ends_the_run(caplog):
         with pytest.raises(ValueError, match="prompts must have a token"):
             await setting.serving
 
-    run(main())
+    asyncio.run(main())
     gc.collect()  # asyncio complains of errors that were not asked for when it frees their tasks
     assert "never retrieved" not in caplog.text
 
@@ -338,5 +300,5 @@ def test_a_longest_completion_below_that_of_a_logprob_check_is_kept():
         logprob_check.committed(0, 0)
         await setting.pass_time()
 
-    run(main())
+    asyncio.run(main())
     assert setting.dispatch.asked[0].sampling.max_tokens == 3
