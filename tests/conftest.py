@@ -34,11 +34,11 @@ def pytest_configure():
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Run a test that is a coroutine in an event loop of its own, on a virtual clock if its module
-    says so: `RUN = clock.run`."""
+    says so: `RUN_TESTS = clock.run`."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    if run := getattr(pyfuncitem.module, "RUN", None):
+    if run := getattr(pyfuncitem.module, "RUN_TESTS", None):
         run(pyfuncitem.obj(**given))
     else:
         asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), ASYNC_LIMIT_S))

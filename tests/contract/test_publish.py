@@ -24,7 +24,7 @@ from tests.contract.publish_fakes import (
 )
 from tests.json_lines import read_lines
 
-RUN = run  # on a virtual clock
+RUN_TESTS = run  # on a virtual clock
 
 
 @pytest.mark.parametrize("commit_s", [0.3, 3.0])

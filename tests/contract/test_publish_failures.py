@@ -18,7 +18,7 @@ from tests.contract.publish_fakes import (
     World,
 )
 
-RUN = run  # on a virtual clock
+RUN_TESTS = run  # on a virtual clock
 
 
 @pytest.mark.parametrize("failure", [ValueError("broken"), "hang"])
