@@ -305,18 +305,9 @@ def test_what_is_overwritten_is_announced(staging, expected) -> None:
     ("changes", "message"),
     [
         ({"num_elements": 2**58}, r"two copies .* must fit into memory: needs \d+ bytes, got \d+"),
-        (
-            {"num_elements": 31},
-            r"w must lie within the weight buffer's 31 elements, got elements 8 to 31",
-        ),
-        (
-            {"dtype": torch.bfloat16},
-            "dtype of w must be the weight buffer's torch.bfloat16, got float32",
-        ),
-        (
-            {"parameters": {"w": layout(0, 6, "other")}},
-            "buffer of w must be 'weights', got 'other'",
-        ),
+        ({"num_elements": 31}, "w must lie within the weight buffer's 31 elements, got elements"),
+        ({"dtype": torch.bfloat16}, "dtype of w must be the weight buffer's torch.bfloat16, got"),
+        ({"parameters": {"w": layout(0, 6, "other")}}, "buffer of w must be 'weights', got"),
     ],
 )
 def test_a_weight_buffer_that_cannot_be_is_refused_and_nothing_is_left_of_it(
