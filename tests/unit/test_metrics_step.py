@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -100,41 +99,42 @@ def test_further_numbers_of_rewards_are_means_over_the_rollouts_that_have_them()
 
 def test_a_step_is_recorded_with_hand_worked_numbers():
     scalars, histograms, texts = record()
-    expected = {
-        "rollouts/trained": 2,
-        "groups/trained": 1,
-        "groups/masked": 0,
-        "reward/mean": 1.0,  # 1.25, 0.25 and 1.5; the hung one is no zero
-        "reward/std": (0.0625 + 0.5625 + 0.25) ** 0.5 / 3**0.5,
-        "accuracy/train": 2 / 3,
-        "accuracy/train_low": 0.2076596,  # of 3 rollouts of 2 prompts, as of 3 independent ones
-        "accuracy/train_high": 0.9385081,
-        "reward_parts/exact": 2 / 3,
-        "reward_parts/format": 1.0,
-        "reward_failures/raised": 0,
-        "reward_failures/hung": 1,
-        "reward_failures/invalid": 0,
-        "length/mean": 25.0,
-        "length/p50": 25.0,
-        "length/p90": 37.0,
-        "length/max": 40.0,
-        "length/truncated_share": 0.25,
-        "tokens/trained": 30,
-        "tokens/per_s": 15.0,
-        "staleness/mean": (4 * 2 + 26 * 1) / 30,
-        "staleness/max": 2,
-        "staleness/mixed_version_share": 0.5,
-        "policy/entropy": 15 / 100,  # of all that was written, trained or not
-        "trained/ratio_mean": 0.98,
-        "policy/grad_norm": 0.5,
-        "trainer/loss": 0.125,
-        "time/step_s": 2.0,
-        "time/publish_s": 0.1,
-        "wait/trainer": 0.3,
-        "dropped/groups": 1,
-        "dropped/equal_rewards": 1,
-    }
-    assert scalars == pytest.approx(expected)
+    assert scalars == pytest.approx(
+        {
+            "rollouts/trained": 2,
+            "groups/trained": 1,
+            "groups/masked": 0,
+            "reward/mean": 1.0,  # 1.25, 0.25 and 1.5; the hung one is no zero
+            "reward/std": (0.0625 + 0.5625 + 0.25) ** 0.5 / 3**0.5,
+            "accuracy/train": 2 / 3,
+            "accuracy/train_low": 0.2076596,  # of 3 rollouts of 2 prompts, as of 3 independent ones
+            "accuracy/train_high": 0.9385081,
+            "reward_parts/exact": 2 / 3,
+            "reward_parts/format": 1.0,
+            "reward_failures/raised": 0,
+            "reward_failures/hung": 1,
+            "reward_failures/invalid": 0,
+            "length/mean": 25.0,
+            "length/p50": 25.0,
+            "length/p90": 37.0,
+            "length/max": 40.0,
+            "length/truncated_share": 0.25,
+            "tokens/trained": 30,
+            "tokens/per_s": 15.0,
+            "staleness/mean": (4 * 2 + 26 * 1) / 30,
+            "staleness/max": 2,
+            "staleness/mixed_version_share": 0.5,
+            "policy/entropy": 15 / 100,  # of all that was written, trained or not
+            "trained/ratio_mean": 0.98,
+            "policy/grad_norm": 0.5,
+            "trainer/loss": 0.125,
+            "time/step_s": 2.0,
+            "time/publish_s": 0.1,
+            "wait/trainer": 0.3,
+            "dropped/groups": 1,
+            "dropped/equal_rewards": 1,
+        }
+    )
     assert histograms == {
         "staleness/tokens": {1: 26, 2: 4},
         "reward/values": {0.25: 1, 1.25: 1, 1.5: 1},
@@ -202,13 +202,7 @@ def read_events(folder):
 def test_metrics_jsonl_and_tensorboard_hold_every_value(tmp_path):
     from tensorboard.util.tensor_util import make_ndarray
 
-    config = {
-        "trainer.lr": 1e-4,
-        "trainer.betas": [0.9, 0.95],
-        "metrics.live": True,
-        "data.system": None,
-    }
-    log = tensorboard_log(tmp_path, config)
+    log = tensorboard_log(tmp_path)
     log.log(0, {"evaluation/accuracy": 0.5})
     log.log(6, *record(completions={0: "four"}))
     log.log(6, {"evaluation/accuracy": float("nan")})
@@ -257,29 +251,24 @@ def test_the_hyperparameters_tab_finds_them(tmp_path):
     assert events.Tags()["scalars"] == [], "no chart of one point"
 
 
-def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
+def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path, caplog):
+    _, histograms, texts = record(completions={0: "four"})
+    (tmp_path / "metrics.jsonl").write_text("")  # what a cut to the start leaves
     for session, first_step, last_step in ((0, 0, 5), (1, 3, 4)):
         log = tensorboard_log(tmp_path, first_step=first_step)
         if session == 1:  # a version that was made before, and is evaluated only now
             log.log(2, {"evaluation/accuracy": 0.5})
         for step in range(max(1, first_step), last_step + 1):
-            log.log(step, {"reward/mean": session})
+            log.log(step, {"reward/mean": session}, histograms, texts)
         log.close()
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write('{"step": 9, "rew')  # killed while writing
     steps = read_metrics(tmp_path / "metrics.jsonl")
     assert {s: line["reward/mean"] for s, line in steps.items()} == {1: 0, 2: 0, 3: 1, 4: 1, 5: 0}
+    assert (tmp_path / "metrics.jsonl").read_text()[0] == "{", "no empty line"
     events = read_events(tmp_path / "tensorboard").Scalars("1_outcome/reward/mean")
+    assert [text for text in caplog.messages if "plugin" in text] == []
     assert [(event.step, event.value) for event in events] == [(1, 0), (2, 0), (3, 1), (4, 1)]
-
-
-def test_a_run_begun_again_from_nothing_has_no_empty_line(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("")  # what a cut to the start leaves
-    log = MetricsLog(tmp_path)
-    log.log(1, {"reward/mean": 0.5})
-    log.close()
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert '"step": 1' in line
 
 
 def test_metrics_load_neither_torch_nor_tensorflow():
@@ -372,49 +361,6 @@ def test_every_chart_has_a_section_and_a_description_that_tensorboard_reads(tmp_
     assert chart_tag("evaluation/easy/accuracy_low") == "7_intervals/evaluation/easy/accuracy_low"
     assert not [tag for tag in found if tag.startswith("1_") and tag.endswith(("_low", "_high"))]
     assert description("my_own/tag") == ""
-
-
-def test_an_event_file_can_be_read_without_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    scalars, histograms, texts = record(completions={0: "four"})
-    for first_step in (0, 4):  # the second session's file describes its tags again
-        log = tensorboard_log(tmp_path, first_step=first_step)
-        for step in (first_step + 1, first_step + 2):
-            log.log(step, scalars, histograms, texts)
-        log.close()
-    events = read_events(tmp_path / "tensorboard")
-    assert len(events.Scalars("1_outcome/reward/mean")) == 4
-    assert caplog.messages == [], "such as that a tag is associated with no plugin"
-
-
-def test_the_fast_loader_of_tensorboard_has_every_description(tmp_path: Path) -> None:
-    """The one that `tensorboard --logdir` takes by default, itself."""
-    pytest.importorskip("tensorboard_data_server")
-    from tensorboard.context import RequestContext
-    from tensorboard.data import server_ingester
-    from tensorboard.util.grpc_util import ChannelCredsType
-
-    scalars, histograms, texts = record(completions={0: "four"})
-    log = tensorboard_log(tmp_path)
-    log.log(6, scalars, histograms, texts)
-    log.close()
-    loader = server_ingester.SubprocessServerDataIngester(
-        server_binary=server_ingester.get_server_binary(),
-        logdir=str(tmp_path),
-        reload_interval=1,
-        channel_creds_type=ChannelCredsType.LOCAL,
-    )
-    loader.start()
-    found: dict[str, str] = {}
-    while len(found) < len(scalars):  # it reads on a thread of its own
-        listed = loader.data_provider.list_scalars(
-            RequestContext(), experiment_id="", plugin_name="scalars"
-        )
-        found = {tag: each.description for run in listed.values() for tag, each in run.items()}
-        time.sleep(0.05)
-    assert found == {chart_tag(tag): description(tag) for tag in scalars}
-    assert all(found.values())
 
 
 @given(st.lists(st.floats(-10, 10) | st.sampled_from([0.0, 0.1, 1.0]), min_size=1, max_size=200))
