@@ -95,15 +95,6 @@ def test_shares_and_extent_of_a_limited_run_are_those_of_a_whole_one(long_run):
     assert limited.both_busy_share() == pytest.approx(whole.both_busy_share(), abs=1e-2)
 
 
-def test_the_newest_spans_are_kept_one_by_one(long_run):
-    limited, whole = (list(SpanReader(folder / "generator-0.jsonl").read()) for folder in long_run)
-    single = [span for span in limited if not span.is_sum]
-    assert len(single) > 300
-    shapes = [[(s.name, s.args, s.end_ns - s.start_ns) for s in run] for run in (single, whole)]
-    assert shapes[0] == shapes[1][-len(single) :]
-    assert {span.session for span in limited} == {0}
-
-
 def test_a_trace_that_is_cut_says_so(long_run, tmp_path):
     for folder, is_cut in zip(long_run, (True, False), strict=True):
         num_spans = write_trace(folder, tmp_path / "trace.json")
