@@ -1,14 +1,18 @@
-"""How a loss is mended by role, and how often."""
+"""Executors: what each is made from, how its loss is mended by role, and how often."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
+from llamarl.cluster.executor import resolve
 from llamarl.controller.fleet import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -18,8 +22,11 @@ from llamarl.controller.fleet import (
     Restarts,
     role_of,
 )
+from llamarl.controller.sessions import SessionLost, describe
+from llamarl.controller.specs import Spec
 from llamarl.controller.starter import name_executor
 from llamarl.core.config import PlacementConfig
+from llamarl.core.errors import ExecutorLost
 from llamarl.core.records import RESPONSE_IDS
 from llamarl.planner.simulation.clock import run
 from llamarl.scoring.stages import External, FrozenModel, Stage, make_graph
@@ -72,6 +79,10 @@ def test_there_are_so_many_restarts_within_an_hour_and_a_warning_names_the_key(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
+        restarts = Restarts(0)
+        assert restarts.take() is None
+        restarts.warn()
+        assert not caplog.text
         restarts = Restarts(2)
         assert restarts.take() is not None
         await asyncio.sleep(WINDOW_S / 2)
@@ -88,16 +99,6 @@ def test_there_are_so_many_restarts_within_an_hour_and_a_warning_names_the_key(
     run(main())
 
 
-def test_without_restarts_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        restarts = Restarts(0)
-        assert restarts.take() is None
-        restarts.warn()
-
-    run(main())
-    assert not caplog.text
-
-
 def test_the_pause_doubles_up_to_a_limit_until_a_start_succeeds() -> None:
     async def main() -> None:
         restarts = Restarts(100)
@@ -107,3 +108,28 @@ def test_the_pause_doubles_up_to_a_limit_until_a_start_succeeds() -> None:
         assert restarts.take() == FIRST_PAUSE_S
 
     run(main())
+
+
+@pytest.mark.parametrize("spec", get_args(Spec), ids=lambda spec: spec.__name__)
+def test_each_spec_names_the_executor_that_takes_it(spec: type) -> None:
+    executor = resolve(spec.executor)  # type: ignore[attr-defined]
+    assert get_type_hints(executor.__init__)["spec"] is spec
+
+
+def test_the_wiring_loads_no_torch() -> None:
+    code = "import sys, llamarl.controller.wiring; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_line_names_what_was_lost_where_the_run_goes_on_and_how_many_steps_that_costs():
+    losses = [
+        ExecutorLost("trainer", 1, "killed\nlast lines of its log"),
+        ExecutorLost("storage-0"),
+    ]
+    lost = SessionLost(losses, 27)
+    start = {"version": 20}, "/runs/a/checkpoints/step-00000020"
+    assert describe(lost, start) == (
+        "lost trainer, storage-0 (killed): the run goes on from step-00000020, 7 steps are repeated"
+    )
+    assert describe(lost, ({}, None)).endswith("from its beginning, 27 steps are repeated")
+    assert "no step is repeated" in describe(SessionLost(losses, 20), start)
