@@ -1,4 +1,4 @@
-"""What the trainer relies on in `pack`: nothing lost, equal counts, budget, balance, order."""
+"""Batches of the trainer: packing, micro-batches, mini-batches and the learning rate of a step."""
 
 from __future__ import annotations
 
@@ -6,31 +6,34 @@ import itertools
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.core.config import ClusterConfig, PlanConfig, TrainerConfig
 from llamarl.core.partition import partition, partition_in_equal_counts
+from llamarl.core.records import GENERATOR_LOGPROBS, PROMPT_IDS, RESPONSE_IDS
 from llamarl.model.architecture import read_architecture
 from llamarl.model.inventory import attention_cost
 from llamarl.planner.law import hardware_costs
-from llamarl.trainer.packing import pack
+from llamarl.trainer.loss_inputs import LossInputs
+from llamarl.trainer.losses.aipo import AIPOConfig
+from llamarl.trainer.packing import MiniBatches, pack
+from llamarl.trainer.passes import column, micro_batch
+from llamarl.trainer.policy_loss import LossMetrics, policy_loss, statistics
+from llamarl.trainer.schedule import learning_rate
 from tests.places import ROOT
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 ARCHITECTURE = ROOT / "recipes" / "llama31_8b_math" / "architecture"
 
-batches = given(
-    lengths=st.lists(st.integers(1, 60), max_size=50),
-    num_ranks=st.integers(1, 5),
-    budget=st.integers(1, 120),
-)
-
 
 def test_packing_of_a_small_batch_is_the_one_worked_by_hand():
     # 9 to rank 0; 4, 4 and 3 to rank 1 (loads 9 and 0, 4, 8); 4+4 fill the budget, 3 is alone.
     assert pack([3, 9, 4, 4], 2, 8) == (((1,), ()), ((2, 3), (0,)))
+    assert pack([], 3, 8) == ((), (), ())
 
 
 def test_a_round_is_spread_more_evenly_than_longest_first_would_if_it_then_fits():
@@ -41,65 +44,37 @@ def test_a_round_is_spread_more_evenly_than_longest_first_would_if_it_then_fits(
     assert pack([5, 4, 2, 1], 2, 6, attention_cost=0.5) == (((0, 3),), ((1, 2),))
 
 
-def test_no_rollouts_are_no_micro_batches_on_every_rank():
-    assert pack([], 3, 8) == ((), (), ())
-
-
-@batches
-def test_every_rollout_is_in_exactly_one_micro_batch(lengths, num_ranks, budget):
+@given(
+    lengths=st.lists(st.integers(1, 60), max_size=50),
+    num_ranks=st.integers(1, 5),
+    budget=st.integers(1, 120),
+)
+def test_ranks_get_every_rollout_once_in_equally_many_even_micro_batches_within_the_budget(
+    lengths, num_ranks, budget
+):
     assignment = pack(lengths, num_ranks, budget)
     packed = [position for rank in assignment for batch in rank for position in batch]
     assert sorted(packed) == list(range(len(lengths)))
-
-
-@batches
-def test_all_ranks_have_equally_many_micro_batches(lengths, num_ranks, budget):
-    assignment = pack(lengths, num_ranks, budget)
     assert len(assignment) == num_ranks
     assert len({len(rank) for rank in assignment}) == 1
     assert not assignment[0] or any(rank[-1] for rank in assignment)
-
-
-@batches
-def test_only_a_single_rollout_may_exceed_the_budget(lengths, num_ranks, budget):
-    for rank in pack(lengths, num_ranks, budget):
-        for batch in rank:
-            assert sum(lengths[i] for i in batch) <= budget or len(batch) == 1
-
-
-@batches
-def test_rank_loads_differ_by_at_most_the_longest_rollout(lengths, num_ranks, budget):
-    assignment = pack(lengths, num_ranks, budget)
+    for batch in itertools.chain(*assignment):
+        walked = [lengths[i] for i in batch]
+        assert sum(walked) <= budget or len(batch) == 1
+        assert walked == sorted(walked, reverse=True), "from long to short"
     loads = [sum(lengths[i] for batch in rank for i in batch) for rank in assignment]
     assert max(loads) - min(loads) <= max(lengths, default=0)
-
-
-@batches
-def test_without_a_limit_costs_of_ranks_differ_by_at_most_the_costliest_rollout(
-    lengths, num_ranks, budget
-):
-    costs = [length + length**2 / 20 for length in lengths]
-    ranks = pack(lengths, num_ranks, 10**9, 1 / 20)
-    sums = [sum(costs[i] for batch in rank for i in batch) for rank in ranks]
-    assert max(sums) - min(sums) <= max(costs, default=0) + 1e-9
-
-
-@batches
-def test_a_later_round_has_no_rollout_for_which_an_earlier_one_had_room(lengths, num_ranks, budget):
     rounds = [
         [lengths[i] for batch in batches for i in batch]
-        for batches in zip(*pack(lengths, num_ranks, budget), strict=True)
+        for batches in zip(*assignment, strict=True)
     ]
     for number, early in enumerate(rounds):
         for length in itertools.chain(*rounds[number + 1 :]):
-            assert sum(early) > num_ranks * (budget - length)
-
-
-@batches
-def test_a_micro_batch_walks_its_rollouts_from_long_to_short(lengths, num_ranks, budget):
-    for batch in itertools.chain(*pack(lengths, num_ranks, budget)):
-        walked = [lengths[i] for i in batch]
-        assert walked == sorted(walked, reverse=True)
+            assert sum(early) > num_ranks * (budget - length), "an earlier round had room for it"
+    costs = [length + length**2 / 20 for length in lengths]
+    without_limit = pack(lengths, num_ranks, 10**9, 1 / 20)
+    sums = [sum(costs[i] for batch in rank for i in batch) for rank in without_limit]
+    assert max(sums) - min(sums) <= max(costs, default=0) + 1e-9
 
 
 @pytest.mark.parametrize("num_ranks", [4, 8, 64])
@@ -144,7 +119,7 @@ def test_attention_costs_about_as_much_as_in_the_forecasts():
 
 
 @given(costs=st.lists(st.integers(0, 100), max_size=60), num_parts=st.integers(1, 9))
-def test_a_partition_has_every_position_once_and_sums_no_further_apart_than_the_largest_cost(
+def test_partitions_have_every_position_once_and_sums_no_further_apart_than_the_largest_cost(
     costs, num_parts
 ):
     parts = partition(costs, num_parts)
@@ -152,10 +127,6 @@ def test_a_partition_has_every_position_once_and_sums_no_further_apart_than_the_
     assert sorted(i for part in parts for i in part) == list(range(len(costs)))
     sums = [sum(costs[i] for i in part) for part in parts]
     assert max(sums) - min(sums) <= max(costs, default=0)
-
-
-@given(costs=st.lists(st.integers(0, 100), max_size=60), num_parts=st.integers(1, 9))
-def test_parts_of_equal_counts_have_every_position_once(costs, num_parts):
     del costs[len(costs) // num_parts * num_parts :]
     parts = partition_in_equal_counts(costs, num_parts)
     assert sorted(i for part in parts for i in part) == list(range(len(costs)))
@@ -167,3 +138,169 @@ def test_partitions_of_small_examples_are_those_worked_by_hand():
     assert partition([8, 7, 6, 5, 4], 2) == [[1, 4, 3], [0, 2]]
     # The 9 is alone until the others are full.
     assert partition_in_equal_counts([9, 4, 4, 3, 1, 1], 2) == [[0, 4, 5], [1, 2, 3]]
+
+
+COLUMNS = {
+    PROMPT_IDS: [np.array([1, 2, 3], np.int32), np.array([9], np.int32)],
+    RESPONSE_IDS: [np.array([4, 5], np.int32), np.array([6, 7, 8], np.int32)],
+    GENERATOR_LOGPROBS: [np.array([-1, -2], np.float32), np.array([-3, -4, -5], np.float32)],
+}
+
+
+def test_packed_rollouts_predict_their_responses_and_nothing_else():
+    packed = micro_batch(COLUMNS, [1, 0])
+    assert packed.token_ids.tolist() == [9, 6, 7, 1, 2, 3, 4]
+    assert packed.targets.tolist() == [6, 7, 8, 2, 3, 4, 5]
+    assert packed.packing.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert packed.targets[packed.response].tolist() == [6, 7, 8, 4, 5]
+    assert packed.response_lengths == (3, 2)
+    assert column(COLUMNS, GENERATOR_LOGPROBS, [1, 0]).tolist() == [-3, -4, -5, -1, -2]
+
+
+def test_an_empty_micro_batch_feeds_one_token_and_predicts_none():
+    packed = micro_batch(COLUMNS, [])
+    assert packed.packing.positions.tolist() == [0]
+    assert len(packed.token_ids) == len(packed.targets) == 1
+    assert len(packed.response) == 0
+    assert column(COLUMNS, GENERATOR_LOGPROBS, []).shape == (0,)
+
+
+def outputs(trainer, generator, weights):
+    num = len(trainer)
+    inputs = LossInputs(
+        trainer_logprobs=torch.tensor(trainer, dtype=torch.float32),
+        generator_logprobs=torch.tensor(generator, dtype=torch.float32),
+        advantages=torch.ones(num),
+        weights=torch.tensor(weights, dtype=torch.float32),
+        entropy=torch.full((num,), 0.5),
+        rollout_index=torch.zeros(num, dtype=torch.int64),
+        rollout_lengths=torch.tensor([num]),
+    )
+    return policy_loss(inputs, AIPOConfig(rho=2.0))
+
+
+def test_statistics_do_not_depend_on_how_tokens_are_cut_into_ranks_and_micro_batches():
+    trainer, generator, weights = [-1.0, -1.0, -1.0], [-1.0, -3.0, -2.0], [1.0, 1.0, 0.0]
+    whole, first, second = LossMetrics(), LossMetrics(), LossMetrics()
+    whole.add(outputs(trainer, generator, weights), 3)
+    first.add(outputs(trainer[:1], generator[:1], weights[:1]), 1)
+    second.add(outputs(trainer[1:2], generator[1:2], weights[1:2]), 1)
+    second.add(outputs(trainer[2:], generator[2:], weights[2:]), 1)
+    together = statistics(whole.vector()[None], 3.0)
+    vectors = torch.stack([first.vector(), LossMetrics().vector(), second.vector()])
+    assert statistics(vectors, 3.0) == pytest.approx(together)
+    assert together["ratio_mean"] == pytest.approx((1 + np.exp(2)) / 2)
+    assert together["ratio_max"] == pytest.approx(np.exp(2))
+    assert together["ratio_clipped_share"] == 0.5
+    assert together["trained_tokens"] == 2
+    assert together["masked_tokens"] == 1
+    assert together["entropy"] == 0.5
+    assert together["loss"] == pytest.approx((1 + 2) / 3)
+
+
+NUM_BATCHES = 4
+
+shapes = st.builds(
+    MiniBatches,
+    groups_per_step=st.integers(1, 4),
+    number=st.integers(1, 4),
+    num_passes=st.integers(1, 4),
+    looks_ahead=st.booleans(),
+    first_version=st.integers(0, 9),
+)
+
+
+def uses(shape: MiniBatches) -> list[tuple[int, list[int]]]:
+    """(version, numbers of the groups that its step uses) of the first batches, written out."""
+    found: list[tuple[int, list[int]]] = []
+    version, group = shape.first_version, 0
+    for _ in range(NUM_BATCHES):
+        mini_batches = []
+        for _ in range(shape.number):
+            mini_batches.append([*range(group, group + shape.groups_per_step)])
+            group += shape.groups_per_step
+        for _ in range(shape.num_passes):
+            for groups in mini_batches:
+                found.append((version, groups))
+                version += 1
+    return found
+
+
+@given(shapes, st.data())
+def test_every_number_is_that_of_the_list_of_steps(shape: MiniBatches, data: st.DataObject) -> None:
+    steps = uses(shape)
+    last_use = {group: version for version, groups in steps for group in groups}
+    first_use = {group: version for version, groups in reversed(steps) for group in groups}
+    per_batch = shape.number * shape.num_passes
+    assert (shape.steps_per_batch, shape.groups_per_batch * NUM_BATCHES) == (
+        per_batch,
+        len(last_use),
+    )
+    for i, (version, groups) in enumerate(steps):
+        first = steps[i - i % per_batch][0]
+        in_batch = {g for start, used in steps for g in used if first <= start < first + per_batch}
+        assert shape.first_of_batch(version) == first
+        assert min(in_batch) + shape.first_group(version) == groups[0]
+        assert shape.is_last_pass(version) == (last_use[groups[0]] == version)
+        assert shape.num_used_up(version) == sum(last < version for last in last_use.values())
+        later = {g for g in in_batch if first_use[g] > version}
+        is_first = shape.looks_ahead and version == first
+        assert shape.num_ahead(version) == (len(later) if is_first else 0)
+        open_ = {g for g in in_batch if last_use[g] >= version}
+        needed = open_ if shape.looks_ahead else open_ - later
+        assert shape.num_needed(version) == len(needed)
+
+    versions = [shape.last_use(group) for group in sorted(last_use)]
+    assert versions == [last_use[group] for group in sorted(last_use)] == sorted(versions)
+    for group, version in last_use.items():
+        assert shape.num_used_up(version) <= group < shape.num_used_up(version + 1)
+    num_groups = data.draw(st.integers(0, NUM_BATCHES * shape.groups_per_batch - 1))
+    for i, (_, groups) in enumerate(steps):
+        rest_of_batch = steps[i : i - i % shape.steps_per_batch + shape.steps_per_batch]
+        needed = [g for _, each in rest_of_batch for g in each] if shape.looks_ahead else groups
+        if max(needed) >= num_groups:
+            assert shape.num_steps(num_groups) == i
+            return
+
+
+def rates(num_steps, **fields):
+    config = TrainerConfig(lr=8.0, **fields)
+    return [learning_rate(config, step, num_steps) for step in range(num_steps)]
+
+
+def test_warm_up_grows_to_the_peak_and_constant_stays_there():
+    assert rates(6, warmup_steps=4) == [2, 4, 6, 8, 8, 8]
+
+
+def test_a_share_of_warm_up_is_one_of_the_steps_of_the_run_rounded_up():
+    assert rates(6, warmup_share=0.5) == rates(6, warmup_steps=3)
+    assert rates(10, warmup_share=0.01, schedule="linear") == rates(
+        10, warmup_steps=1, schedule="linear"
+    )
+    assert rates(4, warmup_share=1.0) == [2, 4, 6, 8]
+    with pytest.raises(
+        ValueError, match=r"warmup_share must be 0 with trainer\.warmup_steps.*0\.1"
+    ):
+        TrainerConfig(warmup_steps=3, warmup_share=0.1)
+
+
+def test_linear_falls_by_equal_amounts_and_its_last_step_still_learns():
+    assert rates(4, schedule="linear") == [8, 6, 4, 2]
+    assert rates(4, schedule="linear", min_lr_share=0.5) == [8, 7, 6, 5]
+    assert rates(6, warmup_steps=2, schedule="linear") == [4, 8, 8, 6, 4, 2]
+
+
+def test_cosine_is_half_way_in_the_middle_and_its_last_step_still_learns():
+    assert rates(4, schedule="cosine") == pytest.approx([8, 6.828427, 4, 1.171573])
+    assert rates(2, schedule="cosine", min_lr_share=0.25) == pytest.approx([8, 5])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize(("num_steps", "warmup_steps"), [(1, 0), (1, 1), (2, 5), (3, 2), (200, 10)])
+def test_no_step_of_any_run_has_learning_rate_zero(schedule, num_steps, warmup_steps):
+    values = rates(num_steps, schedule=schedule, warmup_steps=warmup_steps)
+    assert all(0 < value <= 8 for value in values)
+    assert num_steps > 1 or values == [8]
+    floor = TrainerConfig(lr=8.0, schedule=schedule, min_lr_share=0.25)
+    after = [learning_rate(floor, step, 5) for step in (5, 9)]
+    assert after == ([8, 8] if schedule == "constant" else [2, 2]), "after the planned end"
