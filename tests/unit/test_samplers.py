@@ -140,10 +140,7 @@ def test_a_process_may_ask_again_until_all_have_their_answer() -> None:
 @pytest.mark.parametrize(
     ("sample", "line"),
     [
-        (
-            lambda ready, count: [0, 1],
-            "be two lists of item ids, those taken and those .*, got .0, 1",
-        ),
+        (lambda ready, count: [0, 1], "be two lists of item ids, those taken and those .*, got"),
         (lambda ready, count: None, "be two lists of item ids, .*, got None"),
         (lambda ready, count: ([0.5], []), r"be two lists of item ids, .*, got \(\[0.5\], \[\]\)"),
         (lambda ready, count: ([0, 99], []), "take only what is ready, got 99"),

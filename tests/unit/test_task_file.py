@@ -22,16 +22,8 @@ from llamarl.core.extensions import FORMS, load, neighbours
         ("def reward(:\n", "reward", "got SyntaxError: invalid syntax (task.py, line 1)"),
         ("x = '\0'\n", "reward", "must load, got SyntaxError: source code string cannot contain"),
         ("x = " + "[" * 9999, "reward", "task.py must load, got "),
-        (
-            "import nowhere",
-            "drop",
-            "must load, got ModuleNotFoundError: No module named 'nowhere' (task.py, line 1: ",
-        ),
-        (
-            "import sys\nsys.exit(3)",
-            "drop",
-            "task.py must load, got SystemExit: 3 (task.py, line 2: sys.exit(3))",
-        ),
+        ("import nowhere", "drop", "must load, got ModuleNotFoundError: No module named"),
+        ("import sys\nsys.exit(3)", "drop", "task.py must load, got SystemExit: 3 (task.py, line"),
         ("raise GeneratorExit", "drop", "must load, got GeneratorExit (task.py, line 1: raise "),
         (
             "import os\ndef score(p, c):\n    reward = 1\n",
@@ -40,12 +32,7 @@ from llamarl.core.extensions import FORMS, load, neighbours
         ),
         ("", "drop", "must define drop(group: ScoredGroup) -> str | None, got no name at all"),
         ("drop = 3", "drop", "must define drop(group: ScoredGroup) -> str | None, got 3"),
-        (
-            "\ndef reward(completion, prompt): return 1",
-            "reward",
-            "task.py:2: reward must be reward(prompt: Prompt, completion: str) -> float, "
-            "got reward(completion, prompt)",
-        ),
+        ("\ndef reward(completion, prompt): return 1", "reward", "task.py:2: reward must be"),
         ("def reward(prompt): return 1", "reward", "got reward(prompt): too many positional"),
         ("from math import cos as reward", "reward", "task.py: reward must be reward(prompt"),
         ("drop = lambda: 3", "drop", "task.py:1: drop must be drop(group: ScoredGroup)"),
