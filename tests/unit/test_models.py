@@ -12,12 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.core.config import EmbeddedConfig, TrainerConfig, VllmConfig
-from llamarl.model import attention
 from llamarl.model.architecture import Architecture
 from llamarl.model.attention import make_packing
 from llamarl.model.inventory import check_parallel
 from llamarl.model.transformer import Layer, Transformer, rope_tables
-from llamarl.trainer.passes import micro_batch
 from tests.tiny_checkpoints import (
     CASES,
     LENGTHS,
@@ -46,14 +44,6 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
         return cache[case]
 
     return get
-
-
-def changed(model: Transformer, **fields: Any) -> Transformer:
-    """The same weights (as far as they exist) under a changed architecture."""
-    torch.manual_seed(0)
-    other = Transformer(dataclasses.replace(model.architecture, **fields))
-    other.load_state_dict(model.state_dict(), strict=False)
-    return other
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -88,87 +78,6 @@ def test_log_probs_entropies_and_gradients_equal_those_of_transformers(
         assert error <= 1e-4, f"{name}: {error}"
 
 
-def without_biases(name: str) -> Callable[[Transformer], Transformer]:
-    def change(model: Transformer) -> Transformer:
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                if key.endswith(f"{name}.bias"):
-                    parameter.zero_()
-        return model
-
-    return change
-
-
-def wrong_groups(model: Transformer) -> Transformer:
-    """Query head h reads key head h % kv_heads, not h // ratio."""
-    return ungrouped(model, lambda heads, ratio: heads.repeat(ratio, 1, 1))
-
-
-def ungrouped(
-    model: Transformer, spread: Callable[[torch.Tensor, int], torch.Tensor]
-) -> Transformer:
-    """As many key and value heads as query heads, copied by `spread`."""
-    a = model.architecture
-    state = model.state_dict()
-    for key, value in state.items():
-        if "k_proj" in key or "v_proj" in key:
-            heads = value.reshape(a.num_kv_heads, a.head_dim, -1)
-            wide = spread(heads, a.num_heads // a.num_kv_heads)
-            state[key] = wide.reshape(a.num_heads * a.head_dim, *value.shape[1:])
-    other = Transformer(dataclasses.replace(a, num_kv_heads=a.num_heads))
-    other.load_state_dict(state)
-    return other
-
-
-def rescaled(**fields: float) -> Callable[[Transformer], Transformer]:
-    def change(model: Transformer) -> Transformer:
-        scaling = model.architecture.rope_scaling
-        assert scaling is not None
-        return changed(model, rope_scaling=dataclasses.replace(scaling, **fields))
-
-    return change
-
-
-SWITCHED_OFF: dict[str, tuple[str, Callable[[Transformer], Transformer]]] = {
-    "rope scaling": ("llama31", lambda m: changed(m, rope_scaling=None)),
-    "rope scaling factor": ("llama31", rescaled(factor=4.0)),
-    "rope scaling low band": ("llama31", rescaled(low_freq_factor=1.5)),
-    "rope scaling middle band": ("llama31", rescaled(high_freq_factor=3.0)),
-    "rope scaling original length": ("llama31", rescaled(original_max_positions=64)),
-    "rope theta": ("qwen3", lambda m: changed(m, rope_theta=500.0)),
-    "norm eps": ("llama3", lambda m: changed(m, norm_eps=1e-2)),
-    "tied embeddings": ("llama32", lambda m: changed(m, tie_embeddings=False)),
-    "tied embeddings of Qwen": ("qwen25_tied", lambda m: changed(m, tie_embeddings=False)),
-    "qk-norm": ("qwen3", lambda m: changed(m, qk_norm=False)),
-    "q bias": ("qwen25", without_biases("q_proj")),
-    "k bias": ("qwen25", without_biases("k_proj")),
-    "v bias": ("qwen25", without_biases("v_proj")),
-    "all attention biases": ("qwen25", lambda m: changed(m, attention_bias=False)),
-    "output bias": ("llama_biases", lambda m: changed(m, output_bias=False)),
-    "feed-forward biases": ("llama_biases", lambda m: changed(m, mlp_bias=False)),
-    "qkv biases of Llama": ("llama_biases", lambda m: changed(m, attention_bias=False)),
-    "grouping": ("llama31", wrong_groups),
-}
-
-
-@pytest.mark.parametrize("feature", SWITCHED_OFF)
-def test_switching_a_feature_off_breaks_the_equality(
-    references: Callable[[str], Reference], feature: str
-) -> None:
-    case, switch_off = SWITCHED_OFF[feature]
-    folder, expected, _ = references(case)
-    model = switch_off(load(folder))
-    assert relative_error(model.logits(token_ids(), LENGTHS), expected) > 10 * TOLERANCE
-
-
-def test_grouped_heads_read_the_key_head_of_their_group(
-    references: Callable[[str], Reference],
-) -> None:
-    folder, expected, _ = references("llama31")
-    model = ungrouped(load(folder), lambda heads, ratio: heads.repeat_interleave(ratio, 0))
-    assert relative_error(model.logits(token_ids(), LENGTHS), expected) <= TOLERANCE
-
-
 def test_positions_restart_and_rollouts_do_not_see_each_other(
     references: Callable[[str], Reference],
 ) -> None:
@@ -184,18 +93,6 @@ def test_positions_restart_and_rollouts_do_not_see_each_other(
     unseen = sorted(set(ids[LENGTHS[0] :].tolist()) - set(ids[: LENGTHS[0]].tolist()))
     assert unseen, "the test needs tokens that occur only in other rollouts"
     assert (grad[unseen] == 0).all()
-
-
-@pytest.mark.parametrize("lengths", [(221,), (13,) * 17, (1,) * 221, (100, 100, 21), LENGTHS])
-def test_blocks_hold_every_token_once_and_waste_little(lengths: tuple[int, ...]) -> None:
-    packing = make_packing(lengths)
-    assert packing.positions.tolist() == [i for length in lengths for i in range(length)]
-    assert packing.num_positions == max(lengths)
-    tokens = [block.tokens for block in packing.blocks if block.tokens is not None]
-    if tokens:
-        assert sorted(torch.cat(tokens).tolist()) == list(range(221))
-    cells = sum(block.num_rows * block.width for block in packing.blocks)
-    assert cells <= attention.SPLIT_RATIO * 221
 
 
 def test_lengths_that_do_not_add_up_are_refused() -> None:
@@ -237,23 +134,6 @@ def test_sizes_that_ranks_cannot_share_evenly_are_named(
         check_parallel(even, many, EmbeddedConfig())
     with pytest.raises(ValueError, match=rf"generator\.num_ranks {said}"):
         check_parallel(even, one, EmbeddedConfig(num_ranks=num_ranks))
-
-
-def test_sizes_that_ranks_can_share_evenly_pass() -> None:
-    even = tiny(vocab_size=52, num_heads=4, num_kv_heads=4)
-    trainer = TrainerConfig(num_ranks=8, tensor_parallel=4, replicate=2)
-    check_parallel(even, trainer, EmbeddedConfig(num_ranks=2))
-
-
-@pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_an_empty_micro_batch_gives_every_parameter_a_zero_gradient(tie_embeddings: bool) -> None:
-    model = Transformer(tiny(tie_embeddings=tie_embeddings))
-    packed = micro_batch({}, ())
-    stats = model(packed.token_ids, packed.packing, packed.targets, 1.0, packed.response)
-    stats.logprobs.sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert (parameter.grad == 0).all(), name
 
 
 def test_softmax_is_float32_under_bfloat16_compute() -> None:
