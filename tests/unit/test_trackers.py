@@ -69,9 +69,7 @@ def test_a_tracker_gets_the_recipe_and_every_step(tmp_path: Path) -> None:
     ]
 
 
-def test_a_tracker_that_fails_ends_its_tracking_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_fails_ends_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trackers = open_trackers(["notes", "tensorboard"], tmp_path, {}, 0)
     log = MetricsLog(tmp_path, trackers)
     for step in (12, 13, 14):
@@ -132,65 +130,53 @@ LIBRARIES = {
 NAMED = {"metrics.project": "maths", "metrics.run_name": "first try", "metrics.tags": ["a", "b"]}
 
 
-def open_twice(name: str, folder: Path, config: dict[str, object]) -> list[list[object]]:
-    """What a library hears of a run that logs a step, ends, resumes and logs another one, in
-    processes of their own."""
-    body = "\n".join(line[8:] for line in LIBRARIES[name].splitlines())
-    said = "import json\ndef say(*words):\n    open('said', 'a').write(json.dumps(words) + '\\n')\n"
-    (folder / f"{name}.py").write_text(said + body)
-    for step in (0, 3):
-        program = (
-            "import sys; from pathlib import Path; sys.path.insert(0, '.')\n"
-            "from llamarl.metrics.trackers import open_trackers\n"
-            f"opened = open_trackers([{name!r}], Path('run').absolute(), {config!r}, {step})\n"
-            f"tracker = opened[{name!r}]\n"
-            f"tracker.log({step}, {{'reward/mean': 0.5}}, {{}}, {{}}); tracker.close()\n"
-            "assert not {'torch', 'tensorboard'} & sys.modules.keys()"
-        )
-        variables = {key: value for key, value in os.environ.items() if "WANDB" not in key}
-        subprocess.run([sys.executable, "-c", program], cwd=folder, check=True, env=variables)
-    return read_lines(folder / "said")
+def open_twice(folder: Path, config: dict[str, object]) -> None:
+    """Let the libraries hear of a run that logs a step, ends, resumes and logs another one."""
+    for name, text in LIBRARIES.items():
+        body = "\n".join(line[8:] for line in text.splitlines())
+        writes = f"open({f'said by {name}'!r}, 'a').write(json.dumps(words) + '\\n')"
+        (folder / f"{name}.py").write_text(f"import json\ndef say(*words):\n    {writes}\n{body}")
+    program = f"""
+import sys; from pathlib import Path; sys.path.insert(0, '.')
+from llamarl.metrics.trackers import open_trackers
+for step in (0, 3):
+    opened = open_trackers({[*LIBRARIES]!r}, Path('run').absolute(), {config!r}, step)
+    for tracker in opened.values():
+        tracker.log(step, {{'reward/mean': 0.5}}, {{}}, {{}}); tracker.close()
+assert not {{'torch', 'tensorboard'}} & sys.modules.keys()
+"""
+    variables = {key: value for key, value in os.environ.items() if "WANDB" not in key}
+    subprocess.run([sys.executable, "-c", program], cwd=folder, check=True, env=variables)
 
 
 @pytest.mark.parametrize("is_named", [False, True])
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_a_library_hears_the_names_of_a_run_and_that_it_is_the_same_when_it_resumes(
-    name: str, is_named: bool, tmp_path: Path
-) -> None:
+def test_a_library_hears_of_a_run_and_its_resume(is_named: bool, tmp_path: Path) -> None:
     """The slow test of the wheel calls the libraries themselves."""
     config = {**CONFIG, **(NAMED if is_named else {})}
-    said = open_twice(name, tmp_path, config)
+    open_twice(tmp_path, config)
     project, run_name = ("maths", "first try") if is_named else ("llamarl", "run")
     tags = ["a", "b"] if is_named else None
-    (run_id,) = json.loads((tmp_path / "run" / "trackers.json").read_text()).values()
-    if name == "wandb":
-        opened = ["init", project, run_name, tags, run_id, "allow", str(tmp_path / "run"), config]
-        opened_by_step = {step: [opened, ["define_metric", "*", "step"]] for step in (0, 3)}
-        logged = {step: ["log", {"reward/mean": 0.5, "step": step}] for step in (0, 3)}
-        end = ["finish"]
-        assert len(run_id) == 16
-    elif name == "mlflow":
-        named = ["start_run", None, run_name, tags and dict.fromkeys(tags, "true")]
-        experiment = ["set_experiment", project]
-        opened_by_step = {
-            0: [experiment, named, ["log_params", config]],
-            3: [experiment, ["start_run", "made there", None, None]],
-        }
-        logged = {step: ["log_metrics", {"reward/mean": 0.5}, step] for step in (0, 3)}
-        end = ["end_run"]
-    else:
-        opened_by_step = {
-            step: [["init", project, run_name, resume, config]]
-            for step, resume in ((0, "never"), (3, "allow"))
-        }
-        logged = {step: ["log", {"reward/mean": 0.5}, step] for step in (0, 3)}
-        end = ["finish"]
-    assert said == [line for s in (0, 3) for line in [*opened_by_step[s], logged[s], end]]
+    run_id = json.loads((tmp_path / "run" / "trackers.json").read_text())["wandb"]
+    assert len(run_id) == 16
+    reward = {"reward/mean": 0.5}
+    own_folder = str(tmp_path / "run")
+    opened = ["init", project, run_name, tags, run_id, "allow", own_folder, config]
+    expected: dict[str, list[list[object]]] = {"wandb": [], "mlflow": [], "trackio": []}
+    for step, resume in ((0, "never"), (3, "allow")):
+        expected["wandb"] += [opened, ["define_metric", "*", "step"]]
+        expected["wandb"] += [["log", reward | {"step": step}], ["finish"]]
+        begun = ["start_run", None, run_name, tags and dict.fromkeys(tags, "true")]
+        again = ["start_run", "made there", None, None]
+        expected["mlflow"] += [["set_experiment", project]]
+        expected["mlflow"] += [begun, ["log_params", config]] if step == 0 else [again]
+        expected["mlflow"] += [["log_metrics", reward, step], ["end_run"]]
+        expected["trackio"] += [["init", project, run_name, resume, config]]
+        expected["trackio"] += [["log", reward, step], ["finish"]]
+    for name, lines in expected.items():
+        assert read_lines(tmp_path / f"said by {name}") == lines, name
 
 
-def test_variables_of_wandb_hold_where_the_recipe_names_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_of_wandb_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[dict[str, object]] = []
 
     class Run:
@@ -252,9 +238,7 @@ REWARD = "def reward(prompt, completion):\n    return len(completion)\n"
 
 @pytest.mark.full
 @pytest.mark.parametrize("reward", ["task", pytest.param("math", marks=pytest.mark.long)])
-def test_a_run_logs_to_the_tracker_that_its_task_py_adds(
-    reward: str, tmp_path: Path, forks: Forks
-) -> None:
+def test_a_run_logs_to_the_tracker_of_its_task(reward: str, tmp_path: Path, forks: Forks) -> None:
     """The text of the page, in a recipe that uses task.py for that alone or for the reward too."""
     task = "\n\n".join([block("tracker", "python"), REWARD])
     recipe = write_recipe(tmp_path, RUN.replace("REWARD", reward), task)
