@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -46,21 +47,19 @@ CPU = "cpu"
 
 @dataclass
 class Seen:
-    """Results by name; what was asked of the device, (kind, line) -> how often, in `num_rounds`
-    steps or micro-batches; and by the end of a step."""
+    """Results by name; what was asked of the device, (kind, line) -> how often, in twelve decode
+    steps or three micro-batches; and `asked` by kind, in those decode steps or at a step's end."""
 
     values: dict[str, Any] = field(default_factory=dict)
     lines: dict[tuple[str, str], int] = field(default_factory=dict)
-    num_rounds: int = 1
     asked: dict[str, int] = field(default_factory=dict)
 
-    def per_round(self, *lines_of: str) -> dict[str, float]:
-        """How often each kind was asked for in a round, by lines of these files (none: of all)."""
-        found: dict[str, float] = {}
-        for (kind, line), number in self.lines.items():
-            if not lines_of or line.startswith(lines_of):
-                found[kind] = found.get(kind, 0.0) + number / self.num_rounds
-        return found
+    def per_micro_batch(self) -> dict[str, float]:
+        """How often each kind of copy was asked for in the mean of the three."""
+        found: Counter[str] = Counter()
+        for (kind, _), number in self.lines.items():
+            found[kind] += number
+        return {kind: n / 3 for kind, n in found.items() if not kind.startswith("wait")}
 
 
 @contextmanager
@@ -104,10 +103,10 @@ async def decode(rank: int, num_ranks: int, device: str, fields: dict[str, Any])
             segment = 7 if row % 3 == 0 else 0
             sampling = kinds[row % 4]
             engine.submit(
-                make_request(row, prompt, 3 + 9 * row, segment_tokens=segment, **sampling)
+                make_request(row, prompt, 3 + 9 * min(row, 6), segment_tokens=segment, **sampling)
             )
         mover = MemoryMover("pinned" if device == KIND else "none", "", "engine")
-        seen, done = Seen(num_rounds=0), {}
+        lines, asked, done = Counter(), Counter(), {}
         for step in range(1000):
             if step in (12, 40):
                 live.copy_(flats[step == 12])
@@ -119,10 +118,9 @@ async def decode(rank: int, num_ranks: int, device: str, fields: dict[str, Any])
                 mover.onload("kv")
             counts.clear()
             finished = engine.step()
-            if seen.num_rounds < 12:  # nothing else happens in these
-                seen.num_rounds += 1
-                for place, number in counts.lines.items():
-                    seen.lines[place] = seen.lines.get(place, 0) + number
+            if step < 12:  # nothing else happens in these
+                lines += counts.lines
+                asked += counts.total
             for item in finished:
                 if item.reason.value == "segment":
                     engine.submit(item.request, item.written)
@@ -131,11 +129,11 @@ async def decode(rank: int, num_ranks: int, device: str, fields: dict[str, Any])
             if not engine.has_work:
                 break
         engine.close()
-    seen.values = {
+    values = {
         name: {row: getattr(written, name).tolist() for row, written in done.items()}
         for name in ("ids", "logprobs", "versions")
     }
-    return seen
+    return Seen(values, lines, asked)
 
 
 def make_policy_step(
@@ -184,7 +182,7 @@ async def train(
             batch = make_batch(rows, 1, 160, version)
             counts.clear()
             found = policy_step.accumulate(batch, rows, columns, [5, 5, 3])
-            seen.lines, seen.num_rounds = dict(counts.lines), 3
+            seen.lines = dict(counts.lines)
             parameters = policy_step.policy.parameters
             seen.values[f"gradients {version}"] = {
                 name: host(p.grad.to_local()) for name, p in parameters.items()

@@ -44,20 +44,8 @@ def test_all_passes_on_a_device_that_computes_what_the_cpu_does(
         ("wrong products", [], FREE, "generation", r"must be below 0\.001 and 0\.01: this device"),
         ("bytes lost on the way", [], FREE, "publish", r"publish of version 0 to generator 0: .*"),
         ("no driver", [], FREE, "recipe", r"device must be cpu on a machine without a GPU"),
-        (
-            "torch for CPUs",
-            [],
-            FREE,
-            "torch",
-            r"torch must be a build for GPUs .*got '2\.13\.0\+cpu",
-        ),
-        (
-            "none",
-            [],
-            CARD.format(free=1000),
-            "cards",
-            r"memory of card 0 must be free, got 78\.7",
-        ),
+        ("torch for CPUs", [], FREE, "torch", r"must be a build for GPUs .*got '2\.13\.0\+cpu"),
+        ("none", [], CARD.format(free=1000), "cards", r"memory of card 0 must be free, got 78\.7"),
         ("none", ["cluster.gpu=A100-40GB"], FREE, "cards", r"number 0 is a NVIDIA H100 80GB HBM3"),
         (
             "none",

@@ -26,27 +26,15 @@ from tests.tiny_checkpoints import write_checkpoint
 
 KIND = "emu"
 
-DECODE_STEP = {
-    "pinned copy in": 1.0,
-    "pinned copy out": 1.0,
-    "wait while the device has more to do": 1.0,
+# What the device is asked for; these may only fall.
+DECODE_STEPS = {  # 12 in all, with one prefill
+    "pinned copy in": 12 + 1 + 3,  # sampling parameters every 8 steps, or when a rollout starts
+    "pinned copy out": 12,
+    "wait while the device has more to do": 12,
 }
-"""What a decode step asks of the device. These may only fall."""
-
-SAMPLING = {"pinned copy in": 0.25}
-"""What new rows cost a step in the mean: sampling parameters go in one copy, every 8 steps or when
-a rollout starts or stops."""
-
-PREFILL = "pinned copy in"
-"""What a prefill does once."""
-
 MICRO_BATCH = {"pinned copy in": 1.0, "pinned copy out": 1.0}
-"""What a micro-batch does between its first launch and the end of `accumulate`."""
-
+STEP = {"pinned copy in": 1, "number read": 1, "blocking copy out": 1}  # gradient norm, metrics
 OTHERS = sorted(algorithms().keys() - {"aipo", "grpo", "task"})
-
-STEP = {"pinned copy in": 1, "number read": 1, "blocking copy out": 1}
-"""What the end of a step does: scale the gradients, read their norm and the metrics."""
 
 
 class Process:
@@ -112,12 +100,8 @@ def test_the_engine_decodes_there_what_it_decodes_on_a_cpu(
         np.testing.assert_allclose(*logprobs, atol=0.3 if "dtype" in fields else 1e-4, rtol=0)
         num_compared += alike.stop
     assert num_compared > 100
-    steps = emulated.per_round("generation/model_runner")
-    assert all(steps.get(kind, 0) <= most for kind, most in DECODE_STEP.items()), steps
-    assert set(emulated.per_round()) <= DECODE_STEP.keys(), emulated.lines
-    sampling = emulated.per_round("generation/running_batch")
-    assert all(number <= SAMPLING.get(kind, 0) for kind, number in sampling.items()), sampling
-    assert emulated.per_round("generation/decoder") == {PREFILL: 1 / emulated.num_rounds}
+    for kind, number in emulated.asked.items():
+        assert 0 < number <= DECODE_STEPS.get(kind, 0), emulated.lines
 
 
 @pytest.mark.parametrize(
@@ -143,14 +127,11 @@ def test_a_step_is_there_what_it_is_on_a_cpu(
             one, other = (flat(each[key]) for each in (wanted, found))
             apart, size = np.linalg.norm(other - one), np.linalg.norm(one)
             assert apart <= tolerance * max(size, 1e-3), f"{name} {key}"
-    per_micro_batch = {
-        kind: number for kind, number in emulated.per_round().items() if not kind.startswith("wait")
-    }
-    assert per_micro_batch == MICRO_BATCH, emulated.lines
+    assert emulated.per_micro_batch() == MICRO_BATCH, emulated.lines
     waits = {line for kind, line in emulated.lines if kind.startswith("wait")}
     assert len(waits) == 1, "at the end of `accumulate` only"
-    assert all(emulated.asked.get(kind, 0) <= most for kind, most in STEP.items()), emulated.asked
-    assert emulated.asked.keys() <= STEP.keys(), emulated.asked
+    for kind, number in emulated.asked.items():
+        assert number <= STEP.get(kind, 0), emulated.asked
 
 
 def flat(value: Any) -> np.ndarray:
@@ -162,7 +143,7 @@ def flat(value: Any) -> np.ndarray:
     ("staging", "fields"),
     [
         ("double_buffer", {}),
-        ("double_buffer", {"dtype": "bfloat16"}),
+        pytest.param("double_buffer", {"dtype": "bfloat16"}, marks=pytest.mark.long),
         pytest.param("host", {}, marks=pytest.mark.long),
         ("double_buffer", {"quantization": "int8"}),
     ],

@@ -20,11 +20,12 @@ from tests.places import ROOT
 from tests.unit.composing import compose_recipe
 
 LARGE = ("llama31_70b_math", "llama31_405b_math")
+OTHERS = ("llama31_8b_math", "qwen25_7b_math", *LARGE)
 RECIPES = [
     "gsm8k_llama32_1b_1gpu",
-    pytest.param("llama31_8b_math", marks=pytest.mark.long),
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen25_7b_math", *LARGE)),
+    *(pytest.param(each, marks=pytest.mark.long) for each in OTHERS),
 ]
+SPLIT = ["trainer.num_ranks=16", "trainer.tensor_parallel=4"]
 TOLERANCE = 0.1  # of a plan's peak
 BESIDE = {"snapshot", "transfer"}  # which a plan counts, and one pass does not make
 
@@ -51,13 +52,8 @@ def some_ranks(recipe: str, num_ranks: int) -> list[int]:
     ("recipe", "overrides"),
     [
         ("gsm8k_llama32_1b_1gpu", []),
-        ("llama31_8b_math", []),
-        pytest.param(
-            "llama31_8b_math",
-            ["trainer.num_ranks=16", "trainer.tensor_parallel=4"],
-            marks=pytest.mark.long,
-        ),
-        *(pytest.param(name, [], marks=pytest.mark.long) for name in ("qwen25_7b_math", *LARGE)),
+        pytest.param("llama31_8b_math", SPLIT, marks=pytest.mark.long),
+        *(pytest.param(each, [], marks=pytest.mark.long) for each in OTHERS),
     ],
 )
 def test_a_trainer_rank_has_the_memory_that_its_plan_says(
