@@ -21,6 +21,7 @@ from tests.json_lines import read_lines
 from tests.places import RECIPE
 from tests.signals import restore_ctrl_c
 
+LIMIT_S = 300.0  # for what is awaited, on a machine with other work
 SMALL = [
     "trainer.groups_per_step=8",
     "trainer.lr=5e-4",
@@ -76,13 +77,13 @@ def train(run_dir: Path, *overrides: str) -> Command:
     return start("train", f"--config-dir={RECIPE}", f"run_dir={run_dir}", *SMALL, *overrides)
 
 
-def finish(command: Command, limit_s: float = 120.0) -> tuple[int, str, str]:
-    out, err = command.process.communicate(timeout=limit_s)
+def finish(command: Command) -> tuple[int, str, str]:
+    out, err = command.process.communicate(timeout=LIMIT_S)
     return command.process.returncode, out, err
 
 
-def wait_for_step(command: Command, run_dir: Path, step: int, limit_s: float = 90.0) -> None:
-    end_s = time.monotonic() + limit_s
+def wait_for_step(command: Command, run_dir: Path, step: int) -> None:
+    end_s = time.monotonic() + LIMIT_S
     while time.monotonic() < end_s:
         assert command.process.poll() is None, command.process.communicate()
         metrics = run_dir / "metrics.jsonl"
@@ -92,9 +93,9 @@ def wait_for_step(command: Command, run_dir: Path, step: int, limit_s: float = 9
     raise AssertionError(f"step {step} was not reached")
 
 
-def wait_for_restart(command: Command, run_dir: Path, name: str, limit_s: float = 90.0) -> None:
+def wait_for_restart(command: Command, run_dir: Path, name: str) -> None:
     """Until it works again after one restart."""
-    end_s = time.monotonic() + limit_s
+    end_s = time.monotonic() + LIMIT_S
     while time.monotonic() < end_s:
         assert command.process.poll() is None, command.process.communicate()
         rows = ask(str(run_dir), {"ask": "status"})["executors"]
@@ -107,7 +108,7 @@ def wait_for_restart(command: Command, run_dir: Path, name: str, limit_s: float 
 
 def wait_for_other(command: Command, role: str, pids: list[int]) -> list[int]:
     """The pids of the processes that take the place of these, as soon as there are any."""
-    end_s = time.monotonic() + 90.0
+    end_s = time.monotonic() + LIMIT_S
     while time.monotonic() < end_s:
         if found := [pid for pid in executors(command, role) if pid not in pids]:
             return found
@@ -156,10 +157,10 @@ def newest_state(run_dir: Path) -> dict[str, Any]:
     return state
 
 
-def wait_for_save(command: Command, run_dir: Path, version: int, limit_s: float = 90.0) -> None:
+def wait_for_save(command: Command, run_dir: Path, version: int) -> None:
     """Until the save of `version` has begun and is not committed."""
     folder = run_dir / "checkpoints" / f"unfinished-step-{version:08d}"
-    end_s = time.monotonic() + limit_s
+    end_s = time.monotonic() + LIMIT_S
     while not folder.exists():
         assert time.monotonic() < end_s
         assert command.process.poll() is None, command.process.communicate()
@@ -214,7 +215,7 @@ def last_due(state: dict[str, Any]) -> int:
 
 
 def end(command: Command, family: list[int], run_dir: Path) -> Ended:
-    code, out, err = finish(command, 30.0)
+    code, out, err = finish(command)
     return Ended(code, out, err, family, command.wait_until_gone(5.0), newest_state(run_dir))
 
 

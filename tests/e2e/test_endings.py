@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -11,7 +13,19 @@ from pathlib import Path
 import pytest
 
 from llamarl.core import checkpoint
-from tests.e2e.commands import KEEPING, Command, finish, read_archive, train, wait_for_step
+from tests.e2e.commands import (
+    KEEPING,
+    Command,
+    end,
+    executors,
+    finish,
+    goes_on,
+    last_due,
+    read_archive,
+    train,
+    wait_for_save,
+    wait_for_step,
+)
 from tests.json_lines import read_lines
 
 NUM_STEPS = 4
@@ -73,7 +87,7 @@ def test_whenever_a_run_is_ended_it_says_what_is_saved_and_goes_on_to_the_same_e
     command = train(tmp_path, *KEEPING, f"num_steps={NUM_STEPS}")
     moment(command, tmp_path)
     command.process.send_signal(number)
-    code, out, err = finish(command, 60.0)
+    code, out, err = finish(command)
     assert command.wait_until_gone(5.0) == []
     codes = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGKILL: -9}
     is_late = moment in (amid_the_last_step, amid_the_export, amid_the_shutdown)
@@ -108,8 +122,72 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path: Path) -> None:
     time.sleep(0.05)
     command.process.send_signal(signal.SIGINT)
     start_s = time.monotonic()
-    code, _, err = finish(command, 30.0)
+    code, _, err = finish(command)
     assert code == 130
     assert "Traceback" not in err
     assert command.wait_until_gone(5.0) == []
     assert time.monotonic() - start_s < 30
+
+
+@pytest.mark.slow
+def test_a_run_without_its_trainer_ends_with_its_name_and_goes_on(tmp_path: Path) -> None:
+    """Ctrl-c, then the death of the resumed run's trainer in the midst of the second save."""
+    command = train(tmp_path, *KEEPING, "num_steps=400")
+    wait_for_step(command, tmp_path, 3)
+    command.process.send_signal(signal.SIGINT)
+    first = end(command, [], tmp_path).state
+    ending = ["checkpoint.resume=auto", "cluster.max_restarts=0"]
+    command = train(tmp_path, *KEEPING, "num_steps=400", *ending)
+    wait_for_step(command, tmp_path, last_due(first) + 2)
+    (trainer,) = executors(command, "trainer")
+    wait_for_save(command, tmp_path, last_due(first) + 4)
+    os.kill(trainer, signal.SIGKILL)
+    without_trainer = end(command, [trainer], tmp_path)
+    assert without_trainer.code == 1
+    assert "lost executor trainer" in without_trainer.err
+    version = without_trainer.state["version"]
+    assert f"llamarl: version {version} is saved in " in without_trainer.err
+    assert without_trainer.err.endswith(f"run_dir={tmp_path} checkpoint.resume=auto\n")
+    assert re.search(r"version \d+ could not be saved: lost", " ".join(without_trainer.out.split()))
+    assert "ExceptionGroup" not in without_trainer.err
+    assert without_trainer.left == []
+    num_steps = f"num_steps={version + 2}"
+    code, out, err = finish(train(tmp_path, *KEEPING, num_steps, "checkpoint.resume=auto"))
+    assert code == 0, err + out
+    goes_on(tmp_path, first, without_trainer.state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["scorer", "storage-0", "generator-0"])
+def test_a_dead_executor_ends_the_run_with_its_name(role: str, tmp_path: Path) -> None:
+    never = ["cluster.max_restarts=0", "generator.max_restarts=0"]
+    command = train(tmp_path, "num_steps=400", *never)
+    wait_for_step(command, tmp_path, 2)
+    os.kill(executors(command, role)[0], signal.SIGKILL)
+    code, _, err = finish(command)
+    assert code == 1
+    assert f"lost executor {role}" in err
+    assert "ExceptionGroup" not in err
+    assert command.wait_until_gone(5.0) == []
+
+
+@pytest.mark.parametrize(
+    "num_processes", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 4, 6))]
+)
+def test_a_run_killed_during_its_start_leaves_no_process_and_can_be_repeated_at_once(
+    num_processes: int, tmp_path: Path
+) -> None:
+    command = train(tmp_path, "num_steps=2")
+    end_s = time.monotonic() + 60
+    while not (tmp_path / "config.yaml").exists() or len(command.family()) < num_processes:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    command.process.send_signal(signal.SIGKILL)
+    command.process.wait()
+    again = train(tmp_path, "num_steps=2", "checkpoint.resume=auto") if num_processes > 2 else None
+    assert command.wait_until_gone(5.0) == []
+    if again is not None:
+        code, out, err = finish(again)
+        assert code == 0, err + out
+        ids = [line["row_id"] for line in read_archive(tmp_path)]
+        assert len(ids) == len(set(ids))

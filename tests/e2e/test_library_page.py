@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -85,27 +81,3 @@ def test_the_table_of_calls_has_them_all() -> None:
     )
     public = {name for name in vars(LibraryEngines) if not name.startswith("_")} - {"running"}
     assert public <= named
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "least"), [("synchronous", 0.93), ("own trainer", 0.7)])
-def test_a_loop_of_the_page_learns_at_its_full_length(name: str, least: float, place: Path) -> None:
-    script = place / "loop.py"
-    script.write_text(LOOPS[name])
-    start_s = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    last = done.stdout.splitlines()[-1]
-    if name == "synchronous":
-        before, after = (float(each) / 100 for each in re.findall(r"([\d.]+)%", last))
-        assert before <= 0.5
-    else:
-        after = float(last.rpartition(" ")[2])
-    assert after >= least, done.stdout
-    assert time.monotonic() - start_s < 300

@@ -1,11 +1,10 @@
-"""The promise of `make quickstart`, over seeds, and the controls that show RL did it."""
+"""The promise of `make quickstart`, over seeds; the control that must not learn is in
+test_learning.py."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -56,8 +55,9 @@ def test_the_quickstart_learns_asynchronously_for_every_seed(seed: int, tmp_path
         ["generator.quantization=int8"],
         ["placement=colocated"],
         ["weights=collective", "generator.num_replicas=2", "trainer.num_ranks=2"],
+        ["generator.pools=['max_num_seqs=128','quantization=int8 max_num_seqs=32']"],
     ],
-    ids=["int8", "colocated", "collective"],
+    ids=["int8", "colocated", "collective", "pools"],
 )
 def test_the_quickstart_learns_as_much_in_other_shapes(
     overrides: list[str], tmp_path: Path
@@ -65,26 +65,6 @@ def test_the_quickstart_learns_as_much_in_other_shapes(
     summary = quickstart(tmp_path, *overrides)
     assert summary["accuracy_after"] >= 0.93
     assert summary["staleness_max"] <= 1
-
-
-def test_nothing_is_learnt_without_a_learning_rate(tmp_path: Path) -> None:
-    summary = quickstart(tmp_path, "trainer.lr=0", "num_steps=10")
-    assert summary["accuracy_after"] == pytest.approx(summary["accuracy_before"], abs=0.03)
-
-
-def test_nothing_is_learnt_from_shuffled_rewards(tmp_path: Path) -> None:
-    """In ten steps; in more of them such rewards move the policy at random."""
-    recipe = tmp_path / "recipe"
-    shutil.copytree(RECIPE, recipe)
-    rows = read_lines(recipe / "prompts.jsonl")
-    answers = [row["answer"] for row in rows]
-    random.Random(0).shuffle(answers)
-    shuffled = [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
-    text = "".join(json.dumps(row) + "\n" for row in shuffled)
-    (recipe / "prompts.jsonl").write_text(text)
-    summary = quickstart(tmp_path / "shuffled", "num_steps=10", recipe=recipe)
-    assert summary["accuracy_after"] == pytest.approx(summary["accuracy_before"], abs=0.03)
-    assert quickstart(tmp_path / "right", "num_steps=10")["accuracy_after"] > 0.75
 
 
 def attestation_share(run_dir: Path) -> float:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from tests.e2e.commands import (
     RECIPE,
     Ended,
     end,
-    executors,
     finish,
     goes_on,
     read_archive,
@@ -111,11 +109,7 @@ def test_other_users_can_read_no_file_of_a_run(finished: Path) -> None:
 
 
 def test_every_rollout_has_exactly_one_outcome(finished: Path) -> None:
-    lines = [
-        json.loads(line)
-        for path in (finished / "archive").glob("rollouts-*.jsonl")
-        for line in path.read_text().splitlines()
-    ]
+    lines = read_archive(finished)
     ids = [line["row_id"] for line in lines]
     assert len(ids) == len(set(ids))
     outcomes = {line["outcome"] for line in lines}
@@ -179,69 +173,6 @@ def test_the_export_answers_in_transformers_as_it_did_in_the_run(finished: Path)
         num_right += has_stopped and text.endswith(f"Answer: {row['answer']}")
     after = json.loads((finished / "summary.json").read_text())["accuracy_after"]
     assert num_right / 16 == pytest.approx(after, abs=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("role", ["scorer", "storage-0", "generator-0"])
-def test_a_dead_executor_ends_the_run_with_its_name(role: str, tmp_path: Path) -> None:
-    never = ["cluster.max_restarts=0", "generator.max_restarts=0"]
-    command = train(tmp_path, "num_steps=400", *never)
-    wait_for_step(command, tmp_path, 2)
-    os.kill(executors(command, role)[0], signal.SIGKILL)
-    code, _, err = finish(command, 30.0)
-    assert code == 1
-    assert f"lost executor {role}" in err
-    assert "ExceptionGroup" not in err
-    assert command.wait_until_gone(5.0) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "silence"),
-    [
-        (signal.SIGKILL, "cluster.liveness_timeout_s=60"),
-        (signal.SIGSTOP, "cluster.liveness_timeout_s=3"),
-    ],
-    ids=["killed", "stopped"],
-)
-def test_the_run_goes_on_without_a_lost_replica_and_a_lost_reward_process(
-    number: int, silence: str, tmp_path: Path
-) -> None:
-    command = train(tmp_path, "num_steps=12", "generator.num_replicas=2", silence)
-    wait_for_step(command, tmp_path, 2)
-    (worker,) = reward_workers(command.family())
-    os.kill(worker, signal.SIGKILL)
-    os.kill(executors(command, "generator-0")[0], number)
-    code, out, err = finish(command)
-    assert code == 0, err + out
-    assert re.search(WORKER_LOST, err)
-    assert "lost" in out
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["steps"] == 12
-    assert summary["staleness_max"] <= 1
-    assert command.wait_until_gone(5.0) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", ["weights.timeout_s=60", "weights.timeout_s=2"])
-def test_the_run_goes_on_after_a_replica_stood_still_for_a_while(
-    limit: str, tmp_path: Path
-) -> None:
-    """It comes back, or a publish has given it up by then."""
-    command = train(tmp_path, "num_steps=25", "generator.num_replicas=2", limit)
-    wait_for_step(command, tmp_path, 2)
-    (victim,) = executors(command, "generator-1")
-    os.kill(victim, signal.SIGSTOP)
-    time.sleep(6)
-    os.kill(victim, signal.SIGCONT)
-    code, out, err = finish(command)
-    assert code == 0, err + out
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["steps"] == 25
-    assert summary["staleness_max"] <= 1
-    rows = [row for row in read_archive(tmp_path) if row["outcome"] == "trained"]
-    assert len(rows) == len({row["row_id"] for row in rows}) == 25 * 8 * 8
-    assert command.wait_until_gone(5.0) == []
 
 
 @pytest.fixture(scope="module")

@@ -71,20 +71,6 @@ def test_the_death_of_a_host_ends_the_run_with_one_reason(tmp_path: Path, victim
         assert not [pid for pid in started if is_alive(pid)]
 
 
-def test_a_foreign_certificate_ends_a_run_in_one_line_before_it_starts(tmp_path: Path) -> None:
-    ours, foreign = tmp_path / "ours", tmp_path / "foreign"
-    for folder in (ours, foreign):
-        make_certificates(str(folder), ["127.0.0.1"])
-    with worker(ours) as (host, _):
-        done = subprocess.run(
-            train(foreign, [host], tmp_path / "run"), capture_output=True, text=True, cwd=ROOT
-        )
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("llamarl: cluster.ca must have signed the certificate of every host")
-    assert host in line
-
-
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_host_that_joins_late_takes_a_replica_until_it_is_removed_or_lost(
     tmp_path: Path, is_lost: bool
