@@ -1,4 +1,5 @@
-"""Programs that a model wrote try to get out of their container, in every way that it limits."""
+"""Programs that a model wrote, in a container of this machine. How they try to get out of it is in
+test_escapes.py."""
 
 from __future__ import annotations
 
@@ -58,13 +59,6 @@ def test_a_program_that_does_no_harm_runs() -> None:
     assert (found.exit_code, found.stderr, found.is_good) == (1, "no\n", False)
 
 
-@pytest.mark.parametrize(
-    "path", ["/etc/passwd", str(Path(__file__)), "/proc/1/environ", "/root/.bashrc"]
-)
-def test_no_file_can_be_read(path: str) -> None:
-    assert "Error" in run(f"print(open({path!r}).read())").stderr
-
-
 def test_time_is_limited_whatever_the_program_does() -> None:
     for source in (
         "while True: pass",
@@ -77,37 +71,11 @@ def test_time_is_limited_whatever_the_program_does() -> None:
         assert time.monotonic() - start_s < 3.0
 
 
-def test_what_a_program_leaves_behind_ends_with_it() -> None:
-    start_s = time.monotonic()
-    found = run(
-        "import os, time\nif os.fork() == 0:\n  os.setsid()\n  time.sleep(60)\nprint('done')"
-    )
-    assert found.stdout == "done\n"
-    assert time.monotonic() - start_s < 2.5
-
-
-def test_memory_processes_and_disk_are_limited() -> None:
-    assert not run("x = bytearray(10**9)\nprint(len(x))").is_good
-    many = "import os, time\nfor i in range(100):\n  if os.fork() == 0: time.sleep(1); os._exit(0)"
-    assert "BlockingIOError" in run(f"{many}\nprint('all')").stderr
-    found = run("for i in range(100): open(f'{i}', 'wb').write(b'x' * 10**6)\nprint('all')")
-    assert "No space left" in found.stderr or found.ended_for == "disk"
-
-
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_output_is_cut_off(stream: str) -> None:
     limits = ProgramLimits(seconds=5.0, output_bytes=1000)
     found = run(f"import sys\nwhile True: sys.{stream}.write('x' * 999)", limits=limits)
     assert (found.ended_for, len(getattr(found, stream))) == ("output", 1000)
-
-
-def test_a_program_cannot_end_who_runs_it() -> None:
-    for number in (9, 19):
-        found = run(f"import os\nos.kill(os.getppid(), {number})\nprint('killed')")
-        assert "PermissionError" in found.stderr
-        assert (found.exit_code, found.stdout) == (1, "")
-    found = run(f"import os\nos.kill({os.getpid()}, 0)\nprint('reached')")
-    assert "reached" not in found.stdout
 
 
 def test_a_program_that_a_signal_has_ended_is_told_as_a_shell_tells_it() -> None:
@@ -233,17 +201,15 @@ def test_a_program_is_right_if_it_passes_every_case() -> None:
 
 def test_programs_of_rewards_end_with_them() -> None:
     """In the processes of a run's scorer, which are killed when a reward takes too long."""
-    config = RewardConfig(functions=["code"], program_s=60.0, timeout_s=4.0)
+    config = RewardConfig(functions=["code"], program_s=60.0, timeout_s=1.5)
     prompt = Prompt(prompt_id=3, text="", token_ids=(1,), fields={"answer": CASES})
-    texts = [ADD, "print(3)", "import time; time.sleep(60)", ADD]
 
     async def main() -> list[StageResult]:
         async with running(config, None) as pool:
-            return await pool.score(completions(*texts, prompt=prompt))
+            return await pool.score(completions("import time; time.sleep(60)", prompt=prompt))
 
     before = descendants(os.getpid())
-    right, wrong, hung, last = asyncio.run(main())
-    assert [each.reward for each in (right, wrong, last)] == [1.0, 0.0, 1.0]
+    (hung,) = asyncio.run(main())
     assert hung.status is StageStatus.HUNG
     assert descendants(os.getpid()) <= before
 

@@ -101,7 +101,7 @@ def interpreter_of_strangers() -> str | None:
     return None
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, and Linux")
 @pytest.mark.parametrize("kind", HAD, ids=lambda kind: kind.__name__)
 def test_no_program_of_a_plain_user_gets_out(kind: Kind) -> None:
