@@ -6,7 +6,6 @@ import os
 import socket
 import traceback
 from multiprocessing.connection import wait
-from pathlib import Path
 
 # One server does the imports, every process is a fork of it.
 FORKS = multiprocessing.get_context("forkserver")
@@ -76,20 +75,3 @@ def _serve(rank, num_ranks, pipe):
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         _clear_sharding_prop_cache()  # torch remembers meshes of groups that are no more
-
-
-def listening():
-    """Local addresses (hex, as the kernel prints them) of this process's listening sockets."""
-    inodes = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            inodes.add(os.readlink(f"/proc/self/fd/{name}"))
-        except FileNotFoundError:
-            continue
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                found.append(fields[1])
-    return found

@@ -10,6 +10,7 @@ from llamarl.generator.worker import GeneratorWorker
 from llamarl.metrics.span import Spans
 from llamarl.storage.client import Store
 from tests.allocation import resident_bytes
+from tests.distributed.training import started
 from tests.fakes import WatchedStorage
 from tests.tiny_checkpoints import write_checkpoint
 
@@ -59,9 +60,8 @@ async def leave_twice(rank, num_ranks, checkpoint, folder):
         num_ranks=num_ranks,
         spans=spans,
     )
-    await generator.start()
-    parts = generator.parts
-    rollouts, target, offload = parts.rollouts, parts.target, parts.offload
+    await started(generator)
+    rollouts, _, target, offload = generator.components
     engine, weight_buffer = target._decoding.engine, target._buffer
     for memory in engine.movable("kv"):
         memory.fill_(1.0)  # as after many rollouts: its pages are there

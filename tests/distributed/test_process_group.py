@@ -27,9 +27,10 @@ from tests.distributed.test_processes import is_loopback, listening_addresses
 GB = 10**9
 
 
-async def meet_and_sum(rank, num_ranks, rendezvous):
-    """Over the data interface: the sum of all ranks, and where this process listens meanwhile."""
-    os.environ[INTERFACE] = "lo"
+async def meet_and_sum(rank, num_ranks, rendezvous, interface):
+    """The sum of all ranks, and where this process listens meanwhile."""
+    if interface:
+        os.environ[INTERFACE] = interface
     try:
         join(rendezvous, rank, num_ranks, torch.device("cpu"))
         total = torch.tensor(float(rank))
@@ -38,15 +39,19 @@ async def meet_and_sum(rank, num_ranks, rendezvous):
         torch.distributed.barrier()
         leave()
     finally:
-        del os.environ[INTERFACE]
+        os.environ.pop(INTERFACE, None)
     return total.item(), found
 
 
-def test_ranks_of_several_hosts_meet_at_an_address_of_the_data_interface(ranks, tmp_path) -> None:
+@pytest.mark.parametrize("interface", ["lo", ""], ids=["several hosts", "one host"])
+def test_ranks_meet_at_an_address_of_the_data_interface_or_of_loopback(
+    ranks, tmp_path, interface
+) -> None:
     rendezvous = tmp_path / "meeting"
-    (first, listening), (second, _) = ranks(2).run(meet_and_sum, str(rendezvous))
+    (first, listening), (second, _) = ranks(2).run(meet_and_sum, str(rendezvous), interface)
     assert first == second == 1.0
-    assert re.fullmatch(r"127\.0\.0\.1 \d+", rendezvous.read_text())
+    if interface:
+        assert re.fullmatch(r"127\.0\.0\.1 \d+", rendezvous.read_text())
     assert listening
     assert all(map(is_loopback, listening))
 

@@ -24,7 +24,6 @@ from tests.distributed.training import (
     Job,
     infer,
     infer_within_a_step,
-    kernels_of_executors,
     take_turns,
     train,
     write_beside_steps,
@@ -123,53 +122,6 @@ def test_the_gradient_is_the_formula_s_whatever_the_ranks_budgets_and_parts(rank
         np.testing.assert_allclose(weights[0][name], by_hand, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("corruption", ["a rank's rows left out", "a micro-batch counted twice"])
-def test_the_gradient_comparison_notices(ranks, checkpoint, corruption):
-    cells, rows = make_rollouts(oldest_version=1)
-    want, _ = expected(checkpoint, cells, rows, AIPOConfig(rho=2.0))
-    batch = make_batch(rows, 2, 50)
-    first, second = batch.assignment
-    if corruption == "a rank's rows left out":
-        parts = [(first, ((),) * len(second))]
-    else:
-        parts = [(first, second), (((),), second[:1])]
-    steps = [[dataclasses.replace(batch, assignment=part) for part in parts]]
-    seen = ranks(2).run(train, job(checkpoint, cells, steps))
-    errors = relative_errors(seen[0]["gradients"][0], want)
-    assert min(errors.values()) > 1e-3, errors
-
-
-def test_a_known_factor_on_mu_is_the_same_factor_on_the_gradient(ranks, checkpoint):
-    cells, rows = make_rollouts()
-    batch = [[make_batch(rows, 1, 64)]]
-    algorithm = AIPOConfig(rho=1e6)
-    plain = ranks(1).run(train, job(checkpoint, cells, batch, algorithm=algorithm))[0]
-    for cell in cells.values():
-        cell[GENERATOR_LOGPROBS] = cell[GENERATOR_LOGPROBS] - np.float32(np.log(1.5))
-    scaled = ranks(1).run(train, job(checkpoint, cells, batch, algorithm=algorithm))[0]
-    want = {name: 1.5 * gradient for name, gradient in plain["gradients"][0].items()}
-    assert max(relative_errors(scaled["gradients"][0], want).values()) <= 2e-6
-    mean, perturbed = (seen["stats"][0].scalars["ratio_mean"] for seen in (plain, scaled))
-    assert perturbed == pytest.approx(1.5 * mean, rel=1e-5)
-    assert scaled["stats"][0].scalars["ratio_clipped_share"] == 0
-
-
-def test_at_learning_rate_zero_every_ratio_is_one_in_the_next_step(ranks, checkpoint):
-    cells, rows = make_rollouts()
-    still = TrainerConfig(lr=0.0)
-    first = ranks(2).run(train, job(checkpoint, cells, [[make_batch(rows, 2, 40)]], trainer=still))
-    for rank in first:
-        for row_id, logprobs in rank["logprobs"].items():
-            cells[row_id][GENERATOR_LOGPROBS] = logprobs
-    steps = [[make_batch(rows, 1, 90, version)] for version in (0, 1)]
-    later = ranks(1).run(train, job(checkpoint, cells, steps, trainer=still))[0]
-    for stats in later["stats"]:
-        assert stats.scalars["ratio_max"] == pytest.approx(1, abs=1e-5)
-        assert stats.scalars["ratio_mean"] == pytest.approx(1, abs=1e-6)
-        assert abs(stats.scalars["kl"]) < 1e-6
-    assert later["stats"][1].scalars["grad_norm"] > 0
-
-
 LAYOUTS = {
     "one": TrainerConfig(),
     "shard 2": TrainerConfig(num_ranks=2),
@@ -186,14 +138,6 @@ def laid_out(layout, config):
     other = LAYOUTS[layout]
     names = ("num_ranks", "tensor_parallel", "replicate", "reshard_after")
     return dataclasses.replace(config, **{name: getattr(other, name) for name in names})
-
-
-def test_ranks_listen_on_loopback_only(ranks, checkpoint):
-    cells, rows = make_rollouts(4)
-    seen = ranks(2).run(train, job(checkpoint, cells, [[make_batch(rows, 2, 40)]]))
-    addresses = [address for rank in seen for address in rank["sockets"]]
-    assert addresses  # else the list is blind
-    assert all(address.startswith("0100007F:") for address in addresses), addresses
 
 
 def test_checkpointing_changes_nothing_and_bfloat16_little_while_masters_stay_float32(
@@ -222,10 +166,6 @@ def test_checkpointing_changes_nothing_and_bfloat16_little_while_masters_stay_fl
     )
     assert np.linalg.norm(roughly - whole) < 0.025 * np.linalg.norm(whole)
     assert roughly @ whole == pytest.approx(whole @ whole, rel=1e-2)
-
-
-def test_no_executor_that_computes_attention_lets_it_take_cudnns_kernels(ranks, checkpoint):
-    assert ranks(1).run(kernels_of_executors, job(checkpoint, {}, [])) == [[False, False, False]]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

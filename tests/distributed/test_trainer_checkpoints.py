@@ -1,5 +1,6 @@
 """What a trainer saves: a checkpoint between layouts, a kill amid a save."""
 
+import asyncio
 import itertools
 import json
 import signal
@@ -7,13 +8,16 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
+from llamarl.core import checkpoint as checkpoints
 from llamarl.core.checkpoint import begin, latest, read_state
+from llamarl.trainer import worker
 from tests.distributed.ranks import Ranks
 from tests.distributed.rollouts import make_batch, make_rollouts
-from tests.distributed.saving import save_after_a_broken_step, save_beside_a_step, save_for_ever
 from tests.distributed.test_trainer import ADAM, LAYOUTS, job, laid_out
-from tests.distributed.training import train
+from tests.distributed.training import flat, make_executor, train
+from tests.fakes import WatchedStorage
 from tests.tiny_checkpoints import load, write_checkpoint
 
 
@@ -141,3 +145,61 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before(ranks, chec
     assert seen["version"] == version
     assert begin(tmp_path, version + 1).is_dir()
     assert len(list(folder.glob("unfinished-step-*"))) == 1
+
+
+async def save_for_ever(rank, num_ranks, job, run_dir):
+    """Commits one checkpoint after another until killed."""
+    executor = make_executor(rank, num_ranks, job, WatchedStorage(cells=job.cells))
+    await executor.start()
+    for batches in job.steps:
+        await executor.accumulate(batches[0])
+        stats = await executor.step()
+        await checkpoints.save(run_dir, executor, {"version": stats.version}, keep=2)
+
+
+async def save_beside_a_step(rank, num_ranks, job, folder, available_bytes):
+    """Copies version 0, makes version 1, then writes the copy; whether it could be made, and the
+    shards before and after."""
+    worker.available_bytes = lambda: available_bytes
+    executor = make_executor(rank, num_ranks, job, WatchedStorage(cells=job.cells))
+    await executor.start()
+    before = flat(executor)
+    is_copied = await executor.snapshot()
+    await executor.accumulate(job.steps[0][0])
+    await executor.step()
+    if is_copied:
+        writing = asyncio.create_task(executor.save(folder, True))
+        await executor.accumulate(job.steps[1][0])
+        await executor.step()
+        await writing
+    seen = is_copied, before, flat(executor)
+    await executor.close()
+    return seen
+
+
+async def save_after_a_broken_step(rank, num_ranks, job, folder, breaks_amid_update):
+    """What a save says after a step that failed, and whether any weight had changed by then."""
+    executor = make_executor(rank, num_ranks, job, WatchedStorage(cells=job.cells))
+    await executor.start()
+    update = executor.policy_step.policy.update
+    before = [tensor.clone() for tensor in executor.policy_step.policy.movable("weights")]
+
+    def broken_update(lr):
+        update(lr)
+        raise MemoryError("the optimizer broke")
+
+    if breaks_amid_update:
+        executor.policy_step.policy.update = broken_update
+    await executor.accumulate(job.steps[0][0])
+    if not breaks_amid_update:
+        next(iter(executor.policy_step.policy.parameters.values())).grad.fill_(float("nan"))
+    failures = []
+    for call in (executor.step, lambda: executor.save(folder)):
+        try:
+            await call()
+        except Exception as error:
+            failures.append(repr(error))
+    after = executor.policy_step.policy.movable("weights")
+    has_changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    await executor.close()
+    return failures, has_changed

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from llamarl.core.config import (
-    EmbeddedConfig,
     PlacementConfig,
     SamplingConfig,
     TrainerConfig,
@@ -18,8 +17,6 @@ from llamarl.core.config import (
 )
 from llamarl.core.errors import StaleVersion
 from llamarl.core.records import REF_LOGPROBS, TRAINER_LOGPROBS
-from llamarl.generator.specs import GeneratorSpec
-from llamarl.generator.worker import GeneratorWorker
 from llamarl.metrics.span import Spans
 from llamarl.publish.reshard import pack, plan, split
 from llamarl.publish.target import Memory, WeightBuffer
@@ -30,7 +27,6 @@ from llamarl.trainer.reference import ReferenceWorker
 from llamarl.trainer.specs import ReferenceSpec, TrainerSpec
 from llamarl.trainer.worker import TrainerWorker
 from tests.allocation import resident_bytes
-from tests.distributed.ranks import listening
 from tests.distributed.rollouts import TEMPERATURE
 from tests.fakes import WatchedStorage
 
@@ -85,52 +81,20 @@ def make_executor(rank, num_ranks, job, storage):
     )
 
 
-async def kernels_of_executors(rank, num_ranks, job):
-    """Whether attention may take cuDNN's kernels after each executor's start."""
-    storage = WatchedStorage()
-    shared = {"rank": rank, "num_ranks": num_ranks, "spans": Spans("x", None)}
-    reference = ReferenceWorker(
-        ReferenceSpec(
-            checkpoint=job.checkpoint,
-            column=REF_LOGPROBS,
-            rendezvous="",
-            config=job.trainer,
-            sampling=SamplingConfig(),
-            storage=Store([storage]),
-        ),
-        **shared,
-    )
-    generator = GeneratorWorker(
-        GeneratorSpec(
-            replica=0,
-            checkpoint=job.checkpoint,
-            load_weights=True,
-            config=EmbeddedConfig(max_num_seqs=2, max_model_len=32),
-            weights=WeightsConfig(),
-            placement=PlacementConfig(),
-            tokenizer=job.checkpoint,
-            run_id="kernels",
-            run_dir="",
-            storage=Store([storage]),
-        ),
-        **shared,
-    )
-    seen = []
-    for executor in (make_executor(rank, num_ranks, job, storage), reference, generator):
-        torch.backends.cuda.enable_cudnn_sdp(True)
-        await executor.start()
-        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-        await executor.close()
-    return seen
+async def started(executor):
+    """Starts it; no executor lets attention take cuDNN's kernels."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    await executor.start()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 async def train(rank, num_ranks, job):
     """Runs `job`; every rank returns what it saw, full tensors included."""
     storage = WatchedStorage(cells=job.cells)
     executor = make_executor(rank, num_ranks, job, storage)
-    await executor.start()
+    await started(executor)
     WARNINGS.clear()
-    seen = {"sockets": listening(), "version": 0, "stats": [], "gradients": []}
+    seen = {"version": 0, "stats": [], "gradients": []}
     if job.restore:
         seen["version"] = await executor.restore(job.restore)
     parameters = executor.policy_step.policy.parameters
@@ -274,7 +238,7 @@ async def infer(rank, num_ranks, checkpoint, rendezvous, cells, fields, kind=Tra
         num_ranks=num_ranks,
         spans=Spans(f"reference-{rank}", None),
     )
-    await executor.start()
+    await started(executor)
     await executor.process([((row_id,), None) for row_id in sorted(cells)])
     await executor.close()
     return {i: cell[REF_LOGPROBS] for i, cell in storage.rows.items() if REF_LOGPROBS in cell}
