@@ -19,8 +19,8 @@ CHECKPOINT = RECIPE / "checkpoint"
 SMALL = [
     "algorithm=distill",
     "algorithm.filters=[]",
-    "num_steps=8",
-    "trainer.groups_per_step=8",
+    "num_steps=6",
+    "trainer.groups_per_step=4",
     "trainer.lr=5e-4",
     "trainer.warmup_steps=0",
     "data.held_out=null",
@@ -88,8 +88,8 @@ def test_a_student_gets_closer_to_a_teacher_of_another_width(
     forks: Forks, tmp_path: Path, student: Path, teacher: Path
 ) -> None:
     found = distances(forks, tmp_path / "run", student, teacher, "cluster=inline")
-    assert len(found) == 8
-    assert sum(found[-2:]) < sum(found[:2]) / 2
+    assert len(found) == 6
+    assert sum(found[-2:]) < sum(found[:2]) / 1.5
 
 
 @pytest.mark.long
@@ -97,7 +97,7 @@ def test_so_does_one_with_adapters_on_two_ranks_that_are_rewarded_too(
     forks: Forks, tmp_path: Path, student: Path, teacher: Path
 ) -> None:
     more = ["trainer.lora.rank=16", "trainer.lr=2e-3", "trainer.num_ranks=2"]
-    more += ["algorithm.reward_coefficient=0.1"]
+    more += ["algorithm.reward_coefficient=0.1", "num_steps=8", "trainer.groups_per_step=8"]
     found = distances(forks, tmp_path / "run", student, teacher, *more)
     assert sum(found[-2:]) < sum(found[:2]) / 1.5
     names = {path.name for path in (tmp_path / "run" / "logs").iterdir()}

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tests.e2e.commands import SMALL, finish, start
+from tests.e2e.forks import Forks
 from tests.hub_server import Hub, serving
 from tests.places import CHECKPOINT, RECIPE
 
@@ -65,14 +66,15 @@ def test_a_run_by_names_saves_its_commits_and_resumes_with_them(
 
 
 @pytest.mark.full
-def test_a_new_recipe_trains(tmp_path: Path) -> None:
+def test_a_new_recipe_trains(forks: Forks, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     inputs = [f"--model={CHECKPOINT}", f"--data={RECIPE / 'prompts.jsonl'}"]
     inputs += [f"--held-out={RECIPE / 'held_out.jsonl'}", "--reward=task", "--device=cpu"]
-    code, out, err = finish(start("new", str(folder), *inputs))
-    assert code == 0, err
-    (command,) = [shlex.split(line) for line in out.splitlines() if line.startswith("try it:")]
-    given = [*command[command.index("train") :], f"run_dir={tmp_path}/run", *SMALL]
-    code, _, err = finish(start(*given))
-    assert code == 0, err
+    made = forks.run("new", str(folder), *inputs)
+    assert made.returncode == 0, made.stderr
+    said = made.stdout.splitlines()
+    (command,) = [shlex.split(line) for line in said if line.startswith("try it:")]
+    own = [f"run_dir={tmp_path}/run", *SMALL, "cluster=inline", "num_steps=1"]
+    done = forks.run(*command[command.index("train") :], *own)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()

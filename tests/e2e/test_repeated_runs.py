@@ -94,27 +94,20 @@ def test_the_folder_says_what_ran_and_repeats_it_whatever_the_recipe_has_become(
     assert "equal" in compare([str(moved), str(again), "--output", str(tmp_path / "c.svg")])
 
 
-def test_a_run_that_resumes_with_another_task_keeps_the_one_before(
+def test_a_run_resumes_on_another_day_and_keeps_the_task_that_it_had_before(
     forks: Forks, recipe: Path, tmp_path: Path
 ) -> None:
+    """The template says the day; as if the run had been started two years ago."""
     run_dir = tmp_path / "run"
     (recipe / "own_score.py").write_text(LENGTH.format(7))
-    run(forks, recipe, run_dir, *SMALL)
+    (recipe / "own.jinja").write_text("{{ strftime_now('%d') }}{{ messages[0].content }}=")
+    own = [*SMALL, "data.chat=true", "data.chat_template=own.jinja", "checkpoint.resume=auto"]
+    run(forks, recipe, run_dir, *own, "data.date=2024-07-26")
     (recipe / "own_score.py").write_text(LENGTH.format(3))
-    said = run(forks, recipe, run_dir, *SMALL, "num_steps=2", "checkpoint.resume=auto")
+    said = run(forks, recipe, run_dir, *own, "num_steps=2")
+    assert "resumed from version 1" in said
     assert "WARNING own_score.py: changed since this run was last started" in said
     assert (run_dir / "recipe" / "own_score.py").read_text() == LENGTH.format(3)
     assert (run_dir / "recipe-1" / "own_score.py").read_text() == LENGTH.format(7)
-
-
-def test_a_run_whose_template_says_the_day_resumes_on_another_one(
-    forks: Forks, recipe: Path, tmp_path: Path
-) -> None:
-    """As if it had been started two years ago."""
-    (recipe / "own.jinja").write_text("{{ strftime_now('%d') }}{{ messages[0].content }}=")
-    own = [*SMALL, "data.chat=true", "data.chat_template=own.jinja", "checkpoint.resume=auto"]
-    run(forks, recipe, tmp_path / "run", *own, "data.date=2024-07-26")
-    said = run(forks, recipe, tmp_path / "run", *own, "num_steps=2")
-    assert "resumed from version 1" in said
-    kept = tmp_path / "run" / "tokenizer" / "chat_template.jinja"
+    kept = run_dir / "tokenizer" / "chat_template.jinja"
     assert kept.read_text() == (recipe / "own.jinja").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.places import RECIPE
 
 CHECKPOINT = RECIPE / "checkpoint"
 INLINE = ["cluster=inline", "metrics.trackers=[]"]
+TWO_RANKS = ["trainer.num_ranks=2", "metrics.trackers=[]"]
 
 
 def write_recipe(folder: Path, num_rows: int = 48, num_steps: int = 6) -> Path:
@@ -91,40 +93,39 @@ def test_sft_learns_demonstrations_and_its_held_out_loss_is_that_of_transformers
     assert not [*(run_dir / "spans").glob("generator*"), *(run_dir / "spans").glob("scorer*")]
 
 
-def test_each_demonstration_comes_once_an_epoch(forks: Forks, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path / "recipe", num_rows=32, num_steps=4)
-    run_dir = sft(forks, recipe, tmp_path / "run", *INLINE, "data.held_out=null")
-    lines = read_lines(run_dir / "archive" / "rollouts-0.jsonl")
-    trained = [line for line in lines if line["outcome"] == "trained"]
-    by_step = {v: [r["prompt_id"] for r in trained if r["version"] == v] for v in range(4)}
-    first, second = by_step[0] + by_step[1], by_step[2] + by_step[3]
-    assert sorted(first) == sorted(second) == [*range(1, 33)]
-    assert first != second, "epochs are shuffled"
-    assert {span[0] for line in trained for span in line["spans"]} == {0, 1, 2, 3}
-
-
-def test_a_run_of_one_epoch_ends_with_it(forks: Forks, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path / "recipe", num_rows=40)
-    run_dir = sft(forks, recipe, tmp_path / "run", *INLINE, "num_epochs=1")
-    assert [*metrics(run_dir, "loss/train")] == [1, 2], "a third step would not be whole"
-    assert [*metrics(run_dir, "loss/held_out")] == [0, 2]
+def test_each_demonstration_comes_once_an_epoch_and_a_run_of_epochs_ends_with_them(
+    forks: Forks, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "recipe", num_rows=34)
+    run_dir = sft(forks, recipe, tmp_path / "run", *INLINE, "num_epochs=2")
+    assert [*metrics(run_dir, "loss/train")] == [1, 2, 3, 4], "a fifth step would not be whole"
+    assert [*metrics(run_dir, "loss/held_out")] == [0, 4]
     assert (run_dir / "export").is_dir()
+    lines = read_lines(run_dir / "archive" / "rollouts-0.jsonl")
+    trained = sorted((r for r in lines if r["outcome"] == "trained"), key=lambda r: r["version"])
+    assert {span[0] for line in trained for span in line["spans"]} == {0, 1, 2, 3}
+    times = Counter(line["prompt_id"] for line in trained)
+    assert set(times) == {*range(1, 35)}
+    assert set(times.values()) <= {1, 2}
+    first, second = ([r["prompt_id"] for r in trained[start : start + 32]] for start in (0, 32))
+    assert first != second, "epochs are shuffled"
 
 
 @pytest.mark.parametrize(
     "placed",
     [
-        pytest.param(INLINE, marks=pytest.mark.long, id="one rank"),
-        pytest.param(["trainer.num_ranks=2", "metrics.trackers=[]"], id="two ranks"),
+        pytest.param(INLINE, id="one rank"),
+        pytest.param(TWO_RANKS, marks=pytest.mark.long, id="two ranks"),
     ],
 )
 def test_a_resumed_run_of_demonstrations_goes_on_as_if_it_had_not_stopped(
     forks: Forks, tmp_path: Path, placed: list[str]
 ) -> None:
-    recipe = write_recipe(tmp_path / "recipe")
-    same = [*placed, "trainer.lora.rank=4", "trainer.lora.dropout=0.1", "checkpoint.every_steps=2"]
+    recipe = write_recipe(tmp_path / "recipe", num_steps=3)
+    same = [*placed, "trainer.lora.rank=4", "trainer.lora.dropout=0.1", "data.held_out=null"]
+    same += ["checkpoint.every_steps=1"]
     whole = sft(forks, recipe, tmp_path / "whole", *same)
-    sft(forks, recipe, tmp_path / "cut", *same, "num_steps=2", "checkpoint.export=false")
+    sft(forks, recipe, tmp_path / "cut", *same, "num_steps=1", "checkpoint.export=false")
     cut = sft(forks, recipe, tmp_path / "cut", *same, "checkpoint.resume=auto")
     for tag in ("loss/train", "policy/grad_norm"):
         assert metrics(cut, tag) == metrics(whole, tag), tag
@@ -134,32 +135,19 @@ def test_a_resumed_run_of_demonstrations_goes_on_as_if_it_had_not_stopped(
     assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
 
 
+ANSWERED = [{"question": "What is 1+2?", "completion": "Answer: 3"}]
+
+
 @pytest.mark.parametrize(
     ("rows", "overrides", "words"),
     [
         ([{"question": "What is 1+2?"}], [], "train.jsonl:1: the row must have the field 'compl"),
         ([{"question": "What is 1+2?", "completion": " "}], [], "must be text that is not blank"),
         ([], [], "train.jsonl must hold at least one demonstration, got none"),
-        (
-            [{"question": "What is 1+2?", "completion": "Answer: 3"}],
-            ["data.max_prompt_tokens=5"],
-            "a demonstration must have at most 5 tokens",
-        ),
-        (
-            [{"question": "What is 1+2?", "completion": "Answer: 3"}],
-            ["data.chat=true"],
-            "data.chat must be false for a tokenizer without a chat template",
-        ),
-        (
-            [{"question": "What is 1+2?", "completion": "Answer: 3"}],
-            ["algorithm=grpo"],
-            "algorithm must be sft with llamarl sft, got 'GRPOConfig'",
-        ),
-        (
-            [{"question": "What is 1+2?", "completion": "Answer: 3"}],
-            ["trainer.num_passes=2", "staleness.max_staleness=1"],
-            "must be 1 with llamarl sft",
-        ),
+        (ANSWERED, ["data.max_prompt_tokens=5"], "a demonstration must have at most 5 tokens"),
+        (ANSWERED, ["data.chat=true"], "data.chat must be false for a tokenizer without a chat"),
+        (ANSWERED, ["algorithm=grpo"], "algorithm must be sft with llamarl sft, got 'GRPOConfig'"),
+        (ANSWERED, ["trainer.num_passes=2", "staleness.max_staleness=1"], "must be 1 with llamarl"),
     ],
 )
 def test_what_sft_refuses_it_refuses_in_one_line(
@@ -185,7 +173,7 @@ def test_train_refuses_demonstrations(forks: Forks, tmp_path: Path) -> None:
 def test_two_trainer_ranks_learn_what_one_does(forks: Forks, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "recipe", num_steps=3)
     one = sft(forks, recipe, tmp_path / "one", *INLINE, "checkpoint.export=false")
-    two = sft(forks, recipe, tmp_path / "two", "trainer.num_ranks=2", "metrics.trackers=[]")
+    two = sft(forks, recipe, tmp_path / "two", *TWO_RANKS)
     for tag in ("loss/train", "loss/held_out"):
         found = metrics(two, tag)
         assert found == pytest.approx(metrics(one, tag), rel=1e-3), tag

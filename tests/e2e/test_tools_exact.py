@@ -108,49 +108,28 @@ def run(forks: Forks, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
     return read_rollouts(run_dir)
 
 
+CUT = "cut and resumed on two replicas of two slots, with a frozen model"
 PATHS = {
-    "cut and resumed on two replicas of two slots, with a frozen model": [
+    CUT: [
         "sampling.segment_tokens=3",
         "generator.num_replicas=2",
         "generator.max_num_seqs=2",
         "algorithm.kl_coefficient=0.01",
     ],
-    "late, with the mask, keys and values computed again after a commit": [
+    "late, with the mask, keys and values computed again after a commit, by transformers": [
         "staleness.late=mask",
         "generator.max_num_seqs=4",
         "generator.kv_after_commit=recompute",
+        "trainer=transformers",
     ],
-    "trained by transformers": ["trainer=transformers"],
-}
-EACH_ALONE = {
-    "plain": [],
-    "cut and resumed on two replicas of two slots": [
-        "sampling.segment_tokens=3",
-        "generator.num_replicas=2",
-        "generator.max_num_seqs=2",
-    ],
-    "keys and values computed again after a commit": ["generator.kv_after_commit=recompute"],
-    "late, with the mask": [
-        "staleness.late=mask",
-    ],
-    "one turn at a time": ["generator.max_num_seqs=1", "trainer.groups_per_step=2"],
-    "with a frozen model": ["algorithm.kl_coefficient=0.01"],
 }
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        *(pytest.param(options, id=name) for name, options in PATHS.items()),
-        *(
-            pytest.param(options, id=name, marks=pytest.mark.long)
-            for name, options in EACH_ALONE.items()
-        ),
-    ],
+    "path", [pytest.param(path, marks=pytest.mark.long if path != CUT else ()) for path in PATHS]
 )
-def test_every_token_is_what_it_should_be(
-    forks: Forks, tmp_path: Path, overrides: list[str]
-) -> None:
+def test_every_token_is_what_it_should_be(forks: Forks, tmp_path: Path, path: str) -> None:
+    overrides = PATHS[path]
     has_few_slots = any("max_num_seqs" in each for each in overrides)  # at work at every commit,
     for attempt in range(3):  # unless the machine is so busy that the generator waits for it
         lines = run(forks, tmp_path / str(attempt), *overrides)
@@ -216,14 +195,3 @@ def test_a_run_without_the_tool_says_nothing_of_episodes(forks: Forks, tmp_path:
     assert whole
     assert all(NO_VERSION not in line["token_versions"] for line in whole)
     assert not [name for name in metrics(tmp_path) if name.startswith(("episode", "tool"))]
-
-
-def test_an_evaluation_takes_turns_too(forks: Forks, tmp_path: Path) -> None:
-    common = f"--config-dir={TOOLS_RECIPE}", f"run_dir={tmp_path}", "cluster=inline"
-    done = forks.run("evaluate", *common, "evaluation.max_prompts=30")
-    assert done.returncode == 0, done.stderr
-    lines = read_rollouts(tmp_path)
-    right = [line for line in lines if line["correct"]]
-    assert len(right) >= 5
-    assert all("</calculator>\n[" in line["completion"] for line in right)
-    assert f"accuracy {len(right) / 30:.1%} of 30" in done.stdout

@@ -37,6 +37,7 @@ def train(forks: Forks, recipe: Path, run_dir: Path, *overrides: str) -> dict[st
     return summary
 
 
+@pytest.mark.long
 def test_a_short_run_learns_to_call_the_tool(forks: Forks, tmp_path: Path) -> None:
     summary = train(forks, triples(tmp_path), tmp_path / "run")
     assert summary["accuracy_before"] < 0.2
