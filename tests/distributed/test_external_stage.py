@@ -7,25 +7,120 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from llamarl.core.errors import UserCodeError
+from llamarl.core.errors import NotStored, UserCodeError
 from llamarl.core.records import (
     NO_VERSION,
+    PROMPT_IDS,
     RESPONSE_IDS,
     TOKEN_VERSIONS,
     Prompt,
+    StageItem,
     StageResult,
     StageStatus,
 )
+from llamarl.metrics.span import Spans
 from llamarl.model.tokenizer import load_tokenizer
-from llamarl.scoring.loader import StageBatch, StageLoader
+from llamarl.scoring.external import ExternalExecutor, ExternalSpec
+from llamarl.scoring.loader import SOCKETS, StageBatch, StageLoader
+from llamarl.scoring.stages import External, Stage
+from llamarl.storage.client import Store, Unit
 from llamarl.storage.columns import Column
-from tests.distributed.external import NUM_ROWS, PROMPT, Run, alone, consume, lengths_of, make
+from llamarl.storage.worker import StorageExecutor, StorageSpec
 from tests.places import TOOLS_RECIPE
+
+PROMPT = Prompt(prompt_id=3, text="what?", token_ids=(1, 2), fields={"answer": "4"})
+READS = ("prompt", RESPONSE_IDS)
+NUM_ROWS = 40
+
+
+class Run:
+    """The executors of a run with one external stage, in this process."""
+
+    def __init__(self, folder: Path, stage: Stage, tokenizer: str = "") -> None:
+        self.folder = folder
+        socket = str(folder / "units" / "0")
+        spec = StorageSpec(
+            unit=0,
+            archive_folder=None,
+            socket=socket,
+            spill_folder=str(folder / "spill"),
+            max_bytes=0,
+        )
+        place: dict[str, Any] = {"rank": 0, "num_ranks": 1, "spans": Spans("x", None)}
+        self.unit = StorageExecutor(spec, **place)
+        self.store = Store([Unit("storage-0", self.unit, socket)])
+        self.stage = ExternalExecutor(
+            ExternalSpec(
+                stage=stage,
+                socket=str(folder / SOCKETS / stage.name),
+                units=(("storage-0", socket),),
+                tokenizer=tokenizer,
+                storage=self.store,
+            ),
+            **place,
+        )
+
+    async def __aenter__(self) -> Run:
+        await self.unit.start()
+        await self.stage.start()
+        lengths = [1 + 7 * i % 40 for i in range(NUM_ROWS)]
+        cells = [np.arange(length, dtype=np.int32) for length in lengths]
+        prompts = [np.array(PROMPT.token_ids, np.int32)] * NUM_ROWS
+        rows = list(range(NUM_ROWS))
+        await self.store.write(rows, {RESPONSE_IDS: cells, PROMPT_IDS: prompts})
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stage.close()
+        await self.unit.close()
+
+    async def written(self, name: str, row_ids: list[int]) -> list[list[float]]:
+        cells = (await self.store.read(row_ids, [name]))[name]
+        return [cell.tolist() for cell in cells]
+
+
+def make(external: External | None = None, reads: tuple[str, ...] = READS, **more: Any) -> Stage:
+    options = {"writes": ["quality"], "timeout_s": 60.0, "max_failure_rate": 1.0, **more}
+    return Stage("judge", external or External(), reads, **options)
+
+
+def alone(first: int = 0, end: int = NUM_ROWS) -> list[StageItem]:
+    return [((row_id,), PROMPT) for row_id in range(first, end)]
+
+
+def lengths_of(batch: StageBatch) -> list[float]:
+    return [float(len(ids)) for ids in batch[RESPONSE_IDS]]
+
+
+def consume(
+    folder: Path, batches: list[list[int]], work: Callable[[StageBatch], None], **options: Any
+) -> threading.Thread:
+    """A consumer in a thread, until the run ends."""
+
+    def take() -> None:
+        with StageLoader(folder, "judge", **options) as loader:
+            for batch in loader:
+                batches.append(batch.row_ids)
+                work(batch)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    return thread
+
+
+def finish(batch: StageBatch) -> None:
+    batch.finish(quality=lengths_of(batch))
+
+
+def look(batch: StageBatch) -> None:
+    """Finish nothing."""
 
 
 async def test_two_consumers_finish_every_rollout_once_and_what_they_write_is_stored(
@@ -95,7 +190,7 @@ async def test_what_a_killed_consumer_had_taken_goes_to_another_and_nothing_is_l
         assert len(had.split()) == 10
         doomed.send_signal(signal.SIGKILL)
         doomed.wait()
-        consume(tmp_path, batches, lambda batch: batch.finish(quality=lengths_of(batch)))
+        consume(tmp_path, batches, finish)
         results = await working
         assert [result.row_id for result in results] == list(range(NUM_ROWS))
         assert {result.status for result in results} == {StageStatus.OK}
@@ -122,7 +217,7 @@ async def test_a_consumer_that_died_while_it_waited_gets_nothing_more(tmp_path: 
         assert await asyncio.to_thread(doomed.stdout.readline)
         doomed.send_signal(signal.SIGKILL)
         doomed.wait()
-        consume(tmp_path, batches, lambda batch: batch.finish(quality=lengths_of(batch)))
+        consume(tmp_path, batches, finish)
         results = await asyncio.wait_for(running.stage.process(alone(10)), 10)
         assert {result.status for result in results} == {StageStatus.OK}
     assert sorted(row_id for batch in batches for row_id in batch) == list(range(10, NUM_ROWS))
@@ -158,7 +253,7 @@ async def test_a_closed_loader_leaves_nothing_and_ends_whoever_iterates(tmp_path
         )
         assert done.stdout == "the loader of stage judge is closed 2\n"
         assert done.stderr == "", "no task, socket or event loop is left"
-        consume(tmp_path, [], lambda batch: batch.finish(quality=lengths_of(batch)))
+        consume(tmp_path, [], finish)
         assert len(await asyncio.wait_for(working, 10)) == 20, "others get what it had"
 
 
@@ -212,7 +307,7 @@ async def test_a_consumer_that_never_finishes_makes_its_rollouts_hung_and_then_e
     batches: list[list[int]] = []
 
     async with Run(tmp_path, make(timeout_s=0.1, max_failure_rate=0.5)) as running:
-        consume(tmp_path, batches, lambda batch: None)
+        consume(tmp_path, batches, look)
         results = await running.stage.process(alone(0, 4))
         assert {result.status for result in results} == {StageStatus.HUNG}
         assert "must be finished within 0.1 s (timeout_s), was not 3 times" in results[0].error
@@ -301,3 +396,124 @@ async def test_wrong_results_are_named_before_anything_is_handed_over(tmp_path: 
         await asyncio.to_thread(loader.close)
     with pytest.raises(ValueError, match="stage judge must run External in the run, got no socket"):
         StageLoader(tmp_path, "judge", wait_s=0)
+
+
+async def test_data_ranks_share_each_batch_and_peers_of_a_rank_see_the_same(tmp_path: Path) -> None:
+    external = External(sampler="token_balanced", num_data_ranks=2, num_peers=2)
+    seen: dict[tuple[int, int], list[list[int]]] = {}
+
+    async with Run(tmp_path, make(external)) as running:
+        for rank in range(2):
+            for peer in range(2):
+                seen[rank, peer] = []
+                where = {"data_rank": rank, "peer": peer, "batch_size": 5, "prefetch": 1}
+                consume(tmp_path, seen[rank, peer], look if peer else finish, **where)
+        await running.stage.process(alone(0, 39))
+        while len({len(batches) for batches in seen.values()}) > 1:
+            await asyncio.sleep(0.01)  # a peer that only looks may be behind
+    assert seen[0, 0] == seen[0, 1]
+    assert seen[1, 0] == seen[1, 1]
+    assert sorted(i for batch in seen[0, 0] + seen[1, 0] for i in batch) == list(range(39))
+    tokens = [sum(1 + 7 * i % 40 for i in batch) for batch in (seen[0, 0][0], seen[1, 0][0])]
+    assert abs(tokens[0] - tokens[1]) <= 6, "nearly the same cost"
+    assert [len(batch) for batch in seen[0, 0]] == [5, 5, 5, 4, 0]
+    assert [len(batch) for batch in seen[1, 0]] == [5, 5, 5, 4, 1]
+
+
+async def test_a_rank_without_rollouts_in_a_batch_finishes_it_too(tmp_path: Path) -> None:
+    where = {"batch_size": 4, "prefetch": 1}
+
+    async with Run(tmp_path, make(External(num_data_ranks=2))) as running:
+        working = asyncio.create_task(running.stage.process(alone(0, 1)))
+        loaders, shares = [], []
+        for data_rank in range(2):
+            loaders.append(
+                await asyncio.to_thread(
+                    StageLoader, tmp_path, "judge", data_rank=data_rank, **where
+                )
+            )
+            shares.append(await asyncio.to_thread(next, iter(loaders[-1])))
+        for batch in sorted(shares, key=lambda batch: len(batch.row_ids)):
+            await asyncio.to_thread(batch.finish, {"quality": lengths_of(batch)})
+        assert sorted(len(batch.row_ids) for batch in shares) == [0, 1]
+        assert [each.numbers["quality"] for each in await asyncio.wait_for(working, 10)] == [1.0]
+        for loader in loaders:
+            await asyncio.to_thread(loader.close)
+
+
+async def test_a_peer_that_comes_when_all_is_finished_sees_what_the_others_saw(
+    tmp_path: Path,
+) -> None:
+    seen: list[list[list[int]]] = [[], []]
+
+    async with Run(tmp_path, make(External(num_peers=2))) as running:
+        consume(tmp_path, seen[0], finish, batch_size=5, prefetch=1)
+        await running.stage.process(alone(0, 20))
+        consume(tmp_path, seen[1], look, batch_size=5, prefetch=1, peer=1)
+        while len(seen[1]) < 4:
+            await asyncio.sleep(0.01)
+    assert sorted(row_id for batch in seen[0] for row_id in batch) == list(range(20))
+    assert seen[1] == seen[0]
+
+
+async def test_a_peer_that_missed_a_batch_raises_instead_of_going_on_with_the_next(
+    tmp_path: Path,
+) -> None:
+    seen: list[list[int]] = []
+
+    async with Run(tmp_path, make(External(num_peers=2))) as running:
+        consume(tmp_path, seen, finish, batch_size=5, prefetch=1)
+        await running.stage.process(alone(0, 5))
+        await running.store.retire([*range(5)], {"outcome": "trained"})
+        await running.stage.process(alone(5, 10))
+        late = await asyncio.to_thread(StageLoader, tmp_path, "judge", batch_size=5, peer=1)
+        with pytest.raises(NotStored, match="row 0 is not stored"):
+            await asyncio.to_thread(next, iter(late))
+        await asyncio.to_thread(late.close)
+    assert seen == [[*range(5)], [*range(5, 10)]]
+
+
+async def test_when_a_data_rank_ends_all_begin_again_and_no_rollout_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = {"batch_size": 4, "prefetch": 1}
+
+    async def start(data_rank: int) -> StageLoader:
+        return await asyncio.to_thread(StageLoader, tmp_path, "judge", data_rank=data_rank, **where)
+
+    async with Run(tmp_path, make(External(num_data_ranks=2), timeout_s=600.0)) as running:
+        working = asyncio.create_task(running.stage.process(alone(0, 24)))
+        first, second = await start(0), await start(1)
+        batch = await asyncio.to_thread(next, iter(first))
+        await asyncio.to_thread(batch.finish, {"quality": lengths_of(batch)})
+        await asyncio.to_thread(second.close)  # with what it had
+        with pytest.raises(RuntimeError, match="stage judge: a process of its consumer is gone"):
+            await asyncio.to_thread(drain, first)
+        await asyncio.to_thread(first.close)
+        seen: list[list[int]] = []
+        for data_rank in range(2):
+            consume(tmp_path, seen, finish, data_rank=data_rank, **where)
+        results = await asyncio.wait_for(working, 30)
+        assert [result.numbers["quality"] for result in results] == [
+            1.0 + 7 * i % 40 for i in range(24)
+        ]
+        again = sorted(row_id for row_ids in seen for row_id in row_ids)
+        assert again == sorted({*range(24)} - {*batch.row_ids})
+    assert "a process of its consumer has ended" in caplog.text
+
+
+def drain(loader: StageLoader) -> None:
+    for _ in loader:
+        pass
+
+
+async def test_a_data_rank_that_never_comes_is_waited_for_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Run(tmp_path, make(External(num_data_ranks=2), timeout_s=0.5)) as running:
+        consume(tmp_path, [], finish, batch_size=4, prefetch=1)
+        working = asyncio.create_task(running.stage.process(alone(0, 8)))
+        while "has not asked for batch 0" not in caplog.text:
+            await asyncio.sleep(0.01)
+        consume(tmp_path, [], finish, batch_size=4, prefetch=1, data_rank=1)
+        assert len(await asyncio.wait_for(working, 30)) == 8
