@@ -1,7 +1,6 @@
 """The reward pool with real processes."""
 
 import asyncio
-import dataclasses
 import json
 import math
 import os
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 
 import pytest
 
@@ -81,10 +79,13 @@ def wait_until(condition, limit_s=10.0):
 
 async def test_every_kind_of_failure_has_its_own_error_and_the_rest_is_scored():
     async with open_pool() as pool:
-        texts = ("a", "raise", "nan", "exit", "crash", "leave", "print", "read", "hang", "b")
-        scores = await pool.score(completions(*texts))
-    assert [score.row_id for score in scores] == [*range(100, 110)]
-    ok, raised, invalid, exited, crashed, left, printed, read, hung, last = scores
+        texts = ("a", "raise", "nan", "exit", "crash", "leave", "print", "read", "pid", "hang")
+        scores = await pool.score(completions(*texts, "pid", "b"))
+        (pid,) = pool.pids
+    assert [score.row_id for score in scores] == [*range(100, 112)]
+    ok, raised, invalid, exited, crashed, left, printed, read, before, hung, after, last = scores
+    assert (before.reward != pid, after.reward) == (True, pid), "its process was replaced"
+    assert not is_alive(int(before.reward))
     for score in (ok, printed, last):
         assert (score.status, score.reward, score.parts) == (StageStatus.OK, 2.5, {"task": 2.5})
     assert read.reward == 0
@@ -116,19 +117,9 @@ async def test_a_hung_computation_that_never_returns_to_python_is_stopped_too():
     assert "sympy" in hung.error
 
 
-async def test_a_hang_is_blamed_on_its_completion_alone_and_its_worker_is_replaced():
-    async with open_pool() as pool:
-        (before,) = pool.pids
-        scores = await pool.score(completions("pid", "sleep", "hang", "pid", "pid"))
-        (after,) = pool.pids
-    assert [s.status for s in scores].index(StageStatus.HUNG) == 2
-    assert [scores[i].reward for i in (0, 3, 4)] == [before, after, after]
-    assert not is_alive(before)
-
-
 async def test_slow_rewards_that_each_keep_the_limit_are_not_hung():
-    async with open_pool(timeout_s=3.0) as pool:
-        found = await pool.score(completions(*["sleep"] * 11))  # 0.3 s each
+    async with open_pool(timeout_s=2.0) as pool:
+        found = await pool.score(completions(*["sleep"] * 8))  # 0.3 s each
     assert all(score.status is StageStatus.OK for score in found)
 
 
@@ -222,17 +213,7 @@ async def main():
     await pool.start()
     print(*pool.pids, flush=True)
     prompt = Prompt(prompt_id=1, text="", token_ids=(), fields={"value": 1})
-    text = "a" if sys.argv[2] == "idle" else "hang"
-    items = completions(text, text, prompt=prompt)
-    if sys.argv[2] == "idle":
-        await pool.score(items)
-    else:
-        asyncio.create_task(pool.score(items))
-        await asyncio.sleep(0.3)
-    print("ready", flush=True)
-    if sys.argv[3] == "end":
-        return
-    await asyncio.sleep(100)
+    await pool.score(completions("a", "a", prompt=prompt))
 
 # The loop runs beside the main thread, as in an executor process.
 thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
@@ -241,28 +222,13 @@ thread.join()
 """
 
 
-@pytest.mark.parametrize(
-    ("state", "end"),
-    [
-        ("hang", "kill"),
-        ("idle", "end"),
-        pytest.param("idle", "kill", marks=pytest.mark.slow),
-        pytest.param("hang", "end", marks=pytest.mark.slow),
-    ],
-)
-def test_no_worker_outlives_a_parent_that_is_killed_or_forgets_to_close(state, end):
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, TASK, state, end], stdout=subprocess.PIPE, text=True
+def test_no_worker_outlives_a_parent_that_forgets_to_close():
+    """One that is killed is in test_hostile_rewards.py."""
+    parent = subprocess.run(
+        [sys.executable, "-c", PARENT, TASK], stdout=subprocess.PIPE, text=True, timeout=60
     )
-    assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    pids = [int(pid) for pid in parent.stdout.split()]
     assert len(pids) == 2
-    assert parent.stdout.readline() == "ready\n"
-    if end == "kill":
-        assert all(map(is_alive, pids))
-        parent.send_signal(signal.SIGKILL)
-    parent.wait(20)
-    parent.stdout.close()
     assert wait_until(lambda: not any(map(is_alive, pids)))
 
 
@@ -302,22 +268,3 @@ def test_a_worker_whose_parent_is_already_gone_ends_at_once():
     worker = start_worker(1)
     assert worker.wait(20) == 1
     worker.communicate()
-
-
-async def test_the_pool_calls_few_functions_for_each_item():
-    """Counted, not timed: the same on any machine."""
-    calls: Counter[str] = Counter()
-
-    def count(frame, event, _):
-        calls[frame.f_code.co_name] += event == "call"
-
-    async with open_pool() as pool:
-        prompt = dataclasses.replace(PROMPT, text="q" * 100, token_ids=(1,) * 100)
-        items = completions(*["bla " * 60] * 512, prompt=prompt)
-        await pool.score(items)
-        sys.setprofile(count)
-        try:
-            await pool.score(items)
-        finally:
-            sys.setprofile(None)
-    assert 1 < calls.total() / 512 < 10, calls.most_common(5)
