@@ -154,11 +154,6 @@ def test_coroutines_that_never_wait_run_one_by_one_each_with_the_whole_time_limi
     assert found == [[1.0]] * 6
 
 
-def test_a_group_is_one_call() -> None:
-    (found,) = run([["a", "wait 0.1"], ["b"]], function="rank", per="group")
-    assert found == [[1.0, 1.0], [1.0]]
-
-
 def test_a_function_may_run_an_event_loop_of_its_own_but_its_promise_is_no_value() -> None:
     (found,) = run(["wait 0.1", "a"], function="own_loop")
     assert found == [[1.0], [1.0]]

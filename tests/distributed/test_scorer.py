@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import math
-import time
 from dataclasses import replace
 from functools import cache
 
@@ -140,7 +139,7 @@ def reward(prompt, completion):
     assert not {"words", "task", "reward_extra"} & storage.rows[0].keys()
 
 
-@pytest.mark.parametrize("extra", ["3", "'no JSON'", "'[1]'", "'[' * 10**5", "'{\"a\": NaN}'"])
+@pytest.mark.parametrize("extra", ["3", "'[' * 10**5", "'{\"a\": NaN}'"])
 def test_a_reward_that_forges_its_further_numbers_fails_alone(folder, extra):
     storage = WatchedStorage()
     put(storage, folder, 0, "words")
@@ -175,16 +174,6 @@ def test_a_failed_reward_writes_no_cell_and_is_logged_with_its_traceback(folder,
     assert once == 1, "the same warning is written again with the tenth"
 
 
-def make_rows(folder, num_bad, num_good):
-    """Storage, and the rows in it whose rewards fail, and those whose do not."""
-    storage = WatchedStorage()
-    for row in range(num_bad):
-        put(storage, folder, row, "bad")
-    for row in range(num_bad, num_bad + num_good):
-        put(storage, folder, row, "good")
-    return storage, [*range(num_bad)], [*range(num_bad, num_bad + num_good)]
-
-
 def test_with_on_failure_zero_a_failed_reward_is_a_zero_that_counts_as_failed(folder, caplog):
     storage = WatchedStorage()
     for row_id, text in enumerate(["bad", "fine", "nan"]):
@@ -193,17 +182,11 @@ def test_with_on_failure_zero_a_failed_reward_is_a_zero_that_counts_as_failed(fo
     with caplog.at_level(logging.WARNING):
         (scores,) = run_scorer(folder, storage, config, [range(3)], task_source=TASK)
     assert [score.reward for score in scores] == [0.0, 0.0, 0.0]
-    assert [score.status for score in scores] == [
-        StageStatus.RAISED,
-        StageStatus.OK,
-        StageStatus.INVALID,
-    ]
+    raised, ok, invalid = StageStatus.RAISED, StageStatus.OK, StageStatus.INVALID
+    assert [score.status for score in scores] == [raised, ok, invalid]
     assert [storage.rows[row][REWARD][0] for row in range(3)] == [0.0, 0.0, 0.0]
     assert "LookupError: bad" in caplog.text
     assert not any(score.correct for score in scores)
-    storage, bad, good = make_rows(folder, 6, 44)
-    with pytest.raises(RuntimeError, match=r"reward\.max_failure_rate"):
-        run_scorer(folder, storage, config, [good, bad], task_source=TASK)
 
 
 @pytest.mark.parametrize(("full_marks", "correct"), [(1.0, [True, True]), (10.0, [False, True])])
@@ -272,51 +255,3 @@ def test_what_an_environment_showed_in_place_of_the_prompt_is_recorded(folder):
         None,
     ]
     assert turns == [[{"role": "assistant", "content": "7"}]] * 3
-
-
-def test_a_reward_may_be_a_coroutine_beside_functions(folder):
-    storage = WatchedStorage()
-    texts = ["6*7=42. Answer: 42", "Answer: 41", "bad"] * 20
-    for row_id, text in enumerate(texts):
-        put(storage, folder, row_id, text)
-    source = (
-        "import asyncio\n"
-        "async def reward(prompt, completion):\n"
-        "    await asyncio.sleep(0.2)\n"
-        "    return 1 / len(completion.removeprefix('bad'))\n"
-    )
-    config = RewardConfig(
-        functions=["exact", "task"], weights=[1.0, 9.0], timeout_s=2.0, max_failure_rate=1.0
-    )
-    start_s = time.monotonic()
-    (scores,) = run_scorer(folder, storage, config, [range(60)], task_source=source)
-    assert time.monotonic() - start_s < 6, "60 x 0.2 s one after another are 12 s"
-    assert [score.reward for score in scores[:2]] == [1.5, 0.9]
-    assert [score.correct for score in scores[:3]] == [True, False, False]
-    assert all("ZeroDivisionError" in score.error for score in scores[2::3])
-
-
-def test_a_group_is_scored_in_one_call_and_fails_as_one(folder, caplog):
-    storage = WatchedStorage()
-    texts = ["6*7=42. Answer: 42", "Answer: 41", "Answer: 42", "bad", "Answer: 42"]
-    for row_id, text in enumerate(texts):
-        put(storage, folder, row_id, text)
-    source = (
-        "def group_reward(prompt, completions):\n"
-        "    return [1 / (len(each) - 3) == 1 / (len(completions[-1]) - 3)"
-        " for each in completions]\n"
-    )
-    config = RewardConfig(functions=["exact", "group"], weights=[1.0, 0.5])
-    (scores,) = run_scorer(folder, storage, config, [[(0, 1, 2), (3, 4)]], task_source=source)
-    assert [score.reward for score in scores[:3]] == [1.0, 0.5, 1.5]
-    assert [score.correct for score in scores[:3]] == [True, False, True]
-    assert scores[1].parts == {"exact": 0.0, "group": 1.0}
-    assert [score.status for score in scores[3:]] == [StageStatus.RAISED] * 2
-    assert "ZeroDivisionError" in scores[3].error
-    rewards = {
-        row: float(cells[REWARD][0]) for row, cells in storage.rows.items() if REWARD in cells
-    }
-    assert rewards == {0: 1.0, 1: 0.5, 2: 1.5}
-    assert {row: cells[PROMPT_ID][0] for row, cells in storage.rows.items()} == dict.fromkeys(
-        range(5), 1.0
-    )
