@@ -80,7 +80,10 @@ environment = Env
 """
 
 
-@pytest.mark.parametrize("tool", ["sleeps", "locks", "reads", "loops", "stubborn", "within"])
+ALIKE = [pytest.param(tool, marks=pytest.mark.long) for tool in ("locks", "reads", "within")]
+
+
+@pytest.mark.parametrize("tool", ["sleeps", "loops", "stubborn", *ALIKE])
 async def test_a_coroutine_that_blocks_fails_its_own_episode(tmp_path: Path, tool: str) -> None:
     async with playing(tmp_path, task=BLOCKING, timeout_s=1.0) as setting:
         rows = range(8)
@@ -152,6 +155,7 @@ async def test_a_program_that_asks_without_await_in_a_coroutine_fails_its_own_ep
         assert setting.executor._pools[0].pids == [pid], "its process goes on"
 
 
+@pytest.mark.long
 async def test_programs_of_agents_that_never_end_are_counted_and_their_process_is_replaced(
     tmp_path: Path,
 ) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,14 +34,31 @@ from llamarl.scoring.stage_worker import StageSpec, StageWorker
 from llamarl.scoring.stages import Stage
 from llamarl.storage.client import Store
 from llamarl.storage.columns import Column
-from llamarl.storage.worker import StorageSpec, StorageWorker
-from tests.distributed.weighing import Weighed
+from llamarl.storage.worker import StorageExecutor, StorageSpec
 from tests.fakes import stopped
 
 NUM_ROLLOUTS = 64
 
 
-class Writer(Worker):
+class Weighed:
+    """An executor whose messages are weighed as the cluster pickles them."""
+
+    def __init__(self, executor: Any) -> None:
+        self.executor = executor
+        self.num_bytes = 0
+        self.calls: list[str] = []
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any) -> Any:
+            result = await getattr(self.executor, method)(*args)
+            self.num_bytes += len(pickle.dumps((method, args))) + len(pickle.dumps(result))
+            self.calls.append(method)
+            return result
+
+        return call
+
+
+class Writer:
     """Stores rollouts of a fixed length and reports their rows, as a generator does."""
 
     def __init__(self, storage, *, rank, num_ranks, spans) -> None:
