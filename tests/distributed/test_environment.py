@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from llamarl.core.records import EpisodeState, StageStatus
-from tests.distributed.played import ADD, Setting, call, playing
+from llamarl.core.records import EpisodeState, StageStatus, TurnItem
+from llamarl.scoring.environment import EnvironmentLink, Environments
+from tests.distributed.played import ADD, TASK, Setting, call, playing
 
 
 async def test_an_episode_from_its_reset_to_its_reward(tmp_path: Path) -> None:
@@ -134,6 +137,36 @@ async def test_with_a_replica_its_episodes_are_forgotten_and_no_other(tmp_path: 
             await asyncio.sleep(0.01)
         assert (await setting.turn(2, ADD)).state is EpisodeState.GOES_ON
         other.close()
+
+
+async def test_an_episode_that_begins_again_elsewhere_is_forgotten_where_it_was_played(
+    tmp_path: Path,
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    hosts = [Setting(tmp_path / name) for name in "ab"]
+    for setting in hosts:
+        await setting.executor.start()
+    calls = [EnvironmentLink(f"{n}", host.executor, None) for n, host in enumerate(hosts)]
+    replicas = [  # on its own host a replica uses the socket
+        Environments((hosts[0].link, calls[1]), own=0, context=400),
+        Environments((calls[0], hosts[1].link), own=1, context=400),
+    ]
+    prompt = hosts[0].prompt()
+    begin = [TurnItem(row_id=1, attempt=attempt, prompt=prompt) for attempt in range(2)]
+    ids = tuple(hosts[0].tokenizer.encode(ADD, special=False))
+    turn = TurnItem(row_id=1, attempt=0, ids=ids, room=400)
+    other = TurnItem(row_id=2, attempt=0, prompt=prompt)
+    for item in (begin[0], other):
+        assert (await replicas[0].answer(0, item)).state is EpisodeState.GOES_ON
+    resumed = await replicas[1].answer(0, turn)
+    assert resumed.state is EpisodeState.GOES_ON, "cut, it goes on from the other host"
+    again = await replicas[1].answer(1, begin[1])
+    assert again.state is EpisodeState.GOES_ON, "its replica was lost"
+    assert [[*host.executor._episodes] for host in hosts] == [[2], [1]]
+    for setting in hosts:
+        setting.link.close()
+        await setting.executor.close()
 
 
 async def test_a_turn_asked_of_an_executor_that_ends_is_lost_and_the_next_one_begins_episodes(
@@ -287,3 +320,99 @@ async def test_half_a_character_in_what_an_environment_says_ends_nothing(tmp_pat
         failed = await setting.begin(2, fails=True)
         assert failed.status is StageStatus.RAISED
         assert "no \ufffd here" in failed.error
+
+
+READS = """
+import json, pathlib
+
+def episode_reward(prompt, messages, environment):
+    found = {"messages": messages, "total": environment and environment.total}
+    pathlib.Path(prompt.fields["to"]).write_text(json.dumps(found))
+    return 0.25
+"""
+PLAIN = TASK.replace("environment = Env", "env = Env()\ntools = [env.add, env.say]\nenv.reset()")
+
+
+def written(text: str, function: dict[str, Any]) -> dict[str, Any]:
+    calls = [{"type": "function", "function": function}]
+    return {"role": "assistant", "content": text, "tool_calls": calls}
+
+
+add = {"name": "add", "arguments": {"amount": 2}}
+FIRST = {"role": "user", "content": "q"}
+NO_JSON = "Hm <tool_call>no</tool_call>"
+TURNS: dict[str, tuple[EpisodeState, list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "a turn without a call": (
+        EpisodeState.DONE,
+        [{"text": "Seven.<|im_end|>"}],
+        [{"role": "assistant", "content": "Seven."}],
+    ),
+    "the last turn": (
+        EpisodeState.LIMIT,
+        [{"text": NO_JSON + "<|im_end|>"}, {"text": "More. " + ADD}],
+        [
+            {"role": "assistant", "content": NO_JSON},
+            {"role": "tool", "name": "", "content": str({"error": "a call must be JSON"})},
+            written("More.", add),
+        ],
+    ),
+    "a turn that was cut": (
+        EpisodeState.LIMIT,
+        [{"text": "cut o", "is_cut": True}],
+        [{"role": "assistant", "content": "cut o"}],
+    ),
+    "an observation that does not fit": (
+        EpisodeState.LIMIT,
+        [{"text": call("say", '{"text": "long"}'), "room": 1}],
+        [
+            written("", {"name": "say", "arguments": {"text": "long"}}),
+            {"role": "tool", "name": "say", "content": "long"},
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("end", TURNS)
+@pytest.mark.parametrize("task", [TASK, PLAIN], ids=["class", "tools"])
+async def test_a_reward_reads_every_turn_however_the_episode_ends(
+    tmp_path: Path, task: str, end: str
+) -> None:
+    async with playing(tmp_path, task=task + READS, max_turns=3) as setting:
+        state, turns, messages = TURNS[end]
+        to, has_instance = tmp_path / "read.json", task is TASK
+        await setting.begin(1, start=5, to=str(to), more=" Go." if has_instance else "")
+        assert (await setting.turn(1, "so " + ADD)).state is EpisodeState.GOES_ON
+        for turn in turns:
+            last = await setting.turn(1, **turn)
+        assert (last.state, last.status, last.error) == (state, StageStatus.OK, "")
+        assert last.reward == (7.25 if has_instance else 0.25)
+        found = json.loads(to.read_text())
+        assert found["total"] == (7 if has_instance else None)
+        first = {**FIRST, "content": "q Go."} if has_instance else FIRST
+        content = "7" if has_instance else "2"
+        result = {"role": "tool", "name": "add", "content": content}
+        assert found["messages"] == [first, written("so", add), result, *messages]
+
+
+async def test_a_reward_reads_the_turns_of_an_environment_with_steps(tmp_path: Path) -> None:
+    steps = """
+class Env:
+    total = 1
+    def reset(self, **row): ...
+    def step(self, messages):
+        return (None if messages[-1]["content"] == "end" else "more"), 0.5
+environment = Env
+"""
+
+    async with playing(tmp_path, task=steps + READS, max_turns=3) as setting:
+        ends = [{"text": "cut o", "is_cut": True}, {"text": "end"}, {"text": "third"}]
+        seen = [["cut o"], ["end"], ["third", "more"]]
+        for row, end in enumerate(ends):
+            to = tmp_path / str(row)
+            await setting.begin(row, to=str(to))
+            for text in ("one", "two"):
+                assert (await setting.turn(row, text)).state is EpisodeState.GOES_ON
+            last = await setting.turn(row, **end)
+            assert last.reward == (1.25 if row == 0 else 1.75)
+            contents = [each["content"] for each in json.loads(to.read_text())["messages"]]
+            assert contents == ["q", "one", "more", "two", "more", *seen[row]]
