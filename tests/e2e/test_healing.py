@@ -1,10 +1,11 @@
 """A process of every kind is killed while the run goes on, amid slow tools; real processes, token
-by token. `make chaos` and test_chaos.py hit any process at any moment."""
+by token. Chaos hits any process at any moment."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.controller.control import SOCKET, ask
+from tests.e2e.chaos import SMALL_RUN, Chaos
 from tests.e2e.commands import (
     Command,
     executors,
@@ -32,6 +34,7 @@ from tests.e2e.commands import (
 from tests.e2e.test_tools_exact import SMALL, check
 from tests.json_lines import read_lines
 from tests.places import TOOLS_RECIPE
+from tests.random_search import case, searched
 
 ALONE = "generator-0", "environment-0", "scorer", "reference", "collector-0"
 SESSION = "trainer", "storage-0"  # with these, all but the generators
@@ -198,3 +201,19 @@ def test_the_next_session_has_the_replicas_that_the_run_was_scaled_to(tmp_path: 
     code, out, err = finish(command)
     assert code == 0, err + out
     assert command.wait_until_gone(5.0) == []
+
+
+@pytest.mark.long
+@searched(few=1, many=12)
+def test_a_run_of_which_processes_are_killed_and_stopped_ends_as_if_they_were_not(
+    seeds: list[int], tmp_path: Path
+) -> None:
+    """The short form of `make chaos`: one leg, other victims and moments every day."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        others = ["start", "publish", "save", "evaluation", "end"]  # some pass too fast to be met
+        moments = ["step", rng.choice(others)]
+        chaos = Chaos(tmp_path / str(seed), SMALL_RUN, rng, num_prompts=16, per_step=64)
+        with case(seed):
+            chaos.run_leg(moments)
+        assert chaos.num_faults > 0
