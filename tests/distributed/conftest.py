@@ -1,8 +1,9 @@
-"""One pool of processes per rank count for the whole session."""
+"""One pool of processes per rank count, and one checkpoint, for the whole session."""
 
 import pytest
 
 from tests.distributed.ranks import Ranks
+from tests.tiny_checkpoints import write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +19,8 @@ def ranks():
     yield pool
     for running in pools.values():
         running.close()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny")

@@ -6,8 +6,6 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,25 +138,6 @@ def test_steps_with_dropout_after_a_checkpoint_are_those_of_a_run_that_went_on(
             np.testing.assert_array_equal(other["shards"][name], shard, err_msg=name)
 
 
-@contextmanager
-def messages() -> Iterator[list[tuple[str, str]]]:
-    """Level and text of what the policy's log says in the block."""
-    found: list[tuple[str, str]] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append((record.levelname, record.getMessage()))
-
-    handler, before = Kept(), policy.log.level
-    policy.log.addHandler(handler)
-    policy.log.setLevel(logging.INFO)
-    try:
-        yield found
-    finally:
-        policy.log.removeHandler(handler)
-        policy.log.setLevel(before)
-
-
 async def save(
     rank: int, num_ranks: int, rendezvous: str, checkpoint: str, folder: str, config: TrainerConfig
 ) -> list[np.ndarray]:
@@ -181,10 +160,13 @@ async def restore(
     try:
         trained = Policy.load(checkpoint, make_mesh("cpu", config), config, SEED)
         torch.rand(3)
-        with messages() as found:
-            assert trained.restore(folder) == 4
+        found: list[logging.LogRecord] = []
+        policy.log.addFilter(lambda record: found.append(record) or True)
+        policy.log.setLevel(logging.INFO)
+        assert trained.restore(folder) == 4
         dist.barrier()
-        return torch.rand(9).tolist(), found
+        policy.log.filters.clear()
+        return torch.rand(9).tolist(), [(each.levelname, each.getMessage()) for each in found]
     finally:
         leave()
 

@@ -34,11 +34,6 @@ SGD = TrainerConfig(optimizer="sgd", lr=0.5, max_grad_norm=1e6)
 ADAM = TrainerConfig(lr=1e-3, eps=1e-4, warmup_steps=3)  # eps: no division by noise
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
-
-
 def job(checkpoint, cells, steps, **fields):
     """A job with its own rendezvous file beside the checkpoint."""
     fields.setdefault("trainer", SGD)

@@ -21,11 +21,6 @@ from tests.fakes import WatchedStorage
 from tests.tiny_checkpoints import load, write_checkpoint
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -25,7 +25,7 @@ from tests.distributed.rollouts import TEMPERATURE, add_reference, make_batch, m
 from tests.distributed.test_trainer import relative_errors
 from tests.distributed.training import Job, train
 from tests.loss_formulas import CONFIGS, NO_BOUNDS, NO_RATIO, PAPERS, Sampled, step
-from tests.tiny_checkpoints import load, write_checkpoint
+from tests.tiny_checkpoints import load
 
 LR = 0.5
 SGD = TrainerConfig(optimizer="sgd", lr=LR, max_grad_norm=1e6)
@@ -40,11 +40,6 @@ TOLERANCE = 2e-5  # float32 ranks against float64
 class Expected:
     loss: float
     gradients: dict[str, np.ndarray]  # of the loss as the optimizer gets it
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

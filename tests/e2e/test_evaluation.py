@@ -1,5 +1,5 @@
-"""Evaluations of several sets and several rollouts per prompt, the best checkpoint, exports on the
-way, and a run that ends early."""
+"""Evaluations of several sets and several rollouts per prompt, the best checkpoint, and exports on
+the way."""
 
 from __future__ import annotations
 
@@ -66,51 +66,11 @@ def test_each_set_has_its_accuracy_and_the_best_version_is_kept_and_exported(
             if (path / "model.safetensors").read_bytes() == weights
         ]
         assert same == [version]
-    more = ["num_steps=6", "evaluation.every_steps=0", f"run_dir={tmp_path / 'again'}"]
-    done = forks.run("train", *SMALL, *more, f"checkpoint.resume={run_dir}/checkpoints/best")
-    assert done.returncode == 0, done.stderr
     summary = json.loads((run_dir / "summary.json").read_text())
     assert {*summary["held_out_shares"]} >= {"pass_at_2", "drill/accuracy", "sums/maj_at_4"}
-    assert (
-        "drill pass@4" in forks.run("train", *SMALL, *options, f"run_dir={run_dir}", RESUME).stdout
-    )
-
-
-RESUME = "checkpoint.resume=auto"
-
-
-@pytest.mark.long
-def test_a_run_that_gets_no_better_ends_early_and_goes_on_with_more_patience(
-    forks: Forks, tmp_path: Path
-) -> None:
-    options = [*SMALL, "num_steps=12", "trainer.lr=0", "evaluation.every_steps=1"]
-    options += ["checkpoint.best=accuracy", "checkpoint.export=false", f"run_dir={tmp_path}"]
-    done = forks.run("train", *options, "evaluation.patience=2")
-    assert done.returncode == 0, done.stderr
-    why = "evaluation/accuracy was not above the"
-    assert why in done.stdout
-    assert "of 12: " in done.stdout
-    newest = checkpoint.latest(tmp_path)
-    assert newest is not None
-    version = checkpoint.version_of(newest)
-    assert 3 <= version < 12
-    again = forks.run("train", *options, "evaluation.patience=2", RESUME)
-    assert "this run had finished before" in again.stdout
-    assert why in again.stdout
-    more = forks.run("train", *options, "evaluation.patience=100", RESUME)
-    assert more.returncode == 0, more.stderr
-    assert f"resumed from version {version}" in more.stdout
-    steps = [
-        line["step"] for line in read_lines(tmp_path / "metrics.jsonl") if "reward/mean" in line
-    ]
-    assert steps == [*range(1, 13)]
-    results = read_lines(tmp_path / "evaluations.jsonl")
-    places = [(each["version"], each["held_out"], each["prompt_id"]) for each in results]
-    assert len(places) == len({*places}), "the file was cut where the run went on"
-    versions = [each for each, *_ in places]
-    assert {versions.count(version) for version in versions} == {12}
-    assert (min(versions), max(versions)) == (0, 12)
-    assert checkpoint.marked_best(tmp_path) is not None
+    more = ["num_steps=6", "evaluation.every_steps=0", f"run_dir={tmp_path / 'again'}"]
+    again = forks.run("train", *SMALL, *more, f"checkpoint.resume={run_dir}/checkpoints/best")
+    assert again.returncode == 0, again.stderr
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Runs on several sources of prompts, and runs that end by epochs or hours."""
+"""A run on several sources of prompts."""
 
 from __future__ import annotations
 
@@ -63,48 +63,21 @@ def test_a_run_on_weighted_sources_goes_on_where_it_was_and_ends_with_its_epochs
 ) -> None:
     own = ["data.weights=[1,2]", "algorithm.filters=[]", "algorithm.advantage=mean"]
     run_dir = tmp_path / "run"
-    summary, _ = train(forks, recipe, run_dir, *own, "num_steps=2")
-    assert summary["ended_by"] == "num_steps=2"
-    summary, done = train(forks, recipe, run_dir, *own, "num_epochs=2")
-    assert "resumed from version 2" in done.stdout
-    assert summary["steps"] == 4, "18 prompts are 4 steps of 4"
-    assert summary["ended_by"] == "num_epochs=2"
+    summary, _ = train(forks, recipe, run_dir, *own, "num_steps=1")
+    assert summary["ended_by"] == "num_steps=1"
+    summary, done = train(forks, recipe, run_dir, *own, "num_epochs=1")
+    assert "resumed from version 1" in done.stdout
+    assert summary["steps"] == 2, "9 prompts are 2 steps of 4"
+    assert summary["ended_by"] == "num_epochs=1"
     assert summary["sources"].keys() == {"own", "verl"}
     numbers = summary["sources"]["verl"]
     assert numbers.keys() == {"groups", "dropped_share", "reward", "length"}
-    assert sum(each["groups"] for each in summary["sources"].values()) == 16
+    assert sum(each["groups"] for each in summary["sources"].values()) == 8
     assert "of verl" in done.stdout
     trained = [line for line in read_rollouts(run_dir) if line["outcome"] == "trained"]
     places = {(each["prompt_file"], each["prompt_id"], each["epoch"]) for each in trained}
-    assert len(places) == 16
+    assert len(places) == 8
     files = Counter(file for file, _, _ in places)
-    assert abs(files["own.jsonl"] - 16 / 3) <= 2
-    assert {epoch for file, _, epoch in places if file == "verl.parquet"} >= {0, 1, 2}
+    assert abs(files["own.jsonl"] - 8 / 3) <= 1
+    assert {epoch for file, _, epoch in places if file == "verl.parquet"} == {0, 1}
     assert {number for file, number, _ in places if file == "verl.parquet"} == {1, 2, 3}
-    _, done = train(forks, recipe, run_dir, *own, "num_epochs=2")
-    assert "this run had finished before" in done.stdout
-
-
-@pytest.mark.full
-def test_a_run_ends_by_its_drops_before_its_epochs_have_as_many_steps(
-    forks: Forks, recipe: Path, tmp_path: Path
-) -> None:
-    (recipe / "task.py").write_text("def drop(group):\n    return 'all'\n")
-    own = ["algorithm.filters=[task]", "num_epochs=3"]
-    summary, done = train(forks, recipe, tmp_path / "run", *own)
-    assert summary["ended_by"] == "num_epochs=3"
-    assert 24 <= summary["groups_dropped"]["all"] <= 27, "3 that are left make no step"
-    assert "stopped at step 0 of 6: num_epochs=3" in done.stdout
-
-
-@pytest.mark.long
-@pytest.mark.full
-def test_hours_end_a_run_with_a_whole_step_and_the_same_command_goes_on(
-    forks: Forks, recipe: Path, tmp_path: Path
-) -> None:
-    own = ["max_hours=1e-9", "algorithm.filters=[]", "trainer.schedule=constant"]
-    for step in (1, 2):
-        summary, done = train(forks, recipe, tmp_path / "run", *own)
-        assert summary["ended_by"] == "max_hours=1e-09"
-        assert summary["steps"] == step
-        assert f"stopped at step {step} of 30: max_hours=1e-09" in done.stdout
