@@ -27,12 +27,12 @@ from llamarl.core.records import (
 )
 from llamarl.metrics.span import Spans
 from llamarl.model.tokenizer import load_tokenizer
-from llamarl.scoring.external import ExternalExecutor, ExternalSpec
+from llamarl.scoring.external import ExternalSpec, ExternalWorker
 from llamarl.scoring.loader import SOCKETS, StageBatch, StageLoader
 from llamarl.scoring.stages import External, Stage
 from llamarl.storage.client import Store, Unit
 from llamarl.storage.columns import Column
-from llamarl.storage.worker import StorageExecutor, StorageSpec
+from llamarl.storage.worker import StorageSpec, StorageWorker
 from tests.places import TOOLS_RECIPE
 
 PROMPT = Prompt(prompt_id=3, text="what?", token_ids=(1, 2), fields={"answer": "4"})
@@ -54,9 +54,9 @@ class Run:
             max_bytes=0,
         )
         place: dict[str, Any] = {"rank": 0, "num_ranks": 1, "spans": Spans("x", None)}
-        self.unit = StorageExecutor(spec, **place)
+        self.unit = StorageWorker(spec, **place)
         self.store = Store([Unit("storage-0", self.unit, socket)])
-        self.stage = ExternalExecutor(
+        self.stage = ExternalWorker(
             ExternalSpec(
                 stage=stage,
                 socket=str(folder / SOCKETS / stage.name),

@@ -34,7 +34,7 @@ from llamarl.scoring.stage_worker import StageSpec, StageWorker
 from llamarl.scoring.stages import Stage
 from llamarl.storage.client import Store
 from llamarl.storage.columns import Column
-from llamarl.storage.worker import StorageExecutor, StorageSpec
+from llamarl.storage.worker import StorageSpec, StorageWorker
 from tests.fakes import stopped
 
 NUM_ROLLOUTS = 64
