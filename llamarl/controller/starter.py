@@ -31,8 +31,8 @@ from llamarl.core.config.rank_assignment import (
     place_generator,
 )
 from llamarl.core.errors import ExecutorLost, all_at_once
-from llamarl.core.faces import Environment, GeneratorReplica, Resettable, Storage, Worker
-from llamarl.generator.specs import GeneratorSpec
+from llamarl.core.faces import Environment, GeneratorReplica, Storage, Worker
+from llamarl.generator.specs import GeneratorSpec, Resettable
 from llamarl.metrics.console import ReportState
 from llamarl.recipe.inputs import Inputs
 from llamarl.scoring.stages import ENVIRONMENT, EXECUTORS, GENERATE, SCORE, TRAIN, Graph, Stage

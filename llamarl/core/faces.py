@@ -92,18 +92,6 @@ class GeneratorReplica(Protocol):
         """The environment `name` answers these calls from now on, after a loss."""
 
 
-class Resettable(Protocol):
-    """A generator that outlives a session of its run."""
-
-    async def reset(self) -> None:
-        """Forget every rollout, version and route: nothing starts before the next commit. Returns
-        once no call to storage or trainer is under way; raises if that takes too long."""
-
-    async def use(self, storage: ColumnStore, environments: Any) -> None:
-        """Write to `storage`, and take turns with these `environments` (None: there are none), from
-        now on, in the next session."""
-
-
 class Collector(Protocol):
     """Collects from many replicas for the dispatcher, which gets few messages for all of them."""
 

@@ -1,9 +1,10 @@
-"""What a generator and a collector are constructed with: frozen records, made without torch."""
+"""What a generator and a collector are constructed with, and what a run that goes on asks of a
+generator that is left: made without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from llamarl.core.config import (
     GeneratorConfig,
@@ -17,6 +18,18 @@ from llamarl.scoring.environment import Environments
 HEARTBEAT_S = 30.0
 """Longest time until a replica reports which rollouts have stopped, if any; when all rollouts of a
 prompt have stopped it reports them at once."""
+
+
+class Resettable(Protocol):
+    """A generator that outlives a session of its run."""
+
+    async def reset(self) -> None:
+        """Forget every rollout, version and route: nothing starts before the next commit. Returns
+        once no call to storage or trainer is under way; raises if that takes too long."""
+
+    async def use(self, storage: ColumnStore, environments: Environments | None) -> None:
+        """Write to `storage`, and take turns with these `environments` (None: there are none), from
+        now on, in the next session."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ from llamarl.core.faces import (
     GeneratorReplica,
     Offloadable,
     Report,
-    Resettable,
     Worker,
 )
 from llamarl.core.groups import version_spans
@@ -40,7 +39,7 @@ from llamarl.core.records import (
 from llamarl.generator.decoding import Decoding, EngineOutput, KeptRows, Lockstep
 from llamarl.generator.engine.engine import EmbeddedEngine
 from llamarl.generator.protocol import Engine, PartialOutput, RequestOutput
-from llamarl.generator.specs import GeneratorSpec
+from llamarl.generator.specs import GeneratorSpec, Resettable
 from llamarl.generator.weight_target import TargetPart
 from llamarl.metrics.span import Spans
 from llamarl.model.architecture import read_architecture
