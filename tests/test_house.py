@@ -373,7 +373,7 @@ def test_each_job_is_done_in_one_place() -> None:
         "scoring/environment.py",
         "controller/dispatch.py",
         "controller/saver.py",
-        "controller/fleet.py",
+        "controller/supervisor.py",
     }
     assert places_of(r"await [\w.]*collect\(", "generator") == {
         "controller/dispatch.py",
@@ -382,7 +382,7 @@ def test_each_job_is_done_in_one_place() -> None:
     assert places_of(r"AF_UNIX") == {"cluster/sockets.py"}
     assert places_of(r"memfd_create") == {"core/memory.py"}
     pauses = places_of(r"_PAUSE_S\b.*= |WINDOW_S\b.*= ")
-    assert pauses <= {"controller/fleet.py", "controller/gate.py"}
+    assert pauses <= {"controller/supervisor.py", "controller/gate.py"}
 
 
 VENDOR = re.compile("cuda|nccl|nvidia", re.IGNORECASE)

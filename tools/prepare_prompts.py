@@ -145,7 +145,7 @@ def _closing_brace(text: str) -> int:
 
 
 def is_comparable(answer: str) -> bool:
-    """Whether the `math` reward can compare with this answer: it gives the answer full marks."""
+    """Whether the `math` reward can compare with this answer: it counts the answer as correct."""
     prompt = Prompt(prompt_id=0, text="", token_ids=(), fields={"answer": answer})
     try:
         return math_reward.reward(prompt, f"$\\boxed{{{answer}}}$", RewardConfig()) == 1.0

@@ -15,7 +15,7 @@ from llamarl.core.config.rank_assignment import needs_gpu
 from llamarl.core.fields import require
 from llamarl.model.architecture import OtherArchitecture
 from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
-from llamarl.recipe.prompt_inputs import refuse_imitation
+from llamarl.recipe.prompt_inputs import refuse_sft
 
 
 async def check(config: Config, console: Console) -> None:
@@ -25,7 +25,7 @@ async def check(config: Config, console: Console) -> None:
     inputs: list[Inputs] = []
 
     def read() -> str:
-        refuse_imitation(config, "llamarl check")
+        refuse_sft(config, "llamarl check")
         inputs.append(read_inputs(config))
         found = inputs[0]
         return f"{found.architecture.model_type}, {len(found.prompts)} prompts"

@@ -40,7 +40,7 @@ from llamarl.model.architecture import Architecture, read_architecture
 from llamarl.model.transformer import Transformer
 from llamarl.recipe.inputs import Inputs
 from llamarl.recipe.rules import without_evaluation, without_own_stages, without_rewards
-from llamarl.scoring.user_code.supervisor import descendants
+from llamarl.scoring.user_code.watchdog import descendants
 from llamarl.trainer.losses import find_loss
 from llamarl.trainer.passes import Passes, infer
 from llamarl.trainer.policy_loss import denominator

@@ -26,7 +26,7 @@ from llamarl.model.tokenizer import keep_tokenizer
 from llamarl.recipe.composition import RECIPE_FILE, compose, to_config, to_yaml
 from llamarl.recipe.inputs import read_frozen, read_inputs
 from llamarl.recipe.local_inputs import repeatable_inputs, with_local_files
-from llamarl.recipe.prompt_inputs import refuse_imitation, with_last_step
+from llamarl.recipe.prompt_inputs import refuse_sft, with_last_step
 from llamarl.scoring.stages import EXECUTORS, GENERATE, TRAIN
 
 
@@ -72,7 +72,7 @@ async def running_engines(
     config.require(config.dispatch.ranker == "none", "dispatch.ranker", must)
     must = "be off under a loop of one's own, which calls load_state"
     config.require(config.checkpoint.resume == "off", "checkpoint.resume", must)
-    refuse_imitation(config, "start_engines")
+    refuse_sft(config, "start_engines")
     inputs = read_inputs(config)
     config = with_last_step(config, len(inputs.prompts))
     known = name_executors(inputs.graph)

@@ -20,9 +20,9 @@ from rich.console import Console
 from llamarl.cluster.os_process import HIDDEN, hidden_files
 from llamarl.controller.engines import Engines, Unobserved
 from llamarl.controller.fit import check_fit
-from llamarl.controller.fleet import Fleet
 from llamarl.controller.sessions import Sessions, Signals, Start, Stopped
 from llamarl.controller.starter import name_executors, running_cluster, spawn_executors
+from llamarl.controller.supervisor import Supervisor
 from llamarl.controller.wiring import Wiring
 from llamarl.core import checkpoint, files
 from llamarl.core.config import Config
@@ -40,9 +40,9 @@ from llamarl.model.inventory import parameter_shapes
 from llamarl.model.tokenizer import keep_tokenizer
 from llamarl.recipe.inputs import Inputs, make_prompts, read_frozen, read_inputs
 from llamarl.recipe.prompt_inputs import (
-    as_imitation,
+    as_sft,
     mini_batches,
-    refuse_imitation,
+    refuse_sft,
     with_last_step,
 )
 from llamarl.recipe.starting_point import starting_point
@@ -58,7 +58,7 @@ async def train(
     config: Config, run_dir: str, console: Console, write_provenance: WriteProvenance
 ) -> dict[str, Any]:
     """Run the loop to its last step; returns the summary, which also lies in `run_dir`."""
-    refuse_imitation(config, "llamarl train")
+    refuse_sft(config, "llamarl train")
     return await _run(config, run_dir, console, write_provenance)
 
 
@@ -66,7 +66,7 @@ async def sft(
     config: Config, run_dir: str, console: Console, write_provenance: WriteProvenance
 ) -> dict[str, Any]:
     """The same on demonstrations, with the trainer alone."""
-    return await _run(as_imitation(config), run_dir, console, write_provenance)
+    return await _run(as_sft(config), run_dir, console, write_provenance)
 
 
 async def _run(
@@ -107,11 +107,11 @@ async def _train(
     progress = Progress(config.last_step, live=live, recent_spans=recent, console=console)
     spans = Spans("controller", f"{run_dir}/spans")
     sessions = Sessions(config, inputs, run_dir, progress, spans, recent, deadline_s)
-    imitates = config.algorithm.imitates
-    names = {EXECUTORS[TRAIN]} if imitates else name_executors(inputs.graph)
+    is_sft = config.algorithm.is_sft
+    names = {EXECUTORS[TRAIN]} if is_sft else name_executors(inputs.graph)
     with progress, contextlib.closing(spans):
-        async with _started(config, inputs, run_dir, progress, names) as (fleet, signals):
-            controller = await sessions.run(fleet, signals, start)
+        async with _started(config, inputs, run_dir, progress, names) as (supervisor, signals):
+            controller = await sessions.run(supervisor, signals, start)
             progress.show_phase("stopping the executors")
     version, gate = controller.saver.version, controller.gate
     return {"version": version, "solved": gate.solved, "ended": gate.ended}
@@ -131,12 +131,12 @@ async def evaluate(
         shown = console if console.is_terminal else Console(quiet=True)
         with Progress(0, live=config.metrics.live, console=shown) as progress:
             names = {EXECUTORS[GENERATE], EXECUTORS[SCORE]}
-            async with _started(config, inputs, run_dir, progress, names) as (fleet, _):
+            async with _started(config, inputs, run_dir, progress, names) as (supervisor, _):
                 progress.show_phase(f"evaluating {len(inputs.held_out)} prompts")
                 spans = Spans("controller", f"{run_dir}/spans")
-                wiring = Wiring(config, inputs, fleet.executors, run_dir, spans)
+                wiring = Wiring(config, inputs, supervisor.executors, run_dir, spans)
                 with contextlib.closing(spans):
-                    result = await fleet.guard(_evaluate(wiring))
+                    result = await supervisor.guard(_evaluate(wiring))
     append_results(run_dir, result)
     for name, found in [("", result), *result.sets.items()]:
         console.print(result_line(name, found), markup=False, highlight=False, soft_wrap=True)
@@ -197,7 +197,7 @@ def claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
 @contextlib.asynccontextmanager
 async def _started(
     config: Config, inputs: Inputs, run_dir: str, progress: Progress, names: Collection[str]
-) -> AsyncIterator[tuple[Fleet, Signals]]:
+) -> AsyncIterator[tuple[Supervisor, Signals]]:
     """These executors of a run, and the signals that may end it early (`Stopped`)."""
     with Signals() as signals:
         try:
@@ -206,7 +206,7 @@ async def _started(
                 try:
                     with progress.startup() as report:
                         executors = await spawn(report=report)
-                    yield Fleet(config, executors, spawn), signals
+                    yield Supervisor(config, executors, spawn), signals
                 finally:
                     signals.hold()
         except BaseException as error:

@@ -53,7 +53,7 @@ class DropStreak:
             reasons = ", ".join(f"{n} x {why}" for why, n in self._reasons.most_common())
             raise RuntimeError(
                 f"no trainable group among the last {num_drops} ({reasons}), and most of them "
-                "without full marks: the reward gives no signal on these prompts; check reward, "
+                "not correct: the reward gives no signal on these prompts; check reward, "
                 "prompts and checkpoint"
             )
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from llamarl.cluster.sockets import Answer, Connection, LocalServer, Packet
 from llamarl.controller.controller import Controller
-from llamarl.controller.fleet import Fleet
+from llamarl.controller.supervisor import Supervisor
 from llamarl.core.config import Config
 from llamarl.core.config.rank_assignment import Device, place_generator
 from llamarl.core.device.names import is_gpu
@@ -111,7 +111,7 @@ class RunControl:
 
     config: Config
     controller: Controller
-    fleet: Fleet
+    supervisor: Supervisor
 
     async def answer(self, message: Message) -> Message:
         """See the module's docstring. ValueError for what cannot be done."""
@@ -124,7 +124,7 @@ class RunControl:
 
     def _status(self) -> Message:
         version = self.controller.saver.version
-        found = self.fleet.status()
+        found = self.supervisor.status()
         found = [s._replace(version=version) if s.name == "trainer" else s for s in found]
         rows = [[*each, *self._place(each.name)] for each in found]
         return {
@@ -145,7 +145,7 @@ class RunControl:
             raise ValueError(f"generators must fit on {address}, got {num_ranks} ranks for {room}")
         if TRANSPORTS[transport := config.weights.transport].is_mapped:
             raise ValueError(f"weights.transport must be collective for a host, got {transport}")
-        executors = self.fleet.executors
+        executors = self.supervisor.executors
         assert executors.add_host is not None
         host = await executors.add_host(address)
         devices = (Device(host=host, gpu=i if on_gpus else None) for i in range(num_ranks))
@@ -154,25 +154,25 @@ class RunControl:
 
     def _place(self, name: str) -> tuple[str, str]:
         """The hosts and pids of an executor's processes."""
-        cluster, executors = self.config.cluster, self.fleet.executors
+        cluster, executors = self.config.cluster, self.supervisor.executors
         names = [cluster.name_host(host) for host in executors.hosts_of(name)]
         pids = getattr(executors.by_name.get(name), "pids", [])
         return ",".join(dict.fromkeys(names)), ",".join(map(str, pids))
 
     async def _scale(self, num_replicas: int, drains: bool, host: str) -> Message:
         """With a `host`, replicas that are added run there."""
-        fleet, config = self.fleet, self.config
+        supervisor, config = self.supervisor, self.config
         fewest, most = config.generator.elastic or (1, MAX_REPLICAS)
         if not fewest <= num_replicas <= most:
             raise ValueError(f"generators must be from {fewest} to {most}, got {num_replicas}")
         if config.placement.colocated:
             raise ValueError("placement must be disaggregated to scale generators, got colocated")
-        if not fleet.executors.generators:
+        if not supervisor.executors.generators:
             raise ValueError("RUN must have generators to scale, got one of demonstrations")
-        before, missing = len(fleet.wanted()), fleet.missing(num_replicas)
+        before, missing = len(supervisor.wanted()), supervisor.missing(num_replicas)
         if host:
             await self._place_on(host, missing)
         elif missing:
             place_generator(config, missing[-1])  # ValueError if the hosts have no room
-        await fleet.scale(num_replicas, drains=drains)
+        await supervisor.scale(num_replicas, drains=drains)
         return {"text": f"generators: {before} -> {num_replicas}"}

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Room:
+class Capacity:
     """`await room()` is False while a storage unit holds all that it may and cannot move rollouts
     to disk, and the log says so. It asks once in ROOM_PAUSE_S at most."""
 

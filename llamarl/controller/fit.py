@@ -80,7 +80,7 @@ def upper_bound_bytes(
     for pool in pools_of(config.generator):
         generator = pool.generator
         most_tokens = max(most_tokens, generator.max_model_len)
-        if config.algorithm.imitates:
+        if config.algorithm.is_sft:
             continue  # no generator is started
         num_cached = generator.max_num_seqs * (generator.max_model_len + 64)
         cache_bytes = num_cached * kv_bytes

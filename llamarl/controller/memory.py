@@ -215,7 +215,7 @@ def _phases(
 ) -> list[MemoryPhase]:
     train = trainer.fullest | trainer.frozen
     generate = generator.weights | {"kv_cache": generator.kv_cache} | generator.working
-    if config.algorithm.imitates:
+    if config.algorithm.is_sft:
         generate = {}  # no generator is started
     if not config.placement.colocated or config.placement.offload == "none":
         return [MemoryPhase("trainer", train, generate)]

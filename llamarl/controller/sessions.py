@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from llamarl.controller.control import RunControl, listening
 from llamarl.controller.controller import Controller
-from llamarl.controller.fleet import Fleet
+from llamarl.controller.supervisor import Supervisor
 from llamarl.controller.wiring import Wiring
 from llamarl.core import files
 from llamarl.core.config import Config
@@ -130,33 +130,32 @@ class Sessions:
     deadline_s: float = math.inf
     """Of the event loop: the step in which it comes is the last one."""
 
-    async def run(self, fleet: Fleet, signals: Signals, first: Start) -> Controller:
-        """Drive the executors of the fleet, and those that take their place, from `first` to the
-        run's end."""
+    async def run(self, supervisor: Supervisor, signals: Signals, first: Start) -> Controller:
+        """Drive the executors, and those that take their place, from `first` to the run's end."""
         start, has_begun = first, True
         while True:
             try:
                 if not has_begun:
-                    await self._start_again(fleet, signals, start)
+                    await self._start_again(supervisor, signals, start)
                 has_begun = True
-                return await self._run(fleet, signals, start)
+                return await self._run(supervisor, signals, start)
             except SessionLost as lost:
                 has_begun = False
                 self.progress.show_phase("starting again all but the generators")
-                await fleet.end_session()
+                await supervisor.end_session()
                 start = await next_start(self.config, self.inputs, self.run_dir, first)
                 log.warning(describe(lost, start))
 
-    async def _start_again(self, fleet: Fleet, signals: Signals, start: Start) -> None:
+    async def _start_again(self, supervisor: Supervisor, signals: Signals, start: Start) -> None:
         """Start the executors of a further session; SessionLost if one was lost meanwhile."""
         with self.progress.startup() as report:
-            loss = await fleet.start_again(report)
+            loss = await supervisor.start_again(report)
         if loss is not None:
-            if signals.ended_by is None and fleet.may_start_again([loss]):
+            if signals.ended_by is None and supervisor.may_start_again([loss]):
                 raise SessionLost([loss], start[0].get("version", 0)) from loss
             raise loss
 
-    async def _run(self, fleet: Fleet, signals: Signals, start: Start) -> Controller:
+    async def _run(self, supervisor: Supervisor, signals: Signals, start: Start) -> Controller:
         """One session; SessionLost if executors were lost, and others may take their place."""
         state, _ = start
         first_step = state["version"] + 1 if state else 0
@@ -165,50 +164,54 @@ class Sessions:
         async with AsyncExitStack() as exits:
             exits.callback((metrics := MetricsLog(run_dir, trackers)).close)
             try:
-                controller = await self._prepare(fleet, start, metrics, exits)
+                controller = await self._prepare(supervisor, start, metrics, exits)
             except Exception as error:
                 losses = (
-                    [] if isinstance(error, ValueError) else await fleet.find_losses(of_all=True)
+                    []
+                    if isinstance(error, ValueError)
+                    else await supervisor.find_losses(of_all=True)
                 )
-                if signals.ended_by is None and fleet.may_start_again(losses):
+                if signals.ended_by is None and supervisor.may_start_again(losses):
                     raise SessionLost(losses, state.get("version", 0)) from error
                 raise
             signals.grant(controller.saver.end_after_step, config.checkpoint.grace_s)
-            await self._until_end(controller, fleet, signals)
+            await self._until_end(controller, supervisor, signals)
         return controller
 
     async def _prepare(
-        self, fleet: Fleet, start: Start, metrics: MetricsLog, exits: AsyncExitStack
+        self, supervisor: Supervisor, start: Start, metrics: MetricsLog, exits: AsyncExitStack
     ) -> Controller:
         """Bring the executors to `start` and connect them; `exits` undo that."""
         state, folder = start
-        executors = fleet.executors
+        executors = supervisor.executors
         assert executors.trainer is not None
         if folder is not None:
             self.progress.show_phase("reading the checkpoint")
             await executors.trainer.one(Trainer).restore(folder)
         wiring = Wiring(self.config, self.inputs, executors, self.run_dir, self.spans, state)
         run_logger = wiring.make_run_logger(metrics, self.progress, self.recent_spans)
-        controller = wiring.build_controller(fleet, run_logger, deadline_s=self.deadline_s)
-        for each in (controller.engines, fleet):  # closed in reverse
+        controller = wiring.build_controller(supervisor, run_logger, deadline_s=self.deadline_s)
+        for each in (controller.engines, supervisor):  # closed in reverse
             exits.push_async_callback(each.close)
-        if not self.config.algorithm.imitates:
+        if not self.config.algorithm.is_sft:
             self.progress.show_phase("connecting trainer and generators")
         await controller.engines.connect()
         gc.set_threshold(*GC_THRESHOLDS)
         run_logger.start(state.get("version", 0))
         return controller
 
-    async def _until_end(self, controller: Controller, fleet: Fleet, signals: Signals) -> None:
+    async def _until_end(
+        self, controller: Controller, supervisor: Supervisor, signals: Signals
+    ) -> None:
         """Run the loop; whatever ends it ahead of time, what was learnt is saved."""
         try:
-            control = RunControl(self.config, controller, fleet)
+            control = RunControl(self.config, controller, supervisor)
             async with listening(self.run_dir, control.answer):
-                await fleet.guard(controller.run())
+                await supervisor.guard(controller.run())
         except BaseException as error:
             is_stopped = signals.ended_by is not None or isinstance(error, asyncio.CancelledError)
-            losses = [] if is_stopped else await fleet.find_losses()
-            if signals.ended_by is None and fleet.may_start_again(losses):
+            losses = [] if is_stopped else await supervisor.find_losses()
+            if signals.ended_by is None and supervisor.may_start_again(losses):
                 if not any(loss.executor.startswith(("trainer", "storage")) for loss in losses):
                     await asyncio.create_task(controller.saver.rescue())
                 raise SessionLost(losses, controller.saver.version) from error

@@ -14,11 +14,10 @@ from llamarl.controller.balance import Balance, Neighbours, Skew, Speeds
 from llamarl.controller.batches import PartSize
 from llamarl.controller.colocation import Alternating, Colocated, Colocation
 from llamarl.controller.controller import Controller
-from llamarl.controller.dispatch import Dispatch, Room
+from llamarl.controller.dispatch import Capacity, Dispatch
 from llamarl.controller.elasticity import Elasticity
 from llamarl.controller.engines import Engines, Rules
 from llamarl.controller.evaluation import Evaluator
-from llamarl.controller.fleet import Fleet, unless_lost
 from llamarl.controller.gate import Gate
 from llamarl.controller.lengths import Limits
 from llamarl.controller.logprob_check import LogprobCheck
@@ -26,6 +25,7 @@ from llamarl.controller.rollouts import Rollouts
 from llamarl.controller.saver import Saver
 from llamarl.controller.sft import DemonstrationEngines, HeldOutLoss
 from llamarl.controller.starter import Executors
+from llamarl.controller.supervisor import Supervisor, unless_lost
 from llamarl.core import checkpoint
 from llamarl.core.config import Config, VllmConfig
 from llamarl.core.config.generator import pool_at, pools_of
@@ -75,25 +75,25 @@ class Wiring:
 
     def build_controller(
         self,
-        fleet: Fleet,
+        supervisor: Supervisor,
         run_logger: RunObserver,
         skew: Skew | None = None,
         *,
         deadline_s: float = math.inf,
     ) -> Controller:
-        """Assemble the loop around the executors of the fleet, which is connected to it. `skew`
+        """Assemble the loop around the supervised executors. `skew`
         replaces the config's; the run ends with the step of the `deadline_s`."""
         config, skew = self.config, skew or self.make_skew()
-        stages, collectors = fleet.processors(), fleet.collectors()
+        stages, collectors = supervisor.processors(), supervisor.collectors()
         fields = self.engine_fields(run_logger, skew=skew, stages=stages, collectors=collectors)
-        imitates = config.algorithm.imitates
-        engines = DemonstrationEngines(**fields) if imitates else Engines(**fields)
+        is_sft = config.algorithm.is_sft
+        engines = DemonstrationEngines(**fields) if is_sft else Engines(**fields)
         gate, dispatch = engines.gate, engines.dispatch
         colocation = self.make_colocation()
-        evaluator = self.make_held_out_loss(engines) if imitates else self.make_evaluator(engines)
+        evaluator = self.make_held_out_loss(engines) if is_sft else self.make_evaluator(engines)
         logprob_check = self.make_logprob_check(engines)
         engines.publisher = publisher = self.make_publisher(
-            dispatch, on_commit=logprob_check.committed, may_come=fleet.restarts_replicas
+            dispatch, on_commit=logprob_check.committed, may_come=supervisor.restarts_replicas
         )
         saver = Saver(
             config=config.checkpoint,
@@ -108,7 +108,7 @@ class Wiring:
         )
         limits = config.generator.elastic
         elasticity = Elasticity(limits=limits, gate=gate, dispatch=dispatch) if limits else None
-        fleet.connect(dispatch, publisher, elasticity, lambda: saver.has_last)
+        supervisor.connect(dispatch, publisher, elasticity, lambda: saver.has_last)
         return Controller(
             engines=engines,
             gate=gate,
@@ -174,7 +174,7 @@ class Wiring:
             next_row_id=state.get("next_row_id", 0),
             num_units=num_storage_units(config),
             plan_units=dispatch.balance.plan_units,
-            has_room=Room(self.executors.storage),
+            has_room=Capacity(self.executors.storage),
             ended=self.make_best().why_over,
         )
 
@@ -323,7 +323,7 @@ class Wiring:
 
     def make_colocation(self) -> Colocation:
         """Who has the device when. A run without generators measures between two steps."""
-        if self.config.algorithm.imitates:
+        if self.config.algorithm.is_sft:
             return Alternating()
         if not self.config.placement.colocated:
             return Colocation()
@@ -345,7 +345,7 @@ class Wiring:
             num_samples=self.config.metrics.sample_rollouts,
             answer_field=self.config.reward.answer_field,
             prompt_field=self.config.data.prompt_field,
-            is_imitation=self.config.algorithm.imitates,
+            is_sft=self.config.algorithm.is_sft,
             sources=self.config.data.source_names,
         )
 

@@ -171,7 +171,7 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """The share of rollouts to which the first reward function gave full marks."""
+        """The share of rollouts that the first reward function counts as correct."""
         return self.shares["accuracy"].value
 
 

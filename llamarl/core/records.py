@@ -390,7 +390,7 @@ class StageResult:
     `numbers` holds the columns it wrote that are one number, by name; a rollout with a `reason`, or
     on which a stage of the recipe's own failed, is dropped. The stage `score` writes REWARD, the
     weighted sum of the `parts` by function; if it failed there is none, or 0 with
-    `reward.on_failure: zero`. `correct`: the first function gave full marks, which accuracy counts.
+    `reward.on_failure: zero`. `correct`: the first function gave `reward.correct_at` or more.
     `answer` of a held-out rollout is equal where answers are; None: it has none. `extra` are
     further numbers that reward functions returned.
     """

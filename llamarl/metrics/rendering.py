@@ -85,7 +85,7 @@ def show_end(
 def _why_early(config: Config, state: Mapping[str, Any]) -> str:
     """Why a run stopped before its last step; "" if it did not mean to."""
     if solved := state.get("solved"):
-        why = "answered with full marks, so nothing is left to learn from these prompts"
+        why = "answered correctly, so nothing is left to learn from these prompts"
         return f"{solved} were {why}"
     key, patience, saved = config.checkpoint.best, config.evaluation.patience, state.get("best", {})
     return state.get("ended") or best_version(key, patience, saved).why_over
@@ -148,7 +148,7 @@ def facts_grid(facts: Iterable[Fact]) -> Table:
 
 def scores(kind: str, reward: Text, accuracy: Text, *pairs: tuple[Any, Any]) -> list[Fact]:
     """The accuracy, and above it the reward if it says more in one of the `pairs` (reward and
-    accuracy, None where there is none), as while no rollout has full marks yet."""
+    accuracy, None where there is none), as while no rollout is correct yet."""
     facts: list[Fact] = [(f"{kind} reward", reward), (f"{kind} accuracy", accuracy)]
     return facts if any(is_shaped(*pair) for pair in pairs) else facts[1:]
 
@@ -282,7 +282,7 @@ def _held_out(summary: Mapping[str, Any]) -> list[Fact]:
     reward, accuracy = _before_after(rewards, "{:.3f}".format), _before_after(shares, margin)
     facts = scores("held-out", reward, accuracy, *zip(rewards, accuracies, strict=True))
     if len(facts) > 1:
-        accuracy.append("   (full marks)", "dim")
+        accuracy.append("   (correct)", "dim")
     return facts + [
         (share_words(name), _before_after((of_name.get(when) for when in WHEN), margin))
         for name, of_name in summary["held_out_shares"].items()

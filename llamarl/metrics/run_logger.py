@@ -33,7 +33,7 @@ class RunLogger:
     `read_completions` decodes rows that are still in storage; `num_samples` of them are shown per
     step, beside the answer in `answer_field` of the prompt's row; one of them after its question,
     from `prompt_field`, on the console. `sources` are the names of the prompts' sources.
-    `recent_spans` is None where no spans are kept. With `is_imitation` groups are demonstrations.
+    `recent_spans` is None where no spans are kept. With `is_sft` groups are demonstrations.
     """
 
     log: MetricsLog
@@ -44,7 +44,7 @@ class RunLogger:
     num_samples: int = 0
     answer_field: str | None = None
     prompt_field: str = ""
-    is_imitation: bool = False
+    is_sft: bool = False
     sources: Sequence[str] = ()
     _step_ended_ns: int = field(default_factory=time.monotonic_ns)
     _seconds: dict[str, float] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class RunLogger:
             completions = await self.read_completions(sample_rows(groups, self.num_samples))
             self._show_sample(groups, completions)
         stats = replace(stats, scalars=stats.scalars | found)
-        if self.is_imitation:
+        if self.is_sft:
             metrics = demonstration_scalars(groups, stats, seconds)
         else:
             metrics = step_scalars(

@@ -57,8 +57,8 @@ CODE = " " * 4  # begins each line of a code block in Markdown
 WINDOW_GROUPS = 64  # the latest groups, of which a warning gives the share dropped
 OF_EQUAL_REWARDS = ("solved", "equal_rewards")  # reasons of the filter equal_rewards
 MEANINGS = {
-    "solved": "the rewards within such a group are all equal, and every rollout has full marks: "
-    "the prompts are too easy, or reward.full_marks too low for the scale of the rewards",
+    "solved": "the rewards within such a group are all equal, and every rollout is correct: "
+    "the prompts are too easy, or reward.correct_at too low for the scale of the rewards",
     "equal_rewards": "the rewards within such a group are all equal, so they give no signal",
     "failed_reward": "reward code failed for a rollout of such a group",
 }

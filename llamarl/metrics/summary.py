@@ -44,7 +44,7 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
 
     `trace.json` is written beside it from the same spans, which are read once.
 
-    A figure is null where nothing was stored for it. accuracy_*: share of full marks by the first
+    A figure is null where nothing was stored for it. accuracy_*: share that is correct by the first
     reward function among the held-out rollouts (a failed reward counts as wrong), before (version
     0) and after (version_after, the last one evaluated), with its 95 % interval_* and mean
     reward_*. held_out_shares: by name, pass_at_k, maj_at_k and those of named sets, with the ends
@@ -104,7 +104,7 @@ class ArchivedRollouts:
     num_tokens: int = 0
     ages: set[int] = field(default_factory=set)  # of trained tokens
     dropped: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    # By version evaluated and prompt: (full marks, reward) of its rollouts.
+    # By version evaluated and prompt: (correct, reward) of its rollouts.
     evaluated: dict[int, dict[Any, list[Any]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )

@@ -47,16 +47,16 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "reward/std": "Standard deviation of the rewards of the rollouts finished in the step.",
     "reward/values": "Number of rollouts by reward.",
     "accuracy/train": "Share of the rollouts finished in the step to which the first reward "
-    "function gave full marks (reward.full_marks or more).",
+    "function gave reward.correct_at or more.",
     "accuracy/train_low": "Lower end of the 95 % interval of accuracy/train, whose rollouts of one "
     "prompt are alike.",
     "accuracy/train_high": "Upper end of that interval.",
     "evaluation/accuracy": "Share of held-out completions to which the first reward function gave "
-    "full marks (reward.full_marks or more).",
+    "reward.correct_at or more.",
     "evaluation/accuracy_low": "Lower end of the 95 % interval of evaluation/accuracy: Wilson's; "
     "with several rollouts per prompt, of as many independent ones as would say as much.",
     "evaluation/accuracy_high": "Upper end of that interval.",
-    "evaluation/": "pass_at_k: share of prompts of which one of k rollouts has full marks; "
+    "evaluation/": "pass_at_k: share of prompts of which one of k rollouts is correct; "
     "maj_at_k: of which the answer that most of k rollouts give has; _low and _high: their "
     "interval. After the name of a held-out set, any of these for that set.",
     "evaluation/prompts": "Held-out prompts of the evaluation: always all of them.",
@@ -80,8 +80,8 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "groups/trained": "Groups (the rollouts of one prompt) trained in the step.",
     "groups/masked": "Trained groups with tokens that were too old (see tokens/masked).",
     "dropped/groups": "Groups that the group filter dropped since the last step.",
-    "dropped/solved": "Dropped groups whose rollouts all have full marks: the prompt is too easy, "
-    "or reward.full_marks too low for the scale of the rewards.",
+    "dropped/solved": "Dropped groups whose rollouts are all correct: the prompt is too easy, "
+    "or reward.correct_at too low for the scale of the rewards.",
     "dropped/equal_rewards": "Dropped groups whose rewards are all equal: they give no gradient.",
     "dropped/failed_reward": "Dropped groups with a rollout whose reward failed.",
     "dropped/": "Groups dropped for this reason since the last step.",

@@ -216,15 +216,15 @@ def read_inputs(
     task = load_task(config, task_source)
     check_trackers(config.metrics.trackers)  # task.py may have added one
     check_models(config, graph, architecture, tokenizer)
-    check_contained(config)
+    check_sandbox(config)
     TurnFormats(tokenizer, kinds, config.environment)  # raises what is wrong with them
-    if config.algorithm.imitates and needs_prompts:
+    if config.algorithm.is_sft and needs_prompts:
         most = architecture.max_positions
         prompts, held_out = read_demonstrations(config, tokenizer, most, show=show)
     else:
         read = partial(read_prompts, config, tokenizer, kinds, task_source, show=show)
         prompts, held_out = _read_all(config, read, needs_prompts=needs_prompts)
-    if not config.algorithm.imitates and any(is_chat(each, config.data) for each in prompts[:1]):
+    if not config.algorithm.is_sft and any(is_chat(each, config.data) for each in prompts[:1]):
         _warn_of_endless_turns(config, tokenizer, architecture)
     replay_lengths = []
     if config.sampling.replay_lengths is not None:
@@ -280,14 +280,14 @@ def _read_all(
     return prompts, held_out
 
 
-def check_contained(config: Config) -> None:
-    """ValueError if the recipe runs programs that a model wrote, and they cannot be contained. The
+def check_sandbox(config: Config) -> None:
+    """ValueError if the recipe runs programs that a model wrote, and they cannot be sandboxed. The
     log says in one line what cannot be kept from them on this machine."""
     runs_programs = "code" in config.reward.functions or "python" in config.environment.tools
-    if not (runs_programs and config.reward.contained):
+    if not (runs_programs and config.reward.sandbox):
         return
     if what := missing():
-        must = "reward.contained must be false, on purpose, where programs cannot be contained"
+        must = "reward.sandbox must be false, on purpose, where programs cannot be sandboxed"
         raise ValueError(f"{must}, got true: {what}")
     if what := lacking():
         LOGGER.warning(what)

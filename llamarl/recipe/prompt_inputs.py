@@ -152,11 +152,11 @@ def with_measured_prompts(config: Config) -> Config:
 COMMAND = "llamarl sft"
 
 
-def as_imitation(config: Config) -> Config:
+def as_sft(config: Config) -> Config:
     """The recipe with defaults for all that only rollouts need. ValueError for what the trainer
     cannot do with demonstrations."""
     must = f"be sft with {COMMAND}"
-    require(config.algorithm.imitates, "algorithm", must, type(config.algorithm).__name__)
+    require(config.algorithm.is_sft, "algorithm", must, type(config.algorithm).__name__)
     steps = config.trainer.steps_per_batch
     must = f"be 1 with {COMMAND} (num_steps says how long it trains)"
     require(steps == 1, "trainer.num_mini_batches and trainer.num_passes", must, steps)
@@ -187,10 +187,10 @@ def as_imitation(config: Config) -> Config:
     )
 
 
-def refuse_imitation(config: Config, command: str) -> None:
+def refuse_sft(config: Config, command: str) -> None:
     """ValueError for algorithm=sft with a `command` that needs rollouts."""
     must = f"not be sft with {command} ({COMMAND} trains on demonstrations)"
-    require(not config.algorithm.imitates, "algorithm", must, "sft")
+    require(not config.algorithm.is_sft, "algorithm", must, "sft")
 
 
 def read_demonstrations(

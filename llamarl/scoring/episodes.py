@@ -1,7 +1,7 @@
 """What the processes of an environment serve: the episodes that one of them plays.
 
 Coroutines run beside each other, and one that blocks the others is interrupted
-(`scoring/user_code/supervisor.py`); functions run in threads, of which one that never ends is left
+(`scoring/user_code/watchdog.py`); functions run in threads, of which one that never ends is left
 behind. A process that has left too many exits, and the episodes that it played begin again. What a
 tool raises is told to the model; what an environment itself does wrong ends its episode as failed,
 and is never a reward."""

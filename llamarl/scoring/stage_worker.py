@@ -235,7 +235,7 @@ class StageWorker(Worker, Processor):
             row_id=row_id,
             numbers={name: float(found[name][0]) for name in self._numbers},
             parts=parts,
-            correct=reward is not None and parts[reward.functions[0]] >= reward.full_marks,
+            correct=reward is not None and parts[reward.functions[0]] >= reward.correct_at,
             answer=None if answer == NO_ANSWER else int(answer),
             extra=json.loads(found[EXTRA].tobytes()) if EXTRA in found else {},
         )

@@ -122,7 +122,7 @@ GroupFilter = Callable[[ScoredGroup], str | None]
 
 def equal_rewards(group: ScoredGroup) -> str | None:
     """Drops a group whose rewards are all equal and whose advantages are therefore all 0; as
-    "solved" if every rollout has full marks (`StageResult.correct`).
+    "solved" if every rollout is correct (`StageResult.correct`).
 
     With `advantage: none` that means all rewards are 0.
     """

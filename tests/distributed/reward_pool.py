@@ -35,7 +35,7 @@ class RewardPool:
     """Scores completions in `config.num_workers` processes."""
 
     def __init__(self, config: RewardConfig, task_source: str | None = None) -> None:
-        self._functions, self._full_marks = config.functions, config.full_marks
+        self._functions, self._correct_at = config.functions, config.correct_at
         reads = ["prompt", "completion", "sampling"]
         writes = [REWARD, *config.functions, ANSWER, Column(EXTRA, "uint8", TEXT)]
         stage = Stage(SCORE, "scorer", reads, writes, timeout_s=config.timeout_s)
@@ -68,7 +68,7 @@ class RewardPool:
                 continue
             reward, *parts, _ = found
             named = dict(zip(self._functions, parts, strict=True))
-            is_correct = parts[0] >= self._full_marks
+            is_correct = parts[0] >= self._correct_at
             results.append(
                 StageResult(
                     row_id=item.row_id, numbers={REWARD: reward}, parts=named, correct=is_correct

@@ -13,7 +13,7 @@ from llamarl.cluster.os_process import is_alive
 from llamarl.core.config import RewardConfig
 from llamarl.core.records import Prompt, StageStatus
 from llamarl.scoring.user_code.pool import LOGGED_LINES
-from llamarl.scoring.user_code.supervisor import OUT_OF_MEMORY_SCORE, descendants
+from llamarl.scoring.user_code.watchdog import OUT_OF_MEMORY_SCORE, descendants
 from tests.distributed import reward_pool
 from tests.distributed.reward_pool import RewardPool
 from tests.distributed.test_reward_pool import wait_until

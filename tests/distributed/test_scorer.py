@@ -189,12 +189,12 @@ def test_with_on_failure_zero_a_failed_reward_is_a_zero_that_counts_as_failed(fo
     assert not any(score.correct for score in scores)
 
 
-@pytest.mark.parametrize(("full_marks", "correct"), [(1.0, [True, True]), (10.0, [False, True])])
-def test_full_marks_are_on_the_scale_that_the_recipe_says(folder, full_marks, correct):
+@pytest.mark.parametrize(("correct_at", "correct"), [(1.0, [True, True]), (10.0, [False, True])])
+def test_correct_is_on_the_scale_that_the_recipe_says(folder, correct_at, correct):
     storage = WatchedStorage()
     for row_id, text in enumerate(["seven..", "ten letters"]):
         put(storage, folder, row_id, text)
-    config = RewardConfig(functions=["task"], full_marks=full_marks)
+    config = RewardConfig(functions=["task"], correct_at=correct_at)
     source = "def reward(prompt, completion):\n    return len(completion)\n"
     (scores,) = run_scorer(folder, storage, config, [range(2)], task_source=source)
     assert [score.correct for score in scores] == correct

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from llamarl.scoring.stages import FrozenModel, Stage, check_task, load
-from llamarl.scoring.user_code.supervisor import descendants
+from llamarl.scoring.user_code.watchdog import descendants
 from llamarl.storage.columns import Column
 
 TASK = """from functools import cache, partial

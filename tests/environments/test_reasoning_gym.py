@@ -70,13 +70,13 @@ def test_every_task_gives_prompts(rows: list[dict]) -> None:
     assert {row["task"] for row in rows if row["answer"] is None} == WITHOUT_ANSWER
 
 
-def test_every_tasks_own_answer_gets_full_marks(rows: list[dict]) -> None:
+def test_every_tasks_own_answer_is_correct(rows: list[dict]) -> None:
     answered = [row for row in rows if row["task"] not in WITHOUT_ANSWER]
     found = score(answered, [f"So <answer>{row['answer']}</answer>" for row in answered])
     assert {row["task"]: mark for row, mark in zip(answered, found, strict=True) if mark != 1} == {}
 
 
-def test_nonsense_gets_no_full_marks_but_of_one_task_and_no_answer_gets_none(
+def test_nonsense_is_not_correct_but_in_one_task_and_no_answer_gets_none(
     rows: list[dict],
 ) -> None:
     nonsense = score(rows, ["<answer>@nonsense@</answer>"] * len(rows))

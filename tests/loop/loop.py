@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from llamarl.controller.balance import Skew
-from llamarl.controller.fleet import Fleet
+from llamarl.controller.supervisor import Supervisor
 from llamarl.controller.wiring import Wiring
 from llamarl.core.config import (
     CheckpointConfig,
@@ -322,11 +322,11 @@ class Loop:
         return cast(FaultyProcess, self.executors.by_name[name])
 
     async def run(self, run_dir: Path) -> None:
-        self.fleet = Fleet(self.config, self.executors)
+        self.supervisor = Supervisor(self.config, self.executors)
         common = self.config, self.inputs, self.executors, str(run_dir)
         wiring = Wiring(*common, Spans("controller", None), self.state)
         controller = wiring.build_controller(
-            self.fleet, self.run_logger, self.skew, deadline_s=self.deadline_s
+            self.supervisor, self.run_logger, self.skew, deadline_s=self.deadline_s
         )
         self.gate, self.saver = controller.gate, controller.saver
         engines = controller.engines
@@ -359,12 +359,12 @@ class Loop:
         engines.rules = replace(engines.rules, make_requests=note_requests, make_batch=note_batch)
         await engines.connect()
         try:
-            await self.fleet.guard(controller.run())
+            await self.supervisor.guard(controller.run())
         except BaseException:
             await controller.saver.rescue()
             raise
         finally:
-            await self.fleet.close()
+            await self.supervisor.close()
             await engines.close()
 
     def trained_rows(self) -> list[int]:

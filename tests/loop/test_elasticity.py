@@ -62,7 +62,7 @@ def scaled(loop: Loop, tmp_path: Path) -> list[int]:
     log_step = loop.run_logger.log_step
 
     async def note(*args: object) -> None:
-        numbers.append(len(loop.fleet.replica_states()))
+        numbers.append(len(loop.supervisor.replica_states()))
         await log_step(*args)
 
     loop.run_logger.log_step = note  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ async def scale(loop: Loop, rng: random.Random) -> None:
     """Ask for other numbers of replicas, as a user would."""
     for _ in range(rng.randint(1, 4)):
         await asyncio.sleep(rng.choice([0.1, 1.0, 5.0]) * rng.random())
-        await loop.fleet.scale(rng.randint(1, 4), drains=rng.random() < 0.5)
+        await loop.supervisor.scale(rng.randint(1, 4), drains=rng.random() < 0.5)
 
 
 async def perform(loop: Loop, rng: random.Random, folder: Path) -> bool:

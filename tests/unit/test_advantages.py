@@ -159,7 +159,7 @@ def test_equal_rewards_without_baseline_are_dropped_only_if_they_are_zero():
         ([1, 1], [1, 0.5], None),  # a length penalty still makes them differ
     ],
 )
-def test_a_group_of_full_marks_alone_is_dropped_as_solved(firsts, rewards, reason):
+def test_a_group_of_correct_rollouts_alone_is_dropped_as_solved(firsts, rewards, reason):
     verdict = decide(rewards, AIPOConfig(), firsts)
     assert verdict == (Dropped(reason) if reason else Kept((0.25, -0.25)))
 

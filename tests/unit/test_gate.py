@@ -208,7 +208,7 @@ async def test_a_row_of_drops_that_are_not_mostly_solved_is_an_error(num_solved:
     groups = await gate.admit()
     for reason in reasons[4:7]:
         await gate.drop(groups.pop(), reason)
-    with pytest.raises(RuntimeError, match=r"last 8 .*most of them without full marks"):
+    with pytest.raises(RuntimeError, match=r"last 8 .*most of them not correct"):
         await gate.drop(groups.pop(), reasons[7])
     assert not gate.solved
 

@@ -68,7 +68,7 @@ def run_dir(tmp_path):
         dropped(5, "failed_reward"),
         trained(2, [[0, 50], [1, 20]], oldest_version=1),  # the oldest 50 were masked
         {"outcome": "unused", "spans": []},
-        evaluated(2, 2, 0.5, correct=1),  # full marks are the first function's, not the sum
+        evaluated(2, 2, 0.5, correct=1),  # correct is what the first function's, not the sum
         evaluated(1, 1, 0.0),
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"outcome": "trai'
@@ -238,7 +238,7 @@ def test_a_shaped_reward_leads_and_one_equal_to_the_accuracy_is_left_out(run_dir
     shaped = final(accuracy_before=0.0, accuracy_after=0.0, reward_before=0.1, reward_after=0.334)
     reward, accuracy = (line for line in shaped if "held-out" in line)
     assert "held-out reward    0.100 before   0.334 after" in reward
-    assert "0.0% +-79.2 before   0.0% +-100.0 after   (full marks)" in accuracy
+    assert "0.0% +-79.2 before   0.0% +-100.0 after   (correct)" in accuracy
     plain = final(accuracy_before=0.5, accuracy_after=1.0, reward_before=0.501, reward_after=1.0)
     assert [line for line in plain if "held-out reward" in line] == []
     early = final(accuracy_before=0.0, accuracy_after=0.0, reward_before=0.0, reward_after=0.002)

@@ -139,7 +139,7 @@ class EnvironmentConfig(Section):
     tools: list[str] = field(default_factory=list)
     """What rollouts take turns with, any of: task (the list `tools` of the recipe's own task.py,
     its `environment`, or both) | python (a tool that runs programs which the model writes,
-    contained). []: nothing, a rollout is one answer."""
+    in a sandbox). []: nothing, a rollout is one answer."""
     calls: str = choice("auto", "hermes", "llama", "xml", "tagged", "template")
     """How the model writes a call: hermes (JSON in <tool_call>, as Qwen 2.5 and 3 do) | llama (JSON
     alone, as Llama 3 does) | xml (<function=NAME> in <tool_call>, as Qwen 3.5 does) | tagged
@@ -190,15 +190,15 @@ class RewardConfig(Section):
     rollouts of a prompt at once) | environment (what the episode's environment gives, and
     `episode_reward` of task.py) | environment.NAME (the function NAME of the list `episode_rewards`
     of task.py, a reward of its own). In an episode the others get the model's last turn. Accuracy
-    is the share of completions to which the first one gives full marks."""
+    is the share of completions to which the first one gives `correct_at` or more."""
     weights: list[float] = field(
         default_factory=lambda: [1.0], metadata={"least": -1e6, "most": 1e6}
     )
     """One weight per function; the reward is the weighted sum."""
-    full_marks: float = number(1.0, least=-LARGEST, most=LARGEST)
-    """What the first function gives to a right completion, or more: what accuracy counts, and what
-    makes a group whose rewards are all equal `solved`. Set it for rewards on another scale than 0
-    to 1."""
+    correct_at: float = number(1.0, least=-LARGEST, most=LARGEST)
+    """A completion counts as correct from this reward of the first function on: accuracy counts
+    those, and a group whose rewards are all equal and correct is `solved`. Set it for rewards on
+    another scale than 0 to 1."""
     answer_field: str = "answer"
     """Field of the data row that holds the expected answer; `a.b` is field b of the object in a.
     Rows without `answer` may have it in `reward_model.ground_truth`, as those for verl do."""
@@ -221,8 +221,8 @@ class RewardConfig(Section):
     """The run stops when more than this share of the last 1000 rewards failed (after 50), with
     any `on_failure`; 1 never stops it."""
 
-    contained: bool = True
-    """Programs that a model wrote (reward `code`, tool `python`) run contained by the kernel: no
+    sandbox: bool = True
+    """Programs that a model wrote (reward `code`, tool `python`) run in a sandbox of the kernel: no
     network, no files but a scratch folder. The run refuses to start where that is not possible, and
     says in one line what a machine lacks; false lets them run with the rights of the run, on
     purpose."""

@@ -77,7 +77,7 @@ class AlgorithmConfig(Section):
     reads_columns: ClassVar[bool] = False  # True: the loss may read algorithm.loss_columns
     scales_with_advantage: ClassVar[bool] = True
     # False: a rollout with advantage 0 may have a gradient, so its forward is not skipped.
-    imitates: ClassVar[bool] = False  # True: it learns from demonstrations, not from rollouts
+    is_sft: ClassVar[bool] = False  # True: it learns from demonstrations, not from rollouts
 
     def check(self) -> None:
         self._check_mask()

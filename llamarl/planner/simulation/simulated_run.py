@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from llamarl.controller.balance import Skew
-from llamarl.controller.fleet import Fleet
 from llamarl.controller.lengths import Limits, Ranker
 from llamarl.controller.starter import Executors
+from llamarl.controller.supervisor import Supervisor
 from llamarl.controller.wiring import Wiring
 from llamarl.core.config import CheckpointConfig, Config, DispatchConfig
 from llamarl.core.config.generator import number_of, pools_of
@@ -105,16 +105,16 @@ async def drive(
         dispatch=DispatchConfig(ranker="none"),
         trainer=replace(config.trainer, warmup_steps=0, warmup_share=0.0, schedule="constant"),
     )
-    fleet = Fleet(config, executors)
+    supervisor = Supervisor(config, executors)
     with tempfile.TemporaryDirectory() as run_dir:
         spans = spans or Spans("controller", None)
         wiring = Wiring(config, inputs, executors, run_dir, spans)
-        controller = wiring.build_controller(fleet, run_logger, skew)
+        controller = wiring.build_controller(supervisor, run_logger, skew)
         await controller.engines.connect()
         try:
-            await fleet.guard(controller.run())
+            await supervisor.guard(controller.run())
         finally:
-            await fleet.close()
+            await supervisor.close()
             await controller.engines.close()
 
 

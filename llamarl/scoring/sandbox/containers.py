@@ -57,7 +57,7 @@ GONE_S = 0.002  # between two looks whether killed processes are gone
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramLimits:
     """What a program may take: seconds of time, bytes of memory, of scratch files and of output
-    (each of standard output and error), processes and their threads at once. If it is not contained
+    (each of standard output and error), processes and their threads at once. If it is not sandboxed
     it runs with the rights of the run, and only time and output are limited."""
 
     seconds: float = 5.0
@@ -65,12 +65,12 @@ class ProgramLimits:
     disk_bytes: int = 16 * 2**20
     output_bytes: int = 64 * 2**10
     num_processes: int = 32
-    is_contained: bool = True
+    is_sandboxed: bool = True
 
 
 class Container:
     """A program that runs. No process but its own can write to its two pipes: first `greeting`,
-    when it is contained, then what the program writes."""
+    when it is sandboxed, then what the program writes."""
 
     greeting = launcher.STARTED
     folder: str | None = None
@@ -236,7 +236,7 @@ class Sandlock(InFolder):
         return 128 + (ended.signal if ended.signal > 0 else signal.SIGKILL)
 
 
-class Uncontained(InFolder):
+class Unsandboxed(InFolder):
     """A program with the rights of the run, on purpose: its pipes and its time are limited."""
 
     greeting = b""
@@ -370,7 +370,7 @@ def _remove(folder: str) -> None:
     subprocess.run(["rm", "-rf", "--", folder], check=True, capture_output=True)
 
 
-Kind = type[Bubblewrap] | type[Sandlock] | type[Uncontained]
+Kind = type[Bubblewrap] | type[Sandlock] | type[Unsandboxed]
 CONTAINERS: tuple[Kind, ...] = (Bubblewrap, Sandlock)
 """The first that can be had is taken."""
 AT_ONCE = asyncio.Semaphore(os.cpu_count() or 1)
@@ -410,17 +410,17 @@ class Ran:
 
 def limits_of(config: RewardConfig) -> ProgramLimits:
     """What a program may take by the recipe."""
-    return ProgramLimits(seconds=config.program_s, is_contained=config.contained)
+    return ProgramLimits(seconds=config.program_s, is_sandboxed=config.sandbox)
 
 
 def run_program(source: str, stdin: str, limits: ProgramLimits) -> Ran:
-    """Run a Python program with this standard input. RuntimeError if programs cannot be contained
+    """Run a Python program with this standard input. RuntimeError if programs cannot be sandboxed
     here."""
-    if not limits.is_contained:
-        return run_in(Uncontained, source, stdin, limits)
+    if not limits.is_sandboxed:
+        return run_in(Unsandboxed, source, stdin, limits)
     kind, reasons = chosen_container()
     if kind is None:
-        raise RuntimeError(f"programs cannot be contained here: {'; '.join(reasons)}")
+        raise RuntimeError(f"programs cannot be sandboxed here: {'; '.join(reasons)}")
     return run_in(kind, source, stdin, limits)
 
 
@@ -437,7 +437,7 @@ def missing() -> str:
 
 
 def lacking() -> str:
-    """What a contained program can do here that it could not elsewhere, in one line; empty if
+    """What a sandboxed program can do here that it could not elsewhere, in one line; empty if
     there is nothing."""
     kind, reasons = chosen_container()
     if kind is not Sandlock:

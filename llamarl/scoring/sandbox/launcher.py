@@ -1,4 +1,4 @@
-"""What becomes a contained program: it runs as a file of its own, already within the container.
+"""What becomes a sandboxed program: it runs as a file of its own, already within the container.
 
 It writes STARTED when all of that holds, and nothing of its own is left in the program: no
 descriptor, no right, no process. It imports nothing of this package, which it cannot see."""

@@ -1,4 +1,4 @@
-"""What a contained program may do and take: system calls, memory and threads."""
+"""What a sandboxed program may do and take: system calls, memory and threads."""
 
 from __future__ import annotations
 

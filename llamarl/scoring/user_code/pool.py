@@ -24,7 +24,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from llamarl.core.errors import RepeatedWarnings
 from llamarl.core.records import Prompt, StageStatus, as_json
-from llamarl.scoring.user_code.supervisor import end_descendants, is_own_frame, named_calls
+from llamarl.scoring.user_code.watchdog import end_descendants, is_own_frame, named_calls
 from llamarl.scoring.user_code.worker import CANCEL_S, MAX_ANSWER_BYTES
 
 logger = logging.getLogger(__name__)
@@ -371,7 +371,7 @@ class WorkerPool(Generic[T]):
     which must repeat the call's random token. The new worker runs the calls that waited behind it.
 
     Coroutines run up to 256 at once in a worker. One that takes too long is cancelled, one that
-    holds up the others is interrupted (`scoring/user_code/supervisor.py`), and either is HUNG
+    holds up the others is interrupted (`scoring/user_code/watchdog.py`), and either is HUNG
     alone. If one cannot be interrupted, does not end when cancelled, or kills its process, the
     others that ran there run again from their beginning: in ever smaller parts if it is not known
     which one it was, so that only that one fails.

@@ -38,7 +38,7 @@ from typing import Any
 from llamarl.core.extensions import where
 from llamarl.core.files import whole_letters
 from llamarl.core.records import Prompt, StageStatus, read_json
-from llamarl.scoring.user_code.supervisor import TICK_S, RunningCall, Watchdog, supervise
+from llamarl.scoring.user_code.watchdog import TICK_S, RunningCall, Watchdog, supervise
 
 # First number and count, above what a loop that closes low descriptors reaches.
 CHANNEL_DESCRIPTORS = (100, 200)

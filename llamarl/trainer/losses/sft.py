@@ -21,7 +21,7 @@ class SFTConfig(AlgorithmConfig):
 
     advantage: str = "none"
 
-    imitates: ClassVar[bool] = True
+    is_sft: ClassVar[bool] = True
     scales_with_advantage: ClassVar[bool] = False
 
 

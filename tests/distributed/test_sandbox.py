@@ -17,7 +17,7 @@ import pytest
 from llamarl.core.config import Config, RewardConfig
 from llamarl.core.records import Prompt, StageResult, StageStatus
 from llamarl.recipe.composition import CONF_FOLDER
-from llamarl.recipe.inputs import check_contained
+from llamarl.recipe.inputs import check_sandbox
 from llamarl.scoring.reward_functions import read_tests, reward_code
 from llamarl.scoring.sandbox.containers import (
     PREFIX,
@@ -25,7 +25,7 @@ from llamarl.scoring.sandbox.containers import (
     ProgramLimits,
     Ran,
     Sandlock,
-    Uncontained,
+    Unsandboxed,
     chosen_container,
     lacking,
     missing,
@@ -34,7 +34,7 @@ from llamarl.scoring.sandbox.containers import (
     run_program,
 )
 from llamarl.scoring.tool_calls import SHOWN_CHARS, make_python, shorten
-from llamarl.scoring.user_code.supervisor import descendants
+from llamarl.scoring.user_code.watchdog import descendants
 from tests.distributed.attacked import HAD
 from tests.distributed.reward_pool import completions, running
 from tests.unit.composing import compose_file
@@ -89,11 +89,11 @@ def test_the_least_limits_let_a_program_run() -> None:
     assert not run("import os\nos.write(os.open('a', 65), b'x')", limits=least).is_good
 
 
-@pytest.mark.parametrize("kind", [Sandlock, Uncontained])
+@pytest.mark.parametrize("kind", [Sandlock, Unsandboxed])
 def test_what_killed_processes_have_left_is_removed_by_the_next(
     kind: Kind, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if kind not in [*HAD, Uncontained]:
+    if kind not in [*HAD, Unsandboxed]:
         pytest.skip("this Linux has no Landlock, or no sandlock")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left, other = tmp_path / f"{PREFIX}left", tmp_path / "other"
@@ -120,7 +120,7 @@ def running_program(kind: Kind, source: str) -> Iterator[Path]:
 
 
 def test_without_a_container_time_and_output_are_limited() -> None:
-    free = ProgramLimits(seconds=0.5, output_bytes=100, is_contained=False)
+    free = ProgramLimits(seconds=0.5, output_bytes=100, is_sandboxed=False)
     assert run("print(open('/etc/passwd').read())", limits=free).stdout
     assert run("while True: pass", limits=free).ended_for == "time"
     assert run("while True: print('x')", limits=free).ended_for == "output"
@@ -135,7 +135,7 @@ def test_where_nothing_contains_one_line_says_what_is_missing(
     monkeypatch.setattr(sandlock, "landlock_abi_version", lambda: 3)
     with fresh_choice():
         line = missing()
-        with pytest.raises(RuntimeError, match="programs cannot be contained here: bubblewrap: "):
+        with pytest.raises(RuntimeError, match="programs cannot be sandboxed here: bubblewrap: "):
             run_program("print(1)", "", LIMITS)
     assert line.startswith("bubblewrap: the program bwrap is not installed; sandlock: Landlock ABI")
     assert "(Linux 6.12), this kernel" in line
@@ -150,7 +150,7 @@ def test_without_namespaces_one_line_says_what_programs_can_do(
     (tmp_path / "rm").symlink_to(shutil.which("rm") or "")
     monkeypatch.setenv("PATH", str(tmp_path))
     with fresh_choice():
-        check_contained(code_recipe())
+        check_sandbox(code_recipe())
         assert run_program("print(1)", "", LIMITS).stdout == "1\n"
     (line,) = caplog.messages
     for word in ("user, mount, pid and network namespaces", "the program bwrap is not installed"):
@@ -161,7 +161,7 @@ def test_without_namespaces_one_line_says_what_programs_can_do(
 def test_with_namespaces_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     if lacking():
         pytest.skip("this Linux has no namespaces, or no bubblewrap")
-    check_contained(code_recipe())
+    check_sandbox(code_recipe())
     assert caplog.messages == []
 
 

@@ -11,8 +11,8 @@ from typing import cast
 import pytest
 
 from llamarl.cluster import Executor
-from llamarl.controller.fleet import Fleet
 from llamarl.controller.starter import Starter
+from llamarl.controller.supervisor import Supervisor
 from llamarl.controller.wiring import make_dispatch
 from llamarl.core.config.rank_assignment import Device
 from llamarl.core.errors import ExecutorLost, NoGenerator
@@ -124,12 +124,12 @@ def test_replicas_are_added_and_removed_while_the_loop_runs(tmp_path: Path, drai
 
         async def scale() -> None:
             await asyncio.sleep(2.0)
-            await loop.fleet.scale(3)
-            found.append(loop.fleet.replica_states())
+            await loop.supervisor.scale(3)
+            found.append(loop.supervisor.replica_states())
             await asyncio.sleep(4.0)
-            found.append(loop.fleet.replica_states())
-            await loop.fleet.scale(1, drains=drains)
-            found.append(loop.fleet.replica_states())
+            found.append(loop.supervisor.replica_states())
+            await loop.supervisor.scale(1, drains=drains)
+            found.append(loop.supervisor.replica_states())
 
         scaling = asyncio.create_task(scale())
         await loop.run(tmp_path)
@@ -173,11 +173,11 @@ def test_a_replica_that_is_taken_back_while_it_starts_leaves_no_process(tmp_path
 
         async def scale() -> None:
             await asyncio.sleep(2.0)
-            await loop.fleet.scale(2)
-            await loop.fleet.scale(1)
-            assert loop.fleet.wanted() == [0]
+            await loop.supervisor.scale(2)
+            await loop.supervisor.scale(1)
+            assert loop.supervisor.wanted() == [0]
             assert loop.cluster.spawned["generator-1"].is_stopped
-            await loop.fleet.scale(2)
+            await loop.supervisor.scale(2)
 
         scaling = asyncio.create_task(scale())
         await loop.run(tmp_path)
@@ -259,8 +259,8 @@ def test_a_replica_whose_host_is_lost_is_given_up_and_the_others_go_on(
     run(loop.run(tmp_path))
     check_trained(loop)
     assert num_starts == int(noticed_late)
-    assert loop.fleet.wanted() == [1]
-    assert loop.fleet.missing(3) == [2, 3], "0 would be started on the lost host"
+    assert loop.supervisor.wanted() == [1]
+    assert loop.supervisor.missing(3) == [2, 3], "0 would be started on the lost host"
     assert f"generator 0 is not started again, the others go on: {HOST_LOST}" in caplog.text
 
 
@@ -303,13 +303,13 @@ def test_a_replica_that_is_lost_as_it_joins_is_started_again_or_forgotten(
 
             async def watch(self) -> None: ...
 
-        fleet = Fleet(loop.config, replace(loop.executors, start=start))
-        fleet.connect(dispatch, cast(Publisher, LosesTheFirst()))
-        await fleet.scale(2)
+        supervisor = Supervisor(loop.config, replace(loop.executors, start=start))
+        supervisor.connect(dispatch, cast(Publisher, LosesTheFirst()))
+        await supervisor.scale(2)
         await asyncio.sleep(5.0)
         assert len(started) == 1 + max_restarts
         assert started[0].is_stopped
-        assert fleet.wanted() == [*range(1 + max_restarts)]
+        assert supervisor.wanted() == [*range(1 + max_restarts)]
         await dispatch.close()
 
     run(main())
@@ -327,12 +327,12 @@ def test_a_replica_that_is_not_started_again_counts_no_more_as_one(tmp_path: Pat
 
     async def scale() -> None:
         await asyncio.sleep(2.0)
-        fleet = loop.fleet
-        states.append(fleet.wanted())
-        await fleet.scale(2)
-        states.append(fleet.wanted())
-        await fleet.scale(3)
-        states.append(fleet.wanted())
+        supervisor = loop.supervisor
+        states.append(supervisor.wanted())
+        await supervisor.scale(2)
+        states.append(supervisor.wanted())
+        await supervisor.scale(3)
+        states.append(supervisor.wanted())
 
     async def main() -> None:
         await asyncio.gather(loop.run(tmp_path), scale())

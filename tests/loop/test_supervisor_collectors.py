@@ -21,7 +21,7 @@ from llamarl.planner.simulation.clock import run
 from tests.fakes import stopped
 from tests.loop.faults import Faults
 from tests.loop.loop import COSTS, Loop, first_error
-from tests.loop.test_fleet_replicas import check_trained
+from tests.loop.test_supervisor_replicas import check_trained
 
 RESTART_COSTS = replace(COSTS, start_s=0.3)
 
@@ -92,9 +92,9 @@ def test_replicas_that_come_while_a_collector_is_lost_are_collected_from(tmp_pat
 
         async def scale() -> None:
             await asyncio.sleep(1.5)
-            await loop.fleet.scale(2)
+            await loop.supervisor.scale(2)
             await asyncio.sleep(0.8)
-            (row,) = (each for each in loop.fleet.status() if each.name == "collector-0")
+            (row,) = (each for each in loop.supervisor.status() if each.name == "collector-0")
             assert (row.state, row.num_restarts) == ("starting", 1)
 
         await asyncio.gather(loop.run(tmp_path), scale())

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.controller.fleet import Fleet
+from llamarl.controller.supervisor import Supervisor
 from llamarl.controller.wiring import Wiring
 from llamarl.core import checkpoint
 from llamarl.core.config import Config
@@ -24,7 +24,7 @@ from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.clock import run
 from llamarl.prompts.demonstrations import WRITTEN
 from llamarl.prompts.stream import PromptStream
-from llamarl.recipe.prompt_inputs import as_imitation, with_last_step
+from llamarl.recipe.prompt_inputs import as_sft, with_last_step
 from llamarl.trainer.losses.sft import SFTConfig
 from tests.fakes import WatchedStorage
 from tests.loop.loop import Loop, WatchedRunLogger
@@ -51,7 +51,7 @@ class LossLogger(WatchedRunLogger):
 
 
 @dataclass(kw_only=True)
-class ImitationLoop(Loop):
+class SFTLoop(Loop):
     """One run on `prompts` of the real loop around a simulated trainer."""
 
     held_out: list[Prompt] = field(default_factory=list)
@@ -59,17 +59,17 @@ class ImitationLoop(Loop):
     """The prompt ids of each step's batch, by the version that it is trained from."""
 
     def _config(self) -> Config:
-        config = as_imitation(replace(super()._config(), algorithm=SFTConfig()))
+        config = as_sft(replace(super()._config(), algorithm=SFTConfig()))
         return with_last_step(config, len(self.prompts or []))
 
     async def run(self, run_dir: Path) -> None:
         self.inputs = replace(self.inputs, held_out=self.held_out)
         logger = LossLogger(self.timeline)
         logger.losses, self.run_logger = [], logger
-        self.fleet = Fleet(self.config, self.executors)
+        self.supervisor = Supervisor(self.config, self.executors)
         common = self.config, self.inputs, self.executors, str(run_dir)
         wiring = Wiring(*common, Spans("controller", None), self.state)
-        loop = wiring.build_controller(self.fleet, logger, deadline_s=self.deadline_s)
+        loop = wiring.build_controller(self.supervisor, logger, deadline_s=self.deadline_s)
         self.gate, self.saver = loop.gate, loop.saver
         make_batch, look_ahead = loop.engines.rules.make_batch, loop.engines.look_ahead
 
@@ -90,13 +90,13 @@ class ImitationLoop(Loop):
         loop.engines.rules = replace(loop.engines.rules, make_batch=note)
         try:
             async with asyncio.timeout(LIMIT_S):
-                await self.fleet.guard(loop.run())
+                await self.supervisor.guard(loop.run())
         finally:
-            await self.fleet.close()
+            await self.supervisor.close()
             await loop.engines.close()
 
 
-def order_of(prompts: list[Prompt], size: int, loop: ImitationLoop) -> list[list[int]]:
+def order_of(prompts: list[Prompt], size: int, loop: SFTLoop) -> list[list[int]]:
     """The steps of the whole run: epoch after epoch in the order of the stream, which draws none
     twice in an epoch."""
     stream = PromptStream(prompts, seed=0, shuffle=loop.config.data.shuffle)
@@ -140,7 +140,7 @@ def search_once(rng: random.Random, folder: Path) -> None:
     made: dict[int, list[int]] = {}
     measured: list[int] = []
     for session in range(3):
-        loop = ImitationLoop(**options, state=state, storage=WatchedStorage())
+        loop = SFTLoop(**options, state=state, storage=WatchedStorage())
         wanted = order_of(prompts, size, loop)
         if session < 2 and rng.random() < 0.5:  # ends with some step, whole
             loop.deadline_s = rng.choice([0.0, 0.5, 2.0])
@@ -164,7 +164,7 @@ def search_once(rng: random.Random, folder: Path) -> None:
             assert measured[-1] == last
 
 
-def check_session(loop: ImitationLoop, held_out: list[Prompt]) -> None:
+def check_session(loop: SFTLoop, held_out: list[Prompt]) -> None:
     """What was trained has its outcome, what was measured is whole, and no row stays."""
     num_tokens = sum(end - start for p in held_out for start, end in p.fields[WRITTEN])
     assert {each for _, each in loop.run_logger.losses} <= {num_tokens}

@@ -18,8 +18,8 @@ from llamarl.planner.simulation.clock import run
 from tests.fakes import WatchedStorage
 from tests.loop.faults import Faults, FaultyProcess, dying
 from tests.loop.loop import COSTS, Loop, LoopWorkload, first_error, heavy_tail
-from tests.loop.test_fleet_replicas import RESTART_COSTS, check_trained
 from tests.loop.test_loop import STAGES
+from tests.loop.test_supervisor_replicas import RESTART_COSTS, check_trained
 
 SLOW_COSTS = replace(RESTART_COSTS, score_call_s=0.3)
 

@@ -13,18 +13,18 @@ from typing import get_args, get_type_hints
 import pytest
 
 from llamarl.cluster.executor import resolve
-from llamarl.controller.fleet import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    MENDING,
-    WINDOW_S,
-    Mending,
-    Restarts,
-    role_of,
-)
 from llamarl.controller.sessions import SessionLost, describe
 from llamarl.controller.specs import Spec
 from llamarl.controller.starter import name_executor
+from llamarl.controller.supervisor import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    ON_LOSS,
+    WINDOW_S,
+    OnLoss,
+    Restarts,
+    role_of,
+)
 from llamarl.core.config import PlacementConfig
 from llamarl.core.errors import ExecutorLost
 from llamarl.core.records import RESPONSE_IDS
@@ -50,29 +50,29 @@ def test_the_table_has_a_row_for_every_executor_that_a_run_can_have_and_for_noth
     names = [*singles, *stages]
     both = config, colocated
     roles = {role_of(name, each, stages.get(name)) for name in names for each in both}
-    assert roles == MENDING.keys()
+    assert roles == ON_LOSS.keys()
 
 
-def documented() -> dict[str, tuple[Mending, Mending]]:
+def documented() -> dict[str, tuple[OnLoss, OnLoss]]:
     """The table of docs/running.md, by role."""
-    found: dict[str, tuple[Mending, Mending]] = {}
+    found: dict[str, tuple[OnLoss, OnLoss]] = {}
     text = (DOCS / "running.md").read_text().partition("## Lost executors")[2]
     for line in text.partition("\n## ")[0].splitlines():
         if line.startswith("| ") and not line.startswith("| what"):
             roles, loss, with_host = (cell.strip() for cell in line.split("|")[1:4])
             for role in roles.split(", "):
                 assert role not in found
-                found[role] = Mending(loss), Mending(with_host)
+                found[role] = OnLoss(loss), OnLoss(with_host)
     return found
 
 
 def test_the_docs_say_what_the_table_says() -> None:
-    assert documented() == MENDING
+    assert documented() == ON_LOSS
     healing = (DOCS / "running.md").read_text().partition("## Healing")[2].partition("\n## ")[0]
     words = {"generator replica": "A replica that dies", "stage of the recipe's own": "own stages"}
-    for role, (loss, _) in MENDING.items():
+    for role, (loss, _) in ON_LOSS.items():
         says_so = words.get(role, role).lower() in healing.lower()
-        assert says_so or loss is not Mending.ALONE, role
+        assert says_so or loss is not OnLoss.ALONE, role
 
 
 def test_there_are_so_many_restarts_within_an_hour_and_a_warning_names_the_key(

@@ -31,7 +31,7 @@ WINDOW_S = 3600.0  # over which restarts are counted
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a restart; doubled after each that fails
 
 
-class Mending(StrEnum):
+class OnLoss(StrEnum):
     """What follows the loss of an executor."""
 
     ALONE = "alone"
@@ -43,19 +43,19 @@ class Mending(StrEnum):
     ENDS = "ends the run"
 
 
-MENDING = {
-    "generator replica": (Mending.ALONE, Mending.GIVEN_UP),
+ON_LOSS = {
+    "generator replica": (OnLoss.ALONE, OnLoss.GIVEN_UP),
     # Its device is the trainer's in some phases, and so is its host.
-    "colocated generator replica": (Mending.SESSION, Mending.ENDS),
-    "collector": (Mending.ALONE, Mending.ENDS),
-    "scorer": (Mending.ALONE, Mending.ENDS),
-    "frozen model": (Mending.ALONE, Mending.ENDS),
-    "stage of the recipe's own": (Mending.ALONE, Mending.ENDS),
-    "environment": (Mending.ALONE, Mending.ENDS),
+    "colocated generator replica": (OnLoss.SESSION, OnLoss.ENDS),
+    "collector": (OnLoss.ALONE, OnLoss.ENDS),
+    "scorer": (OnLoss.ALONE, OnLoss.ENDS),
+    "frozen model": (OnLoss.ALONE, OnLoss.ENDS),
+    "stage of the recipe's own": (OnLoss.ALONE, OnLoss.ENDS),
+    "environment": (OnLoss.ALONE, OnLoss.ENDS),
     # These hold rollouts, which would be repeated.
-    "stage with consumers outside": (Mending.ENDS, Mending.ENDS),
-    "trainer": (Mending.SESSION, Mending.ENDS),
-    "storage unit": (Mending.SESSION, Mending.ENDS),
+    "stage with consumers outside": (OnLoss.ENDS, OnLoss.ENDS),
+    "trainer": (OnLoss.SESSION, OnLoss.ENDS),
+    "storage unit": (OnLoss.SESSION, OnLoss.ENDS),
 }
 """By role: how a loss is mended, and how one with the host, where nothing can be started."""
 
@@ -131,8 +131,8 @@ class Member:
 
     name: str
     replica: int | None
-    mending: Mending
-    if_host_lost: Mending
+    on_loss: OnLoss
+    if_host_lost: OnLoss
     restarts: Restarts
     num_losses: int = 0
     starting: asyncio.Task[None] | None = None
@@ -156,7 +156,7 @@ class Member:
 
 def status_of(member: Member, serving: Replica | None) -> ExecutorStatus:
     """What it does; `serving` is the dispatcher's side of a replica that gets requests."""
-    name, is_alone = member.name, member.mending is Mending.ALONE
+    name, is_alone = member.name, member.on_loss is OnLoss.ALONE
     if member.replica is None:
         state = "running" if member.serves.is_set() else "starting"
         return ExecutorStatus(name, state, num_restarts=member.num_losses if is_alone else None)
@@ -168,37 +168,41 @@ def status_of(member: Member, serving: Replica | None) -> ExecutorStatus:
 
 
 @dataclass(frozen=True)
-class MendedStage(Processor):
+class FailoverStage(Processor):
     """The processor of `stage`, which the executor `name` runs: a call to one that is lost is
     repeated by the next. It can be, since all that it reads is in storage, and what it found is not
     used before it has ended. What the lost one wrote is erased before."""
 
     name: str
     stage: Stage
-    fleet: Fleet
+    supervisor: Supervisor
 
     async def process(self, items: list[StageItem]) -> Sequence[StageResult]:
         row_ids = [row_id for rows, _ in items for row_id in rows]
         columns = [column.name for column in self.stage.writes]
-        erase = partial(self.fleet.executors.storage.erase, row_ids, columns)
-        return await self.fleet.ask(
+        erase = partial(self.supervisor.executors.storage.erase, row_ids, columns)
+        return await self.supervisor.ask(
             self.name, lambda each: each.one(Processor).process(items), erase
         )
 
 
 @dataclass(frozen=True)
-class MendedCollector(Collector):
+class FailoverCollector(Collector):
     """The collector `name`, and those that take its place: each call goes to the next if one is
     lost, which does no harm."""
 
     name: str
-    fleet: Fleet
+    supervisor: Supervisor
 
     async def collect(self, received: int) -> tuple[int, list[tuple[int, Report | Exception]]]:
-        return await self.fleet.ask(self.name, lambda each: each.one(Collector).collect(received))
+        return await self.supervisor.ask(
+            self.name, lambda each: each.one(Collector).collect(received)
+        )
 
     async def follow(self, replica: int, generator: GeneratorReplica) -> None:
-        await self.fleet.ask(self.name, lambda each: each.one(Collector).follow(replica, generator))
+        await self.supervisor.ask(
+            self.name, lambda each: each.one(Collector).follow(replica, generator)
+        )
 
 
 T = TypeVar("T")
@@ -206,7 +210,7 @@ T = TypeVar("T")
 STOP_LIMIT_S = 30.0  # for lost processes to end, before others take their place
 
 
-class Fleet:
+class Supervisor:
     """The `executors` of a run, through all its sessions; those that are lost in the present one
     are replaced there. `spawn` starts those of a further session."""
 
@@ -280,15 +284,15 @@ class Fleet:
             watching.cancel()
         return result
 
-    def processors(self) -> dict[Stage, MendedStage]:
+    def processors(self) -> dict[Stage, FailoverStage]:
         """By stage, of its executor and those that take its place."""
         stages = self.executors.stage_of.items()
-        return {stage: MendedStage(name, stage, self) for name, stage in stages}
+        return {stage: FailoverStage(name, stage, self) for name, stage in stages}
 
     def collectors(self) -> list[Collector]:
         """Of each collector and those that take its place, which get from the replicas what it had
         not passed on."""
-        return [MendedCollector(executor.name, self) for executor in self.executors.collectors]
+        return [FailoverCollector(executor.name, self) for executor in self.executors.collectors]
 
     async def ask(
         self,
@@ -373,7 +377,7 @@ class Fleet:
             role = role_of(name, self._config, self.executors.stage_of.get(name))
             replica = int(name.partition("-")[2]) if name.startswith("generator-") else None
             restarts = self._restarts if replica is None else self._replica_restarts[replica]
-            self._members[name] = Member(name, replica, *MENDING[role], restarts)
+            self._members[name] = Member(name, replica, *ON_LOSS[role], restarts)
         return self._members[name]
 
     def _replica(self, index: int) -> Member:
@@ -388,7 +392,7 @@ class Fleet:
     def _is_vital(self, name: str) -> bool:
         """Whether its loss ends the session. Without restarts a colocated replica's does not."""
         can_spare = name.startswith("generator") and self._restarts.limit == 0
-        return self._member(name).mending is not Mending.ALONE and not can_spare
+        return self._member(name).on_loss is not OnLoss.ALONE and not can_spare
 
     def _watch(self, member: Member, executor: Executor) -> None:
         self._watching.append(asyncio.create_task(self._wait_lost(member, executor)))
@@ -409,10 +413,10 @@ class Fleet:
             return
         member.serves.clear()
         is_host_lost = isinstance(why, ExecutorLost) and not why.has_host
-        mending = member.if_host_lost if is_host_lost else member.mending
-        if mending is Mending.GIVEN_UP:
+        on_loss = member.if_host_lost if is_host_lost else member.on_loss
+        if on_loss is OnLoss.GIVEN_UP:
             return self._give_up(member, why)
-        if mending is not Mending.ALONE:
+        if on_loss is not OnLoss.ALONE:
             return self._fail(member, why)
         if (pause_s := member.restarts.take()) is None:
             return self._fail(member, member.lost_too_often(why))

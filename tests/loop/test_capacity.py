@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.controller.dispatch import Room
+from llamarl.controller.dispatch import Capacity
 from llamarl.controller.gate import ROOM_PAUSE_S
 from llamarl.planner.simulation.clock import run
 from tests.fakes import WatchedStorage
@@ -50,7 +50,7 @@ def test_a_full_storage_takes_the_rollouts_of_one_step_and_the_run_goes_on(
 def test_storage_is_asked_once_a_second_at_most() -> None:
     async def main() -> None:
         storage = FullStorage(since_s=0.0, until_s=2.0)
-        room = Room(storage)
+        room = Capacity(storage)
         answers = []
         for _ in range(8):
             answers.append(await room())
