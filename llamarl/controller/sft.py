@@ -53,6 +53,10 @@ class DemonstrationEngines(Engines):
         group.advantages = WEIGHT
         return None
 
+    async def forward_backward(self, groups: Sequence[Group], oldest_version: int = 0) -> None:
+        """A demonstration is of no version, so each of its tokens has weight."""
+        await super().forward_backward(groups)
+
     async def abort(self) -> None:
         """Nothing is being written."""
 
