@@ -174,6 +174,7 @@ def as_sft(config: Config) -> Config:
             entropy_coefficient=algorithm.entropy_coefficient,
         ),
         reward=RewardConfig(),
+        trainer=replace(config.trainer, parts="batch"),
         generator=EmbeddedConfig(max_model_len=2),
         sampling=SamplingConfig(max_tokens=1, rollouts_per_prompt=1),
         placement=PlacementConfig(),
