@@ -1,5 +1,5 @@
-"""How replicas share rollouts: by what they have to do, by their speed, by who is near, and who
-gets the long ones."""
+"""Load balancing over replicas: by the tokens that they have to write, by their speed, by their
+host, and with some replicas reserved for long rollouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from llamarl.core.records import FinishReason, Purpose, Request, RolloutInfo
 
 
 class RowIds:
-    """Ids from `first` on, of rows that live in `num_units` units."""
+    """Gives out the ids from `first` on, of rows that are spread over `num_units` storage units."""
 
     def __init__(self, first: int, num_units: int) -> None:
         self._next = {id % num_units: id for id in range(first, first + num_units)}  # by unit
@@ -35,11 +35,12 @@ class RowIds:
 
     @property
     def end(self) -> int:
-        """No id from here on was given out."""
+        """The lowest id such that neither it nor any above it was given out."""
         return max(self._next.values()) - len(self._next) + 1
 
     def take(self, count: int, unit: int | None = None) -> tuple[int, ...]:
-        """Ids of rows in one unit; without one, of rows in one unit after the other."""
+        """Return the next `count` ids: of rows in storage unit `unit`, or without one of rows in
+        one unit after the other."""
         num_units = len(self._next)
         if unit is not None:
             first, self._next[unit] = self._next[unit], self._next[unit] + count * num_units
@@ -50,8 +51,9 @@ class RowIds:
 
 
 class Neighbours:
-    """Replicas and storage units on the same host. `homes` has the units on each replica's host;
-    none where all are on one host, for nothing needs to be near then."""
+    """Knows which replicas and storage units are on the same host. `homes` has the units on each
+    replica's host; it is empty where all are on one host, since it does not matter there which unit
+    a replica uses."""
 
     def __init__(self, homes: Mapping[int, Sequence[int]], num_units: int) -> None:
         self._homes, self._num_units = homes, num_units
@@ -65,13 +67,13 @@ class Neighbours:
         return bool(self._homes)
 
     def unit_of(self, replica: int) -> int:
-        """A unit on its host: one after the other."""
+        """Return a storage unit on the replica's host; successive calls take them in turn."""
         units = tuple(self._homes[replica])
         self._num_given[units] += 1
         return units[self._num_given[units] % len(units)]
 
     def near(self, row_id: int) -> set[int]:
-        """The replicas on the host of the row's unit."""
+        """Return the replicas on the host of the row's storage unit."""
         return self._near.get(row_id % self._num_units, set())
 
 
@@ -81,7 +83,8 @@ NUM_LATEST = 512  # rollouts that its speed is the mean of, about
 
 @dataclass(slots=True)
 class PoolSpeed:
-    """What the replicas of one pool have written in which time, old rollouts counting less."""
+    """Counts the tokens that the replicas of one pool wrote and the slot seconds that this took;
+    old rollouts count less."""
 
     num_slots: int
     num_rollouts: int = 0
@@ -90,13 +93,14 @@ class PoolSpeed:
 
     @property
     def slot_rate(self) -> float | None:
-        """Tokens per second and used slot, once it is known."""
+        """The tokens per second and used slot; None until it is known."""
         is_known = self.num_rollouts >= FEWEST_ROLLOUTS and self.slots_s > 0 and self.num_tokens > 0
         return self.num_tokens / self.slots_s if is_known else None
 
 
 class Speeds:
-    """Of replicas in these `pools`; of fewer than two pools nothing is measured."""
+    """Measures how fast the replicas of each of these `pools` are; with fewer than two pools it
+    measures nothing."""
 
     def __init__(self, pools: Sequence[Pool] = ()) -> None:
         self.is_on = len(pools) > 1
@@ -106,8 +110,8 @@ class Speeds:
         self._cut: dict[int, int] = {}  # by row, tokens of a rollout that goes on anywhere
 
     def of(self, index: int) -> float:
-        """Tokens per second of a full replica, 1 where all are alike. Until a pool has written
-        enough its slots count as fast as the others'."""
+        """Return the tokens per second of a full replica, or 1 where all are alike. Until a pool
+        has written enough, its slots count as fast as the others'."""
         if not self.is_on:
             return 1.0
         pool = self._pool(index)
@@ -116,7 +120,8 @@ class Speeds:
         return pool.num_slots * (pool.slot_rate or mean)
 
     def note(self, index: int, num_running: int) -> None:
-        """The replica has held this many rollouts since the last note, and that changes."""
+        """Count the time since the last note, in which the replica held `num_running` rollouts.
+        Call it just before that number changes."""
         if self.is_on:
             now_s, pool = asyncio.get_running_loop().time(), self._pool(index)
             seconds = now_s - self._since_s.get(index, now_s)
@@ -124,7 +129,7 @@ class Speeds:
             self._since_s[index] = now_s
 
     def observe(self, index: int, request: Request, row: RolloutInfo) -> None:
-        """A rollout has stopped there."""
+        """Count the tokens of a rollout that has stopped on the replica."""
         if not self.is_on:
             return
         before = self._cut.pop(row.row_id, 0) if request.resume else 0
@@ -144,8 +149,12 @@ Steps = Callable[[], Iterable[tuple[int, float]]]
 
 
 class Skew:
-    """`ranker` None: the config's. `read_steps` may take long: it is called in a thread; by default
-    it finds none. `is_streamed`: parts of a step are trained before it is whole."""
+    """Expects the length of each rollout, and splits the replicas between long and other groups.
+
+    With `ranker` None it uses the config's. `read_steps` may take long, so it is called in a
+    thread; by default it finds no steps. `is_streamed` says that parts of a step are trained before
+    the step is whole.
+    """
 
     def __init__(
         self,
@@ -167,12 +176,12 @@ class Skew:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is ever expected."""
+        """Whether lengths are expected at all."""
         return not isinstance(self._ranker, Unranked)
 
     def expect(self, requests: list[Request]) -> list[Request]:
-        """The same requests, with the length expected of each, and its precedence. Rollouts that
-        come alone are compared with those that came together last."""
+        """Return the same requests with the expected length and the precedence of each. Rollouts
+        that come alone are compared with those that came together last."""
         if not self.is_on:
             return requests
         tokens = self._ranker.expect(requests)
@@ -185,7 +194,7 @@ class Skew:
         ]
 
     def observe(self, request: Request, row: RolloutInfo) -> None:
-        """A rollout has stopped: learn from it if it ended by itself, or at its limit."""
+        """Learn from a rollout that has stopped, if it ended by itself or at its limit."""
         is_whole = row.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         if is_whole and request.purpose is Purpose.TRAIN:
             self._ranker.observe(request, row.num_generated)
@@ -193,7 +202,8 @@ class Skew:
     def plan(
         self, groups: Sequence[Sequence[Request]], num_replicas: int, *, may_split: bool = True
     ) -> None:
-        """Split so many replicas for these groups, which are a step's, and refit beside the loop.
+        """Split `num_replicas` replicas for these groups, which form one step, and refit in a
+        thread beside the loop.
 
         Raises what the last refit raised.
         """
@@ -232,8 +242,8 @@ class Replica:
     """One engine: its handle, the version it serves, and the requests it holds. `received` is the
     number of the next row that it reports.
 
-    `load` is the number of tokens it will probably write, or may write where nothing is expected: a
-    replica is late with long rollouts more than with many.
+    `load` is the number of tokens that it will probably write (where no length is expected: that it
+    may write). It counts tokens because long rollouts delay a replica more than many rollouts do.
     """
 
     generator: GeneratorReplica
@@ -248,18 +258,20 @@ class Replica:
 
     @property
     def is_busy(self) -> bool:
-        """Whether some request that it holds need not wait for a version."""
+        """Whether it holds a request that need not wait for a version."""
         return any(each.min_version <= self.version for each in self.running.values())
 
     def release(self, row_id: int) -> Request | None:
-        """The request, if it was held here."""
+        """Return the request of the row, which the replica no longer holds; None if it held
+        none."""
         request = self.running.pop(row_id, None)
         self.load -= tokens_of(request) if request else 0
         return request
 
 
 def tokens_of(request: Request) -> int:
-    """What a rollout counts as."""
+    """Return the tokens that a request adds to a replica's load: those expected, or else its
+    limit."""
     return request.expected_tokens or request.sampling.max_tokens
 
 
@@ -269,14 +281,14 @@ these by how well they suit."""
 
 
 class Balance:
-    """The live `replicas` by index, and the choice among them.
+    """Holds the live `replicas` by index, and chooses among them.
 
     Example: with replicas {0: 10 requests, 1: 4 requests} of equal length, the next group of 8 goes
     to replica 1. A replica that is one version below the group's `min_version` is about to commit:
-    it counts as more loaded than it is, by `BEHIND_SHARE`, and holds the group until it does. One
-    that is further behind, or keeps its version, is chosen only if all are. Without `neighbours`
-    all is on one host; without `skew` nothing is expected of lengths. Of replicas that are not
-    equally fast (`speeds`), the one suits best that would have written the next group first.
+    its load counts `BEHIND_SHARE` more, and it holds the group until it commits. A replica that is
+    further behind, or keeps its version, is chosen only if all are. Without `neighbours` everything
+    is on one host; without `skew` no lengths are expected. Where replicas are not equally fast
+    (`speeds`), the choice is the one that would have written the next group first.
     """
 
     def __init__(
@@ -299,10 +311,11 @@ class Balance:
         self._for_long = self._for_rest = frozenset[int]()  # replicas; none: all take all
 
     def spread(self, requests: list[Request]) -> tuple[dict[int, list[Request]], list[Request]]:
-        """Give each run of equal prompts to the replica that suits it best, which then holds it.
+        """Give each run of requests with equal prompts to the replica that suits it best, which
+        then holds it.
 
-        Returns the requests by replica, and those that no live replica can take: all if there is
-        none, an evaluation's if none keeps its version.
+        Returns the requests by replica, and those that no live replica can take: all if there is no
+        replica, an evaluation's if none keeps its version.
         """
         shares: dict[int, list[Request]] = {}
         left: list[Request] = []
@@ -321,23 +334,23 @@ class Balance:
 
     @property
     def busy_share(self) -> float:
-        """Share of the replicas that hold a rollout which they may write."""
+        """The share of replicas that hold a rollout which they may write."""
         replicas = self.replicas.values()
         return sum(each.is_busy for each in replicas) / len(replicas) if replicas else 1.0
 
     @property
     def _open(self) -> Set[int]:
-        """Replicas that get requests: not those that are being drained, unless all are."""
+        """The replicas that get requests: all but those that are being drained, unless all are."""
         replicas = self.replicas.keys()
         return (replicas - self.draining or replicas) if self.draining else replicas
 
     def hold(self, index: int, request: Request) -> None:
-        """This replica gets the request."""
+        """Note that this replica holds the request."""
         self._speeds.note(index, len(self.replicas[index].running))
         self.replicas[index].hold(request)
 
     def release(self, index: int, row: RolloutInfo) -> bool:
-        """True if the rollout, which has stopped, was held by this replica."""
+        """Let go of a rollout that has stopped; return whether this replica held it."""
         if (replica := self.replicas.get(index)) is None:
             return False
         self._speeds.note(index, len(replica.running))
@@ -348,7 +361,8 @@ class Balance:
         return True
 
     def _order(self, requests: list[Request]) -> Iterator[list[Request]]:
-        """The groups, each step's longest first; before a whole step's, replicas are split."""
+        """Yield the groups, the longest of each step first; before those of a whole step, the
+        replicas are split anew."""
         runs = groupby(requests, key=lambda r: (r.prompt_ids, r.purpose))
         groups = sorted((list(run) for _, run in runs), key=lambda g: min(r.urgency for r in g))
         for _, run in groupby(groups, key=lambda group: (group[0].purpose, group[0].step)):
@@ -367,8 +381,8 @@ class Balance:
             yield from some
 
     def plan_units(self, num_groups: int) -> list[int | None]:
-        """The storage unit for each of the groups that are submitted next: one on the host of the
-        replica that has least to do then. None where it does not matter."""
+        """Return the storage unit for each of the groups that are submitted next: one on the host
+        of the replica that will have least to do then, or None where it does not matter."""
         if not self._neighbours or not self.replicas:
             return [None] * num_groups
         speeds = {index: self._speeds.of(index) for index in self.replicas}
@@ -382,12 +396,12 @@ class Balance:
         return units
 
     def unit_near(self, index: int) -> int | None:
-        """A storage unit on this replica's host. None where it does not matter."""
+        """Return a storage unit on this replica's host, or None where it does not matter."""
         return self._neighbours.unit_of(index) if self._neighbours else None
 
     def _choose(self, queues: Queues, group: list[Request]) -> int:
-        """The replica that suits best; one on the host of the group's storage unit, if it suits as
-        well, or has at most this group more to write."""
+        """Return the replica that suits the group best. One on the host of the group's storage unit
+        takes precedence if it suits as well, or has at most this group more to write."""
         is_evaluation = group[0].purpose is Purpose.EVALUATE
         kind = max(request.min_version for request in group), is_evaluation
         best = self._find_best(queues, kind, None)
@@ -411,20 +425,21 @@ class Balance:
     def _is_close(
         self, other: tuple[bool, float, int], best: tuple[bool, float, int], load: int
     ) -> bool:
-        """Whether a replica suits as well as the best one, or has at most `load` more to write."""
+        """Return whether a replica suits as well as the best one, or has at most `load` more to
+        write."""
         return other[0] <= best[0] and other[1] <= best[1] + load / self._speeds.of(other[2])
 
     def _side(self, group: list[Request]) -> frozenset[int]:
-        """The replicas that groups as long as this one are for; none: all."""
+        """Return the replicas that take groups as long as this one; empty: all."""
         is_long = max(r.expected_tokens for r in group) >= self._skew.split.long_from
         return self._for_long if is_long else self._for_rest
 
     def _find_best(
         self, queues: Queues, kind: tuple[int, bool], some: frozenset[int] | None
     ) -> tuple[bool, float, int] | None:
-        """The rank of the best of all replicas, or of `some`; None if there are none. `queues` is
-        empty when a `submit` begins. Loads only grow during one, so an entry of a heap may be too
-        low but never too high."""
+        """Return the rank of the best of all replicas, or of those in `some`; None if there are
+        none. `queues` is empty when a `submit` begins. Loads only grow during one, so an entry of a
+        heap may be too low but never too high."""
         min_version, is_evaluation = kind
         queue = queues.get((*kind, some))
         if queue is None:

@@ -1,4 +1,5 @@
-"""What a step waits for: parts that may start early, and streaks of dropped groups."""
+"""The rules by which a step may start on its first groups, and the count of dropped groups in a
+row."""
 
 from __future__ import annotations
 
@@ -19,25 +20,26 @@ from llamarl.trainer.advantages import SOLVED
 
 @dataclass
 class DropStreak:
-    """At `most` drops in a row the run must end, one way or the other."""
+    """Counts the groups that were dropped in a row: at `most` the run must end, as solved or with
+    an error."""
 
     most: int
     _reasons: Counter[str] = field(default_factory=Counter)
 
     def add(self, reason: str) -> None:
-        """Another group was dropped."""
+        """Count another dropped group."""
         self._reasons[reason] += 1
 
     def clear(self) -> None:
-        """A group was kept."""
+        """Start from zero, since a group was kept."""
         self._reasons.clear()
 
     def find_solved(self, all_prompts: int) -> str:
-        """Which groups show that nothing is left to learn, "" while more may be learnt.
+        """Return which groups show that nothing is left to learn, "" while more may be learnt.
 
-        That is as many solved groups in a row as there are prompts, and as may be open (some are
-        older than others), which is `all_prompts`; or `most` drops in a row, most of them for being
-        solved.
+        They are as many solved groups in a row as there are prompts, and as may be open (some are
+        older than others), which is `all_prompts`; or `most` drops in a row, most of them because
+        the group is solved.
         """
         num_drops, num_solved = self._reasons.total(), self._reasons[SOLVED]
         if num_solved == num_drops >= min(all_prompts, self.most):
@@ -48,7 +50,7 @@ class DropStreak:
         return f"{num_solved} of the last {num_drops} groups ({others})"
 
     def require_signal(self) -> None:
-        """RuntimeError at `most` drops, with their reasons."""
+        """Raise RuntimeError, with the reasons of the drops, if there are `most` of them."""
         if (num_drops := self._reasons.total()) >= self.most:
             reasons = ", ".join(f"{n} x {why}" for why, n in self._reasons.most_common())
             raise RuntimeError(
@@ -65,7 +67,8 @@ LEAST_APART = 1.25  # ratio of the sizes of two parts whose times are compared
 
 @dataclass(kw_only=True)
 class PartSize:
-    """The smallest part to train, as `trainer.parts` says; `dynamic` learns it from `timed` parts.
+    """Knows the smallest part to train, as `trainer.parts` says; `dynamic` learns it from `timed`
+    parts.
 
     Example: parts of 1,000 and 10,000 tokens that took 0.2 and 1.1 s give a = 0.1 s and b = 0.1 ms,
     so a part has at least 9,000 tokens.
@@ -82,18 +85,18 @@ class PartSize:
 
     @property
     def num_tokens(self) -> int:
-        """The smallest dynamic part; before two sizes are measured, one full micro-batch for every
-        data rank."""
+        """The tokens of the smallest dynamic part; before two sizes are measured, one full
+        micro-batch for every data rank."""
         return round(min(self._saturating, self._most))
 
     def least(self, missing: int) -> tuple[int, int]:
-        """(groups, tokens) that must be ready for a part of a step that misses `missing` groups;
-        all that are missing are enough in any case."""
+        """Return (groups, tokens) that must be ready for a part of a step that misses `missing`
+        groups; if all missing groups are ready, that is always enough."""
         return (missing, 0) if self.config.parts == "batch" else (1, self.num_tokens)
 
     @contextmanager
     def timed(self, groups: Sequence[Group]) -> Iterator[None]:
-        """Around the training of one part."""
+        """Time the training of one part, which is the block, and learn from it."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         yield
@@ -105,7 +108,7 @@ class PartSize:
         self._is_cold = False
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        """A part of so many tokens, prompts included, took so long."""
+        """Learn from a part of `num_tokens` tokens, prompts included, that took `seconds`."""
         self._parts.append((num_tokens, seconds))
         if line := fit_line(self._parts):
             start_s, token_s = line
@@ -113,7 +116,8 @@ class PartSize:
             self._saturating = round(start_s / token_s * (1 - share) / share)
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the step under way, which ends: its parts, and the smallest size as it is by now."""
+        """End the step under way; return the number of its parts and the smallest part size by
+        now."""
         sizes, self._sizes = self._sizes, []
         self._most = sum(sizes) / 2
         least = {"parts/least_tokens": float(self.num_tokens)}
@@ -121,8 +125,8 @@ class PartSize:
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """(a, b) of y = a + b x with a >= 0 and b > 0 through most `points` (x, y); None if no two lie
-    far enough apart, or y does not grow with x."""
+    """Return (a, b) of the line y = a + b x with a >= 0 and b > 0 that fits most `points` (x, y);
+    None if no two lie far enough apart, or y does not grow with x."""
     pairs = [
         (abs(x - u), (y - v) / (x - u))
         for (x, y), (u, v) in combinations(points, 2)

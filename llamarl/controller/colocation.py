@@ -1,7 +1,6 @@
-"""Who has the device when.
+"""The order in which generators and trainer use a shared device.
 
     begin -> sync phase -> train -> sync phase -> train -> ... -> sync phase -> train (the export)
-
 
 If generators and trainer share a device, only one side has all its memory there; both have their
 weights there only in a sync phase, which copies them."""
@@ -26,20 +25,20 @@ RECALL_S = 10.0  # for generators to make room at an early end
 
 
 class Phase(StrEnum):
-    """What a shared device is for; phases alternate, in this order."""
+    """A use of a shared device; phases alternate, in this order."""
 
     SYNC = "sync"
     """A publish: both sides have their weights on the device."""
     TRAIN = "train"
-    """Whatever the trainer computes."""
+    """Everything that the trainer computes."""
 
 
 class Colocation:
-    """What the controller asks for when it needs a device. Here generators and trainer have devices
-    of their own, so nothing changes, and no phase waits, not even for `when`."""
+    """Grants the controller the device for a phase. In this class generators and trainer have
+    devices of their own, so nothing changes, and no phase waits, not even for `when`."""
 
     async def begin(self) -> None:
-        """Called once all executors have started, before the first phase."""
+        """Prepare the first phase. Call it once all executors have started."""
 
     @asynccontextmanager
     async def phase(self, phase: Phase, when: When | None = None) -> AsyncIterator[None]:
@@ -52,15 +51,16 @@ class Colocation:
 
 @dataclass(eq=False, kw_only=True)
 class Alternating(Colocation):
-    """Phases alternate, in whatever order they are asked for; a train phase waits for `when`."""
+    """Makes phases alternate, in whatever order they are asked for; a train phase waits for
+    `when`."""
 
     _num_phases: int = 0
     _ended: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @asynccontextmanager
     async def phase(self, phase: Phase, when: When | None = None) -> AsyncIterator[None]:
-        """The body, once the phase before has ended and `when` has returned. One that fails ends
-        the run."""
+        """Run the body once the phase before has ended and `when` has returned. A body that fails
+        ends the run."""
         place = list(Phase).index(phase)
         async with self._ended:
             await self._ended.wait_for(lambda: self._num_phases % len(Phase) == place)
@@ -83,11 +83,11 @@ class Alternating(Colocation):
 
 @dataclass(eq=False)
 class Colocated(Alternating):
-    """Generators and trainer share a device and alternate on it.
+    """Lets generators and trainer alternate on a device that they share.
 
     The generators work until the `when` of a train phase returns, then from the end of the next
-    sync phase; the sides change places before each phase. A lost generator takes part no more;
-    NoGenerator once all are lost.
+    sync phase on; the sides change places before each phase. A lost generator takes part in no
+    further phase; once all are lost, NoGenerator is raised.
     """
 
     trainer: Offloadable
@@ -96,13 +96,13 @@ class Colocated(Alternating):
     _since_ns: int = field(default_factory=time.monotonic_ns)
 
     async def begin(self) -> None:
-        """The generators have the device first: what the trainer loaded is offloaded."""
+        """Offload what the trainer has loaded, for the generators have the device first."""
         await self.trainer.offload(["state", "weights"])
         self._since_ns = time.monotonic_ns()
 
     async def recall(self) -> None:
-        """Generators that do not offload in time are left: a lost one holds no memory any more,
-        and one in the middle of a publish may be unable to."""
+        """Bring the trainer back to the device. Generators that do not offload in time are left: a
+        lost one holds no memory any more, and one in the middle of a publish may be unable to."""
         calls = (each.offload(["kv", "weights"]) for each in self.generators.values())
         offloading = asyncio.gather(*calls, return_exceptions=True)
         await asyncio.wait([offloading], timeout=RECALL_S)
@@ -123,8 +123,8 @@ class Colocated(Alternating):
 
     @asynccontextmanager
     async def _sync(self) -> AsyncIterator[None]:
-        """Both sides' weights, nothing else. The generators have the device before the first one,
-        the trainer before all others."""
+        """Bring both sides' weights to the device, and nothing else. The generators have the device
+        before the first sync phase, the trainer before all others."""
         with self._switch(Phase.SYNC):
             await self.trainer.offload(["state"])
             await self._each(lambda generator: generator.offload(["kv"]))
@@ -151,12 +151,12 @@ class Colocated(Alternating):
                 raise outcome
 
     def _record(self, who: str) -> None:
-        """Say who has had the device since the last switch."""
+        """Record which side has had the device since the last switch."""
         self.spans.record("phase", self._since_ns, time.monotonic_ns(), "mark", who=who)
 
     @contextmanager
     def _switch(self, phase: Phase) -> Iterator[None]:
-        """Time a change of places; the executors record the bytes."""
+        """Time a switch of the device; the executors record the bytes."""
         start_ns = time.monotonic_ns()
         yield
         self._since_ns = time.monotonic_ns()

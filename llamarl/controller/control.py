@@ -1,10 +1,9 @@
-"""How a run at work is asked: `llamarl status RUN` and `llamarl scale RUN generators=N`.
+"""The control socket of a run at work, for `llamarl status RUN` and `llamarl scale RUN
+generators=N`.
 
 A question is {"ask": "status"}, or {"ask": "scale", "generators": 3, "drains": true, "host": ""}.
-
-
-Only processes of the run's own user get an answer, and the socket's file is gone once the run
-has ended."""
+Only processes of the run's own user get an answer, and the socket's file is gone once the run has
+ended."""
 
 import asyncio
 import pwd
@@ -41,11 +40,11 @@ Answerer = Callable[[Message], Awaitable[Message]]
 
 @asynccontextmanager
 async def listening(run_dir: str, answer: Answerer) -> AsyncIterator[None]:
-    """Answer clients while the block runs; what `answer` raises they raise. Where the folder's file
-    system has no sockets there is none."""
+    """Answer clients while the block runs; what `answer` raises is raised at the client. Where the
+    folder's file system has no sockets, no client is answered."""
 
     async def serve(packet: Packet) -> Answer:
-        # What was begun is done, also if who asked for it is gone.
+        # A change that has begun is finished, even if the client is gone.
         return await asyncio.shield(answer(packet.header)), (), ()
 
     with ExitStack() as exits:
@@ -55,7 +54,8 @@ async def listening(run_dir: str, answer: Answerer) -> AsyncIterator[None]:
 
 
 def ask(run_dir: str, message: Message) -> Message:
-    """What the run in this folder answers. ValueError if no run is at work there, or it refuses."""
+    """Return the answer of the run in this folder. ValueError if no run is at work there, or it
+    refuses."""
     return asyncio.run(_ask(run_dir, message))
 
 
@@ -80,7 +80,7 @@ async def _ask(run_dir: str, message: Message) -> Message:
 
 
 def status(arguments: list[str]) -> str:
-    """What `llamarl status RUN` prints."""
+    """Return the text that `llamarl status RUN` prints."""
     if len(arguments) != 1:
         raise ValueError(f"status must get one folder, RUN, got {' '.join(arguments) or 'none'}")
     found = ask(arguments[0], {"ask": "status"})
@@ -94,7 +94,7 @@ def status(arguments: list[str]) -> str:
 
 
 def scale(arguments: list[str]) -> str:
-    """What `llamarl scale RUN generators=N` prints, once it is done."""
+    """Scale the run, and return the text that `llamarl scale RUN generators=N` prints then."""
     run, *words = [word for word in arguments if word != "--now"] or [""]
     values = dict(word.partition("=")[::2] for word in words)
     number, host = values.pop("generators", ""), values.pop("host", "")
@@ -107,14 +107,15 @@ def scale(arguments: list[str]) -> str:
 
 @dataclass(frozen=True)
 class RunControl:
-    """Answers for a run at work."""
+    """Answers the questions to a run at work."""
 
     config: Config
     controller: Controller
     supervisor: Supervisor
 
     async def answer(self, message: Message) -> Message:
-        """See the module's docstring. ValueError for what cannot be done."""
+        """Answer a message of the form that the module's docstring gives. ValueError if it cannot
+        be done."""
         if message.get("ask") == "status":
             return self._status()
         if message.get("ask") == "scale":
@@ -153,14 +154,15 @@ class RunControl:
             executors.places[f"generator-{replica}"] = [*islice(devices, generator.num_ranks)]
 
     def _place(self, name: str) -> tuple[str, str]:
-        """The hosts and pids of an executor's processes."""
+        """Return the hosts and pids of an executor's processes."""
         cluster, executors = self.config.cluster, self.supervisor.executors
         names = [cluster.name_host(host) for host in executors.hosts_of(name)]
         pids = getattr(executors.by_name.get(name), "pids", [])
         return ",".join(dict.fromkeys(names)), ",".join(map(str, pids))
 
     async def _scale(self, num_replicas: int, drains: bool, host: str) -> Message:
-        """With a `host`, replicas that are added run there."""
+        """Scale the generators to `num_replicas`. Replicas that are added run on `host` if one is
+        given."""
         supervisor, config = self.supervisor, self.config
         fewest, most = config.generator.elastic or (1, MAX_REPLICAS)
         if not fewest <= num_replicas <= most:

@@ -2,7 +2,6 @@
 
     admit -> roll out: generate, score, ... -> settle -> train -> advance, publish -> admit
 
-
 The coroutines share nothing but the gate; an exception in one ends all."""
 
 import asyncio
@@ -32,7 +31,7 @@ class Controller:
     _evaluating: list[asyncio.Task[Evaluation | None]] = field(default_factory=list)  # one at most
 
     async def run(self) -> None:
-        """Train until `num_steps`, or until prompts are solved; evaluate, save and export that."""
+        """Train to the last step, or until prompts are solved; evaluate, save and export."""
         await self.colocation.begin()
         async with self.colocation.phase(Phase.SYNC):
             await self.engines.sync_weights()  # all start with one policy
@@ -51,7 +50,7 @@ class Controller:
         await self.saver.export()
 
     async def _roll_out(self) -> None:
-        """Groups enter when the trainer is close enough behind; each is a coroutine of its own."""
+        """Start a coroutine for each group that the gate admits."""
         async with asyncio.TaskGroup() as groups:
             while True:
                 for group in await self.gate.admit():
@@ -62,7 +61,7 @@ class Controller:
         await self.saver.whole(self._settle(group))
 
     async def _settle(self, group: Group) -> None:
-        """The group gets its advantages and waits; or it is dropped, and frees its slot."""
+        """Set the group's advantages, so that it may be taken; or drop it and free its slot."""
         if (reason := await self.engines.settle(group)) is None:
             return await self.gate.settle(group, group.advantages)
         try:
@@ -71,7 +70,7 @@ class Controller:
             await self.engines.retire([group], "dropped", reason=reason, group_id=group.group_id)
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
-        """One optimizer step per mini-batch; a version is published while the next is trained."""
+        """Make one optimizer step per mini-batch; its version is published during the next step."""
         publishing: list[asyncio.Task[None]] = []  # one at most
         while not self.saver.has_last:
             async with self.colocation.phase(Phase.TRAIN, self._wait_for_batch):
@@ -92,7 +91,7 @@ class Controller:
         await asyncio.gather(*publishing)
 
     async def _accumulate(self) -> bool:
-        """Train on the parts of a step as they become ready; False if it will not be whole."""
+        """Train on the parts of a step as they are ready; return False if it stays incomplete."""
         oldest = self.gate.oldest_version(self.engines.version)
         missing, ahead = self.gate.groups_per_step, self.gate.num_ahead
         while most := missing or ahead:
@@ -109,7 +108,7 @@ class Controller:
         return True
 
     async def _wait_for_batch(self) -> None:
-        """Until the generators can spare their device: nothing is evaluated, all is written."""
+        """Wait until generators can spare their device: evaluations and the batch are written."""
         await asyncio.gather(*self._evaluating)
         await self.gate.wait_for(self.gate.groups_per_step + self.gate.num_ahead)
 

@@ -1,4 +1,4 @@
-"""Dispatch: which replica writes a rollout, and when it may begin."""
+"""Dispatch decides which replica writes a rollout, and when it may begin."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Capacity:
-    """`await room()` is False while a storage unit holds all that it may and cannot move rollouts
-    to disk, and the log says so. It asks once in ROOM_PAUSE_S at most."""
+    """Tells whether storage has room for more rollouts. `await room()` is False, and the log says
+    so, while a storage unit holds all that it may and cannot move rollouts to disk. It asks storage
+    at most once in ROOM_PAUSE_S."""
 
     storage: Storage
     _next_s: float = -math.inf
@@ -54,7 +55,7 @@ Work = Callable[..., Awaitable[None]]
 
 
 class Dispatch:
-    """All replicas, seen as one generator, of which some may be lost."""
+    """Presents all replicas, some of which may be lost, as one generator."""
 
     def __init__(
         self,
@@ -63,8 +64,8 @@ class Dispatch:
         balance: Balance,
         collectors: Sequence[Collector] = (),
     ) -> None:
-        """If there are `collectors`, they collect from all replicas; collector i from those whose
-        index modulo their number is i."""
+        """If there are `collectors`, they collect from all replicas: collector i from those whose
+        index modulo the number of collectors is i."""
         self.balance = balance
         self.replicas = self.balance.replicas
         self.replicas |= {
@@ -90,9 +91,10 @@ class Dispatch:
         """Queue requests, each run of equal prompts on the replica that suits it best, without
         waiting for the replicas: one that does not answer delays no other.
 
-        Those of an evaluation go to replicas that keep their version; once those are lost, nowhere:
-        they come out of `collect` marked ABORTED, as do those of a `Request.replica` that is lost.
-        NoGenerator if no replica is left and none may come."""
+        Requests of an evaluation go only to replicas that keep their version. Once those are lost,
+        the requests come out of `collect` marked ABORTED, as do those whose `Request.replica` is
+        lost. NoGenerator if no replica is left and none may come.
+        """
         free = [request for request in requests if request.replica is None]
         shares, left = self.balance.spread(free)
         for request in requests:
@@ -111,7 +113,8 @@ class Dispatch:
             self._start(self._send, self.replicas[index], index, share)
 
     async def _send(self, replica: Replica, index: int, requests: list[Request]) -> None:
-        """One call for all that goes to a replica. If it is lost first, they go elsewhere."""
+        """Submit all requests that go to a replica in one call. If the replica is lost first, they
+        go elsewhere."""
         if not self._collector_tasks:
             reading = (self._run(self._read_collector, each) for each in self._collectors)
             self._collector_tasks = [*map(asyncio.create_task, reading)]
@@ -133,7 +136,8 @@ class Dispatch:
             raise
 
     async def collect(self) -> list[RolloutInfo]:
-        """Rows that stopped on any replica. NoGenerator when the last replica is lost."""
+        """Return the rows that stopped on any replica. NoGenerator when the last replica is
+        lost."""
         rows: list[RolloutInfo] = []
         while not (rows and self._rows.empty()):
             more = await self._rows.get()
@@ -156,7 +160,8 @@ class Dispatch:
             self._give_up([idle.pop(row_id) for row_id in sorted(wanted & idle.keys())])
 
     def committed(self, replica: int, version: int) -> None:
-        """`replica` has committed `version`."""
+        """Note that `replica` has committed `version`; a replica that was expected gets requests
+        from now on."""
         if replica in self.replicas:
             self.replicas[replica].version = version
         elif replica in self._joining:
@@ -168,36 +173,38 @@ class Dispatch:
             self._start(self._join, replica)
 
     def expect(self, index: int, own: Executor, serves: Callable[[int], None]) -> None:
-        """Once this replica has committed its first version it gets requests, and `serves` is
-        called."""
+        """Expect a replica: once it has committed its first version it gets requests, and `serves`
+        is called."""
         self._joining[index] = own, serves
 
     def expects(self, index: int) -> bool:
-        """Whether this replica gets requests, or will once it has committed its first version."""
+        """Return whether this replica gets requests, or will once it has committed its first
+        version."""
         return index in self.replicas or index in self._joining
 
     async def drain(self, index: int) -> None:
-        """Give no more requests to this replica; returns when it has stopped those that it has."""
+        """Give no more requests to this replica; return when it has stopped those that it has."""
         self.balance.draining.add(index)
         while index in self.replicas and self.replicas[index].running:
             await asyncio.sleep(DRAIN_POLL_S)
 
     def remove(self, index: int) -> None:
-        """Forget this replica; what it holds starts again elsewhere."""
+        """Forget this replica; the rollouts that it holds start again elsewhere."""
         self._joining.pop(index, None)
         self._let_go(index)
         self.balance.draining.discard(index)
 
     def hold(self, replicas: set[int], may_be_more: bool = False) -> None:
-        """These replicas, and no others, keep their version; `may_be_more` may do so later."""
+        """Let these replicas, and no others, keep their version; `may_be_more` says that others may
+        do so later."""
         self.balance.keepers, self._may_hold_more = replicas, may_be_more
         if self._waiting and replicas & self.replicas.keys():
             self._start(self._submit_waiting)
 
     def lost(self, index: int, why: Exception) -> None:
-        """`index` is given up, by a publish or because it died: its requests start again elsewhere.
-        Without effect if it is lost already; where `why` names what every replica needs, such as a
-        storage unit, `collect` raises it."""
+        """Give up replica `index`, which a publish gave up or which died: its requests start again
+        elsewhere. If it is lost already, nothing changes. Where `why` names an executor that every
+        replica needs, such as a storage unit, `collect` raises it."""
         if isinstance(why, ExecutorLost) and not why.executor.startswith("generator"):
             return self.fail(why)
         if (num_running := self._let_go(index)) is not None:
@@ -209,7 +216,7 @@ class Dispatch:
             self.on_lost(index, why)
 
     def fail(self, error: Exception) -> None:
-        """`collect` raises this."""
+        """Let `collect` raise this error."""
         self._rows.put_nowait(error)
 
     async def close(self) -> None:
@@ -241,9 +248,9 @@ class Dispatch:
                     raise report  # else the replica was being stopped
 
     def _release(self, index: int, report: Report) -> None:
-        """Pass on rows that stopped on a replica, but for those that it has reported before. Those
-        that a collector reports late, after the replica was given up, are left out too: they have
-        started again."""
+        """Pass on rows that stopped on a replica, except those that it has reported before. Rows
+        that a collector reports after the replica was given up are left out too: they have started
+        again."""
         first, rows = report
         if (replica := self.replicas.get(index)) is None:
             return
@@ -254,8 +261,8 @@ class Dispatch:
             self._rows.put_nowait(known)
 
     def _let_go(self, index: int) -> int | None:
-        """Give this replica nothing more, and what it holds to others; returns how many rollouts
-        that are, None if the replica is gone already."""
+        """Give this replica nothing more, and give the rollouts that it holds to others. Returns
+        how many they are; None if the replica is gone already."""
         replica = self.replicas.pop(index, None)
         if replica is None:
             return None
@@ -269,7 +276,7 @@ class Dispatch:
         return len(replica.running)
 
     async def _join(self, index: int) -> None:
-        """What waited for a replica need wait no longer."""
+        """Submit the requests that waited for a replica, since one has come."""
         if self._collectors:
             collector = self._collectors[index % len(self._collectors)]
             await collector.follow(index, self._processes[index].one(GeneratorReplica))
@@ -280,31 +287,31 @@ class Dispatch:
         await self.submit(requests)
 
     def _start(self, work: Work, *arguments: Any) -> None:
-        """Begin what goes on by itself."""
+        """Start background work as a task."""
         task = asyncio.create_task(self._run(work, *arguments))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, work: Work, *arguments: Any) -> None:
-        """Do this to its end; an error is raised in `collect`, where it ends the run."""
+        """Await the work; let `collect` raise its error, which ends the run."""
         try:
             await work(*arguments)
         except Exception as failure:  # noqa: BLE001 - raised again in `collect`
             self.fail(failure)
 
     async def _restart(self, index: int, writer: str, row_ids: list[int]) -> None:
-        """Start again what a lost replica held, but for what is in storage."""
+        """Start the rollouts of a lost replica again, except those that are in storage."""
         await self._storage.fence(writer)
         await self._find(index, row_ids)  # but what a replica knows of an episode, it alone knows
         lost = [row_id for row_id in row_ids if row_id in self._unplaced]
-        # What a replica that goes on has stored must not meet the new arrays.
+        # Arrays that a replica which goes on has stored must not meet the new ones.
         await self._storage.retire(lost, {"outcome": "lost", "replica": index})
         requests = [self._unplaced.pop(i) for i in lost if i in self._unplaced]
         await self.submit(list(map(_from_start, requests)))
 
     async def _find(self, index: int, row_ids: list[int]) -> None:
-        """Pass on those rows that a lost replica has stored, whether it had reported them or not.
-        What was cut goes on from there."""
+        """Pass on the rows that a lost replica has stored, whether it had reported them or not.
+        Rollouts that were cut go on from what is stored."""
         unplaced = ((row_id, self._unplaced.get(row_id)) for row_id in row_ids)
         whole = [row_id for row_id, request in unplaced if request and not request.has_turns]
         rows = await self._storage.find(whole)
@@ -314,7 +321,7 @@ class Dispatch:
             self._rows.put_nowait([replace(row, replica=index) for row in found])
 
     def _give_up(self, requests: list[Request]) -> None:
-        """Let `collect` return these as ABORTED: they will not be written."""
+        """Let `collect` return these requests as ABORTED: they will not be written."""
         rows = [
             RolloutInfo(
                 row_id=request.row_id,
@@ -330,6 +337,7 @@ class Dispatch:
 
 
 def _from_start(request: Request) -> Request:
-    """The request of a rollout that begins again: an episode in its next attempt."""
+    """Return the request by which a rollout begins again; an episode's asks for its next
+    attempt."""
     again = replace(request, resume=False)
     return replace(again, attempt=request.attempt + 1) if request.has_turns else again

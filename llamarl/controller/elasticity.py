@@ -35,7 +35,7 @@ FIRST_PERIOD_S = 0.05  # between two samples, as long as no step has been timed
 
 
 def wanted_change(num_replicas: int, gen_s: float, train_s: float, limits: Sequence[int]) -> int:
-    """1, -1 or 0: what one step asks for."""
+    """Return the change that one step asks for: 1, -1 or 0 replicas."""
     n, (fewest, most) = num_replicas, limits
     if n < most and gen_s * n / (n + 1) >= MARGIN * train_s:
         return 1
@@ -46,19 +46,19 @@ def wanted_change(num_replicas: int, gen_s: float, train_s: float, limits: Seque
 
 @dataclass(kw_only=True)
 class Elasticity:
-    """Watches the loop, and scales its replicas within `limits`, the fewest and the most."""
+    """Watches the loop and scales its replicas within `limits`, the fewest and the most."""
 
     limits: Sequence[int]
     gate: Gate
     dispatch: Dispatch
     _in_row: list[int] = field(default_factory=list)
-    """What the last steps asked for."""
+    """The changes that the last steps asked for."""
 
     async def watch(
         self, states: Callable[[], list[str]], scale: Callable[[int], Awaitable[None]]
     ) -> None:
-        """Measure and decide, step after step; never returns. `states` says what each replica does,
-        `scale` starts or stops some until there are so many."""
+        """Measure and decide, step after step; never return. `states` returns the state of each
+        replica, `scale` starts or stops replicas until there are as many as it is given."""
         period_s = FIRST_PERIOD_S
         while True:
             gen_s, train_s, step_s = await self._measure(period_s)
@@ -67,7 +67,8 @@ class Elasticity:
                 await scale(num_replicas)
 
     async def _measure(self, period_s: float) -> tuple[float, float, float]:
-        """T_gen, T_train and the duration of the step under way, until its version is made."""
+        """Return T_gen, T_train and the duration of the step under way, in seconds, once its
+        version is made."""
         clock, version = asyncio.get_running_loop().time, self.gate.version
         start_s = before_s = clock()
         gen_s = train_s = 0.0
@@ -80,7 +81,7 @@ class Elasticity:
         return gen_s, train_s, before_s - start_s
 
     def _decide(self, states: list[str], gen_s: float, train_s: float) -> int:
-        """How many replicas there should be; 0: as many as there are."""
+        """Return how many replicas there should be; 0 means as many as there are."""
         num_now = len(states)
         if states != ["serving"] * num_now:  # what was measured is of another number of replicas
             self._in_row.clear()

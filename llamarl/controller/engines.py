@@ -1,8 +1,8 @@
-"""The verbs of reinforcement learning, over whatever executors there are: write and score groups,
+"""The verbs of reinforcement learning over the executors that are there: write and score groups,
 settle them, accumulate gradients, make a version, bring it to the generators.
 
-What steps learnt from is retired once, after the last one is logged, and never while it may be
-trained on again."""
+The rollouts that steps learnt from are retired once, after the last of these steps is logged, and
+never while they may be trained on again."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,8 +24,8 @@ class Rules:
     """Pure functions of metadata, with the recipe's config bound to them.
 
     `make_requests` takes a group, and `sampling` in place of the recipe's. `make_batch` takes
-    groups, the trainer's version and the oldest version it may learn from; `make_record` a group,
-    one of its row ids and its outcome.
+    groups, the trainer's version and the oldest version it may learn from; `make_record` takes a
+    group, one of its row ids and its outcome.
     """
 
     make_requests: Callable[..., list[Request]]
@@ -35,10 +35,10 @@ class Rules:
 
 
 class Unobserved:
-    """faces.RunObserver of a run that is followed by none."""
+    """Serves as the faces.RunObserver of a run that nothing observes."""
 
     def log_group(self, group: Group, verdict: Verdict) -> None:
-        """Logs nothing, as all methods."""
+        """Log nothing, as all methods here do."""
 
     def log_publish(self, seconds: float) -> None: ...
 
@@ -57,10 +57,10 @@ class Unobserved:
 
 @dataclass(kw_only=True)
 class Engines:
-    """What a loop asks of its executors. `version` is the trainer's, or the one that generators got
-    from a source of the caller's own. Belongs to one event loop.
+    """Gives a loop its verbs over the executors. `version` is the trainer's, or the one that
+    generators got from a source of the caller's own. Belongs to one event loop.
 
-    ExecutorLost or NoGenerator once an executor that a verb needs is lost.
+    A verb raises ExecutorLost or NoGenerator once an executor that it needs is lost.
     """
 
     rules: Rules
@@ -72,24 +72,25 @@ class Engines:
     observer: RunObserver
     version: int
     _trained: list[tuple[Sequence[Group], int]] = field(default_factory=list)
-    """What the step under way was accumulated from, and the oldest version that it learns from."""
+    """The groups that the step under way has accumulated, and the oldest version that it learns
+    from."""
     _used: dict[int, tuple[Group, tuple[int, int, int]]] = field(default_factory=dict)
-    """By group id, what steps learnt from that is not retired: the version at the last use, the
-    oldest version learnt from then, and the number of uses."""
+    """The groups that steps learnt from and that are not retired, by group id, with the version at
+    the last use, the oldest version learnt from then, and the number of uses."""
 
     async def connect(self) -> None:
-        """Connect generators to the trainer: every route fits, or it raises."""
+        """Connect the generators to the trainer; raises if a route does not fit."""
         assert self.publisher is not None
         await self.publisher.connect()
 
     async def close(self) -> None:
-        """Ask and publish no more."""
+        """Stop all requests and publishes."""
         await self.dispatch.close()
         if self.publisher is not None:
             await self.publisher.close()
 
     async def serve(self) -> None:
-        """What the other verbs rely on; raises the first error of whatever goes on by itself."""
+        """Run the background work that the other verbs rely on; raises its first error."""
         await self.rollouts.serve()
 
     async def roll_out(self, group: Group) -> None:
@@ -97,8 +98,8 @@ class Engines:
         await self.rollouts.roll_out(group, self.rules.make_requests(group))
 
     async def settle(self, group: Group) -> str | None:
-        """Set the advantages of a scored group by the recipe's algorithm, and leave out what its
-        stages dropped; or the reason to drop the whole group."""
+        """Set the advantages of a scored group by the recipe's algorithm, and leave out the
+        rollouts that its stages dropped. Returns None, or the reason to drop the whole group."""
         verdict = self.rules.filter_group(group)
         self.observer.log_group(group, verdict)
         if isinstance(verdict, Dropped):
@@ -117,8 +118,8 @@ class Engines:
         self._trained.append((groups, oldest_version))
 
     async def look_ahead(self, groups: Sequence[Group]) -> None:
-        """Have the trainer's present log-probs of settled groups stored, which later steps of their
-        batch take the ratio to."""
+        """Store the trainer's present log-probs of settled groups; later steps of their batch take
+        the ratio to them."""
         assert self.trainer is not None
         await self.trainer.store_proximal(self._make_batch(groups, 0))
 
@@ -133,9 +134,9 @@ class Engines:
         made: Callable[[], None] = lambda: None,
     ) -> StepStats:
         """Make the next version from the gradients, log it with what else was `found`, and retire
-        the groups that they are of: but for those to `keep` for a later step, those that a later
-        pass uses, and those that the gate's sampler has not consumed. `made` is called as soon as
-        the trainer may go on."""
+        the groups that it was trained on. Not retired are the groups in `keep`, which a later step
+        needs, those that a later pass uses, and those that the gate's sampler has not consumed.
+        `made` is called as soon as the trainer may go on."""
         assert self.trainer is not None
         trained, self._trained = self._trained, []
         spared = {group.group_id for group in (*keep, *self.gate.kept)}
@@ -155,7 +156,8 @@ class Engines:
         return stats
 
     async def retire_used(self) -> None:
-        """Retire all that steps learnt from, though others were to follow: none will."""
+        """Retire all groups that steps learnt from, even those kept for later steps: none will
+        follow."""
         await self._retire_used([*self._used])
 
     async def _retire_used(self, group_ids: Sequence[int]) -> None:
@@ -178,8 +180,8 @@ class Engines:
         await self.rollouts.retire(row_ids, {"outcome": outcome, **details})
 
     async def _record(self, groups: Sequence[Group], outcome: Outcome, row_ids: set[int]) -> None:
-        """Let the archive know what is known here of those of these rollouts that can be read after
-        the run."""
+        """Store for the archive what the controller knows of those of these rollouts that can be
+        read after the run."""
         recorded = [group for group in groups if group.prompt.is_recorded]
         records = {
             row_id: self.rules.make_record(group, row_id, outcome)
@@ -191,13 +193,13 @@ class Engines:
             await self.rollouts.record(records)
 
     async def retire_rest(self) -> None:
-        """Free all that was never retired: as trained what a step learnt from, though more were to
-        follow, and the rest as unused."""
+        """Free everything that was never retired: groups that a step learnt from count as trained,
+        even if later steps were to use them again, and the rest as unused."""
         await self.retire_used()
         await self.rollouts.retire(self.rollouts.rows(*Purpose), {"outcome": "unused"})
 
     async def abort(self) -> None:
-        """Stop writing whatever is not of an evaluation."""
+        """Stop writing all rollouts that belong to no evaluation."""
         await self.rollouts.abort(self.rollouts.rows(Purpose.TRAIN, Purpose.CHECK))
 
     @property
@@ -206,8 +208,8 @@ class Engines:
         return -1 if self.publisher is None else self.publisher.version
 
     async def compare_logprobs(self, row_ids: list[int]) -> list[float]:
-        """The largest difference between the trainer's and the generator's log-probs of each row,
-        over what the model wrote."""
+        """Return, for each row, the largest difference between the trainer's and the generator's
+        log-probs over the tokens that the model wrote."""
         assert self.trainer is not None
         return await self.trainer.infer(row_ids)
 
@@ -223,7 +225,7 @@ class Engines:
 
     @contextmanager
     def hold(self, version: int, at_most: int | None) -> Iterator[None]:
-        """Let replicas keep `version` while the block runs: `at_most` of them, or all."""
+        """Let replicas keep `version` while the block runs: `at_most` of them, or all with None."""
         if self.publisher is not None:
             with self.publisher.hold(version, at_most):
                 yield

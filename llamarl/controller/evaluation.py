@@ -1,7 +1,7 @@
 """Held-out evaluation on one fixed version.
 
-Every token of an evaluation was written by the same version, else it raises; there is no result
-without all of its prompts; its rows carry `Purpose.EVALUATE` and never reach the trainer."""
+Every token of an evaluation was written by the same version, otherwise it raises. There is no
+result without all of its prompts. Its rows carry `Purpose.EVALUATE` and never reach the trainer."""
 
 import asyncio
 import logging
@@ -24,13 +24,13 @@ Whole = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 
 @dataclass(kw_only=True)
 class Evaluator:
-    """Asks for `num_rollouts` of each held-out prompt and waits until all are scored. What is found
-    is told of all, of each of the `sets` that the recipe names, and for each k in `at_k`. The run
-    ends when `best` says so.
+    """Asks for `num_rollouts` of each held-out prompt and waits until all are scored. The result
+    covers all prompts, each of the `sets` that the recipe names, and each k in `at_k`. The run ends
+    when `best` says so.
 
-    `version` is the last one evaluated (-1: none), also before a resume. As many replicas as run
-    all prompts at once, `rows_per_replica` each, keep the version meanwhile; of the last version,
-    all.
+    `version` is the last one evaluated (-1: none), also before a resume. During an evaluation as
+    many replicas keep the version as run all prompts at once, `rows_per_replica` each; for the last
+    version all replicas keep it.
     """
 
     prompts: list[Prompt]
@@ -52,8 +52,8 @@ class Evaluator:
         self._passed_over: Evaluation | None = None  # the best one if it is saved after all?
 
     def is_due(self, version: int, last: int) -> bool:
-        """Whether to evaluate `version`: the first and the last one are, and one every
-        `every_steps` (0: none between), but none twice, and none without prompts."""
+        """Return whether to evaluate `version`: the first and the last one are due, and one every
+        `every_steps` (0: none between). No version is due twice, and none without prompts."""
         if not self.prompts or version <= self._begun:
             return False
         every = self.every_steps
@@ -62,9 +62,10 @@ class Evaluator:
         return self._begun < 0 or has_passed or version == last
 
     def is_wanted(self, version: int) -> bool:
-        """Whether `version` is one of every `every_steps`: so will be due, unless it is lost. Where
-        one is to be the best, what falls amid a batch is put off to its end: nothing is saved
-        before. The version that a session begins with is saved, so it may be the best."""
+        """Return whether `version` is one of every `every_steps`, and so will be due unless it is
+        lost. Where a best version is kept, an evaluation that falls amid a batch is put off to the
+        batch's end, since nothing is saved before. The version that a session begins with is saved,
+        so it may be the best."""
         if self.prompts and self.best.metric and version == self.engines.gate.first_version > 0:
             return True
         if not (self.prompts and self.every_steps):
@@ -77,15 +78,15 @@ class Evaluator:
         return version // self.every_steps > before // self.every_steps
 
     def note_saved(self, version: int) -> None:
-        """`version` is saved after all, as the last one of a run that ends early, say: so it may be
-        the best."""
+        """Note that `version` is saved after all, for example as the last one of a run that ends
+        early; so it may be the best."""
         self._saved, passed_over = version, self._passed_over
         if passed_over is not None and passed_over.version == version:
             self.best.add(passed_over)
             self._passed_over = None
 
     def _is_between(self, version: int) -> bool:
-        """Whether it is the version before the first step of a batch."""
+        """Return whether `version` is the one before the first step of a batch."""
         return self.engines.gate.first_of_batch(version) == version
 
     async def evaluate(
@@ -93,10 +94,10 @@ class Evaluator:
     ) -> Evaluation | None:
         """Evaluate `version`, the one published last, and log it.
 
-        None if no generator with this version was left to answer some prompts: those that were
-        answered are the short ones, so their accuracy would mislead. The next version is due then.
-        The rows are retired by `whole`. RuntimeError if a token has another version or every reward
-        failed.
+        Returns None if no generator with this version was left to answer some prompts: those that
+        were answered are the short ones, so their accuracy would mislead. The next version is due
+        then. The rows are retired by `whole`. RuntimeError if a token has another version or every
+        reward failed.
         """
         before, self._begun = self._begun, version
         num_rows = len(self.prompts) * self.num_rollouts
@@ -132,8 +133,8 @@ class Evaluator:
         return [replace(request, purpose=Purpose.EVALUATE) for request in asked]
 
     async def _end(self, result: Evaluation, groups: Sequence[Group], is_saved: bool) -> None:
-        """Retire the rows and log the result: both, or neither before a state that is saved. Only a
-        version whose checkpoint `is_saved` may be the best."""
+        """Retire the rows and log the result; a saved state holds both or neither. Only a version
+        whose checkpoint `is_saved` may be the best."""
         alike: dict[tuple[str, bool], list[Group]] = {}
         for group in groups:
             for row_id in group.row_ids:

@@ -1,8 +1,8 @@
-"""Whether a recipe fits, asked before a run starts, and which kind of GPU this machine has.
+"""Checks before a run starts whether a recipe fits, and finds out which kind of GPU this machine
+has.
 
 Torch is imported only if a bound leaves it open whether all fits: the controller's process never
-loads it for a small run on CPUs, and no CUDA context comes up there.
-"""
+loads it for a small run on CPUs, and no CUDA context comes up there."""
 
 import itertools
 import logging
@@ -38,12 +38,12 @@ FIRST_WITH_BFLOAT16 = 8.0  # compute capability
 def check_fit(
     config: Config, architecture: AnyArchitecture, frozen: FrozenModels = NO_MODELS
 ) -> None:
-    """ValueError, in one line with numbers and what to change, if the recipe does not fit.
+    """Raise ValueError, in one line with numbers and what to change, if the recipe does not fit.
 
-    On CUDA against `cluster.gpu`, which is the card of this machine if it is auto (ValueError too
-    if it is unknown, or lacks a dtype), on CPUs against what this
-    machine has left, where all executors of a host count together. Of a family that we do not know
-    there is no forecast: one line says so.
+    On CUDA the forecast is compared with `cluster.gpu`, which is the card of this machine if it is
+    auto (ValueError too if it is unknown, or lacks a dtype); on CPUs with the memory that this
+    machine has left, where all executors of a host count together. For a model family that we do
+    not know there is no forecast, and a warning says so.
     """
     if isinstance(architecture, OtherArchitecture):
         log.warning("no forecast of the memory that a %s needs", architecture.model_type)
@@ -66,9 +66,9 @@ def check_fit(
 def upper_bound_bytes(
     config: Config, architecture: Architecture, frozen: FrozenModels = NO_MODELS
 ) -> int:
-    """What all executors together need on CPUs, at most: as if nothing were sharded, each model had
-    its weights in two dozen forms, and every token of a pass some dozen. Never below what
-    `forecast_memory` sums up."""
+    """Return the most bytes that all executors together need on CPUs: as if nothing were sharded,
+    each model had its weights in two dozen forms, and every token of a pass had some dozen. The
+    result is never below the sum of `forecast_memory`."""
     a, trainer = architecture, config.trainer
     models = [a, *[a] * config.has_reference_model, *frozen.values()]
     kept_bytes = 22 * sum(map(_model_bytes, models)) + TILE_BYTES
@@ -101,14 +101,15 @@ def _model_bytes(a: Architecture) -> int:
 
 
 def _token_bytes(a: Architecture) -> int:
-    """Of one token in a pass."""
+    """Return the bytes that one token takes in a pass."""
     heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
     channels = 2 * a.hidden_size + heads + a.intermediate_size
     return WIDE_BYTES * 16 * ((a.num_layers + 4) * channels + a.vocab_size)
 
 
 def check_kinds(config: Config) -> None:
-    """ValueError if a GPU of the recipe is unknown, or has no arithmetic in a dtype asked for."""
+    """Raise ValueError if a GPU of the recipe is unknown, or has no arithmetic in a dtype asked
+    for."""
     asked = [("trainer.compute_dtype", config.trainer.device, config.trainer.compute_dtype, "")]
     asked += [
         (f"{pool.key}.dtype", pool.generator.device, pool.generator.dtype, pool.gpu)
@@ -122,8 +123,8 @@ def check_kinds(config: Config) -> None:
 
 
 def check_cards(config: Config) -> str:
-    """The cards of this machine, in words; ValueError unless they are what the recipe needs: so
-    many, of that kind, with their memory free, and a torch that can use them.
+    """Return the cards of this machine, in words. ValueError unless they are what the recipe needs:
+    enough of them, of that kind, with their memory free, and a torch that can use them.
 
     Hosts elsewhere check their own when their processes start.
     """
@@ -154,8 +155,9 @@ def check_cards(config: Config) -> str:
 
 
 def on_this_card(config: Config) -> Config:
-    """The recipe with the kind of this machine's GPU for `cluster.gpu=auto`; as it is if that names
-    a kind, if the run has hosts elsewhere, or if no card answers."""
+    """Return the recipe with the kind of this machine's GPU in place of `cluster.gpu=auto`. It is
+    returned as it is if that names a kind, if the run has hosts elsewhere, or if no card answers.
+    """
     if config.cluster.gpu != AUTO or config.cluster.hosts or config.cluster.size > 1:
         return config
     kind = kind_here()
@@ -163,8 +165,9 @@ def on_this_card(config: Config) -> Config:
 
 
 def kind_here() -> str:
-    """The kind of the card with the least memory of those that this process may use: one that the
-    planner knows, else its size, such as 25.3GB. "" if there is none, or the tool does not say."""
+    """Return the kind of the card with the least memory among those that this process may use: one
+    that the planner knows, or else its size, such as 25.3GB. "" if there is none, or the tool does
+    not say."""
     cards = cards_here()
     if not cards:
         return ""

@@ -99,15 +99,15 @@ class Gate:
     next_row_id: int = 0
     num_units: int = 1  # of storage
     plan_units: Callable[[int], Sequence[int | None]] | None = None
-    """Which storage unit each of so many groups goes to, as `allocate_rows` takes them."""
+    """Returns a storage unit for each of so many groups, as `allocate_rows` takes them."""
     has_room: Callable[[], Awaitable[bool]] | None = None
-    """Whether storage takes more groups than those of one step, which it must take."""
+    """Returns whether storage takes more groups than those of one step, which it must take."""
     is_waited_for: bool = False
-    """The trainer has nothing to do until more groups are ready."""
+    """Whether the trainer has nothing to do until more groups are ready."""
     solved: str = ""
-    """Which groups show that nothing is left to learn."""
+    """The groups that show that nothing is left to learn, in words."""
     ended: str = ""
-    """Why the run ends before its last step, although more may be learnt."""
+    """The reason why the run ends before its last step, although more may be learnt."""
     _waiting: dict[int, Group] = field(default_factory=dict)  # admitted, not consumed, in order
     _settled: dict[int, ReadyItem] = field(default_factory=dict)  # of those, what may be taken
     _batch: list[Group] = field(default_factory=list)  # what the one under way has taken
@@ -130,33 +130,34 @@ class Gate:
 
     @property
     def capacity(self) -> int:
-        """Most groups open at once: F(v + S + 1) - F(v)."""
+        """The most groups that may be open at once: F(v + S + 1) - F(v)."""
         last = self.version + self.max_staleness + 1
         return self._steps.num_used_up(last) - self._steps.num_used_up(self.version)
 
     @property
     def num_ahead(self) -> int:
-        """Groups that the step under way takes for later steps of its batch."""
+        """The number of groups that the step under way takes for later steps of its batch."""
         return self._steps.num_ahead(self.version)
 
     @property
     def first_version(self) -> int:
-        """The one that the session begins with."""
+        """The version that the session begins with."""
         return self._steps.first_version
 
     def first_of_batch(self, version: int) -> int:
-        """See `MiniBatches`."""
+        """Return the version before the first step of a batch (see `MiniBatches`)."""
         return self._steps.first_of_batch(version)
 
     def oldest_version(self, version: int) -> int:
-        """The oldest version whose tokens trainer version `version` may learn from."""
+        """Return the oldest version whose tokens trainer version `version` may learn from."""
         return version - self.max_staleness
 
     def state(self, version: int) -> dict[str, object]:
-        """What a run needs that resumes at `version`, which is the gate's or the next one: the
-        prompts of the groups admitted and not consumed by then, in order, as [epoch, prompt_id];
-        the next free ids; and where the prompts go on. Amid a batch, what its steps have used is
-        consumed: a run that is resumed begins with a new batch."""
+        """Return the state that a run needs to resume at `version`, which is the gate's or the next
+        one: the prompts of the groups admitted and not consumed by then, in order, as [epoch,
+        prompt_id]; the next free ids; and where the prompts go on. Amid a batch, the groups that
+        its steps have used count as consumed, since a run that is resumed begins with a new batch.
+        """
         first = self.first_of_batch(self.version)
         taken = self._batch[self._steps.num_used(first, version) :]
         consumed = [group for group in taken if group.group_id not in self._kept]
@@ -170,8 +171,8 @@ class Gate:
         }
 
     def allocate_rows(self, count: int, unit: int | None = None) -> tuple[int, ...]:
-        """Row ids that were never used before, also for evaluations and checks; of rows in one
-        storage unit, or without one spread over all."""
+        """Return row ids that were never used before, also for evaluations and checks: of rows in
+        one storage unit, or without `unit` spread over all."""
         row_ids = self._row_ids.take(count, unit)
         self.next_row_id = self._row_ids.end
         return row_ids
@@ -203,7 +204,7 @@ class Gate:
                 await asyncio.sleep(ROOM_PAUSE_S)
 
     async def settle(self, group: Group, advantages: tuple[float, ...]) -> None:
-        """The group is scored and trainable: it may be consumed, in its order."""
+        """Note that the group is scored and trainable: it may be consumed, in its order."""
         group.advantages = advantages
         self.prompts.learn(group.prompt, has_signal=any(advantages))
         async with self._changed:
@@ -212,10 +213,10 @@ class Gate:
             self._changed.notify_all()
 
     async def drop(self, group: Group, reason: str) -> None:
-        """The group is not trainable: its slot is free at once, so S=0 cannot stall.
+        """Drop a group that is not trainable. Its slot is free at once, so S=0 cannot stall.
 
-        When too many groups in a row were dropped, the run must end. If their prompts are
-        solved, `solved` says so and `take` has nothing more to give; else RuntimeError.
+        When too many groups in a row were dropped, the run must end. If their prompts are solved,
+        `solved` says so and `take` has nothing more to give; else RuntimeError.
         """
         if reason in (SOLVED, EQUAL_REWARDS):
             self.prompts.learn(group.prompt, has_signal=False)
@@ -229,17 +230,17 @@ class Gate:
             self._drops.require_signal()
 
     async def end(self, why: str) -> None:
-        """Admit nothing more, and give the trainer nothing more: no further step begins."""
+        """Admit no more groups and hand out none for training: no further step begins."""
         async with self._changed:
             self.ended = self.ended or why
             self._changed.notify_all()
 
     async def wait_for(self, count: int) -> None:
         """Sleep until `take` could give `count` groups at once, or will never give another. The
-        groups of a later pass are there.
+        groups of a later pass are there already.
 
-        If the prompts end before, the run has `ended`: `take` would wait for groups of no use,
-        which generators that have given up their device do not write.
+        If the prompts end before, the run has `ended`: `take` would wait for groups that are of no
+        use, and that generators which have given up their device do not write.
         """
         async with self._changed:
             await self._changed.wait_for(
@@ -250,14 +251,14 @@ class Gate:
                 self._changed.notify_all()
 
     async def take(self, at_least: int, at_most: int, num_tokens: int = 0) -> list[Group]:
-        """The next groups to train on, as the sampler chooses; waits until `at_least` with
+        """Return the next groups to train on, as the sampler chooses; wait until `at_least` with
         `num_tokens` tokens together may be taken, or `at_most`.
 
         By `admission`, in order: `late="wait"` stops at the first group that is not settled,
-        `late="mask"` passes over it. An empty list once the prompts are solved and fewer than
-        `at_most` are settled, or at the end of the prompts, which is why the run has `ended`: a
-        last step would not be whole. Once it has, the list is empty. TaskError for an invalid
-        sample, or none although no other group can become ready before the step.
+        `late="mask"` passes over it. The list is empty once the run has `ended`; once the prompts
+        are solved and fewer than `at_most` groups are settled; and at the end of the prompts, which
+        ends the run, since a last step would not be whole. TaskError if the sample is invalid, or
+        if it is empty although no other group can become ready before the step.
         """
         async with self._changed:
             if self._is_given and not self.ended:
@@ -289,16 +290,17 @@ class Gate:
 
     @property
     def kept(self) -> list[Group]:
-        """Those that the step under way, or one before it whose version is not made, uses and later
-        steps will use again, or may: they are still open, so their rollouts must stay. Ask before
-        `advance`."""
+        """The groups that the step under way, or one before it whose version is not made, uses and
+        that later steps will or may use again. They are still open, so their rollouts must stay.
+        Ask before `advance`."""
         if not self._steps.is_last_pass(self.version):
             return self._batch[self._steps.first_group(self.version) :]
         return [group for group in self._batch if group.group_id in self._kept]
 
     async def advance(self, version: int) -> None:
-        """The trainer has made `version`: the slots of the groups that its step used for the last
-        time are free. Those that it took and did not consume are ready again."""
+        """Go on to `version`, which the trainer has made: the slots of the groups that its step
+        used for the last time are free. The groups that it took and did not consume are ready
+        again."""
         async with self._changed:
             assert version == self.version + 1, (version, self.version)
             end = self._steps.first_group(self.version) + self.groups_per_step
@@ -318,7 +320,7 @@ class Gate:
 
     @property
     def num_open(self) -> int:
-        """Groups that were admitted and are neither used up nor dropped."""
+        """The number of groups that were admitted and are neither used up nor dropped."""
         num_unused = len(self._batch) - self._num_used_up(self.version)
         return len(self._waiting) + num_unused - len(self._kept)
 
@@ -329,21 +331,21 @@ class Gate:
         return self._given < len(self._batch)
 
     def _num_used_up(self, version: int) -> int:
-        """Groups of the batch under way that no step from `version` on uses again."""
+        """Return how many groups of the batch under way no step from `version` on uses again."""
         first = self.first_of_batch(self.version)
         return self._steps.num_used_up(version) - self._steps.num_used_up(first)
 
     @property
     def _is_closed(self) -> bool:
-        """No other group will be admitted."""
+        """Whether no other group will be admitted."""
         return bool(self.solved or self.ended) or self.prompts.is_exhausted
 
     def _lacks(self, count: int) -> bool:
-        """Whether so many groups will never be ready."""
+        """Return whether `count` groups will never be ready."""
         return bool(self.solved or self.ended) or self._is_short(count)
 
     def _is_short(self, count: int) -> bool:
-        """Whether the prompts end before so many groups are there."""
+        """Return whether the prompts end before `count` groups are there."""
         num_left = len(self._waiting) - len(self._kept)
         return self.prompts.is_exhausted and num_left < count
 
@@ -362,7 +364,8 @@ class Gate:
         return group
 
     def _choose(self, at_least: int, at_most: int, num_tokens: int = 0) -> bool:
-        """Whether `take` has something to give: `_chosen`, until it is taken."""
+        """Return whether `take` has something to give, which is then in `_chosen` until it is
+        taken."""
         if self._chosen is not None and len(self._chosen[0]) <= at_most:
             return True
         ready = self._ready(at_most)
@@ -383,7 +386,8 @@ class Gate:
         return False
 
     def _ready(self, at_most: int) -> list[ReadyItem]:
-        """What the sampler may choose from for a step that misses `at_most` groups."""
+        """Return the groups that the sampler may choose from for a step that misses `at_most`
+        groups."""
         ids: Iterable[int] = self._waiting
         if self.late == "wait":
             ids = islice(ids, at_most)

@@ -1,4 +1,5 @@
-"""The expected lengths of rollouts, from earlier ones of the same prompt or from a linear model."""
+"""The expected lengths of rollouts, from earlier ones of the same prompt or from a linear model,
+and the split of replicas that follows from them."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ Ids = tuple[int, ...]
 
 
 def features(prompts: Sequence[Ids]) -> np.ndarray:
-    """float64 [prompts, NUM_FEATURES]: a constant, the logarithm and the square root of the number
-    of tokens, and how often each hashed token occurs, as a vector of length 1."""
+    """Return float64 [prompts, NUM_FEATURES]: a constant, the logarithm and the square root of the
+    number of tokens, and how often each hashed token occurs, as a vector of length 1."""
     sizes = np.array([len(prompt) for prompt in prompts])
     ids = np.array([token for prompt in prompts for token in prompt], np.uint64)
     buckets = (ids * FACTOR >> np.uint64(40)) % np.uint64(NUM_BUCKETS)
@@ -39,12 +40,14 @@ def features(prompts: Sequence[Ids]) -> np.ndarray:
 
 
 def sum_up(x: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """x'x, x'y and the number of pairs, from features and `targets` float64 [prompts]."""
+    """Return x'x, x'y and the number of pairs, from features x and `targets` y, float64
+    [prompts]."""
     return np.einsum("ni,nj->ij", x, x), np.einsum("ni,n->i", x, targets), len(x)
 
 
 class LinearModel:
-    """`fit` may run beside `predict`, which uses the weights of the last fit."""
+    """A ridge regression in which an example counts half as much after `half_life` further ones.
+    `fit` may run beside `predict`, which uses the weights of the last fit."""
 
     def __init__(self, half_life: float) -> None:
         self._half_life = half_life
@@ -53,7 +56,7 @@ class LinearModel:
         self._weights: np.ndarray = np.zeros(NUM_FEATURES)
 
     def fit(self, sums: tuple[np.ndarray, np.ndarray, int]) -> None:
-        """Learn from more prompts: what `sum_up` makes of them."""
+        """Learn from more prompts, given as the result of `sum_up`."""
         gram, moment, count = sums
         decay = 0.5 ** (count / self._half_life)
         self._gram = decay * self._gram + gram
@@ -62,12 +65,13 @@ class LinearModel:
         self._weights = solve(matrix, self._moment, self._weights)
 
     def predict(self, x: np.ndarray) -> np.ndarray:
-        """float64 [prompts], from their features; zeros before the first fit."""
+        """Return float64 [prompts] from the features of prompts; zeros before the first fit."""
         return np.einsum("ni,i->n", x, self._weights)
 
 
 def solve(matrix: np.ndarray, target: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """x with matrix x = target, nearly: conjugate gradients from `start`, scaled by the diagonal.
+    """Return x with matrix x = target, nearly: conjugate gradients from `start`, scaled by the
+    diagonal.
 
     `matrix` float64 [n, n] must be symmetric and positive definite.
     """
@@ -94,7 +98,8 @@ SIZES_PER_DOUBLING = 4
 
 
 class Latency:
-    """PTL(b) in seconds."""
+    """The seconds of a decode step as a function of the number of rollouts in it, learnt from
+    measured steps."""
 
     def __init__(self) -> None:
         self._steps: dict[int, deque[tuple[int, float]]] = {}  # by size, in quarters of a doubling
@@ -103,11 +108,11 @@ class Latency:
 
     @property
     def is_known(self) -> bool:
-        """True once steps of two sizes were measured."""
+        """Whether steps of two sizes were measured."""
         return len(self._sizes) > 1
 
     def fit(self, steps: Iterable[tuple[int, float]]) -> None:
-        """Learn from more decode steps: rollouts in it, seconds."""
+        """Learn from more decode steps, each given as (rollouts in it, seconds)."""
         for size, seconds in steps:
             if size > 0 and seconds > 0:
                 quarter = round(SIZES_PER_DOUBLING * math.log2(size))
@@ -124,7 +129,7 @@ class Latency:
         self._sizes = np.array(sizes)
 
     def __call__(self, size: float) -> float:
-        """Seconds of a step with `size` rollouts. ValueError if nothing was measured."""
+        """Return the seconds of a step with `size` rollouts. ValueError if nothing was measured."""
         if not len(self._sizes):
             raise ValueError("a latency must be fitted before it is asked")
         beyond = size - self._sizes[-1]
@@ -139,13 +144,14 @@ LEAST_GAIN = 0.15  # of the seconds without a split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one replica holds: most rollouts at once, and most tokens (0: as many as those need)."""
+    """The capacity of one replica: the most rollouts at once, and the most tokens (0: as many as
+    those rollouts need)."""
 
     max_num_seqs: int
     kv_tokens: int = 0
 
     def batch_size(self, num_rollouts: int, mean_tokens: float) -> int:
-        """How many of these rollouts run at once, at least one."""
+        """Return how many of these rollouts run at once, at least one."""
         most = min(num_rollouts, self.max_num_seqs)
         if self.kv_tokens:
             most = min(most, int(self.kv_tokens / mean_tokens))
@@ -168,8 +174,9 @@ def duration(
     latency: Callable[[float], float],
     limits: Limits,
 ) -> float:
-    """Seconds that groups of `num_rollouts` each, of these expected lengths, take on the replicas:
-    the equation above."""
+    """Return the seconds that groups of `num_rollouts` rollouts each, of these expected lengths,
+    take on the replicas: latency(b) max(longest, mean ceil(n / b)), where each replica has n
+    rollouts and runs b of them at once."""
     if not lengths:
         return 0.0
     mean = sum(lengths) / len(lengths)
@@ -187,11 +194,11 @@ def find_split(
     *,
     tail_share: float,
 ) -> TailSplit:
-    """The best of all splits of the replicas, for the groups of a step.
+    """Return the best of all splits of the replicas for the groups of a step.
 
-    `lengths` int [groups]: the expected tokens of a rollout of each. A split
-    costs the seconds of the side that ends last; of those that cost the same, the one with fewer
-    replicas for the long groups.
+    `lengths` int [groups] are the expected tokens of a rollout of each group. A split costs the
+    seconds of the side that ends last; among splits of equal cost the one with fewer replicas for
+    the long groups is chosen.
     """
     ordered = sorted(lengths, reverse=True)
     num_long = round(tail_share * len(ordered))
@@ -219,56 +226,61 @@ LEAST_SKILL = 0.2  # beyond what a correlation over some dozens of prompts is by
 
 
 class Ranker(Protocol):
-    """Says which rollouts will be long. `refit` may run in a thread, beside the other methods."""
+    """Predicts which rollouts will be long. `refit` may run in a thread, beside the other
+    methods."""
 
     def observe(self, request: Request, num_tokens: int) -> None:
-        """A training rollout has ended by itself, or at its limit."""
+        """Note the length of a training rollout that has ended by itself, or at its limit."""
 
     def refit(self) -> None:
-        """Learn from what was observed since the last time."""
+        """Learn from the rollouts that were observed since the last time."""
 
     def expect(self, requests: Sequence[Request]) -> list[int]:
-        """The tokens that each will probably have, at least 1; 0 where nothing is known."""
+        """Return the tokens that each rollout will probably have, at least 1; 0 where nothing is
+        known."""
 
 
 class Oracle:
-    """Knows each length beforehand: what a ranker could gain at most."""
+    """Knows each length beforehand, which shows the most that a ranker could gain."""
 
     def __init__(self, length_of: Callable[[Request], int]) -> None:
         self._length_of = length_of
 
     def observe(self, request: Request, num_tokens: int) -> None:
-        """Nothing is new."""
+        """Ignore it, since every length is known."""
 
     def refit(self) -> None:
-        """Nothing is learnt."""
+        """Do nothing, since there is nothing to learn."""
 
     def expect(self, requests: Sequence[Request]) -> list[int]:
         return [self._length_of(request) for request in requests]
 
 
 class Unranked(Oracle):
-    """Knows nothing, of any request."""
+    """Expects no length of any request."""
 
     def __init__(self) -> None:
         super().__init__(lambda request: 0)
 
 
 class Skill:
-    """How well guesses fitted what came: the mean of their correlations, newest ones foremost."""
+    """Measures how well guesses fitted the lengths that came: a mean of their correlations in which
+    the newest count most."""
 
     def __init__(self) -> None:
         self.value = 0.0
 
     def score(self, guesses: np.ndarray, found: np.ndarray) -> None:
-        """Take in float64 [prompts] each; guesses that are all equal say nothing."""
+        """Take in guesses and lengths, float64 [prompts] each; guesses that are all equal are left
+        out."""
         if len(found) > 2 and np.ptp(guesses) > 0 and np.ptp(found) > 0:
             new = float(np.corrcoef(guesses, found)[0, 1])
             self.value += NEWEST_SHARE * (new - self.value)
 
 
 class History:
-    """Expects of a prompt what its own rollouts were, and of one that has none the mean."""
+    """Expects of a prompt the mean length of its own rollouts, and of a prompt that has none the
+    mean of all."""
 
     def __init__(self) -> None:
         self._new: list[tuple[Ids, int]] = []
@@ -280,7 +292,7 @@ class History:
         self._new.append((request.prompt_ids, max(1, num_tokens)))
 
     def refit(self) -> None:
-        """Score what was expected of the new rollouts' prompts, then learn."""
+        """Score the guesses for the prompts of the new rollouts, then learn from these."""
         new = self._new[:]
         if not new:
             return
@@ -308,7 +320,7 @@ class History:
         return [min(max(1, tokens[r.prompt_ids]), r.sampling.max_tokens) for r in requests]
 
     def _learn(self, prompts: list[Ids], relative: np.ndarray, counts: list[int]) -> None:
-        """Take in relative lengths float64 [prompts], each the mean of so many rollouts."""
+        """Take in relative lengths float64 [prompts], each the mean of `counts` rollouts."""
         for prompt, length, count in zip(prompts, relative.tolist(), counts, strict=True):
             before, mean = self._own.pop(prompt, (0, 0.0))
             total = min(before + count, max(count, MAX_COUNT))
@@ -317,14 +329,14 @@ class History:
             del self._own[prompt]
 
     def _guess(self, prompts: list[Ids]) -> np.ndarray:
-        """Relative lengths float64 [prompts]."""
+        """Return relative lengths, float64 [prompts]."""
         return np.array([self._own.get(prompt, (0, 1.0))[1] for prompt in prompts])
 
 
 class Learnt(History):
-    """Expects of a prompt that has no rollouts what a model learnt from others. Of one that has n
-    it mixes both: the prompt's own mean counts n / (n + OWN_COUNT). Of several models, with
-    memories of different lengths, that with the most skill counts."""
+    """Expects of a prompt without rollouts the length that a model learnt from other prompts. For a
+    prompt with n rollouts it mixes both: the prompt's own mean counts n / (n + OWN_COUNT). Of
+    several models, with memories of different lengths, the one with the most skill counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +360,7 @@ class Learnt(History):
 
 
 def make_ranker(config: DispatchConfig) -> Ranker:
-    """The ranker that the recipe chooses."""
+    """Return the ranker that the recipe chooses."""
     rankers: dict[str, Callable[[], Ranker]] = {
         "none": Unranked,
         "history": History,

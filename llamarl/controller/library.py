@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 Question = Prompt | Group | str | Mapping[str, Any] | Sequence[Any]
-"""What rollouts are asked for: a prompt of the recipe's, a group of the gate's, or a text, the
+"""A question to generators: a prompt of the recipe's, a group of the gate's, or a text, the
 messages of a chat, a data row or token ids of the caller's own."""
 
 
@@ -73,7 +73,8 @@ def make_group(
     config: Config,
     tokenizer: Tokenizer,
 ) -> Group:
-    """The group of a question, with ids of the gate's; one of the gate's as it is."""
+    """Return the group of a question, with ids of the gate's; a group of the gate's is returned as
+    it is."""
     if isinstance(question, Group):
         return question
     gate, sampling = engines.gate, config.sampling
@@ -94,8 +95,8 @@ def make_group(
 
 
 def check_trainable(engines: Engines, group: Group, own: Sampling) -> None:
-    """ValueError or RuntimeError unless the group has advantages and was sampled as `own` says, by
-    versions up to the trainer's."""
+    """Raise ValueError or RuntimeError unless the group has advantages and was sampled as `own`
+    says, by versions up to the trainer's."""
     name, found = f"group {group.group_id}", group.advantages
     is_set = len(found) == len(group.row_ids) and all(map(isfinite, found))
     must = f"be {len(group.row_ids)} finite numbers, one per rollout (see settle)"
@@ -112,7 +113,8 @@ def check_trainable(engines: Engines, group: Group, own: Sampling) -> None:
 
 @dataclass
 class OwnWeights:
-    """The source in the caller's process. `connect` makes the publisher of `engines` from it."""
+    """Publishes weights from the caller's process. `connect` makes the publisher of `engines` from
+    their source."""
 
     engines: Engines
     connect: Callable[[Any], Awaitable[None]]
@@ -171,8 +173,8 @@ class OwnWeights:
 
 @dataclass(kw_only=True)
 class LibraryEngines(Engines):
-    """What `start_engines` gives: the verbs of a run, checked, and what a caller's loop needs
-    beside them.
+    """The object that `start_engines` gives: the verbs of a run, with their arguments checked, and
+    what a caller's loop needs beside them.
 
     `version` is the trainer's, or the one that `sync_weights` last took from the caller. `gate`
     bounds the age of what is trained, for loops that use it (see `controller/gate.py`).
@@ -183,7 +185,7 @@ class LibraryEngines(Engines):
 
     wiring: Wiring
     names: Collection[str]
-    """Of the executors that were started, besides storage."""
+    """The names of the executors that were started, besides storage."""
 
     def __post_init__(self) -> None:
         self.config, self.inputs = self.wiring.config, self.wiring.inputs
@@ -203,7 +205,8 @@ class LibraryEngines(Engines):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Connected, and with the background tasks that calls rely on, while the block runs."""
+        """Connect the executors, and keep the background tasks that calls rely on running during
+        the block."""
         try:
             if self.trainer is not None and self.executors.generators:
                 await self._connect()
@@ -221,7 +224,7 @@ class LibraryEngines(Engines):
     @property
     def prompts(self) -> PromptStream:
         """The recipe's prompts, in the order of a run: an iterator without end, unless num_epochs
-        is one."""
+        sets one."""
         return self.gate.prompts
 
     @property
@@ -236,8 +239,9 @@ class LibraryEngines(Engines):
 
         `sampling` are fields of `types.Sampling` that differ from the recipe's, `num_rollouts`
         replaces `sampling.rollouts_per_prompt`. No rollout starts on weights older than those that
-        `sync_weights` brought last (one of a gate's group: than the gate allows). Cancelling a
-        future stops its rollouts. Prompts that are equal in id and epoch get equal seeds.
+        `sync_weights` brought last; for a group of the gate's, the gate sets the oldest version.
+        Cancelling a future stops its rollouts. Prompts that are equal in id and epoch get equal
+        seeds.
         """
         self._require("generate", "generator")
         if "trainer" in self._names and self.published < 0:
@@ -262,18 +266,18 @@ class LibraryEngines(Engines):
     async def generate(
         self, questions: Iterable[Question], num_rollouts: int | None = None, **sampling: Any
     ) -> list[Group]:
-        """What `submit` asks for, once all of it is written."""
+        """Submit the questions as `submit` does, and return the groups once all are written."""
         self._require_generators("generate")
         return await asyncio.gather(*await self.submit(questions, num_rollouts, **sampling))
 
     async def texts(self, group: Group) -> list[str]:
-        """The completions of a group, one per rollout."""
+        """Return the completions of a group, one per rollout."""
         columns = await self.get_experience(group.row_ids, [RESPONSE_IDS])
         return list(map(self.tokenizer.decode, columns[RESPONSE_IDS]))
 
     async def score(self, groups: Sequence[Group]) -> None:
-        """Pass the rollouts through the recipe's stages between generation and training, as far as
-        those were started: rewards go into `Group.scores` and storage. A group passes once."""
+        """Pass the rollouts through those of the recipe's stages between generation and training
+        that were started: rewards go into `Group.scores` and storage. A group passes once."""
         self._require("score", "storage" if self.executors.stages else "scorer")
         self._rows(groups)
         ids = {group.group_id for group in groups}
@@ -283,7 +287,8 @@ class LibraryEngines(Engines):
         await self.rollouts.until_failed(all_at_once(map(self.rollouts.pass_stages, groups)))
 
     async def settle(self, group: Group, rewards: Sequence[float] | None = None) -> str | None:
-        """Set the group's advantages by the recipe's algorithm; or the reason to drop the group.
+        """Set the group's advantages by the recipe's algorithm; return None, or the reason to drop
+        the group.
 
         `rewards`, one per rollout, take the place of `score`'s, or of those given before.
         """
@@ -309,13 +314,15 @@ class LibraryEngines(Engines):
         await self._storage.write(list(row_ids), arrays)
 
     async def get_experience(self, row_ids: Sequence[int], columns: Sequence[str]) -> Columns:
-        """The named columns: one array per row each. KeyError for what was never written."""
+        """Return the named columns, each with one array per row. KeyError for a cell that was never
+        written."""
         self._require("get_experience", "storage")
         return await self._storage.read(list(row_ids), list(columns))
 
     async def forward_backward(self, groups: Sequence[Group], oldest_version: int = 0) -> None:
         """Add the gradients of these groups, which have advantages, to the step under way. Tokens
-        of a version below `oldest_version` get no weight; else their age is the caller's affair."""
+        of a version below `oldest_version` get no weight; apart from that, their age is up to the
+        caller."""
         self._require("forward_backward", "trainer", Phase.TRAIN)
         require(bool(self._rows(groups)), "groups", "hold at least one rollout", "none")
         for group in groups:
@@ -335,9 +342,10 @@ class LibraryEngines(Engines):
         found: Mapping[str, float] | None = None,
         made: Callable[[], None] = lambda: None,
     ) -> StepStats:
-        """Make the next version from the gradients, log it, and retire the groups that they are of,
-        but for those to `keep` for a later step and those that the gate's sampler has not consumed.
-        `found` are figures of the caller's own for the metrics, by name."""
+        """Make the next version from the gradients, log it, and retire the groups that it was
+        trained on. Not retired are those in `keep`, which a later step needs, and those that the
+        gate's sampler has not consumed. `found` are figures of the caller's own for the metrics, by
+        name."""
         self._require("optim_step", "trainer", Phase.TRAIN)
         return await super().optim_step(keep, found, made)
 
@@ -345,14 +353,14 @@ class LibraryEngines(Engines):
         self, groups: Sequence[Group], outcome: str, **details: str | int | float
     ) -> None:
         """Free the groups' arrays; the archive says what became of them. `optim_step` does it for
-        those that were trained on."""
+        the groups that were trained on."""
         self._require("retire", "storage")
         self._rows(groups)
         await super().retire(groups, outcome, **details)
 
     async def evaluate(self) -> Evaluation:
         """Answer the held-out prompts with the version published last, as `evaluation.*` says.
-        NoGenerator if replicas were lost with some of them."""
+        NoGenerator if replicas were lost with some of the prompts."""
         self._require("evaluate", "generator")
         self._require("evaluate", "scorer")
         self._require_generators("evaluate")
@@ -365,9 +373,10 @@ class LibraryEngines(Engines):
         return found
 
     async def check_logprobs(self) -> dict[str, float]:
-        """Compare what each replica writes with the trainer's log-probs of it, as
-        `weights.logprob_check` says: figures for `optim_step(found=)`, RuntimeError for another
-        policy. Comes after `sync_weights`, before the next `optim_step`."""
+        """Compare the log-probs of what each replica writes with the trainer's, as
+        `weights.logprob_check` says. Returns figures for `optim_step(found=)`; RuntimeError if a
+        replica writes with another policy. Comes after `sync_weights`, before the next
+        `optim_step`."""
         self._require("check_logprobs", "trainer")
         self._require("check_logprobs", "generator")
         must = "be false for check_logprobs, which needs both sides at once"
@@ -383,9 +392,10 @@ class LibraryEngines(Engines):
 
     @asynccontextmanager
     async def phase(self, phase: str) -> AsyncIterator[None]:
-        """With `placement=colocated`: the device is "sync" for sync_weights, then "train" for
-        everything that the trainer does; between the end of "sync" and "train" generators have it.
-        Phases alternate and begin with "sync". With devices of their own they change nothing."""
+        """Hold the device for a phase, with `placement=colocated`: "sync" for sync_weights, then
+        "train" for everything that the trainer does. Between the end of "sync" and "train" the
+        generators have it. Phases alternate and begin with "sync". Where both sides have devices of
+        their own, phases change nothing."""
         known = ", ".join(Phase)
         require(phase in list(Phase), "phase", f"be one of {known}", phase)
         async with self._colocation.phase(Phase(phase)):
@@ -400,9 +410,9 @@ class LibraryEngines(Engines):
     ) -> PublishStats:
         """Bring the trainer's version to the generators, verified, while they decode.
 
-        Without a trainer among the executors: `source`, a torch module of the caller's or its
-        state_dict with the checkpoint's names, as `version` (None: the next one). Its tensors must
-        not change until this returns. ValueError for a wrong name or shape.
+        Without a trainer among the executors, bring `source` as `version` (None: the next one): a
+        torch module of the caller's, or its state_dict with the checkpoint's names. Its tensors
+        must not change until this returns. ValueError for a wrong name or shape.
         """
         self._require("sync_weights", "generator", Phase.SYNC)
         if source is None:
@@ -411,7 +421,7 @@ class LibraryEngines(Engines):
         return await self._own_weights.publish(source, version)
 
     async def save_state(self) -> str:
-        """Write a checkpoint of the trainer and the prompts' position; returns its folder."""
+        """Write a checkpoint of the trainer and the prompts' position; return its folder."""
         trainer, gate = self._require("save_state", "trainer", Phase.TRAIN), self.gate
         gate.next_group_id = max(gate.next_group_id, gate.prompts.position)  # drawn, not submitted
         gate.next_row_id = max(gate.next_row_id, gate.next_group_id)
@@ -420,12 +430,12 @@ class LibraryEngines(Engines):
         return str(await checkpoint.save(self.run_dir, trainer, state, keep))
 
     async def save_if_due(self) -> str | None:
-        """`save_state` at every multiple of `checkpoint.every_steps`, and at `num_steps`."""
+        """Call `save_state` at every multiple of `checkpoint.every_steps`, and at `num_steps`."""
         is_due = self.config.checkpoint.is_due(self.version, self.config.most_steps)
         return await self.save_state() if is_due else None
 
     async def load_state(self, folder: str | Path) -> int:
-        """Go on from a checkpoint of this recipe; returns its version. Comes before all rollouts,
+        """Go on from a checkpoint of this recipe; return its version. Comes before all rollouts,
         steps and syncs. ValueError for a damaged one."""
         trainer = self._require("load_state", "trainer")
         if self.gate.next_row_id or self.version or self.published >= 0:
@@ -440,7 +450,8 @@ class LibraryEngines(Engines):
         return self.version
 
     async def save_weights(self, folder: str | Path, dtype: str | None = None) -> None:
-        """Write the trainer's weights in the Hugging Face layout, as `checkpoint.export_dtype`."""
+        """Write the trainer's weights in the Hugging Face layout, in `dtype` or
+        `checkpoint.export_dtype`."""
         trainer = self._require("save_weights", "trainer", Phase.TRAIN)
         config = self.config.checkpoint
         dtype = replace(config, export_dtype=dtype or config.export_dtype).export_dtype
@@ -475,7 +486,8 @@ class LibraryEngines(Engines):
         task.add_done_callback(self._tasks.discard)
 
     def _require(self, call: str, name: str, phase: Phase | None = None) -> Any:
-        """The trainer, if there is one. Raises what ended the background tasks, or RuntimeError."""
+        """Return the trainer, if there is one. Raises the error that ended the background tasks, or
+        RuntimeError if the call may not come now."""
         if self.rollouts.error is not None:
             raise self.rollouts.error
         if name not in self._names:
@@ -487,12 +499,14 @@ class LibraryEngines(Engines):
         return self.trainer
 
     def _require_generators(self, call: str) -> None:
-        """RuntimeError for what would wait without end for generators that are offloaded."""
+        """Raise RuntimeError for a call that would wait without end for generators that are
+        offloaded."""
         if self.config.placement.colocated and self._phase is not None:
             raise RuntimeError(f'{call} must come outside of phases, got "{self._phase}"')
 
     def _rows(self, groups: Sequence[Group]) -> list[int]:
-        """Their row ids. RuntimeError unless they are all written and not retired."""
+        """Return the row ids of the groups. RuntimeError unless they are all written and not
+        retired."""
         for group in groups:
             if not self.rollouts.is_written(group):
                 is_open = self.rollouts.open.keys() >= {*group.row_ids}
@@ -501,7 +515,8 @@ class LibraryEngines(Engines):
         return [row_id for group in groups for row_id in group.row_ids]
 
     def _replace_sampling(self, **fields: Any) -> Config:
-        """The recipe with these fields of `sampling`; ValueError if they do not suit the rest."""
+        """Return the recipe with these fields of `sampling`; ValueError if they do not suit the
+        rest."""
         return replace(self.config, sampling=replace(self.config.sampling, **fields))
 
     async def _connect(self, source: Any = None) -> None:

@@ -1,9 +1,8 @@
 """Log-prob checks: does a generator really write with the policy that was published to it?
 
 Fingerprints see the memory that was written. A replica may still decode with something else: stale
-views, a wrong scale of quantised weights, weights changed after the commit. That shows here, in
-what it writes.
-
+views, a wrong scale of quantised weights, or weights changed after the commit. Then the log-probs
+of its rollouts differ from the trainer's.
 
 A row is compared only if all its tokens were written by the version that the trainer holds; no
 stage waits for one."""
@@ -46,10 +45,12 @@ log = logging.getLogger(__name__)
 
 
 class Tolerance:
-    """What difference between a generator's and the trainer's log-probs is normal in this run.
+    """The largest difference between a generator's and the trainer's log-probs that is normal in
+    this run.
 
-    Example: of start rows around 0.02 the tolerance is 0.64; when half of the latest 64 are 0.04 or
-    more it has become 1.28. Where all start rows are float32's it is FLOOR for good.
+    Example: with start rows around 0.02 the tolerance is 0.64; when half of the latest 64 are 0.04
+    or more it has become 1.28. Where all start rows are as close as float32's, it is FLOOR for
+    good.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class Tolerance:
 
     def find_excess(self, replica: int, difference: float) -> float | None:
         """Count the next row of `replica`. If it proves, with those before it, that the replica has
-        another policy, the tolerance that it exceeds; else None."""
+        another policy, return the tolerance that it exceeds; else None."""
         if not math.isfinite(difference):
             return self.value or LARGEST_MEDIAN
         if self.value is None:
@@ -76,7 +77,7 @@ class Tolerance:
         return self._excess_of_middle()
 
     def _learn(self, start: list[float], difference: float) -> float | None:
-        """The first replica with enough rows sets the tolerance for all."""
+        """Learn from a start row; the first replica with enough rows sets the tolerance for all."""
         start.append(difference)
         if len(start) < NUM_START_ROWS:
             return None
@@ -96,8 +97,8 @@ class Tolerance:
 class LogprobCheck:
     """Asks each replica for a rollout after its commit, and compares those that have arrived.
 
-    The publisher calls `committed` after the dispatcher's. `sampling` is that of
-    training: at another temperature, or from a cut distribution, log-probs would differ. `mode` is
+    The publisher calls `committed` after the dispatcher's. `sampling` is that of training: at
+    another temperature, or from a cut distribution, log-probs would differ. `mode` is
     weights.logprob_check: a replica that writes with another policy ends the run (fail) or is
     warned of (warn); off asks for no rollout. Replicas of one pool, which `pool_of` names, round
     alike.
@@ -113,15 +114,16 @@ class LogprobCheck:
     mode: str
     pool_of: Callable[[int], str] = lambda replica: ""
     tolerances: dict[str, Tolerance] = field(default_factory=lambda: defaultdict(Tolerance))
-    """Of |log pi - log mu|, by pool: what is normal in int8 is no float32's."""
+    """The tolerance of |log pi - log mu| by pool, since a difference that is normal in int8 is not
+    in float32."""
     _num_asked: int = 0
     _warnings: RepeatedWarnings = field(default_factory=lambda: RepeatedWarnings(log))
     _started: set[int] = field(default_factory=set)
     _asked: dict[asyncio.Task[None], Group] = field(default_factory=dict)
 
     def committed(self, replica: int, version: int) -> None:
-        """Ask `replica`, which has committed `version`, for a check rollout; for several the first
-        time."""
+        """Ask `replica`, which has committed `version`, for a check rollout, or for several the
+        first time."""
         if self.mode == "off":
             return
         num_shares = math.ceil(len(self.dispatch.replicas) / NUM_ASKED) or 1
@@ -155,8 +157,8 @@ class LogprobCheck:
     async def check(self, version: int) -> dict[str, float]:
         """Compare the log-prob checks that have arrived with the trainer, which holds `version`.
 
-        Returns scalars: `logprob_check_rows` compared, and if there were any the largest
-        `logprob_check_difference` and, once it is known, the `logprob_check_tolerance`.
+        Returns scalars: the number `logprob_check_rows` of rows compared, and if there were any the
+        largest `logprob_check_difference` and, once it is known, the `logprob_check_tolerance`.
         RuntimeError, or in mode "warn" a warning, if a replica's rows prove that it writes with
         other weights.
         """
@@ -181,7 +183,7 @@ class LogprobCheck:
         return scalars
 
     def _compare(self, row: RolloutInfo, version: int, difference: float) -> None:
-        """RuntimeError or a warning if this row, after those before it, proves another policy."""
+        """Raise RuntimeError or warn if this row, after those before it, proves another policy."""
         tolerance = self.tolerances[self.pool_of(row.replica)]
         exceeded = tolerance.find_excess(row.replica, difference)
         if exceeded is None:

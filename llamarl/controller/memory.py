@@ -1,13 +1,12 @@
-"""How much memory every rank of a run will need, by kind, added up from what both sides say
+"""The memory that every rank of a run will need, by kind, added up from the forecasts of both sides
 (`trainer/memory.py`, `generator/memory.py`).
 
-Disaggregated, each rank has its device. Colocated with offloading there are three phases, of which
-each must fit: train, generate, and the sync phase in between, when both sides' weights are there.
-Without offloading everything is there at once. Frozen models share the trainer's device always.
+Disaggregated, each rank has its device. Colocated with offloading there are three phases, each of
+which must fit: train, generate, and the sync phase in between, when both sides' weights are there.
+Without offloading everything is there at once. Frozen models always share the trainer's device.
 Without GPUs all processes of a host share its memory: the fullest host is an entry of its own,
-against what the machine at hand has left. With GPUs a host is an entry only if what is pinned there
-does not fit. Advice comes from forecasts of changed recipes, never from a rule of thumb.
-"""
+compared with what the machine at hand has left. With GPUs a host is an entry only if what is pinned
+there does not fit. Advice comes from forecasts of changed recipes, never from a rule of thumb."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -29,7 +28,8 @@ from llamarl.publish.transports.routes import check_transport
 from llamarl.trainer.memory import Kinds, TrainerMemory, forecast_trainer
 
 PROCESS_BYTES = 2**30
-"""What each further process on a GPU keeps: context, kernels, communicators. Our own allowance."""
+"""The bytes that each further process on a GPU keeps: context, kernels, communicators. Our own
+allowance."""
 
 HOST = "host"
 GIB = 2**30
@@ -59,12 +59,11 @@ CHANGES: tuple[tuple[str, object], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The fullest rank of one executor, at the moment it is fullest.
+    """The memory of the fullest rank of one executor, at the moment when it is fullest.
 
     `bytes_by_kind` is device memory, by kind ("weights", "gradients", "optimizer", "unsharded",
-    "activations", "logits", "kv_cache", "staging", "reference", "stage teacher",
-    "offloaded", "reserve", ...); `host_bytes_by_kind` is memory of the host that this rank pins or
-    maps.
+    "activations", "logits", "kv_cache", "staging", "reference", "stage teacher", "offloaded",
+    "reserve", ...); `host_bytes_by_kind` is memory of the host that this rank pins or maps.
     """
 
     executor: str
@@ -75,7 +74,7 @@ class RankMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Device memory needed."""
+        """The device memory needed."""
         return sum(self.bytes_by_kind.values())
 
     @property
@@ -85,7 +84,8 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change of the recipe and what it does to the fullest rank; `is_enough`: all fits then."""
+    """A change of the recipe and what it does to the fullest rank; with `is_enough` all fits after
+    it."""
 
     text: str
     is_enough: bool
@@ -93,8 +93,8 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryForecast:
-    """Every executor's fullest rank; `advice` says what to change if one does not fit, the best
-    change first."""
+    """The fullest rank of every executor; `advice` says what to change if one does not fit, the
+    best change first."""
 
     ranks: tuple[RankMemory, ...]
     advice: tuple[Advice, ...] = ()
@@ -107,7 +107,7 @@ class MemoryForecast:
 def forecast_memory(
     config: Config, architecture: Architecture, frozen: FrozenModels = NO_MODELS
 ) -> MemoryForecast:
-    """The fullest rank of every executor, and what to change if one does not fit.
+    """Forecast the fullest rank of every executor, and what to change if one does not fit.
 
     ValueError if `cluster.gpu` is unknown or the ranks do not fit onto the hosts.
     """
@@ -119,12 +119,13 @@ def forecast_memory(
 
 
 def fits(config: Config, architecture: Architecture, frozen: FrozenModels) -> bool:
-    """Only whether all fits, for a search over many recipes. ValueError like `forecast_memory`."""
+    """Return only whether all fits, for a search over many recipes. ValueError like
+    `forecast_memory`."""
     return all(rank.fits for rank in _ranks(config, architecture, frozen))
 
 
 def forecast_trainer_rank(config: Config, architecture: Architecture) -> RankMemory:
-    """The fullest trainer rank while it trains, with its device for itself."""
+    """Forecast the fullest trainer rank while it trains, with a device to itself."""
     found, device = forecast_trainer(config, architecture), config.trainer.device
     card = gpu(config.cluster.planned_gpu, device)
     room = card.memory_bytes if is_gpu(device) else available_bytes()
@@ -134,12 +135,13 @@ def forecast_trainer_rank(config: Config, architecture: Architecture) -> RankMem
 
 
 def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
-    """The one with the least room in proportion."""
+    """Return the rank with the least room in proportion."""
     return max(ranks, key=lambda rank: rank.total_bytes / rank.device_bytes)
 
 
 def refusal(config: Config, rank: RankMemory) -> str:
-    """The line that says by how much a rank does not fit, and what takes most of its memory."""
+    """Return the line that says by how much a rank does not fit, and what takes most of its
+    memory."""
     largest = sorted(rank.bytes_by_kind.items(), key=lambda item: -item[1])[:3]
     shown = ", ".join(f"{kind} {num_bytes / GIB:.1f}" for kind, num_bytes in largest)
     who = "all processes of a host" if rank.executor == "host" else f"the fullest {rank.executor}"
@@ -177,8 +179,8 @@ def _ranks(
 def _pool_ranks(
     config: Config, architecture: Architecture, frozen: FrozenModels
 ) -> Iterator[RankMemory]:
-    """Trainer, on a `cluster.gpu`, and pools as if each pool were the only one; then the fullest
-    host, which may have ranks of several."""
+    """Yield the trainer, on a `cluster.gpu`, and the pools, each as if it were the only one; then
+    the fullest host, which may have ranks of several."""
     parts: dict[str, RankMemory] = {}
     for pool in pools_of(config.generator):
         part = alone(config, pool)
@@ -203,7 +205,7 @@ def _pool_ranks(
 
 
 class MemoryPhase(NamedTuple):
-    """What one rank of each side has in memory during a phase."""
+    """The memory of one rank of each side during a phase, by kind."""
 
     name: str
     trainer: Kinds
@@ -253,7 +255,7 @@ def _gpu_ranks(
 
 
 def _pinned(config: Config, host: dict[str, Kinds], bytes_per_gpu: int) -> Iterator[RankMemory]:
-    """The host where most is pinned, if that does not fit."""
+    """Yield the host where most memory is pinned, if that does not fit."""
     room, found = bytes_per_gpu * config.cluster.num_gpus_per_host, []
     for counts in _hosts(config):
         kinds = {
@@ -268,7 +270,7 @@ def _pinned(config: Config, host: dict[str, Kinds], bytes_per_gpu: int) -> Itera
 
 
 def _cpu_ranks(config: Config, phases: list[MemoryPhase], num_frozen: int) -> Iterator[RankMemory]:
-    """Both sides for themselves, then the fullest host with all its processes."""
+    """Yield each side by itself, then the fullest host with all its processes."""
     room, reserve, hosts = available_bytes(), GPUS[CPU].reserve_bytes, _hosts(config)
     num_ranks: Counter[str] = sum(hosts, Counter())
     for side in ("trainer", "generator"):
@@ -289,7 +291,7 @@ def _cpu_ranks(config: Config, phases: list[MemoryPhase], num_frozen: int) -> It
 def _rank(
     executor: str, num_ranks: int, device_bytes: int, kinds: Kinds, host_kinds: Kinds | None = None
 ) -> RankMemory:
-    """Kinds without any bytes are left out."""
+    """Return the memory of a rank, without kinds that have no bytes."""
     return RankMemory(
         executor=executor,
         num_ranks=num_ranks,
@@ -300,7 +302,7 @@ def _rank(
 
 
 def _hosts(config: Config) -> list[Counter[str]]:
-    """Per host, how many ranks of each side it has."""
+    """Return, for each host, how many ranks of each side it has."""
     hosts: dict[int, Counter[str]] = {}
     for name, devices in assign(config).items():
         if name != "reference":
@@ -310,13 +312,13 @@ def _hosts(config: Config) -> list[Counter[str]]:
 
 
 def _side(config: Config, name: str) -> str:
-    """The trainer, or whichever pool a generator is of."""
+    """Return "trainer", or the key of the pool that a generator belongs to."""
     kind, _, index = name.partition("-")
     return pool_at(config.generator, int(index)).key if kind == "generator" else kind
 
 
 def _with_room(config: Config) -> Config:
-    """The recipe on as many hosts as it has ranks, wherever they are."""
+    """Return the recipe on as many hosts as it has ranks, wherever they are."""
     generator = config.generator
     num_ranks = config.trainer.num_ranks + generator.num_replicas * generator.num_ranks
     roomy = replace(config.cluster, backend="monarch", sites=[], hosts=[], num_hosts=num_ranks)
@@ -324,7 +326,8 @@ def _with_room(config: Config) -> Config:
 
 
 def _together(phase: MemoryPhase) -> Kinds:
-    """Both sides of one device; what only one side has keeps its name."""
+    """Return the memory of both sides on one device; a kind that only one side has keeps its
+    name."""
     kinds = dict(phase.trainer)
     for kind, num_bytes in phase.generator.items():
         kinds[f"generator {kind}" if kind in phase.trainer else kind] = num_bytes
@@ -337,8 +340,8 @@ def _advice(
     frozen: FrozenModels,
     ranks: tuple[RankMemory, ...],
 ) -> Iterator[Advice]:
-    """The changes that bring the fullest rank down most, each forecast by itself; those first with
-    which all fits."""
+    """Yield the changes that lower the fullest rank's memory most, each forecast by itself; those
+    after which all fits come first."""
     before = fullest(ranks)
     found: list[tuple[bool, float, str]] = []
     for name, change in CHANGES:
@@ -375,9 +378,9 @@ def _change(
     change: object,
     executor: str,
 ) -> tuple[Config, list[RankMemory]]:
-    """The recipe with the field `name` changed, a halved one again until the executor fits; and its
-    ranks. Where the hosts have no GPUs for more ranks, there are more hosts. ValueError for what
-    would not be a recipe."""
+    """Return the recipe with the field `name` changed, and its ranks. A value that is halved is
+    halved again until the executor fits. Where the hosts have no GPUs for more ranks, there are
+    more hosts. ValueError if the result is no valid recipe."""
     for _ in range(MOST_HALVINGS if change is HALF else 1):
         config = changed(config, name, change)
         try:
@@ -395,8 +398,8 @@ def _change(
 
 
 def changed(config: Config, name: str, change: object) -> Config:
-    """The recipe with the field `name`, such as "trainer.num_ranks", halved, doubled or set.
-    ValueError for what would not be a recipe, AttributeError for a field of another engine."""
+    """Return the recipe with the field `name`, such as "trainer.num_ranks", halved, doubled or set.
+    ValueError if the result is no valid recipe, AttributeError for a field of another engine."""
     section, field = name.split(".")
     part = getattr(config, section)
     old = getattr(part, field)
@@ -405,8 +408,8 @@ def changed(config: Config, name: str, change: object) -> Config:
 
 
 def _concerns(name: str, executor: str, config: Config) -> bool:
-    """Whether a change of this field can help the executor: on devices of its own it needs no less
-    memory when another executor's fields change."""
+    """Return whether a change of this field can help the executor: on devices of its own it needs
+    no less memory when another executor's fields change."""
     if config.placement.colocated or executor == HOST:
         return True
     return name.startswith("trainer.") == (executor == "trainer")

@@ -4,8 +4,7 @@ rollout inside it.
     write: submit -> (cut? submit again) -> stopped;  then the stages of the graph;  then the group
 
 An episode is a rollout like any other here: its replica takes its turns with the environment, and
-says at the end what became of it. One that is lost begins again.
-"""
+says at the end what became of it. One that is lost begins again."""
 
 import asyncio
 from collections import Counter
@@ -45,9 +44,9 @@ Asked = tuple[Group, tuple[int, ...]]
 
 
 class Rollouts:
-    """All open rollouts. `stages` are those that rollouts pass, by the executor that runs each: all
-    between generate and settle of `graph`, or some of them. An episode whose environment is lost
-    begins again, `max_restarts` times. Belongs to one event loop.
+    """The open rollouts. `stages` are the stages that rollouts pass, with the executor that runs
+    each: all between generate and settle of `graph`, or some of them. An episode whose environment
+    is lost begins again, at most `max_restarts` times. Belongs to one event loop.
 
     Example: `await roll_out(group, requests)` returns when every rollout of the group is written
     and has passed the stages; `rollouts`, `scores`, `numbers` and `dropped` of the group say what
@@ -68,9 +67,9 @@ class Rollouts:
         self._stages = [stage for stage in graph.between if stage in stages]
         self._needs = {stage.name: graph.needs[stage.name] & started for stage in self._stages}
         self.open: dict[int, Request] = {}
-        """What was asked for, by row id, oldest first."""
+        """The requests of the open rollouts by row id, oldest first."""
         self.error: BaseException | None = None
-        """Why nothing goes on."""
+        """The error that ended everything here, if there was one."""
         self._failed: asyncio.Future[None] | None = None
         self._writing: set[int] = set()
         self._stopped: dict[int, asyncio.Future[RolloutInfo]] = {}  # of those at a replica
@@ -90,7 +89,8 @@ class Rollouts:
         }
 
     async def serve(self) -> None:
-        """Collect what stopped. Does not return: raises the first error of what goes on here."""
+        """Collect the rollouts that stopped. It never returns, but raises the first error of any
+        work here."""
         collecting = asyncio.create_task(self._collect())
         try:
             await asyncio.shield(self._failure())
@@ -101,14 +101,14 @@ class Rollouts:
             await cancel_all([collecting])
 
     def fail(self, error: BaseException) -> None:
-        """Let `serve` raise `error`, and whatever waits in `until_failed`, now or later."""
+        """Let `serve`, and whatever waits in `until_failed` now or later, raise `error`."""
         if self.error is None:
             self.error = unwrap(error)
             self._failure().set_exception(self.error)
             mark_seen(self._failure())
 
     async def until_failed(self, work: Awaitable[T]) -> T:
-        """What `work` returns; or the error of whatever goes on here, at once."""
+        """Return the result of `work`, or raise the error of any work here at once."""
         task = asyncio.ensure_future(work)
         try:
             either: set[asyncio.Future[Any]] = {task, self._failure()}
@@ -120,21 +120,22 @@ class Rollouts:
             task.cancel()
 
     async def roll_out(self, group: Group, requests: Sequence[Request]) -> None:
-        """Have a group written; each rollout passes the stages as soon as it is."""
+        """Have a group written; each rollout passes the stages as soon as it is written."""
         await all_at_once(self._roll_out(group, request) for request in requests)
 
     async def give(self, requests: Sequence[Request], columns: Columns) -> None:
-        """Open rollouts that no generator writes: storage gets their columns as they are."""
+        """Open rollouts that no generator writes, and write their columns into storage as they
+        are."""
         for request in requests:
             self._open(request)
         await self._storage.write([request.row_id for request in requests], columns)
 
     async def write(self, group: Group, requests: Sequence[Request]) -> None:
-        """Have a group written, and no more: rollouts that are aborted count too."""
+        """Have a group written, and no more: rollouts that are aborted count as written."""
         await all_at_once(self._write(group, request) for request in requests)
 
     def is_written(self, group: Group) -> bool:
-        """Whether all of the group's rollouts are open, and none is being written."""
+        """Return whether all of the group's rollouts are open, and none is being written."""
         rows = group.row_ids
         return self.open.keys() >= {*rows} and self._writing.isdisjoint(rows)
 
@@ -143,23 +144,23 @@ class Rollouts:
         await all_at_once(self._pass_stages(group, row_id) for row_id in group.row_ids)
 
     async def abort(self, row_ids: Sequence[int]) -> None:
-        """Stop writing these, wherever they are; those that were cut stop there."""
+        """Stop writing these rollouts, wherever they are; those that were cut do not go on."""
         self._aborted.update(row_ids)
         await self._dispatch.abort_requests(list(row_ids))
 
     def rows(self, *purposes: Purpose) -> list[int]:
-        """Ids of the open rollouts of these purposes, oldest first."""
+        """Return the ids of the open rollouts of these purposes, oldest first."""
         return [r for r, request in self.open.items() if request.purpose in purposes]
 
     async def retire(self, row_ids: Iterable[int], outcome: Outcome) -> None:
-        """Archive and free those of these rollouts that are open: they are so no more."""
+        """Archive and free those of these rollouts that are open, which closes them."""
         closed = [row_id for row_id in row_ids if self.open.pop(row_id, None) is not None]
         self._aborted.difference_update(closed)
         if closed:
             await self._storage.retire(closed, outcome)
 
     async def record(self, records: Mapping[int, object]) -> None:
-        """Store these records of those rollouts that are open, before they are retired."""
+        """Store the records of those of these rollouts that are open, before they are retired."""
         found = {row_id: record for row_id, record in records.items() if row_id in self.open}
         if found:
             await self._storage.write([*found], {RECORD: [*map(as_cell, found.values())]})
@@ -182,7 +183,7 @@ class Rollouts:
             await self._pass_stages(group, request.row_id)
 
     async def _write(self, group: Group, request: Request) -> RolloutInfo:
-        """One rollout, from its request to its last token."""
+        """Have one rollout written, from its request to its last token."""
         row_id = request.row_id
         self._writing.add(row_id)
         try:
@@ -196,7 +197,7 @@ class Rollouts:
         return rollout
 
     async def _generate(self, request: Request) -> RolloutInfo:
-        """Until the rollout stops. Cut ones go on, on any replica."""
+        """Wait until the rollout stops. A rollout that is cut goes on, on any replica."""
         cut: list[TurnResult] = []
         while True:
             stopped, sent = self._expect(request), self._submitting.ask(request)
@@ -216,7 +217,7 @@ class Rollouts:
                 request = replace(request, attempt=episode.attempt, environment=place)
 
     async def _take_turns(self, group: Group, request: Request) -> RolloutInfo:
-        """An episode, again from its beginning if its environment was lost."""
+        """Have an episode written, again from its beginning if its environment was lost."""
         num_lost = 0
         while True:
             rollout = await self._generate(request)
@@ -243,7 +244,8 @@ class Rollouts:
         return rollout
 
     async def _pass_stages(self, group: Group, row_id: int) -> None:
-        """Every stage once, as soon as those that it reads from are done with the rollout."""
+        """Pass every stage once, as soon as the stages that it reads from are done with the
+        rollout."""
         is_evaluated = self.open[row_id].purpose is Purpose.EVALUATE
         left = [stage for stage in self._stages if not is_evaluated or stage.name == SCORE]
         asked: dict[asyncio.Future[None], str] = {}
@@ -261,7 +263,8 @@ class Rollouts:
                 done.add(asked.pop(future))
 
     def _ask(self, stage: Stage, group: Group, row_id: int) -> asyncio.Future[None]:
-        """Done once `stage` is with the rollout; a group meets at a stage that works per group."""
+        """Return a future that is done once `stage` is done with the rollout. At a stage that works
+        per group, the rollouts of a group wait for each other."""
         if stage.per != GROUP:
             return self._calls[stage.name].ask((group, (row_id,)))
         key = stage.name, group.row_ids[0]
@@ -298,20 +301,21 @@ class Rollouts:
         return self._failed
 
     def _open(self, request: Request) -> None:
-        """Raises at once what ended everything."""
+        """Open the rollout; raises at once the error that ended everything, if there was one."""
         if self.error is not None:
             raise self.error
         self.open[request.row_id] = request
 
     def _expect(self, request: Request) -> asyncio.Future[RolloutInfo]:
-        """Done when the rollout stops."""
+        """Return a future that is done when the rollout stops."""
         self._open(request)
         stopped = self._stopped[request.row_id] = asyncio.get_running_loop().create_future()
         return stopped
 
 
 def _learn(stage: Stage, group: Group, result: StageResult) -> None:
-    """A failed score drops nothing here: the group's filter knows what it means."""
+    """Add a stage's result to the group. A failed score drops nothing here: the group's filter
+    handles it."""
     row_id = result.row_id
     if stage.name == SCORE:
         group.scores[row_id] = result
@@ -323,7 +327,7 @@ def _learn(stage: Stage, group: Group, result: StageResult) -> None:
 
 
 def _summed(cut: Sequence[TurnResult], rollout: RolloutInfo) -> RolloutInfo:
-    """With the numbers of its episode's earlier stays at replicas."""
+    """Return the rollout with the numbers of its episode summed over all its stays at replicas."""
     if (last := rollout.episode) is None:
         return rollout
     numbers: Counter[str] = Counter()
@@ -333,7 +337,7 @@ def _summed(cut: Sequence[TurnResult], rollout: RolloutInfo) -> RolloutInfo:
 
 
 def _fail_episode(group: Group, request: Request, episode: TurnResult) -> None:
-    """A failed episode is no wrong answer: it is not trained on, and has no score."""
+    """Drop a failed episode, which is no wrong answer: it is not trained on, and has no score."""
     row_id = request.row_id
     group.dropped[row_id] = f"environment_{episode.status}"
     group.scores[row_id] = StageResult(row_id=row_id, status=episode.status, error=episode.error)

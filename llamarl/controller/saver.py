@@ -26,9 +26,9 @@ SAVE_S = 600.0  # of the save when a run ends early: after it the newest checkpo
 
 @dataclass(kw_only=True)
 class Saver:
-    """Saves one run. `last` is the version to end with: the first one that is made after the event
-    loop's `deadline_s`, if that comes before, and `limit` names this end; the one that the run
-    starts with counts as saved."""
+    """Saves one run. `last` is the version to end with. If the event loop's `deadline_s` comes
+    before, it becomes the first version made after that, and `limit` names this reason. The version
+    that the run starts with counts as saved."""
 
     config: CheckpointConfig
     run_dir: str
@@ -40,7 +40,8 @@ class Saver:
     deadline_s: float = math.inf
     limit: str = ""
     _saved: tuple[int, str, int, int] = field(init=False)
-    """What is saved: the version, why it is the last one, the best one and evaluations since."""
+    """The state that is saved: its version, why it is the last one, the best version and the number
+    of evaluations since."""
     _exported: int = -1  # the version that was last, while training
     _under_way: set[asyncio.Future[Any]] = field(default_factory=set)
     _whole: set[asyncio.Future[None]] = field(default_factory=set)
@@ -58,14 +59,14 @@ class Saver:
 
     @property
     def version(self) -> int:
-        """The trainer's."""
+        """The trainer's version."""
         return self.engines.version
 
     async def start_step(self, step: Coroutine[Any, Any, object]) -> None:
         """Start `step`, once the one before has ended, and wait until it has called `made`.
 
-        If the caller is cancelled it goes on to its end, and `rescue` waits for it: a version that
-        was made is logged.
+        If the caller is cancelled, the step goes on to its end and `rescue` waits for it: a version
+        that was made is logged.
         """
         try:
             await self._end_step()
@@ -86,7 +87,7 @@ class Saver:
 
     async def whole(self, work: Coroutine[Any, Any, None]) -> None:
         """Do work that changes both the state and the records. It is done even if the run is
-        cancelled, and no state is saved amid it; while one is taken, new work waits."""
+        cancelled, and no state is saved amid it; while a state is taken, new work waits."""
         try:
             while self._taking:
                 await asyncio.wait(self._taking)
@@ -99,11 +100,11 @@ class Saver:
         await asyncio.shield(task)
 
     async def end_whole(self) -> None:
-        """Wait until the `whole` work that was begun is done."""
+        """Wait until all `whole` work that was begun is done."""
         await asyncio.gather(*map(asyncio.shield, self._whole))
 
     def made(self) -> None:
-        """The trainer has made the next version."""
+        """Note that the trainer has made the next version."""
         self._made.set()
         if self._end is not None:
             self._end()
@@ -114,16 +115,17 @@ class Saver:
 
     @property
     def has_last(self) -> bool:
-        """Whether the last step is made: what is left to do is to write."""
+        """Whether the last step is made, so that only writing is left to do."""
         return self.version >= self.last
 
     def is_due(self) -> bool:
-        """Whether to save or export the trainer's version."""
+        """Return whether to save or export the trainer's version."""
         return self._is_save_due() or self.config.is_export_due(self.version)
 
     def _is_save_due(self) -> bool:
-        """See `CheckpointConfig`; what is evaluated may turn out to be the best. What is due amid a
-        batch is saved after its last step, for a run that is resumed begins with a new batch."""
+        """Return whether to save the trainer's version: as `CheckpointConfig` says, or because it
+        is evaluated and may turn out to be the best. A save that is due amid a batch comes after
+        its last step, since a run that is resumed begins with a new batch."""
         if self.has_last:
             return True
         is_between = self.engines.gate.first_of_batch(self.version) == self.version
@@ -133,8 +135,8 @@ class Saver:
         return is_between and (may_be_best or is_due)
 
     async def save(self, tasks: asyncio.TaskGroup) -> None:
-        """Export and save the trainer's version, as far as that is due and was not done, once its
-        step is logged.
+        """Export and save the trainer's version, if that is due and not yet done, once its step is
+        logged.
 
         Returns once training may go on: the trainer's state is copied, and written meanwhile. A
         failure ends `tasks`, which do not end before the save; the next save waits for it.
@@ -158,7 +160,7 @@ class Saver:
             tasks.create_task(_wait_for(saving))
 
     async def export(self) -> None:
-        """Mark the best version, and write the last one and that in the Hugging Face layout, if the
+        """Mark the best version, and write it and the last one in the Hugging Face layout, if the
         config wants them. This needs no generators: those that are lost by now have made room."""
         best = self.evaluator.best.version
         checkpoint.mark_best(self.run_dir, best)
@@ -173,7 +175,8 @@ class Saver:
             await self._export_results()
 
     async def _export_results(self) -> None:
-        """The best version comes last, for its weights take the place of the trainer's."""
+        """Export the last version, then the best one, whose weights take the place of the
+        trainer's."""
         await self._export("export")
         best = self.evaluator.best.version
         if (folder := checkpoint.find(self.run_dir, best)) is not None:
@@ -188,8 +191,8 @@ class Saver:
 
     @asynccontextmanager
     async def saving(self) -> AsyncIterator[None]:
-        """Around the loop of a run. Executors that are lost once the last version is made cost an
-        evaluation or lines of the archive; the version is saved nevertheless."""
+        """Run the loop inside this block. Executors that are lost once the last version is made
+        cost an evaluation or lines of the archive; the version is saved nevertheless."""
         try:
             yield
         except* (ExecutorLost, NoGenerator) as losses:
@@ -219,12 +222,12 @@ class Saver:
             log.warning("version %d could not be saved: %s", self.version, why)
 
     async def _end_step(self) -> None:
-        """Wait until the last step has ended; raises what it raised."""
+        """Wait until the last step has ended; raises its error."""
         await asyncio.gather(*map(asyncio.shield, self._step))
 
     async def _save(self, on_copied: Callable[[], None] | None = None) -> None:
-        """Save the present state; with `on_copied`, called once that may change, from a copy. Amid
-        a batch the run ends with it."""
+        """Save the present state; with `on_copied`, save from a copy and call it once the state may
+        change. A run that is saved amid a batch ends with that save."""
         if self.engines.gate.first_of_batch(self.version) < self.version:
             await self.engines.retire_used()
         taking = asyncio.get_running_loop().create_future()
@@ -261,7 +264,7 @@ class Saver:
         self._saved = now
 
     def _may_be_best(self, version: int) -> bool:
-        """Whether a checkpoint's version is still to be evaluated."""
+        """Return whether a checkpoint's version is still to be evaluated."""
         is_last = version == self.last and self.has_last
         is_wanted = bool(self.config.best) and (is_last or self.evaluator.is_wanted(version))
         return is_wanted and version > self.evaluator.version

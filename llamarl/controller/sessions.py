@@ -1,4 +1,4 @@
-"""The sessions of a run: what a lost executor or a signal ends, and what the next session begins
+"""The sessions of a run: how a lost executor or a signal ends one, and what the next one begins
 with."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):  # noqa: N818 - what happened
-    """A signal ended the job."""
+    """Raised when a signal ended the job."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)
@@ -73,7 +73,7 @@ class Signals:
         self._end_after_step, self._grace_s = end_after_step, grace_s
 
     def hold(self) -> None:
-        """The job's end has begun: no signal cancels it any more."""
+        """Let no signal cancel the job any more, since its end has begun."""
         self._is_ending = True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -109,7 +109,8 @@ Start = tuple[dict[str, Any], str | None]
 
 
 class SessionLost(Exception):  # noqa: N818 - an outcome more than an error
-    """Executors were lost at `version`, and the run goes on without them from a checkpoint."""
+    """Raised when executors were lost at `version` and the run goes on without them from a
+    checkpoint."""
 
     def __init__(self, losses: Sequence[ExecutorLost], version: int) -> None:
         super().__init__(", ".join(f"{loss.executor}" for loss in losses))
@@ -118,8 +119,8 @@ class SessionLost(Exception):  # noqa: N818 - an outcome more than an error
 
 @dataclass
 class Sessions:
-    """The sessions of one run: each lasts from a checkpoint to the run's end, or until an executor
-    is lost without which the loop cannot go on."""
+    """Runs the sessions of one run: each lasts from a checkpoint to the run's end, or until an
+    executor is lost without which the loop cannot go on."""
 
     config: Config
     inputs: Inputs
@@ -128,7 +129,7 @@ class Sessions:
     spans: Spans
     recent_spans: RecentSpans
     deadline_s: float = math.inf
-    """Of the event loop: the step in which it comes is the last one."""
+    """A time of the event loop's clock: the step during which it comes is the last one."""
 
     async def run(self, supervisor: Supervisor, signals: Signals, first: Start) -> Controller:
         """Drive the executors, and those that take their place, from `first` to the run's end."""
@@ -156,7 +157,7 @@ class Sessions:
             raise loss
 
     async def _run(self, supervisor: Supervisor, signals: Signals, start: Start) -> Controller:
-        """One session; SessionLost if executors were lost, and others may take their place."""
+        """Run one session; SessionLost if executors were lost, and others may take their place."""
         state, _ = start
         first_step = state["version"] + 1 if state else 0
         run_dir, config = Path(self.run_dir), self.config
@@ -203,7 +204,7 @@ class Sessions:
     async def _until_end(
         self, controller: Controller, supervisor: Supervisor, signals: Signals
     ) -> None:
-        """Run the loop; whatever ends it ahead of time, what was learnt is saved."""
+        """Run the loop; if it ends early, save what was learnt."""
         try:
             control = RunControl(self.config, controller, supervisor)
             async with listening(self.run_dir, control.answer):
@@ -217,13 +218,14 @@ class Sessions:
                 raise SessionLost(losses, controller.saver.version) from error
             signals.hold()
             self.progress.show_phase("saving what was learnt")
-            # As a task of its own: else exceptions in it would name this one as their context.
+            # In a task of its own: else exceptions in it would name this one as their context.
             await asyncio.create_task(controller.saver.rescue())
             raise
 
 
 async def next_start(config: Config, inputs: Inputs, run_dir: str, first: Start) -> Start:
-    """Cut the files to the newest checkpoint of the run; `first` is where the run began."""
+    """Cut the run's files to its newest checkpoint, and return the start of the next session: that
+    checkpoint, or `first`, where the run began."""
     again = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
     start = await asyncio.to_thread(starting_point, again, inputs, run_dir)
     state, folder = start
@@ -232,7 +234,8 @@ async def next_start(config: Config, inputs: Inputs, run_dir: str, first: Start)
 
 
 def describe(lost: SessionLost, start: Start) -> str:
-    """One line: what was lost, where the run goes on, and what that costs."""
+    """Return one line that says what was lost, where the run goes on, and how many steps are
+    repeated."""
     state, folder = start
     version = state.get("version", 0)
     place = "its beginning" if folder is None else Path(folder).name

@@ -1,7 +1,8 @@
-"""Supervised fine-tuning: what takes the place of generators in the loop (`controller.py`).
+"""Supervised fine-tuning: demonstrations take the place of generators in the loop
+(`controller.py`).
 
-Demonstrations are trained in the order of the prompt stream, so a run that resumes learns what
-the other would have."""
+They are trained in the order of the prompt stream, so a run that resumes learns what an
+uninterrupted run would have learnt."""
 
 import asyncio
 import math
@@ -32,21 +33,21 @@ WEIGHT = (1.0,)  # its weight, where a group has advantages
 
 @dataclass(kw_only=True)
 class DemonstrationEngines(Engines):
-    """The verbs of a run without generators: its groups are demonstrations, which storage gets as
-    they are."""
+    """The verbs of a run without generators: its groups are demonstrations, which are written into
+    storage as they are."""
 
     def __post_init__(self) -> None:
         self._writing = Batcher(self._write, self.rollouts.fail)
 
     async def connect(self) -> None:
-        """There is nothing to connect."""
+        """Do nothing, since there are no generators to connect."""
 
     async def serve(self) -> None:
-        """Raise the first error of what is written."""
+        """Wait for the first error of a write, and raise it."""
         await self.rollouts.until_failed(asyncio.Event().wait())
 
     async def roll_out(self, group: Group) -> None:
-        """Let storage hold the demonstration."""
+        """Write the demonstration into storage."""
         await self._writing.ask(group)
 
     async def settle(self, group: Group) -> str | None:
@@ -54,14 +55,15 @@ class DemonstrationEngines(Engines):
         return None
 
     async def forward_backward(self, groups: Sequence[Group], oldest_version: int = 0) -> None:
-        """A demonstration is of no version, so each of its tokens has weight."""
+        """Give every token weight, whatever `oldest_version` is, since a demonstration has no
+        version."""
         await super().forward_backward(groups)
 
     async def abort(self) -> None:
-        """Nothing is being written."""
+        """Do nothing, since no generator writes."""
 
     async def sync_weights(self, *, version: int | None = None) -> PublishStats:
-        """Nobody but the trainer has weights."""
+        """Do nothing, since only the trainer has weights."""
         return PublishStats()
 
     async def close(self) -> None:
@@ -82,7 +84,7 @@ class HeldOutLoss(Evaluator):
     async def evaluate(
         self, version: int, *, is_last: bool = False, whole: Whole = asyncio.shield
     ) -> None:
-        """Measure it with the trainer's version, before the next step."""
+        """Measure the loss with the trainer's version, before the next step."""
         self._begun = version
         row_ids = self.engines.gate.allocate_rows(len(self.prompts))
         groups = [
@@ -112,7 +114,7 @@ class HeldOutLoss(Evaluator):
 
 
 async def write_demonstrations(engines: Engines, groups: Sequence[Group], purpose: Purpose) -> None:
-    """Let storage hold the demonstrations of these groups, one each, as rollouts of the step that
+    """Write the demonstrations of these groups, one each, into storage as rollouts of the step that
     trains them."""
     columns: Columns = {}
     requests = []

@@ -1,4 +1,4 @@
-"""What each executor of a recipe is constructed with."""
+"""The specs of a recipe's executors: the arguments with which each is constructed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Spec = (
 
 
 def storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
-    """Of all storage units."""
+    """Return the specs of all storage units."""
     return [
         StorageSpec(
             unit=unit,
@@ -57,14 +57,14 @@ def storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
 
 
 def has_sockets(config: Config) -> bool:
-    """Whether executors of one host find each other at sockets; else all is one process."""
+    """Return whether executors of one host meet at sockets; otherwise all run in one process."""
     return config.cluster.backend == "monarch"
 
 
 @dataclass(frozen=True)
 class Specs:
-    """Of all executors but storage units, whose clients these are; `far_storage` is for replicas at
-    other sites. `names` are those of the executors that run."""
+    """Makes the specs of all executors except storage units. These are reached through `storage`,
+    and through `far_storage` by replicas at other sites. `names` are the executors that run."""
 
     config: Config
     inputs: Inputs
@@ -74,7 +74,7 @@ class Specs:
     far_storage: Store
 
     def trainer(self) -> TrainerSpec:
-        """Of the trainer."""
+        """Return the spec of the trainer."""
         config, inputs = self.config, self.inputs
         return TrainerSpec(
             checkpoint=inputs.checkpoint,
@@ -97,7 +97,7 @@ class Specs:
     def generator(
         self, replica: int, places: Sequence[Device], environments: Environments | None
     ) -> GeneratorSpec:
-        """Of one replica, whose ranks are at `places`."""
+        """Return the spec of one replica, whose ranks are at `places`."""
         config, run_id = self.config, _new_id()
         is_far = places[0].host in far_sites(config)
         storage = self.far_storage if is_far else self.storage
@@ -119,7 +119,7 @@ class Specs:
         )
 
     def environment(self, index: int) -> EnvironmentSpec:
-        """Of one of the executors that take turns with rollouts."""
+        """Return the spec of an executor that runs environments, which take turns with rollouts."""
         config, inputs = self.config, self.inputs
         return EnvironmentSpec(
             config=config.environment,
@@ -135,8 +135,8 @@ class Specs:
     def environments(
         self, executors: Mapping[int, Executor], hosts: Mapping[int, int], replica: int, host: int
     ) -> Environments | None:
-        """The executors of environments, which are on these `hosts`, as a replica on `host` reaches
-        them; None without any."""
+        """Return the environment executors, which are on these `hosts`, as a replica on `host`
+        reaches them; None without any."""
         links = tuple(
             EnvironmentLink(
                 executor.name,
@@ -156,7 +156,7 @@ class Specs:
         return f"{folder}/{index}" if has_sockets(self.config) else None
 
     def stage(self, stage: Stage) -> Spec:
-        """Of the executor that runs a stage between generate and settle."""
+        """Return the spec of the executor that runs a stage between generate and settle."""
         config, inputs = self.config, self.inputs
         storage = self.storage.signed(f"{stage.name}/{_new_id()}")
         if isinstance(stage.run, FrozenModel):
@@ -191,7 +191,7 @@ class Specs:
 def collector_spec(
     config: Config, generators: Mapping[int, Executor], number: int
 ) -> CollectorSpec:
-    """Each collector asks an equal share of the replicas."""
+    """Return the spec of a collector, which asks an equal share of the replicas."""
     num = config.generator.num_collectors
     return CollectorSpec(
         generators={
@@ -203,5 +203,5 @@ def collector_spec(
 
 
 def _new_id() -> str:
-    """Names files that no earlier processes of the run used."""
+    """Return an id for files that no earlier processes of the run used."""
     return uuid.uuid4().hex[:8]

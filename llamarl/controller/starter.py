@@ -1,6 +1,7 @@
-"""The executors of a run: which there are, where they sit, and starting and ending all at once.
+"""The executors of a run: which there are, where they sit, and how all are started and ended at
+once.
 
-One executor runs each stage of the graph, but for settle, which the controller runs."""
+One executor runs each stage of the graph, except settle, which the controller runs."""
 
 import asyncio
 import logging
@@ -48,9 +49,10 @@ WARN_SHARE = 0.1  # of the limit of a start
 class Executors:
     """The executors of a run, started.
 
-    `by_name` has the present processes of each by its name, such as generator-0: those of another
-    take their place when it is lost. `stage_of` are the stages between generate and settle, by the
-    name of the executor that runs each. `start` starts new processes of the executor of a name.
+    `by_name` has the present processes of each executor by its name, such as generator-0; when they
+    are lost, others take their place there. `stage_of` has the stages between generate and settle,
+    by the name of the executor that runs each. `start` starts new processes of the executor of a
+    name.
     """
 
     storage: Store
@@ -58,37 +60,38 @@ class Executors:
     stage_of: Mapping[str, Stage]
     start: Callable[[str], Awaitable[Executor]]
     places: dict[str, list[Device]] = field(default_factory=dict)
-    """By executor name, the device of each rank; also of generators that are yet to be started."""
+    """The device of each rank by executor name, also of generators that are yet to be started."""
     add_host: Callable[[str], Awaitable[int]] | None = None
-    """Attaches the host at an address; its index."""
+    """Attaches the host at an address and returns its index."""
 
     @property
     def generators(self) -> dict[int, Executor]:
-        """By replica."""
+        """The generators by replica number."""
         return self._numbered("generator")
 
     @property
     def stages(self) -> dict[Stage, Executor]:
-        """Those between generate and settle, by the stage that each runs."""
+        """The executors of the stages between generate and settle, by stage."""
         return {stage: self.by_name[name] for name, stage in self.stage_of.items()}
 
     @property
     def collectors(self) -> list[Executor]:
-        """In the order of their numbers."""
+        """The collectors in the order of their numbers."""
         return [each for name, each in self.by_name.items() if name.startswith("collector-")]
 
     @property
     def trainer(self) -> Executor | None:
-        """Of a run that trains."""
+        """The trainer; None in a run that does not train."""
         return self.by_name.get("trainer")
 
     @property
     def environments(self) -> dict[int, Executor]:
-        """By number, of a run whose rollouts take turns."""
+        """The environment executors by number; none in a run without episodes."""
         return self._numbered(ENVIRONMENT)
 
     def renewals(self, new: Executor) -> Iterator[Awaitable[None]]:
-        """The calls by which a new replica reaches all environments, or all replicas a new one."""
+        """Yield the calls that tell a new replica of all environments, or all replicas of a new
+        environment."""
         for replica, each in product(self.generators.values(), self.environments.values()):
             if new in (replica, each):
                 yield replica.one(GeneratorReplica).renew_environment(
@@ -100,21 +103,21 @@ class Executors:
         return {int(n.partition("-")[2]): e for n, e in found if n.startswith(f"{kind}-")}
 
     def hosts_of(self, name: str) -> list[int]:
-        """The host of each rank of an executor."""
+        """Return the host of each rank of an executor."""
         return [device.host for device in self.places.get(name, ())]
 
 
 def name_executors(graph: Graph) -> set[str]:
-    """The executors of a run besides storage, some or all of which `spawn_executors` starts, such
-    as generator, trainer and scorer."""
+    """Return the names of the executors besides storage, such as generator, trainer and scorer;
+    `spawn_executors` starts some or all of them."""
     names = {EXECUTORS[GENERATE], EXECUTORS[TRAIN], *map(name_executor, graph.between)}
     return names | ({ENVIRONMENT} if graph.has_episodes else set())
 
 
 @asynccontextmanager
 async def running_cluster(config: Config, run_dir: str) -> AsyncIterator[Cluster]:
-    """The cluster of a run. At the end its processes are stopped, and the files through which ranks
-    met are removed."""
+    """Provide the cluster of a run. At the end its processes are stopped, and the files through
+    which ranks met are removed."""
     cluster = make_cluster(
         config.cluster,
         spans_folder=f"{run_dir}/spans",
@@ -129,12 +132,13 @@ async def running_cluster(config: Config, run_dir: str) -> AsyncIterator[Cluster
 
 
 def name_executor(stage: Stage) -> str:
-    """The executor that runs a stage: one of the recipe's own has the stage's name."""
+    """Return the name of the executor that runs a stage; for a stage of the recipe's own it is the
+    stage's name."""
     return EXECUTORS.get(stage.name, stage.name)
 
 
 def place_executors(config: Config, graph: Graph) -> dict[str, list[Device]]:
-    """Executor name -> the device of each of its ranks.
+    """Return the device of each rank, by executor name.
 
     A frozen model sits on the trainer's devices, the recipe's own code on one host of the trainer's
     site after another, environments on each host with a replica. ValueError, with the numbers, if
@@ -153,7 +157,8 @@ def place_executors(config: Config, graph: Graph) -> dict[str, list[Device]]:
 
 @dataclass(frozen=True)
 class Starter:
-    """Starts executors in processes of `cluster`, each of their ranks where `places` has it."""
+    """Starts executors in processes of `cluster`, each rank on the device that `places` has for
+    it."""
 
     cluster: Cluster
     places: dict[str, list[Device]]
@@ -208,7 +213,8 @@ class Starter:
     async def _go_on(
         self, name: str, spec: Spec, report: ReportState, kept: Mapping[int, Executor]
     ) -> Executor:
-        """Give the generator of `spec`, if it was `kept`, its storage; what was not is started."""
+        """Give the generator of `spec`, if it was `kept`, its storage; start an executor that was
+        not."""
         executor = kept.get(spec.replica) if isinstance(spec, GeneratorSpec) else None
         if executor is not None and isinstance(spec, GeneratorSpec):
             try:
@@ -222,9 +228,11 @@ class Starter:
 
 
 async def end_others(executors: Executors, replicas: Collection[int]) -> Executors:
-    """End all but these replicas, which forget their session, as far as they can: what is left.
+    """End all executors except these replicas, which forget their session; return those that are
+    left.
 
-    They do so first, for a message to a process that is gone would end them.
+    The replicas forget it first, since a message to a process that is gone would end them. A
+    replica that cannot forget it is ended too.
     """
     asking = (collector.one(Worker).close() for collector in executors.collectors)
     await asyncio.gather(*asking, return_exceptions=True)  # one that is lost asks nothing
@@ -247,7 +255,8 @@ async def _reset(executor: Executor) -> bool:
 
 
 async def find_losses(executors: Collection[Executor]) -> list[ExecutorLost]:
-    """Those of these executors that are lost; what that causes may come before it is noticed."""
+    """Return the losses of these executors. It waits up to LOSS_GRACE_S for the first, since an
+    error that a loss causes may come before the loss is noticed."""
     if not executors:
         return []
     watches = [asyncio.ensure_future(executor.watch()) for executor in executors]
@@ -272,12 +281,12 @@ async def spawn_executors(
     before: Executors | None = None,
 ) -> Executors:
     """Start storage and the executors of these `names` (of `name_executors`), all at once; with
-    generators, the environment that their rollouts take turns with. Without the trainer the
+    generators, also the environments that their rollouts take turns with. Without the trainer the
     generators load the checkpoint's weights as version 0.
 
-    `replicas` are those to be there (None: the recipe's). Generators of an earlier session that are
-    left of the executors `before`, and were reset, go on. If an executor does not start, or is lost
-    meanwhile, none that was started here is left.
+    `replicas` are the replica numbers to start (None: the recipe's). Generators of an earlier
+    session that are left of the executors `before`, and were reset, go on. If an executor does not
+    start, or is lost meanwhile, none that was started here is left.
     """
     if replicas is None:
         replicas = range(config.generator.num_replicas if EXECUTORS[GENERATE] in names else 0)
@@ -320,7 +329,8 @@ async def _spawn(
     )
 
     def spec_of(name: str) -> Spec:
-        """Of an executor that may be started at any time, with the replicas that there are then."""
+        """Return the spec of an executor, which may be started at any time, with the replicas that
+        there are then."""
         kind, _, number = name.partition("-")
         if kind == "collector":
             return collector_spec(config, found.generators, int(number))
@@ -347,14 +357,14 @@ async def _spawn(
 
 
 def _sign(executor: Executor, spec: Spec) -> None:
-    """Note how what these processes write is signed."""
+    """Note the writer's name with which these processes sign what they write."""
     storage = getattr(spec, "storage", None)
     if isinstance(storage, Store):
         executor.writer = storage.writer
 
 
 def _store(units: dict[str, Executor], specs: dict[str, StorageSpec], is_far: bool) -> Store:
-    """The client of all units; `is_far`, for executors at other sites."""
+    """Return the client of all units; with `is_far`, the one for executors at other sites."""
 
     def client(name: str, calls: Storage) -> Storage:
         socket = specs[name].socket

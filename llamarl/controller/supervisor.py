@@ -32,12 +32,12 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a restart; doubled after ea
 
 
 class OnLoss(StrEnum):
-    """What follows the loss of an executor."""
+    """The ways to go on after the loss of an executor."""
 
     ALONE = "alone"
     """It is started again, while the run goes on."""
     SESSION = "session"
-    """All but the generators is started again, and goes on from the newest checkpoint."""
+    """All executors except the generators start again, and go on from the newest checkpoint."""
     GIVEN_UP = "given up"
     """The others go on without it; the loss of the last one ends the run."""
     ENDS = "ends the run"
@@ -57,11 +57,13 @@ ON_LOSS = {
     "trainer": (OnLoss.SESSION, OnLoss.ENDS),
     "storage unit": (OnLoss.SESSION, OnLoss.ENDS),
 }
-"""By role: how a loss is mended, and how one with the host, where nothing can be started."""
+"""The reaction to a loss, by role: to that of the executor alone, and to that of its host too,
+where nothing can be started."""
 
 
 def role_of(name: str, config: Config, stage: Stage | None = None) -> str:
-    """Of the executor of this name, which may run a `stage` between generate and settle."""
+    """Return the role of the executor of this name, which may run a `stage` between generate and
+    settle."""
     if stage is None:
         kind = name.partition("-")[0]
         if kind == "generator":
@@ -77,8 +79,8 @@ def role_of(name: str, config: Config, stage: Stage | None = None) -> str:
 
 @dataclass
 class Restarts:
-    """Restarts of one executor, or of several together: `limit` within an hour, each after a pause
-    that doubles until one succeeds."""
+    """Counts the restarts of one executor, or of several together: at most `limit` within an hour,
+    each after a pause that doubles until one succeeds."""
 
     limit: int
     _begun_s: deque[float] = field(default_factory=deque)
@@ -86,14 +88,15 @@ class Restarts:
 
     @property
     def num_recent(self) -> int:
-        """Within the last hour."""
+        """The number of restarts within the last hour."""
         now_s = asyncio.get_running_loop().time()
         while self._begun_s and self._begun_s[0] < now_s - WINDOW_S:
             self._begun_s.popleft()
         return len(self._begun_s)
 
     def take(self) -> float | None:
-        """The pause before one more, in seconds; None if there may be no more now."""
+        """Count one more restart and return the pause before it, in seconds; None if there may be
+        no more now."""
         if self.num_recent >= self.limit:
             return None
         self._begun_s.append(asyncio.get_running_loop().time())
@@ -102,20 +105,21 @@ class Restarts:
         return min(pause_s, LONGEST_PAUSE_S)
 
     def warn(self) -> None:
-        """Say that there were too many, of executors that are no generators."""
+        """Log that executors other than generators were lost too often."""
         if self.limit:
             words = "executors were lost more often than cluster.max_restarts=%d times in an hour"
             log.warning(words, self.limit)
 
     def succeeded(self) -> None:
-        """What was started works."""
+        """Note that the restarted executor works, so the next pause is short again."""
         self._num_failed = 0
 
 
 class ExecutorStatus(NamedTuple):
-    """What an executor does; None for what it has not. `version` is -1 before a replica's first
-    commit; `num_running` counts the rollouts that it holds, `load` the tokens that they may still
-    take; `num_restarts` those within an hour, of all but a replica in this session."""
+    """The state of an executor, with None for what it does not have. `version` is -1 before a
+    replica's first commit; `num_running` counts the rollouts that it holds, `load` the tokens that
+    they may still take. `num_restarts` counts a replica's restarts within an hour, and those of any
+    other executor in this session."""
 
     name: str
     state: str
@@ -142,7 +146,7 @@ class Member:
     serves: asyncio.Event = field(default_factory=asyncio.Event)  # or has failed
 
     def lost_too_often(self, why: Exception) -> Exception:
-        """What ends the run, with the key to raise."""
+        """Return the error that ends the run; for a generator it names the config key to raise."""
         if self.replica is None:
             self.restarts.warn()
             return why
@@ -155,7 +159,8 @@ class Member:
 
 
 def status_of(member: Member, serving: Replica | None) -> ExecutorStatus:
-    """What it does; `serving` is the dispatcher's side of a replica that gets requests."""
+    """Return the member's status; `serving` is the dispatcher's side of a replica that gets
+    requests."""
     name, is_alone = member.name, member.on_loss is OnLoss.ALONE
     if member.replica is None:
         state = "running" if member.serves.is_set() else "starting"
@@ -169,9 +174,9 @@ def status_of(member: Member, serving: Replica | None) -> ExecutorStatus:
 
 @dataclass(frozen=True)
 class FailoverStage(Processor):
-    """The processor of `stage`, which the executor `name` runs: a call to one that is lost is
-    repeated by the next. It can be, since all that it reads is in storage, and what it found is not
-    used before it has ended. What the lost one wrote is erased before."""
+    """Runs `stage` on the executor `name`: a call to an executor that is lost is repeated on the
+    one that takes its place. This does no harm, since all that a stage reads is in storage, and its
+    results are not used before the call has ended. What the lost executor wrote is erased first."""
 
     name: str
     stage: Stage
@@ -188,8 +193,8 @@ class FailoverStage(Processor):
 
 @dataclass(frozen=True)
 class FailoverCollector(Collector):
-    """The collector `name`, and those that take its place: each call goes to the next if one is
-    lost, which does no harm."""
+    """Stands for the collector `name` and those that take its place: a call to one that is lost is
+    repeated on the next, which does no harm."""
 
     name: str
     supervisor: Supervisor
@@ -211,8 +216,8 @@ STOP_LIMIT_S = 30.0  # for lost processes to end, before others take their place
 
 
 class Supervisor:
-    """The `executors` of a run, through all its sessions; those that are lost in the present one
-    are replaced there. `spawn` starts those of a further session."""
+    """Supervises the `executors` of a run through all its sessions; those that are lost in the
+    present session are replaced there. `spawn` starts those of a further session."""
 
     def __init__(
         self,
@@ -254,16 +259,17 @@ class Supervisor:
         elasticity: Elasticity | None = None,
         has_learnt: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Work with these in this session. Once it `has_learnt`, so has made the last version, only
-        the trainer's loss ends it; a call to anything else that is lost for good raises."""
+        """Supervise this session with these parts. Once it `has_learnt`, which means that the last
+        version is made, only the trainer's loss ends the session; a call to any other executor that
+        is lost for good raises."""
         self._dispatch, self._publisher = dispatch, publisher
         self._elasticity, self._has_learnt = elasticity, has_learnt
         if self.restarts_replicas:
             dispatch.on_lost = lambda index, why: self._lost(self._replica(index), why)
 
     async def watch(self) -> None:
-        """Mend what is lost, until something is lost that ends the session, and raise that; or what
-        ends its publishes."""
+        """Replace executors that are lost. Raises the loss that ends the session, or an error of
+        its publishes."""
         for name, executor in self.executors.by_name.items():
             if self._is_vital(name) or not name.startswith("generator"):
                 self._watch(self._member(name), executor)
@@ -277,7 +283,7 @@ class Supervisor:
             raise self._error
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which `watch` may end meanwhile."""
+        """Return the result of `work`; an error of `watch` cancels it and is raised."""
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(self.watch())
             result = await tasks.create_task(work)
@@ -285,13 +291,13 @@ class Supervisor:
         return result
 
     def processors(self) -> dict[Stage, FailoverStage]:
-        """By stage, of its executor and those that take its place."""
+        """Return, by stage, the processor that calls its executor and those that take its place."""
         stages = self.executors.stage_of.items()
         return {stage: FailoverStage(name, stage, self) for name, stage in stages}
 
     def collectors(self) -> list[Collector]:
-        """Of each collector and those that take its place, which get from the replicas what it had
-        not passed on."""
+        """Return one client per collector, for it and those that take its place. A new collector
+        gets from the replicas what the lost one had not passed on."""
         return [FailoverCollector(executor.name, self) for executor in self.executors.collectors]
 
     async def ask(
@@ -300,8 +306,9 @@ class Supervisor:
         call: Callable[[Executor], Awaitable[T]],
         before_again: Callable[[], Awaitable[None]] | None = None,
     ) -> T:
-        """What `call` returns of this executor. It is repeated if the executor is lost
-        meanwhile, once others have its place, and after `before_again`; that must do no harm."""
+        """Return the result of `call` on this executor. If the executor is lost meanwhile the call
+        is repeated, once others have its place and `before_again` is done; so repeating it must do
+        no harm."""
         member = self._member(name)
         while True:
             executor = await self._serving(member)
@@ -316,34 +323,35 @@ class Supervisor:
             if before_again is not None:
                 await before_again()
 
-    # How many there are, and what they do
+    # The number of replicas, and the states of executors
 
     def status(self) -> list[ExecutorStatus]:
-        """Of all replicas, then of all others."""
+        """Return the status of all replicas, then of all other executors."""
         replicas = (f"generator-{index}" for index in self._all_replicas())
         others = (name for name in self.executors.by_name if not name.startswith("generator"))
         return [self._status(name) for name in (*replicas, *others)]
 
     def wanted(self) -> list[int]:
-        """The indices of all replicas but those that are being removed."""
+        """Return the indices of all replicas except those that are being removed."""
         return [i for i in self._all_replicas() if self._replica(i).leaving is None]
 
     def missing(self, num_replicas: int) -> list[int]:
-        """The indices that `scale` starts to have so many: the lowest that are free, but none whose
-        host was lost."""
+        """Return the indices that `scale` starts to have so many: the lowest that are free, without
+        those whose host was lost."""
         taken = {*self._all_replicas(), *self._given_up}
         free = (index for index in itertools.count() if index not in taken)
         return list(itertools.islice(free, max(0, num_replicas - len(self.wanted()))))
 
     def replica_states(self) -> list[str]:
-        """What each replica does: starting, joining, serving or draining."""
+        """Return the state of each replica: starting, joining, serving or draining."""
         return [self._status(f"generator-{index}").state for index in self._all_replicas()]
 
     async def scale(self, num_replicas: int, *, drains: bool = True) -> None:
         """Start or stop replicas until there are so many: `missing` ones are started, the highest
         ones stopped. Returns once those that are to be stopped have ended; others may still start.
 
-        With `drains` a replica writes what it holds first; else that goes on elsewhere.
+        With `drains` a replica first writes the rollouts that it holds; otherwise they go on
+        elsewhere.
         """
         for index in self.missing(num_replicas):
             log.info("generator %d is started", index)
@@ -356,7 +364,8 @@ class Supervisor:
         await asyncio.gather(*leaving)
 
     def _all_replicas(self) -> list[int]:
-        """Those that were started or are, but for lost ones that nothing takes the place of."""
+        """Return the indices of the replicas that are started or starting, without lost ones that
+        are not replaced."""
         known, dispatch = set(self.executors.generators), self._dispatch
         if dispatch is not None and not self.restarts_replicas:
             known = {i for i in known if dispatch.expects(i) or self._is_vital(f"generator-{i}")}
@@ -370,7 +379,7 @@ class Supervisor:
             serving = dispatch.replicas.get(member.replica)
         return status_of(member, serving)
 
-    # What is lost in a session
+    # Losses in a session
 
     def _member(self, name: str) -> Member:
         if name not in self._members:
@@ -390,7 +399,8 @@ class Supervisor:
         return self._dispatch, self._publisher
 
     def _is_vital(self, name: str) -> bool:
-        """Whether its loss ends the session. Without restarts a colocated replica's does not."""
+        """Return whether the loss of this executor ends the session. Without restarts a colocated
+        replica's does not."""
         can_spare = name.startswith("generator") and self._restarts.limit == 0
         return self._member(name).on_loss is not OnLoss.ALONE and not can_spare
 
@@ -405,7 +415,7 @@ class Supervisor:
                 self._lost(member, loss)
 
     def _lost(self, member: Member, why: Exception) -> None:
-        """Mend the loss as the table says. The same loss may be found in several ways."""
+        """Handle the loss as `ON_LOSS` says. The same loss may be reported several times."""
         if member.leaving or member.failure or member.replica in self._given_up:
             return
         if member.starting is not None:
@@ -427,7 +437,7 @@ class Supervisor:
         member.starting = asyncio.create_task(self._start(member, pause_s))
 
     def _give_up(self, member: Member, why: Exception) -> None:
-        """A replica's host is lost, so nothing can be started there."""
+        """Go on without a replica whose host is lost, since nothing can be started there."""
         assert member.replica is not None
         assert isinstance(why, ExecutorLost)
         self._given_up.add(member.replica)
@@ -439,7 +449,7 @@ class Supervisor:
         member.leaving = asyncio.create_task(self._remove(member, drains=False))
 
     async def _start(self, member: Member, pause_s: float) -> None:
-        """Start new processes in the place of those that are lost, if there were any."""
+        """Start new processes in place of those that are lost, if there were any."""
         by_name, name = self.executors.by_name, member.name
         try:
             if (lost := by_name.get(name)) is not None:
@@ -473,7 +483,7 @@ class Supervisor:
         member.serves.set()
 
     def _served(self, index: int) -> None:
-        """The replica has its first version."""
+        """Note that the replica has its first version."""
         log.info("generator %d takes requests", index)
         self._replica(index).restarts.succeeded()
 
@@ -502,7 +512,7 @@ class Supervisor:
         return self.executors.by_name[member.name]
 
     def _fail(self, member: Member, error: Exception) -> None:
-        """It is lost for good."""
+        """Give up a member that is lost for good."""
         member.failure = error
         member.serves.set()
         if not self._has_learnt() or member.name == "trainer":
@@ -514,15 +524,16 @@ class Supervisor:
     # From one session to the next
 
     async def find_losses(self, *, of_all: bool = False) -> list[ExecutorLost]:
-        """What is lost that the session cannot spare, or `of_all` executors; what a loss causes may
-        come before it is noticed."""
+        """Return the losses of executors that the session cannot spare, or with `of_all` of any
+        executor. It waits a little, since an error that a loss causes may come before the loss is
+        noticed."""
         by_name = self.executors.by_name.items()
         return await find_losses([each for name, each in by_name if of_all or self._is_vital(name)])
 
     def may_start_again(self, losses: Sequence[ExecutorLost]) -> bool:
-        """Whether a further session may take the place of one that ended with these losses, which
-        counts as one restart. Not where consumers outside hold rollouts, which would be repeated.
-        """
+        """Return whether a further session may follow one that ended with these losses, and count
+        it as one restart. It may not where consumers outside hold rollouts, which would be
+        repeated."""
         is_placed = bool(losses) and all(loss.has_host for loss in losses)
         has_consumers = any(stage.is_external for stage in self.executors.stage_of.values())
         if not is_placed or has_consumers:
@@ -532,18 +543,18 @@ class Supervisor:
         return may
 
     async def close(self) -> None:
-        """Start and stop no more in this session."""
+        """Stop all starting, stopping and watching in this session."""
         self._wanted = self.wanted()
         members = self._members.values()
         changing = [task for each in members for task in (each.starting, each.leaving) if task]
         await cancel_all([*changing, *self._watching])
 
     async def end_session(self) -> None:
-        """End all executors but the generators that are wanted, which forget the session."""
+        """End all executors except the generators that are wanted, which forget the session."""
         self.executors = await end_others(self.executors, self._wanted)
 
     async def start_again(self, report: ReportState) -> ExecutorLost | None:
-        """Start the executors of a further session; the loss of one of them meanwhile, after which
+        """Start the executors of a further session. If one is lost meanwhile, return its loss; then
         only the generators that were kept are left."""
         assert self._spawn is not None
         try:
@@ -558,7 +569,7 @@ class Supervisor:
 
 
 async def unless_lost(call: Awaitable[T]) -> T | None:
-    """What `call` returns; None if an executor that it needs is lost."""
+    """Return the result of `call`; None if an executor that it needs is lost."""
     try:
         return await call
     except ExecutorLost:

@@ -1,4 +1,4 @@
-"""From a config to the objects of a run: the only wiring."""
+"""Builds the objects of a run from its config; no other module wires them."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Wiring:
         *,
         deadline_s: float = math.inf,
     ) -> Controller:
-        """Assemble the loop around the supervised executors. `skew`
-        replaces the config's; the run ends with the step of the `deadline_s`."""
+        """Assemble the loop around the supervised executors. `skew` replaces the config's; the run
+        ends with the step of the `deadline_s`."""
         config, skew = self.config, skew or self.make_skew()
         stages, collectors = supervisor.processors(), supervisor.collectors()
         fields = self.engine_fields(run_logger, skew=skew, stages=stages, collectors=collectors)
@@ -127,8 +127,8 @@ class Wiring:
         stages: Mapping[Stage, Processor] | None = None,
         collectors: Sequence[Collector] | None = None,
     ) -> dict[str, Any]:
-        """The fields of `Engines` over the executors; no publisher yet. `stages` and `collectors`
-        take the place of the executors'."""
+        """Return the fields of `Engines` over the executors, without a publisher yet. `stages` and
+        `collectors` take the place of the executors'."""
         executors = self.executors
         dispatch = make_dispatch(self.config, executors, skew, collectors)
         if stages is None:
@@ -155,7 +155,7 @@ class Wiring:
         }
 
     def make_gate(self, dispatch: Dispatch) -> Gate:
-        """The gate over the recipe's prompts, from `state` on."""
+        """Return the gate over the recipe's prompts, from `state` on."""
         config, state = self.config, self.state
         return Gate(
             max_staleness=config.staleness.max_staleness,
@@ -179,7 +179,7 @@ class Wiring:
         )
 
     def make_rules(self) -> Rules:
-        """What the recipe decides about groups."""
+        """Return the recipe's rules for groups."""
         config, inputs = self.config, self.inputs
         return Rules(
             make_requests=partial(
@@ -214,7 +214,8 @@ class Wiring:
         )
 
     def make_skew(self) -> Skew:
-        """What the recipe expects of lengths; decode steps are measured from the run's spans."""
+        """Return the length expectations that the recipe chooses; decode steps are measured from
+        the run's spans."""
         generator, architecture, kv_size = self.config.generator, self.inputs.architecture, 0
         if isinstance(generator, VllmConfig) and isinstance(architecture, Architecture):
             kv_size = kv_tokens(generator, architecture)
@@ -224,7 +225,7 @@ class Wiring:
         return Skew(self.config.dispatch, limits, steps.read, is_streamed=is_streamed)
 
     def make_logprob_check(self, engines: Engines) -> LogprobCheck:
-        """Whether generators write with the trainer's policy."""
+        """Return the check that generators write with the trainer's policy."""
         assert engines.trainer is not None
         config = self.config
         return LogprobCheck(
@@ -247,9 +248,9 @@ class Wiring:
         on_commit: Callable[[int, int], None] = lambda replica, version: None,
         may_come: bool = False,
     ) -> Publisher:
-        """Brings versions to all replicas: the trainer's, or those of another `source`, which may
-        change its tensors as soon as a publish has returned. Replicas `may_come` while the run goes
-        on."""
+        """Return the publisher that brings versions to all replicas: the trainer's, or those of
+        another `source`, which may change its tensors as soon as a publish has returned. `may_come`
+        says that replicas may join while the run goes on."""
         config, executors, weights = self.config, self.executors, self.config.weights
         if config.placement.colocated or source is not None:  # no write may outlast its publish
             weights = replace(weights, straggler_timeout_s=weights.timeout_s)
@@ -283,7 +284,7 @@ class Wiring:
         )
 
     def make_evaluator(self, engines: Engines) -> Evaluator:
-        """The evaluation of the held-out prompts, of which there may be none."""
+        """Return the evaluation of the held-out prompts, of which there may be none."""
         config, evaluation = self.config, self.config.evaluation
         return Evaluator(
             prompts=self.inputs.held_out,
@@ -301,7 +302,7 @@ class Wiring:
         )
 
     def make_held_out_loss(self, engines: Engines) -> Evaluator:
-        """The evaluation of a run that learns from demonstrations."""
+        """Return the evaluation of a run that learns from demonstrations."""
         config = self.config
         return HeldOutLoss(
             prompts=self.inputs.held_out,
@@ -314,7 +315,8 @@ class Wiring:
         )
 
     def make_best(self) -> BestVersion:
-        """The best version, which goes on from `state` if its checkpoint is in this folder."""
+        """Return the record of the best version, which goes on from `state` if its checkpoint is in
+        this folder."""
         saved = self.state.get("best", {})
         is_there = checkpoint.find(self.run_dir, saved.get("version", 0)) is not None
         config = self.config
@@ -322,7 +324,8 @@ class Wiring:
         return best_version(key, patience, saved if is_there else {})
 
     def make_colocation(self) -> Colocation:
-        """Who has the device when. A run without generators measures between two steps."""
+        """Return the object that grants the device. In a run without generators, held-out losses
+        are measured between two steps."""
         if self.config.algorithm.is_sft:
             return Alternating()
         if not self.config.placement.colocated:
@@ -335,7 +338,7 @@ class Wiring:
     def make_run_logger(
         self, log: MetricsLog, progress: Progress, recent_spans: RecentSpans
     ) -> RunLogger:
-        """What follows a run: metrics and display."""
+        """Return the observer of a run: it writes metrics and the display."""
         return RunLogger(
             log=log,
             progress=progress,
@@ -350,7 +353,7 @@ class Wiring:
         )
 
     async def _read_completions(self, row_ids: list[int]) -> dict[int, str]:
-        """The text of a few rows that are still in storage."""
+        """Return the text of a few rows that are still in storage, by row id."""
         if not row_ids:
             return {}
         # Without its storage unit a step's numbers are written down nevertheless.
@@ -369,8 +372,8 @@ def make_dispatch(
     skew: Skew | None = None,
     collectors: Sequence[Collector] | None = None,
 ) -> Dispatch:
-    """All replicas, as one; without `skew` nothing is expected of lengths. `collectors` take the
-    place of the executors'."""
+    """Return the dispatch over all replicas; without `skew` no lengths are expected. `collectors`
+    take the place of the executors'."""
     if collectors is None:
         collectors = [executor.one(Collector) for executor in executors.collectors]
     neighbours = Neighbours(units_near(config), num_storage_units(config))
