@@ -1,1 +1,1 @@
-"""Records, faces, errors, files and devices: what every room may use."""
+"""Records, faces, errors, files and devices, which every room may use."""

@@ -1,5 +1,5 @@
-"""Single requests gathered into calls, and answers that come close together, so that thousands
-of coroutines send few messages."""
+"""Gathers single requests into calls, and lets answers that come close together go on together, so
+that thousands of coroutines send few messages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Item = TypeVar("Item")
 
 @dataclass(eq=False)
 class Batcher(Generic[Item]):
-    """Sends what is asked for by `call`: what comes in one turn of the event loop, or within
-    `pause_s` after the call before, goes together, up to about `limit` as `size` counts.
+    """Sends requested items by `call`: items that come in one turn of the event loop, or within
+    `pause_s` after the call before, go together, up to about `limit` as `size` counts.
 
-    Calls overlap, so that a slow one holds up no other; with `in_turn` one follows the other, as a
-    model computes them, and what comes meanwhile makes up the next one.
+    Calls overlap, so that a slow one holds up no other. With `in_turn` one follows the other, as a
+    model computes them, and the items that come meanwhile make up the next one.
     """
 
     call: Callable[[list[Item]], Awaitable[object]]
@@ -36,8 +36,8 @@ class Batcher(Generic[Item]):
     _next_s: float = 0.0  # no call begins before
 
     def ask(self, item: Item, future: asyncio.Future[None] | None = None) -> asyncio.Future[None]:
-        """Send `item` with the next call; the future, given or new, is done when that has ended.
-        Cancelled before, the item is not sent."""
+        """Send `item` with the next call; return the future, given or new, which is done when that
+        call has ended. If it is cancelled before, the item is not sent."""
         future = future or asyncio.get_running_loop().create_future()
         self._queue.append((item, future))
         if self._sending is None:
@@ -88,7 +88,7 @@ T = TypeVar("T")
 
 
 class Gathering:
-    """Of one event loop. Those that wait go on once as many have come as are still to come, when
+    """Lets callers of one event loop go on together: once as many wait as are still to come, when
     none has come for `quiet_s`, or `limit_s` after the first of them."""
 
     def __init__(self, quiet_s: float = 0.02, limit_s: float = 0.1) -> None:
@@ -100,7 +100,8 @@ class Gathering:
         self._is_due = False
 
     async def join(self, asked: Awaitable[T]) -> T:
-        """What is `asked`, once others have come too; its exceptions are raised at once."""
+        """Return the result of `asked`, once others have come too; its exceptions are raised at
+        once."""
         self._num_asked += 1
         try:
             answer = await asked
@@ -126,7 +127,7 @@ class Gathering:
             self._waiting.pop(waiting, None)
 
     def _look(self) -> None:
-        """Let those that wait go on if it is time, else look again when it will be."""
+        """Let the waiting callers go on if it is time, else look again when it will be."""
         if not self._waiting or self._is_due:
             return
         loop = asyncio.get_running_loop()

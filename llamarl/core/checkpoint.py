@@ -1,7 +1,7 @@
-"""Checkpoints of a run on disk: made, committed, found, pruned.
+"""Makes, commits, finds and prunes the checkpoints of a run on disk.
 
-A folder called step-... is complete; an unfinished one has another name until one atomic rename,
-so a kill at any moment leaves the newest committed checkpoint as it was."""
+A folder called step-... is complete; an unfinished one has another name until one atomic rename, so
+a kill at any moment leaves the newest committed checkpoint as it was."""
 
 import asyncio
 import errno
@@ -36,13 +36,14 @@ async def save(
     best: Callable[[], int] = lambda: 0,
     is_spared: Callable[[int], bool] = lambda version: False,
 ) -> Path:
-    """Save the trainer and `state` as one checkpoint of state["version"]; returns its folder.
+    """Save the trainer and `state` as one checkpoint of state["version"]; return its folder.
 
-    With `on_copied`, which is called as soon as training may go on, it goes on from a snapshot;
-    if there is no memory for one it is not called. Also saves the positions of the files that the
-    run appends to. The newest `keep` checkpoints stay (0: all), the `best` one, which is marked,
-    and those of versions that are spared; `best` and `is_spared` are asked once this one is
-    committed. A save that fails leaves no unfinished folder, which would keep a full disk full.
+    With `on_copied` the trainer is saved from a snapshot, and `on_copied` is called as soon as
+    training may go on; if there is no memory for a snapshot it is not called. Also saves the
+    positions of the files that the run appends to. The newest `keep` checkpoints stay (0: all), the
+    `best` one, which is marked, and those of versions that are spared; `best` and `is_spared` are
+    asked once this one is committed. A save that fails leaves no unfinished folder, which would
+    keep a full disk full.
     """
     num_bytes = positions.measure(run_dir)  # first: they must end where `state` does
     before = latest(run_dir)
@@ -86,7 +87,7 @@ def begin(run_dir: str | Path, version: int) -> Path:
 
 def commit(folder: Path, state: Mapping[str, Any]) -> Path:
     """Add `state` (JSON, with the "version" given to `begin`) and the manifest of all files, flush
-    all to disk, rename; returns the committed folder.
+    all to disk and rename the folder; return the committed folder.
 
     If this version was committed before (by a run resumed from an older checkpoint), the old folder
     is removed after that.
@@ -111,23 +112,23 @@ def commit(folder: Path, state: Mapping[str, Any]) -> Path:
 
 
 def latest(run_dir: str | Path) -> Path | None:
-    """The newest committed checkpoint of this run, or None."""
+    """Return the newest committed checkpoint of this run, or None."""
     return next(reversed(committed(run_dir)), None)
 
 
 def committed(run_dir: str | Path) -> list[Path]:
-    """All committed checkpoints of this run, oldest version first."""
+    """Return all committed checkpoints of this run, oldest version first."""
     paths = Path(run_dir, "checkpoints").glob("step-*")
     return sorted((path for path in paths if _COMMITTED.fullmatch(path.name)), key=_order)
 
 
 def version_of(folder: Path) -> int:
-    """The version that the committed checkpoint `folder` holds."""
+    """Return the version that the committed checkpoint `folder` holds."""
     return _order(folder)[0]
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """The state that was committed, after every file was verified.
+    """Verify every file of a checkpoint, then return the state that was committed.
 
     ValueError, naming the file, if `path` is not a committed checkpoint, or damaged.
     """
@@ -153,14 +154,14 @@ def set_aside(folder: Path) -> Path:
 
 
 def holds_run(run_dir: str | Path) -> bool:
-    """True if a run in this folder got further than its start."""
+    """Return whether a run in this folder got further than its start."""
     return latest(run_dir) is not None or any(positions.measure(run_dir).values())
 
 
 def prune(
     run_dir: str | Path, keep: int, is_spared: Callable[[int], bool] = lambda version: False
 ) -> None:
-    """Remove all but the newest `keep` committed checkpoints, and those of versions that are
+    """Remove all committed checkpoints except the newest `keep` and those of versions that are
     spared; 0 keeps all."""
     for path in committed(run_dir)[:-keep] if keep else ():
         if not is_spared(version_of(path)):
@@ -168,18 +169,19 @@ def prune(
 
 
 def find(run_dir: str | Path, version: int) -> Path | None:
-    """The committed checkpoint of this version, if there is one."""
+    """Return the committed checkpoint of this version, if there is one."""
     return next((path for path in committed(run_dir) if version_of(path) == version), None)
 
 
 def marked_best(run_dir: str | Path) -> Path | None:
-    """The checkpoint that is marked as the best one, or None."""
+    """Return the checkpoint that is marked as the best one, or None."""
     folder = Path(run_dir, "checkpoints", BEST).resolve()
     return folder if _COMMITTED.fullmatch(folder.name) and folder.is_dir() else None
 
 
 def mark_best(run_dir: str | Path, version: int) -> None:
-    """Let checkpoints/best be a link to that of this version; there is none without it."""
+    """Make checkpoints/best a link to the checkpoint of this version; remove the link if there is
+    none."""
     mark, folder = Path(run_dir, "checkpoints", BEST), find(run_dir, version)
     if mark.is_dir() and not mark.is_symlink():  # what it led to, in a copy of the run
         shutil.rmtree(mark)
@@ -193,7 +195,7 @@ def mark_best(run_dir: str | Path, version: int) -> None:
 
 
 def _saved_positions(folder: Path) -> dict[str, positions.Parts]:
-    """The positions in an earlier checkpoint; none if they cannot be read."""
+    """Return the positions in an earlier checkpoint, or none if they cannot be read."""
     try:
         saved = read_object(folder / STATE_FILE).get("positions")
     except ValueError:
@@ -202,19 +204,21 @@ def _saved_positions(folder: Path) -> dict[str, positions.Parts]:
 
 
 def _order(path: Path) -> tuple[int, int]:
-    """(version, attempt) of a committed checkpoint."""
+    """Return (version, attempt) of a committed checkpoint."""
     match = _COMMITTED.fullmatch(path.name)
     assert match is not None, path
     return int(match[1]), int(match[2] or 0)
 
 
 def _remove(path: Path) -> None:
-    """Remove a committed checkpoint; killed half-way, no incomplete step-... folder is left."""
+    """Remove a committed checkpoint so that a kill half-way leaves no incomplete step-...
+    folder."""
     shutil.rmtree(path.rename(path.with_name(_UNFINISHED + path.name)))
 
 
 def _flush(path: Path) -> None:
-    """fsync a file or folder: a rename must not reach the disk before the files do."""
+    """Flush a file or folder to disk (fsync): a rename must not reach the disk before the files
+    do."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -224,7 +228,7 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _clear_errors(root: Path) -> Iterator[None]:
-    """Say what to change when the disk is full."""
+    """Let the error of a full disk say what to change."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The one compute thread of an executor process, and what runs beside it.
+"""The one compute thread of an executor process, and the calls that run beside it.
 
-Everything that touches autograd, CUDA or many torch threads in this process runs on the thread,
-one piece at a time; commands run between two work steps."""
+Everything that touches autograd, CUDA or many torch threads in this process runs on the thread, one
+piece at a time; commands run between two work steps."""
 
 import asyncio
 import math
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Something to run on the thread; `key` says which call it is (see `generator/decoding.py`).
-    Without a future nothing waits for it."""
+    """A call to run on the thread; `key` says which call it is (see `generator/decoding.py`).
+    Nothing waits for a command without a future."""
 
     key: object
     call: Callable[[], Any]
@@ -28,8 +28,8 @@ class Command:
 class ComputeThread:
     """Runs commands in order and, once `begin` has named it, `work` as long as it returns True.
 
-    `work` does one bounded step (a decode step, say) and returns whether more is to be done; when
-    it returns False the thread sleeps until the next command. An exception from `work` goes to
+    `work` does one bounded step, such as a decode step, and returns whether more is to be done;
+    when it returns False the thread sleeps until the next command. An exception from `work` goes to
     `on_error` and stops the work, not the thread.
     """
 
@@ -45,7 +45,7 @@ class ComputeThread:
         self._thread.start()
 
     def begin(self, work: Callable[[], bool]) -> None:
-        """Run `work` from now on; to be called on the thread."""
+        """Run `work` from now on. Call it on the thread."""
         self._work = work
 
     async def run(self, call: Callable[[], T], key: object = "") -> T:
@@ -55,17 +55,18 @@ class ComputeThread:
         return await asyncio.wrap_future(future)
 
     def post(self, call: Callable[[], None], key: object = "") -> None:
-        """Run `call` as `run` does, without waiting for it; what it raises stops the work. Any
-        thread may ask for it."""
+        """Run `call` as `run` does, without waiting for it. If it raises, the work stops. Any
+        thread may call this."""
         self._commands.put(Command(key, call))
 
     def share(self, numbers: Sequence[int] | None) -> Sequence[int]:
-        """What rank 0 gives, on all ranks; to be called in a command that all of them run."""
+        """Return rank 0's `numbers` on all ranks. Call it in a command that all of them run."""
         assert numbers is not None, "there is one rank"
         return numbers
 
     def close(self, last: Callable[[], None] | None = None) -> None:
-        """Stop after the commands already queued, and after `last`; returns once it has ended."""
+        """Stop after the commands already queued, and after `last`; return once the thread has
+        ended."""
         self._last = last
         self._commands.put(None)
         self._thread.join()
@@ -83,13 +84,13 @@ class ComputeThread:
             self._last()
 
     def _next(self, has_work: bool) -> tuple[list[Command], bool]:
-        """What to run before the next step, and whether there will be one; waits if there is no
-        work."""
+        """Return the commands to run before the next step, and whether there will be a next step;
+        wait for a command if there is no work."""
         commands = self._take(has_work)
         return commands, not self._is_closing
 
     def _take(self, has_work: bool, most: float = math.inf) -> list[Command]:
-        """The commands that have come, up to `most`; waits for one if there is no work."""
+        """Return the commands that have come, up to `most`; wait for one if there is no work."""
         commands: list[Command] = []
         while not self._is_closing and len(commands) < most:
             try:
@@ -131,7 +132,7 @@ class ComputeThread:
 
 
 class Background:
-    """What an executor does beside its compute thread: calls on threads, and to others.
+    """Runs an executor's calls beside its compute thread: on other threads, and to other executors.
 
     A caller that gives up does not end its work; `drained` returns only while none runs.
     """
@@ -140,11 +141,11 @@ class Background:
         self._running: set[asyncio.Future[Any]] = set()
 
     async def run(self, call: Callable[..., T], *args: Any) -> T:
-        """The result of a call on a thread; its exceptions come back."""
+        """Return the result of a call on a thread; its exceptions come back."""
         return await self.wait_for(asyncio.to_thread(call, *args))
 
     async def wait_for(self, call: Coroutine[Any, Any, T]) -> T:
-        """The result of `call`; its exceptions come back."""
+        """Return the result of `call`; its exceptions come back."""
         work = asyncio.ensure_future(call)
         self._running.add(work)
         work.add_done_callback(self._ended)

@@ -34,7 +34,7 @@ class ExecutorLost(RuntimeError):  # noqa: N818 - what happened, as in the log l
 
     @property
     def has_host(self) -> bool:
-        """False if the host is lost: nothing can be started there."""
+        """Whether the host is still there; if it is lost, nothing can be started there."""
         return not self.reason.startswith("host ")
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class NoGenerator(RuntimeError):  # noqa: N818 - what happened, as in the log li
 
 
 class FingerprintMismatch(RuntimeError):  # noqa: N818 - names what was found
-    """What lies in a generator's memory is not what was written; ends the run."""
+    """A generator's memory does not hold what was written; ends the run."""
 
 
 class StaleVersion(RuntimeError):  # noqa: N818 - names what was found
@@ -72,14 +72,15 @@ class TaskError(UserCodeError):
 
 
 def unwrap(error: BaseException) -> BaseException:
-    """The exception that ended the run, out of the groups that wrap it."""
+    """Return the exception that ended the run, out of the groups that wrap it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 async def all_at_once(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What these return. If one fails, the others are cancelled and end before that is raised."""
+    """Run these coroutines at once; return their results. If one fails, the others are cancelled
+    and end before its error is raised."""
     failed: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -92,7 +93,7 @@ async def all_at_once(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel these tasks; returns once they have ended, however they did."""
+    """Cancel these tasks; return once they have ended, however they did."""
     ending = [*tasks]
     for task in ending:
         task.cancel()
@@ -100,22 +101,22 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 def mark_seen(future: asyncio.Future[Any]) -> None:
-    """Let asyncio not warn of this future's exception, which may have no waiter left."""
+    """Keep asyncio from warning of this future's exception, which may have no waiter left."""
     if not future.cancelled():
         future.exception()
 
 
 class RepeatedWarnings:
-    """Writes a warning the first, tenth, hundredth ... time that it comes, from then on with the
-    number of times."""
+    """Writes a warning the 1st, 10th, 100th ... time that it comes, with the count from the 10th
+    on."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._counts: Counter[Hashable] = Counter()
 
     def warn(self, words: str, *args: object, about: Hashable = None) -> None:
-        """Warn of `words` % `args`. The same words are one warning, whatever the arguments are, if
-        they are `about` the same."""
+        """Warn of `words` % `args`. Equal words `about` the same thing count as one warning,
+        whatever the arguments are."""
         self._counts[words, about] += 1
         count = self._counts[words, about]
         if count == 10 ** (len(str(count)) - 1):

@@ -1,4 +1,4 @@
-"""Code that is not the library's own: a recipe's task.py with its neighbours, and the entry
+"""Loads code that is not the library's own: a recipe's task.py with its neighbours, and the entry
 points of other packages."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from llamarl.core.errors import TaskError
 
 def load_extensions(group: str) -> None:
     """Import the modules that installed packages name under this group, such as
-    `llamarl.transports`; each one adds its own entries to the table. What a module raises is passed
-    on, with a note that names it."""
+    `llamarl.transports`; each one adds its own entries to the table. An exception of a module is
+    passed on, with a note that names the module."""
     for entry in entry_points(group=group):
         try:
             entry.load()
@@ -42,10 +42,11 @@ PACKAGE = "__init__.py"
 
 
 def neighbours(text: str, folder: Path) -> dict[str, str]:
-    """The modules in `folder` that this text imports, and those that they import, by their paths
-    there; of a package all modules. A text that does not compile imports none.
+    """Return the texts of the modules in `folder` that this text imports, and of those that they
+    import, by their paths there; for a package, of all its modules. A text that does not compile
+    imports none.
 
-    ValueError for one that cannot be read, or that has the name of an installed module in use.
+    ValueError for a module that cannot be read, or that has the name of an installed module in use.
     """
     found: dict[str, str] = {}
     texts = [text]
@@ -61,7 +62,7 @@ def neighbours(text: str, folder: Path) -> dict[str, str]:
 
 
 def read_source(path: Path) -> str:
-    """The text of a file of Python; ValueError, in one line, if it cannot be read."""
+    """Return the text of a file of Python; ValueError, in one line, if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -71,7 +72,7 @@ def read_source(path: Path) -> str:
 
 
 def make_importable(files: Mapping[str, str]) -> None:
-    """Let this process import these modules, by their texts, and no longer those of before."""
+    """Let this process import these modules by their texts, and forget those of an earlier call."""
     for name, module in [*sys.modules.items()]:
         if isinstance(getattr(module, "__loader__", None), _Loader):
             del sys.modules[name]
@@ -109,7 +110,7 @@ class _Loader(ExecutionLoader):
 
 
 def _imported(text: str) -> set[str]:
-    """The first parts of the names that the text imports."""
+    """Return the first parts of the names that the text imports."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # shown where it is run
@@ -124,15 +125,16 @@ def _imported(text: str) -> set[str]:
 
 
 def _files(folder: Path, name: str) -> Iterable[Path]:
-    """Those of the module or package of this name; none if the folder has no such one."""
+    """Return the files of the module or package of this name; none if the folder does not have
+    it."""
     if (folder / name / PACKAGE).is_file():
         return sorted((folder / name).rglob("*.py"))
     return [path] if (path := folder / f"{name}.py").is_file() else []
 
 
 def _check_name(name: str, path: Path) -> None:
-    """ValueError if this process has imported another module of this name, for all that use that
-    one would get the recipe's."""
+    """Raise ValueError if this process has imported another module of this name, for its users
+    would get the recipe's instead."""
     loaded = sys.modules.get(name)
     if loaded is None or isinstance(getattr(loaded, "__loader__", None), _Loader):
         return
@@ -147,9 +149,10 @@ STAGES = "stages"  # its list of the dataflow's stages
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a function must look like: the types that its parameters, by name, and its result may be
-    annotated with, the usual one first; with Any among them, by whatever it likes. It need not be
-    annotated, and may have more parameters if `has_options`."""
+    """The signature that a function of task.py must have: the types that its parameters, by name,
+    and its result may be annotated with, the usual one first. Where Any is among them, any
+    annotation will do. A function need not be annotated, and may have more parameters if
+    `has_options`."""
 
     parameters: Mapping[str, tuple[str, ...]]
     returns: tuple[str, ...]
@@ -157,7 +160,7 @@ class Form:
     has_options: bool = False
 
     def text(self, name: str) -> str:
-        """Its head, as one would write it."""
+        """Return the signature as one would write it."""
         parameters = [f"{key}: {types[0]}" for key, types in self.parameters.items()]
         parameters += ["..."] if self.has_options else []
         return f"{name}({', '.join(parameters)}) -> {self.returns[0]}"
@@ -204,7 +207,7 @@ FORMS = {
 
 
 def load(source: TaskSource, names: Collection[str]) -> dict[str, Callable[..., Any]]:
-    """Run task.py as the module `task`; its functions `names`, each guarded.
+    """Run task.py as the module `task`; return its functions `names`, each guarded.
 
     ValueError, one line, for a text that raises or a function that is missing or has another form.
     A function that raises later raises TaskError, one line with the place.
@@ -221,7 +224,7 @@ def load(source: TaskSource, names: Collection[str]) -> dict[str, Callable[..., 
 
 
 def load_module(source: TaskSource) -> ModuleType:
-    """Run task.py as the module `task`. Raises whatever it raises."""
+    """Run task.py as the module `task` and return it. Raises whatever task.py raises."""
     text = source[FILE]
     make_importable({name: each for name, each in source.items() if name != FILE})
     module = ModuleType("task")
@@ -233,7 +236,7 @@ def load_module(source: TaskSource) -> ModuleType:
 
 
 def find(module: ModuleType, name: str) -> Callable[..., Any]:
-    """The function `name` of task.py. ValueError, one line, unless it has its form."""
+    """Return the function `name` of task.py. ValueError, one line, unless it has its form."""
     function, form = getattr(module, name, None), FORMS[name]
     if not callable(function):
         defined = ", ".join(key for key in vars(module) if not key.startswith("__"))
@@ -243,7 +246,7 @@ def find(module: ModuleType, name: str) -> Callable[..., Any]:
 
 
 def checked(function: Callable[..., Any], name: str, form: Form) -> Callable[..., Any]:
-    """The function of this name. ValueError, one line, unless it has the form."""
+    """Return the function of this name. ValueError, one line, unless it has the form."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # of a builtin that does not say what it takes
@@ -265,7 +268,7 @@ def checked(function: Callable[..., Any], name: str, form: Form) -> Callable[...
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """The line of task.py that defines it, if it is a function from there."""
+    """Return the line of task.py that defines the function, if it is from there."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or code.co_filename != FILE:
         return FILE
@@ -273,7 +276,7 @@ def place_of(function: Callable[..., Any]) -> str:
 
 
 def where(error: BaseException) -> str:
-    """The error on one line, with the line of task.py it came from."""
+    """Return the error on one line, with the line of task.py it came from."""
     text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     if isinstance(error, SyntaxError) and error.filename and not os.path.isabs(error.filename):
         return f"{text} ({error.filename}, line {error.lineno})"  # of task.py or a neighbour
@@ -298,7 +301,8 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def _has_words(
     function: Callable[..., Any], signature: inspect.Signature, name: str, form: Form
 ) -> bool:
-    """True if the parameters have the form's names and types, or it has another name."""
+    """Return whether the parameters have the form's names and types, or the function has another
+    name."""
     if not (isinstance(function, FunctionType) and function.__name__ == name):
         return True
     given = [*signature.parameters.values()][: len(form.parameters)]
@@ -309,7 +313,7 @@ def _has_words(
 
 
 def _fits(annotation: Any, types: tuple[str, ...]) -> bool:
-    """True without an annotation, or with one of `types`, whatever module it is named by."""
+    """Return whether there is no annotation, or one of `types`, whatever module it is named by."""
     if annotation is inspect.Signature.empty or "Any" in types:
         return True
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)

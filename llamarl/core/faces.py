@@ -1,4 +1,4 @@
-"""What the controller may ask of each executor, and what it says to those that follow a run. The
+"""The calls that executors answer, by role (face), and those by which observers follow a run. The
 worker of each rank inherits its faces; `Executor.one` gives a face as its callers see it, and
 `AllRanks.all` calls a method of one for the results of all ranks. The faces of a publish stand in
 `publish/replica.py`."""
@@ -31,35 +31,35 @@ T = TypeVar("T")
 
 
 class Worker:
-    """One rank of an executor, which its process makes with `Class(spec, rank=, num_ranks=,
+    """One rank of an executor. Its process makes it with `Class(spec, rank=, num_ranks=,
     spans=)`."""
 
     async def start(self) -> None:
-        """Load what takes long; called once, on all ranks."""
+        """Load everything that takes long; called once, on all ranks."""
 
     async def close(self) -> None:
-        """Give everything back, however far `start` came."""
+        """Give all resources back, however far `start` came."""
 
 
 class PerRank(ABC, Generic[T]):
-    """An argument of a call to all ranks of which each gets a part of its own, and no other."""
+    """An argument of a call to all ranks of which each rank gets only a part of its own."""
 
     @abstractmethod
     def for_rank(self, rank: int) -> T:
-        """What this rank is called with."""
+        """Return the argument that this rank is called with."""
 
     @abstractmethod
     def for_ranks(self, ranks: range) -> Self:
-        """An argument for these ranks alone, on its way to them."""
+        """Return the argument for these ranks alone, to be sent to them."""
 
 
 def per_rank(parts: PerRank[T]) -> T:
-    """`parts`, passed where a rank's method takes one of them."""
+    """Return `parts`, typed so that it can be passed where a rank's method takes one of them."""
     return cast(T, parts)
 
 
 class AllRanks(Protocol):
-    """All ranks of an executor."""
+    """Calls all ranks of an executor."""
 
     async def all(
         self,
@@ -67,18 +67,18 @@ class AllRanks(Protocol):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[T]:
-        """Call this method of a face on all ranks at once; the results, by rank."""
+        """Call this method of a face on all ranks at once; return the results, by rank."""
 
 
 class GeneratorReplica(Protocol):
-    """Writes rollouts: one replica."""
+    """Writes rollouts as one replica."""
 
     async def submit(self, requests: list[Request]) -> None:
-        """Queue rollouts; returns once they are queued, not once they are written."""
+        """Queue rollouts; return once they are queued, not once they are written."""
 
     async def collect(self, received: int) -> Report:
-        """Rows that stopped, from number `received` on: those below have arrived, and are
-        forgotten. All others are kept, and reported again when the same is asked again.
+        """Return the rows that stopped, from number `received` on: those below have arrived, and
+        are forgotten. All others are kept, and reported again when the same is asked again.
 
         If none is kept, this waits until all rollouts of some prompt have stopped, or one was cut,
         but at most for the replica's heartbeat interval: a report without rows only says that it is
@@ -89,17 +89,18 @@ class GeneratorReplica(Protocol):
         """Stop these rollouts; each still comes out of `collect`, marked ABORTED."""
 
     async def renew_environment(self, name: str, calls: Environment) -> None:
-        """The environment `name` answers these calls from now on, after a loss."""
+        """Send calls to the environment `name` to these `calls` from now on, after a loss."""
 
 
 class Collector(Protocol):
     """Collects from many replicas for the dispatcher, which gets few messages for all of them."""
 
     async def collect(self, received: int) -> tuple[int, list[tuple[int, Report | Exception]]]:
-        """The number of the answer, and what replicas returned: (replica, its report), or the
-        exception that its `collect` raised, after which the replica is not asked again. Waits for
-        at least one. `received` is the number of the last answer that has arrived (0: none); until
-        it has, the same answer is given again, and no replica is told that its report arrived."""
+        """Return the number of the answer, and what replicas returned: (replica, its report), or
+        the exception that its `collect` raised, after which the replica is not asked again. Waits
+        for at least one. `received` is the number of the last answer that has arrived (0: none);
+        until it has, the same answer is given again, and no replica is told that its report
+        arrived."""
 
     async def follow(self, replica: int, generator: GeneratorReplica) -> None:
         """Collect from this replica too, in place of one that had its number."""
@@ -109,15 +110,15 @@ class Checkpointed(Protocol):
     """Has a state that checkpoints hold."""
 
     async def snapshot(self) -> bool:
-        """Copy the state to host memory, to be written while training goes on. False if there is
-        too little memory for that: then it must be saved while nothing changes it."""
+        """Copy the state to host memory, to be written while training goes on. Returns False if
+        there is too little memory for that: then it must be saved while nothing changes it."""
 
     async def save(self, folder: str, from_snapshot: bool = False) -> None:
         """Write this executor's part of a checkpoint into `folder` (the caller commits it): the
-        present state, or what `snapshot` copied last. One save at a time."""
+        present state, or the last `snapshot`. Only one save may run at a time."""
 
     async def restore(self, folder: str) -> int:
-        """Load what `save` wrote; returns the version."""
+        """Load a checkpoint that `save` wrote; return the version."""
 
 
 class Trainer(Checkpointed, Protocol):
@@ -136,8 +137,8 @@ class Trainer(Checkpointed, Protocol):
         """Write the weights, rounded to `dtype`, in the Hugging Face layout."""
 
     async def infer(self, row_ids: list[int]) -> list[float]:
-        """Largest |log pi - log mu| over what the model wrote of each stored row, under the present
-        version. Changes nothing."""
+        """Return, for each stored row, the largest |log pi - log mu| over the tokens that the model
+        wrote, under the present version. Changes nothing."""
 
 
 class Processor(Protocol):
@@ -146,7 +147,7 @@ class Processor(Protocol):
     async def process(self, items: list[StageItem]) -> Sequence[StageResult]:
         """Read the stage's columns of these rollouts, compute, write its columns.
 
-        Returns what the controller must know: nothing, or one result per rollout. UserCodeError if
+        Returns the results that the controller needs: none, or one per rollout. UserCodeError if
         too many of the recipe's own calls fail.
         """
 
@@ -159,59 +160,62 @@ class Environment(Protocol):
         not known, in this attempt, is LOST; one that fails has failed for good."""
 
     async def forget(self, row_ids: Sequence[int]) -> None:
-        """These episodes do not go on."""
+        """Drop these episodes, which do not go on."""
 
 
 class ColumnStore(Protocol):
-    """What executors ask of storage: the arrays of rollouts."""
+    """Reads and writes the arrays of rollouts: the part of storage that executors use."""
 
     async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
         """Write whole cells; overwriting a cell is allowed only for a partial rollout.
 
-        `writer` signs what an executor writes that others may take the place of; what it writes
+        `writer` signs the cells of an executor that others may take the place of; what it writes
         after it was fenced is skipped.
         """
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
-        """The named columns of these rows, in order. KeyError if a cell was never written."""
+        """Return the named columns of these rows, in order. KeyError if a cell was never
+        written."""
 
 
 class Storage(ColumnStore, Protocol):
     """Holds the arrays of rollouts."""
 
     async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
-        """Those of these rows that a generator has written, as it reports them when they stop."""
+        """Return the rows among these that a generator has written, as it reports them when they
+        stop."""
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         """Archive these rows with their outcome (trained at which version, dropped and why, ...)
-        and free them. Those that were lost are written again."""
+        and free them. Rows that were lost may be written again."""
 
     async def erase(self, row_ids: list[int], names: list[str]) -> None:
-        """Free these cells, if there are any; they are written again."""
+        """Free these cells, if there are any; they may be written again."""
 
     async def fence(self, writer: str) -> None:
-        """Take nothing more from this writer: once this returns, none of its bytes gets into a
-        row, also not those of a write that is under way. ValueError for a writer without a name."""
+        """Take nothing more from this writer: once this returns, none of its bytes gets into a row,
+        not even from a write that is under way. ValueError for a writer without a name."""
 
     async def usage(self) -> dict[str, int]:
-        """What is held: `num_rows`, `memory_bytes`, `spilled_bytes`; and `is_full`, not 0 while no
-        more rows should come."""
+        """Return how much is held: `num_rows`, `memory_bytes`, `spilled_bytes`; and `is_full`, not
+        0 while no more rows should come."""
 
 
 class RunObserver(Protocol):
     """Follows a run, which goes the same way whatever the observer does."""
 
     def log_group(self, group: Group, verdict: Verdict) -> None:
-        """`group` is scored, and will be trained on or not."""
+        """Log that `group` is scored, and will be trained on or not."""
 
     def log_publish(self, seconds: float) -> None:
-        """A version is active on the generators, `seconds` after its publish began."""
+        """Log that a version is active on the generators, `seconds` after its publish began."""
 
     def log_evaluation(self, evaluated: Evaluation | None) -> None:
-        """A held-out evaluation is finished; None if generators were lost with it."""
+        """Log a held-out evaluation that is finished; None if generators were lost with it."""
 
     def log_held_out(self, version: int, loss: float, num_tokens: int) -> None:
-        """`version` has this mean loss over so many tokens of the held-out demonstrations."""
+        """Log the mean loss of `version` over `num_tokens` tokens of the held-out
+        demonstrations."""
 
     async def log_step(
         self,
@@ -220,8 +224,9 @@ class RunObserver(Protocol):
         oldest_version: int,
         found: dict[str, float],
     ) -> None:
-        """The optimizer step that made `stats.version` from `groups` has ended. Tokens older than
-        `oldest_version` had no weight in it. `found`: of the log-prob check and of its parts."""
+        """Log the optimizer step that made `stats.version` from `groups`, once it has ended. Tokens
+        older than `oldest_version` had no weight in it. `found` are the figures of the log-prob
+        check and of the step's parts."""
 
 
 class Offloadable(Protocol):
@@ -234,11 +239,11 @@ class Offloadable(Protocol):
     async def offload(self, tags: list[str]) -> None:
         """Move these off the device; a generator first stops decoding at a step boundary.
 
-        Without effect for what is off the device already.
+        Memory that is off the device already stays there.
         """
 
     async def prefetch(self, tags: list[str]) -> None:
-        """Start reading these into the page cache; returns at once."""
+        """Start reading these into the page cache; return at once."""
 
     async def onload(self, tags: list[str]) -> None:
         """Bring these back bit for bit, at the same addresses where anything refers to them; a

@@ -1,4 +1,4 @@
-"""What config sections share: their checks, a field's limits and choices, and a device's dtype."""
+"""The base class of config sections with its checks, and the limits and choices of fields."""
 
 import dataclasses
 import difflib
@@ -9,29 +9,30 @@ from typing import Any
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 Limits = Mapping[str, Any]
-"""What a value must be: a number `least` or more, `above` and not equal, `most` or less; a text one
-of `choices`."""
+"""The limits of a value: a number is `least` or more, `above` and not equal, `most` or less; a text
+is one of `choices`."""
 
 
 def number(default: float, **limits: float) -> Any:
-    """A dataclass field with this default and limits; a subclass with another default has them
-    too."""
+    """Return a dataclass field with this default and limits; a subclass with another default keeps
+    the limits."""
     assert limits.keys() in ({"least", "most"}, {"above", "most"}), "a number has two limits"
     return dataclasses.field(default=default, metadata=limits)
 
 
 def choice(default: str, *others: str) -> Any:
-    """A dataclass field that is one of these texts."""
+    """Return a dataclass field that is one of these texts."""
     return choice_of((default, *others))
 
 
 def choice_of(choices: Sequence[str]) -> Any:
-    """The same; the first one is the default, and more may be added to the sequence."""
+    """Return a dataclass field that is one of these texts; the first is the default, and more may
+    be added to the sequence later."""
     return dataclasses.field(default=choices[0], metadata={"choices": choices})
 
 
 class Section:
-    """A dataclass of fields that check themselves, and a rule for those that depend on others.
+    """A dataclass of fields that check themselves, with a check of the rules between fields.
 
     `key` names it in a recipe: "data" for DataConfig and what inherits from it, "" for the root, or
     what the class itself says.
@@ -48,23 +49,24 @@ class Section:
         self.check()
 
     def check(self) -> None:
-        """ValueError unless the fields go together."""
+        """Raise ValueError unless the fields go together."""
 
     def require(self, condition: bool, name: str, must: str) -> None:
-        """ValueError "`name` must `must`, got its value" unless `condition` holds; `name` is a
-        field of this section, or one of a section in it, such as "trainer.lr"."""
+        """Raise ValueError "`name` must `must`, got its value" unless `condition` holds; `name` is
+        a field of this section, or one of a section in it, such as "trainer.lr"."""
         if not condition:
             require(False, f"{self.key}.{name}".lstrip("."), must, attrgetter(name)(self))
 
 
 def limits_of(section: type, name: str) -> Limits:
-    """The limits of the field `name` of this config class; none if it has none."""
+    """Return the limits of the field `name` of this config class; empty if it has none."""
     fields = [getattr(each, "__dataclass_fields__", {}).get(name) for each in section.__mro__]
     return next((field.metadata for field in fields if field and field.metadata), {})
 
 
 def broken(limits: Limits, value: object) -> str | None:
-    """What a number must be instead, or None if it lies within the limits, or is none."""
+    """Return the rule that a number breaks, in words, or None if it lies within the limits, or is
+    no number."""
     if not isinstance(value, int | float):
         return None
     if not math.isfinite(value):
@@ -79,12 +81,11 @@ def broken(limits: Limits, value: object) -> str | None:
 
 
 def check_fields(section: str, config: Any) -> None:
-    """ValueError unless every field of the dataclass `config` makes sense by itself.
+    """Raise ValueError unless every field of the dataclass `config` makes sense by itself.
 
     A number must lie within its limits, or be finite where it has none; a text must be one of its
-    choices, and not be empty unless that is its default, and be one that files can hold. A list
-    must hold such values.
-    `section` is the key of `config` in a recipe, "" for the root.
+    choices, not be empty unless that is its default, and be one that files can hold. A list must
+    hold such values. `section` is the key of `config` in a recipe, "" for the root.
     """
     for field in dataclasses.fields(config):
         key = f"{section}.{field.name}".lstrip(".")
@@ -122,12 +123,12 @@ def require_choice(key: str, got: object, choices: Iterable[object]) -> None:
 
 
 def wrong_choice(key: str, got: object, choices: Iterable[str]) -> str:
-    """The line about a `got` that is none of `choices`, with the one that may be meant."""
+    """Return the line about a `got` that is none of `choices`, with the one that may be meant."""
     names = [*choices]
     meant = did_you_mean(difflib.get_close_matches(str(got), names, n=1))
     return f"{key} must be one of {', '.join(names)}, got {got!r}{meant}"
 
 
 def did_you_mean(names: list[str]) -> str:
-    """`` (did you mean a or b?)``, or nothing."""
+    """Return `` (did you mean a or b?)``, or nothing without names."""
     return f" (did you mean {' or '.join(names)}?)" if names else ""

@@ -16,8 +16,8 @@ SURROGATE = "\\ud"  # begins the escape of half a character
 
 
 def whole_letters(text: str) -> str:
-    """The text with U+FFFD in place of each half of a character, which no encoding can hold; two
-    halves that belong together are that character."""
+    """Return the text with U+FFFD in place of each half of a character, which no encoding can hold;
+    two halves that belong together become that character."""
     try:
         text.encode()
         return text
@@ -26,7 +26,7 @@ def whole_letters(text: str) -> str:
 
 
 def parse(text: str | bytes) -> Any:
-    """The value in `text`; ValueError says what is wrong, and at which column."""
+    """Return the value in `text`; ValueError says what is wrong, and at which column."""
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(text)
@@ -49,7 +49,8 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a regular file (reading a pipe would block); ValueError says what is wrong."""
+    """Return the content of a regular file (reading a pipe would block); ValueError says what is
+    wrong."""
     if not path.is_file():
         raise ValueError("no file" if not path.exists() else "something that is no file")
     try:
@@ -59,7 +60,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file `path`; ValueError if it holds anything else."""
+    """Return the JSON object in the file `path`; ValueError if it holds anything else."""
     try:
         value = parse(read_bytes(path))
     except ValueError as error:
@@ -70,7 +71,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_object(path: Path, value: Mapping[str, object]) -> None:
-    """Replace `path` in one move. ValueError for a number that is not finite."""
+    """Replace `path` in one move by the JSON object `value`. ValueError for a number that is not
+    finite."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
     os.replace(unfinished, path)
@@ -80,16 +82,17 @@ MANIFEST_FILE = "llamarl-manifest.json"
 MAX_THREADS = 8  # more would wait for the disk
 
 Digest = dict[str, Any]
-"""{"bytes": length, "sha256": 64 hexadecimal digits} of one file."""
+"""The digest of one file: {"bytes": length, "sha256": 64 hexadecimal digits}."""
 
 
 def write_part(folder: Path, part: int, paths: Iterable[Path]) -> None:
-    """Hash some files of `folder`, those that a rank wrote, for the manifest that `write` makes."""
+    """Hash some files of `folder`, which a rank wrote, for the manifest that `write` makes."""
     _write(folder / f"{MANIFEST_FILE}.part-{part:05d}", _digests(folder, paths))
 
 
 def write(folder: Path) -> None:
-    """Make the manifest of all files in `folder`; hashes only files that are in no part."""
+    """Make the manifest of all files in `folder`; only files that are in no part are hashed
+    here."""
     files: dict[str, Digest] = {}
     for part in sorted(folder.glob(f"{MANIFEST_FILE}.part-*")):
         files |= _read(part)
@@ -101,7 +104,8 @@ def write(folder: Path) -> None:
 
 
 def verify(folder: Path, *needed: str) -> None:
-    """ValueError, naming the file and what is wrong, unless all files are as the manifest says.
+    """Raise ValueError, naming the file and what is wrong, unless all files are as the manifest
+    says.
 
     `needed` are names that the manifest must list; files that it does not list are ignored.
     """
@@ -125,7 +129,7 @@ def verify(folder: Path, *needed: str) -> None:
 
 
 def verify_if_listed(folder: Path) -> None:
-    """`verify`, if there is a manifest: a checkpoint from Hugging Face has none."""
+    """Call `verify` if there is a manifest: a checkpoint from Hugging Face has none."""
     if not os.path.lexists(folder / MANIFEST_FILE):
         return
     try:
@@ -135,7 +139,7 @@ def verify_if_listed(folder: Path) -> None:
 
 
 def _digests(folder: Path, paths: Iterable[Path]) -> dict[str, Digest]:
-    """Digest by name of each file, hashed in threads."""
+    """Return the digest of each file by name, hashed in threads."""
     paths = sorted(paths)
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
         digests = threads.map(_digest, paths)
@@ -173,7 +177,7 @@ def _read(path: Path) -> dict[str, Digest]:
 
 
 def _is_sound(name: str, digest: Digest) -> bool:
-    """A name inside the folder, a length and a hash."""
+    """Return whether this is a name inside the folder, with a length and a hash."""
     is_inside = not name.startswith("/") and ".." not in PurePosixPath(name).parts
     kinds = {key: type(value) for key, value in digest.items()}
     return is_inside and kinds == {"bytes": int, "sha256": str}
@@ -188,14 +192,15 @@ Parts = list[list[Any]]
 
 
 def measure(run_dir: str | Path) -> dict[str, int]:
-    """The length of each file in bytes of whole lines, by its path in `run_dir`."""
+    """Return the length of each file in bytes of whole lines, by its path in `run_dir`."""
     return {name: _whole_lines(path) for name, path in _files(run_dir).items()}
 
 
 def digest(
     run_dir: str | Path, num_bytes: Mapping[str, int], before: Mapping[str, Parts]
 ) -> dict[str, Parts]:
-    """The parts of each file up to `num_bytes`, after those of an earlier checkpoint, `before`.
+    """Return the parts of each file up to `num_bytes`, after those of an earlier checkpoint,
+    `before`.
 
     Reads only what was written since then, so the cost of a save does not grow with the run.
     """
@@ -211,7 +216,7 @@ def digest(
 
 
 def verify_positions(run_dir: str | Path, saved: Mapping[str, Parts]) -> None:
-    """ValueError, naming file and line, unless the files still begin with what was saved."""
+    """Raise ValueError, naming file and line, unless the files still begin with what was saved."""
     files = _files(run_dir)
     for name, parts in saved.items():
         path = Path(run_dir, name)
@@ -226,8 +231,8 @@ def verify_positions(run_dir: str | Path, saved: Mapping[str, Parts]) -> None:
 
 
 def cut(run_dir: str | Path, saved: Mapping[str, Parts]) -> None:
-    """Cut the files to what was saved. The run repeats what came after, so each rollout is in the
-    archive once."""
+    """Cut the files to their saved lengths. The run repeats what came after, so each rollout is in
+    the archive once."""
     for name, path in _files(run_dir).items():
         end = saved[name][-1][0] if saved.get(name) else 0
         if path.stat().st_size > end:
@@ -235,7 +240,7 @@ def cut(run_dir: str | Path, saved: Mapping[str, Parts]) -> None:
 
 
 def is_sound(saved: object) -> TypeGuard[dict[str, Parts]]:
-    """True if `saved` has the form that `digest` gives."""
+    """Return whether `saved` has the form that `digest` gives."""
     return isinstance(saved, dict) and all(
         isinstance(parts, list)
         and all(isinstance(part, list) and list(map(type, part)) == [int, str] for part in parts)
@@ -251,7 +256,8 @@ def _files(run_dir: str | Path) -> dict[str, Path]:
 
 
 def _whole_lines(path: Path) -> int:
-    """Bytes up to the end of the last whole line; another process may be writing the next one."""
+    """Return the bytes up to the end of the last whole line; another process may be writing the
+    next one."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end:
@@ -279,8 +285,8 @@ def _pages(path: Path, start: int, stop: int) -> Iterator[bytes]:
 
 
 def _first_mistake(path: Path, start: int, stop: int) -> tuple[int, str]:
-    """(number, what is wrong) of the first line of a damaged part that is not a JSON object; of the
-    part's first line if all are."""
+    """Return (number, what is wrong) of the first line of a damaged part that is not a JSON object;
+    of the part's first line if all are JSON objects."""
     first = sum(page.count(b"\n") for page in _pages(path, 0, start)) + 1
     with path.open("rb") as file:
         file.seek(start)

@@ -1,4 +1,4 @@
-"""Records of groups, batches and steps, and where the turns of an episode lie in its response."""
+"""Records of groups, batches and steps, and the turns of an episode within its response."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Group:
     version at which the group is used at the latest, as counted at its admission; it never falls
     from one group to the next. No rollout may start on a version below `min_version`. `advantages`
     has one entry per row once the group is settled. `numbers` holds what the recipe's own stages
-    found for a row, by column, and `episodes` the numbers of its episode; a row in `dropped` is not
+    found for a row, by column, and `episodes` the numbers of its episode. A row in `dropped` is not
     trained on, for the reason there, and leaves `row_ids` when the group is settled; `errors` has
-    what the stage said that dropped it.
+    the error of the stage that dropped it.
     """
 
     group_id: int
@@ -50,21 +50,22 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The group is not trained on; `reason` names what it is counted under."""
+    """The group is not trained on; `reason` names the reason that it is counted under."""
 
     reason: str
 
 
 Verdict = Kept | Dropped
-"""What a group filter says."""
+"""The result of a group filter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """A group whose rollouts all have a reward; one entry per rollout, in one order.
+    """A group whose rollouts all have a reward; its fields have one entry per rollout, in one
+    order.
 
     `rewards` are those that functions and stages gave, without the overlong penalty, and
-    `advantages` theirs.
+    `advantages` are computed from these.
     """
 
     prompt: Prompt
@@ -110,8 +111,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What the step that made `version` reports, reduced over trainer ranks: metric name -> value
-    in `scalars`."""
+    """The metrics of the step that made `version`, reduced over trainer ranks: `scalars` by metric
+    name."""
 
     version: int
     scalars: dict[str, float]
@@ -127,11 +128,11 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutResult:
-    """What the rollouts of one held-out prompt reached, one entry per rollout.
+    """The results of one held-out prompt, with one entry per rollout.
 
-    A reward that failed is None, and its rollout not correct. `answers` are equal where the answers
-    are; None where there is none. `shares` has the prompt's own accuracy, pass_at_k and maj_at_k,
-    `extra` what rewards returned besides (see `StageResult`).
+    A reward that failed is None, and its rollout not correct. Entries of `answers` are equal where
+    the answers are, and None where there is none. `shares` has the prompt's own accuracy, pass_at_k
+    and maj_at_k, `extra` what rewards returned besides (see `StageResult`).
     """
 
     held_out: str
@@ -147,7 +148,7 @@ class HeldOutResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Held-out results of one version: of all prompts and, if the recipe names several sets, of
+    """The held-out results of one version: of all prompts and, if the recipe names several sets, of
     those of each set.
 
     `shares` has the accuracy, with several rollouts of a prompt the mean over them (avg@n), and
@@ -167,7 +168,7 @@ class Evaluation:
     extra: dict[str, float] = field(default_factory=dict)
     sets: dict[str, Evaluation] = field(default_factory=dict)
     results: tuple[HeldOutResult, ...] = field(default=(), repr=False)
-    """Of each prompt; left out of the text of an evaluation, which people print."""
+    """The results of each prompt; left out of the text of an evaluation, which people print."""
 
     @property
     def accuracy(self) -> float:
@@ -176,26 +177,27 @@ class Evaluation:
 
 
 ASSISTANT, OBSERVATION = "assistant", "observation"
-"""Who speaks in a turn: the model, or its environment."""
+"""The speakers of turns: the model, or its environment."""
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
-"""Between which a model thinks, in a turn."""
+"""The marks between which a model thinks, in a turn."""
 OPENING = "opening"
-"""The role of what stands before the turns of a record if the environment made it: all that the
-model saw first."""
+"""The role of the entry before the turns of a record, if the environment made it: everything that
+the model saw first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What the model sees first in an episode, in place of the prompt of its row: these messages,
-    and tools of these schemas. The environment answers calls by its `step`, where the last message
-    then has `tool_calls`, as chat templates take them."""
+    """The beginning of an episode that the model sees in place of the prompt of its row: these
+    messages, and tools of these schemas. The environment answers calls by its `step`, where the
+    last message then has `tool_calls`, as chat templates take them."""
 
     messages: list[dict[str, Any]]
     schemas: Sequence[dict[str, Any]] = ()
 
 
 def wrong_opening(messages: object, schemas: object) -> str:
-    """What these of an Opening must be instead; empty if they are what chat templates take."""
+    """Return what is wrong with the fields of an Opening, in words; empty if chat templates take
+    them."""
     if not isinstance(messages, list) or not messages:
         return f"have a list of messages, got {messages!r:.80}"
     for message in messages:
@@ -206,8 +208,8 @@ def wrong_opening(messages: object, schemas: object) -> str:
 
 
 def wrong_schemas(schemas: object) -> str:
-    """What these schemas of tools must be instead; empty if chat templates and the reading of calls
-    can take them."""
+    """Return what is wrong with these schemas of tools, in words; empty if chat templates and the
+    parser of calls can take them."""
     if not isinstance(schemas, Sequence) or isinstance(schemas, str | bytes):
         return f"have a list of tools, got {schemas!r:.80}"
     for tool in schemas:
@@ -234,7 +236,8 @@ def _is_object(value: object) -> TypeGuard[dict[str, Any]]:
 
 
 def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
-    """Runs of equal versions in `versions` int [T], as if no observation stood between them."""
+    """Return the runs of equal versions in `versions` int [T], as if no observation stood between
+    them."""
     versions = versions[versions != NO_VERSION]
     if not len(versions):
         return ()
@@ -247,22 +250,22 @@ def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
 
 
 def turn_start(versions: np.ndarray) -> int:
-    """Where the last turn begins in a response of these token versions [T]: after its last
-    observation."""
+    """Return the position where the last turn begins in a response with these token versions [T]:
+    after its last observation."""
     observed = np.flatnonzero(versions == NO_VERSION)
     return int(observed[-1]) + 1 if len(observed) else 0
 
 
 def last_turn(ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
-    """What the model wrote last of a response `ids` [T]."""
+    """Return the ids of the last turn that the model wrote in a response `ids` [T]."""
     return ids[turn_start(versions) :]
 
 
 def turns_of(
     ids: np.ndarray, versions: np.ndarray, decode: Callable[[np.ndarray], str]
 ) -> list[dict[str, str]]:
-    """A response [T] as messages, {"role": "assistant" or "observation", "content": its text}: of a
-    rollout that takes no turns, one."""
+    """Return a response [T] as messages, {"role": "assistant" or "observation", "content": its
+    text}; a rollout that takes no turns is one message."""
     is_observed = versions == NO_VERSION
     starts = np.flatnonzero(is_observed[1:] != is_observed[:-1]) + 1
     runs = zip(np.split(ids, starts), np.split(is_observed, starts), strict=True)
@@ -273,6 +276,6 @@ def turns_of(
 
 
 def conversation(turns: Sequence[Mapping[str, str]]) -> str:
-    """Turns as people read them: a line for each, and observations in brackets."""
+    """Return turns as people read them: a line for each, and observations in brackets."""
     texts = [(turn["content"], turn["role"] == OBSERVATION) for turn in turns]
     return "\n".join(f"[{text.strip()}]" if is_observed else text for text, is_observed in texts)

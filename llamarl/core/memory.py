@@ -20,7 +20,7 @@ MAX_BUFFERS = 1024  # of one system call
 
 
 def memory_file(label: str = "llamarl", *, can_be_sealed: bool = False) -> int:
-    """The descriptor of a new file, whose `label` shows in /proc/PID/maps."""
+    """Return the descriptor of a new file, whose `label` shows in /proc/PID/maps."""
     if HAS_MEMORY_FILES:
         sealing = os.MFD_ALLOW_SEALING if can_be_sealed else 0
         return os.memfd_create(label, os.MFD_CLOEXEC | sealing)
@@ -30,8 +30,8 @@ def memory_file(label: str = "llamarl", *, can_be_sealed: bool = False) -> int:
 
 @contextmanager
 def sealed_file(text: str) -> Iterator[int]:
-    """The descriptor of a file with `text`, at its start, that nobody can change. Linux alone has
-    seals."""
+    """Provide the descriptor of a file with `text`, at its start, that nobody can change. Only
+    Linux has seals."""
     file = memory_file("program", can_be_sealed=True)
     try:
         with open(file, "w", encoding="utf-8", errors="replace", closefd=False) as stream:
@@ -45,7 +45,7 @@ def sealed_file(text: str) -> Iterator[int]:
 
 
 def reserved_file(label: str, num_bytes: int) -> int:
-    """A new file of zeros whose pages are all reserved now, so that no later write can fail.
+    """Return a new file of zeros whose pages are all reserved now, so that no later write can fail.
     ValueError if the host has too little memory."""
     file = memory_file(label)
     try:
@@ -59,7 +59,7 @@ def reserved_file(label: str, num_bytes: int) -> int:
 
 
 def write_all(file: int, buffers: Sequence[Buffer], offset: int) -> int:
-    """Write contiguous `buffers` one after another from `offset` on; how many bytes that was."""
+    """Write contiguous `buffers` one after another from `offset` on; return the number of bytes."""
     start = offset
     for first in range(0, len(buffers), MAX_BUFFERS):
         some = buffers[first : first + MAX_BUFFERS]
@@ -83,8 +83,8 @@ def read_all(file: int, start: int, into: memoryview) -> None:
 
 
 def map_file(file: int, num_bytes: int, dropped: Callable[[], None] | None = None) -> memoryview:
-    """The first bytes of a file as read-only memory, which outlives the descriptor. `dropped` is
-    called, on any thread, once nothing refers to it any more."""
+    """Return the first bytes of a file as read-only memory, which outlives the descriptor.
+    `dropped` is called, on any thread, once nothing refers to it any more."""
     mapped = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)
     if dropped is not None:
         weakref.finalize(mapped, dropped).atexit = False
@@ -95,7 +95,8 @@ CGROUP = Path("/sys/fs/cgroup")  # where a container sees its own limits
 
 
 def available_bytes() -> int:
-    """Memory this process may still use: the host's available memory or the container's rest."""
+    """Return the memory that this process may still use: the host's available memory or the
+    container's rest, whichever is less."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             host_bytes = int(line.split()[1]) * 1024
@@ -103,7 +104,8 @@ def available_bytes() -> int:
 
 
 def _container_rest_bytes() -> list[int]:
-    """What the container's limit (cgroup v2) leaves, page cache counted as free; [] if none."""
+    """Return the bytes that the container's limit (cgroup v2) leaves, page cache counted as free;
+    [] without a limit."""
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
         used_bytes = int((CGROUP / "memory.current").read_text())

@@ -1,6 +1,4 @@
-"""Numbers split into parts with nearly equal sums.
-
-Pure and deterministic."""
+"""Splits numbers into parts with nearly equal sums. Pure and deterministic."""
 
 import heapq
 from bisect import insort
@@ -11,7 +9,8 @@ _Part = tuple[float, list[int]]  # sum of costs, positions
 
 
 def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Positions of `costs` in `num_parts` parts with nearly equal sums, the largest sum first.
+    """Return the positions of `costs` in `num_parts` parts with nearly equal sums, the largest sum
+    first.
 
     The two partial partitions whose sums differ most are merged, the largest sum of one with the
     smallest of the other, until one is left. Costs are 0 or more; a part may be empty.
@@ -30,8 +29,8 @@ def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def partition_in_equal_counts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Positions of `costs`, a multiple of `num_parts` of them, in parts with as many each and
-    nearly equal sums.
+    """Return the positions of `costs`, a multiple of `num_parts` of them, in parts of equally many
+    with nearly equal sums.
 
     The costliest goes first, to the part with the smallest sum that is not full. With long tails
     that is closer than differencing, whose partial partitions would all have equal counts.
@@ -51,12 +50,13 @@ def partition_in_equal_counts(costs: Sequence[float], num_parts: int) -> list[li
 
 
 def _spread(state: list[_Part], num_parts: int) -> float:
-    """The largest sum minus the smallest; parts that `state` leaves out are empty."""
+    """Return the largest sum minus the smallest; parts that `state` leaves out are empty."""
     return state[0][0] - (state[-1][0] if len(state) == num_parts else 0)
 
 
 def _merge(state: list[_Part], other: list[_Part], num_parts: int) -> list[_Part]:
-    """One partition of both, the largest sum first. It takes over their lists: both end here."""
+    """Return one partition of both, the largest sum first. It takes over their lists, so neither
+    may be used afterwards."""
     if len(state) < len(other):
         state, other = other, state
     first = num_parts - len(other)  # the part of `state` that gets the smallest sum of `other`

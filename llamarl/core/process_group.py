@@ -1,11 +1,8 @@
-"""Rendezvous and network interface of the ranks of a process group.
+"""The rendezvous and network interface of the ranks of a process group.
 
 Settings of a host come in environment variables, which `cluster/` sets for each process; without
-them the run has a single host, as with `cluster=inline`.
-
-
-Sockets listen only on the address of the data interface; on a single host that is loopback, and
-the rendezvous is a file."""
+them the run has a single host, as with `cluster=inline`. Sockets listen only on the address of the
+data interface; on a single host that is loopback, and the rendezvous is a file."""
 
 import os
 import socket
@@ -30,12 +27,13 @@ BACKLOG = 4096  # thousands of ranks connect at once
 
 
 def data_interface() -> str:
-    """The network interface of tensor traffic: loopback on a single host."""
+    """Return the network interface of tensor traffic: loopback on a single host."""
     return os.environ.get(INTERFACE) or ("lo0" if sys.platform == "darwin" else "lo")
 
 
 def meet(rendezvous: str, rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
-    """The store of a group that is about to form. `rendezvous` is a path no earlier group has used.
+    """Return the store of a group that is about to form. `rendezvous` is a path that no earlier
+    group has used.
 
     On a single host the store is that file. Ranks of several hosts, possibly thousands, would wait
     for each other's locks on a network file system: there rank 0 serves the store from memory, and
@@ -78,13 +76,13 @@ def form_group(
     timeout: timedelta,
     fails_alone: bool = False,
 ) -> Any:
-    """A process group beside the default one; see `Platform.make_group`."""
+    """Form a process group beside the default one; see `Platform.make_group`."""
     platform, interface = platform_of(device), data_interface()
     return platform.make_group(store, rank, num_ranks, timeout, interface, fails_alone)
 
 
 def interface_address(interface: str) -> str:
-    """The IPv4 address of a network interface of this host; ValueError if there is none."""
+    """Return the IPv4 address of a network interface of this host; ValueError if there is none."""
     import fcntl  # Unix only
 
     request = struct.pack("256s", interface.encode())
@@ -101,7 +99,7 @@ def interface_address(interface: str) -> str:
 
 
 def _read_address(rendezvous: str, timeout_s: float) -> tuple[str, int]:
-    """The address that rank 0 writes into the file; waits for it."""
+    """Wait for the address that rank 0 writes into the file, and return it."""
     path = Path(rendezvous)
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:

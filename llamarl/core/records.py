@@ -1,4 +1,4 @@
-"""The words of the project: records that travel between executors, and the glossary."""
+"""The records that travel between executors, and the glossary of the project."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 class WireList(list[T]):
-    """Records of one `light` class, which arrive as a plain list: pickled as one object, for calls
-    between processes look at each object that is not Python's own."""
+    """Records of one `light` class, which arrive as a plain list. They are pickled as one object,
+    since calls between processes inspect each object that is not of a builtin type."""
 
     def __reduce__(self) -> Any:
         if not self:
@@ -45,7 +45,7 @@ def light(cls: type[T]) -> type[T]:
     exec("\n    ".join([head, "self = new(cls)", *puts, "return self"]), scope)
     restore = scope["restore"]
 
-    # By these pickle finds it.
+    # pickle finds the function by these names.
     restore.__module__, restore.__qualname__ = cls.__module__, f"{cls.__qualname__}.restore"
     cls.restore = staticmethod(restore)  # type: ignore[attr-defined]
     cls.__reduce__ = lambda self: (restore, values(self))  # type: ignore[method-assign]
@@ -53,13 +53,15 @@ def light(cls: type[T]) -> type[T]:
 
 
 def as_json(record: Any) -> dict[str, Any]:
-    """A `light` record as JSON has it: its values by name, and so those of a record in it."""
+    """Return a `light` record as JSON has it: its values by name, and likewise those of a record in
+    it."""
     found = {name: getattr(record, name) for name in record.__slots__}
     return {name: as_json(each) if is_dataclass(each) else each for name, each in found.items()}
 
 
 def read_json(cls: type[T], values: Mapping[str, Any]) -> T:
-    """The inverse; what is not JSON's own in a data row has become text."""
+    """Return the record that `as_json` made these values from; a value of a data row that JSON
+    cannot hold has become text."""
     readers = _readers(cast(Any, cls))
     read = {k: v if v is None or k not in readers else readers[k](v) for k, v in values.items()}
     return cls(**read)
@@ -67,7 +69,8 @@ def read_json(cls: type[T], values: Mapping[str, Any]) -> T:
 
 @cache
 def _readers(cls: type[Any]) -> dict[str, Callable[[Any], Any]]:
-    """What makes values of the fields of a class that JSON writes otherwise."""
+    """Return, by name, a function that restores the value of a field which JSON writes in another
+    type."""
     found: dict[str, Callable[[Any], Any]] = {}
     for name, hint in get_type_hints(cls).items():
         kinds: Sequence[Any] = get_args(hint) if isinstance(hint, UnionType) else (hint,)
@@ -82,13 +85,13 @@ def _readers(cls: type[Any]) -> dict[str, Callable[[Any], Any]]:
 
 
 FALLBACKS = {"question": "prompt", "answer": "reward_model.ground_truth"}
-"""Where TRL's and verl's rows have what the default names of fields stand for."""
+"""The fields in which TRL's and verl's rows have what the default field names stand for."""
 
 
 def value_at(row: Mapping[str, Any], field: str) -> Any:
-    """What a data row has in a field: `a.b` is `b` of the object in `a`, unless the row has a key
-    of that whole name; `question` and `answer` may also stand where `FALLBACKS` say. KeyError, with
-    the last name looked for, if the row lacks it."""
+    """Return the value of a field of a data row: `a.b` is `b` of the object in `a`, unless the row
+    has a key of that whole name; `question` and `answer` may also stand where `FALLBACKS` say.
+    KeyError, with the last name looked for, if the row lacks it."""
     if field in row:
         return row[field]
     value: Any = row
@@ -102,7 +105,7 @@ def value_at(row: Mapping[str, Any], field: str) -> Any:
 
 
 def find_value(row: Mapping[str, Any], field: str) -> Any:
-    """The same; None if the row lacks it."""
+    """Return the value that `value_at` returns; None if the row lacks it."""
     try:
         return value_at(row, field)
     except KeyError:
@@ -110,10 +113,10 @@ def find_value(row: Mapping[str, Any], field: str) -> Any:
 
 
 Columns = dict[str, list[np.ndarray]]
-"""Column name -> one array per row, in the order of the row ids beside it."""
+"""One array per row, in the order of the row ids beside it, by column name."""
 
 Outcome = dict[str, str | int | float]
-"""What became of a rollout: "outcome" is trained, dropped, evaluated, logprob_check, lost or
+"""The outcome of a rollout: "outcome" is trained, dropped, evaluated, logprob_check, lost or
 unused; more keys say at which version, or why."""
 
 # Column names of the store, their dtype and shape per row (T response tokens, P prompt tokens).
@@ -138,7 +141,8 @@ RECORD = "record"  # uint8, JSON: what the controller knows of a rollout (storag
 
 
 class Purpose(StrEnum):
-    """Why a rollout exists, in the order in which they start. Only TRAIN rows are trained on."""
+    """The purpose of a rollout, in the order in which they start. Only TRAIN rows are trained
+    on."""
 
     CHECK = "logprob_check"  # whether trainer and generator agree on log-probs after a publish
     EVALUATE = "evaluate"
@@ -149,7 +153,7 @@ PLACES = {purpose: place for place, purpose in enumerate(Purpose)}
 
 
 class FinishReason(StrEnum):
-    """Why the generator stopped writing a rollout."""
+    """The reason why the generator stopped writing a rollout."""
 
     STOP = "stop"  # a stop id or stop string
     LENGTH = "length"  # max_tokens, the context window, or the most turns
@@ -161,7 +165,7 @@ FINISH_CODES: dict[FinishReason, int] = {reason: code for code, reason in enumer
 
 
 def finish_reason(sampling: np.ndarray | Sequence[float]) -> FinishReason:
-    """Why the rollout with this SAMPLING cell stopped; the last entry is its finish code."""
+    """Return why the rollout with this SAMPLING cell stopped; the last entry is its finish code."""
     return [*FINISH_CODES][int(sampling[-1])]
 
 
@@ -177,9 +181,9 @@ class Prompt:
     """One tokenized question.
 
     `prompt_id` is its line in its source, from 1, plus SOURCE_ROWS for each source before that one;
-    `epoch` how often the source was walked before. `fields` is the whole data row, which reward
-    functions read. `held_out` names its held-out set, "" for training; `is_kept`: its rollouts are
-    kept whole in the archive (experience.keep_rollouts).
+    `epoch` says how often the source was walked before. `fields` is the whole data row, which
+    reward functions read. `held_out` names its held-out set, "" for training; `is_kept` says that
+    its rollouts are kept whole in the archive (experience.keep_rollouts).
     """
 
     prompt_id: int
@@ -197,7 +201,7 @@ class Prompt:
 
     @property
     def line(self) -> int:
-        """Its line in its source."""
+        """The line in its source."""
         return self.prompt_id % SOURCE_ROWS if self.prompt_id > 0 else self.prompt_id
 
     @property
@@ -211,8 +215,9 @@ class Prompt:
         return self.is_kept or self.is_held_out
 
     def question(self, field: str) -> str:
-        """The question as this field of the row has it, of a chat the last message; else the whole
-        prompt, which begins with the same words of the template in every row."""
+        """Return the question as this field of the row has it, of a chat the last message;
+        otherwise the whole prompt, which begins with the same words of the template in every row.
+        """
         question = find_value(self.fields, field)
         if isinstance(question, list) and question:
             question = question[-1].get("content")
@@ -221,7 +226,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch those off."""
+    """The sampling parameters of a rollout. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1
+    switch those off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -234,15 +240,16 @@ class Sampling:
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One rollout asked of a generator.
+    """A request to a generator for one rollout.
 
-    `min_version`: a replica below it may not start the rollout. `segment_tokens` 0 means never
-    cut; `resume` says that the store holds the tokens written so far under `row_id`. Rollouts of
-    one prompt carry equal `prompt_ids`, which replicas prefill once. `step` is its group's;
-    `expected_tokens` is its probable length, 0 if not known. Of a step, the highest `precedence`
-    starts first. With a `replica` no other may write it. Only the engine looks at `replay_tokens`,
-    how long it has to become. With a `prompt` the rollout is an episode, which may begin again: the
-    `attempt` counts up. A resumed one goes on with the `environment` that has played it.
+    A replica below `min_version` may not start the rollout. `segment_tokens` 0 means never cut;
+    `resume` says that the store holds the tokens written so far under `row_id`. Rollouts of one
+    prompt carry equal `prompt_ids`, which replicas prefill once. `step` is its group's;
+    `expected_tokens` is its probable length, 0 if not known. Within a step, the highest
+    `precedence` starts first. With a `replica` no other may write it. Only the engine looks at
+    `replay_tokens`, the length that the rollout must reach. With a `prompt` the rollout is an
+    episode, which may begin again: the `attempt` counts up. A resumed one goes on with the
+    `environment` that has played it.
     """
 
     row_id: int
@@ -264,19 +271,20 @@ class Request:
 
     @property
     def has_turns(self) -> bool:
-        """Whether a turn of an episode ends where the rollout stops by itself."""
+        """Whether the rollout is an episode, in which a turn ends where a plain rollout would stop
+        by itself."""
         return self.prompt is not None
 
     @property
     def urgency(self) -> tuple[int, int, int]:
-        """The lowest starts first: log-prob checks before evaluation before training, an earlier
-        step before a later one, and within a step the highest precedence."""
+        """The sort key of starts, lowest first: log-prob checks before evaluation before training,
+        an earlier step before a later one, and within a step the highest precedence."""
         return PLACES[self.purpose], self.step, -self.precedence
 
     @property
     def prefix_group(self) -> tuple[tuple[int, ...], int]:
-        """Equal for rollouts of one prompt that may start together: none of them can hold up the
-        others by waiting for a version that these must first be trained for."""
+        """A key that is equal for rollouts of one prompt that may start together: none of them can
+        hold up the others by waiting for a version that these must first be trained for."""
         ids = self.prompt_ids if self.prompt is None else self.prompt.token_ids
         return ids, self.min_version
 
@@ -284,15 +292,15 @@ class Request:
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """`num_tokens` consecutive response tokens written by weight version `version`."""
+    """A run of `num_tokens` consecutive response tokens written by weight version `version`."""
 
     version: int
     num_tokens: int
 
 
 class StageStatus(StrEnum):
-    """How a stage's call ended for a rollout; a reward that failed is no zero, unless the recipe
-    makes it one."""
+    """The status of a stage's call for a rollout; a reward that failed does not count as 0, unless
+    the recipe says so."""
 
     OK = "ok"
     RAISED = "raised"
@@ -301,7 +309,7 @@ class StageStatus(StrEnum):
 
 
 class EpisodeState(StrEnum):
-    """How an episode goes on."""
+    """The state of an episode after a turn."""
 
     GOES_ON = "goes_on"  # it has begun, or its turn was answered: the model writes
     DONE = "done"  # the environment, or the model, has ended it
@@ -312,9 +320,9 @@ class EpisodeState(StrEnum):
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnItem:
-    """What an environment is asked about a rollout: with a `prompt` to begin its episode, else to
-    answer the turn of these `ids`, which the model ended itself unless it `is_cut` by a limit. An
-    observation may have up to `room` tokens."""
+    """A request to an environment about a rollout: with a `prompt` to begin its episode, otherwise
+    to answer the turn of these `ids`, which the model ended itself unless it `is_cut` by a limit.
+    An observation may have up to `room` tokens."""
 
     row_id: int
     attempt: int
@@ -327,12 +335,12 @@ class TurnItem:
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResult:
-    """What became of a turn. With a `status` that is not OK the episode has failed, as `error`
-    says; if `ends_run`, as too many have.
+    """An environment's answer to a turn. With a `status` that is not OK the episode has failed, as
+    `error` says; with `ends_run` too many have failed, which ends the run.
 
     `prompt_ids` replace the prompt's for this rollout if its environment has added to it.
-    `observation` are the tokens to go on from, `reward` what the environment gives at the end,
-    and `rewards` what the functions give that `reward.functions` names as environment.NAME.
+    `observation` are the tokens to go on from, `reward` is what the environment gives at the end,
+    and `rewards` are what the functions give that `reward.functions` names as environment.NAME.
     `numbers` are the episode's so far, such as "turns" and "calls/search"; `environment` plays it.
     """
 
@@ -363,9 +371,9 @@ class TurnResult:
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutInfo:
-    """What the controller learns when a rollout stops: `num_tokens` is the length of its response,
-    `spans` are of what the model wrote of it, whose log-probs when it was drawn add up to
-    `logprob`. `episode` is that of a rollout with turns."""
+    """The report to the controller of a rollout that stopped. `num_tokens` is the length of its
+    response; `spans` cover the tokens of it that the model wrote, whose log-probs when they were
+    drawn add up to `logprob`. `episode` is that of a rollout with turns."""
 
     row_id: int
     num_prompt_tokens: int
@@ -378,21 +386,21 @@ class RolloutInfo:
 
     @property
     def num_generated(self) -> int:
-        """Response tokens that the model wrote: all but observations."""
+        """The number of response tokens that the model wrote: all except observations."""
         return sum([span.num_tokens for span in self.spans])  # as a generator, twice as slow
 
 
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageResult:
-    """What a stage found for one rollout; `error` says why its `status` is not OK.
+    """A stage's result for one rollout; `error` says why its `status` is not OK.
 
-    `numbers` holds the columns it wrote that are one number, by name; a rollout with a `reason`, or
-    on which a stage of the recipe's own failed, is dropped. The stage `score` writes REWARD, the
+    `numbers` holds, by name, the columns it wrote that are one number; a rollout with a `reason`,
+    or on which a stage of the recipe's own failed, is dropped. The stage `score` writes REWARD, the
     weighted sum of the `parts` by function; if it failed there is none, or 0 with
-    `reward.on_failure: zero`. `correct`: the first function gave `reward.correct_at` or more.
-    `answer` of a held-out rollout is equal where answers are; None: it has none. `extra` are
-    further numbers that reward functions returned.
+    `reward.on_failure: zero`. `correct` says that the first function gave `reward.correct_at` or
+    more. `answer` of a held-out rollout is equal where answers are; None if it has none. `extra`
+    are further numbers that reward functions returned.
     """
 
     row_id: int
@@ -407,15 +415,15 @@ class StageResult:
 
     @property
     def reward(self) -> float:
-        """NaN if there is none."""
+        """The reward; NaN if there is none."""
         return self.numbers.get(REWARD, math.nan)
 
     @property
     def has_reward(self) -> bool:
-        """True if advantages can be computed from it."""
+        """Whether advantages can be computed from it."""
         return not math.isnan(self.reward)
 
 
 StageItem = tuple[tuple[int, ...], Prompt | None]
-"""What one call of a stage is about: a rollout, or all of a group that are left; and their prompt
-if the stage reads it."""
+"""The rollouts that one call of a stage is about, one or all that are left of a group, and their
+prompt if the stage reads it."""

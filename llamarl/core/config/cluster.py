@@ -1,5 +1,5 @@
-"""Hosts and processes. These fields and the numbers of ranks decide which rank runs where
-(`rank_assignment.py`)."""
+"""The config of hosts and processes. These fields and the numbers of ranks decide which rank runs
+where (`rank_assignment.py`)."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from llamarl.core.device.names import AUTO
 from llamarl.core.fields import DAY_S, Section, choice, number
 
 PLANNED_GPU = "H100-80GB"
-"""What AUTO stands for in forecasts, where no GPU can be asked."""
+"""The kind of GPU that AUTO stands for in forecasts, where no GPU can be asked."""
 
 
 @dataclass(kw_only=True)
@@ -73,7 +73,7 @@ class ClusterConfig(Section):
 
     @property
     def size(self) -> int:
-        """Hosts of the run."""
+        """The number of hosts of the run."""
         return self.num_hosts or len(self.hosts) or 1
 
     @property
@@ -82,5 +82,6 @@ class ClusterConfig(Section):
         return PLANNED_GPU if self.gpu == AUTO else self.gpu
 
     def name_host(self, index: int) -> str:
-        """What the executors on a host call it: its address, if that is known."""
+        """Return the name by which the processes of a run know a host: its address, if that is
+        known."""
         return self.hosts[index] if index < len(self.hosts) else f"host-{index}"

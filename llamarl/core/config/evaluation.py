@@ -1,4 +1,4 @@
-"""What is measured of the versions of a run, and which of them are kept."""
+"""The config of evaluations, and of the versions that are kept on disk."""
 
 import re
 from dataclasses import dataclass, field
@@ -64,7 +64,8 @@ class EvaluationConfig(Section):
         return self.at_k or [self.rollouts_per_prompt] * (self.rollouts_per_prompt > 1)
 
     def metrics(self, has_answers: bool) -> list[str]:
-        """What the best version may be chosen by: larger ones are better."""
+        """Return the metrics that the best version may be chosen by; of each, larger values are
+        better."""
         names = ["accuracy", "reward", *(f"pass_at_{k}" for k in self.ks)]
         names += [f"maj_at_{k}" for k in self.ks if has_answers]
         return [*names, *(f"{each}/{name}" for each in self.sets for name in names)]
@@ -102,9 +103,10 @@ class CheckpointConfig(Section):
     of them stay. 0: none before the end."""
 
     def is_due(self, version: int, last: int) -> bool:
-        """True at the last version and at every multiple of `every_steps`."""
+        """Return whether a save is due: at the last version and at every multiple of
+        `every_steps`."""
         return version == last or (self.every_steps > 0 and version % self.every_steps == 0)
 
     def is_export_due(self, version: int) -> bool:
-        """True at every multiple of `export_every_steps`."""
+        """Return whether an export is due: at every multiple of `export_every_steps`."""
         return self.export_every_steps > 0 and version % self.export_every_steps == 0

@@ -1,4 +1,4 @@
-"""Generator replicas, sampling, dispatch, and pools of unlike replicas."""
+"""The config of generator replicas, sampling, dispatch, and pools of unlike replicas."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class GeneratorConfig(Section):
     def require_quantization(
         self, engine: str, *, on_cpu: tuple[str, ...], on_gpu: tuple[str, ...]
     ) -> None:
-        """ValueError unless `engine` has the quantization, which depends on the device."""
+        """Raise ValueError unless `engine` has the quantization, which depends on the device."""
         allowed = on_gpu if is_gpu(self.device) else on_cpu
         must = f"be one of {', '.join(allowed)} on {self.device} ({engine})"
         self.require(self.quantization in allowed, "quantization", must)
@@ -179,7 +179,7 @@ class DispatchConfig(Section):
 
 
 Recipe = TypeVar("Recipe")
-"""A whole `Config`, whose module needs this one."""
+"""The type of a whole `Config`, whose module imports this one."""
 ENGINES: dict[str, type[GeneratorConfig]] = {"embedded": EmbeddedConfig, "vllm": VllmConfig}
 PLACES = ("engine", "site", "gpu")
 OF_ALL = ("pools", "num_collectors", "max_restarts", "elastic")
@@ -188,22 +188,23 @@ OF_ALL = ("pools", "num_collectors", "max_restarts", "elastic")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """One pool of a run."""
+    """A pool of alike replicas of a run."""
 
     key: str
-    """What an error calls it: generator.pools[1]."""
+    """The name that errors use, such as generator.pools[1]."""
     generator: GeneratorConfig
-    """Of its replicas."""
+    """The config of its replicas."""
     replicas: range
-    """Their indices."""
+    """The indices of its replicas."""
     site: str = ""
     """One of `cluster.sites`; "": wherever there is room."""
     gpu: str = ""
-    """The kind of their GPUs; "": `cluster.gpu`."""
+    """The kind of GPU of its replicas; "": `cluster.gpu`."""
 
 
 def pools_of(generator: GeneratorConfig) -> list[Pool]:
-    """The pools in the order of their replicas. ValueError, naming the pool, for a mistake."""
+    """Return the pools in the order of their replicas. ValueError, naming the pool, for a
+    mistake."""
     pools: list[Pool] = []
     for index, text in enumerate(generator.pools):
         begin = pools[-1].replicas.stop if pools else 0
@@ -213,23 +214,23 @@ def pools_of(generator: GeneratorConfig) -> list[Pool]:
 
 
 def pool_at(generator: GeneratorConfig, replica: int) -> Pool:
-    """The pool of a replica; one beyond those of the recipe is of the last pool."""
+    """Return the pool of a replica; one beyond those of the recipe belongs to the last pool."""
     pools = pools_of(generator)
     return pools[number_of(pools, replica)]
 
 
 def number_of(pools: Sequence[Pool], replica: int) -> int:
-    """Which of all pools of a run, as `pools_of` has them, a replica is of."""
+    """Return the place of a replica's pool among all pools of a run, as `pools_of` gives them."""
     return sum(replica >= pool.replicas.stop for pool in pools[:-1])
 
 
 def generator_of(generator: GeneratorConfig, replica: int) -> GeneratorConfig:
-    """The config of one replica."""
+    """Return the config of one replica."""
     return pool_at(generator, replica).generator
 
 
 def alone(config: Recipe, pool: Pool) -> Recipe:
-    """The recipe with this pool alone. ValueError if they do not go together."""
+    """Return the recipe with this pool as its only one. ValueError if they do not go together."""
     recipe: Any = config
     if not recipe.generator.pools:
         return config
@@ -241,7 +242,7 @@ def alone(config: Recipe, pool: Pool) -> Recipe:
 
 @contextmanager
 def named(pool: Pool) -> Iterator[None]:
-    """A ValueError about a field of `generator` is about this pool's."""
+    """Let a ValueError about a field of `generator` name this pool."""
     try:
         yield
     except ValueError as error:
@@ -252,7 +253,7 @@ def named(pool: Pool) -> Iterator[None]:
 
 
 def _read(key: str, text: str, base: GeneratorConfig, begin: int) -> Pool:
-    """The pool that `text` describes, whose first replica is `begin`."""
+    """Return the pool that `text` describes, whose first replica is `begin`."""
     words = dict(_pairs(key, text))
     own = "vllm" if isinstance(base, VllmConfig) else "embedded"
     engine = words.pop("engine", own)

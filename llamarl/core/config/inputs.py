@@ -1,5 +1,5 @@
-"""The pretrained checkpoint, the prompts, the environments that rollouts take turns with, and
-the rewards."""
+"""The config of the pretrained checkpoint, the prompts, the environments that rollouts take turns
+with, and the rewards."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ class DataConfig(Section):
 
     @property
     def sources(self) -> list[str]:
-        """Those of `prompts`."""
+        """The sources that `prompts` names, as a list."""
         return self.prompts if isinstance(self.prompts, list) else [self.prompts]
 
     @property
     def source_names(self) -> list[str]:
-        """What metrics call each source: its file's name without its ending, with its place if two
-        have the same."""
+        """The name of each source in metrics: its file's name without its ending, with its place if
+        two sources have the same."""
         names = [ENDING.sub("", PurePath(each).name) for each in self.sources]
         stems = [NOT_IN_TAGS.sub("_", name) for name in names]
         if len({*stems}) == len(stems):
@@ -176,8 +176,8 @@ class EnvironmentConfig(Section):
 
 OF_EPISODE = "environment."  # before the name of a function of episode_rewards
 LARGEST = 1e9
-"""What a reward may be at most, with either sign: squares of gradients that it scales must not
-overflow float32."""
+"""The largest absolute value of a reward: squares of gradients that it scales must not overflow
+float32."""
 
 
 @dataclass(kw_only=True)
@@ -238,7 +238,7 @@ class RewardConfig(Section):
 
     @property
     def is_of_episode(self) -> bool:
-        """Whether a function reads episodes, which a recipe without environments has not."""
+        """Whether a function reads episodes, which a recipe without environments does not have."""
         return "environment" in self.functions or bool(self.episode_rewards)
 
     def check(self) -> None:

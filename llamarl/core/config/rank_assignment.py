@@ -1,13 +1,12 @@
-"""Which rank runs on which host and GPU.
+"""The assignment of ranks to hosts and GPUs.
 
 Devices are taken in order: by the trainer first, then by one replica after another, at the site of
 its pool if that names one. The ranks of a replica are on several hosts only if one host is too
 small for them. Colocated, the replicas begin again at the first device. Without GPUs a host counts
 as many devices as an even spread of the ranks over the hosts needs.
 
-
-Pure; with disaggregated placement no two ranks share a GPU, except that the reference shares the
-trainer's."""
+The functions are pure. With disaggregated placement no two ranks share a GPU, except that the
+reference shares the trainer's."""
 
 import math
 from collections import Counter
@@ -22,18 +21,18 @@ from llamarl.core.fields import require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Where one rank runs."""
+    """The place where one rank runs."""
 
     host: int
-    """Index among the run's hosts."""
+    """The index among the run's hosts."""
     gpu: int | None
-    """Index among that host's GPUs; None on CPUs."""
+    """The index among that host's GPUs; None on CPUs."""
     gpu_kind: str = ""
-    """What GPU it must be; "": a `cluster.gpu`."""
+    """The kind of GPU that it must be; "": a `cluster.gpu`."""
 
 
 def assign(config: Config, num_replicas: int = 0) -> dict[str, list[Device]]:
-    """Executor name ("trainer", "generator-0", "reference") -> the device of each of its ranks.
+    """Return the device of each rank, by executor name ("trainer", "generator-0", "reference").
 
     `num_replicas` may be more than those of the recipe. ValueError, with the numbers, if the hosts
     have too few GPUs.
@@ -61,10 +60,10 @@ def assign(config: Config, num_replicas: int = 0) -> dict[str, list[Device]]:
 
 
 def place_generator(config: Config, replica: int) -> list[Device]:
-    """The device of each rank of a replica that may be more than those of the recipe.
+    """Return the device of each rank of a replica, whose index may be beyond those of the recipe.
 
-    On GPUs it takes the devices that the recipe leaves free; ValueError, with the numbers, if there
-    are too few. Else it runs on the host that its index names in turn.
+    On GPUs such a replica takes the devices that the recipe leaves free; ValueError, with the
+    numbers, if there are too few. On CPUs it runs on the host that its index names in turn.
     """
     if f"generator-{replica}" in (places := assign(config)):
         return places[f"generator-{replica}"]
@@ -77,8 +76,8 @@ def place_generator(config: Config, replica: int) -> list[Device]:
 
 
 def companions(config: Config) -> dict[str, list[Device]]:
-    """The devices of executors that compute no tensors, at the trainer's site: the scorer on its
-    first host, storage units on every one, collectors spread over them."""
+    """Return the devices of executors that compute no tensors, at the trainer's site: the scorer on
+    its first host, storage units on every one, collectors spread over them."""
     counts = {"storage": num_storage_units(config), "collector": config.generator.num_collectors}
     hosts = home_hosts(config)
     spread = {
@@ -90,13 +89,15 @@ def companions(config: Config) -> dict[str, list[Device]]:
 
 
 def num_storage_units(config: Config) -> int:
-    """Of the whole run; unit i is on host i, modulo their number, of the trainer's site."""
+    """Return the number of storage units of the whole run; unit i is on host i, modulo their
+    number, of the trainer's site."""
     return config.experience.units_per_host * len(home_hosts(config))
 
 
 def units_near(config: Config) -> dict[int, list[int]]:
-    """Generator replica -> the storage units on the host of its rank 0, which writes its rollouts;
-    all units for one at another site, which has none. Empty if all units are on one host."""
+    """Return, by replica, the storage units on the host of its rank 0, which writes its rollouts. A
+    replica at another site, which has no units, gets all of them. Empty if all units are on one
+    host."""
     hosts = home_hosts(config)
     if len(hosts) == 1:
         return {}
@@ -107,25 +108,25 @@ def units_near(config: Config) -> dict[int, list[int]]:
 
 
 def home_hosts(config: Config) -> list[int]:
-    """The hosts at the trainer's site, which is the first host's."""
+    """Return the hosts at the trainer's site, which is the first host's."""
     far = far_sites(config)
     return [host for host in range(config.cluster.size) if host not in far]
 
 
 def far_sites(config: Config) -> dict[int, str]:
-    """Host -> its site, of those at other sites than the trainer's."""
+    """Return the site of each host that is not at the trainer's site, by host."""
     sites = config.cluster.sites
     return {host: site for host, site in enumerate(sites) if site != sites[0]}
 
 
 def needs_gpu(config: Config) -> bool:
-    """Whether trainer or generators compute on GPUs."""
+    """Return whether the trainer or generators compute on GPUs."""
     generators = (pool.generator.device for pool in pools_of(config.generator))
     return any(map(is_gpu, (config.trainer.device, *generators)))
 
 
 def devices_per_host(config: Config) -> int:
-    """Ranks that one host takes."""
+    """Return how many ranks one host takes."""
     pools = pools_of(config.generator)
     if needs_gpu(config):
         return config.cluster.num_gpus_per_host
@@ -143,14 +144,15 @@ def devices_per_host(config: Config) -> int:
 
 
 def _hosts_at(config: Config, site: str) -> Sequence[int]:
-    """The hosts of a site, "" for all."""
+    """Return the hosts of a site; "" stands for all hosts."""
     if not site:
         return range(config.cluster.size)
     return [host for host, each in enumerate(config.cluster.sites) if each == site]
 
 
 def _check_room(config: Config, pools: list[Pool], ends: dict[str, int], per_host: int) -> None:
-    """ValueError, with the numbers, unless each site has as many devices as ranks sit there."""
+    """Raise ValueError, with the numbers, unless each site has as many devices as ranks sit
+    there."""
     for site, end in ends.items():
         num_hosts, there = math.ceil(end / per_host), len(_hosts_at(config, site))
         ranks = " and ".join(
@@ -168,8 +170,8 @@ def _check_room(config: Config, pools: list[Pool], ends: dict[str, int], per_hos
 
 
 def _check_sites(config: Config, devices: dict[str, list[Device]]) -> None:
-    """ValueError unless each executor is at one site, and every site but the trainer's has a
-    replica."""
+    """Raise ValueError unless each executor is at one site, and every site except the trainer's has
+    a replica."""
     sites = config.cluster.sites or [""] * config.cluster.size
     found = {
         name: dict.fromkeys(sites[place.host] for place in places)
@@ -191,8 +193,8 @@ def _check_sites(config: Config, devices: dict[str, list[Device]]) -> None:
 
 
 def _align(end: int, num_ranks: int, per_host: int) -> int:
-    """The first device from `end` on where `num_ranks` ranks are on one host, or, if they need
-    several, begin one."""
+    """Return the first device from `end` on where `num_ranks` ranks are on one host, or, if they
+    need several hosts, where a host begins."""
     room = per_host - end % per_host
     return end if num_ranks <= room or room == per_host else end + room
 
@@ -200,7 +202,8 @@ def _align(end: int, num_ranks: int, per_host: int) -> int:
 def _device(
     number: int, per_host: int, device: str, hosts: Sequence[int] = (), gpu_kind: str = ""
 ) -> Device:
-    """That of this number on these hosts, or on all; the last takes the rest of too many."""
+    """Return the device of this number on these hosts, or on all; the last host takes numbers that
+    are too high."""
     place, gpu = divmod(number, per_host)
     host = hosts[min(place, len(hosts) - 1)] if hosts else place
     return Device(host=host, gpu=gpu if is_gpu(device) else None, gpu_kind=gpu_kind)

@@ -1,4 +1,4 @@
-"""Sections about the run itself, and the root of the tree.
+"""The config sections about the run itself, and the root of the tree.
 
 Rules between two sections are in `Config.check` and what it calls, and nowhere else."""
 
@@ -216,12 +216,12 @@ class Config(Section):
 
     @property
     def has_reference_model(self) -> bool:
-        """See `AlgorithmConfig.runs_reference`."""
+        """Whether a frozen reference model runs (see `AlgorithmConfig.runs_reference`)."""
         return self.algorithm.runs_reference(self.trainer.lora)
 
     @property
     def held_out_sets(self) -> dict[str, str]:
-        """The file of each held-out set, or "task", by its name: HELD_OUT is that of
+        """The file of each held-out set, or "task", by the set's name: HELD_OUT is that of
         data.held_out."""
         one = {} if self.data.held_out is None else {HELD_OUT: self.data.held_out}
         return self.evaluation.sets or one
@@ -250,7 +250,7 @@ class Config(Section):
         return self.most_steps if self.most_steps < MOST_STEPS else None
 
     def _check_steps(self) -> None:
-        """What needs to know which step is the last one."""
+        """Check the fields that depend on which step is the last one."""
         is_constant = self.trainer.schedule == "constant"
         is_known = self.last_step is not None or self.num_epochs > 0
         must = "be constant without num_steps or num_epochs (it would have no end)"
@@ -262,7 +262,7 @@ class Config(Section):
         self.require(is_warm, "trainer.warmup_steps", must)
 
     def _check_evaluation(self) -> None:
-        """Where held-out prompts come from."""
+        """Check that held-out prompts have one source, and that the best version can be chosen."""
         must = "be null with evaluation.sets, which name every held-out set"
         is_one = self.data.held_out is None or not self.evaluation.sets
         self.require(is_one, "data.held_out", must)
@@ -276,7 +276,7 @@ class Config(Section):
         self.require(is_judged, "evaluation.patience", "be 0 without checkpoint.best")
 
     def _check_episodes(self) -> None:
-        """What turns need, and what needs turns."""
+        """Check the fields that episodes need, and those that need episodes."""
         is_used = self.environment.is_used
         must = "be true with environment.tools (a chat template says what is between two turns)"
         self.require(self.data.chat or not is_used, "data.chat", must)
@@ -285,7 +285,7 @@ class Config(Section):
         self.require(is_used or not gives_reward, "reward.functions", must)
 
     def _check_lengths(self) -> None:
-        """What must fit into a context, and into a completion."""
+        """Check that prompts and completions fit into the context."""
         longest, context = self.sampling.max_tokens, self.generator.max_model_len
         must = f"hold a prompt token and sampling.max_tokens ({longest})"
         self.require(longest < context, "generator.max_model_len", must)
@@ -296,7 +296,7 @@ class Config(Section):
         self.require(fits, "algorithm.overlong_penalty_tokens", must)
 
     def _check_batches(self) -> None:
-        """What several steps per batch need."""
+        """Check the fields that several steps per batch need."""
         trainer, num_steps = self.trainer, self.trainer.steps_per_batch
         must = (
             f"be at least {num_steps - 1} with trainer.num_mini_batches={trainer.num_mini_batches} "
@@ -313,7 +313,7 @@ class Config(Section):
         self.require(is_one, "experience.sampler", must)
 
     def _check_groups(self) -> None:
-        """What steps, and the groups that are open, need."""
+        """Check the fields that steps, and the groups that are open, need."""
         num_rollouts, advantage = self.sampling.rollouts_per_prompt, self.algorithm.advantage
         must = (
             f"be at least 2 for algorithm.advantage={advantage} (one rollout is its own baseline, "
@@ -339,7 +339,7 @@ class Config(Section):
         self.require(can_overtake, "staleness.late", must)
 
     def _check_generators(self) -> None:
-        """What collectors, rankers, and replicas that come and go need."""
+        """Check the fields that collectors, rankers, and replicas that come and go need."""
         generator = self.generator
         must = f"be at most generator.num_replicas ({generator.num_replicas})"
         is_enough = generator.num_collectors <= generator.num_replicas
@@ -356,7 +356,8 @@ class Config(Section):
             self.require(not self.placement.colocated, "generator.elastic", must)
 
     def _check_pools(self) -> None:
-        """Each pool must go together with the rest of the recipe, as if it were the only one."""
+        """Check that each pool goes together with the rest of the recipe, as if it were the only
+        one."""
         if not (texts := self.generator.pools):
             return
         pools = pools_of(self.generator)
@@ -375,7 +376,7 @@ class Config(Section):
             require(is_known, f"{pool.key}.site", must, pool.site)
 
     def _check_processes(self) -> None:
-        """What cannot run with all executors in one process."""
+        """Check for features that cannot run with all executors in one process."""
         if self.cluster.backend == "inline":
             has_vllm = isinstance(self.generator, VllmConfig)
             must = "be monarch with generator=vllm (its processes are its own)"
@@ -388,7 +389,7 @@ class Config(Section):
                 self.require(size == 1, name, "be 1 with cluster.backend=inline")
 
     def _check_memory(self) -> None:
-        """Devices and offload that do not go together."""
+        """Check that devices and offload go together."""
         generator = self.generator
         devices = generator.device, self.trainer.device
         is_able = self.placement.offload != "pinned" or all(map(is_gpu, devices))

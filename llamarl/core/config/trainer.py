@@ -1,4 +1,5 @@
-"""The trainer: the options that all algorithms have, batch, optimizer, precision, adapters."""
+"""The config of the trainer: the options that all algorithms have, batch, optimizer, precision,
+adapters."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ class AlgorithmConfig(Section):
             self.require(len({*columns}) == len(columns), name, "name each column once")
 
     def _check_mask(self) -> None:
-        """Bounds and the measure that they are of come together."""
+        """Check that a mask's bounds and its measure are set together."""
         kind, names = self.mask_rollouts, ("mask_below", "mask_above", "mask_negative_only")
         is_set = {name: getattr(self, name) != getattr(AlgorithmConfig, name) for name in names}
         for name in names:
@@ -104,7 +105,7 @@ class AlgorithmConfig(Section):
 
     @property
     def has_reference(self) -> bool:
-        """True if the loss needs log-probs of the reference model."""
+        """Whether the loss needs log-probs of the reference model."""
         return self.kl_coefficient > 0
 
     @property
@@ -113,7 +114,7 @@ class AlgorithmConfig(Section):
         return ""
 
     def runs_reference(self, lora: LoraConfig) -> bool:
-        """True if a frozen model runs beside the policy. A policy with adapters is its own
+        """Return whether a frozen model runs beside the policy. A policy with adapters is its own
         reference without them."""
         return self.has_reference and (bool(self.reference) or not lora.is_used)
 
@@ -144,12 +145,12 @@ class LoraConfig(Section):
 
     @property
     def is_used(self) -> bool:
-        """Whether adapters are trained, not all weights."""
+        """Whether adapters are trained, instead of all weights."""
         return self.rank > 0
 
     @property
     def scale(self) -> float:
-        """What the adapter's output is multiplied by."""
+        """The factor by which the adapter's output is multiplied."""
         return self.alpha / self.rank
 
 
@@ -243,17 +244,19 @@ class TrainerConfig(Section):
 
     @property
     def steps_per_batch(self) -> int:
-        """Optimizer steps from one batch."""
+        """The number of optimizer steps from one batch."""
         return self.num_mini_batches * self.num_passes
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks with different rollouts: tensor-parallel ranks work on the same ones."""
+        """The number of ranks with different rollouts: tensor-parallel ranks work on the same
+        ones."""
         return self.num_ranks // self.tensor_parallel
 
     @property
     def num_shard_ranks(self) -> int:
-        """Ranks that one copy of each parameter (or of its tensor-parallel slice) is cut over."""
+        """The number of ranks that one copy of each parameter (or of its tensor-parallel slice) is
+        cut over."""
         return self.num_data_ranks // self.replicate
 
 

@@ -1,1 +1,1 @@
-"""The devices that torch computes on, and the only code that names one vendor's."""
+"""The devices that torch computes on; no other package names those of one vendor."""

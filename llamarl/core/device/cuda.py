@@ -1,6 +1,6 @@
 """The platform of NVIDIA GPUs.
 
-No call but those on a device brings a CUDA context up."""
+Only calls that use a device bring a CUDA context up."""
 
 import logging
 import os
@@ -32,8 +32,8 @@ _forming = threading.Lock()  # all threads share the environment
 
 
 class CudaGraphs:
-    """Graphs of one device that share one memory pool: only one of them may run at a time, and each
-    replay overwrites the result of the one before.
+    """Records graphs of one device that share one memory pool: only one of them may run at a time,
+    and each replay overwrites the result of the one before.
 
     A replay reads and writes the addresses that the capture saw: call `forget` when they change.
     """
@@ -44,7 +44,8 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, compute: Callable[[], Tensor]) -> Replay:
-        """See `Graphs`. `compute` runs once before, which sets up what libraries allocate."""
+        """See `Graphs`. `compute` runs once before the capture, which sets up what libraries
+        allocate."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -99,7 +100,8 @@ class CudaPlatform(Accelerator):
         return CudaGraphs(device)
 
     def has_triton(self, device: torch.device) -> bool:
-        """torch for CUDA brings Triton, which needs a C compiler and Python's headers too."""
+        """Return whether Triton works: torch for CUDA brings it, but it needs a C compiler and
+        Python's headers too."""
         if torch.cuda.get_device_capability(device) < OLDEST_FOR_TRITON:
             return False
         try:
@@ -121,9 +123,9 @@ class CudaPlatform(Accelerator):
         fails_alone: bool = False,
     ) -> Any:
         """See `Platform`. A group that fails alone connects here, over this thread's device, and
-        waits for its other ranks: RuntimeError after `timeout`, of the first such group of the
-        process, if one does not come. Then all messages go over its one communicator; torch would
-        make one for each pair of ranks else, with buffers of its own (pytorch#129140)."""
+        waits for its other ranks: RuntimeError if one does not come within the `timeout` of the
+        first such group of the process. Then all messages go over its one communicator; otherwise
+        torch would make one for each pair of ranks, with buffers of its own (pytorch#129140)."""
         os.environ["NCCL_SOCKET_IFNAME"] = interface
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -146,9 +148,10 @@ class CudaPlatform(Accelerator):
         torch.cuda.cudart().cudaHostUnregister(address)
 
     def share(self, flat: Tensor) -> Handle:
-        """torch expects exactly one opening: until it is closed, and for ever after a second one,
-        it keeps the memory from being freed. Here the owner decides when it is freed, so the count
-        is released and the handle names a counter that does not exist, which torch ignores.
+        """See `Platform`. torch expects exactly one opening: until it is closed, and for ever after
+        a second one, it keeps the memory from being freed. Here the owner decides when it is freed,
+        so the count is released and the handle names a counter that does not exist, which torch
+        ignores.
 
         The opener has no event to wait for either: a weight buffer is synchronised when it is
         prepared. With an event, each opening would make one and never destroy it.
@@ -167,7 +170,7 @@ class CudaPlatform(Accelerator):
 
 @contextmanager
 def formed_to_fail_alone() -> Iterator[None]:
-    """NCCL groups formed in this block only clean up after an error, such as a rank that died.
+    """Let NCCL groups formed in this block only clean up after an error, such as a rank that died.
 
     By default torch ends the process. That is right for the ranks of one model, whose numbers would
     be garbage, and wrong for a trainer that sends weights to a replica that is gone.
@@ -185,7 +188,8 @@ def formed_to_fail_alone() -> Iterator[None]:
 
 
 def why_no_gpu(torch_version: str, cuda: str | None, driver_text: str) -> str:
-    """Why torch, built for this version of `cuda`, finds no GPU: the words after "must be cpu".
+    """Return why torch, built for this version of `cuda`, finds no GPU: the words after "must be
+    cpu".
 
     `driver_text` is the content of VERSION_FILE, "" without a driver.
     """

@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 
 class MetaPlatform(Platform):
-    """A device on which nothing is computed or stored, in the pieces of `another` one."""
+    """A platform on which nothing is computed or stored; its constants are those of `another`
+    one."""
 
     kind = "meta"
 
@@ -34,17 +35,17 @@ class MetaPlatform(Platform):
 
 
 PLATFORMS: dict[str, Platform] = {CPU: Platform(), GPU: CudaPlatform()}
-"""By torch's device type."""
+"""The platforms by torch's device type."""
 PLATFORMS["meta"] = MetaPlatform(PLATFORMS[CPU])
 
 
 def platform_of(device: torch.device | str) -> Platform:
-    """KeyError for a type of device that none of the platforms is for."""
+    """Return the platform of a device. KeyError for a type of device that has no platform."""
     return PLATFORMS[torch.device(device).type]
 
 
 def compute_device(kind: str, field: str) -> torch.device:
-    """This process's device of `kind`; `field` is the config's name for the choice.
+    """Return this process's device of `kind`; `field` is the config's name for the choice.
 
     ValueError if the host has no such GPU, no driver that can run it, or another GPU than the
     recipe was planned for.
@@ -58,7 +59,7 @@ def compute_device(kind: str, field: str) -> torch.device:
 
 
 def send(record: T, device: torch.device) -> T:
-    """`record` with its tensors on `device`: all in one copy, which is not waited for.
+    """Return `record` with its tensors on `device`: all in one copy, which is not waited for.
 
     A record is a tensor, or a dataclass, tuple, list or mapping of records; all else in it stays.
     """
@@ -87,7 +88,7 @@ def _rebuilt(record: Any, sent: Iterator[Tensor]) -> Any:
 
 
 def _parts(record: Any) -> Mapping[Any, Any]:
-    """What a record consists of; a leaf of itself."""
+    """Return the parts of a record by key; a leaf's only part is itself."""
     if isinstance(record, Mapping):
         return record
     if isinstance(record, tuple | list):
@@ -111,7 +112,7 @@ def use_device(device: torch.device) -> None:
 
 
 def check_gpu(wanted: str, name: str, memory_bytes: int) -> None:
-    """ValueError unless a GPU called `name` is of the `wanted` kind, such as H100-80GB."""
+    """Raise ValueError unless a GPU called `name` is of the `wanted` kind, such as H100-80GB."""
     if not is_kind(wanted, name, memory_bytes):
         raise ValueError(
             f"cluster.gpu must be auto, or the kind of GPU of every host, got {wanted}, but "

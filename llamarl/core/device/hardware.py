@@ -1,6 +1,5 @@
-"""What GPUs, links and hosts can do: published peaks, each with its source, and what the fastest
-kernels measured on that card reach of them.
-"""
+"""The performance of GPUs, links and hosts: published peaks, each with its source, and the shares
+of them that the fastest kernels measured on that card reach."""
 
 from dataclasses import dataclass, field, replace
 
@@ -9,17 +8,17 @@ from llamarl.core.device.names import CPU, GPU, is_gpu, size_bytes
 FLASH2, FLASH3 = "flash2", "flash3"
 
 Kinds = dict[str, int]
-"""Bytes of memory by what they are for."""
+"""Bytes of memory by what they are used for."""
 
 GPU_RESERVE_BYTES = 6 * 2**30
-"""Our own allowance, not a published figure: what the driver keeps (0.6 GiB of an H100), context
-and kernels (0.5), NCCL's buffers of a few groups (1 to 2), cuBLAS workspaces and captured graphs
-(1), fragments that the allocator cannot use (2)."""
+"""Our own allowance, not a published figure, for what the driver keeps (0.6 GiB of an H100),
+context and kernels (0.5), NCCL's buffers of a few groups (1 to 2), cuBLAS workspaces and captured
+graphs (1), and fragments that the allocator cannot use (2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One kind of GPU in its usual host; bytes, and per second.
+    """One kind of GPU in its usual host; sizes in bytes, rates per second.
 
     `flops` are dense multiply-adds times two. `link_bytes_per_s` (NVLink) and `card_bytes_per_s`
     (the network card that each GPU has) count one direction; `host_link_bytes_per_s` is PCIe.
@@ -28,7 +27,7 @@ class Gpu:
 
     `gemm` is the share of a peak that the fastest matrix product measured reaches, `attention` that
     of each attention kernel's forward pass with heads of 128 and long sequences; a kernel that a
-    card has not runs as FLASH2.
+    card does not have runs as FLASH2.
     """
 
     memory_bytes: int
@@ -43,7 +42,7 @@ class Gpu:
     attention: dict[str, float] = field(default_factory=lambda: {FLASH2: 0.65})
 
     def attention_flops(self, kernel: str, dtype: str) -> float:
-        """Per second, in a forward pass."""
+        """Return the operations per second of attention in a forward pass."""
         share = self.attention.get(kernel, self.attention[FLASH2])
         return share * self.flops[dtype]
 
@@ -92,9 +91,10 @@ def _card(
     fp8: float = 0,
     host_gb: int = 64,
 ) -> Gpu:
-    """A card in a PCIe slot; `tflops` are those of bfloat16 (0: none) and float32, `mib` NVML's.
+    """Return a card in a PCIe slot; `tflops` are those of bfloat16 (0: none) and float32, `mib` is
+    the memory that NVML shows.
 
-    Our assumptions: it talks to its neighbours over PCIe, as a bridge joins two cards at most, its
+    Our assumptions: it talks to its neighbours over PCIe, as a bridge joins two cards at most; its
     host has a 10 Gb/s network, and `host_gb` of memory for each card.
     """
     flops = {"bfloat16": tflops[0] * 1e12, "float32": tflops[1] * 1e12, "fp8": fp8 * 1e12}
@@ -228,9 +228,9 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpu(name: str, device: str = GPU) -> Gpu:
-    """What a rank on this kind of `device` has: the GPU of this name (`cluster.gpu`), or a CPU's
-    share. Of a size only the memory is known. ValueError that lists the names if there is no such
-    GPU."""
+    """Return the hardware of a rank on this kind of `device`: the GPU of this name (`cluster.gpu`),
+    or a CPU's share. For a size only the memory is known. ValueError that lists the names if there
+    is no such GPU."""
     if not is_gpu(device):
         return GPUS[CPU]
     known = [each for each in GPUS if each != CPU]

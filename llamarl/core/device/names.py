@@ -1,5 +1,4 @@
-"""What a recipe may select as `device`, kinds of GPU by name, and what the driver says of this
-machine's cards."""
+"""The names of devices and kinds of GPU, and what the driver says of this machine's cards."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from typing import Final
 CPU: Final = "cpu"
 GPU: Final = "cuda"
 DEVICES = [CPU, GPU]
-"""What `device` may be; one that is added here has a platform too."""
+"""The choices of `device`; one that is added here needs a platform too."""
 
 GPU_INDEX = "LOCAL_RANK"  # index of this process's GPU on its host; vLLM reads it too
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""What gloo and NCCL read the network interface from; without them, they take the one that the
-host name resolves to."""
+"""The variables that gloo and NCCL read the network interface from; without them, they take the one
+that the host name resolves to."""
 PROCESS_VARIABLES = {
     # Else the first error of any NCCL group, such as one with a replica that died, ends the
     # process after eight minutes, as torch's monitor takes it for a hang of all groups.
@@ -29,13 +28,13 @@ PROCESS_VARIABLES = {
 
 
 def is_gpu(device: str) -> bool:
-    """Whether this choice of a recipe is a card: each rank has one of its own, whose memory it
-    fills, and is bound by what that kind of card can do."""
+    """Return whether this choice of a recipe is a card: each rank has one of its own, whose memory
+    it fills, and is bound by what that kind of card can do."""
     return device != CPU
 
 
 def dtype_for(device: str, dtype: str) -> str:
-    """`dtype`; instead of "auto" what `device` computes best in."""
+    """Return `dtype`, or in place of "auto" the dtype that `device` computes best in."""
     best = "bfloat16" if is_gpu(device) else "float32"
     return best if dtype == "auto" else dtype
 
@@ -44,18 +43,18 @@ AUTO = "auto"  # the card that a process finds
 SIZE = re.compile(r"(\d+(?:\.\d+)?)GB")
 SIZE_TOLERANCE = 0.1  # GPUs sold with 80 GB have 79e9 to 85e9 bytes
 OTHER_CARDS = {"D", "TI", "SUPER", "LAPTOP", "MIG", "ADA"}
-"""Words that make another card of a name: an RTX 4090 D is no RTX 4090."""
+"""Words that make a name another card's: an RTX 4090 D is no RTX 4090."""
 
 
 def size_bytes(kind: str) -> float | None:
-    """The memory of a kind that is only a size, such as 24GB, in bytes; None for others."""
+    """Return the memory of a kind that is only a size, such as 24GB, in bytes; None for others."""
     found = SIZE.fullmatch(kind)
     return float(found[1]) * 1e9 if found else None
 
 
 def is_kind(kind: str, name: str, memory_bytes: int) -> bool:
-    """Whether a card with this name and memory is of the kind. "" and AUTO are any card; a size is
-    any card with as much memory, or more."""
+    """Return whether a card with this name and memory is of the kind. "" and AUTO fit any card; a
+    size fits any card with as much memory, or more."""
     if kind in ("", AUTO):
         return True
     least_bytes = size_bytes(kind)
@@ -81,8 +80,8 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, order=True)
 class FoundCard:
-    """A card; those with less memory are smaller. `capability`: its compute capability;
-    `free_bytes`: what no program has taken."""
+    """A card of this machine; those with less memory compare as smaller. `capability` is its
+    compute capability, `free_bytes` the memory that no program has taken."""
 
     memory_bytes: int
     name: str
@@ -91,13 +90,13 @@ class FoundCard:
 
 
 def has_driver() -> bool:
-    """Whether this machine has a GPU's driver."""
+    """Return whether this machine has a GPU's driver."""
     return any(map(os.path.exists, DRIVER_FILES))
 
 
 def cards_here() -> list[FoundCard]:
-    """The cards that this process may use, as the driver's tool says; [] if there is none, or the
-    tool does not say."""
+    """Return the cards that this process may use, as the driver's tool says; [] if there is none,
+    or the tool does not say."""
     visible = os.environ.get(VISIBLE, "")
     which = [f"--id={visible}"] if visible else []
     if shutil.which(TOOL) is None:

@@ -1,4 +1,4 @@
-"""How torch's devices of one kind are used, and the platform of devices with memory and streams
+"""The interface to torch's devices of one kind, and the platform of devices with memory and streams
 of their own."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Handle = tuple[object, ...]
-"""What another process needs to map a device's memory: numbers and bytes."""
+"""The numbers and bytes that another process needs to map a device's memory."""
 
 Replay = Callable[[], Tensor]
 
@@ -35,7 +35,7 @@ class Arrival:
         self._host, self._wait = host, wait
 
     def wait(self) -> Tensor:
-        """The tensor, once it is there."""
+        """Return the tensor, once it is there."""
         if self._wait is not None:
             self._wait()
             self._wait = None
@@ -43,46 +43,46 @@ class Arrival:
 
 
 class Graphs(Protocol):
-    """Sequences of operations, recorded once and launched as one."""
+    """Records sequences of operations once and launches each as one."""
 
     def record(self, compute: Callable[[], Tensor]) -> Replay:
-        """Run `compute` and record it; what is returned runs it again, on the same addresses."""
+        """Run `compute` and record it; the returned call runs it again, on the same addresses."""
 
     def forget(self) -> None:
-        """The addresses change: free what was recorded."""
+        """Free what was recorded, since the addresses change."""
 
 
 class SideStream:
-    """Work beside the computation; here it is done at once."""
+    """A stream for work beside the computation; in this class the work is done at once."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What the block launches, on whichever thread, runs on this stream and waits for nothing
-        that others have launched (see `Platform.mark`)."""
+        """Run everything that the block launches, on whichever thread, on this stream, where it
+        waits for nothing that others have launched (see `Platform.mark`)."""
         yield
 
     @contextmanager
     def after_computing(self, reads: Tensor) -> Iterator[None]:
-        """What the block starts runs after what this thread has computed so far; it uses the memory
-        of `reads`."""
+        """Run everything that the block launches on this stream, after what this thread has
+        computed so far; it uses the memory of `reads`."""
         yield
 
     def mark(self) -> Callable[[], None]:
-        """The point that the stream has come to: call it, and the computation goes on only when all
-        before that point is done."""
+        """Mark the point that the stream has come to. After a call of the result, the computation
+        goes on only when all before that point is done."""
         return lambda: None
 
 
 class Platform:
-    """Devices of one kind; see the module.
+    """Uses the devices of one kind; this class uses CPUs.
 
     `runs_ahead`: the host launches operations and goes on while they run, so whatever needs a
-    result waits. `backend`: of the default process group of its ranks;
-    `host_backend`: of groups for tensors in host memory. `num_logits`, `num_tiled`:
-    elements that the head works on at once, and what quantises or multiplies with quantised
-    matrices; `tile_bytes` and `summed_bytes`: what a publish copies and what it only sums at once,
-    `max_sums`: of segments that it keeps until they are multiplied, for each set of keys.
-    `has_wide_mm`: products of 16-bit matrices may give float32.
+    result waits. `backend` is that of the default process group of its ranks, `host_backend` that
+    of groups for tensors in host memory. `num_logits` is the number of elements that the head works
+    on at once, `num_tiled` that of code which quantises or multiplies with quantised matrices;
+    `tile_bytes` is what a publish copies at once, `summed_bytes` what it only sums at once,
+    `max_sums` the number of segment sums that it keeps until they are multiplied, for each set of
+    keys. `has_wide_mm`: products of 16-bit matrices may give float32.
     """
 
     kind = "cpu"
@@ -96,8 +96,8 @@ class Platform:
     max_sums = 1 << 13
 
     def find(self, field: str, index: int) -> torch.device:
-        """The device of this kind with this index, which this process may use. ValueError, naming
-        the config's `field`, if there is none."""
+        """Return the device of this kind with this index, which this process may use. ValueError,
+        naming the config's `field`, if there is none."""
         return torch.device(self.kind)
 
     def use(self, device: torch.device) -> None:
@@ -107,25 +107,25 @@ class Platform:
         return Card(name=self.kind, memory_bytes=0, uuid="")
 
     def synchronize(self, device: torch.device) -> None:
-        """Return when what this thread has launched is done."""
+        """Return when everything that this thread has launched is done."""
 
     def random_state(self, device: torch.device) -> Tensor:
-        """Where the random numbers of `device` have come to: uint8, in host memory."""
+        """Return the state of the random number generator of `device`: uint8, in host memory."""
         return torch.get_rng_state()
 
     def set_random_state(self, device: torch.device, state: Tensor) -> None:
-        """Go on with them where `random_state` was asked."""
+        """Set the state of the generator to one that `random_state` returned."""
         torch.set_rng_state(state)
 
     def free_cached(self) -> None:
-        """Give memory that torch's allocator keeps back to other processes."""
+        """Free memory that torch's allocator keeps, for other processes."""
 
     def empty_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Host memory that the device copies from and to without waiting: pinned."""
+        """Return pinned host memory, which the device copies from and to without waiting."""
         return torch.empty(tuple(shape), dtype=dtype)
 
     def send(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """Tensors of the host on `device`, in one copy that is not waited for."""
+        """Return tensors of the host on `device`, in one copy that is not waited for."""
         return list(tensors)
 
     def fetch(self, tensor: Tensor) -> Arrival:
@@ -133,26 +133,28 @@ class Platform:
         return Arrival(tensor)
 
     def side_stream(self, device: torch.device) -> SideStream:
-        """A stream of its own. Whatever waits for an operation waits for all that was launched on
-        its stream before: beside a computation that runs ahead, that would be its whole queue."""
+        """Return a stream beside the computation's. Whatever waits for an operation waits for all
+        that was launched on its stream before: on the stream of a computation that runs ahead, that
+        would be its whole queue."""
         return SideStream()
 
     def mark(self, device: torch.device) -> Callable[[], None]:
-        """The point that this thread's stream has come to: call it on any thread, and its stream
-        goes on only when all before that point is done."""
+        """Mark the point that this thread's stream has come to. After a call of the result on any
+        thread, that thread's stream goes on only when all before that point is done."""
         return lambda: None
 
     def graphs(self, device: torch.device) -> Graphs | None:
-        """None where operations cannot be recorded."""
+        """Return the recorder of graphs on `device`; None where operations cannot be recorded."""
         return None
 
     def has_triton(self, device: torch.device) -> bool:
-        """Whether kernels written in Triton run there."""
+        """Return whether kernels written in Triton run there."""
         return False
 
     def has_grouped_attention(self, dtype: torch.dtype, *, is_masked: bool) -> bool:
-        """Whether fused attention of this dtype, with or without an explicit mask, lets several
-        query heads share a key head. Where none does, torch computes with all scores in memory."""
+        """Return whether fused attention of this dtype, with or without an explicit mask, lets
+        several query heads share a key head. Where none does, torch computes with all scores in
+        memory."""
         return True
 
     def make_group(
@@ -164,11 +166,11 @@ class Platform:
         interface: str,
         fails_alone: bool = False,
     ) -> Any:
-        """A process group beside the default one, over this network interface.
+        """Form a process group beside the default one, over this network interface.
 
-        `timeout` limits each collective or message. `fails_alone`: after an error only the group is
-        unusable, not the process. A rank's messages may go one by one, in the order in which they
-        are begun.
+        `timeout` limits each collective or message. With `fails_alone`, an error makes only the
+        group unusable, not the process. A rank's messages may go one by one, in the order in which
+        they are begun.
         """
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
@@ -183,12 +185,13 @@ class Platform:
         """End what `pin` began for the memory at `address`."""
 
     def share(self, flat: Tensor) -> Handle:
-        """A handle by which any number of processes of this host may map the memory, any number of
-        times. The owner decides when it is freed."""
+        """Return a handle by which any number of processes of this host may map the memory, any
+        number of times. The owner decides when it is freed."""
         raise RuntimeError(f"memory of a {self.kind} must be shared as a segment")
 
     def map_shared(self, handle: Handle) -> Tensor:
-        """The memory of a handle, uint8; its tensors keep it mapped. RuntimeError if it is gone."""
+        """Return the memory of a handle, uint8; its tensors keep it mapped. RuntimeError if it is
+        gone."""
         raise RuntimeError(f"memory of a {self.kind} must be shared as a segment")
 
 
@@ -221,7 +224,7 @@ class OwnStream(SideStream):
 
 
 class Accelerator(Platform):
-    """See `Platform`."""
+    """The platform of devices with memory and streams of their own; see `Platform`."""
 
     runs_ahead = True
     has_wide_mm = True
@@ -237,7 +240,7 @@ class Accelerator(Platform):
         return torch.get_device_module(self.kind)
 
     def has_grouped_attention(self, dtype: torch.dtype, *, is_masked: bool) -> bool:
-        """The flash kernel alone does, which takes neither float32 nor a mask."""
+        """See `Platform`. Only the flash kernel does, which takes neither float32 nor a mask."""
         return dtype in (torch.bfloat16, torch.float16) and not is_masked
 
     def use(self, device: torch.device) -> None:
