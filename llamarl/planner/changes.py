@@ -1,6 +1,6 @@
 """Changes of a recipe that shorten its step: the next best one, and other splits of its GPUs.
 
-A change that is named fits, and was simulated; the others were only estimated, from what they do to
+A change that is named fits, and was simulated; the others were only estimated, from their effect on
 the work of each side."""
 
 from collections.abc import Callable, Iterator
@@ -38,7 +38,8 @@ CHANGES: tuple[tuple[str, object], ...] = (
 def next_change(
     config: Config, architecture: Architecture, step: StepForecast, fits: Fits
 ) -> NextChange | None:
-    """The best one found; None if none is worth it, and with pools. `step` is the recipe's."""
+    """Return the best change found; None if none is worth it, and with pools. `step` is the
+    recipe's."""
     if config.generator.pools:
         return None
     before = _work(config, architecture)
@@ -63,7 +64,7 @@ def next_change(
 
 
 def _changed(config: Config, step: StepForecast) -> Iterator[tuple[str, Config]]:
-    """Recipes with one change each, and what it is."""
+    """Yield recipes with one change each, and the change in words."""
     for name, change in CHANGES:
         if name.startswith("generator") and not is_gpu(config.generator.device):
             continue
@@ -77,7 +78,8 @@ def _changed(config: Config, step: StepForecast) -> Iterator[tuple[str, Config]]
 
 
 def _work(config: Config, architecture: Architecture) -> tuple[float, float]:
-    """(seconds of an optimizer step alone, of a token of a full replica over all replicas)."""
+    """Return the work of each side alone: the seconds of an optimizer step, and of a token of a
+    full replica divided by the number of replicas."""
     generator, workload = config.generator, make_workload(config)
     context = workload.prompt_tokens + sum(workload.lengths) // (2 * len(workload.lengths))
     rows, costs = generator.max_num_seqs, Costs(**generator_times(config, architecture))
@@ -96,9 +98,9 @@ def _estimate_s(
     before: tuple[float, float],
     after: tuple[float, float],
 ) -> float:
-    """The step with both sides' busy time in proportion to their work; what the recipe's step takes
-    beyond its busier side, or beyond both where they take turns, stays, unless the change lets
-    generators run further ahead."""
+    """Estimate the seconds of a changed recipe's step, with both sides' busy time in proportion to
+    their work. The time that the recipe's step takes beyond its busier side, or beyond both where
+    they take turns, stays, unless the change lets generators run further ahead."""
     busy = [step.busy_shares.get(name, 0.0) * step.step_s for name in ("trainer", "generator")]
     count = sum if config.placement.colocated else max
     busy_s = count(each * new / old for each, new, old in zip(busy, after, before, strict=True))
@@ -112,9 +114,9 @@ def best_splits(
     step_of: Callable[[Config, int], StepForecast],
     fits: Fits,
 ) -> tuple[Split, ...]:
-    """Divisions of the recipe's GPUs, layouts of a trainer rank and a replica kept, the best first:
-    the recipe's own and those near where both sides would be equally busy, all simulated by
-    `step_of` with so many steps."""
+    """Return divisions of the recipe's GPUs, layouts of a trainer rank and a replica kept, the best
+    first: the recipe's own and those near where both sides would be equally busy. `step_of`
+    simulates each with as many steps as it needs."""
     found = [
         Split(
             num_trainer_ranks=candidate.trainer.num_ranks,
@@ -128,9 +130,9 @@ def best_splits(
 
 
 def _nearby_splits(config: Config, step: StepForecast, num_neighbours: int) -> list[Config]:
-    """The recipe's own split, and those around the one that gives each side GPUs in proportion to
-    the GPU time that it was busy with in `step`, in the smallest steps that keep whole hosts, whole
-    replicas and the trainer's mesh."""
+    """Return the recipe's own split, and those around the one that gives each side GPUs in
+    proportion to the GPU time that it was busy in `step`, in the smallest steps that keep whole
+    hosts, whole replicas and the trainer's mesh."""
     trainer, generator = config.trainer, config.generator
     num_generator_ranks = generator.num_replicas * generator.num_ranks
     num_gpus = trainer.num_ranks + num_generator_ranks

@@ -1,6 +1,6 @@
-"""What `llamarl plan` finds out about a recipe, as plain data.
+"""The results of `llamarl plan` for a recipe, as plain data.
 
-Bytes are of one rank unless a name says otherwise."""
+Bytes are those of one rank unless a name says otherwise."""
 
 from dataclasses import dataclass, field
 
@@ -12,11 +12,12 @@ PLANNED = "planned"
 
 @dataclass(frozen=True, kw_only=True)
 class PublishForecast:
-    """One version on its way to all replicas.
+    """The publish of one version to all replicas.
 
     Bytes out and in are those of the busiest rank, and of the busiest network card; `lower_bound_s`
-    is what the cards or links alone need at full speed, `seconds` what is expected. `pool_stages_s`
-    are the seconds by stage until all replicas of a pool have it, by the pool's key.
+    is the time that the cards or links alone need at full speed, `seconds` the time that is
+    expected. `pool_stages_s` are the seconds by stage until all replicas of a pool have it, by the
+    pool's key.
     """
 
     total_bytes: int
@@ -30,19 +31,19 @@ class PublishForecast:
 
     @property
     def pool_s(self) -> dict[str, float]:
-        """Seconds until all replicas of a pool have it."""
+        """The seconds until all replicas of a pool have the version, by the pool's key."""
         return {key: sum(stages.values()) for key, stages in self.pool_stages_s.items()}
 
     @property
     def stages_s(self) -> dict[str, float]:
-        """Those of the pool that has it last."""
+        """The seconds by stage of the pool that has the version last."""
         return max(self.pool_stages_s.values(), key=lambda stages: sum(stages.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStep:
-    """What the replicas of one pool do: the mean of their busy shares, the tokens that they write
-    together."""
+    """The work of one pool's replicas: the mean of their busy shares, and the tokens that they
+    write together."""
 
     busy_share: float
     tokens_per_s: float
@@ -69,10 +70,10 @@ class StepForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerForecast:
-    """One optimizer step of a trainer alone, of `num_tokens` tokens, prompts included.
+    """One optimizer step of a trainer alone, over `num_tokens` tokens, prompts included.
 
-    `seconds` of a mean rank by what it does; `utilisation` is the share of the published peak that
-    a model's arithmetic has, without what checkpointing repeats.
+    `seconds` are those of a mean rank by kind of work; `utilisation` is the share of the published
+    peak that a model's arithmetic has, without what checkpointing repeats.
     """
 
     num_ranks: int
@@ -85,15 +86,16 @@ class TrainerForecast:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """The tokens per second of all ranks."""
         return self.num_tokens / self.step_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorForecast:
-    """`num_rollouts` written by one replica alone: `num_tokens`, without prompts.
+    """The time in which one replica alone writes `num_rollouts` rollouts of `num_tokens` tokens,
+    without prompts.
 
-    `seconds` by what it does; `mean_running` rollouts are decoded together, in steps of
+    `seconds` are by kind of work; `mean_running` rollouts are decoded together, in steps of
     `decode_step_s`. The KV cache holds `kv_tokens`; 0: all that the slots may write.
     """
 
@@ -110,7 +112,7 @@ class GeneratorForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class NextChange:
-    """What would be changed, in words, and the step of the recipe then."""
+    """A change of the recipe, in words, and the step of the changed recipe."""
 
     words: str
     step: StepForecast
@@ -127,13 +129,13 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Everything about one recipe.
+    """The forecast of one recipe.
 
     `steps` has the recipe's own step as "planned", and beside it that of the recipe with
     max_staleness 0 as "sync" (or as "async", if the recipe is synchronous itself). `num_hosts` and
     `num_gpus` are those that the recipe uses. `splits` are there if they were asked for, the best
-    first; `measured_step_s` is what the run took that times come from. `next` is the change that
-    shortens the step most, if one was found.
+    first; `measured_step_s` is the step time of the run that times come from. `next` is the change
+    that shortens the step most, if one was found.
     """
 
     num_hosts: int
@@ -147,10 +149,10 @@ class Forecast:
 
     @property
     def step(self) -> StepForecast:
-        """The recipe's own."""
+        """The recipe's own step."""
         return self.steps[PLANNED]
 
     @property
     def gpu_hours(self) -> float:
-        """Of one step."""
+        """The GPU hours of one step."""
         return self.num_gpus * self.step.step_s / HOUR_S

@@ -1,10 +1,10 @@
-"""The law of the forecasts: what a trainer's passes, an engine's steps and a publish take.
+"""The law of the forecasts: the times of a trainer's passes, an engine's steps and a publish.
 
 Every second follows from bytes or arithmetic, a peak of `hardware.py` and a constant of
 `efficiency.py`. Kinds of work of one trainer rank add up, for one kernel after the other has the
-GPU; only FSDP2's prefetched traffic goes on beside them. In an engine, a product whose weights are
-read and whose arithmetic take about as long takes longer than either (their root of squares);
-reading keys comes on top, as attention is a kernel of its own."""
+GPU; only FSDP2's prefetched traffic goes on beside them. In an engine, a product whose reading of
+weights and arithmetic take about as long takes longer than either (the root of the sum of their
+squares); reading keys comes on top, as attention is a kernel of its own."""
 
 import math
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ QUANTIZED_BYTES = 1
 
 
 def hardware_costs(config: Config, architecture: Architecture) -> Costs:
-    """What `config` takes on its GPUs."""
+    """Return the costs of `config` on its GPUs."""
     pools, siblings = pools_of(config.generator), relays(config)[1]
     publish = forecast_publish(config, architecture)
     parts = []
@@ -49,7 +49,7 @@ def hardware_costs(config: Config, architecture: Architecture) -> Costs:
 
 
 def trainer_costs(config: Config, architecture: Architecture) -> dict[str, Any]:
-    """Fields of `Costs` for the trainer and the reference on its GPUs."""
+    """Return the fields of `Costs` for the trainer and the reference on its GPUs."""
     times, trainer = trainer_times(config, architecture), config.trainer
     num_gathers = {"forward": 2, "backward": 1, "step": 0}[trainer.reshard_after]
     hidden_s = num_gathers * times.gather_s + times.reduce_s
@@ -74,8 +74,9 @@ def trainer_costs(config: Config, architecture: Architecture) -> dict[str, Any]:
 
 
 def _publish(stages_s: dict[str, float], num_rounds: int) -> dict[str, Any]:
-    """A version's way to the first replica of a host, in two rounds on to the others, its check and
-    its way into use in each; together they take as long as its stages."""
+    """Return the fields of `Costs` for a publish: a version's way to the first replica of a host,
+    from there to the others (in a second round), its check, and its commit in each. Together they
+    take as long as its stages."""
     phases_s = stages_s["phases"] / num_rounds
     return {
         "write_s": stages_s["maxima"] + stages_s["transfer"] + phases_s,
@@ -86,7 +87,8 @@ def _publish(stages_s: dict[str, float], num_rounds: int) -> dict[str, Any]:
 
 
 def _moves(config: Config, architecture: Architecture) -> dict[str, Any]:
-    """Changes of place on a shared device, over the link to the host."""
+    """Return the seconds of moving each kind of memory on or off a shared device, over the link to
+    the host."""
     if not config.placement.colocated or config.placement.offload == "none":
         return {}
     gpu = hardware.gpu(config.cluster.planned_gpu, config.trainer.device)
@@ -106,7 +108,7 @@ def _moves(config: Config, architecture: Architecture) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Parameters: all of them, those of the layers' matrices, those of the head's."""
+    """Numbers of parameters: all of them, those of the layers' matrices, those of the head."""
 
     total: int
     layers: int
@@ -115,14 +117,15 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerTimes:
-    """Of the slowest trainer rank, in seconds.
+    """The seconds of the slowest trainer rank.
 
     Per token of its micro-batches: `gemm_s`, `elementwise_s`, `loss_s` (the head's products and
     what reads logits, of response tokens, spread over all), `tensor_s` (tensor parallelism's
     collectives). `attention_s` is per square of a rollout's length. Per micro-batch: `gather_s` and
     `reduce_s` of FSDP2, which go on beside arithmetic, `launch_s` in which one CPU core launches
-    its kernels, `latency_s` of collectives that nothing hides. `forward` are the shares of the
-    forward pass."""
+    its kernels, `latency_s` of collectives that nothing hides. The fields that begin with `forward`
+    are the shares of the forward pass.
+    """
 
     gemm_s: float
     elementwise_s: float
@@ -144,7 +147,7 @@ class TrainerTimes:
 
 
 def sizes(architecture: Architecture) -> Sizes:
-    """Numbers of parameters."""
+    """Return the numbers of parameters of a model."""
     shapes = parameter_shapes(architecture)
     counts = {name: math.prod(shape) for name, shape in shapes.items()}
     layers = sum(n for name, n in counts.items() if ".layers." in name)
@@ -153,8 +156,8 @@ def sizes(architecture: Architecture) -> Sizes:
 
 
 def gemm_flops(gpu: hardware.Gpu, dtype: str, architecture: Architecture, num_ranks: int) -> float:
-    """Multiply-adds times two per second in the products of a layer that `num_ranks` ranks
-    share."""
+    """Return the multiply-adds times two per second in the products of a layer that `num_ranks`
+    ranks share."""
     a = architecture
     queries = a.num_heads * a.head_dim / num_ranks
     keys = max(1.0, a.num_kv_heads / num_ranks) * a.head_dim
@@ -166,14 +169,15 @@ def gemm_flops(gpu: hardware.Gpu, dtype: str, architecture: Architecture, num_ra
 
 
 def pair_flops(architecture: Architecture) -> float:
-    """Arithmetic of attention in a forward pass over a rollout, by the square of its length:
-    scores and values of all layers, causal, so half of all pairs."""
+    """Return the arithmetic of attention in a forward pass over a rollout, per square of its
+    length: scores and values of all layers, causal, so half of all pairs."""
     a = architecture
     return 2 * a.num_layers * a.num_heads * a.head_dim
 
 
 def touched_bytes(architecture: Architecture, touches: Touches, item: int) -> float:
-    """Bytes that a forward pass reads and writes of one token beside its products and attention."""
+    """Return the bytes that a forward pass reads and writes of one token beside its products and
+    attention."""
     a = architecture
     queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     rotated = touches.rotated + (touches.hidden / 2 if a.qk_norm else 0.0)
@@ -183,7 +187,7 @@ def touched_bytes(architecture: Architecture, touches: Touches, item: int) -> fl
 
 
 def trainer_times(config: Config, architecture: Architecture) -> TrainerTimes:
-    """What passes of `config`'s trainer take."""
+    """Return the times of the passes of `config`'s trainer."""
     a, trainer, count = architecture, config.trainer, sizes(architecture)
     gpu, tensor = hardware.gpu(config.cluster.planned_gpu, trainer.device), trainer.tensor_parallel
     dtype, item = trainer.compute_dtype, DTYPE_BYTES[trainer.compute_dtype]
@@ -235,7 +239,7 @@ def trainer_times(config: Config, architecture: Architecture) -> TrainerTimes:
 
 
 def _num_trained(config: Config, architecture: Architecture) -> int:
-    """Numbers that have gradients and moments."""
+    """Return how many numbers have gradients and moments."""
     shapes = trained_shapes(architecture, config.trainer.lora)
     return sum(math.prod(shape) for shape in shapes.values())
 
@@ -245,7 +249,8 @@ def _attention(config: Config, gpu: hardware.Gpu, dtype: str) -> float:
 
 
 def _sharding(config: Config, architecture: Architecture, gpu: hardware.Gpu) -> tuple[float, float]:
-    """(seconds of gathering all weights once, of reducing all gradients once) on one rank."""
+    """Return the seconds of gathering all weights once, and of reducing all gradients once, on one
+    rank."""
     trainer, count = config.trainer, sizes(architecture)
     shard, tensor = trainer.num_shard_ranks, trainer.tensor_parallel
     rate = bytes_per_s(config, gpu, shard, tensor)
@@ -266,7 +271,7 @@ def _sharding(config: Config, architecture: Architecture, gpu: hardware.Gpu) -> 
 
 
 def generator_bytes(config: Config, architecture: Architecture) -> float:
-    """Weights that one generator rank reads in every decode step."""
+    """Return the bytes of weights that one generator rank reads in every decode step."""
     count, generator = sizes(architecture), config.generator
     dtype_bytes = DTYPE_BYTES[generator.dtype]
     layer_bytes = dtype_bytes if generator.quantization == "none" else QUANTIZED_BYTES
@@ -274,7 +279,7 @@ def generator_bytes(config: Config, architecture: Architecture) -> float:
 
 
 def kv_bytes(config: Config, architecture: Architecture) -> float:
-    """Keys and values of one token on one generator rank."""
+    """Return the bytes of keys and values of one token on one generator rank."""
     a, generator = architecture, config.generator
     num_heads = max(1.0, a.num_kv_heads / generator.num_ranks)
     item = DTYPE_BYTES[generator.dtype]
@@ -284,13 +289,13 @@ def kv_bytes(config: Config, architecture: Architecture) -> float:
 
 
 def has_graphs(generator: GeneratorConfig) -> bool:
-    """Whether decode steps are replayed as captured graphs."""
+    """Return whether decode steps are replayed as captured graphs."""
     is_able = not isinstance(generator, EmbeddedConfig) or generator.num_ranks == 1
     return is_able and not generator.enforce_eager
 
 
 def generator_times(config: Config, architecture: Architecture) -> dict[str, Any]:
-    """Fields of `Costs`."""
+    """Return the fields of `Costs` for a replica."""
     a, generator, count = architecture, config.generator, sizes(architecture)
     num_ranks, dtype = generator.num_ranks, generator.dtype
     gpu = hardware.gpu(config.cluster.planned_gpu, generator.device)
@@ -337,8 +342,8 @@ def generator_times(config: Config, architecture: Architecture) -> dict[str, Any
 
 
 def bytes_per_s(config: Config, gpu: hardware.Gpu, num_ranks: int, stride: int = 1) -> float:
-    """Bytes per second that one rank gets in a collective of `num_ranks` ranks, `stride` devices
-    apart.
+    """Return the bytes per second that one rank gets in a collective of `num_ranks` ranks, `stride`
+    devices apart.
 
     Within a host the links carry it. Between hosts the network cards of all the group's ranks on a
     host bring in what comes from others, and the links pass it on.
@@ -351,7 +356,8 @@ def bytes_per_s(config: Config, gpu: hardware.Gpu, num_ranks: int, stride: int =
 
 
 def latency_s(config: Config, num_ranks: int, within_host_s: float, stride: int = 1) -> float:
-    """Seconds of the smallest collective: `within_host_s`, or what crossing hosts takes."""
+    """Return the seconds of the smallest collective: `within_host_s`, or the time of crossing
+    hosts."""
     if num_ranks == 1:
         return 0.0
     num_hosts = math.ceil(num_ranks / _num_per_host(config, stride))
@@ -363,5 +369,5 @@ def latency_s(config: Config, num_ranks: int, within_host_s: float, stride: int 
 
 
 def _num_per_host(config: Config, stride: int) -> int:
-    """Ranks of the group on one host."""
+    """Return how many ranks of the group are on one host."""
     return max(1, config.cluster.num_gpus_per_host // stride)

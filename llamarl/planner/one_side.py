@@ -1,4 +1,5 @@
-"""One side of a recipe alone: an optimizer step, or a batch of rollouts on one replica.
+"""Forecasts of one side of a recipe alone: an optimizer step, or a batch of rollouts on one
+replica.
 
 The costs, the packing and the replica are those of a forecast of the whole recipe; nothing waits
 for the other side."""
@@ -24,7 +25,7 @@ from llamarl.trainer.packing import pack
 
 
 def forecast_trainer_alone(config: Config, architecture: Architecture) -> TrainerForecast:
-    """One optimizer step over `groups_per_step` groups, all of which are there."""
+    """Forecast one optimizer step over `groups_per_step` groups, all of which are there."""
     config = _alone(config)
     trainer, workload = config.trainer, make_workload(config)
     costs = Costs(**trainer_costs(config, architecture))
@@ -36,7 +37,7 @@ def forecast_trainer_alone(config: Config, architecture: Architecture) -> Traine
     passes_s = costs.batch_s(lengths, assignment)
     num_tokens, num_ranks = sum(lengths), trainer.num_data_ranks
     squares = sum(length * length for length in lengths)
-    # Of a mean rank; what is left is waiting for the slowest one, and for traffic or launches.
+    # Seconds of a mean rank; the rest is waiting for the slowest one, for traffic or launches.
     kinds = {
         "matrix products": num_tokens / num_ranks * times.gemm_s,
         "attention": squares / num_ranks * times.attention_s,
@@ -64,7 +65,7 @@ def forecast_trainer_alone(config: Config, architecture: Architecture) -> Traine
 
 
 def forecast_generator_alone(config: Config, architecture: Architecture) -> GeneratorForecast:
-    """A step's rollouts written by one replica, from an empty cache to the last token."""
+    """Forecast one replica that writes a step's rollouts, from an empty cache to the last token."""
     config = _alone(config)
     costs, workload = Costs(**generator_times(config, architecture)), make_workload(config)
     requests = step_requests(config, workload)
@@ -85,7 +86,7 @@ def forecast_generator_alone(config: Config, architecture: Architecture) -> Gene
 
 
 def _alone(config: Config) -> Config:
-    """The recipe on as many hosts as it needs, with one replica."""
+    """Return the recipe on as many hosts as it needs, with one replica."""
     num_ranks = config.trainer.num_ranks + config.generator.num_ranks
     num_hosts = num_ranks // config.cluster.num_gpus_per_host + 2
     cluster = replace(config.cluster, hosts=[], sites=[], num_hosts=num_hosts)
@@ -94,7 +95,7 @@ def _alone(config: Config) -> Config:
 
 
 def step_requests(config: Config, workload: Workload) -> list[Request]:
-    """Of one step, group after group."""
+    """Return the requests of one step, group after group."""
     sampling = Sampling(
         temperature=config.sampling.temperature, max_tokens=config.sampling.max_tokens
     )
@@ -116,7 +117,7 @@ class LoneReplica(SimulatedReplica):
     """A replica that has a version and all its requests, and reports to nobody."""
 
     async def run_through(self, requests: list[Request]) -> int:
-        """Write all of these; the decode steps that it took."""
+        """Write all of these; return the number of decode steps."""
         self._num_left, self._is_done = len(requests), asyncio.Event()
         self.version = 0
         self._commits.append((0, 0))
@@ -135,7 +136,8 @@ class LoneReplica(SimulatedReplica):
 async def _write(
     config: Config, costs: Costs, workload: Workload, requests: list[Request]
 ) -> tuple[dict[str, float], int]:
-    """(seconds that the replica was busy, by what it did; decode steps)."""
+    """Write all requests on one replica; return the seconds that it was busy, by kind of work, and
+    its decode steps."""
     setting = Setting(config=config, workload=workload)
     replica = LoneReplica(setting, costs, Cores(), index=0, hosts=("host-0",))
     num_steps = await replica.run_through(requests)

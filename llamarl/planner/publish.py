@@ -1,16 +1,15 @@
-"""What one publish moves, and how long that takes.
+"""The bytes that one publish moves, and the time that this takes.
 
 Bytes come from the plans that a run makes. Seconds follow from them: from what the busiest network
 card, link or memory carries, from what each rank casts, sums and copies of its own, and from the
 calls between both sides.
 
-As in `publish/reshard.py` the trainer feeds the first replica of each host of its site, the
-first of each other site, and each replica that spans hosts of its site; these, once they have the
-version, the others. Messages are packed once for all replicas of a kind, and sent to each. Replicas
-of a pool look alike, so one plan serves them all; it is made for one layer, and for what is outside
+As in `publish/reshard.py` the trainer feeds the first replica of each host of its site, the first
+of each other site, and each replica that spans hosts of its site; once these have the version, they
+feed the others. Messages are packed once for all replicas of a kind, and sent to each. Replicas of
+a pool look alike, so one plan serves them all; it is made for one layer, and for what is outside
 the layers, and the first is counted once per layer. (What several ranks hold, a full plan evens out
-over all layers, so that its busiest rank may send a little less.)
-"""
+over all layers, so that its busiest rank may send a little less.)"""
 
 import math
 from collections import Counter, defaultdict
@@ -54,16 +53,17 @@ STAGES = {
     "commit": "replicas take it over",
     "phases": "calls to all ranks and back",
 }
-"""In their order; they add up to the whole."""
+"""The stages of a publish, in their order; they add up to the whole."""
 WAYS = ("card", "link", "memory")
 
 Load = Counter[Device]
 Seconds = dict[int, float]
-"""By rank."""
+"""The seconds by rank."""
 
 
 def forecast_publish(config: Config, architecture: Architecture) -> PublishForecast:
-    """One version from the trainer to all replicas. ValueError if the hosts have too few GPUs."""
+    """Forecast the publish of one version from the trainer to all replicas. ValueError if the hosts
+    have too few GPUs."""
     devices, (heads, siblings) = assign(config), relays(config)
     parts = [
         Part(
@@ -111,9 +111,9 @@ def forecast_publish(config: Config, architecture: Architecture) -> PublishForec
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """What a rank reaches: bytes per second of its memory, and of copies to or from where versions
-    wait, which may be the host's memory; the least seconds for a box that it casts, sums and
-    copies, and for one that it only copies."""
+    """The speed of a rank at one end of a publish: the bytes per second of its memory, and of
+    copies to or from where versions wait, which may be the host's memory; the least seconds for a
+    box that it casts, sums and copies, and for one that it only copies."""
 
     bytes_per_s: float
     placed_bytes_per_s: float
@@ -133,10 +133,10 @@ def _side(config: Config, device: str, *, is_target: bool) -> Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """One plan from source rank (row) to target rank (column), in bytes; seconds of packing by
-    source rank, and `most_s` of the slowest rank, by what is done: reading for scales ("maxima") at
-    the source, "unpacking", "verify", "commit" and "passing" on to one more replica at the
-    target."""
+    """The traffic of one plan: bytes from source rank (row) to target rank (column), seconds of
+    packing by source rank, and in `most_s` the seconds of the slowest rank by kind of work: reading
+    for scales ("maxima") at the source; "unpacking", "verify", "commit" and "passing" on to one
+    more replica at the target."""
 
     num_bytes: np.ndarray
     packing_s: Seconds
@@ -145,9 +145,9 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one pool has to do with a publish: `config` is the recipe with it alone, `heads` are the
-    replicas that the trainer feeds, `siblings` (replica that passes on, replica of this pool that
-    it feeds)."""
+    """The part of one pool in a publish. `config` is the recipe with this pool alone, `heads` are
+    the replicas that the trainer feeds, `siblings` the pairs (replica that passes on, replica of
+    this pool that it feeds)."""
 
     pool: Pool
     config: Config
@@ -157,7 +157,7 @@ class Part:
 
 
 def traffic(config: Config, architecture: Architecture, pool: Pool) -> Traffic:
-    """From the trainer to one replica of the pool."""
+    """Return the traffic from the trainer to one replica of the pool."""
     own, small = alone(config, pool), replace(architecture, num_layers=1)
     source = trainer_layouts(config, small)
     target = generator_layouts(config, small, pool.replicas.start)
@@ -199,7 +199,7 @@ def traffic(config: Config, architecture: Architecture, pool: Pool) -> Traffic:
 
 
 def _only(layouts: Iterable[RankLayout], is_layer: bool) -> list[RankLayout]:
-    """With the parameters inside, or outside, the first layer alone."""
+    """Return the layouts with only the parameters inside, or outside, the first layer."""
     found = []
     for layout in layouts:
         names = [name for name in layout.parameters if name.startswith(LAYER) == is_layer]
@@ -208,7 +208,7 @@ def _only(layouts: Iterable[RankLayout], is_layer: bool) -> list[RankLayout]:
 
 
 def _boxes(layouts: Iterable[RankLayout]) -> Iterator[tuple[int, int, bool]]:
-    """(rank, bytes, whether it is of a matrix) of each box."""
+    """Yield (rank, bytes, whether it belongs to a matrix) of each box."""
     for layout in layouts:
         for parameter in layout.parameters.values():
             for box in parameter.boxes:
@@ -217,7 +217,8 @@ def _boxes(layouts: Iterable[RankLayout]) -> Iterator[tuple[int, int, bool]]:
 
 
 def relays(config: Config) -> tuple[list[int], list[tuple[int, int]]]:
-    """(replicas that the trainer feeds, (replica that passes on, replica that it feeds) each)."""
+    """Return the replicas that the trainer feeds, and the pairs (replica that passes on, replica
+    that it feeds)."""
     devices = assign(config)
     layouts = {
         replica: [
@@ -239,10 +240,11 @@ def _stages(
     direct: "Ways",
     relayed: "Ways",
 ) -> dict[str, float]:
-    """Seconds by stage until a pool has a version, while the trainer sends it to all `parts`.
+    """Return the seconds by stage until a pool has a version, while the trainer sends it to all
+    `parts`.
 
-    With messages, sums are taken while others come, so of the replicas that the trainer feeds they
-    do not count.
+    With messages, sums are taken while others come, so they do not count for the replicas that the
+    trainer feeds.
     """
     devices, most_s, num_rounds, relay_s = assign(config), part.traffic.most_s, 1, 0.0
     is_mapped = TRANSPORTS[config.weights.transport].is_mapped
@@ -263,8 +265,9 @@ def _stages(
 
 
 def _transfer_s(config: Config, part: Part, parts: list[Part], direct: "Ways") -> float:
-    """Until the replicas of a pool that the trainer feeds have all bytes: the longest of what goes
-    on at once, for a rank packs a message while it sends another one."""
+    """Return the seconds until the replicas of a pool that the trainer feeds have all bytes: the
+    longest of the activities that overlap, for a rank packs a message while it sends another one.
+    """
     devices, found = assign(config), part.traffic
     pool = {device for i in part.pool.replicas for device in devices[f"generator-{i}"]}
     sending_s, receiving_s = direct.busiest_s(pool | {*devices["trainer"]})
@@ -282,7 +285,7 @@ def _transfer_s(config: Config, part: Part, parts: list[Part], direct: "Ways") -
 
 
 def _slowest_s(each: Iterable[Seconds]) -> float:
-    """Of the rank that takes longest for all of these."""
+    """Return the seconds of the rank that takes longest for all of these."""
     total: Seconds = defaultdict(float)
     for seconds in each:
         for rank, rank_s in seconds.items():
@@ -292,7 +295,7 @@ def _slowest_s(each: Iterable[Seconds]) -> float:
 
 @dataclass
 class Ways:
-    """Bytes on their ways between devices: by way (out, in), each by device.
+    """The bytes between devices, by way (card, link or memory), as (out, in) by device.
 
     Every GPU has a network card and links to the other GPUs of its host; ranks without a GPU share
     their host's. Copies between two hosts need a card at both ends; those within a host the links,
@@ -305,7 +308,7 @@ class Ways:
     )
 
     def add(self, source: list[Device], target: list[Device], matrix: np.ndarray) -> None:
-        """Bytes from each source rank (row) to each target rank (column)."""
+        """Add bytes from each source rank (row) to each target rank (column)."""
         for row, column in np.argwhere(matrix):
             here, there = source[row], target[column]
             way = "link" if here.host == there.host else "card"
@@ -314,7 +317,8 @@ class Ways:
             into[there] += int(matrix[row, column])
 
     def bound_s(self) -> float:
-        """If every card, link and memory ran at its published speed, all at once."""
+        """Return the seconds if every card, link and memory ran at its published speed, all at
+        once."""
         ends = [(way, load) for way, both in self.loads.items() for load in both]
         if self.config.weights.staging == "host":
             waiting: Load = Counter()
@@ -325,7 +329,7 @@ class Ways:
         return max(found, default=0.0)
 
     def busiest_s(self, among: Container[Device]) -> tuple[float, float]:
-        """Seconds of the busiest sender and receiver of these, at the speed that the law
+        """Return the seconds of the busiest sender and receiver of these, at the speed that the law
         expects."""
         sending_s, receiving_s = (
             max(

@@ -1,5 +1,5 @@
-"""The forecast of one recipe, put together. It starts no process, and reads nothing but the
-architecture and, if asked to, a finished run's folder."""
+"""The whole forecast of one recipe. It starts no process, and reads only the architecture and, if
+asked to, a finished run's folder."""
 
 from dataclasses import asdict, replace
 from functools import partial
@@ -35,7 +35,8 @@ def forecast_recipe(
     run_dir: str | None = None,
     sweep: bool = False,
 ) -> Forecast:
-    """Memory, publish and step time of `config`, beside the same with other max_staleness.
+    """Forecast memory, publish and step time of `config`, beside the same with another
+    max_staleness.
 
     Times come from hardware, or with `run_dir` from that finished run, whose layout is then the
     only one whose times are known. `frozen` models count in memory alone. `sweep` tries other
@@ -84,8 +85,8 @@ def forecast_recipe(
 def forecast_one_side(
     only: str, config: Config, architecture: Architecture
 ) -> tuple[str, dict[str, Any]]:
-    """The text, and the figures as JSON, of the trainer, one replica, or a publish. ValueError for
-    another side, or a GPU of which only the memory is known."""
+    """Forecast the trainer, one replica, or a publish: return the text, and the figures as JSON.
+    ValueError for another side, or a GPU of which only the memory is known."""
     require_choice("--only", only, SIDES)
     _check_times(config)
     if only == "trainer":
@@ -106,7 +107,8 @@ def forecast_one_side(
 
 
 def timed(config: Config) -> bool:
-    """Whether there are peaks to forecast times from: no GPU of the recipe is only a size."""
+    """Return whether there are peaks to forecast times from: no GPU of the recipe is only a
+    size."""
     kinds = {config.cluster.planned_gpu, *(pool.gpu for pool in pools_of(config.generator))}
     return all(size_bytes(kind) is None for kind in kinds)
 
@@ -118,7 +120,7 @@ def _check_times(config: Config) -> None:
 
 
 def _other_staleness(config: Config) -> tuple[str, Config]:
-    """The recipe on-policy; or, if it is, as far ahead as recipes usually are."""
+    """Return the recipe with on-policy staleness; or, if it has that, with the usual run-ahead."""
     num_steps = config.trainer.steps_per_batch
     is_sync = config.staleness.max_staleness == num_steps - 1
     other = num_steps - 1 + num_steps * is_sync

@@ -34,11 +34,11 @@ BUSIEST = {"trainer": "the trainer, which works", "generator": "the generators, 
 Part = str | list[str]
 """A line, which is wrapped, or the lines of a table, which are not."""
 Band = tuple[float, float]
-"""The shortest and the longest, in seconds."""
+"""The shortest and the longest time, in seconds."""
 
 
 def render(parts: Iterable[Part]) -> str:
-    """These one below the other."""
+    """Return these parts as text, one below the other."""
     lines: list[str] = []
     for part in parts:
         lines += part if isinstance(part, list) else textwrap.wrap(part, WIDTH) or [""]
@@ -46,7 +46,7 @@ def render(parts: Iterable[Part]) -> str:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines: names on the left, all else on the right of its column."""
+    """Return the lines of a table: names on the left, all else on the right of its column."""
     cells = [["", *columns], *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [title]
@@ -57,7 +57,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 
 
 def render_report(config: Config, forecast: Forecast) -> str:
-    """All that is known of a recipe."""
+    """Return the whole report of a recipe."""
     one_kind = {config.cluster.planned_gpu: forecast.num_gpus} if forecast.num_gpus else {}
     kinds = kinds_of(config) if config.generator.pools else one_kind
     size = " and ".join(f"{n} x {kind}" for kind, n in kinds.items()) or "CPUs"
@@ -68,14 +68,14 @@ def render_report(config: Config, forecast: Forecast) -> str:
 
 
 def render_memory(config: Config, memory: MemoryForecast) -> str:
-    """The report of a recipe on cards of which only the memory is known."""
+    """Return the report of a recipe on cards of which only the memory is known."""
     title = f"on cards of {config.cluster.planned_gpu}: {_verdict(memory)}"
     last = "no forecast of times: peaks are not known"
     return render([title, "", *_memory_parts(memory, config), last])
 
 
 def kinds_of(config: Config) -> dict[str, int]:
-    """The GPUs that have a rank, by kind, the trainer's first."""
+    """Return how many GPUs have a rank, by kind, the trainer's first."""
     devices = {device for places in assign(config).values() for device in places}
     places = {(each.host, each.gpu): each.gpu_kind for each in devices if each.gpu is not None}
     usual = config.cluster.planned_gpu
@@ -125,7 +125,7 @@ def _memory_parts(memory: MemoryForecast, config: Config) -> Iterator[Part]:
 
 
 def memory_table(ranks: Sequence[RankMemory]) -> list[str]:
-    """Kinds down, executors across; whether it fits stands below."""
+    """Return a table with kinds down and executors across; whether it fits stands below."""
     rows = [
         [kind, *(_gib(rank.bytes_by_kind.get(kind, 0)) for rank in ranks)]
         for kind in dict.fromkeys(kind for rank in ranks for kind in rank.bytes_by_kind)
@@ -150,7 +150,7 @@ def _margin(rank: RankMemory) -> str:
 
 
 def publish_words(publish: PublishForecast) -> str:
-    """What one version moves, and how long that takes."""
+    """Return the line about the bytes that one version moves, and how long that takes."""
     return (
         f"publish: {publish.seconds:.2f} s ({publish.lower_bound_s:.2f} s if links ran at full "
         f"speed); {publish.total_bytes / GB:,.1f} GB to all replicas, of which the busiest network "
@@ -179,7 +179,7 @@ def _step_cells(step: StepForecast) -> Iterator[str]:
 
 
 def _pool_table(config: Config, forecast: Forecast) -> list[str]:
-    """What each pool does."""
+    """Return the table of the work of each pool."""
     rows = []
     for pool in pools_of(config.generator):
         step, generator = forecast.step.pools[pool.key], pool.generator
@@ -192,7 +192,7 @@ def _pool_table(config: Config, forecast: Forecast) -> list[str]:
 
 
 def _conclusions(config: Config, forecast: Forecast) -> Iterator[str]:
-    """Bottleneck, next change, GPU hours."""
+    """Yield the lines about bottleneck, next change and GPU hours."""
     step = forecast.step
     shares = [(step.busy_shares.get(name, 0.0), name) for name in BUSIEST]
     (most, name), (least, other) = sorted(shares, reverse=True)
@@ -214,7 +214,7 @@ def _conclusions(config: Config, forecast: Forecast) -> Iterator[str]:
 
 
 def _digits(number: float) -> str:
-    """With three digits, or whole."""
+    """Return a number with three digits, or whole."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
@@ -235,7 +235,7 @@ def _split_parts(splits: Sequence[Split]) -> Iterator[Part]:
 
 
 def figures(config: Config, forecast: Forecast) -> dict[str, Any]:
-    """The forecast as plain JSON: bytes, seconds, shares."""
+    """Return the forecast as plain JSON: bytes, seconds, shares."""
     found: dict[str, Any] = {
         "num_hosts": forecast.num_hosts,
         "num_gpus": forecast.num_gpus,
@@ -259,8 +259,8 @@ def figures(config: Config, forecast: Forecast) -> dict[str, Any]:
 
 
 def memory_figures(memory: MemoryForecast) -> dict[str, Any]:
-    """A forecast of memory as plain JSON: `peak_bytes` of `gpu_bytes` is what the fullest rank of
-    all needs of its device."""
+    """Return a forecast of memory as plain JSON: the fullest rank of all needs `peak_bytes` of the
+    `gpu_bytes` of its device."""
     rank = fullest(memory.ranks)
     return {
         "fits": memory.fits,
@@ -272,7 +272,7 @@ def memory_figures(memory: MemoryForecast) -> dict[str, Any]:
 
 
 def publish_figures(publish: PublishForecast) -> dict[str, Any]:
-    """A forecast of a publish as plain JSON."""
+    """Return a forecast of a publish as plain JSON."""
     return asdict(publish) | {"pool_s": publish.pool_s}
 
 
@@ -280,7 +280,7 @@ def publish_figures(publish: PublishForecast) -> dict[str, Any]:
 
 
 def trainer_parts(config: Config, found: TrainerForecast, memory: RankMemory) -> Iterator[Part]:
-    """What `--only trainer` prints."""
+    """Yield the parts that `--only trainer` prints."""
     trainer = config.trainer
     layout = f"{trainer.num_shard_ranks} shards x {trainer.tensor_parallel} tensor parallel"
     if trainer.replicate > 1:
@@ -305,7 +305,7 @@ def trainer_parts(config: Config, found: TrainerForecast, memory: RankMemory) ->
 
 
 def generator_parts(config: Config, found: GeneratorForecast) -> Iterator[Part]:
-    """What `--only generator` prints."""
+    """Yield the parts that `--only generator` prints."""
     generator = config.generator
     prompt = found.num_prompt_tokens / found.num_rollouts
     answer = found.num_tokens / found.num_rollouts
@@ -327,7 +327,8 @@ def generator_parts(config: Config, found: GeneratorForecast) -> Iterator[Part]:
 
 
 def publish_parts(found: PublishForecast) -> Iterator[Part]:
-    """What `--only publish` prints: where its time goes, by the stages that take any."""
+    """Yield the parts that `--only publish` prints: where its time goes, by the stages that take
+    any."""
     yield publish_words(found)
     rows = [
         [f"{name}: {STAGES[name]}", f"{stage_s:.3f}", f"{stage_s / found.seconds:.0%}"]
@@ -352,8 +353,9 @@ def _shares(seconds: dict[str, float]) -> str:
 
 
 def unconfirmed(kind: str, config: Config) -> str:
-    """Whose forecast no measurement confirms, such as "a generator on H20-96GB", of a "trainer", a
-    "generator" or a "step", which has both; "" if there are some for all."""
+    """Return the sides whose forecast no measurement confirms, such as "a generator on H20-96GB",
+    of a "trainer", a "generator" or a "step", which has both; "" if there are measurements for all.
+    """
     own = config.cluster.planned_gpu
     cards = {
         "trainer": [own if is_gpu(config.trainer.device) else "CPUs"],
@@ -372,9 +374,10 @@ def unconfirmed(kind: str, config: Config) -> str:
 
 
 def bands(kind: str, seconds: float, config: Config) -> dict[str, Band]:
-    """What public measurements let expect of a forecast of so many `seconds`: "band_s", where nine
-    of ten lie, and of one side "half_s", where the middle half does; nothing where none confirms
-    the kind of card. A step is as uncertain as any of its sides, or as whole steps are."""
+    """Return the ranges that public measurements let expect for a forecast of `seconds`: "band_s"
+    holds nine of ten of them, and for one side "half_s" holds the middle half. Empty where no
+    measurement confirms the kind of card. A step is as uncertain as any of its sides, or as whole
+    steps are."""
     if unconfirmed(kind, config):
         return {}
     wide = SPREADS.values() if kind == "step" else [SPREADS[kind]]
@@ -387,7 +390,7 @@ def bands(kind: str, seconds: float, config: Config) -> dict[str, Band]:
 
 
 def band_words(kind: str, seconds: float, what: str, config: Config) -> str:
-    """One line."""
+    """Return the line about the band of a forecast, or why it has none."""
     if unknown := unconfirmed(kind, config):
         return f"no band: no public measurement confirms forecasts of {unknown}"
     ends = bands(kind, seconds, config).items()

@@ -1,7 +1,7 @@
 """Costs and workload of a finished run, from the times in its spans and the lengths in its archive.
 
-Spans are wall times: what processes took from each other by sharing processors is estimated from
-where their spans overlap, and taken out."""
+Spans are wall times: the time that processes took from each other by sharing processors is
+estimated from where their spans overlap, and taken out."""
 
 import json
 import math
@@ -30,7 +30,7 @@ from llamarl.trainer.advantages import EQUAL_REWARDS
 T = TypeVar("T")
 Floats = npt.NDArray[np.float64]
 Processes = dict[str, list[Span]]
-"""Spans by process."""
+"""The spans by process."""
 
 COMPUTING = {  # spans in which a process computes by itself, by executor
     "generator": ("decode", "prefill"),
@@ -46,10 +46,10 @@ SLOWDOWNS = np.linspace(0.0, 1.5, 31)  # tried for a process beside which anothe
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What is known from a finished run: costs, and the rollouts that it trained on.
+    """The costs of a finished run, and the rollouts that it trained on.
 
-    `lengths` are response tokens, `prompt_tokens` their prompts' mean; `rewards` are by group.
-    `step_s` is the mean of its steps but the first `SETTLING_STEPS`.
+    `lengths` are response tokens, `prompt_tokens` is their prompts' mean; `rewards` are by group.
+    `step_s` is the mean of its steps without the first `SETTLING_STEPS`.
     """
 
     costs: Costs
@@ -59,8 +59,8 @@ class Trace:
     step_s: float
 
     def equal_share(self, size: int) -> float:
-        """Share of groups of `size` rollouts that would all have one reward: `size` drawn from
-        each group that was (or all of it, if it is smaller)."""
+        """Return the share of groups of `size` rollouts that would all have one reward: `size`
+        rollouts are drawn from each group of the run (or all of it, if it is smaller)."""
         shares = []
         for group in self.rewards:
             drawn = min(size, len(group))
@@ -69,15 +69,15 @@ class Trace:
         return sum(shares) / len(shares)
 
     def workload(self, config: Config) -> Workload:
-        """Rollouts like the run's, with the prompts of `config`."""
+        """Return rollouts like the run's, with the prompts of `config`."""
         share = self.equal_share(config.sampling.rollouts_per_prompt)
         return make_workload(config, lengths=self.lengths, equal_share=share)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Busy:
-    """Spans of one name, [n] each: seconds, tokens (or rollouts), how many other processes computed
-    meanwhile, and the weights' versions."""
+    """The spans of one name, [n] each: seconds, tokens (or rollouts), how many other processes
+    computed meanwhile, and the weights' versions."""
 
     seconds: Floats
     amount: Floats
@@ -86,15 +86,15 @@ class Busy:
 
 
 def calibrate(run_dir: str, config: Config, architecture: Architecture) -> Trace:
-    """Costs and workload of the run in `run_dir`, of the recipe `config`; what no span shows is
-    chosen so that its own step comes out."""
+    """Return costs and workload of the run in `run_dir`, of the recipe `config`. Costs that no span
+    shows are chosen so that a simulation gives the run's own step time."""
     own = run_config(run_dir, config)
     trace = read_trace(run_dir, own.sampling.rollouts_per_prompt)
     return fit_overhead(trace, with_workload(own, trace), architecture)
 
 
 def with_workload(config: Config, trace: Trace) -> Config:
-    """The recipe with the log-normal that is nearest to the lengths a run wrote."""
+    """Return the recipe with the log-normal that is nearest to the lengths a run wrote."""
     plan = replace(
         config.plan,
         prompt_tokens=trace.prompt_tokens,
@@ -105,7 +105,7 @@ def with_workload(config: Config, trace: Trace) -> Config:
 
 
 def check_rewards(config: Config, trace: Trace) -> None:
-    """ValueError if no step would end, as every group is dropped."""
+    """Raise ValueError if no step would end, as every group is dropped."""
     if EQUAL_REWARDS not in config.algorithm.filters:
         return
     if trace.equal_share(config.sampling.rollouts_per_prompt) == 1:
@@ -116,7 +116,8 @@ def check_rewards(config: Config, trace: Trace) -> None:
 
 
 def run_config(run_dir: str, config: Config) -> Config:
-    """What the run in `run_dir` was started with; its sections are of the kinds that `config` has.
+    """Return the config that the run in `run_dir` was started with; its sections are of the kinds
+    that `config` has.
 
     ValueError if the folder is no run's, or a section is of another kind.
     """
@@ -135,7 +136,7 @@ def run_config(run_dir: str, config: Config) -> Config:
 
 
 def _renewed(section: T, written: Mapping[str, Any]) -> T:
-    """A section with these values, and so the sections in it."""
+    """Return a section with these values, and likewise the sections in it."""
     values = {
         name: _renewed(own, value) if is_dataclass(own := getattr(section, name)) else value
         for name, value in written.items()
@@ -146,9 +147,9 @@ def _renewed(section: T, written: Mapping[str, Any]) -> T:
 def read_trace(
     run_dir: str | Path, rollouts_per_prompt: int, *, num_cores: int | None = None
 ) -> Trace:
-    """Costs and workload of a finished run on `num_cores` processors (default: those that this
-    process may use); ValueError if it has trained nothing, or if spans are missing. What spans do
-    not show stays 0: `row_s`, what the controller and messages take."""
+    """Return costs and workload of a finished run on `num_cores` processors (default: those that
+    this process may use); ValueError if it has trained nothing, or if spans are missing. Costs that
+    spans do not show stay 0: `row_s`, the time of the controller and messages."""
     files = sorted(Path(run_dir, ARCHIVE_FOLDER).glob(ARCHIVE_FILES))
     texts = (text for path in files for text in path.read_text().splitlines())
     rows = [row for row in map(json.loads, texts) if row["outcome"] == "trained"]
@@ -207,8 +208,8 @@ def _fit_costs(spans: Processes, rows: list[dict[str, Any]], num_cores: int) -> 
 
 
 def fit_overhead(trace: Trace, config: Config, architecture: Architecture) -> Trace:
-    """The trace with `row_s`, which no span shows: chosen so that a simulation of the run itself,
-    whose `config` this is, takes as long as the run did; 0 if it already does."""
+    """Return the trace with `row_s`, which no span shows: chosen so that a simulation of the run
+    itself, whose `config` this is, takes as long as the run did; 0 if it already does."""
     num_rollouts = config.trainer.groups_per_step * config.sampling.rollouts_per_prompt
     num_steps = max(len(trace.lengths) // num_rollouts, SETTLING_STEPS + 1)
 
@@ -233,7 +234,7 @@ def fit_overhead(trace: Trace, config: Config, architecture: Architecture) -> Tr
 
 
 def step_seconds(spans: Processes) -> float:
-    """The mean of a run's steps but the first SETTLING_STEPS."""
+    """Return the mean of a run's steps without the first SETTLING_STEPS."""
     steps = _steps(spans)
     return _mean(np.array([_seconds(step) for step in steps[SETTLING_STEPS:] or steps]))
 
@@ -244,7 +245,8 @@ def _steps(spans: Processes) -> list[Span]:
 
 
 def _settled(spans: Processes) -> Processes:
-    """Without the first steps, in which memory is first touched and code first runs."""
+    """Return the spans without the first steps, in which memory is first touched and code first
+    runs."""
     steps = _steps(spans)
     if len(steps) <= SETTLING_STEPS:
         return spans
@@ -253,7 +255,8 @@ def _settled(spans: Processes) -> Processes:
 
 
 def read_spans(folder: Path) -> Processes:
-    """All spans by process; sums of old ones do not show what one call takes."""
+    """Return the spans by process, without sums of old ones, which do not show what one call
+    takes."""
     readers = [SpanReader(path) for path in span_files(folder)]
     if not readers:
         raise ValueError(f"the run must have recorded spans, got none in {folder}")
@@ -261,7 +264,7 @@ def read_spans(folder: Path) -> Processes:
 
 
 def _of(spans: Processes, executor: str, name: str = "") -> list[Span]:
-    """Those of all processes of an executor, of this name unless it is empty."""
+    """Return the spans of all processes of an executor, of this name unless it is empty."""
     chosen = (each for process, each in spans.items() if executor_of(process) == executor)
     return [span for each in chosen for span in each if name in ("", span.name)]
 
@@ -272,7 +275,7 @@ def _times(spans: Iterable[Span]) -> Intervals:
 
 
 def _busy(spans: Processes, executor: str, name: str) -> Busy:
-    """The spans of this name of all processes of an executor."""
+    """Return the spans of this name of all processes of an executor."""
     computing = {}
     for process, each in spans.items():
         names = COMPUTING.get(executor_of(process), ())
@@ -297,15 +300,16 @@ def _busy(spans: Processes, executor: str, name: str) -> Busy:
 
 
 def _slowness(others: Floats, slowdown: float, num_cores: int) -> Floats:
-    """Wall time over free time with this many others at work: the inverse of `Cores`' speed."""
+    """Return wall time over free time with this many others at work: the inverse of `Cores`'
+    speed."""
     if num_cores == 1:
         return 1 + others
     return (1 + slowdown * np.minimum(others, 1)) * np.maximum(1, (1 + others) / num_cores)
 
 
 def _fit_slowdown(decode: Busy, num_cores: int) -> float:
-    """How much longer a decode step takes beside another process: the value under which steps of
-    equal batch size, with and without others, take most nearly the same free time."""
+    """Return how much longer a decode step takes beside another process: the value under which
+    steps of equal batch size, with and without others, take most nearly the same free time."""
     if num_cores == 1 or np.ptp(decode.others) < 0.5:
         return 0.0
     errors = []
@@ -318,7 +322,8 @@ def _fit_slowdown(decode: Busy, num_cores: int) -> float:
 
 
 def _line(amount: Floats, seconds: Floats) -> tuple[float, float]:
-    """(a, b) of seconds = a + b * amount, least squares, neither below 0; (0, 0) of nothing."""
+    """Return (a, b) of seconds = a + b * amount, least squares, neither below 0; (0, 0) without
+    spans."""
     if not len(seconds):
         return 0.0, 0.0
     if np.ptp(amount) > 0:
@@ -332,7 +337,8 @@ def _line(amount: Floats, seconds: Floats) -> tuple[float, float]:
 
 
 def _publish_costs(spans: Processes, step_s: float) -> dict[str, Any]:
-    """Writing, checking and committing one replica, and what is left of a publish for each call."""
+    """Return the costs of writing, checking and committing one replica, and the rest of a publish
+    per call."""
 
     def median_s(executor: str, name: str, default_s: float = 0.0) -> float:
         chosen = _of(spans, executor, name)
@@ -355,7 +361,8 @@ def _publish_costs(spans: Processes, step_s: float) -> dict[str, Any]:
 
 
 def _turnaround_s(spans: Processes) -> float:
-    """From one step's end to the next one's first pass, less what was waited for groups."""
+    """Return the seconds from one step's end to the next one's first pass, without the wait for
+    groups."""
     # The controller's wait for groups; the trainer's own says its version too.
     waits = union(
         _times(
@@ -378,15 +385,15 @@ def _turnaround_s(spans: Processes) -> float:
 
 
 def _store_row_s(spans: Processes) -> float:
-    """Storage's work per row and call."""
+    """Return storage's seconds per row and call."""
     served = _of(spans, "storage")
     rows = sum(span.args.get("rows", 0) for span in served)
     return sum(_seconds(span) for span in served) / rows if rows else 0.0
 
 
 def _training(accumulate: Busy, free_s: Floats, rows: list[dict[str, Any]]) -> tuple[float, float]:
-    """(a, b) of seconds = a per call + b per token, prompt included: each version's calls together
-    against its rows in the archive, for spans do not say which call had which rows."""
+    """Return (a, b) of seconds = a per call + b per token, prompt included: each version's calls
+    together against its rows in the archive, for spans do not say which call had which rows."""
     design, seconds = [], []
     for version in np.unique(accumulate.version):
         chosen = accumulate.version == version
@@ -405,7 +412,8 @@ def _training(accumulate: Busy, free_s: Floats, rows: list[dict[str, Any]]) -> t
 
 
 def _groups(rows: list[dict[str, Any]], size: int) -> tuple[tuple[float, ...], ...]:
-    """Rewards by group; the rows of a group have neighbouring numbers, a version whole groups."""
+    """Return the rewards by group; the rows of a group have neighbouring numbers, a version whole
+    groups."""
     found = []
     for version in sorted({row["version"] for row in rows}):
         members = sorted((r for r in rows if r["version"] == version), key=lambda r: r["row_id"])

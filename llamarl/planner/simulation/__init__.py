@@ -1,1 +1,2 @@
-"""Time: the real controller on a virtual clock, with simulated executors."""
+"""Simulated runs for forecasts of time: the real controller on a virtual clock, with simulated
+executors."""

@@ -17,7 +17,8 @@ THREAD_S = 2.0  # what a thread may still be doing when all tasks wait
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """`asyncio.sleep(3600)` costs nothing; a deadlock raises instead of waiting for ever."""
+    """An event loop on a virtual clock: `asyncio.sleep(3600)` costs nothing, and a deadlock raises
+    instead of waiting for ever."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return future
 
     def time(self) -> float:
-        """Seconds since the loop was made."""
+        """Return the seconds since the loop was made."""
         return self._now_s
 
 
@@ -80,7 +81,7 @@ class Job:
 
 
 class Cores:
-    """`num_cores` processors for all jobs; 0: every job has processors of its own.
+    """`num_cores` processors for all jobs; with 0 every job has processors of its own.
 
     With k processes at work each runs at min(1, num_cores / k) of its speed when alone, times
     `shared_speed` as soon as two run side by side (caches, memory and, where two cores are threads
@@ -94,7 +95,7 @@ class Cores:
         self._due_s: float | None = None  # when the job was to end whose `then` is being called
 
     def time(self) -> float:
-        """The loop's time; while a job's `then` runs, the time at which the job was due."""
+        """Return the loop's time; while a job's `then` runs, the time at which the job was due."""
         return asyncio.get_running_loop().time() if self._due_s is None else self._due_s
 
     def start(self, seconds: float, then: Callable[[], None], weight: int = 1) -> Job:
@@ -118,7 +119,7 @@ class Cores:
         await asyncio.sleep(seconds)
 
     def done_s(self, job: Job) -> float:
-        """Seconds of the job's work that are done."""
+        """Return the seconds of the job's work that are done."""
         return job.done_s + max(0.0, self.time() - job.since_s) * self._speed()
 
     def cut(self, job: Job, total_s: float) -> None:

@@ -1,5 +1,5 @@
-"""What everything takes: the seconds that simulated executors sleep for, each of one process on a
-free processor; waiting, sharing and order come from the simulation."""
+"""The costs of a simulation: the seconds that simulated executors sleep for, each of one process on
+a free processor. Waiting, sharing and order come from the simulation."""
 
 import math
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from llamarl.trainer.packing import Assignment
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds; those of the generator are of one replica, those of the trainer of its slowest rank.
-    A decode step of `rows` rollouts with `context` tokens in their KV caches takes, r and f being
-    `decode_read_s` and rows * `decode_flops_s`,
+    """Costs in seconds; those of the generator are of one replica, those of the trainer of its
+    slowest rank. A decode step of `rows` rollouts with `context` tokens in their KV caches takes, r
+    and f being `decode_read_s` and rows * `decode_flops_s`,
 
         max(decode_launch_s, decode_step_s + rows * decode_row_s + sqrt(r^2 + f^2)
                              + context * decode_context_s)
@@ -26,12 +26,13 @@ class Costs:
 
     where `hidden_s` is the traffic that goes on beside arithmetic and slows it down;
     `forward_share` of the arithmetic is the forward pass. `write_s` brings a version from the
-    trainer to one replica per host, `relay_s` on to each other one, `check_s` is spent on it there.
-    `moves_s` (by executor and kind, "trainer weights") are changes of place on a shared device.
-    `turnaround_s` passes between an optimizer step and the next passes beside messages and storage;
-    `row_s` is what each rollout costs in processes that are not simulated. `save_s` is a
-    checkpoint, `start_s` the start of a replica, or a stage, while the run goes on. With pools that
-    differ, `pools` has the costs of each one's replicas and of the trainer's writes to them.
+    trainer to one replica per host, `relay_s` on to each other one, `check_s` is spent on verifying
+    it there. `moves_s` (by executor and kind, "trainer weights") are moves on or off a shared
+    device. `turnaround_s` passes between an optimizer step and the next passes beside messages and
+    storage; `row_s` is the time that each rollout costs in processes that are not simulated.
+    `save_s` is a checkpoint, `start_s` the start of a replica, or a stage, while the run goes on.
+    With pools that differ, `pools` has the costs of each one's replicas and of the trainer's writes
+    to them.
     """
 
     decode_step_s: float = 0.0
@@ -68,19 +69,20 @@ class Costs:
     row_s: float = 0.0
     moves_s: dict[str, float] = field(default_factory=dict)
     kv_tokens: int = 0
-    """That a replica's KV cache holds; 0: all that its slots may write."""
+    """The tokens that a replica's KV cache holds; 0: all that its slots may write."""
     num_cores: int = 0
-    """Processors that all processes share; 0: each has its own."""
+    """The processors that all processes share; 0: each has its own."""
     shared_speed: float = 1.0
-    """Speed of a process beside which another one works, when processors are shared."""
+    """The speed of a process beside which another one works, when processors are shared."""
     pools: tuple["Costs", ...] = ()
 
     def of_pool(self, number: int) -> "Costs":
-        """Those that hold for the replicas of this pool."""
+        """Return the costs that hold for the replicas of this pool."""
         return self.pools[number] if self.pools else self
 
     def decode_s(self, rows: int, context: int, num_steps: int = 1) -> float:
-        """`num_steps` decode steps of `rows` rollouts, `context` tokens before the first one."""
+        """Return the seconds of `num_steps` decode steps of `rows` rollouts, with `context` tokens
+        before the first one."""
         if not rows or not num_steps:
             return 0.0
         product_s = math.hypot(self.decode_read_s, rows * self.decode_flops_s)
@@ -91,7 +93,8 @@ class Costs:
         return max(num_steps * self.decode_launch_s, seconds)
 
     def steps_within(self, rows: int, context: int, seconds: float, most: int) -> int:
-        """How many of at most `most` decode steps have begun within `seconds`, at least one."""
+        """Return how many of at most `most` decode steps have begun within `seconds`, at least
+        one."""
         low, high = 0, most  # `low` steps are over by then
         while low + 1 < high:
             middle = (low + high) // 2
@@ -102,28 +105,30 @@ class Costs:
         return low + 1
 
     def prefill_s(self, lengths: list[int]) -> float:
-        """One prefill of sequences with these lengths."""
+        """Return the seconds of one prefill of sequences with these lengths."""
         if not any(lengths):
             return 0.0
         tokens_s = _sum_s(lengths, self.prefill_token_s, self.prefill_square_s)
         return self.prefill_call_s + tokens_s
 
     def infer_s(self, lengths: list[int]) -> float:
-        """The reference's pass over rollouts with these lengths, prompt included."""
+        """Return the seconds of the reference's pass over rollouts with these lengths, prompt
+        included."""
         return _sum_s(lengths, self.infer_token_s, self.infer_square_s)
 
     def arithmetic_s(self, lengths: list[int]) -> float:
-        """Forward and backward of rollouts with these lengths, prompt included, on one rank."""
+        """Return the seconds of forward and backward of rollouts with these lengths, prompt
+        included, on one rank."""
         return _sum_s(lengths, self.token_s, self.square_s)
 
     def passes_s(self, work_s: float) -> float:
-        """A micro-batch whose slowest rank has so much arithmetic."""
+        """Return the seconds of a micro-batch whose slowest rank has `work_s` of arithmetic."""
         beside_s = OVERLAP * min(work_s, self.hidden_s)
         return self.micro_batch_s + max(work_s, self.hidden_s, self.launch_s) + beside_s
 
     def batch_s(self, lengths: Sequence[int], assignment: Assignment) -> float:
-        """All micro-batches of a batch whose rollouts have these lengths (0: nothing to learn);
-        the ranks meet at each one's gathers, and the slowest paces it."""
+        """Return the seconds of all micro-batches of a batch whose rollouts have these lengths (0:
+        nothing to learn); the ranks meet at each one's gathers, and the slowest paces it."""
         total_s = 0.0
         for ranks in zip(*assignment, strict=True):
             active = [[lengths[i] for i in positions if lengths[i]] for positions in ranks]
@@ -133,5 +138,5 @@ class Costs:
 
 
 def _sum_s(lengths: list[int], token_s: float, square_s: float) -> float:
-    """Seconds that grow with tokens, and with squares of lengths."""
+    """Return seconds that grow with tokens, and with squares of lengths."""
     return sum(lengths) * token_s + sum(length * length for length in lengths) * square_s

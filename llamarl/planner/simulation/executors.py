@@ -1,6 +1,5 @@
-"""Trainer, stages, storage and run logger without a model: they answer as the real ones do, in time
-that the real ones would take; what they compute is made up.
-"""
+"""Simulated trainer, stages, storage and run logger without a model: they answer as the real ones
+do, in the time that the real ones would take; the values that they return are made up."""
 
 import asyncio
 from collections import Counter
@@ -36,7 +35,7 @@ from llamarl.trainer.policy_loss import is_inert
 
 
 class SimulatedStorage(SimulatedExecutor):
-    """faces.Storage that takes time and holds no arrays; retired rollouts leave `rollouts`."""
+    """A faces.Storage that takes time and holds no arrays; retired rollouts leave `rollouts`."""
 
     async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
         await self._serve("write_rows", row_ids)
@@ -69,7 +68,7 @@ class SimulatedStorage(SimulatedExecutor):
 
 
 class SimulatedScorer(SimulatedExecutor):
-    """faces.Processor with the workload's scores."""
+    """A faces.Processor with the workload's scores."""
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:
         await self._travel()
@@ -89,7 +88,7 @@ class SimulatedScorer(SimulatedExecutor):
 
 
 class SimulatedModel(SimulatedExecutor):
-    """faces.Processor of a frozen model, for all ranks, on `device`, which the trainer computes
+    """The faces.Processor of a frozen model, for all ranks, on `device`, which the trainer computes
     on too."""
 
     def __init__(self, setting: Setting, costs: Costs, cores: Cores, device: Cores) -> None:
@@ -108,8 +107,8 @@ class SimulatedModel(SimulatedExecutor):
 
 
 class SimulatedStage(SimulatedExecutor):
-    """faces.Processor of a recipe's own function, which takes as long as a reward and finds
-    what the workload says."""
+    """The faces.Processor of a recipe's own function, which takes as long as a reward and returns
+    the workload's results."""
 
     def __init__(self, setting: Setting, costs: Costs, cores: Cores, stage: Stage) -> None:
         super().__init__(setting, costs, cores)
@@ -126,7 +125,7 @@ class SimulatedStage(SimulatedExecutor):
 
 
 class SimulatedEnvironment(SimulatedExecutor):
-    """faces.Environment that answers as the workload says; many turns at once."""
+    """A faces.Environment that answers as the workload says, many turns at once."""
 
     def __init__(self, setting: Setting, costs: Costs, cores: Cores) -> None:
         super().__init__(setting, costs, cores)
@@ -158,10 +157,10 @@ class SimulatedEnvironment(SimulatedExecutor):
 
 
 class SimulatedTrainer(Layouts):
-    """Trainer, WeightSource and Offloadable of `core/faces.py` for all ranks: the slowest one paces
-    each micro-batch. It computes on `device`; what goes beside that takes `cores`.
+    """The Trainer, WeightSource and Offloadable of `core/faces.py` for all ranks: the slowest one
+    paces each micro-batch. It computes on `device`; work beside that takes `cores`.
 
-    As the real one it leaves out rows without a gradient, and can write the version before its
+    Like the real one it leaves out rows without a gradient, and can write the version before its
     present one, from a snapshot.
     """
 
@@ -283,7 +282,7 @@ class SimulatedTrainer(Layouts):
             await self._compute(seconds, name)
 
     def _passes_s(self, batch: Batch) -> float:
-        """Forward and backward of all micro-batches."""
+        """Return the seconds of forward and backward of all micro-batches."""
         algorithm = self._config.algorithm
         lengths = [
             0
@@ -310,18 +309,19 @@ class SimulatedRunLogger(Unobserved):
         self._timeline = timeline
 
     def log_group(self, group: Group, verdict: Verdict) -> None:
-        """What each replica has written of the group."""
+        """Note the tokens that each replica has written of the group."""
         now_s = asyncio.get_running_loop().time()
         for rollout in group.rollouts.values():
             self._timeline.written.append((now_s, rollout.replica, rollout.num_generated))
 
     def log_publish(self, seconds: float) -> None:
-        """The publisher's own clock is the machine's, so `seconds` means nothing here."""
+        """Note the time of the publish on the loop's clock: the publisher's own clock is the
+        machine's, so `seconds` means nothing here."""
         if self._timeline.offered_s:  # else replicas are in other processes
             now_s = asyncio.get_running_loop().time()
             newest = max(self._timeline.offered_s)
             self._timeline.publishes_s.append(now_s - self._timeline.offered_s[newest])
 
     async def log_step(self, stats: StepStats, *details: object) -> None:
-        """An optimizer step is done."""
+        """Note the end of an optimizer step."""
         self._timeline.step_ends_s.append(asyncio.get_running_loop().time())

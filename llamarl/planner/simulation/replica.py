@@ -2,11 +2,10 @@
 commits between steps, all in simulated time.
 
 Its queue and its rules of starting are the engine's, and it advances from event to event (a
-prompt's last rollout stops, slots become free for what waits, a request or a commit arrives), never
-token by token. What a real generator does on its compute thread waits for a moment between two
-decode steps here too; the rest goes on beside decoding. Staging memory is made up: fingerprints are
-equal if the version is.
-"""
+prompt's last rollout stops, slots become free for waiting rollouts, a request or a commit arrives),
+never token by token. Work that a real generator does on its compute thread waits for a moment
+between two decode steps here too; the rest goes on beside decoding. Staging memory is made up:
+fingerprints are equal if the version is."""
 
 import asyncio
 from collections import Counter, deque
@@ -42,14 +41,14 @@ from llamarl.scoring.environment import Environments
 
 T = TypeVar("T")
 Command = tuple[float, Callable[[], None], str]
-"""Seconds on the compute thread, what is done at their end, and what they are called."""
+"""The seconds that a command takes on the compute thread, the call at their end, and its name."""
 
 NOTHING = PartialOutput()
 
 
 class SimulatedReplica(Layouts):
-    """GeneratorReplica, WeightTarget, WeightSource and Offloadable of `core/faces.py`, for replica
-    `index` on `hosts`.
+    """The GeneratorReplica, WeightTarget, WeightSource and Offloadable of replica `index` on
+    `hosts`.
 
     The embedded engine's KV cache holds `generator.max_num_seqs` rollouts, whatever their length.
     That of vLLM holds as many tokens as its memory does: when it is full, the rollout that started
@@ -106,7 +105,7 @@ class SimulatedReplica(Layouts):
 
     @property
     def num_running(self) -> int:
-        """Rollouts in slots."""
+        """The number of rollouts in slots."""
         return len(self._slots)
 
     async def submit(self, requests: list[Request]) -> None:
@@ -129,7 +128,7 @@ class SimulatedReplica(Layouts):
         self._episodes.environments.renew(name, calls)
 
     async def collect(self, received: int) -> Report:
-        """As the real one, but it does not answer without rows: heartbeats take no time."""
+        """Return rows as the real one does, but never without any: heartbeats take no time here."""
         await self._travel()
         self._kept.forget(received)
         async with self._taking:
@@ -259,7 +258,7 @@ class SimulatedReplica(Layouts):
             asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Commands first, then the next prefill and decode steps."""
+        """Run the commands, then the next prefill and decode steps."""
         self._is_busy = True
         while self._commands:
             self._standstill.end()
@@ -289,14 +288,14 @@ class SimulatedReplica(Layouts):
         self._standstill.begin()
 
     def _recompute(self) -> list[int]:
-        """Tokens to be prefilled for each running rollout after a commit."""
+        """Return the tokens to be prefilled for each running rollout after a commit."""
         self._must_recompute = False
         for slot in self._slots:
             self._prefixes.put(slot.number, slot.request.prompt_ids, self.version)
         return [self._slots.cached(slot) for slot in self._slots]
 
     def _start_waiting(self) -> list[int]:
-        """Fill the free slots from the queue, as far as the cache has room; the tokens to be
+        """Fill the free slots from the queue, as far as the cache has room; return the tokens to be
         prefilled for each rollout."""
         free, version = self._slots.free, self.version
         num_startable = self._waiting.num_startable(version)
@@ -375,7 +374,8 @@ class SimulatedReplica(Layouts):
             self._stop(slot.request, self._written(slot), reason)
 
     def _written(self, slot: Slot) -> PartialOutput:
-        """What the rollout has written: the commits since its start cut it into versions."""
+        """Return the tokens that the rollout has written: the commits since its start cut it into
+        versions."""
         end = self._slots.steps
         newest: list[VersionSpan] = []
         for step, version in reversed(self._commits):
@@ -409,7 +409,7 @@ class SimulatedReplica(Layouts):
         self._has_news.set()
 
     def _busy(self, seconds: float, then: Callable[[], None], name: str) -> None:
-        """Occupy the compute thread for so many seconds, then call `then`."""
+        """Occupy the compute thread for `seconds`, then call `then`."""
         start_s = self._cores.time()
 
         def end() -> None:
@@ -422,5 +422,5 @@ class SimulatedReplica(Layouts):
             then()
 
     def end_idle(self) -> None:
-        """Record what was waited for until now."""
+        """Record the reason for which the replica has waited until now."""
         self._standstill.end()

@@ -1,11 +1,10 @@
-"""What all simulated executors of a run share: the record of what they did on the loop's clock, the
-rollouts that replicas write and others read, the layouts reported to the publisher, and the time of
-a call to another process.
+"""The state that all simulated executors of a run share: the record of what they did on the loop's
+clock, the rollouts that replicas write and others read, the layouts reported to the publisher, and
+the time of a call to another process.
 
-An executor computes on its own `cores` alone; a rollout is there once `put` has returned, and not
+An executor computes only on its own `cores`; a rollout is there once `put` has returned, and not
 before; all ranks of an executor on one host count as one. Bars of one executor do not overlap
-within a category, so shares are within 0 and 1.
-"""
+within a category, so shares are within 0 and 1."""
 
 import asyncio
 from collections import defaultdict
@@ -30,7 +29,7 @@ DIFFERENCE = 1e-6  # between a trainer's log-probs and those of a replica
 
 
 class Rollout(NamedTuple):
-    """What a trainer needs of a rollout: lengths, versions, and the largest difference between its
+    """A rollout as a trainer needs it: lengths, versions, and the largest difference between its
     own log-probs and the replica's."""
 
     num_prompt_tokens: int
@@ -40,46 +39,46 @@ class Rollout(NamedTuple):
 
 
 class SimulatedRollouts:
-    """What replicas have written, by row id."""
+    """The rollouts that replicas have written, by row id."""
 
     def __init__(self) -> None:
         self._rows: dict[int, RolloutInfo] = {}
 
     async def put(self, stopped: Sequence[tuple[Request, RolloutInfo]], writer: str) -> None:
-        """Keep what these have written."""
+        """Keep the rollouts that have stopped."""
         kept = (row for _, row in stopped if row.episode is None or not row.episode.is_lost)
         self._rows.update((row.row_id, row) for row in kept)
 
     async def get(self, row_ids: list[int]) -> list[Rollout]:
-        """Rollouts in this order; KeyError if one is not there."""
+        """Return the rollouts in this order; KeyError if one is not there."""
         rows = [self._rows[row_id] for row_id in row_ids]
         return [Rollout(r.num_prompt_tokens, r.num_tokens, r.spans, DIFFERENCE) for r in rows]
 
     def find(self, row_ids: list[int]) -> list[RolloutInfo]:
-        """Those of these that are kept."""
+        """Return the rows among these that are kept."""
         return [self._rows[row_id] for row_id in row_ids if row_id in self._rows]
 
     async def written(self, requests: list[Request]) -> dict[int, PartialOutput]:
-        """What these resumed rollouts have written so far."""
+        """Return the tokens that these resumed rollouts have written so far."""
         return {each.row_id: tokens_of(self._rows[each.row_id]) for each in requests}
 
     async def add_rewards(self, scores: list[StageResult], writer: str) -> None:
-        """Rewards of scored rollouts, which are not kept here."""
+        """Take the rewards of scored rollouts, which are not kept here."""
 
     def forget(self, row_ids: Iterable[int]) -> None:
-        """Storage has retired these."""
+        """Forget these rollouts, which storage has retired."""
         for row_id in row_ids:
             self._rows.pop(row_id, None)
 
 
 def tokens_of(row: RolloutInfo) -> PartialOutput:
-    """Tokens of these versions, then of observations."""
+    """Return the tokens of a row: those of its versions, then those of observations."""
     observed = VersionSpan(version=NO_VERSION, num_tokens=row.num_tokens - row.num_generated)
     return joined(PartialOutput(), [*row.spans, observed])
 
 
 def joined(written: PartialOutput, spans: Sequence[VersionSpan]) -> PartialOutput:
-    """With tokens of these spans at its end; ids 1, log-probs DIFFERENCE."""
+    """Return `written` with tokens of these spans at its end; ids are 1, log-probs DIFFERENCE."""
     sizes = np.array([span.num_tokens for span in spans], np.int64)
     added = np.repeat(np.array([span.version for span in spans], np.int32), sizes)
     versions = np.concatenate([written.versions, added])
@@ -96,7 +95,8 @@ JOINT_S = 1e-9  # bars of one name that are no further apart are one
 
 @dataclass
 class SimulatedTimeline:
-    """Bars by executor ("generator-3"): (start, end, name, category), as `metrics/span.py` has."""
+    """The bars of each executor ("generator-3"): (start, end, name, category), as in
+    `metrics/span.py`."""
 
     bars: dict[str, list[tuple[float, float, str, str]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -104,11 +104,11 @@ class SimulatedTimeline:
     step_ends_s: list[float] = field(default_factory=list)
     publishes_s: list[float] = field(default_factory=list)
     offered_s: dict[int, float] = field(default_factory=dict)
-    """Version -> when the first replica was asked to receive it."""
+    """The time when the first replica was asked to receive a version, by version."""
     num_tokens: list[int] = field(default_factory=list)
-    """Response tokens trained in each step."""
+    """The response tokens trained in each step."""
     ages: list[dict[int, int]] = field(default_factory=list)
-    """Of each step: staleness -> trained tokens."""
+    """The number of trained tokens by staleness, for each step."""
     written: list[tuple[float, int, int]] = field(default_factory=list)
     """(when its group was settled, replica, tokens) of each rollout."""
 
@@ -125,7 +125,7 @@ class SimulatedTimeline:
 
     @contextmanager
     def bar(self, executor: str, name: str, cat: str = "busy") -> Iterator[None]:
-        """Add a bar for what the block does, once it has ended."""
+        """Add a bar for the work of the block, once it has ended."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         yield
@@ -139,8 +139,9 @@ class SimulatedTimeline:
     def shares(
         self, start_s: float, end_s: float, kind_of: Callable[[str], str] = executor_of
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Of this window: busy share by kind of executor ("generator"), wait share by "kind reason"
-        ("generator requests"), both means over its members."""
+        """Return two shares of this window: the busy share by kind of executor ("generator"), and
+        the wait share by "kind reason" ("generator requests"), both means over the executors of the
+        kind."""
         members: dict[str, int] = defaultdict(int)
         busy: dict[str, float] = defaultdict(float)
         waits: dict[str, float] = defaultdict(float)
@@ -161,7 +162,7 @@ class SimulatedTimeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The recipe, what it generates, where rollouts are kept, and the record of what happened."""
+    """The recipe, its workload, the store of rollouts, and the record of what happened."""
 
     config: Config
     workload: Workload
@@ -170,18 +171,18 @@ class Setting:
 
 
 class SimulatedExecutor:
-    """An executor whose work takes what `costs` says, on the processors `cores`."""
+    """An executor whose work takes the time that `costs` says, on the processors `cores`."""
 
     def __init__(self, setting: Setting, costs: Costs, cores: Cores) -> None:
         self._config, self._workload = setting.config, setting.workload
         self._rollouts, self._timeline = setting.rollouts, setting.timeline
         self._costs, self._cores = costs, cores
         self.writer = ""
-        """How what it writes into storage is signed; set by what starts it."""
+        """The name that signs what it writes into storage; set by the code that starts it."""
         self._lock = asyncio.Lock()  # of executors that compute for one call at a time
 
     async def _travel(self) -> None:
-        """A call is on its way to this process."""
+        """Wait while a call is on its way to this process."""
         if self._costs.message_s:
             await asyncio.sleep(self._costs.message_s)
 
@@ -190,7 +191,7 @@ PARAMETER = "all"
 
 
 class Layouts(SimulatedExecutor):
-    """One rank on each of `hosts`, each with the made-up parameter."""
+    """An executor with one rank on each of `hosts`, each with the made-up parameter."""
 
     def __init__(
         self, setting: Setting, costs: Costs, cores: Cores, *, hosts: tuple[str, ...]

@@ -1,8 +1,7 @@
-"""All executors of a recipe, simulated.
+"""The simulated executors of a recipe.
 
 A call goes straight to its executor, so a large simulation pays nothing for messages that cost
-nothing.
-"""
+nothing."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -37,15 +36,15 @@ from llamarl.storage.client import Store
 
 
 class SimulatedProcess:
-    """cluster.Executor around one executor, which answers for all its ranks. It is never
-    lost."""
+    """A cluster.Executor around one simulated executor, which answers for all its ranks. It is
+    never lost."""
 
     def __init__(self, name: str, executor: Any) -> None:
         self.name, self.executor = name, executor
         self.writer = name
 
     def one(self, face: type[Face]) -> Face:
-        """The executor itself."""
+        """Return the executor itself."""
         return cast(Face, self.executor)
 
     async def all(
@@ -54,7 +53,7 @@ class SimulatedProcess:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[T]:
-        """What the executor says of its ranks."""
+        """Return the executor's results for all its ranks."""
         found: list[T] = await getattr(self.executor, method.__name__)(*args, **kwargs)
         return found
 
@@ -63,7 +62,7 @@ class SimulatedProcess:
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
-        """There is no process to end."""
+        """Do nothing, since there is no process to end."""
 
 
 class SimulatedCluster:
@@ -82,7 +81,7 @@ class SimulatedCluster:
         self.hosts = {name: self._name_hosts(devices) for name, devices in places.items()}
 
     def hosts_of(self, replica: int) -> tuple[str, ...]:
-        """The hosts of a replica that may be more than those of the recipe."""
+        """Return the hosts of a replica, whose index may be beyond those of the recipe."""
         known = self.hosts.get(f"generator-{replica}")
         return known or self._name_hosts(rank_assignment.place_generator(self._config, replica))
 
@@ -90,7 +89,7 @@ class SimulatedCluster:
         return tuple(dict.fromkeys(self._config.cluster.name_host(d.host) for d in devices))
 
     def costs_of(self, replica: int) -> Costs:
-        """Those of a replica's pool."""
+        """Return the costs of a replica's pool."""
         return self.costs.of_pool(number_of(self._pools, replica))
 
     def spawn(
@@ -100,8 +99,8 @@ class SimulatedCluster:
         costs: Costs | None = None,
         cores: Cores | None = None,
     ) -> SimulatedProcess:
-        """A process around what `make` returns for its costs (default: the cluster's) and
-        processors."""
+        """Return a process around the executor that `make` returns for its costs (default: the
+        cluster's) and processors."""
         return SimulatedProcess(name, make(costs or self.costs, cores or self._shared or Cores()))
 
 
@@ -111,7 +110,7 @@ def make_executors(
     graph: Graph,
     make_storage: Callable[[Costs, Cores], Any] | None = None,
 ) -> Executors:
-    """All executors of the recipe and its `graph`, in processes of `cluster`. `make_storage`
+    """Return the executors of the recipe and its `graph`, in processes of `cluster`. `make_storage`
     replaces the simulated storage unit."""
     config, device, hosts = setting.config, cluster.trainer_device, cluster.hosts
 
@@ -168,5 +167,5 @@ def make_executors(
 
 
 def _collector(spec: CollectorSpec) -> CollectorWorker:
-    """A real one."""
+    """Return a real collector."""
     return CollectorWorker(spec, rank=0, num_ranks=1, spans=Spans("collector", None))

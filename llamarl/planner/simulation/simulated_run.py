@@ -1,8 +1,7 @@
-"""A run without a model: the real controller on a virtual clock, with executors that only sleep.
+"""Runs without a model: the real controller on a virtual clock, with executors that only sleep.
 
 The loop (gate, dispatch, packing, log-prob check, publisher and placement) is that of a run, wired
-by `controller/wiring.py`. It is deterministic; equal arguments give equal times.
-"""
+by `controller/wiring.py`. It is deterministic; equal arguments give equal times."""
 
 import tempfile
 from collections import Counter
@@ -44,13 +43,13 @@ def simulate(
     num_skipped: int | None = None,
     ranker: Ranker | None = None,
 ) -> StepForecast:
-    """The steady state of `num_steps` steps of `config` (default: plan.num_steps, or enough for one
-    whole burst; a batch's and one more at least), without the first `num_skipped` (default: until
-    the gate's run-ahead has passed through).
+    """Return the steady state of `num_steps` steps of `config` (default: plan.num_steps, or enough
+    for one whole burst; at least a batch's and one more), without the first `num_skipped` (default:
+    until the gate's run-ahead has passed through).
 
-    `workload` defaults to what config.plan assumes. Evaluation, checkpoints and export are left
-    out. Without `ranker` no length is expected, for those of most workloads do not depend on the
-    prompt.
+    `workload` defaults to the one that config.plan describes. Evaluation, checkpoints and export
+    are left out. Without `ranker` no length is expected, for those of most workloads do not depend
+    on the prompt.
     """
     workload = workload or make_workload(config)
     steps = num_steps or max(config.plan.num_steps, fewest_steps(config))
@@ -93,10 +92,11 @@ async def drive(
     spans: Spans | None = None,
     skew: Skew | None = None,
 ) -> None:
-    """Run the controller with these executors; without `skew` nothing is expected of lengths, which
+    """Run the controller with these executors; without `skew` no lengths are expected, since they
     do not depend on a simulation's prompts.
 
-    One step more than asked for: the last one ends with a checkpoint, which is really written.
+    It runs one step more than asked for: the last one ends with a checkpoint, which is really
+    written.
     """
     config = replace(
         without_evaluation(config),
@@ -119,8 +119,8 @@ async def drive(
 
 
 def make_skew(config: Config, costs: Costs, ranker: Ranker, context: int) -> Skew:
-    """What a simulation expects of lengths: by this ranker, with decode steps that take what
-    `costs` say with `context` tokens of each rollout in the KV cache."""
+    """Return the length expectations of a simulation, by this ranker. Decode steps take the time
+    that `costs` says with `context` tokens of each rollout in the KV cache."""
     most = config.generator.max_num_seqs
     sizes = {1 << power for power in range(most.bit_length())} | {most}
     steps = [(size, costs.decode_s(size, size * context)) for size in sorted(sizes)]
@@ -134,7 +134,7 @@ def make_inputs(
     architecture: Architecture,
     held_out: Sequence[Prompt] = (),
 ) -> Inputs:
-    """The inputs of a run that reads no files."""
+    """Return the inputs of a run that reads no files."""
     return Inputs(
         checkpoint="",
         adapter=None,
@@ -153,9 +153,9 @@ def make_inputs(
 
 
 def settling_steps(config: Config, num_steps: int) -> int:
-    """Steps before the steady state: until the gate's whole run-ahead has passed through. What is
-    left is a multiple of it where that is possible, for steps may end in bursts of that many, and
-    whole batches in any case."""
+    """Return the number of steps before the steady state: until the gate's whole run-ahead has
+    passed through. The number of steps left is a multiple of the run-ahead where that is possible,
+    for steps may end in bursts of that many, and whole batches in any case."""
     run_ahead, per_batch = _burst(config), config.trainer.steps_per_batch
     left = num_steps - run_ahead - 1
     whole = left // run_ahead * run_ahead or left // per_batch * per_batch
@@ -163,14 +163,14 @@ def settling_steps(config: Config, num_steps: int) -> int:
 
 
 def fewest_steps(config: Config) -> int:
-    """Enough that, once settled, one whole burst is left: for comparisons. One step more where the
-    size of parts is learnt."""
+    """Return the fewest steps for comparisons: after settling, one whole burst is left. Where the
+    size of parts is learnt it is one step more."""
     is_learnt = config.trainer.parts == "dynamic"
     return 2 * _burst(config) + 1 + is_learnt
 
 
 def _burst(config: Config) -> int:
-    """Steps that the gate lets generators run ahead, in whole batches."""
+    """Return the steps that the gate lets generators run ahead, in whole batches."""
     per_batch = config.trainer.steps_per_batch
     return -(-(config.staleness.max_staleness + 1) // per_batch) * per_batch
 
@@ -178,8 +178,8 @@ def _burst(config: Config) -> int:
 def forecast(
     timeline: SimulatedTimeline, skipped: int, config: Config | None = None
 ) -> StepForecast:
-    """What happened from the end of step number `skipped` to the last one's end, per step; with
-    `config` in each of its pools too."""
+    """Return the figures per step from the end of step number `skipped` to the last one's end; with
+    `config` for each of its pools too."""
     start_s, end_s = timeline.step_ends_s[skipped - 1], timeline.step_ends_s[-1]
     num_steps = len(timeline.step_ends_s) - skipped
     ages: Counter[int] = Counter()
@@ -203,7 +203,7 @@ def forecast(
 def _pool_steps(
     timeline: SimulatedTimeline, config: Config, start_s: float, end_s: float
 ) -> dict[str, PoolStep]:
-    """Of this window, by the pool's key."""
+    """Return the figures of each pool in this window, by the pool's key."""
     if not config.generator.pools:
         return {}
     pools = pools_of(config.generator)
@@ -228,11 +228,12 @@ def _pool_steps(
 
 @dataclass(frozen=True)
 class NoTokenizer:
-    """Nothing is ever decoded, and rollouts end at their simulated length."""
+    """Stands for a tokenizer where no text is ever decoded and rollouts end at their simulated
+    length."""
 
     eos_token_ids: tuple[int, ...] = ()
     special_ids: Mapping[str, int] = field(default_factory=dict)
 
     def decode(self, token_ids: object) -> str:
-        """Never asked for."""
+        """Return "", since no text is needed."""
         return ""

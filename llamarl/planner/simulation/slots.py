@@ -2,7 +2,7 @@
 
 `steps` and `context` count decode steps that are done; planning the next ones changes neither. A
 prompt's tokens are read for each of its rollouts, but held once. The queue is the engine's own;
-what left the cache for lack of room starts before all others."""
+rollouts that left the cache for lack of room start before all others."""
 
 from bisect import insort
 from collections import Counter, deque
@@ -16,7 +16,7 @@ from llamarl.planner.simulation.costs import Costs
 
 
 class Slot:
-    """A running rollout in slot `number`: it began at decode step `start`, with `context` tokens
+    """A running rollout in slot `number`. It began at decode step `start`, with `context` tokens
     cached and `before` tokens written; it stops at `total` response tokens, or is cut there."""
 
     def __init__(self, waiting: QueuedRequest, number: int, start: int) -> None:
@@ -31,8 +31,8 @@ class Slot:
 
 
 class Piece(NamedTuple):
-    """Decode steps in which the same rollouts run. `steps` counts all decode steps done at its end,
-    `done_s` the seconds of work from the start of the stretch until then."""
+    """A run of decode steps in which the same rollouts run. `steps` counts all decode steps done at
+    its end, `done_s` the seconds of work from the start of the stretch until then."""
 
     done_s: float
     steps: int
@@ -42,8 +42,8 @@ class Slots:
     """The running rollouts, each in one of `num_slots` slots; `free` are the numbers of the empty
     ones. `steps` counts the decode steps done, `context` the tokens in the KV caches.
 
-    Where `costs.kv_tokens` is not 0 the cache holds no more. With `reserves` a rollout counts with
-    all that it may become.
+    Where `costs.kv_tokens` is not 0 the cache holds only so many. With `reserves` a rollout counts
+    with its longest possible length.
     """
 
     def __init__(self, num_slots: int, costs: Costs, reserves: bool = False) -> None:
@@ -63,7 +63,7 @@ class Slots:
         return (slot for *_, slot in self._ends)
 
     def cached(self, slot: Slot) -> int:
-        """Tokens in its KV cache."""
+        """Return the tokens in the rollout's KV cache."""
         return slot.context + self.steps - slot.start
 
     def add(self, slot: Slot) -> None:
@@ -80,8 +80,8 @@ class Slots:
     def admit(
         self, take: Callable[[], QueuedRequest], most: int
     ) -> tuple[list[QueuedRequest], QueuedRequest | None]:
-        """Up to `most` of the rollouts that `take` gives, and the first that the cache has no room
-        for; an empty one has room for any."""
+        """Return the rollouts that `take` gives, at most `most`, as far as the cache has room; and
+        the first that it has no room for. An empty cache has room for any."""
         starting: list[QueuedRequest] = []
         groups = set[object]()
         room = self._room - len(self._ends)
@@ -97,7 +97,7 @@ class Slots:
         return starting, None
 
     def _claim(self, waiting: QueuedRequest, groups: Container[object]) -> int:
-        """Tokens that a rollout must have room for; those of `groups` start with it."""
+        """Return the tokens that a rollout must have room for; those of `groups` start with it."""
         request = waiting.request
         prompt, group = len(request.prompt_ids), request.prefix_group
         if self._reserves:
@@ -106,14 +106,14 @@ class Slots:
         return (0 if is_shared else prompt) + len(waiting.written.versions) + 1
 
     def pop_newest(self) -> Slot:
-        """Take out the rollout that started last."""
+        """Remove the rollout that started last, and return it."""
         end = max(self._ends, key=lambda end: (end[2].start, end[1]))
         self._ends.remove(end)
         return self._release(end[2])
 
     @property
     def _room(self) -> int:
-        """Tokens that the cache has room for."""
+        """The number of tokens that the cache has room for."""
         held = self.context - self._num_shared
         return self._costs.kv_tokens - held if self._costs.kv_tokens else 2**62
 
@@ -128,14 +128,14 @@ class Slots:
         self._num_reserved += change * (prompt + slot.request.sampling.max_tokens)
 
     def remove(self, row_ids: set[int]) -> list[Slot]:
-        """Take these out before their end."""
+        """Remove these rollouts before their end."""
         removed = [end for end in self._ends if end[1] in row_ids]
         self._ends = [end for end in self._ends if end[1] not in row_ids]
         return [self._release(slot) for *_, slot in removed]
 
     def plan(self, is_last: Callable[[Slot, int], bool]) -> list[Piece]:
-        """The decode steps until a rollout ends for which `is_last(rollout, number of rollouts
-        left)` is true, or the cache is full: one piece for each end on the way."""
+        """Return the decode steps until a rollout ends for which `is_last(rollout, number of
+        rollouts left)` is true, or until the cache is full: one piece for each end on the way."""
         pieces, room = [], self._room
         done_s, steps, context, num_ended = 0.0, self.steps, self.context, 0
         is_over = False
@@ -158,7 +158,7 @@ class Slots:
         return pieces
 
     def cut(self, since_s: float, done_s: float, piece: Piece) -> Piece:
-        """The steps of `piece` that have begun after `done_s` seconds of the stretch's work;
+        """Return the steps of `piece` that have begun after `done_s` seconds of the stretch's work;
         `self.steps` steps were done after `since_s` seconds."""
         rows, most = len(self._ends), piece.steps - self.steps
         num_steps = self._costs.steps_within(rows, self.context, done_s - since_s, most)
@@ -166,7 +166,7 @@ class Slots:
         return Piece(since_s + seconds, self.steps + num_steps)
 
     def advance(self, steps: int) -> Iterator[Slot]:
-        """Decode until `steps` are done in all; yields each rollout at its end."""
+        """Decode until `steps` steps are done in all; yield each rollout at its end."""
         while self.steps < steps:
             until = min(self._ends[0][0], steps) if self._ends else steps
             self.context += (until - self.steps) * len(self._ends)
@@ -192,7 +192,7 @@ has fewer events."""
 
 
 class WaitingRollouts:
-    """In order."""
+    """The rollouts that wait for a slot, in the order in which they start."""
 
     def __init__(self, generator: GeneratorConfig) -> None:
         self._max_num_seqs = generator.max_num_seqs
@@ -201,21 +201,21 @@ class WaitingRollouts:
         self._held_back: deque[QueuedRequest] = deque()
 
     def add(self, waiting: QueuedRequest) -> None:
-        """Behind those of its urgency."""
+        """Queue a rollout behind those of its urgency."""
         self._queue.add(waiting)
 
     def hold_back(self, waiting: QueuedRequest) -> None:
-        """Before all others."""
+        """Queue a rollout before all others."""
         self._held_back.appendleft(waiting)
 
     def take(self, version: int) -> QueuedRequest:
-        """The next that may start under `version`; there is one."""
+        """Remove and return the next rollout that may start under `version`; there is one."""
         if self._held_back:
             return self._held_back.popleft()
         return self._queue.take(version, 1)[0]
 
     def abort(self, row_ids: set[int]) -> list[QueuedRequest]:
-        """Take these out."""
+        """Remove these rollouts and return them."""
         held = [each for each in self._held_back if each.request.row_id in row_ids]
         for each in held:
             self._held_back.remove(each)
@@ -223,11 +223,11 @@ class WaitingRollouts:
         return held + [QueuedRequest(request=each.request, written=each.written) for each in gone]
 
     def num_startable(self, version: int) -> int:
-        """How many may start under `version`."""
+        """Return how many rollouts may start under `version`."""
         return len(self._held_back) + self._queue.num_startable(version)
 
     def fewest_free(self, version: int) -> int:
-        """Slots that must be free before any of them starts."""
+        """Return how many slots must be free before any of them starts."""
         if self._starts_any:
             return max(1, min(self._max_num_seqs // GRAIN, self.num_startable(version)))
         return fewest_free(self._max_num_seqs, self.num_startable(version))

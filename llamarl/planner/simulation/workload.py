@@ -28,39 +28,41 @@ USUAL_OBSERVATION_TOKENS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """`lengths` are tokens of finished rollouts; a rollout's seed picks one of them.
+    """The rollouts of a simulation. `lengths` are tokens of finished rollouts; a rollout's seed
+    picks one of them.
 
-    With a `correlation` above 0 its prompt has a say: with `normals` a of the prompt and b of the
-    seed, its length has the rank in `lengths`, which ascend then, that
+    With a `correlation` above 0 the prompt counts too: with the `normals` a of the prompt and b of
+    the seed, its length has the rank in `lengths`, which ascend then, that
 
         sqrt(correlation) a + sqrt(1 - correlation) b
 
-    has among all normal deviates, so that lengths as a whole are spread as before. `equal_share`:
-    share of the groups whose rollouts all get one reward, so that their advantages are 0.
+    has among all normal deviates, so that lengths as a whole are spread as before. `equal_share` is
+    the share of the groups whose rollouts all get one reward, so that their advantages are 0.
     """
 
     lengths: tuple[int, ...]
     prompt_tokens: int
     equal_share: float = 0.0
     row_step: int = 1
-    """By which the row ids of a group differ: `controller/balance.py` decides."""
+    """The difference between successive row ids of a group, as `controller/balance.py` gives them
+    out."""
     num_turns: int = 1
-    """Of each episode; its rollout's tokens are spread over them evenly."""
+    """The turns of each episode; its rollout's tokens are spread over them evenly."""
     tool_seconds: tuple[float, ...] = (0.0,)
-    """How long environments take for a turn; each turn picks one of these."""
+    """The seconds that environments take for a turn; each turn picks one of these."""
     observation_tokens: int = 0
     correlation: float = 0.0
     normals: tuple[float, ...] = ()
 
     @property
     def response_share(self) -> float:
-        """Of a finished rollout's tokens, those that do not belong to its prompt."""
+        """The share of a finished rollout's tokens that do not belong to its prompt."""
         answers = (self.num_turns - 1) * self.observation_tokens
         mean = sum(self.lengths) / len(self.lengths) + answers
         return mean / (self.prompt_tokens + mean)
 
     def length(self, request: Request) -> int:
-        """Tokens that the model will write of this rollout."""
+        """Return the tokens that the model will write of this rollout."""
         if not self.correlation:
             return self.lengths[request.seed % len(self.lengths)]
         prompt = request.prompt.prompt_id if request.prompt is not None else request.prompt_ids[0]
@@ -71,14 +73,14 @@ class Workload:
         return self.lengths[min(int(rank * len(self.lengths)), len(self.lengths) - 1)]
 
     def turn_end(self, request: Request, num_generated: int) -> int:
-        """How many tokens the model will have written when the turn ends that it now writes."""
+        """Return how many tokens the model will have written when its present turn ends."""
         length, n = self.length(request), self.num_turns
         ends = (-(-length * turn // n) for turn in range(1, n + 1))
         return next((end for end in ends if end > num_generated), num_generated + 1)
 
     def answer(self, row_id: int, turn: int) -> tuple[float, TurnResult]:
-        """(seconds that the environment takes for the n-th turn of an episode, its result); the
-        last one calls nothing."""
+        """Return the seconds that the environment takes for the n-th turn of an episode, and its
+        result; the last turn calls nothing."""
         number = spread((row_id * 0.618033988749895) + turn * 0.7548776662466927)
         seconds = self.tool_seconds[int(number * len(self.tool_seconds))]
         is_done = turn >= self.num_turns
@@ -87,20 +89,21 @@ class Workload:
         return 0.0 if is_done else seconds, result
 
     def score(self, row_id: int, prompt: Prompt) -> StageResult:
-        """1 for every second row of a group and 0 for the others; 0 for all rows of
-        `equal_share` of the groups."""
+        """Return the reward 1 for every second row of a group and 0 for the others; 0 for all rows
+        of `equal_share` of the groups."""
         number = prompt.prompt_id * 0.618033988749895 + prompt.epoch * 0.7548776662466927
         reward = 0.0 if spread(number) < self.equal_share else float(row_id // self.row_step % 2)
         numbers, parts = {REWARD: reward}, {"made up": reward}
         return StageResult(row_id=row_id, numbers=numbers, parts=parts, correct=reward >= 1)
 
     def pass_stage(self, stage: Stage, row_id: int) -> StageResult:
-        """What a stage of the recipe's own finds for a rollout: 0 for all it writes."""
+        """Return the result of a stage of the recipe's own for a rollout: 0 in all columns that it
+        writes."""
         numbers = {column.name: 0.0 for column in stage.writes if column.length == NUMBER}
         return StageResult(row_id=row_id, numbers=numbers)
 
     def prompts(self) -> list[Prompt]:
-        """Prompts that differ in their first token."""
+        """Return prompts that differ in their first token."""
         rest = (0,) * (self.prompt_tokens - 1)
         return [
             Prompt(prompt_id=i, text="", token_ids=(i, *rest), fields={})
@@ -109,12 +112,13 @@ class Workload:
 
 
 def spread(number: float) -> float:
-    """The fraction, which multiples of an irrational number spread evenly over 0 to 1."""
+    """Return the fractional part, which multiples of an irrational number spread evenly over 0 to
+    1."""
     return math.modf(number)[0]
 
 
 def with_lengths(config: Config) -> Config:
-    """The recipe with lengths in `plan` where it leaves them open, within its own limits."""
+    """Return the recipe with lengths in `plan` where it leaves them open, within its own limits."""
     plan, most = config.plan, config.sampling.max_tokens
     room = min(pool.generator.max_model_len for pool in pools_of(config.generator)) - most
     prompt_tokens = plan.prompt_tokens or max(1, min(USUAL_PROMPT_TOKENS, room))
@@ -131,8 +135,8 @@ def with_lengths(config: Config) -> Config:
 
 
 def _turns(config: Config) -> tuple[int, int]:
-    """(turns of an episode, tokens of an observation): what the recipe says, or a guess that leaves
-    the model a token of each turn."""
+    """Return (turns of an episode, tokens of an observation): as the recipe says, or a guess that
+    leaves the model a token of each turn."""
     given, most = config.plan, config.sampling.max_tokens
     room = 1 + (most - 1) // ((given.observation_tokens or 1) + 1)
     num_turns = given.num_turns or min(USUAL_TURNS, config.environment.max_turns, room)
@@ -141,8 +145,8 @@ def _turns(config: Config) -> tuple[int, int]:
 
 
 def shrunk_guesses(config: Config) -> str | None:
-    """What is assumed of the turns of this recipe, if it leaves that open and has no room for what
-    is usual; else None."""
+    """Return a line about the turns assumed of this recipe, if it leaves them open and has no room
+    for the usual ones; else None."""
     if not config.environment.is_used:
         return None
     usual = {"num_turns": USUAL_TURNS, "observation_tokens": USUAL_OBSERVATION_TOKENS}
@@ -158,9 +162,10 @@ def shrunk_guesses(config: Config) -> str | None:
 def make_workload(
     config: Config, *, lengths: Sequence[int] | None = None, equal_share: float = 0.0
 ) -> Workload:
-    """The workload that `config.plan` describes, or the given lengths with its prompts.
+    """Return the workload that `config.plan` describes, or the given lengths with its prompts.
 
-    Log-normal: exp(N(ln median, spread^2)), rounded, at least 1, cut at sampling.max_tokens.
+    Lengths are log-normal: exp(N(ln median, spread^2)), rounded, at least 1, cut at
+    sampling.max_tokens.
     """
     config = with_lengths(config)
     more: dict[str, Any] = {}
