@@ -1,4 +1,4 @@
-"""Processes: how executors are started, called and stopped.
+"""Starts, calls and stops executors in processes.
 
 Importing this loads neither monarch nor torch; `inline` never does."""
 
@@ -29,7 +29,7 @@ def make_cluster(
     logs_folder: str,
     spans_bytes: int = LIMIT_BYTES,
 ) -> Cluster:
-    """The cluster that `config.backend` names; nothing starts before the first `spawn`.
+    """Return the cluster that `config.backend` names; nothing starts before the first `spawn`.
 
     Every executor process records spans into `spans_folder` (None records nothing), at most
     `spans_bytes` of them on disk, and logs into `logs_folder`.
@@ -47,10 +47,12 @@ def make_cluster(
 
 @contextmanager
 def exiting_process() -> Iterator[None]:
-    """Around all that a program does: the process ends with the block, without Python's shutdown.
+    """End the process with this block, which holds all that a program does, without Python's
+    shutdown.
 
     That would wait for threads and exit handlers of a recipe's task.py; and Monarch's threads that
-    still receive messages call into Python meanwhile and abort the process, with another exit code.
+    still receive messages would call into Python meanwhile and abort the process, with another exit
+    code.
     """
     code: object = 0
     try:

@@ -53,7 +53,7 @@ _ROOTS: dict[str, Answers] = {}  # see `ExecutorActors.root`
 
 
 class ExecutorActor(Actor):
-    """One executor in its process. All endpoints run concurrently on one event loop."""
+    """Runs one executor in its process. All endpoints run concurrently on one event loop."""
 
     def __init__(self) -> None:
         atexit.register(end_process)
@@ -62,7 +62,7 @@ class ExecutorActor(Actor):
         self._where = ""
         self._name, self._rank = "", 0
         self._actors = ExecutorActors((), 0)
-        # By span and end; kept, for every new slice of a mesh subscribes to it in the controller.
+        # Kept by span and end: every new slice of a mesh subscribes to it in the controller.
         self._heads: dict[tuple[int, int], list[Answers]] = {}
 
     @concurrent_endpoint
@@ -76,7 +76,7 @@ class ExecutorActor(Actor):
         make_spans: Callable[[str], Spans],
         logs_folder: str,
     ) -> list[CallResult]:
-        """Construct the executor; `first_rank` is the first one on this host. Returns the pid."""
+        """Construct the executor; `first_rank` is the first one on this host. Return the pid."""
         rank = self._rank = first_rank + current_rank().rank
         self._actors, self._name, num_ranks = actors, name, actors.num_ranks
         self._where = process_name(name, rank, num_ranks)
@@ -165,21 +165,22 @@ class ExecutorActor(Actor):
 
     @concurrent_endpoint
     async def ping(self) -> None:
-        """Answers if the event loop runs."""
+        """Answer if the event loop runs."""
 
     @concurrent_endpoint
     async def monitor(self, rank: int, liveness_timeout_s: float) -> None:
-        """Returns once another rank has not answered for `liveness_timeout_s`."""
+        """Return once another rank has not answered for `liveness_timeout_s`."""
         await wait_silent(self._actors.one(rank), liveness_timeout_s)
 
     @concurrent_endpoint
     async def wait_exit(self) -> None:
-        """Never answers: the pending call fails when the process ends."""
+        """Never answer: the pending call fails when the process ends."""
         await asyncio.Event().wait()
 
 
 def end_process() -> None:
-    """The exit function that runs after those of an executor, its libraries and `task.py`.
+    """End the process, as the exit function that runs after those of an executor, its libraries and
+    `task.py`.
 
     Monarch's, which would be next, may wait a second for its threads.
     """
@@ -197,7 +198,8 @@ class ExecutorActors:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def root(self) -> Answers:
-        """For calls of rank 0: one for all copies in this process, as long as rank 0 lives."""
+        """Return the sender of calls to rank 0: one for all copies in this process, as long as rank
+        0 lives."""
         if self.id not in _ROOTS:
             actor = self.one(0)
             (end,) = send(actor.wait_exit)
@@ -206,11 +208,11 @@ class ExecutorActors:
         return _ROOTS[self.id]
 
     def one(self, rank: int) -> Any:
-        """The actor of one rank."""
+        """Return the actor of one rank."""
         return self.select(range(rank, rank + 1))[0]
 
     def select(self, ranks: range) -> list[Any]:
-        """The actors of these ranks, as one mesh per host that has any."""
+        """Return the actors of these ranks, as one mesh per host that has any."""
         found = []
         ends = [first for _, first in self.meshes[1:]] + [self.num_ranks]
         for (mesh, first), end in zip(self.meshes, ends, strict=True):
@@ -224,7 +226,7 @@ class ExecutorActors:
 
 @dataclass(eq=False)
 class RemoteRun:
-    """Runs calls on all ranks of an executor; for `executor.Handle`. Picklable.
+    """Runs calls on all ranks of an executor, for `executor.Handle`. Picklable.
 
     Only in the controller it has `lost`, which ends pending calls when a process is silent, and
     `on_answer`, which is called at every answer: it shows that the executor lives.
@@ -250,7 +252,8 @@ class RemoteRun:
 
 
 def send(endpoint: Any, *args: Any) -> Iterator[asyncio.Future[Any]]:
-    """One future per rank, in the order the answers arrive."""
+    """Send a call to all actors of `endpoint`; yield one future per rank, in the order the answers
+    arrive."""
     for answer in endpoint.stream(*args):
         future = answer.as_asyncio()
         future.add_done_callback(mark_seen)
@@ -260,10 +263,10 @@ def send(endpoint: Any, *args: Any) -> Iterator[asyncio.Future[Any]]:
 async def wait_silent(
     actor: Any, liveness_timeout_s: float, answered_s: Callable[[], float] = lambda: -math.inf
 ) -> None:
-    """Return once the event loop of `actor` answers nothing for `liveness_timeout_s`; if its
+    """Return once the event loop of `actor` has answered nothing for `liveness_timeout_s`; if its
     process ends, never.
 
-    Pings only after a quarter of that time without an answer; `answered_s` returns when the last
+    It pings only after a quarter of that time without an answer; `answered_s` returns when the last
     one came, on this loop's clock.
     """
     loop = asyncio.get_running_loop()
@@ -290,7 +293,7 @@ async def results_by_rank(
     num_ranks: int,
     lost: asyncio.Future[None] | None,
 ) -> list[Any]:
-    """The results that arrive, by rank; raises the first failure to arrive."""
+    """Return the results that arrive, by rank; raise the first failure to arrive."""
     results: dict[int, Any] = {}
     for answer in answers:
         waiting: list[asyncio.Future[Any]] = [answer] if lost is None else [answer, lost]
@@ -313,15 +316,16 @@ async def results_by_rank(
 
 
 def lost_or_remote(name: str, error: Exception) -> ExecutorLost | RemoteError:
-    """What a failed call means: the process ended, or an argument or a result does not pickle."""
+    """Return the error that a failed call stands for: the process ended, or an argument or a result
+    does not pickle."""
     if isinstance(error, SupervisionError):
         return ExecutorLost(name, None, last_line(error))
     return RemoteError(f"{name}: {error}")
 
 
 async def _prefer_loss(name: str, lost: asyncio.Future[None] | None) -> None:
-    """Raise ExecutorLost if a rank just died or the executor was stopped, of which other errors are
-    consequences."""
+    """Raise ExecutorLost if a rank just died or the executor was stopped, which other errors follow
+    from."""
     if lost is not None:
         await asyncio.wait({lost}, timeout=LOSS_GRACE_S)
         raise_loss(name, lost)
@@ -335,8 +339,8 @@ def raise_loss(name: str, lost: asyncio.Future[None] | None) -> None:
 
 
 def last_line(error: BaseException) -> str:
-    """The cause in a Monarch error, whose text begins with the call; of another without a text, its
-    type."""
+    """Return the cause in a Monarch error, whose text begins with the call; for another error
+    without a text, return its type."""
     if "explicit stop request" in str(error):
         return "it was stopped, or a process of it was lost"
     line = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
@@ -348,11 +352,11 @@ def last_line(error: BaseException) -> str:
 
 class Answers:
     """Sends calls to one endpoint of `num_actors` actors, which takes a port, a number and the
-    pickled arguments, and sends (number, pickled answer). What cannot be pickled or read again
-    fails its own call.
+    pickled arguments, and sends (number, pickled answer). A call whose arguments cannot be pickled
+    or whose answer cannot be read fails alone.
 
-    `ends` are calls of the same actors that never answer: they fail when a process ends, and with
-    them all calls, for nothing tells a port that stays open. For one event loop.
+    `ends` are calls of the same actors that never answer. They fail when a process ends, and then
+    all calls fail, since a port that stays open would not show it. For one event loop.
     """
 
     def __init__(self, endpoint: Any, num_actors: int, ends: Iterable[asyncio.Future[Any]]) -> None:
@@ -366,7 +370,7 @@ class Answers:
         self._listen()
 
     def send(self, *args: Any) -> list[asyncio.Future[Any]]:
-        """One future per actor, in the order the answers arrive."""
+        """Send a call; return one future per actor, in the order the answers arrive."""
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in range(self._num_actors)]
         for future in futures:
@@ -381,7 +385,7 @@ class Answers:
         return futures
 
     def _listen(self) -> None:
-        # By a callback and not in a task: asyncio cancels all tasks at the end of its loop, and
+        # In a callback and not in a task: asyncio cancels all tasks at the end of its loop, and
         # some of those make calls as they end.
         self._receiver.recv().as_asyncio().add_done_callback(self._take)
 

@@ -1,5 +1,5 @@
-"""What an executor process runs first: `python -m llamarl.cluster.bootstrap` ends with the process
-that started it, from its first moment. Monarch sees to that only once it runs."""
+"""The entry point of an executor process: `python -m llamarl.cluster.bootstrap` ends with the
+process that started it, from its first moment. Monarch sees to that only once it runs."""
 
 import ctypes
 import os

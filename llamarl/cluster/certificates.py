@@ -2,11 +2,8 @@
 
 NAME is a host name or IP address; the one certificate is for all of them, so copy its files to
 every host. A lasting cluster has an authority of its own, and a certificate per host: any that
-`openssl verify` accepts, with the host's name or address as subjectAltName, for both serverAuth
-and clientAuth, will do.
-
-
-Only their owner can read the keys."""
+`openssl verify` accepts, with the host's name or address as subjectAltName, for both serverAuth and
+clientAuth, will do. Only their owner can read the keys."""
 
 import argparse
 import shutil
@@ -45,7 +42,7 @@ def make_certificates(folder: str, names: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """The command above."""
+    """Run the command that the module's docstring shows."""
     parser = argparse.ArgumentParser("python -m llamarl.cluster.certificates")
     parser.add_argument("folder", help=f"gets {CA}, {CERTIFICATE}, {PRIVATE_KEY}")
     parser.add_argument("names", nargs="+", help="host names and IP addresses of all hosts")

@@ -2,9 +2,7 @@
 
 Both ends show a certificate, and each checks that the other's is signed by the authority `ca` and
 names the address that it connected to. A client that can connect can run code: protect the keys.
-
-
-Loads neither Monarch nor torch."""
+This module loads neither Monarch nor torch."""
 
 import asyncio
 import logging
@@ -41,7 +39,7 @@ TICKET_LIMIT_S = 0.5  # a server that accepts our certificate sends a session ti
 
 @dataclass(frozen=True)
 class Address:
-    """tls://host:port, or tcp://host:port on a trusted network."""
+    """The address of a worker daemon: tls://host:port, or tcp://host:port on a trusted network."""
 
     scheme: str
     host: str
@@ -49,7 +47,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, field: str) -> Self:
-        """The address in `text`; ValueError, naming the option `field`, if it is none."""
+        """Return the address in `text`; ValueError, naming the option `field`, if it is none."""
         url = urlsplit(text)
         try:
             port = url.port
@@ -66,14 +64,15 @@ class Address:
 
 @dataclass(frozen=True)
 class Credentials:
-    """Paths of PEM files: the authority, this end's certificate and its key."""
+    """The paths of PEM files: the authority, this end's certificate and its key."""
 
     ca: str
     certificate: str
     private_key: str
 
     def context(self, prefix: str) -> ssl.SSLContext:
-        """For a handshake. ValueError, naming the option with `prefix`, for unusable files."""
+        """Return the context for a handshake. ValueError, naming the option with `prefix`, for
+        unusable files."""
         for name, path in asdict(self).items():
             try:
                 open(path, "rb").close()
@@ -96,7 +95,7 @@ class Credentials:
         return context
 
     def environment(self) -> dict[str, str]:
-        """The variables that Monarch reads them from."""
+        """Return the variables that Monarch reads the credentials from."""
         return {
             "HYPERACTOR_TLS_CA": os.path.abspath(self.ca),
             "HYPERACTOR_TLS_CERT": os.path.abspath(self.certificate),
@@ -104,8 +103,8 @@ class Credentials:
         }
 
     def refusal(self, name: str) -> str:
-        """Why ends that trust `ca` would refuse our certificate for this name or address; "" if
-        they would accept it. Found by a handshake in memory between two ends of our own."""
+        """Return why ends that trust `ca` would refuse our certificate for this name or address; ""
+        if they would accept it. A handshake in memory between two ends of our own shows it."""
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.load_cert_chain(self.certificate, self.private_key)
         there, here = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -152,15 +151,15 @@ def configure_monarch(config: ClusterConfig) -> None:
 
 
 def monarch_limits(config: ClusterConfig) -> dict[str, str]:
-    """Variables that say when Monarch gives up a process. Between sites a link may be broken for
-    `cluster.liveness_timeout_s`."""
+    """Return the variables that say when Monarch gives up a process. Between sites a link may be
+    broken for `cluster.liveness_timeout_s`."""
     if len({*config.sites}) < 2:
         return SHORT_LIMITS
     return dict.fromkeys(SHORT_LIMITS, f"{math.ceil(config.liveness_timeout_s)}s")
 
 
 def is_loopback(address: Address) -> bool:
-    """True if only this machine can reach the address."""
+    """Return whether only this machine can reach the address."""
     try:
         return ip_address(address.host).is_loopback
     except ValueError:
@@ -168,7 +167,7 @@ def is_loopback(address: Address) -> bool:
 
 
 def check_distinct(addresses: list[Address]) -> None:
-    """ValueError if two of them, which all resolve, are of the same daemon."""
+    """Raise ValueError if two of these addresses, which all resolve, belong to the same daemon."""
     found: dict[object, Address] = {}
     for address in addresses:
         place = socket.getaddrinfo(address.host, address.port, proto=socket.IPPROTO_TCP)[0][4][:2]
@@ -180,8 +179,8 @@ def check_distinct(addresses: list[Address]) -> None:
 
 
 def controller_name(own_address: str, address: Address, credentials: Credentials) -> str:
-    """The name under which the daemon at `address` connects to this machine, whose IP address it
-    knows as `own_address`.
+    """Return the name under which the daemon at `address` connects to this machine, whose IP
+    address it knows as `own_address`.
 
     Our certificate must be for it, and it must resolve to `own_address`, where Monarch then
     listens. ValueError if there is no such name.
@@ -201,7 +200,7 @@ def controller_name(own_address: str, address: Address, credentials: Credentials
 
 
 def resolves(name: str, own_address: str) -> bool:
-    """True if `name` resolves, on this machine, to the IP address `own_address`."""
+    """Return whether `name` resolves, on this machine, to the IP address `own_address`."""
     try:
         found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
     except OSError:
@@ -261,7 +260,7 @@ def _connect(address: Address, credentials: Credentials) -> str:
 async def wait_disconnected(
     address: Address, credentials: Credentials, patience_s: float = 0.0
 ) -> str:
-    """Keep a connection to a daemon open; returns the reason once it cannot be opened again.
+    """Keep a connection to a daemon open; return the reason once it cannot be opened again.
 
     A daemon that ends closes it at once; keepalive notices the end of its host or the network, if
     that lasts for 12 s and for `patience_s`.
@@ -291,12 +290,13 @@ async def wait_disconnected(
 
 
 def reason_of(error: OSError) -> str:
-    """The operating system's words for an error."""
+    """Return the operating system's words for an error."""
     return "timed out" if isinstance(error, TimeoutError) else str(error.strerror or error)
 
 
 def _wait_for_ticket(secured: ssl.SSLSocket) -> None:
-    """With TLS 1.3 our side of the handshake ends before the server has checked our certificate."""
+    """Wait until the server has accepted our certificate: with TLS 1.3 our side of the handshake
+    ends before the server has checked it."""
     secured.settimeout(TICKET_LIMIT_S)
     try:
         if not secured.recv(1):

@@ -1,10 +1,8 @@
 """`llamarl worker`: the daemon that serves one host to the controllers of runs.
 
 The daemon outlives the runs and serves one controller after the other. When a controller or the
-daemon dies, the controller's processes on the host are ended.
-
-
-Over tls:// both ends show certificates; tcp:// needs --trusted-network."""
+daemon dies, the controller's processes on the host are ended. Over tls:// both ends show
+certificates; tcp:// needs --trusted-network."""
 
 import argparse
 import os
@@ -45,7 +43,7 @@ def main(arguments: list[str]) -> None:
 
 
 def with_port(address: Address) -> Address:
-    """The address; for port 0 with a free port.
+    """Return the address; with port 0 replaced by a free port.
 
     ValueError unless it is an address of this host, with a port that is not in use.
     """
@@ -87,7 +85,7 @@ def _serve(address: Address, credentials: Credentials) -> None:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Raises ValueError where argparse would print its usage and exit."""
+    """A parser that raises ValueError where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"worker: {message}")

@@ -1,4 +1,5 @@
-"""A cluster and an executor of it, as code outside `cluster/` sees them, and how a call ends."""
+"""The interface of a cluster and its executors for code outside `cluster/`, and the results of
+calls."""
 
 from __future__ import annotations
 
@@ -18,21 +19,21 @@ Face = TypeVar("Face")
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What one rank returned. `error` is the pickled exception, if there was one."""
+    """The result of a call on one rank. `error` is the pickled exception, if there was one."""
 
     rank: int
     value: Any = None
     error: bytes | None = None
 
     def result(self) -> Any:
-        """The value, or raise the exception."""
+        """Return the value, or raise the exception."""
         if self.error is None:
             return self.value
         raise pickle.loads(self.error)
 
 
 def merged(results: list[CallResult]) -> list[CallResult]:
-    """The results of several ranks; mergeable ones as a single result of the first rank."""
+    """Return the results of several ranks; mergeable ones as a single result of the first rank."""
     first = results[0] if results else None
     if first is None or not isinstance(first.value, MergeableResult):
         return results
@@ -42,14 +43,15 @@ def merged(results: list[CallResult]) -> list[CallResult]:
 
 
 def narrowed(call: Call, ranks: range) -> Call:
-    """The call as it is passed on to these ranks: of split arguments only their parts."""
+    """Return the call as it is passed on to these ranks, with only their parts of split
+    arguments."""
     method, args, kwargs = call
     parts = (each.for_ranks(ranks) if isinstance(each, PerRank) else each for each in args)
     return method, tuple(parts), kwargs
 
 
 def parts_for(rank: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with which one rank is called."""
+    """Return the arguments with which one rank is called."""
     return tuple(each.for_rank(rank) if isinstance(each, PerRank) else each for each in args)
 
 
@@ -65,7 +67,7 @@ async def attempt(worker: object, where: str, rank: int, call: Call) -> CallResu
 
 
 def failure(error: BaseException, where: str, rank: int) -> CallResult:
-    """The result of a call that raised `error`, with its traceback as a note."""
+    """Return the result of a call that raised `error`, with its traceback as a note."""
     error.add_note(f"raised in {where}:\n{_traceback(error)}")
     try:
         data = pickle.dumps(error)
@@ -84,7 +86,7 @@ def failure(error: BaseException, where: str, rank: int) -> CallResult:
 
 
 def describe(error: BaseException) -> str:
-    """Its type and text, whatever its `__str__` does."""
+    """Return the type and text of an error, whatever its `__str__` does."""
     return f"{type(error).__name__}: {_text(error)}".removesuffix(": ")
 
 
@@ -109,11 +111,11 @@ Factory = type[Worker] | str
 """A worker's class, or "module:Class": the caller then need not load what the module imports."""
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
-"""(method, args, kwargs)"""
+"""The method's name, args and kwargs."""
 
 
 def resolve(factory: Factory) -> Callable[..., Worker]:
-    """The class that a factory names."""
+    """Return the class that a factory names."""
     found: Callable[..., Worker] = (
         pkgutil.resolve_name(factory) if isinstance(factory, str) else factory
     )
@@ -155,31 +157,32 @@ class Executor(AllRanks, Protocol):
 
     `one` gives their methods of a face (`core/faces.py`); calling one runs it on all ranks at once
     and returns rank 0's result. It can be passed to other executors in `spawn`'s spec or in any
-    call; those then call peer to peer. `all(Face.method, ...)` returns the results by rank (of a
-    MergeableResult one for all). Calls run concurrently; cancelling one does not cancel the remote
-    work.
+    call; those then call peer to peer. `all(Face.method, ...)` returns the results by rank
+    (MergeableResults as one for all). Calls run concurrently; cancelling one does not cancel the
+    remote work.
 
     An exception of any rank is raised here as soon as it arrives: with its own type where that
-    survives pickling, else as RemoteError; a note holds the remote traceback. A lost process
-    raises ExecutorLost in every pending and later call.
+    survives pickling, else as RemoteError; a note holds the remote traceback. A lost process raises
+    ExecutorLost in every pending and later call.
     """
 
     name: str
     writer: str
-    """How what the processes write into storage is signed; set by what starts them."""
+    """The name that signs what the processes write into storage; set by the code that starts
+    them."""
 
     def one(self, face: type[Face]) -> Face:
-        """The executor as the `face` that its workers have."""
+        """Return the executor as the `face` that its workers have."""
 
     async def watch(self) -> None:
-        """Wait until it is lost and raise ExecutorLost; return once it was stopped."""
+        """Wait until the executor is lost and raise ExecutorLost; return once it was stopped."""
 
     async def stop(self) -> None:
         """Close the executors and end their processes; never raises, may be repeated."""
 
 
 class Cluster(Protocol):
-    """All executor processes of one run."""
+    """The executor processes of one run."""
 
     async def spawn(
         self,
@@ -192,7 +195,7 @@ class Cluster(Protocol):
         """Start `num_ranks` processes; construct `factory(spec, rank=, num_ranks=, spans=)`.
 
         Rank i sits on `devices[i]`; without devices all are on the first host and have no GPU. The
-        first spawn attaches the hosts and checks them: ValueError for what is wrong with one.
+        first spawn attaches the hosts and checks them: ValueError says what is wrong with one.
 
         `spans` records under `process_name(name, rank, num_ranks)`. Run several spawns with
         `asyncio.gather`: they overlap. ValueError if `name` was used before; also raises what a
@@ -200,8 +203,8 @@ class Cluster(Protocol):
         """
 
     async def add_host(self, address: str) -> int:
-        """Attach the host of one more worker daemon, which the run did not have when it began; its
-        index in `Device`. ValueError for what is wrong with it."""
+        """Attach the host of one more worker daemon, which the run did not have when it began;
+        return its index in `Device`. ValueError says what is wrong with it."""
 
     async def stop(self) -> None:
         """Stop all executors at once; afterwards none of their processes, nor any process that
@@ -209,5 +212,6 @@ class Cluster(Protocol):
 
 
 def process_name(name: str, rank: int, num_ranks: int) -> str:
-    """`trainer-1` for rank 1 of `trainer`; a single rank of `generator-0` is `generator-0`."""
+    """Return `trainer-1` for rank 1 of `trainer`; for a single rank of `generator-0`,
+    `generator-0`."""
     return name if num_ranks == 1 and name[-1:].isdigit() else f"{name}-{rank}"

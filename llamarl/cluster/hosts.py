@@ -1,5 +1,5 @@
-"""The hosts of a run: this machine, or others that worker daemons serve, and whether they fit
-together."""
+"""The hosts of a run: this machine, or others that worker daemons serve, and the check that they
+fit together."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ Report = dict[str, str]
 
 
 def inspect(probe: str) -> Report:
-    """This host's report, with the text of `probe`, a file the controller wrote; "" if it cannot be
-    seen."""
+    """Return this host's report, with the text of `probe`, a file the controller wrote; "" if it
+    cannot be seen."""
     names = [name for _, name in socket.if_nameindex()]
     return {
         **versions(),
@@ -71,14 +71,14 @@ def inspect(probe: str) -> Report:
 
 @functools.cache
 def versions() -> Report:
-    """What must be equal on all hosts; for llamarl with its sources' digest, as checkouts of one
-    version differ."""
+    """Return the versions that must be equal on all hosts; llamarl's with its sources' digest, as
+    checkouts of one version differ."""
     found = {"Python": platform.python_version(), "llamarl": f"{_public('llamarl')} ({digest()})"}
     return found | {name: _public(name) for name in PACKAGES}
 
 
 def digest() -> str:
-    """Eight characters that change with any source file of this package."""
+    """Return eight characters that change with any source file of this package."""
     total = hashlib.blake2b(digest_size=4)
     folder = Path(llamarl.__file__).parent
     for path in sorted(folder.rglob("*.py")):
@@ -87,7 +87,8 @@ def digest() -> str:
 
 
 def check_reports(reports: dict[str, Report], probe: tuple[str, str], interface: str) -> None:
-    """ValueError unless all hosts fit this one. `reports` are by address, `probe` path and text."""
+    """Raise ValueError unless all hosts fit this one. `reports` are by address, `probe` is path and
+    text."""
     path, text = probe
     for address, report in reports.items():
         for name, version in versions().items():
@@ -119,7 +120,7 @@ def _read(path: Path) -> str:
 
 
 def _public(name: str) -> str:
-    """A package's version without its build, such as +cpu."""
+    """Return a package's version without its build, such as +cpu."""
     try:
         return importlib.metadata.version(name).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -137,7 +138,8 @@ DETACH_LIMIT_S = 3.0
 
 
 class Host:
-    """Where processes are started: this machine, over unix sockets, without a port."""
+    """A host on which processes are started; this class is this machine, over unix sockets, without
+    a port."""
 
     def __init__(self) -> None:
         # The import path is the controller's, so that all it can import can be spawned.
@@ -146,14 +148,15 @@ class Host:
             PARENT: str(os.getpid()),
             **interface_variables(LOOPBACK),
         }
-        """Of every process there."""
+        """The environment of every process there."""
         self.is_lost = False
-        """Nothing there can be reached any more."""
+        """Whether the host can be reached no more."""
         self._mesh = _this_host()
         self._executable = sys.executable
 
     def spawn(self, name: str, environments: list[dict[str, str]]) -> Any:
-        """Start one process per environment, which adds to the host's; a Monarch process mesh."""
+        """Start one process per environment, which adds to the host's; return a Monarch process
+        mesh."""
         command = default_bootstrap_cmd()
         command.args = ["-m", "llamarl.cluster.bootstrap"]
         command.program = self._executable
@@ -164,15 +167,16 @@ class Host:
         )
 
     async def kill(self, mark: str) -> list[int]:
-        """Kill every process there that has `mark`; the pids that are left, normally none."""
+        """Kill every process there that has `mark`; return the pids that are left, normally
+        none."""
         return await kill_marked(mark)
 
     async def wait_first_exit(self, pids: list[int]) -> tuple[int, str]:
-        """Wait until one of these processes there has ended; its index, and how it ended."""
+        """Wait until one of these processes there has ended; return its index, and how it ended."""
         return await wait_first_exit(pids)
 
     async def wait_lost(self) -> str:
-        """Wait until the host is lost; why."""
+        """Wait until the host is lost; return the reason."""
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -181,7 +185,7 @@ class Host:
 
 
 class HostAgent(Actor):
-    """Runs on a remote host what the controller asks of the host itself."""
+    """Runs the controller's calls about a remote host, on that host."""
 
     @concurrent_endpoint
     async def inspect(self, probe: str) -> Report:
@@ -219,7 +223,7 @@ class RemoteHost(Host):
         self._agent: Any = self._agents.spawn("host", HostAgent)
 
     async def inspect(self, probe: str) -> Report:
-        """The host's report. ValueError if it does not come in time."""
+        """Return the host's report. ValueError if it does not come in time."""
         answer = self._agent.inspect.call_one(probe).as_asyncio()
         try:
             async with asyncio.timeout(FIRST_CALL_LIMIT_S):
@@ -268,9 +272,9 @@ class RemoteHost(Host):
 
 
 async def attach(config: ClusterConfig, folder: str) -> list[Host]:
-    """The hosts of a run, checked: this machine, or all of cluster.hosts.
+    """Return the hosts of a run, checked: this machine, or all of cluster.hosts.
 
-    All hosts must see `folder`. ValueError, in one line, for what is wrong with one of them.
+    All hosts must see `folder`. ValueError, in one line, says what is wrong with one of them.
     """
     if not config.hosts:
         return [Host()]
@@ -296,7 +300,7 @@ async def attach(config: ClusterConfig, folder: str) -> list[Host]:
 async def attach_late(config: ClusterConfig, text: str, folder: str, hosts: list[Host]) -> None:
     """Add the host at the address `text` to those of a run at work, as the last of `hosts`.
 
-    ValueError, in one line, for what is wrong with it.
+    ValueError, in one line, says what is wrong with it.
     """
     if not config.hosts:
         raise ValueError("cluster.hosts must name the hosts of a run that others join, got none")
@@ -327,18 +331,18 @@ async def _check(hosts: list[RemoteHost], config: ClusterConfig, folder: str) ->
 
 
 def data_interface(config: ClusterConfig) -> str:
-    """The network interface of tensor traffic between ranks."""
+    """Return the network interface of tensor traffic between ranks."""
     return config.data_interface or LOOPBACK
 
 
 def interface_variables(interface: str) -> dict[str, str]:
-    """What a process reads the network interface of its groups from."""
+    """Return the variables from which a process reads the network interface of its groups."""
     return dict.fromkeys(INTERFACE_VARIABLES, interface)
 
 
 @cache
 def _this_host() -> HostMesh:
-    """This machine; the first use starts Monarch's client."""
+    """Return this machine; the first call starts Monarch's client."""
     with _starting_client():
         return this_host()
 
@@ -358,8 +362,8 @@ def _start_client(scheme: str, own_name: str) -> None:
 
 @contextmanager
 def _starting_client() -> Iterator[None]:
-    """Around the start of Monarch's client, which writes to standard error. Its own hook for faults
-    would end the controller; here the watchers report losses."""
+    """Start Monarch's client inside this block, which discards its output to standard error. Its
+    own hook for faults would end the controller; here the watchers report losses."""
     monarch.actor.unhandled_fault_hook = partial(log.debug, "monarch: %s")
     refuse_other_users()
     with quiet_stderr(), private_sockets():

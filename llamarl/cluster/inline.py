@@ -1,4 +1,5 @@
-"""All executors in this process: for debugging, and for tests that need no second process.
+"""The cluster that runs its executors in this process, for debugging, and for tests that need no
+second process.
 
 The same calls give the same results and exceptions as with processes."""
 
@@ -66,7 +67,7 @@ class InlineCluster:
 
 
 class InlineExecutor:
-    """Ranks that are plain objects of this process."""
+    """An executor whose ranks are plain objects of this process."""
 
     def __init__(self, name: str, workers: Sequence[object] = (), spans: Sequence[Spans] = ()):
         self.name, self.writer = name, ""
@@ -76,7 +77,7 @@ class InlineExecutor:
 
     @property
     def is_stopped(self) -> bool:
-        """`stop` was called."""
+        """Whether `stop` was called."""
         return self._stopped.is_set()
 
     def one(self, face: type[Face]) -> Face:
@@ -108,7 +109,7 @@ class InlineExecutor:
             spans.close()
 
     async def _run(self, call: Call, is_first: bool = False) -> list[Any]:
-        """The results of all ranks; raises the first exception at once."""
+        """Return the results of all ranks; raise the first exception at once."""
         tasks = [
             asyncio.create_task(attempt(worker, spans.process, rank, call))
             for rank, (worker, spans) in enumerate(zip(self.workers, self.spans, strict=True))

@@ -1,12 +1,10 @@
-"""What starts a run on a cluster's scheduler: an sbatch file, or Kubernetes manifests.
+"""The files that start a run on a cluster's scheduler: an sbatch file, or Kubernetes manifests.
 
 Monarch's own jobs (monarch.job: SlurmJob, KubernetesJob) start daemons on plain tcp://, without
 certificates, and submit by themselves: SlurmJob from a Python process that must stay, KubernetesJob
-through an operator and a resource type of its own. These need only what every such cluster has.
-
-
-Pure; every host gets one worker daemon, the controller runs in the same allocation, and nothing
-talks without TLS."""
+through an operator and a resource type of its own. These files need only what every such cluster
+has. Every host gets one worker daemon, the controller runs in the same allocation, and every
+control connection uses TLS."""
 
 import json
 import math
@@ -24,7 +22,7 @@ TEMPLATES = {"slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}
 
 
 def render(config: Config, command: list[str]) -> str:
-    """The text for cluster.scheduler; `command` is what follows `llamarl train` in it.
+    """Return the text for cluster.scheduler; `command` is what follows `llamarl train` in it.
 
     ValueError if the config names no scheduler, hosts that are there already, or no network for
     tensors between hosts.

@@ -51,7 +51,7 @@ class HostRanks:
 
 
 class MonarchExecutor:
-    """Processes with one executor each, on one host or several."""
+    """An executor in processes of its own, one per rank, on one host or several."""
 
     def __init__(self, name: str, num_ranks: int, mark: str, logs_folder: str) -> None:
         self.name, self.writer = name, ""
@@ -134,7 +134,7 @@ class MonarchExecutor:
 
     @property
     def is_stopped(self) -> bool:
-        """`stop` has ended all processes."""
+        """Whether `stop` has ended all processes."""
         return self._stopping is not None and self._stopping.done()
 
     async def watch(self) -> None:
@@ -182,7 +182,7 @@ class MonarchExecutor:
             del pids[index]
 
     async def _finish(self) -> bool:
-        """Close the executors; False if one did not answer in time."""
+        """Close the executors; return False if one did not answer in time."""
         if not self.pids:
             return False  # not constructed: nothing to close
         answers = [each for ranks in self._by_host for each in send(ranks.actors.finish)]
@@ -239,13 +239,13 @@ class MonarchExecutor:
         self._has_answered.set()
 
     async def _watch_pids(self, ranks: HostRanks) -> None:
-        """Report a rank lost when its process ends: Monarch looks every 10 s, for it keeps 6 kB of
-        each look (docs/limits.md)."""
+        """Report a rank lost when its process ends: Monarch looks only every 10 s, as it keeps 6 kB
+        of each look (docs/limits.md)."""
         index, how = await ranks.host.wait_first_exit(self._pids(ranks))
         self._set_lost(ranks.first_rank + index, f"its process ended{how}")
 
     async def _watch_host(self, ranks: HostRanks) -> None:
-        """Report the first rank there lost when its host is."""
+        """Report the first rank on a host lost when the host is."""
         self._set_lost(ranks.first_rank, await ranks.host.wait_lost())
 
     def _set_lost(self, rank: int, reason: str) -> None:
@@ -263,7 +263,7 @@ class MonarchExecutor:
 
 
 def _fail_calls(ranks: HostRanks) -> None:
-    """Calls of these ranks from other executors fail now, and not when Monarch next looks.
+    """Let calls of these ranks from other executors fail now, and not when Monarch next looks.
 
     Their processes must have ended: a call to an actor that was stopped in a process that lives
     would end its caller.
@@ -334,7 +334,7 @@ class MonarchCluster:
 def ranks_by_host(
     hosts: list[Host], devices: Sequence[Device]
 ) -> Iterator[tuple[Host, int, Sequence[Device]]]:
-    """Per host of an executor: the host, the first rank there, the devices of its ranks.
+    """Yield, per host of an executor, the host, the first rank there, and the devices of its ranks.
 
     ValueError for a host that the run does not have, or whose ranks are not consecutive.
     """
@@ -351,7 +351,7 @@ def ranks_by_host(
 
 
 def gpu_environment(device: Device, config: ClusterConfig) -> dict[str, str]:
-    """Which GPU a process uses, and of what kind that must be."""
+    """Return the variables that say which GPU a process uses, and of what kind that must be."""
     if device.gpu is None:
         return {}
     return {"LOCAL_RANK": str(device.gpu), "LLAMARL_GPU": device.gpu_kind or config.gpu}

@@ -1,7 +1,7 @@
 """The processes of a run as the operating system sees them: environment, output, end.
 
-Every process started for an executor, and every process that one starts, has the executor's mark
-in its environment, so none can be missed at the end; what a run prints is in its
+Every process started for an executor, and every process that one starts, has the executor's mark in
+its environment, so none can be missed at the end. Everything that a run prints is in its
 logs/controller.log too, whether lines are printed or a display is drawn."""
 
 import asyncio
@@ -43,8 +43,8 @@ ESCAPED = "backslashreplace"  # what becomes of letters that an output cannot ho
 
 
 def environment(mark: str, num_threads: int) -> dict[str, str]:
-    """What the process's environment adds to its host's; set before exec, for OpenMP and BLAS
-    read it when their library loads."""
+    """Return the variables that the process's environment adds to its host's. They are set before
+    exec, for OpenMP and BLAS read them when their library loads."""
     return {
         MARK: mark,
         "OMP_NUM_THREADS": str(num_threads),
@@ -59,7 +59,7 @@ def environment(mark: str, num_threads: int) -> dict[str, str]:
 
 
 def import_path() -> str:
-    """This process's import path, as a value of PYTHONPATH."""
+    """Return this process's import path, as a value of PYTHONPATH."""
     return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 
@@ -80,7 +80,7 @@ def quiet_stderr() -> Iterator[None]:
 
 def hide_files() -> int:
     """Let files that this process makes be written by the user and read by the group at most,
-    whatever mask the user has chosen: that one is returned."""
+    whatever mask the user has chosen; return that mask."""
     before = os.umask(HIDDEN)
     os.umask(before | HIDDEN)
     return before
@@ -88,7 +88,7 @@ def hide_files() -> int:
 
 @contextmanager
 def hidden_files() -> Iterator[None]:
-    """The same in the block alone, and in processes that it starts."""
+    """Hide files as `hide_files` does in this block alone, and in processes that it starts."""
     before = hide_files()
     try:
         yield
@@ -97,13 +97,13 @@ def hidden_files() -> Iterator[None]:
 
 
 def log_path(folder: str, process: str) -> Path:
-    """Where a process's output goes."""
+    """Return the path of the file that a process's output goes to."""
     return Path(folder) / f"{process}.log"
 
 
 def take_any_letter(*streams: object) -> None:
-    """Write a letter that a stream's encoding lacks, or half of one, as its escape: what user code
-    says must not end the run that shows it."""
+    """Write a letter that a stream's encoding lacks, or half of one, as its escape: text from user
+    code must not end the run that shows it."""
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=ESCAPED)
@@ -134,7 +134,7 @@ def redirect_output(folder: str, process: str) -> None:
 
 class _ConsoleLog(logging.Handler):
     """Prints records as lines between those of the run, with the same time and never wrapped, so
-    that a traceback stays whole; above the live display, which it never tears."""
+    that a traceback stays whole; above the live display, which they never tear."""
 
     def __init__(self, console: "Console", elapsed: Callable[[], str]) -> None:
         super().__init__()
@@ -150,8 +150,8 @@ class _ConsoleLog(logging.Handler):
 
 
 def show_warnings(console: "Console", elapsed: Callable[[], str], *, shows_user_code: bool) -> None:
-    """Print warnings with the time that has `elapsed`, and what the recipe's own code prints where
-    no other process logs that."""
+    """Print warnings with the time that has `elapsed`, and with `shows_user_code` the output of the
+    recipe's own code, where no other process logs it."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         is_user_code = shows_user_code and record.name.startswith(USER_CODE)
@@ -166,7 +166,7 @@ def show_warnings(console: "Console", elapsed: Callable[[], str], *, shows_user_
 
 @contextmanager
 def kept_log(run_dir: str) -> Iterator[None]:
-    """Write the log to the run's folder too, after what is there."""
+    """Write the log to the run's folder too, appending to the file that may be there."""
     path = log_path(f"{run_dir}/logs", "controller")
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8", errors=ESCAPED)
@@ -180,7 +180,8 @@ def kept_log(run_dir: str) -> Iterator[None]:
 
 
 def log_tail(folder: str, process: str) -> str:
-    """The last lines a process wrote, for the message about its end; "" if there are none."""
+    """Return the last lines a process wrote, for the message about its end; "" if there are
+    none."""
     path = log_path(folder, process)
     if not path.is_file():
         return ""
@@ -191,7 +192,8 @@ def log_tail(folder: str, process: str) -> str:
 
 
 def marked(mark: str) -> list[int]:
-    """Living processes that have `mark`, found in /proc; empty where there is no /proc."""
+    """Return the living processes that have `mark`, found in /proc; empty where there is no
+    /proc."""
     wanted = f"{MARK}={mark}".encode()
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -202,7 +204,7 @@ def marked(mark: str) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """False once the process ended, also while it is a zombie."""
+    """Return whether the process has not ended yet; a zombie has ended."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -214,8 +216,8 @@ def is_alive(pid: int) -> bool:
 
 
 async def wait_first_exit(pids: list[int]) -> tuple[int, str]:
-    """Wait until one of these processes has ended: its index, and " by SIGKILL" or " with exit code
-    3", or "" where the system does not say it of a process that is no child."""
+    """Wait until one of these processes has ended; return its index, and " by SIGKILL" or " with
+    exit code 3", or "" where the system does not tell that of a process that is no child."""
     if hasattr(os, "pidfd_open"):
         try:
             return await _wait_told(pids)
@@ -229,7 +231,8 @@ async def wait_first_exit(pids: list[int]) -> tuple[int, str]:
 
 
 async def _wait_told(pids: list[int]) -> tuple[int, str]:
-    """As `wait_first_exit`, from the kernel; OSError where it has no descriptors of processes."""
+    """Wait as `wait_first_exit` does, until the kernel tells it; OSError where the kernel has no
+    descriptors of processes."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
     with ExitStack() as opened:
@@ -250,7 +253,7 @@ async def _wait_told(pids: list[int]) -> tuple[int, str]:
 
 
 def exit_words(pidfd: int) -> str | None:
-    """How a process has ended; None before its parent has asked, "" on Linux before 6.15."""
+    """Return how a process has ended; None before its parent has asked, "" on Linux before 6.15."""
     info = bytearray(PIDFD_INFO.size)
     PIDFD_INFO.pack_into(info, 0, PIDFD_INFO_EXIT, 0)
     try:
@@ -268,8 +271,8 @@ def exit_words(pidfd: int) -> str | None:
 
 
 async def kill_marked(mark: str) -> list[int]:
-    """Kill every process that has `mark`; the pids that still exist after KILL_LIMIT_S, normally
-    none."""
+    """Kill every process that has `mark`; return the pids that still exist after KILL_LIMIT_S,
+    normally none."""
     deadline = time.monotonic() + KILL_LIMIT_S
     while (pids := marked(mark)) and time.monotonic() < deadline:
         for pid in pids:

@@ -1,5 +1,5 @@
-"""Monarch's unix sockets: the folder of them, and the check that they serve processes of this
-user only."""
+"""The folder of Monarch's unix sockets, and the check that they serve processes of this user
+only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADDED_CHARS = len(f"/{PREFIX}12345678/.tmp123456/12345678901")  # by us and Mona
 
 @contextmanager
 def private_sockets() -> Iterator[None]:
-    """Monarch makes its named sockets in this block: in a folder of this process, for this user
+    """Let Monarch make its named sockets, in this block, in a folder of this process, for this user
     only, whatever the process's own mask lets others do."""
     remove_left()
     umask, before = os.umask(0o077), os.environ.get("TMPDIR")
@@ -68,7 +68,7 @@ def _remove(folder: Path, descriptor: int) -> None:
 
 
 def _make() -> str:
-    """A new folder, which stays locked as long as this process lives."""
+    """Return a new folder, which stays locked as long as this process lives."""
     while True:
         folder = tempfile.mkdtemp(prefix=PREFIX)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -102,8 +102,8 @@ ACCEPT_TYPE = ctypes.CFUNCTYPE(
 def refuse_other_users() -> None:
     """Check, from now on, who connects to Monarch's unix sockets of this process.
 
-    To be called before Monarch listens. RuntimeError if its module is built in another way than
-    this knows; does nothing except on Linux.
+    Call it before Monarch listens. RuntimeError if its module is built in another way than this
+    knows; does nothing except on Linux.
     """
     if platform.system() != "Linux":
         return
@@ -126,8 +126,8 @@ def refuse_other_users() -> None:
 
 
 def _is_ours(file: int) -> bool:
-    """Whether the peer of this connection may be served; that of a TCP connection has to show a
-    certificate instead."""
+    """Return whether the peer of this connection may be served; that of a TCP connection has to
+    show a certificate instead."""
     try:
         connection = socket.socket(fileno=file)
         try:
@@ -140,7 +140,8 @@ def _is_ours(file: int) -> bool:
 
 
 def _write(slot: int, address: int) -> int:
-    """Set a pointer of a table that is read-only once the module is loaded; the one before."""
+    """Set a pointer of a table that is read-only once the module is loaded; return the one
+    before."""
     library = ctypes.CDLL(None, use_errno=True)
     page = slot // mmap.PAGESIZE * mmap.PAGESIZE
     where = ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE)
@@ -155,7 +156,7 @@ def _write(slot: int, address: int) -> int:
 
 
 def _base(path: str) -> int:
-    """Where the module is loaded."""
+    """Return the address at which the module is loaded."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and fields[5] == path and int(fields[2], 16) == 0:
@@ -164,7 +165,8 @@ def _base(path: str) -> int:
 
 
 def _find_slot(path: Path, name: str) -> int:
-    """Where, from the module's start, the address of the C function `name` lies."""
+    """Return the offset, from the module's start, of the slot that holds the address of the C
+    function `name`."""
     data = path.read_bytes()
     (headers,), (count,) = struct.unpack_from("<Q", data, 32), struct.unpack_from("<H", data, 56)
     segments = np.frombuffer(data, SEGMENT, count, headers).tolist()

@@ -1,5 +1,5 @@
-"""Sockets between processes of one user on one host: packets with open files attached, the
-server that answers them, and a client's connection."""
+"""Sockets between processes of one user on one host: packets with open files attached, the server
+that answers them, and a client's connection."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Message = tuple[dict[str, Any], list[Buffer]]  # header, body
 
 @dataclass(slots=True)
 class Packet:
-    """What came in one piece. Whoever has it closes its `files`."""
+    """A message that came in one piece. Its holder must close its `files`."""
 
     header: dict[str, Any]
     body: memoryview
@@ -44,18 +44,18 @@ class Packet:
 
     @property
     def body_file(self) -> tuple[int, int] | None:
-        """(descriptor, bytes) if the body is the first file."""
+        """The descriptor and the bytes of the body, if it is the first file."""
         num_bytes = self.header.get(BODY_BYTES)
         return None if num_bytes is None else (self.files[0], num_bytes)
 
     def open_body(self) -> memoryview:
-        """The body, wherever it is; read-only."""
+        """Return the body, wherever it is; read-only."""
         if self.body_file is None:
             return self.body
         return map_file(*self.body_file)
 
     def close(self) -> None:
-        """Close its files; what was mapped of them stays readable."""
+        """Close its files; memory that was mapped from them stays readable."""
         while self.files:
             os.close(self.files.pop())
 
@@ -86,8 +86,8 @@ class Channel:
         files: Sequence[int] = (),
         spare: Callable[[], int] | None = None,
     ) -> None:
-        """Send now, or as soon as the other end reads. `files` stay the caller's; `spare` gives one
-        that a large body may be written into.
+        """Send now, or as soon as the other end reads. `files` stay the caller's; `spare` returns a
+        file that a large body may be written into.
 
         OSError if there is no memory for a large body.
         """
@@ -113,7 +113,7 @@ class Channel:
             _close_all(own)
 
     def close(self) -> None:
-        """Hang up. What was not sent yet is dropped, and `closed` is not called."""
+        """Hang up. Unsent packets are dropped, and `closed` is not called."""
         if self._connection.fileno() < 0:
             return
         self._loop.remove_reader(self._connection)
@@ -134,7 +134,7 @@ class Channel:
             self._loop.remove_writer(self._connection)
 
     def _has_sent(self, data: bytes, files: Sequence[int]) -> bool:
-        """False if it must wait until the other end has read."""
+        """Send the packet; return False if it must wait until the other end has read."""
         try:
             socket.send_fds(self._connection, [data], files)
         except BlockingIOError:
@@ -173,8 +173,8 @@ class Channel:
 
 @contextmanager
 def new_socket(path: Path) -> Iterator[tuple[socket.socket, str]]:
-    """A socket, closed if the block raises, and another name of `path` in the block, for an address
-    has room for about 100 bytes."""
+    """Provide a socket, closed if the block raises, and another name of `path` in the block, for an
+    address has room for about 100 bytes."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with ExitStack() as undo:
@@ -186,13 +186,14 @@ def new_socket(path: Path) -> Iterator[tuple[socket.socket, str]]:
 
 
 def user_of(peer: socket.socket) -> int:
-    """The user id of the process at the other end of a unix socket, of which the kernel knows."""
+    """Return the user id of the process at the other end of a unix socket, as the kernel knows
+    it."""
     found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     return int(CREDENTIALS.unpack(found)[1])
 
 
 def check_user(peer: socket.socket) -> None:
-    """PermissionError if another user, root included, is at the other end."""
+    """Raise PermissionError if another user, root included, is at the other end."""
     if user_of(peer) != os.geteuid():
         raise PermissionError(errno.EPERM, "the socket is another user's")
 
@@ -207,10 +208,10 @@ TRAVELLING: tuple[type[Exception], ...] = (NotStored, KeyError, ValueError, Runt
 
 
 class LocalServer:
-    """Listens at `path`; `answer` gets every packet, and raises what the client is to raise.
+    """Listens at `path`; `answer` gets every packet, and its exceptions are raised at the client.
 
     `gone` is called when a client hangs up or dies. An answer that it still waits for is cancelled:
-    `answer` shields what must end all the same.
+    `answer` must shield work that has to end all the same.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class LocalServer:
         answer: Callable[[Packet], Awaitable[Answer] | Answer],
         gone: Callable[[Channel], None] = lambda channel: None,
     ) -> None:
-        """OSError if the folder's file system has no sockets."""
+        """Raises OSError if the folder's file system has no sockets."""
         self._path, self._answer, self._gone = path, answer, gone
         self._tasks: dict[Channel, set[asyncio.Task[None]]] = {}  # answers that clients wait for
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -294,7 +295,7 @@ class LocalServer:
 
 
 def describe(error: Exception) -> Answer:
-    """The error as an answer; one that a client cannot know becomes a RuntimeError."""
+    """Return the error as an answer; one that a client cannot know becomes a RuntimeError."""
     kind = next((kind for kind in TRAVELLING if isinstance(error, kind)), None)
     args: list[Any] = [f"{type(error).__name__}: {error}"]
     if isinstance(error, OSError):
@@ -307,7 +308,7 @@ def describe(error: Exception) -> Answer:
 
 
 def rebuild(header: dict[str, Any], name: str) -> Exception:
-    """The error that `describe` described, as the one who is called `name` raised it."""
+    """Return the error that `describe` described, as the one who is called `name` raised it."""
     kinds = {kind.__name__: kind for kind in TRAVELLING}
     error = kinds[header["error"]](*header["args"])
     error.add_note(f"raised in {name}:\n{header['note']}")
@@ -315,7 +316,8 @@ def rebuild(header: dict[str, Any], name: str) -> Exception:
 
 
 class Connection:
-    """To the socket `path`, which `name` serves; it belongs to the event loop it was made on.
+    """A connection to the socket `path`, which `name` serves; it belongs to the event loop it was
+    made on.
 
     OSError unless a process of this user listens there.
     """
@@ -325,8 +327,8 @@ class Connection:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Packet]] = {}
         self.done: deque[int] = deque()
-        """Slabs of answers that are not used any more; the next question says so. Any thread may
-        add one."""
+        """The slabs of answers that are not used any more; the next question says so. Any thread
+        may add one."""
         self._spare: int | None = None  # a file for the next large body
         with new_socket(Path(path)) as (connection, address):
             connection.connect(address)
@@ -334,8 +336,8 @@ class Connection:
         self._channel: Channel | None = Channel(connection, self._receive, self._lose)
 
     async def ask(self, message: Message) -> Packet:
-        """The answer, whose files the caller closes. Raises the error that it is, ConnectionError
-        if the other end is gone."""
+        """Return the answer, whose files the caller closes. Raises the error that it carries, or
+        ConnectionError if the other end is gone."""
         if self._channel is None:
             raise ConnectionError(self._name)
         header, body = message
