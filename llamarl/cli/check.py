@@ -19,8 +19,8 @@ from llamarl.recipe.prompt_inputs import refuse_sft
 
 
 async def check(config: Config, console: Console) -> None:
-    """Say on `console` what of the recipe works on this machine. ValueError at the end if a check
-    failed: which ones."""
+    """Say on `console` which parts of the recipe work on this machine. ValueError at the end if
+    checks failed, which names them."""
     findings = Findings(console)
     inputs: list[Inputs] = []
 

@@ -1,4 +1,5 @@
-"""A few steps of a recipe's own executors on a tiny model, held against what the CPU says."""
+"""A trial of a recipe's own executors: a few steps on a tiny model, compared with the CPU's
+results."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ SCALE = 0.08  # of random weights: logits of about 1, so that a wrong product sh
 
 
 def write_tiny_checkpoint(config: Config, inputs: Inputs, folder: Path) -> str:
-    """Write a checkpoint of random weights, with the recipe's tokenizer, below `folder`; returns
-    its path."""
+    """Write a checkpoint of random weights, with the recipe's tokenizer, below `folder`; return its
+    path."""
     description = json.loads((Path(inputs.checkpoint) / "config.json").read_text())
     ranks = {config.trainer.tensor_parallel}
     ranks |= {pool.generator.num_ranks for pool in pools_of(config.generator)}
@@ -99,8 +100,9 @@ STOPS = "see the logs of the processes"
 
 
 def tolerances(config: Config) -> tuple[float, float, float]:
-    """How far log-probs (median, largest) and the gradient's norm may be from the CPU's float32.
-    float32 differs by how sums are ordered; 16 and 8 bits by their rounding, with a long tail."""
+    """Return how far log-probs (median, largest) and the gradient's norm may be from the CPU's
+    float32. float32 differs by how sums are ordered; 16 and 8 bits by their rounding, with a long
+    tail."""
     generator, trainer = config.generator, config.trainer
     is_wide = generator.dtype == "float32" and generator.quantization == "none"
     gradient = 2e-3 if is_wide and trainer.compute_dtype == "float32" else 0.15
@@ -108,8 +110,8 @@ def tolerances(config: Config) -> tuple[float, float, float]:
 
 
 def tiny_config(config: Config, checkpoint: str, tokenizer: str) -> Config:
-    """The recipe on the tiny model, with few short rollouts that are one answer each and get their
-    rewards from the trial."""
+    """Return the recipe on the tiny model, with few short rollouts that are one answer each and get
+    their rewards from the trial."""
     config = without_own_stages(without_rewards(without_evaluation(config)))
     generator, trainer = config.generator, config.trainer
     small: dict[str, Any] = {"max_num_seqs": NUM_PROMPTS * NUM_ROLLOUTS, "elastic": []}
@@ -137,8 +139,8 @@ def tiny_config(config: Config, checkpoint: str, tokenizer: str) -> Config:
 
 
 class Trial:
-    """The calls, in their order; each is one line of `findings`. The checkpoint of `config` is
-    computed on the CPU too."""
+    """The calls of the trial, in their order; each is one line of `findings`. The checkpoint of
+    `config` is computed on the CPU too."""
 
     def __init__(self, config: Config, findings: Findings) -> None:
         self._config, self._findings = config, findings
@@ -152,7 +154,7 @@ class Trial:
         self._columns: Columns = {}
 
     async def run(self, run_dir: str) -> None:
-        """All checks; those after a start that failed cannot be asked."""
+        """Run every check, except those that need executors which failed to start."""
         async with AsyncExitStack() as stack:
             engines = await self._start(stack, f"{run_dir}/run", "executors start", self._config)
             if engines is not None:
@@ -160,7 +162,8 @@ class Trial:
         await self._compare_graphs(run_dir)
 
     async def _ask(self, engines: LibraryEngines) -> None:
-        """Until one fails: what follows would wait for it, or be wrong because of it."""
+        """Run the checks until one fails: those after it would wait for it, or be wrong because of
+        it."""
         calls: list[tuple[str, str, Callable[[LibraryEngines], Awaitable[str]]]] = [
             ("publish", HANGS, self._publish),
             ("generation", STOPS, self._generate),
@@ -209,7 +212,7 @@ class Trial:
         return groups, await engines.get_experience(row_ids, READ)
 
     async def _generate(self, engines: LibraryEngines) -> str:
-        """Log-probs of what the generators write are the CPU's."""
+        """Check that the log-probs of what the generators write are the CPU's."""
         self._groups, columns = await self._write(engines)
         self._columns, mine = columns, columns[GENERATOR_LOGPROBS]
         every = range(len(mine))
@@ -229,7 +232,7 @@ class Trial:
         return words
 
     async def _step(self, engines: LibraryEngines) -> str:
-        """The norm of the gradient is the CPU's."""
+        """Check that the norm of the gradient is the CPU's."""
         for group in self._groups:
             rewards = [float(i % 2) for i in range(NUM_ROLLOUTS)]
             if reason := await engines.settle(group, rewards):
@@ -248,7 +251,8 @@ class Trial:
         return words
 
     def _gradient_norm(self) -> float:
-        """The norm on the CPU, of the step that the rollouts are, before it is clipped."""
+        """Return the gradient's norm on the CPU, before it is clipped, of the step that these
+        rollouts make."""
         config, columns = self._config, self._columns
         pairs = [(g, i) for g in self._groups for i in range(len(g.row_ids))]
         lengths = zip(columns[PROMPT_IDS], columns[RESPONSE_IDS], strict=True)
@@ -273,8 +277,8 @@ class Trial:
         return norm / denominator(num_tokens, len(rows), most, config.algorithm)
 
     async def _generate_again(self, engines: LibraryEngines) -> str:
-        """What the generators write is what the trainer's new version says; if they share a device,
-        all has been offloaded and brought back meanwhile."""
+        """Check that the log-probs of what the generators write are those of the trainer's new
+        version. If both share a device, all has been offloaded and brought back meanwhile."""
         groups, _ = await self._write(engines)
         row_ids = [row_id for group in groups for row_id in group.row_ids]
         colocated = self._config.placement.colocated
@@ -284,7 +288,7 @@ class Trial:
         return self._compare(differences, "the trainer")
 
     async def _compare_graphs(self, run_dir: str) -> None:
-        """Captured graphs write what single launches write."""
+        """Check that captured graphs write the same rollouts as single launches."""
         generator = self._config.generator
         if not needs_gpu(self._config) or generator.enforce_eager or not self._columns:
             return
@@ -305,10 +309,10 @@ class Trial:
 def same_rollouts(columns: Columns, graphed: Columns, most: float) -> str:
     """Say how far rollouts of one seed are equal without captured graphs and with them.
 
-    Products round by how many rows are computed at once, which depends on when requests arrive: so
-    in 16 bits a token may differ, and then all that follow it. RuntimeError if the log-probs of
-    equal beginnings are more than `most` apart, or more than half of the tokens are behind a
-    difference.
+    Products round differently with the number of rows that are computed at once, which depends on
+    when requests arrive: so in 16 bits a token may differ, and then all that follow it.
+    RuntimeError if the log-probs of equal beginnings are more than `most` apart, or more than half
+    of the tokens are behind a difference.
     """
     num_same = num_equal = num_tokens = 0
     apart = [0.0]
@@ -339,12 +343,13 @@ OWN = ("Pss_Anon:", "Pss_Shmem:")  # of smaps_rollup, in KiB; memory of files is
 
 
 def free_bytes() -> list[int]:
-    """Of each card."""
+    """Return the free bytes of each card."""
     return [card.free_bytes for card in cards_here()]
 
 
 def compare_with_plan(config: Config, architecture: Architecture, free_before: list[int]) -> str:
-    """In words; ValueError if more is in use than the plan counts with."""
+    """Return the memory in use beside the plan's, in words; ValueError if more is in use than the
+    plan counts with."""
     ranks = forecast_memory(config, architecture).ranks
     if needs_gpu(config):
         taken = [before - now for before, now in zip(free_before, free_bytes(), strict=True)]

@@ -1,4 +1,4 @@
-"""What `llamarl check` finds out, line by line."""
+"""The findings of `llamarl check`, line by line."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from llamarl.core.errors import unwrap
 
 @dataclass
 class Findings:
-    """Shows each check on the console when it is found out; `failed` names those that did not
-    pass."""
+    """Shows each check on the console when it has ended; `failed` names those that did not pass."""
 
     console: Console
     failed: list[str] = field(default_factory=list)
 
     def skip(self, name: str, why: str) -> None:
-        """The check cannot be asked here."""
+        """Show that the check cannot be run here."""
         self._say("skipped", name, why)
 
     def ask(self, name: str, check: Callable[[], str]) -> None:
-        """Ask whether `check` passes."""
+        """Run `check` and show whether it passes."""
         with self._asked(name) as words:
             words.append(check())
 
     async def await_for(
         self, name: str, limit_s: float, remedy: str, check: Awaitable[str]
     ) -> bool:
-        """Whether `check` passes within `limit_s`; `remedy` says what to do if it does not end."""
+        """Return whether `check` passes within `limit_s`; `remedy` says what to do if it does not
+        end."""
         with self._asked(name) as words:
             try:
                 async with asyncio.timeout(limit_s):
@@ -44,7 +44,7 @@ class Findings:
 
     @contextmanager
     def _asked(self, name: str) -> Iterator[list[str]]:
-        """The block appends its figure; an error, which says what to change, is the answer."""
+        """Show the figure that the block appends, or its error, which says what to change."""
         words: list[str] = []
         start_s, answer = time.monotonic(), "ok"
         try:

@@ -1,6 +1,7 @@
-"""The dataflow of a recipe as text and as a picture: what `llamarl graph` prints and draws.
+"""The dataflow of a recipe as text and as a picture, which `llamarl graph` prints and draws.
 
-It starts no process and reads no weights; what spans do not hold is missing, never estimated."""
+It starts no process and reads no weights; figures that spans do not hold are missing, never
+estimated."""
 
 import textwrap
 from collections import Counter, defaultdict
@@ -25,33 +26,35 @@ WIDTH = 100
 GAP = 2  # between columns
 
 Places = Mapping[str, Sequence[Device]]
-"""Executor process name -> the devices of its ranks."""
+"""The devices of an executor's ranks, by the name of its process."""
 
 
 @dataclass(slots=True)
 class Exchange:
-    """What one executor read from storage and wrote there, all its processes together."""
+    """The rows and bytes that one executor read from storage and wrote there, over all its
+    processes."""
 
     rows: Counter[str] = field(default_factory=Counter)  # by "get" and "put"
     num_bytes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """By "get" and "put", then by column."""
+    """The bytes by "get" and "put", then by column."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flows:
-    """Of one run: `seconds` from its first to its last exchange with storage; per executor the
-    share of the steps in which it waited, and its exchanged."""
+    """The measured flows of one run: the `seconds` from its first to its last exchange with
+    storage, and per executor the share of the steps in which it waited, and its exchange."""
 
     seconds: float
     waits: Mapping[str, float]
     exchanged: Mapping[str, Exchange]
 
     def rows_per_s(self, executor: str, way: str) -> float:
-        """Rows that the executor got ("get") or wrote ("put"), per second."""
+        """Return the rows per second that the executor got ("get") or wrote ("put")."""
         return self._of(executor).rows[way] / self.seconds
 
     def bytes_per_s(self, executor: str, columns: tuple[str, ...]) -> float:
-        """Bytes of these columns, or of those they are made from, that the executor got."""
+        """Return the bytes per second of these columns, or of those they are made from, that the
+        executor got."""
         found = self._of(executor).num_bytes["get"]
         return sum(found[name] for name in stored_columns(columns)) / self.seconds
 
@@ -89,8 +92,8 @@ def read_flows(run_dir: str) -> Flows:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataflow:
-    """A graph, the executor of each stage by its name, where executors sit, and perhaps what was
-    measured."""
+    """A graph, the executor of each stage by its name, where executors sit, and perhaps the
+    measured flows."""
 
     graph: Graph
     executors: Mapping[str, str]
@@ -98,11 +101,12 @@ class Dataflow:
     flows: Flows | None = None
 
     def render(self) -> str:
-        """Two tables: the stages and where they run, and what goes between them."""
+        """Return two tables: the stages and where they run, and the columns that go between
+        them."""
         return render([self._stages(), "", self._edges()])
 
     def draw(self) -> str:
-        """The graph as Mermaid text, which GitHub and most editors draw."""
+        """Return the graph as Mermaid text, which GitHub and most editors draw."""
         lines = ["flowchart LR"]
         for stage in self.graph.stages.values():
             words = [stage.name, self._runner(stage), self._devices(stage)]
@@ -145,7 +149,7 @@ class Dataflow:
         )
 
     def _all_edges(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-        """The graph's edges, and those of stages that only drop, which lead to settle."""
+        """Yield the graph's edges, and those of stages that only drop, which lead to settle."""
         yield from self.graph.edges
         yield from ((each.name, SETTLE, ()) for each in self.graph.between if not each.writes)
 
@@ -171,7 +175,7 @@ class Dataflow:
         return f"{num_ranks}{more}"
 
     def _devices(self, stage: Stage) -> str:
-        """Such as "host 0 GPU 0-7"."""
+        """Return the stage's devices in words, such as "host 0 GPU 0-7"."""
         gpus: dict[int, set[int]] = {}
         for device in (device for ranks in self._ranks(stage) for device in ranks):
             gpus.setdefault(device.host, set()).update([] if device.gpu is None else [device.gpu])
@@ -183,14 +187,15 @@ class Dataflow:
         return ", ".join(parts)
 
     def _ranks(self, stage: Stage) -> list[Sequence[Device]]:
-        """The devices of the stage's processes: of each replica, or of one group of ranks."""
+        """Return the devices of the stage's processes: of each replica, or of one group of
+        ranks."""
         executor = self.executors[stage.name]
         return [each for name, each in self.places.items() if name.partition("-")[0] == executor]
 
 
 def render(parts: Iterable[RenderableType]) -> str:
-    """These one below the other, in lines of at most WIDTH characters, or what a `whole_words`
-    table needs."""
+    """Return these parts one below the other, in lines of at most WIDTH characters, or of the width
+    that a `whole_words` table needs."""
     parts = [*parts]
     tables = [part for part in parts if isinstance(part, Table)]
     needed = [sum((each.min_width or 0) + GAP for each in table.columns) for table in tables]
@@ -202,8 +207,8 @@ def render(parts: Iterable[RenderableType]) -> str:
 
 
 def whole_words(titles: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> Table:
-    """A table whose cells have lines of `room` characters, or of one longer word: a path or a
-    column's name is never cut."""
+    """Return a table whose cells have lines of `room` characters, or of one longer word: a path or
+    a column's name is never cut."""
     table = Table(box=None, pad_edge=False)
     wrapped = [
         [textwrap.wrap(cell, room, break_long_words=False, break_on_hyphens=False) for cell in row]
@@ -225,7 +230,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _numbers(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2,5"."""
+    """Return numbers as ranges: "0-2,5" for [0, 1, 2, 5]."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

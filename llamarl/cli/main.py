@@ -113,13 +113,13 @@ OWN_OPTIONS = {  # of each report: name of the option and of its value, what it 
 
 
 def program() -> None:
-    """Entry point of the `llamarl` command: `main`, in a process that ends with it."""
+    """Run `main` as the entry point of the `llamarl` command, in a process that ends with it."""
     with exiting_process():
         main()
 
 
 def main() -> None:
-    """What the command does; SystemExit with its exit code unless that is 0."""
+    """Run the command; SystemExit with its exit code unless that is 0."""
     take_any_letter(sys.stdout, sys.stderr)
     try:
         _main(*(sys.argv[1:] or ["--help"]))
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def _main(command: str, *arguments: str) -> None:
-    """Run `command`; ValueError for what the user must change before a job starts."""
+    """Run `command`; ValueError says what the user must change before a job starts."""
     if command in ("-h", "--help", "help"):
         return _show(_usage())
     if command == "--version":
@@ -171,7 +171,7 @@ def _show(text: str) -> None:
 
 
 def _usage() -> str:
-    """What `llamarl --help` says."""
+    """Return the text of `llamarl --help`."""
     options = OPTIONS | RUN_OPTIONS | _own_options(*OWN_OPTIONS)
     options["--help"] = "this text; after a command, its options and every key"
     options["--version"] = "the version of llamarl"
@@ -183,7 +183,7 @@ def _usage() -> str:
 
 
 def _help(command: str) -> str:
-    """What `llamarl COMMAND --help` says."""
+    """Return the text of `llamarl COMMAND --help`."""
     if command == "config":
         return f"usage: llamarl config [KEY]\n{COMMANDS[command]}\n"
     options = OPTIONS | (RUN_OPTIONS if command in JOBS else {}) | _own_options(command)
@@ -203,7 +203,8 @@ def _table(rows: dict[str, str]) -> str:
 
 
 def _choose(command: str, arguments: list[str]) -> tuple[Job, list[str]]:
-    """The job, and the arguments for Hydra, which makes a run folder for jobs of JOBS only."""
+    """Return the job, and the arguments for Hydra, which makes a run folder for jobs of JOBS
+    only."""
     if command in JOBS:
         is_chosen = any(each.startswith("algorithm=") for each in arguments)
         chosen = ["algorithm=sft"] if command == "sft" and not is_chosen else []
@@ -237,7 +238,7 @@ def _run(
     is_run = job in JOBS.values()
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        """On SIGTERM, before there is anything to save or after all is saved."""
+        """End on SIGTERM, before there is anything to save or after all is saved."""
         _exit(_end(number), command, run_dir)
 
     signal.signal(signal.SIGTERM, terminate)
@@ -279,8 +280,8 @@ def _run(
 
 
 def _alone(command: list[str], pinned: Mapping[str, Any]) -> list[str]:
-    """What does the present job again, wherever the program is and whatever a branch of the Hub has
-    become: of a multirun, that job alone."""
+    """Return the command that does the present job again, wherever the program is and even if a
+    branch of the Hub has changed; of a multirun, that job alone."""
     program, name, *arguments = command
     if MULTIRUN_FLAGS & set(arguments):
         arguments = arguments_of_job(arguments)
@@ -290,18 +291,19 @@ def _alone(command: list[str], pinned: Mapping[str, Any]) -> list[str]:
 
 
 def _end(number: int) -> int:
-    """Say that this signal ended the command; the exit code."""
+    """Say that this signal ended the command; return the exit code."""
     words, code = ENDS[number]
     _say(words)
     return code
 
 
 def _report(error: Exception, run_dir: str | None) -> int:
-    """Say what ended the job; the exit code.
+    """Say what ended the job; return the exit code.
 
-    A ValueError or a full disk, which the user can mend: one line. But a ValueError out of a group
-    is from the running loop, after all checks of what the user wrote: a bug, with its traceback. Of
-    a lost process: which one and why, without the traceback through calls that only waited.
+    A ValueError or a full disk, which the user can fix, gets one line. But a ValueError out of a
+    group is from the running loop, after all checks of what the user wrote, so it is a bug and gets
+    its traceback. For a lost process it says which one and why, without the traceback through calls
+    that only waited.
     """
     cause = unwrap(error)
     if run_dir is not None and isinstance(cause, OSError):
@@ -332,7 +334,8 @@ def _report(error: Exception, run_dir: str | None) -> int:
 
 
 def _is_mistake(error: Exception) -> bool:
-    """True for a ValueError that is in no group, which the user can mend; see `_report`."""
+    """Return whether the error is a ValueError that is in no group, which the user can fix; see
+    `_report`."""
     return isinstance(error, ValueError) and not isinstance(error, BaseExceptionGroup)
 
 
@@ -349,7 +352,7 @@ def _exit(code: int, command: list[str], run_dir: str) -> NoReturn:
 
 
 def _complain(message: str) -> int:
-    """Say what the user must change; the exit code for it."""
+    """Say what the user must change; return the exit code for it."""
     _say(message)
     return 2
 

@@ -1,5 +1,5 @@
-"""The command `llamarl new`: a recipe of ten lines, which composes to a checked config. It fetches
-nothing and replaces no file."""
+"""The command `llamarl new`: it writes a recipe of ten lines, which composes to a checked config.
+It fetches nothing and replaces no file."""
 
 import argparse
 import os
@@ -59,8 +59,8 @@ ANY = "float(bool(completion.strip()))"
 
 
 def new(arguments: list[str]) -> str:
-    """Write the recipe that the arguments ask for; what was written and what comes next. ValueError
-    for arguments that make none, or a folder that has one."""
+    """Write the recipe that the arguments ask for; return a text about what was written and what
+    comes next. ValueError for arguments that make no recipe, or a folder that has one."""
     options = _parse(arguments)
     folder = Path(options.folder)
     for name in ("run.yaml", FILE) if options.reward == TASK else ("run.yaml",):
@@ -123,7 +123,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _fields(options: argparse.Namespace, row: Mapping[str, Any] | None) -> dict[str, str]:
-    """The fields of question and answer; by default those that a row has, if there is one. A
+    """Return the fields of question and answer; by default those that a row has, if there is one. A
     reward of one's own needs no answer."""
     is_graded = REWARDS[options.reward].needs_answer
     fields = {}
@@ -152,7 +152,7 @@ def _fields(options: argparse.Namespace, row: Mapping[str, Any] | None) -> dict[
 
 
 def _place(field: str, row: Mapping[str, Any] | None) -> str:
-    """The name by which the row has it."""
+    """Return the name by which the row has the field."""
     is_other = row is not None and field not in row and field in FALLBACKS
     return FALLBACKS[field] if is_other else field
 
@@ -163,7 +163,8 @@ def _recipe(
     model: Path | None,
     row: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Key -> value of the file, in order; what is the default is left out."""
+    """Return the keys and values of the file, in order; values that are the default are left
+    out."""
     folder, reward, device = Path(options.folder), options.reward, options.device
     is_chat = options.chat or (model is not None and _has_template(model))
     groups = {"data": "chat"} if is_chat else {}
@@ -214,7 +215,7 @@ def _flow(value: object) -> str:
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write the files; removes them again if they make no recipe."""
+    """Write the files; remove them again if they make no recipe."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

@@ -1,5 +1,5 @@
-"""The commands that say something about a recipe or make files of a checkpoint: plan, graph,
-launch, models, merge."""
+"""The commands that report on a recipe or make files of a checkpoint: plan, graph, launch, models,
+merge."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ DTYPES = ("float32", "bfloat16")
 
 
 def merge(arguments: list[str]) -> str:
-    """Do it; returns what to say. ValueError for wrong arguments, or what does not fit together."""
+    """Merge the adapter into its checkpoint; return the text to print. ValueError for wrong
+    arguments, or an adapter and a checkpoint that do not fit together."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("places", nargs="*")
     parser.add_argument("--checkpoint", default="")
@@ -72,8 +73,8 @@ def merge(arguments: list[str]) -> str:
 
 
 def _named_by(adapter: str) -> str:
-    """The checkpoint's folder, as the adapter names it: a folder, or a model of the Hub, whose
-    weights are fetched unless they are in its cache."""
+    """Return the checkpoint's folder, as the adapter names it: a folder, or a model of the Hub,
+    whose weights are fetched unless they are in its cache."""
     values = read_object(Path(adapter, CONFIG_FILE))
     name, revision = values.get("base_model_name_or_path") or "", values.get("revision")
     if not isinstance(name, str) or Path(name).is_dir() or not REPOSITORY.fullmatch(name):
@@ -94,7 +95,8 @@ WIDTH = 100
 
 
 def models(arguments: list[str]) -> str:
-    """What `llamarl models [CHECKPOINT]` says. ValueError for what is no checkpoint."""
+    """Return the text of `llamarl models [CHECKPOINT]`. ValueError if CHECKPOINT is no
+    checkpoint."""
     require(len(arguments) < 2, "CHECKPOINT", "be one folder or name", arguments)
     if arguments:
         return _describe(arguments[0])
@@ -111,7 +113,7 @@ def models(arguments: list[str]) -> str:
 
 
 def _describe(text: str) -> str:
-    """What a checkpoint is, and what runs it."""
+    """Return a text about a checkpoint, and what runs it."""
     if is_hub_name(text):
         name = read_name("CHECKPOINT", text, "model")
         folder, pinned = fetch_model("CHECKPOINT", name, has_weights=False)
@@ -156,8 +158,8 @@ def _parameters(
     sizes: Mapping[str, int],
     has_weights: bool,
 ) -> str:
-    """How many numbers: by config.json of our families, by the headers of files that are here, or
-    by the bytes."""
+    """Return how many parameters a checkpoint has: by config.json of our families, by the headers
+    of files that are here, or by the bytes."""
     if is_ours:
         return f"{sum(map(math.prod, parameter_shapes(read_architecture(folder)).values())):,}"
     with suppress(ValueError):
@@ -170,7 +172,7 @@ def _parameters(
 
 
 def _error(check: Callable[[], object]) -> str | None:
-    """What a check says is wrong; None if nothing."""
+    """Return the text of the check's ValueError; None if it raises none."""
     try:
         check()
     except ValueError as error:
@@ -210,11 +212,11 @@ def plan(
     sweep: bool,
     only: str | None = None,
 ) -> None:
-    """Say on `console`, and in the file `json`, what the recipe needs and does; `only` the trainer,
-    a generator or a publish.
+    """Say on `console`, and in the file `json`, what the recipe needs and how long its step takes;
+    with `only`, forecast the trainer, a generator or a publish alone.
 
-    Reads no weights and makes no run folder; of prompts and tokenizer only what their length needs.
-    Starts one short process if it uses a task.py.
+    Reads no weights and makes no run folder; of prompts and tokenizer it reads only what their
+    length needs. Starts one short process if it uses a task.py.
     """
     from llamarl.controller.memory import forecast_memory
     from llamarl.planner.recipe import forecast_one_side, forecast_recipe, timed
@@ -235,8 +237,8 @@ def plan(
 
 
 def _planned(config: Config) -> Config:
-    """The recipe as it is planned: with all lengths of its workload in `plan`, and in processes of
-    its own. The log says which guesses are smaller than usual."""
+    """Return the recipe as it is planned: with all lengths of its workload in `plan`, and in
+    processes of its own. The log says which guesses are smaller than usual."""
     from llamarl.planner.simulation.workload import shrunk_guesses, with_lengths
 
     config = with_measured_prompts(config)
@@ -285,7 +287,7 @@ def _write(flag: str, path: str, text: str) -> None:
 
 
 def launch(config: Config, console: Console, *, command: list[str]) -> None:
-    """Print what to submit so that `llamarl train` with the arguments `command` runs there."""
+    """Print the file to submit so that `llamarl train` with the arguments `command` runs there."""
     from llamarl.cluster.launch import render
 
     console.print(render(config, command), markup=False, highlight=False, soft_wrap=True, end="")

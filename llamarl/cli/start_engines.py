@@ -1,4 +1,5 @@
-"""The executors of a recipe under a loop of the caller's own (docs/library.md)."""
+"""`llamarl.start_engines`: the executors of a recipe under a loop of the caller's own
+(docs/library.md)."""
 
 import os
 import sys
@@ -39,13 +40,13 @@ async def start_engines(
     executors: Collection[str] | None = None,
     metrics: bool = False,
 ) -> AsyncIterator["LibraryEngines"]:
-    """The executors of a recipe, started; at the block's end none of their processes is left.
+    """Start the executors of a recipe; at the block's end none of their processes is left.
 
     `recipe` is its folder, `overrides` are KEY=VALUE as on the command line. `executors` are those
     to start besides storage (None: all): generator, trainer, scorer, reference, stages of the
     recipe's own. Without the trainer, generators start with the checkpoint's weights as version 0.
     `run_dir` must be new. With `metrics`, steps and evaluations go into its metrics files and are
-    shown as by `llamarl train`. ValueError, in one line, for what the caller must change.
+    shown as by `llamarl train`. ValueError, in one line, says what the caller must change.
     """
     composed = compose(recipe, overrides, run_dir)
     given = to_config(composed)
@@ -67,7 +68,8 @@ async def running_engines(
     executors: Collection[str] | None = None,
     metrics: bool = False,
 ) -> AsyncIterator["LibraryEngines"]:
-    """The same of a config; `write` keeps in the run folder what it was started with."""
+    """Start the executors of a config, as `start_engines` does; `write` keeps in the run folder
+    what it was started with."""
     must = "be none under a loop of one's own, whose order is its own"
     config.require(config.dispatch.ranker == "none", "dispatch.ranker", must)
     must = "be off under a loop of one's own, which calls load_state"
@@ -106,7 +108,8 @@ async def running_engines(
 
 @contextmanager
 def _observing(wiring: Wiring, has_metrics: bool) -> Iterator[RunObserver]:
-    """What logs and shows a loop: nothing, or as in a run."""
+    """Provide the observer of a loop: one that logs nothing, or one that logs and shows it as a
+    run."""
     if not has_metrics:
         yield Unobserved()
         return

@@ -1,4 +1,4 @@
-"""What each command does, from a checked config to its result.
+"""The commands train, sft and evaluate, from a checked config to their result.
 
 When a job ends, however it ends, none of its processes is left."""
 
@@ -57,7 +57,7 @@ CLAIM_S = 5.0  # longest wait for the processes of a killed run to end
 async def train(
     config: Config, run_dir: str, console: Console, write_provenance: WriteProvenance
 ) -> dict[str, Any]:
-    """Run the loop to its last step; returns the summary, which also lies in `run_dir`."""
+    """Run the loop to its last step; return the summary, which is also written into `run_dir`."""
     refuse_sft(config, "llamarl train")
     return await _run(config, run_dir, console, write_provenance)
 
@@ -65,7 +65,8 @@ async def train(
 async def sft(
     config: Config, run_dir: str, console: Console, write_provenance: WriteProvenance
 ) -> dict[str, Any]:
-    """The same on demonstrations, with the trainer alone."""
+    """Run the loop on demonstrations, with the trainer alone; return the summary as `train`
+    does."""
     return await _run(as_sft(config), run_dir, console, write_provenance)
 
 
@@ -163,8 +164,8 @@ async def _evaluate(wiring: Wiring) -> Evaluation:
 
 @contextlib.contextmanager
 def claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
-    """Keep every other run out of the run folder; ValueError if one works or has worked there. What
-    the run writes meanwhile is hidden from other users.
+    """Keep every other run out of the run folder; ValueError if one works or has worked there.
+    Files that the run writes meanwhile are hidden from other users.
 
     The run's processes on this machine inherit the claim, and a run that resumes waits up to
     `CLAIM_S` for it. So after a kill it starts only once the killed run's processes have ended.
@@ -198,7 +199,8 @@ def claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
 async def _started(
     config: Config, inputs: Inputs, run_dir: str, progress: Progress, names: Collection[str]
 ) -> AsyncIterator[tuple[Supervisor, Signals]]:
-    """These executors of a run, and the signals that may end it early (`Stopped`)."""
+    """Provide the supervisor of these executors of a run, and the signals that may end it early
+    (`Stopped`)."""
     with Signals() as signals:
         try:
             async with running_cluster(config, run_dir) as cluster:
@@ -216,7 +218,7 @@ async def _started(
 
 
 def _check_disk(config: Config, inputs: Inputs, run_dir: str) -> None:
-    """ValueError unless weights, optimizer state and export of every kept checkpoint fit."""
+    """Raise ValueError unless weights, optimizer state and export of every kept checkpoint fit."""
     shapes = parameter_shapes(inputs.architecture).values()
     model_bytes = sum(math.prod(shape) for shape in shapes) * FLOAT32_BYTES
     kept = config.checkpoint
