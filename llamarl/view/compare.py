@@ -1,4 +1,4 @@
-"""`llamarl compare RUN RUN`: two or more runs in one picture and one table."""
+"""`llamarl compare RUN RUN`: it shows two or more runs in one picture and one table."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from llamarl.metrics.trackers import METRICS_FILE, read_metrics
 from llamarl.view.page import is_number
 
 Points = Sequence[tuple[float, float]]
-"""(step, value), in the order of the steps."""
+"""The points (step, value) of a curve, in the order of the steps."""
 Curve = tuple[str, Points, str]
-"""Its name, which stands beside the chart, its points and its colour."""
+"""The name of a curve, which stands beside the chart, its points and its colour."""
 
 WIDTH, HEIGHT = 440, 250  # of one chart, pixels
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 34, 40
@@ -39,8 +39,8 @@ COLOURS = ("#2f7ed8", "#e07b39", "#3a9d5d", "#9b59b6", "#c0392b", "#16a2b8", "#8
 
 
 def picture(charts: Sequence[str], names: Sequence[tuple[str, str]] = ()) -> str:
-    """A whole SVG file with these charts in a row and, above them, each of the `names` with its
-    colour on a line of its own."""
+    """Return a whole SVG file with these charts in a row and, above them, each of the `names` with
+    its colour on a line of its own."""
     width, top = WIDTH * len(charts), LINE * len(names) + (LINE if names else 0)
     body = "".join(
         f'<g transform="translate({WIDTH * place} {top})">{each}</g>'
@@ -67,9 +67,9 @@ def chart(
     marked: Sequence[str] = (),
     bars: Sequence[tuple[float, float, float, str]] = (),
 ) -> str:
-    """One chart from `lowest` to `highest`. Curves that have a name get it at the lower right; of
-    those in `marked` each point is marked, and has its value. `bars` are intervals: step, low, high
-    and colour."""
+    """Return one chart from `lowest` to `highest`. Curves that have a name get it at the lower
+    right; each point of those in `marked` is marked, and has its value. `bars` are intervals: step,
+    low, high and colour."""
     last = max((step for _, points, _ in curves for step, _ in points), default=1) or 1
     height = (highest - lowest) or 1.0
 
@@ -120,7 +120,7 @@ def chart(
 
 
 def round_up(value: float) -> float:
-    """The least value from `value` on whose quarter is a round number."""
+    """Return the least value from `value` on whose quarter is a round number."""
     return 4 * _round_number(value / 4, (1, 2, 2.5, 5, 10, 20)) if value > 0 else 1.0
 
 
@@ -153,29 +153,29 @@ CHARTS = {  # title: tag, factor
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """What is read of one run: its metrics by step, and its config by dotted key, with the choice
-    of each group and the digests of task.py and its neighbours."""
+    """The metrics of one run by step, and its config by dotted key, with the choice of each group
+    and the digests of task.py and its neighbours."""
 
     name: str
     steps: dict[int, dict[str, float]]
     config: dict[str, Any]
 
     def points(self, tag: str) -> Points:
-        """(step, value) wherever there is one."""
+        """Return (step, value) of every step that has a value."""
         return [(step, line[tag]) for step, line in self.steps.items() if tag in line]
 
     def last(self, tag: str, form: str) -> str:
-        """The last value in words, a dash where there is none."""
+        """Return the last value in words, a dash where there is none."""
         return format(self.points(tag)[-1][1], form) if self.points(tag) else "-"
 
     def lines(self, *tags: str) -> list[dict[str, float]]:
-        """The metrics of each step that has all of these."""
+        """Return the metrics of each step that has all of these tags."""
         return [line for line in self.steps.values() if line.keys() >= {*tags}]
 
 
 def compare(arguments: list[str]) -> str:
-    """Draw the picture; what the command says. ValueError, in one line, for what is wrong with the
-    arguments or a folder."""
+    """Draw the picture; return the text that the command prints. ValueError, in one line, says what
+    is wrong with the arguments or a folder."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("runs", nargs="*")
     parser.add_argument("--output", default=PICTURE_FILE)
@@ -204,7 +204,8 @@ def compare(arguments: list[str]) -> str:
 
 
 def read_run(folder: Path, name: str) -> ComparedRun:
-    """ValueError, in one line, for a folder that is not that of a run, or damaged."""
+    """Read a run's folder. ValueError, in one line, for a folder that is not that of a run, or
+    damaged."""
     must = "RUN must be the folder of a run"
     if not folder.is_dir():
         raise ValueError(f"{must}, got {folder}")
@@ -236,7 +237,7 @@ def read_run(folder: Path, name: str) -> ComparedRun:
 
 
 def _by_key(config: dict[Any, Any]) -> dict[str, Any]:
-    """The choice of each group, and the values by dotted key. TypeError, ValueError or
+    """Return the choice of each group, and the values by dotted key. TypeError, ValueError or
     RecursionError if one of them has no JSON."""
     entries = config.get("defaults", [])
     choices = {
@@ -251,7 +252,8 @@ def _by_key(config: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """The digest of each module of Python that the run used of its recipe, by its path there."""
+    """Return the digest of each module of Python that the run used of its recipe, by its path
+    there."""
     try:
         found = read_object(folder / ENVIRONMENT_FILE)["recipe"]["sha256"]
         texts = {name: digest[:DIGEST_CHARS] for name, digest in found.items()}
@@ -261,8 +263,8 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def figures(runs: Sequence[ComparedRun]) -> list[list[str]]:
-    """What each run reached: a row per figure that one of them has, in which a dash stands for what
-    a run has not."""
+    """Return the results of the runs: a row per figure that one of them has, in which a dash stands
+    for a figure that a run does not have."""
     rows: dict[str, Callable[[ComparedRun], str]] = {
         "steps": lambda run: f"{max(run.steps)}",
         "time of the steps": _time,
@@ -284,7 +286,8 @@ def figures(runs: Sequence[ComparedRun]) -> list[list[str]]:
 
 
 def differences(runs: Sequence[ComparedRun]) -> list[list[str]]:
-    """A row per key whose values differ; a dash stands for a key that a config does not have."""
+    """Return a row per key whose values differ; a dash stands for a key that a config does not
+    have."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in ALWAYS_DIFFERENT)
     rows = [
         [_one_line(key), *(_one_line(c[key]) if key in (c := run.config) else "-" for run in runs)]
@@ -294,7 +297,7 @@ def differences(runs: Sequence[ComparedRun]) -> list[list[str]]:
 
 
 def draw(runs: Sequence[ComparedRun]) -> str:
-    """The picture, with the charts for which some run has values."""
+    """Return the picture, with the charts for which some run has values."""
     coloured = [*zip(runs, cycle(COLOURS), strict=False)]
     charts = []
     for title, (tag, factor) in CHARTS.items():
@@ -324,7 +327,7 @@ def _flat(value: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _share(tag: str, run: ComparedRun) -> str:
-    """The last one with its interval, and its step."""
+    """Return the last share with its interval, and its step."""
     found = {step: line for step, line in run.steps.items() if tag in line}
     if not found:
         return "-"
@@ -347,7 +350,7 @@ def _rate(run: ComparedRun) -> str:
 
 
 def _staleness(run: ComparedRun) -> str:
-    """Mean over trained tokens, and the largest."""
+    """Return the mean staleness over trained tokens, and the largest."""
     lines = run.lines(STALENESS, MOST_STALE)
     num_tokens = sum(line.get(TRAINED_TOKENS, 0) for line in lines)
     if num_tokens <= 0:
@@ -362,7 +365,8 @@ def _one_line(value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A text as it is, if no terminal obeys it and it has one line; anything else as JSON."""
+    """Return a text as it is, if it has one line and nothing that a terminal obeys; anything else
+    as JSON."""
     is_plain = isinstance(value, str) and value.isprintable()
     return value if is_plain else json.dumps(value, default=str)
 

@@ -1,4 +1,5 @@
-"""`llamarl view RUN`: the kept rollouts of a run in one file that a browser shows offline."""
+"""`llamarl view RUN`: it writes the kept rollouts of a run as one file that a browser shows
+offline."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ WHOLE = ("response_ids", "token_versions", "loss_weights", "clipped")
 
 
 def read_kept(text: bytes) -> dict[str, Any]:
-    """The line, with its `numbers` as an object. ValueError says what is wrong with it."""
+    """Return the line, with its `numbers` as an object. ValueError says what is wrong with it."""
     line = parse(text)
     _require(type(line) is dict, "the line", "an object", line)
     for must, (rule, names) in RULES.items():
@@ -69,17 +70,18 @@ def _require(holds: bool, name: str, must: str, got: object) -> None:
 
 
 def is_whole(value: object) -> bool:
-    """A whole number that a browser holds."""
+    """Return whether this is a whole number that a browser holds."""
     return type(value) is int and abs(value) <= MOST_WHOLE
 
 
 def is_number(value: Any) -> bool:
-    """A finite number, no larger than a float can be."""
+    """Return whether this is a finite number, no larger than a float can be."""
     return type(value) in (int, float) and abs(value) <= MOST
 
 
 def _are_numbers(values: Any) -> bool:
-    """NaN, infinities and what is larger than a float are none."""
+    """Return whether this is a list of numbers or nulls; NaN, infinities and values that are larger
+    than a float are no numbers."""
     is_list = type(values) is list and {*map(type, values)} <= NUMERIC
     return is_list and all(-MOST <= value <= MOST for value in values if value is not None)
 
@@ -129,19 +131,21 @@ SHRINK = 0.98  # from one try to the next
 
 @dataclass(frozen=True, slots=True)
 class KeptPlace:
-    """Where the line of a rollout begins, and what the choice needs of it."""
+    """The place where the line of a rollout begins, and the figures by which rollouts are
+    chosen."""
 
     path: Path
     byte: int
     together: tuple[bool, int, int]
-    """(held out, step or prompt, group): equal for what is shown together, in order."""
+    """The key (held out, step or prompt, group), which is equal for rollouts that are shown
+    together, in order."""
     num_tokens: int
 
 
 def find_places(run_dir: Path) -> tuple[list[KeptPlace], int]:
-    """All kept rollouts of a run, and how many lines are damaged: these are skipped, the first ones
-    with a warning. So is a line that a killed process left unfinished, without one. ValueError if
-    no rollout is found."""
+    """Return the places of the kept rollouts of a run, and how many lines are damaged: these are
+    skipped, the first ones with a warning. A line that a killed process left unfinished is skipped
+    without one. ValueError if no rollout is found."""
     if not run_dir.is_dir():
         raise ValueError(f"RUN must be the folder of a run, got {run_dir}")
     places: list[KeptPlace] = []
@@ -171,8 +175,8 @@ def find_places(run_dir: Path) -> tuple[list[KeptPlace], int]:
 
 
 def choose(places: Sequence[KeptPlace], max_rollouts: int, max_tokens: int) -> list[KeptPlace]:
-    """As many of them as both limits allow, spread evenly over steps and over held-out prompts;
-    none if no group fits."""
+    """Return as many rollouts as both limits allow, spread evenly over steps and over held-out
+    prompts; none if no group fits."""
     sets: dict[tuple[bool, int, int], list[KeptPlace]] = {}
     for place in sorted(places, key=lambda place: place.together):
         sets.setdefault(place.together, []).append(place)
@@ -197,7 +201,8 @@ def choose(places: Sequence[KeptPlace], max_rollouts: int, max_tokens: int) -> l
 
 
 def read_lines(places: Sequence[KeptPlace]) -> Iterator[dict[str, Any]]:
-    """The lines there, in order; a run that goes on from a checkpoint may have cut off some."""
+    """Yield the lines there, in order; a run that goes on from a checkpoint may have cut off
+    some."""
     with ExitStack() as stack:
         paths = {place.path for place in places}
         files = {path: stack.enter_context(path.open("rb")) for path in paths}
@@ -218,20 +223,21 @@ SAME = (
     *("reward", "rewards", "correct", "error", "advantage", "numbers", "finish", "turns"),
     *("num_prompt_tokens", "num_tokens", "version_min", "version_max", "staleness"),
 )
-"""What a rollout of the page has of its line."""
+"""The fields that a rollout of the page takes from its line."""
 PROMPT = ("prompt_file", "prompt_id", "question", "fields")
 DAMAGED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, yaml.YAMLError)
-"""What reading a config may raise."""
+"""The exceptions that reading a config may raise."""
 DIGITS = 6  # of a log-prob
 
 Pieces = Callable[[Sequence[int]], list[str]]
-"""The text of each token."""
+"""Returns the text of each token."""
 
 
 def page_data(
     run_dir: Path, lines: Iterable[dict[str, Any]], num_found: int, pieces: Pieces | None
 ) -> dict[str, Any]:
-    """Everything that the page shows; without `pieces` only whole texts, not those of tokens."""
+    """Return everything that the page shows; without `pieces` only whole texts, not those of
+    tokens."""
     prompts: dict[tuple[str, int], int] = {}
     texts: list[dict[str, Any]] = []
     rollouts = []
@@ -251,7 +257,7 @@ def page_data(
 
 
 def _sets(path: Path) -> dict[str, str]:
-    """The name of each held-out set by its file, as far as the run's config can be read."""
+    """Return the name of each held-out set by its file, as far as the run's config can be read."""
     try:
         sets = yaml.safe_load(path.read_bytes())["evaluation"]["sets"]
         return {str(file): str(name) for name, file in sets.items()}
@@ -275,7 +281,7 @@ def _rollout(line: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
 
 
 def _curves(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) of each curve."""
+    """Return (step, value) of each curve."""
     steps = read_metrics(path, CURVES.values()) if path.is_file() else {}
     lines = [(step, line) for step, line in steps.items() if is_whole(step)]
     return {
@@ -297,8 +303,8 @@ PARTS = Path(__file__).parent / "parts"
 
 
 def view(arguments: list[str]) -> str:
-    """Write the page; what the command says. ValueError, in one line, for what is wrong with the
-    arguments, or a run without kept rollouts."""
+    """Write the page; return the text that the command prints. ValueError, in one line, says what
+    is wrong with the arguments, or that the run has kept no rollouts."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("run", nargs="?")
     parser.add_argument("--output")
@@ -339,7 +345,7 @@ def view(arguments: list[str]) -> str:
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page with these data."""
+    """Return the page with these data."""
     style, *scripts = ((PARTS / name).read_text() for name in ("page.css", "page.js", "tokens.js"))
     script = "\n".join(scripts)
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
@@ -354,5 +360,5 @@ def render(data: dict[str, Any]) -> str:
 
 
 def _hash(text: str) -> str:
-    """As a content security policy names a script."""
+    """Return the hash by which a content security policy names a script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
