@@ -1,2 +1,2 @@
-"""What runs between generate and train: rewards, stages, environments, agents, and the processes
-of user code."""
+"""The work between generation and training: rewards, stages, environments, agents, and the
+processes that run user code."""

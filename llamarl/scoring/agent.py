@@ -30,7 +30,8 @@ Body = dict[str, Any]
 
 
 class Refused(Exception):  # noqa: N818 - what became of a request
-    """A request that gets an error: its HTTP status, and the API's short word for it."""
+    """A request that is answered with an error: `status` is the HTTP status, `code` the API's short
+    word for it."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -39,7 +40,7 @@ class Refused(Exception):  # noqa: N818 - what became of a request
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A message of the model: its text and its calls as (name, arguments)."""
+    """A message of the model: its text, and its tool calls as (name, arguments)."""
 
     text: str
     calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
@@ -47,11 +48,11 @@ class Reply:
 
     @property
     def finish_reason(self) -> str:
-        """As the API writes it."""
+        """The API's `finish_reason` of this message."""
         return "tool_calls" if self.calls else "stop"
 
     def message(self) -> Body:
-        """As the API writes it."""
+        """Return this message in the form of the API."""
         calls = [
             {
                 "id": f"call_{self.reply_id}_{place}",
@@ -65,19 +66,20 @@ class Reply:
 
 
 Answer = Callable[[Body, bool], Awaitable[Reply]]
-"""(the body of a request for a message, whether the client repeats it) -> the message. May raise
-Refused."""
+"""A function (body of a chat completion request, whether the client repeats it) -> the model's
+message. It may raise Refused."""
 
 
 class ChatServer:
-    """Belongs to one event loop."""
+    """An OpenAI-compatible server, whose URL holds a secret per conversation. It belongs to one
+    event loop."""
 
     def __init__(self) -> None:
         self._answers: dict[str, Answer] = {}
         self._server: asyncio.Server | None = None
 
     async def open(self, answer: Answer) -> tuple[str, str]:
-        """Begin a conversation: its secret, and the URL that a client takes as its base."""
+        """Begin a conversation. Returns its secret, and the base URL for a client."""
         if self._server is None:
             self._server = await asyncio.start_server(self._serve, HOST, 0)
         secret = secrets.token_hex(SECRET_BYTES)
@@ -90,7 +92,7 @@ class ChatServer:
         self._answers.pop(secret, None)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, with one request after the other."""
+        """Serve one connection, request after request."""
         connection = h11.Connection(h11.SERVER)
         with closing(writer), suppress(ConnectionError, h11.RemoteProtocolError):
             while (found := await _receive(connection, reader)) is not None:
@@ -108,7 +110,7 @@ class ChatServer:
                 connection.start_next_cycle()
 
     async def _respond(self, request: h11.Request, body: bytes | None) -> tuple[int, str, bytes]:
-        """(status, type, content) of an answer."""
+        """Return the status, content type and body that answer a request."""
         try:
             if body is None:
                 raise Refused(413, "too_large", f"a body must have at most {MAX_BODY_BYTES} bytes")
@@ -140,7 +142,8 @@ class ChatServer:
 async def _receive(
     connection: h11.Connection, reader: asyncio.StreamReader
 ) -> tuple[h11.Request, bytes | None] | None:
-    """The next request and its body, None in place of one that is too large; None at the end."""
+    """Return the next request and its body, or None for the body if it is too large; None once the
+    client has closed the connection."""
     request, parts, num_bytes = None, [], 0
     while True:
         event = connection.next_event()
@@ -181,7 +184,7 @@ def _completion(reply: Reply, kind: str, choices: list[Body]) -> Body:
 
 
 def _events(reply: Reply, asked: Body) -> bytes:
-    """A stream that has the whole message in one event."""
+    """Return the message as a stream of server-sent events, of which one has all of it."""
     message = reply.message()
     for place, call in enumerate(message.get("tool_calls", ())):
         call["index"] = place
@@ -209,7 +212,8 @@ runner = Runner(MAX_THREADS, "agent")
 
 
 class AgentEnvironment:
-    """An environment whose program asks for the model's turns. A subclass has `play`."""
+    """An environment whose episode is played by a program that asks for the model's turns. A
+    subclass defines `play`."""
 
     def __init__(self) -> None:
         self._conversation: list[Message] = []  # as the program knows it
@@ -221,12 +225,12 @@ class AgentEnvironment:
         self._is_over = False
 
     def play(self, url: str, **row: Any) -> Any:
-        """Play an episode of this prompt's row with the model that the server at `url` has, and
-        return its reward. May be a coroutine; a function runs in a thread."""
+        """Play an episode of this prompt's row with the model served at `url`, and return its
+        reward. It may be a coroutine; a plain function runs in a thread."""
         raise NotImplementedError("an AgentEnvironment must have play(url, **row)")
 
     async def reset(self, /, **row: Any) -> Opening:
-        """Start the program; what it asks first is the prompt."""
+        """Start the program, and return its first request as the prompt."""
         loop = asyncio.get_running_loop()
         server = _servers.setdefault(loop, ChatServer())
         self._conversation, self._schemas, self._reply = [], [], None
@@ -240,8 +244,8 @@ class AgentEnvironment:
         return Opening(messages, self._schemas)
 
     async def step(self, messages: list[Message]) -> list[Message] | None:
-        """Give the program what the model wrote, and wait for what it says to that; None at its
-        end."""
+        """Give the model's turn to the program, and return the messages that it adds with its next
+        request; None once it has ended."""
         written = messages[-1]
         calls = [each["function"] for each in written.get("tool_calls", ())]
         reply = Reply(
@@ -254,8 +258,9 @@ class AgentEnvironment:
         return await self._next()
 
     async def get_reward(self) -> float:
-        """What the program returns. If the episode has ended for a limit, its request gets an error
-        first; what it raises then is a reward of 0, for the model has used up its tokens."""
+        """Return the program's reward. If a limit has cut the episode, the program's open request
+        fails first; should the program then raise, the reward is 0, as the model has used up its
+        tokens."""
         assert self._playing is not None, "an episode is reset first"
         was_cut = not self._playing.done()
         self._is_over = True
@@ -272,7 +277,7 @@ class AgentEnvironment:
         raise failure
 
     def abandon(self) -> None:
-        """The episode does not go on: end the program, or what it asks for."""
+        """End the program and its open request, because the episode does not go on."""
         self._is_over = True
         if self._playing is not None:
             self._playing.cancel()
@@ -287,8 +292,9 @@ class AgentEnvironment:
                 server.close(self._secret)
 
     async def _next(self) -> list[Message] | None:
-        """What the program says next; None once it has ended. Raises what it raised. If this is
-        cancelled, so is the program, which then says where it was."""
+        """Return the messages of the program's next request, or None once it has ended. Raises what
+        the program raised. If this is cancelled, the program is cancelled too, and its traceback
+        says where it was."""
         assert self._playing is not None
         assert self._arrived is not None
         playing = self._playing
@@ -309,7 +315,8 @@ class AgentEnvironment:
         return None
 
     async def _answer(self, body: Body, is_repeated: bool) -> Reply:
-        """The turn that answers this request. Refused if it cannot be one."""
+        """Return the model's turn for this request. Raises Refused if the request cannot be
+        served."""
         for key, allowed in UNSUPPORTED.items():
             if (value := body.get(key)) is not None and value not in allowed:
                 raise _wrong(f"{key} must be left out, got {value!r:.80}")
@@ -335,7 +342,7 @@ class AgentEnvironment:
         return await asyncio.shield(self._reply)
 
     def _check(self, messages: Sequence[Message], schemas: list[Body]) -> None:
-        """Refused unless these messages go on with the conversation."""
+        """Raise Refused unless these messages continue the conversation."""
         known = self._conversation
         if not messages or messages[-1]["role"] == "assistant":
             raise _wrong("messages must end with one that is not the assistant's")
@@ -352,8 +359,8 @@ class AgentEnvironment:
 
 
 def _normal(message: object) -> Message:
-    """A message as chat templates take it: its text as one, arguments of calls as an object.
-    Refused if it holds anything but text."""
+    """Return a message in the form that chat templates take: its content as one text, the arguments
+    of calls as objects. Raises Refused if it holds anything but text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _wrong(f"a message must have a role, got {message!r:.80}")
     content = message.get("content")
@@ -390,7 +397,7 @@ def _normal_call(call: object) -> Body:
 
 
 def _named(message: Message, messages: Sequence[Message]) -> Message:
-    """A tool's message with the name of the tool, which some chat templates show."""
+    """Return a tool's message with the name of the tool, which some chat templates show."""
     if message["role"] != "tool" or "name" in message:
         return message
     calls = [call for each in messages for call in each.get("tool_calls", ())]
@@ -399,8 +406,8 @@ def _named(message: Message, messages: Sequence[Message]) -> Message:
 
 
 def _is_same(before: Message, now: Message) -> bool:
-    """Whether both are one message. Of the assistant's, white space around it and its thinking may
-    be gone: its ids stay those that were generated."""
+    """Return whether both are the same message. White space around an assistant's message, and its
+    thinking, may be missing from the second: the ids stay those that were generated."""
     if before["role"] != "assistant":
         return before == now
     texts = before["content"].strip(), before["content"].rpartition(END_OF_THOUGHT)[2].strip()
@@ -418,6 +425,7 @@ def _changed(message: str) -> Refused:
 
 
 def _over() -> Refused:
-    """Refuse a request after a limit, in the words by which clients know that a context is full."""
+    """Return the error of a request after a limit, in the words by which clients recognise a full
+    context."""
     why = "the rollout has reached its maximum context length: its tokens or turns are used up"
     return Refused(400, "context_length_exceeded", why)

@@ -1,4 +1,4 @@
-"""What a task.py defines for episodes: its plain tools and its environments.
+"""The tools and environments that a task.py defines for episodes.
 
     tools = [calculator]          # functions with types and a docstring
     environment = Wordle          # a class, or {name: class}; a row's field `environment` selects
@@ -10,11 +10,11 @@
 
 A class is written as for TRL's GRPOTrainer: `reset(**row)` begins an episode and may return a text
 that is added to the last message; public methods are tools; `get_reward()`, if there is one, gives
-the episode's reward. Or it has `step(messages)` instead of tools: it gets the conversation so far
-and returns the next message, several, or None at the end; and with a reward as a tuple. Such a
-class may return an Opening by its `reset`.
+the episode's reward. Instead of tools it may have `step(messages)`, which gets the conversation so
+far and returns the next message, several of them, or None at the end; in a tuple the reward may
+stand beside them. The `reset` of such a class may return an Opening.
 
-What is wrong is one line, with its place in the text."""
+Each mistake is reported in one line, with its place in the text."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -36,9 +36,12 @@ Tool = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of environment, as data: the schemas of what a model may call, whether each episode
-    has an instance of a class, whether that has a `step`, whether it gives a reward, whether a
-    program of its own plays it (`agent.py`), and whether `episode_reward` reads it at its end."""
+    """One kind of environment, as data.
+
+    `schemas` are those of the tools that a model may call. `has_instance`: each episode has an
+    instance of a class; `has_step`: the class has a `step`; `has_reward`: the environment gives a
+    reward; `is_agent`: a program of its own plays it (`agent.py`); `has_episode_reward`:
+    `episode_reward` reads the episode at its end."""
 
     schemas: tuple[Schema, ...]
     has_instance: bool = False
@@ -47,7 +50,7 @@ class Kind:
     is_agent: bool = False
     has_episode_reward: bool = False
     rewards: tuple[str, ...] = ()
-    """The functions of `episode_rewards`, which read the episode at its end too."""
+    """The names of the `episode_rewards`, which read the episode at its end too."""
 
     @property
     def is_read(self) -> bool:
@@ -56,18 +59,18 @@ class Kind:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a process keeps something of an episode, from its `begin` to its `finish`."""
+        """Whether a process keeps state of an episode, from `begin` to `finish`."""
         return self.has_instance or self.is_read
 
 
 Kinds = Mapping[str, Kind]
-"""Kinds by name; "" is that of the only one."""
+"""Kinds by name; the name of a sole, unnamed one is ""."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defined:
-    """What the text of a task.py holds: plain tools by name, what makes an environment, by kind,
-    the function `episode_reward`, if there is one, and those of `episode_rewards` by name."""
+    """The definitions of a task.py: plain tools by name, the makers of environments by kind,
+    `episode_reward` if there is one, and `episode_rewards` by name."""
 
     tools: Mapping[str, Tool]
     makers: Mapping[str, Callable[[], Any]]
@@ -76,7 +79,8 @@ class Defined:
 
 
 def kind_of(row: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:
-    """The name of the environment of a prompt's row. ValueError if it names none of them."""
+    """Return the name of the environment that a prompt's row selects. Raises ValueError if there is
+    none of that name."""
     if "" in kinds:
         return ""
     name = row.get(ENVIRONMENT)
@@ -87,8 +91,9 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:
 
 
 def schemas_of(row: Mapping[str, Any], kinds: Kinds) -> tuple[Schema, ...]:
-    """What the model may call in an episode of this prompt's row. ValueError as `kind_of`, or for a
-    field that its environment cannot get."""
+    """Return the schemas of the tools that the model may call in an episode of this row. Raises
+    ValueError as `kind_of` does, and for a field whose name the environment's methods cannot
+    take."""
     kind = kinds[kind_of(row, kinds)]
     taken = ["self"] * kind.has_instance + ["url"] * kind.is_agent
     if found := [name for name in taken if name in row]:
@@ -99,8 +104,8 @@ def schemas_of(row: Mapping[str, Any], kinds: Kinds) -> tuple[Schema, ...]:
 
 
 def find_defined(module: ModuleType | None, ready: Sequence[Tool] = ()) -> Defined:
-    """The tools and environments of a loaded task.py, if there is one, and `ready` tools.
-    ValueError if there are none, or they are not what they must be."""
+    """Return the tools and environments of a loaded task.py, if there is one, and the `ready`
+    tools. Raises ValueError if there are none, or they have another form."""
     tools, found = getattr(module, TOOLS, ()), getattr(module, ENVIRONMENT, None)
     if not isinstance(tools, list | tuple) or not all(map(callable, tools)):
         raise ValueError(f"{FILE}: {TOOLS} must be a list of functions, got {tools!r:.100}")
@@ -130,8 +135,8 @@ def find_defined(module: ModuleType | None, ready: Sequence[Tool] = ()) -> Defin
 
 
 def _episode_rewards(module: ModuleType | None) -> dict[str, Callable[..., Any]]:
-    """Return the functions of `episode_rewards` by name. ValueError for what is no list of
-    functions of their form, with names of their own."""
+    """Return the functions of `episode_rewards` by name. Raises ValueError unless they are a list
+    of functions of their form, with distinct names."""
     found = getattr(module, EPISODES, ())
     if not isinstance(found, list | tuple) or not all(map(callable, found)):
         raise ValueError(f"{FILE}: {EPISODES} must be a list of functions, got {found!r:.100}")
@@ -146,10 +151,10 @@ def _episode_rewards(module: ModuleType | None) -> dict[str, Callable[..., Any]]
 
 
 def methods_of(environment: Any) -> dict[str, Tool]:
-    """The tools of an environment by name, which are its public methods."""
+    """Return the tools of an environment by name: its public methods."""
     if is_stepped(environment):
         return {}
-    # By the class: to look at a property of the instance would run it.
+    # The class is inspected, as looking at a property of the instance would run it.
     methods = inspect.getmembers(type(environment), inspect.isroutine)
     names = [name for name, _ in methods if name[0] != "_" and name not in (RESET, REWARD)]
     found: dict[str, Tool] = {name: getattr(environment, name) for name in names}
@@ -157,14 +162,14 @@ def methods_of(environment: Any) -> dict[str, Tool]:
 
 
 def is_stepped(environment: Any) -> bool:
-    """Whether it has the form `step(messages)`; any other `step` is a tool."""
+    """Return whether an environment has the form `step(messages)`; any other `step` is a tool."""
     step = getattr(environment, STEP, None)
     return step is not None and [*inspect.signature(step).parameters] == ["messages"]
 
 
 def describe(module: ModuleType | None, ready: Sequence[Tool] = ()) -> dict[str, Kind]:
-    """The kinds of a loaded task.py and `ready` tools. ValueError for what a model could not call;
-    an instance of each class is made."""
+    """Return the kinds of a loaded task.py and `ready` tools, for which an instance of each class
+    is made. Raises ValueError for tools that a model could not call."""
     defined = find_defined(module, ready)
     shared = tuple(map(_schema, defined.tools.values()))
     is_read = defined.episode_reward is not None
@@ -177,7 +182,7 @@ def describe(module: ModuleType | None, ready: Sequence[Tool] = ()) -> dict[str,
 
 
 def as_kinds(data: Mapping[str, dict[str, Any]]) -> Kinds:
-    """Kinds, from their JSON."""
+    """Return the kinds that this JSON describes."""
     return {name: read_json(Kind, kind) for name, kind in data.items()}
 
 
@@ -211,7 +216,7 @@ def _describe(maker: Callable[[], Any], shared: Sequence[Schema]) -> Kind:
 
 
 def _schema(tool: Tool) -> Schema:
-    # Here, for it takes half a second; with torch, to know a tensor, which no call has, seconds.
+    # The import takes half a second, and seconds if it loads torch to recognise tensors.
     from transformers.utils import chat_template_utils as templates
 
     vars(templates)["is_torch_available"] = lambda: False
@@ -225,7 +230,7 @@ def _schema(tool: Tool) -> Schema:
 
 
 def _check_callable(tool: Tool) -> None:
-    """ValueError for a tool that a call, which names its arguments, could not run."""
+    """Raise ValueError for a tool that cannot be called with its arguments by name."""
     place = f"{place_of(tool)}: tool {getattr(tool, '__name__', repr(tool))}"
     function = inspect.unwrap(tool)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):

@@ -1,8 +1,8 @@
-"""The way of a turn: from a generator rank to the executor of environments on its host, which has
-it answered by the process that plays the episode.
+"""The way of a turn from a generator rank to the environment executor on its host, which has the
+turn answered by the process that plays the episode.
 
-Every turn has an answer. An episode is played once: a turn of an attempt that the executor does
-not know, as after its loss, or of an earlier one, is answered LOST."""
+Every turn gets an answer. An episode is played once: a turn of an earlier attempt, or of one that
+the executor does not know because it was lost, is answered LOST."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ RETRY_S = 0.1  # while the environment's executor is started again
 
 
 class EnvironmentLink:
-    """faces.Environment of the executor `name`: its socket at `path`, or (None) its `calls`.
-    Picklable. What takes the executor's place listens at the same path, and has calls of its own,
-    with which the link is renewed."""
+    """The client of the environment executor `name`, through its socket at `path`, or by `calls`
+    where that is None. It can be pickled. A restarted executor listens at the same path; its new
+    `calls` are passed to `renew`."""
 
     def __init__(self, name: str, calls: Environment, path: str | None) -> None:
         self.name = name
@@ -58,14 +58,14 @@ class EnvironmentLink:
         return EnvironmentLink, (self.name, self._calls, self._path)
 
     def renew(self, calls: Environment) -> None:
-        """Ask these from now on."""
+        """Use these calls from now on."""
         self._calls = calls
         self._renewed.set()
         self._renewed = asyncio.Event()
 
     async def answer(self, turn: TurnItem) -> TurnResult:
-        """See `faces.Environment`; a turn whose environment is lost is LOST. An episode waits to
-        begin for an executor that is started again."""
+        """See `faces.Environment`. The turn is LOST if its environment is lost; a turn that begins
+        an episode waits for the executor to be restarted."""
         begins, connection = turn.prompt is not None, None
         while True:
             renewed = self._renewed
@@ -86,7 +86,7 @@ class EnvironmentLink:
                 return lost(turn)
 
     async def forget(self, row_ids: Sequence[int]) -> None:
-        """See `faces.Environment`; an executor that is lost has forgotten them."""
+        """See `faces.Environment`. A lost executor has forgotten the episodes already."""
         with suppress(ConnectionError, ExecutorLost):
             if self._path is None:
                 await self._calls.forget([*row_ids])
@@ -94,7 +94,7 @@ class EnvironmentLink:
                 (await connection.ask(({"ask": "forget", "rows": [*row_ids]}, []))).close()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
 
@@ -110,39 +110,39 @@ class EnvironmentLink:
 
 @dataclass(frozen=True)
 class Environments:
-    """The environments of a run, as one replica reaches them. The one of index `own` begins its
-    episodes; prompt and response of a rollout have at most `context` tokens together."""
+    """A run's environments, as one replica reaches them. New episodes begin in the one of index
+    `own`; prompt and response of a rollout have at most `context` tokens together."""
 
     links: tuple[EnvironmentLink, ...]
     own: int
     context: int
 
     async def answer(self, environment: int, turn: TurnItem) -> TurnResult:
-        """What the environment of this index answers. Those of other hosts, which do not see that a
-        replica is gone, forget an episode that begins again."""
+        """Return the answer of the environment of this index. When an episode begins again,
+        environments on other hosts forget it, as they do not see that its replica is gone."""
         if turn.prompt is not None and turn.attempt:
             others = [link for link in self.links if link is not self.links[environment]]
             await asyncio.gather(*(link.forget([turn.row_id]) for link in others))
         return await self.links[environment].answer(turn)
 
     def renew(self, name: str, calls: Environment) -> None:
-        """The executor of this name answers these calls from now on."""
+        """Use these calls for the executor of this name from now on."""
         for link in self.links:
             if link.name == name:
                 link.renew(calls)
 
     async def forget(self, row_ids: Sequence[int]) -> None:
-        """Drop these episodes, wherever they are played."""
+        """Drop these episodes in every environment."""
         await asyncio.gather(*(link.forget(row_ids) for link in self.links))
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         for link in self.links:
             link.close()
 
 
 def lost(turn: TurnItem) -> TurnResult:
-    """The answer to a turn of an episode that is lost."""
+    """Return the answer to a turn of a lost episode."""
     error = "the process of its environment was lost"
     state = EpisodeState.LOST
     return TurnResult(row_id=turn.row_id, attempt=turn.attempt, state=state, error=error)
@@ -150,10 +150,10 @@ def lost(turn: TurnItem) -> TurnResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSpec:
-    """The executor that plays what `config` names, in `task_source` or ready, of these `kinds`.
-    `data` says how prompts are rendered; `limits` are those of programs that the model writes.
-    Generators on its host find it at `socket` (None: it answers calls only). `rewards` are the
-    functions of task.py's `episode_rewards` that are wanted."""
+    """The executor that plays the environments of `config`, defined in `task_source` or ready, of
+    these `kinds`. `data` says how prompts are rendered; `limits` are those of programs that the
+    model writes. Generators on its host connect to `socket` (None: it answers calls only).
+    `rewards` names the functions of `episode_rewards` that the recipe uses."""
 
     executor: ClassVar[str] = "llamarl.scoring.environment:EnvironmentWorker"
 
@@ -168,7 +168,7 @@ class EnvironmentSpec:
 
 
 class EpisodeFailed(Exception):  # noqa: N818 - what became of it
-    """The environment, or its process, has ended the episode."""
+    """The environment, or its process, has failed the episode."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.error)
@@ -177,9 +177,10 @@ class EpisodeFailed(Exception):  # noqa: N818 - what became of it
 
 @dataclass(slots=True)
 class PlayedEpisode:
-    """The `attempt` of a rollout that is played, in the pool of this index; the replica that has it
-    asked last by `channel`. `schemas` and `format` are those of its kind, unless its environment
-    has opened it with its own. `numbers` are those of its TurnResult."""
+    """An episode in progress: the `attempt` of a rollout, played in the pool of index `pool`, for
+    the replica whose last turn came by `channel`. `schemas` and `format` are those of its kind
+    unless its environment has opened it with tools of its own. `numbers` goes into its
+    TurnResults."""
 
     row_id: int
     attempt: int
@@ -192,7 +193,7 @@ class PlayedEpisode:
     numbers: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
 
     def result(self, state: EpisodeState, **found: Any) -> TurnResult:
-        """What became of its turn."""
+        """Return the result of a turn of this episode."""
         numbers = dict(self.numbers)
         return TurnResult(
             row_id=self.row_id, attempt=self.attempt, state=state, numbers=numbers, **found
@@ -200,7 +201,7 @@ class PlayedEpisode:
 
 
 class EnvironmentWorker(Worker, Environment):
-    """Environments, with one pool of one process for each of `config.num_workers`, for an
+    """The executor of environments. It has `config.num_workers` pools of one process each, since an
     episode stays in its process."""
 
     def __init__(self, spec: EnvironmentSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
@@ -230,8 +231,8 @@ class EnvironmentWorker(Worker, Environment):
         self._formats: TurnFormats
 
     async def start(self) -> None:
-        """Start the processes; ValueError if task.py or the tokenizer does not load, or its chat
-        template cannot hold observations."""
+        """Start the processes. Raises ValueError if task.py or the tokenizer does not load, or its
+        chat template cannot hold observations."""
         data = self._spec.data
         self._tokenizer = load_tokenizer(self._spec.tokenizer, data.chat_template_kwargs, data.date)
         self._formats = TurnFormats(self._tokenizer, self._spec.kinds, self._config)
@@ -242,7 +243,8 @@ class EnvironmentWorker(Worker, Environment):
         self._work.start()
 
     async def answer(self, turn: TurnItem, channel: Channel | None = None) -> TurnResult:
-        """See `faces.Environment`; the turn has come by this `channel`, if not in a call."""
+        """See `faces.Environment`; `channel` is the connection that the turn came by, None for a
+        call."""
         known, begins = self._episodes.get(turn.row_id), turn.prompt is not None
         is_known = known is not None and known.attempt == turn.attempt
         is_late = known is not None and known.attempt >= turn.attempt
@@ -289,11 +291,11 @@ class EnvironmentWorker(Worker, Environment):
         return {"result": as_json(result)}, (), ()
 
     def _lose(self, channel: Channel) -> None:
-        """A replica is gone: its episodes begin again elsewhere."""
+        """Forget the episodes of a replica that is gone; they begin again elsewhere."""
         self._forget([each for each in self._episodes.values() if each.channel is channel])
 
     def _forget(self, episodes: Sequence[PlayedEpisode]) -> None:
-        """End these episodes, which their processes need not keep."""
+        """End these episodes, and make their processes drop them."""
         by_pool: dict[int, list[int]] = {}
         for episode in episodes:
             self._end(episode)
@@ -336,7 +338,8 @@ class EnvironmentWorker(Worker, Environment):
         messages: list[dict[str, Any]],
         schemas: list[dict[str, Any]] | None,
     ) -> tuple[int, ...]:
-        """The ids of the prompt that an environment has made of its row's, and perhaps tools."""
+        """Return the prompt's ids after `reset` has replaced its messages, and perhaps its
+        tools."""
         data = replace(self._spec.data, system=None)  # it is the first message
         row = {**episode.prompt.fields, data.prompt_field: messages}
         number = episode.prompt.prompt_id
@@ -375,7 +378,8 @@ class EnvironmentWorker(Worker, Environment):
         return episode.result(EpisodeState.GOES_ON, observation=tuple(observation.tolist()))
 
     async def _say(self, episode: PlayedEpisode, written: TurnText) -> list[dict[str, Any]]:
-        """What the environment answers; its calls are counted by tool."""
+        """Return the messages by which the environment answers a turn, and count its calls by
+        tool."""
         found = await self._ask(episode, "take_turn", *written.as_data())
         known = {schema["function"]["name"] for schema in episode.schemas}
         for (name, seconds, has_failed), call in zip(found["calls"], written.calls, strict=True):
@@ -390,7 +394,7 @@ class EnvironmentWorker(Worker, Environment):
     async def _finish(
         self, episode: PlayedEpisode, state: EpisodeState, last: TurnText | None = None
     ) -> TurnResult:
-        """End the episode, with what rewards it; `last` is a turn that its process has not got."""
+        """End the episode with its reward; `last` is a turn that its process has not seen yet."""
         found: dict[str, Any] = {"reward": None}
         if episode.kind.is_kept:
             sent = last.as_data() if last is not None and episode.kind.is_read else ()
@@ -401,8 +405,8 @@ class EnvironmentWorker(Worker, Environment):
         return episode.result(state, reward=reward, rewards=rewards)
 
     async def _ask(self, episode: PlayedEpisode, method: str, *arguments: Any) -> dict[str, Any]:
-        """What this method of the episode's process returns. EpisodeFailed if it does not, or all
-        that the episode has asked takes too long."""
+        """Call this method of the episode's process and return its answer. Raises EpisodeFailed if
+        it fails, or if all calls of the episode together take too long."""
         start_s = time.monotonic()
         prompt = episode.prompt if method == "begin" else None
         call = Call(prompt, (method, [episode.row_id, *arguments]))

@@ -1,10 +1,10 @@
-"""What the processes of an environment serve: the episodes that one of them plays.
+"""The service of an environment's processes, each of which plays many episodes.
 
 Coroutines run beside each other, and one that blocks the others is interrupted
-(`scoring/user_code/watchdog.py`); functions run in threads, of which one that never ends is left
-behind. A process that has left too many exits, and the episodes that it played begin again. What a
-tool raises is told to the model; what an environment itself does wrong ends its episode as failed,
-and is never a reward."""
+(`scoring/user_code/watchdog.py`); functions run in threads, and one that never ends is left
+behind. A process that has left too many exits, and the episodes that it played begin again. The
+model is told what a tool raises; a failure of the environment itself ends its episode as failed,
+and never counts as a reward."""
 
 import asyncio
 import inspect
@@ -55,8 +55,8 @@ UNKNOWN: Answer = {"unknown": True}  # an episode that this process does not pla
 
 @dataclass(slots=True)
 class Episode:
-    """One that is played: its instance, what may be called, its prompt, the conversation so far if
-    it is read, and the sum of the rewards of its turns."""
+    """An episode in progress: its instance, the tools that may be called, its prompt, the
+    conversation so far if a reward function reads it, and the sum of the rewards of its turns."""
 
     kind: str
     instance: Any
@@ -67,10 +67,10 @@ class Episode:
 
 
 class Episodes:
-    """All episodes of one process. Instances are used again, after their `reset`."""
+    """The episodes of one process. An instance is used again, after its `reset`."""
 
     def __init__(self, defined: Defined, rewards: Sequence[str] = ()) -> None:
-        """`rewards`: those of `episode_rewards` that are wanted."""
+        """`rewards` names the `episode_rewards` that the recipe uses."""
         self._defined = defined
         self._rewards = [defined.episode_rewards[name] for name in rewards]
         self._is_read = defined.episode_reward is not None or bool(defined.episode_rewards)
@@ -80,8 +80,8 @@ class Episodes:
         self._runner = Runner(MAX_THREADS, "tool")
 
     async def begin(self, prompt: Prompt, row_id: int, messages: list[Message]) -> Answer:
-        """Reset an environment for this rollout: {"messages": what the model sees in place of the
-        prompt's, or None, "schemas": what it may then call, or None for what its kind may}."""
+        """Reset an environment for this rollout. Returns {"messages": the messages that replace the
+        prompt's, or None, "schemas": the tools that replace those of its kind, or None}."""
         await self.forget([row_id])
         if not self._defined.makers:
             tools = self._defined.tools
@@ -108,8 +108,8 @@ class Episodes:
         }
 
     async def take_turn(self, row_id: int, text: str, calls: list[list[Any]]) -> Answer:
-        """Answer a turn: {"messages": [...], "calls": [[tool, seconds, whether it failed], ...]};
-        without messages the episode ends."""
+        """Answer a turn. Returns {"messages": [...], "calls": [[tool, seconds, whether it failed],
+        ...]}; without messages the episode ends."""
         is_kept = self._defined.makers or self._is_read
         episode = self._playing.get(row_id) if is_kept else self._plain
         if episode is None:
@@ -128,8 +128,8 @@ class Episodes:
     async def finish(
         self, row_id: int, text: str | None = None, calls: Sequence[list[Any]] = ()
     ) -> Answer:
-        """End an episode, with its last turn if that has had no answer: {"reward": what it got, or
-        None if its environment gives none}, and the `rewards` that are wanted, if any are."""
+        """End an episode, with its last turn if that has not been answered. Returns {"reward": its
+        reward, or None if its environment gives none}, and "rewards" if any are asked for."""
         episode = self._playing.get(row_id)
         if episode is None:
             return UNKNOWN
@@ -152,8 +152,8 @@ class Episodes:
         return {"reward": reward} | ({"rewards": several} if self._rewards else {})
 
     async def forget(self, row_ids: Sequence[int]) -> Answer:
-        """Drop episodes that do not go on. What is under way in them is left alone, so their
-        instances are not used again."""
+        """Drop episodes that do not go on. Calls in progress are left alone, so their instances are
+        not used again."""
         for row_id in row_ids:
             episode = self._playing.pop(row_id, None)
             if episode is not None and isinstance(episode.instance, AgentEnvironment):
@@ -161,7 +161,7 @@ class Episodes:
         return {}
 
     async def _step(self, episode: Episode, text: str, calls: list[list[Any]]) -> list[Message]:
-        """What the environment says to a text, and to these calls of the model."""
+        """Return the messages with which the environment answers a turn."""
         episode.messages.append(_written(text, calls))
         found = await self._runner.run(getattr(episode.instance, STEP), [*episode.messages])
         if isinstance(found, tuple):
@@ -184,8 +184,8 @@ class Episodes:
     async def _run_calls(
         self, episode: Episode, calls: list[list[Any]]
     ) -> list[tuple[str, float, bool]]:
-        """(content, seconds, whether it failed) of each call, in order: functions one after the
-        other, coroutines beside them."""
+        """Return (content, seconds, whether it failed) of each call, in order. Functions run one
+        after the other, coroutines beside them."""
         found: dict[int, tuple[str, float, bool]] = {}
         beside: list[Coroutine[Any, Any, None]] = []
 
@@ -202,7 +202,7 @@ class Episodes:
                 beside.append(run(place))
             else:
                 functions.append(place)
-        # None of them raises; if this is cancelled, `gather` passes on where one of them was.
+        # No call raises; if this is cancelled, the error of `gather` says where a call was.
         await asyncio.gather(run_functions(functions), *beside)
         return [found[place] for place in range(len(calls))]
 
@@ -232,7 +232,8 @@ class Episodes:
 
 
 def _text(value: Any) -> str:
-    """What a tool returned, as the model sees it. Raises Raised if it has no text."""
+    """Return a tool's result as the text that the model sees. Raises Raised if it cannot be
+    converted to text."""
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
         raise Raised(TypeError("a tool must return what it says, got a generator"))
     try:
@@ -242,7 +243,7 @@ def _text(value: Any) -> str:
 
 
 def _written(text: str, calls: Sequence[list[Any]]) -> Message:
-    """A turn of the model as a message of a chat, with those of its calls that can be run."""
+    """Return a turn of the model as a chat message, with those of its calls that can be run."""
     good = [{"name": name, "arguments": arguments} for name, arguments, error in calls if not error]
     written: Message = {"role": "assistant", "content": text}
     if good:
@@ -251,10 +252,10 @@ def _written(text: str, calls: Sequence[list[Any]]) -> Message:
 
 
 def load(setup: dict[str, Any]) -> Callable[..., Coroutine[Any, Any, Answer]]:
-    """The service of a worker: (prompt, the name of a method of Episodes, its arguments) -> what it
-    returns, or {"status": str, "error": str} if the environment failed. `setup` names tools as
-    `environment.tools` does: of the task.py `task_source`, and ready ones, whose programs may take
-    `limits`."""
+    """Return the worker's service: (prompt, name of a method of Episodes, its arguments) -> the
+    method's result, or {"status": str, "error": str} if the environment failed. `setup` names tools
+    as `environment.tools` does: those of the task.py `task_source`, and ready ones, whose programs
+    have `limits`."""
     tools, limits = setup["tools"], ProgramLimits(**setup["limits"])
     module = load_module(setup["task_source"]) if TASK in tools else None
     defined = find_defined(module, [READY[name](limits) for name in tools if name != TASK])
@@ -278,6 +279,6 @@ def load(setup: dict[str, Any]) -> Callable[..., Coroutine[Any, Any, Answer]]:
 
 
 def _leave(episodes: Episodes) -> None:
-    """End the process, unless enough of its threads have ended after all."""
+    """Exit the process, unless enough of its threads have ended after all."""
     if episodes.is_spent:
         os._exit(1)

@@ -1,8 +1,8 @@
-"""A stage whose work is done outside the run: consumers take its rollouts at a socket.
+"""A stage whose work is done outside the run: consumers lease its rollouts through a socket.
 
-A rollout is with one consumer at a time, and has one result; what a consumer finishes after its
-lease has ended is refused. A lease ends with its time or its consumer. Processes of a consumer
-with ranks begin together: when one ends, all begin again."""
+A rollout is leased to one consumer at a time, and has one result; results that arrive after the
+lease has ended are refused. A lease ends after its time limit, or with its consumer. The processes
+of a consumer with ranks begin together: when one ends, all begin again."""
 
 import asyncio
 import itertools
@@ -42,8 +42,8 @@ PATIENCE_S = 30.0  # without a consumer, until the log says what the run waits f
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalSpec:
-    """The executor of a stage that runs External, at `socket`. `units` are names and socket paths
-    of the storage units, which consumers read from; `tokenizer` is a folder with tokenizer
+    """The executor of a stage that runs External, at `socket`. `units` are the names and socket
+    paths of the storage units, from which consumers read; `tokenizer` is a folder with tokenizer
     files."""
 
     executor: ClassVar[str] = "llamarl.scoring.external:ExternalWorker"
@@ -57,7 +57,7 @@ class ExternalSpec:
 
 @dataclass(slots=True)
 class Work:
-    """A rollout, or a group, that a consumer is to process; `results` waits for what it finds."""
+    """A rollout, or a group, for a consumer to process; `results` is set once it is finished."""
 
     row_ids: tuple[int, ...]
     prompt: Prompt | None
@@ -68,7 +68,8 @@ class Work:
 
 @dataclass(slots=True)
 class Lease:
-    """What the consumer at `channel` has taken, until `timer` ends it or the consumer is gone."""
+    """The items that the consumer at `channel` has taken, until `timer` fires or the consumer is
+    gone."""
 
     works: list[Work]
     channel: Channel = field(repr=False)
@@ -76,7 +77,7 @@ class Lease:
 
 
 class ExternalWorker(Worker, Processor):
-    """The processor of one stage; calls of `process` may overlap."""
+    """The processor of an External stage; calls of `process` may overlap."""
 
     def __init__(self, spec: ExternalSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         stage, external = spec.stage, spec.stage.run
@@ -105,13 +106,13 @@ class ExternalWorker(Worker, Processor):
         self._warnings = RepeatedWarnings(log)
 
     async def start(self) -> None:
-        """Listen at the socket. OSError if the run's folder cannot hold one."""
+        """Listen at the socket. Raises OSError if the run's folder cannot hold one."""
         self._server = LocalServer(Path(self._spec.socket), self._answer, self._end_leases)
         self._work.start()
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:
-        """One result per rollout, in order, once consumers have finished them all. UserCodeError if
-        too many failed, see `FailureRate`."""
+        """Return one result per rollout, in order, once consumers have finished them all. Raises
+        UserCodeError if too many failed, see `FailureRate`."""
         loop, name = asyncio.get_running_loop(), self._stage.name
         if self._warning is None:
             hint = "stage %s waits for a consumer: StageLoader(RUN, %r) in another process"
@@ -136,12 +137,12 @@ class ExternalWorker(Worker, Processor):
         return results
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the socket."""
         if self._server is not None:
             self._server.close()
 
     async def _lengths(self, items: Sequence[StageItem]) -> list[int]:
-        """Tokens of each item; 0 if the sampler does not ask."""
+        """Return the number of tokens of each item, or 0 where the sampler does not need them."""
         if not self._needs_lengths:
             return [0] * len(items)
         row_ids = [row_id for rows, _ in items for row_id in rows]
@@ -151,7 +152,7 @@ class ExternalWorker(Worker, Processor):
         return [sum(itertools.islice(each, len(rows))) for rows, _ in items]
 
     def _answer(self, packet: Packet) -> Answer | Awaitable[Answer]:
-        """What a consumer asks."""
+        """Answer a consumer's request."""
         header = packet.header
         if header["ask"] == "stage":
             stage = as_data(self._stage, "external")
@@ -162,7 +163,7 @@ class ExternalWorker(Worker, Processor):
         )
 
     async def _take(self, header: dict[str, Any], channel: Channel) -> Answer:
-        """The next batch of this rank, once there is one."""
+        """Return the next batch of this rank, once there is one."""
         if self._warning is not None:
             self._warning.cancel()
         while True:
@@ -186,7 +187,7 @@ class ExternalWorker(Worker, Processor):
                     )
             if share is not None:
                 self._num_batches += 1
-                # From the batch: what this peer asks for late may be finished by now.
+                # They are taken from the batch, as a late peer's rollouts may be finished by now.
                 works = [self._batches[batch_index][item_id] for item_id in share]
                 if not self._draw.is_missed(batch_index):
                     del self._batches[batch_index]
@@ -195,8 +196,8 @@ class ExternalWorker(Worker, Processor):
             await self._changed.wait()
 
     def _lease(self, works: list[Work], channel: Channel | None) -> Answer:
-        """Give these to a rank; its first peer, at `channel`, finishes them, the others only see
-        them."""
+        """Lease these items to a rank. Its first peer, at `channel`, finishes them; for other peers
+        `channel` is None, and they only read."""
         number = next(self._numbers)
         if channel is not None:
             for work in works:
@@ -219,7 +220,7 @@ class ExternalWorker(Worker, Processor):
             self._start_over()
 
     def _check_member(self, channel: Channel) -> None:
-        """RuntimeError if this process has to begin again; its loader raises it."""
+        """Raise RuntimeError, which its loader passes on, if this process has to begin again."""
         if channel in self._outdated:
             name = self._stage.name
             raise RuntimeError(f"stage {name}: a process of its consumer is gone, start all again")
@@ -232,7 +233,8 @@ class ExternalWorker(Worker, Processor):
             self._warnings.warn("stage %s %s %d", self._stage.name, must, batch_index)
 
     def _start_over(self) -> None:
-        """What was drawn and is not leased is for those who begin now; the others have to."""
+        """Offer items that were drawn and are not leased to the processes that begin now; those
+        that drew them have to begin again."""
         self._warnings.warn("stage %s: a process of its consumer has ended", self._stage.name)
         self._outdated |= self._members
         self._members.clear()
@@ -244,7 +246,7 @@ class ExternalWorker(Worker, Processor):
         self._queue_first(back)
 
     def _end_lease(self, number: int, when: str = "") -> None:
-        """End a lease: what is in it goes to the next consumer that asks."""
+        """End a lease, and offer its items to the next consumer that asks."""
         works = self._leases.pop(number).works
         when = when or f"in {self._stage.timeout_s:g} s"
         words = "stage %s: %d rollouts not finished %s"
@@ -273,8 +275,8 @@ class ExternalWorker(Worker, Processor):
         self._changed.set()
 
     def _finish(self, packet: Packet) -> Answer | Awaitable[Answer]:
-        """Take the results of a lease, and store what it wrote. ValueError if it has ended, or they
-        are not as many."""
+        """Accept the results of a lease, and store the columns that came with them. Raises
+        ValueError if the lease has ended, or their number is wrong."""
         number, dropped = packet.header["lease"], dict(packet.header["drop"])
         lease = self._leases.get(number)
         if lease is None:
@@ -316,7 +318,7 @@ class ExternalWorker(Worker, Processor):
         return {}, (), ()
 
     def _deliver(self, works: list[Work], results: list[StageResult]) -> None:
-        """Hand over the results of these works, which are in their order."""
+        """Hand over the results of these items, in the order of the items."""
         each = iter(results)
         for work in works:
             self._drawn.pop(work.row_ids[0], None)

@@ -1,4 +1,4 @@
-"""A stage's rollouts for a process outside the run, as PyTorch's DataLoader gives batches.
+"""A stage's rollouts for a process outside the run, in batches, as from PyTorch's DataLoader.
 
     from llamarl.scoring.loader import StageLoader
 
@@ -6,7 +6,6 @@
         batch.finish(quality=[grade(text) for text in batch["completion"]])
 
 It must run on a host of the run, as the run's user: arrays come through shared memory.
-
 
 A batch that is not finished in time, or whose loader is gone, goes to another consumer."""
 
@@ -43,13 +42,12 @@ T = TypeVar("T")
 
 
 class StageBatch(dict[str, list[Any]]):
-    """Rollouts of a stage: by column, one entry per rollout.
+    """A batch of a stage's rollouts: by column, one entry per rollout.
 
-    A column that is one number gives floats, any other arrays; "prompt" gives `types.Prompt`s and
-    "completion" texts: what the model wrote, of an episode its last turn. `row_ids` names the
-    rollouts, `groups` how many of them, one after another, belong to each item: 1, or with
-    per="group" those of a group.
-    """
+    A column of one number per rollout gives floats, any other one arrays; "prompt" gives Prompts
+    and "completion" texts: the response, or the last turn of an episode. `row_ids` has the
+    rollouts' row ids; `groups` the number of rollouts of each item, which follow each other: 1, or
+    the size of the group with per="group"."""
 
     def __init__(
         self,
@@ -70,23 +68,21 @@ class StageBatch(dict[str, list[Any]]):
         drop: Mapping[int, str] | None = None,
         **more: Sequence[Any],
     ) -> None:
-        """Write what the stage writes, one entry per rollout, and hand the batch back.
+        """Write the stage's columns, one entry per rollout, and hand the batch back.
 
-        `drop` has the reason for each row that is not to be trained on. ValueError for other
-        columns or lengths, and if the batch was not finished in time. Without effect once the run
-        has ended: it needs no results then.
-        """
+        `drop` has the reason for each row that is not to be trained on. Raises ValueError for other
+        columns or lengths, and if the batch was not finished in time. It has no effect once the run
+        has ended, which then needs no results."""
         self._loader.finish(self._lease, self.row_ids, {**(columns or {}), **more}, drop or {})
 
 
 class StageLoader:
-    """Iterates over the batches of one stage, until the run ends.
+    """An iterator over the batches of one stage, until the run ends.
 
     `batch_size` counts items: rollouts, or groups with per="group". `prefetch` batches are read
-    ahead; the stage's timeout_s runs for them too. A consumer with ranks gives each process its
-    `data_rank` and its place `peer` among those that get the same; only peer 0 may `finish`. The
-    run may start up to `wait_s` later than the loader.
-    """
+    ahead; the stage's timeout_s runs for them too. In a consumer with ranks, `data_rank` is the
+    process's data rank, and `peer` its place among the processes that get the same share; only peer
+    0 may `finish`. The run may start up to `wait_s` later than the loader."""
 
     def __init__(
         self,
@@ -157,8 +153,8 @@ class StageLoader:
         self._wait(self._finish(lease, arrays if row_ids else {}, drop))
 
     def close(self) -> None:
-        """Hang up; what was taken and not finished goes to others. Whoever iterates comes to an
-        end, what is being finished raises ConnectionError."""
+        """Disconnect. Unfinished batches go to other consumers, iterations end, and a `finish` in
+        progress raises ConnectionError."""
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
@@ -212,7 +208,7 @@ class StageLoader:
         self._taking = asyncio.create_task(self._take_all())
 
     async def _take_all(self) -> None:
-        """Batch after batch, while fewer than `prefetch` are in the queue."""
+        """Take batch after batch, while fewer than `prefetch` are in the queue."""
         missed: NotStored | None = None
         try:
             for number in itertools.count():
@@ -259,7 +255,8 @@ class StageLoader:
 
 
 class _NoCalls:
-    """What a unit's client falls back to on another host, where a loader cannot run."""
+    """The calls to a storage unit for a client on another host, where a loader cannot run: each
+    raises ConnectionError."""
 
     async def usage(self) -> dict[str, int]:
         raise ConnectionError("storage units must be on the loader's host")

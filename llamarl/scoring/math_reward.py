@@ -1,5 +1,5 @@
-"""`math`: the completion's final answer is mathematically equal to the expected one, according
-to math-verify."""
+"""The reward `math`, which is 1 if math-verify finds the completion's final answer mathematically
+equal to the expected one."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ LAST_POINT = re.compile(r"(?<=\d)[.,;](?=\s*(?:[}$]|\\[\])]|\Z))")  # of a sente
 
 
 def spelled(text: str, *, blanks_join: bool) -> str:
-    """The text with its numbers as math-verify reads them; `blanks_join`: blanks between three
-    digits each are those of one number."""
+    """Return the text with its numbers spelled as math-verify reads them. With `blanks_join`,
+    blanks between groups of three digits separate the thousands of one number."""
     if COMMA_DECIMALS.fullmatch(text):
         text = text.replace(".", "").replace(",", ".")
     text = SET_THOUSANDS.sub(_digits, text.replace("{:}", ":"))
@@ -77,7 +77,7 @@ def _as_fraction(mixed: re.Match[str]) -> str:
 
 
 def _as_ratio(decimals: re.Match[str]) -> str:
-    """Digits that repeat without end, as a fraction."""
+    """Return a repeating decimal as a fraction."""
     whole, once, again = decimals[1], decimals[2], decimals[3] or decimals[4]
     above = int(whole + once + again) - int(whole + once)
     return rf"\frac{{{above}}}{{{'9' * len(again)}{'0' * len(once)}}}"
@@ -98,27 +98,26 @@ EMPTY_BOX = re.compile(r"\\boxed\s*(?:\{\s*(?:\}|\Z)|\Z)")
 CLOCK = re.compile(r"\d+(?::\d+)+")  # a time of day, or a ratio
 BRACE = re.compile(r"(?<!\\)[{}]")
 CLOSE = sympy.Rational(1, 10**5)
-"""Two numbers below 1 are equal if they are no farther apart than this share of the larger one.
-math-verify rounds to six decimals, of which such numbers may have none."""
+"""Two numbers below 1 are equal if their difference is at most this share of the larger one.
+math-verify rounds to six decimals, which may be all zeros for such numbers."""
 ROUNDED = sympy.Rational(1, 10**14)
-"""The same of large numbers of which one is a float. math-verify wants six decimals alike, and
+"""The same share for large numbers of which one is a float: math-verify compares six decimals, and
 floats have fifteen digits."""
 NUM_DIGITS = 30
 
-# It warns that its own time limit is off. The pool stops a reward from outside, which also ends
-# computations that never return to Python.
+# math-verify warns that its own time limit is off. The pool stops a reward from outside, which
+# also ends computations that never return to Python.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def reward(prompt: Prompt, completion: str, config: RewardConfig) -> float:
-    r"""1 if math-verify finds an answer in the completion that equals the expected one, else 0.
+    r"""Return 1 if math-verify finds an answer in the completion equal to the expected one, else 0.
 
-    The expected answer may be a number, an expression in LaTeX, a GSM8K solution ("... #### 42")
-    or a MATH solution ("... \boxed{\frac{1}{2}}"). Of several boxes in a completion the last one
-    counts, unless the expected answer consists of several values. Times and ratios (1:15) are
-    equal if all their numbers are. Raises ValueError if the expected answer is not a mathematical
-    expression with a finite value.
-    """
+    The expected answer may be a number, an expression in LaTeX, a GSM8K solution ("... #### 42") or
+    a MATH solution ("... \boxed{\frac{1}{2}}"). Of several boxes in a completion the last one
+    counts, unless the expected answer consists of several values. Times and ratios (1:15) are equal
+    if all their numbers are. Raises ValueError if the expected answer is not a mathematical
+    expression with a finite value."""
     text = expected_answer(prompt, config)
     expected = _parse_expected(text)
     last = _last_box(completion)
@@ -131,7 +130,7 @@ def reward(prompt: Prompt, completion: str, config: RewardConfig) -> float:
 
 
 def find_answer(completion: str) -> str | None:
-    """The answer that math-verify finds in the completion, in one spelling as far as that needs no
+    """Return math-verify's answer in the completion, in one spelling as far as that needs no
     algebra (0.5 and 1/2 are one answer, 2(x + 1) and 2x + 2 are two); None if it finds none."""
     last = _last_box(completion)
     found: Any = next(iter(_parse(last)), None)
@@ -151,7 +150,8 @@ def _are_equal(expected: Sequence[Any], found: Sequence[Any]) -> bool:
 
 
 def _are_close(one: Any, other: Any) -> bool:
-    """Whether two numbers that math-verify takes for equal are; one may be the other as percent."""
+    """Return whether two numbers that math-verify takes for equal really are; one may be the other
+    as percent."""
     largest = max(abs(one), abs(other))
     if largest >= 1 or one == other:
         return True
@@ -162,7 +162,7 @@ def _are_close(one: Any, other: Any) -> bool:
 
 
 def _are_rounded(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether both are one large number, and as good as equal."""
+    """Return whether both are one large number, equal up to the rounding of floats."""
     if not len(some) == len(others) == 1:
         return False
     one, other = some[0], others[0]
@@ -175,8 +175,8 @@ def _is_float(value: Any) -> bool:
 
 
 def _values(value: Any) -> list[Any]:
-    """A real number, or those of which a tuple, matrix or set consists, in order, as decimals.
-    Empty for anything else."""
+    """Return a real number, or the numbers of a tuple, matrix or set in order, as decimals; an
+    empty list for anything else."""
     if isinstance(value, sympy.Interval):
         parts = [value.start, value.end]
     elif isinstance(value, sympy.Tuple | sympy.FiniteSet):
@@ -197,15 +197,15 @@ def _has_value(value: Any) -> bool:
 
 
 def _last_box(completion: str) -> str:
-    """The last box that holds something, the text from there on if it has no end, the whole without
-    a box."""
+    """Return the last box that is not empty, the text from there on if its braces do not close, or
+    the whole text if it has no box."""
     places = [found.start() for found in re.finditer(re.escape(BOX), completion)]
     full = [place for place in places if EMPTY_BOX.match(completion, place) is None]
     return _box_at(completion, full[-1]) if full else completion[[0, *places][-1] :]
 
 
 def _box_at(text: str, start: int) -> str:
-    """The box that begins here, or the text from here on if its braces do not close."""
+    """Return the box that begins here, or the text from here on if its braces do not close."""
     depth = 0
     for brace in BRACE.finditer(text, start):
         depth += 1 if brace[0] == "{" else -1
@@ -219,7 +219,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _parse(completion: str) -> list[Any]:
-    """What math-verify finds; nothing if that has no value."""
+    """Return the answers that math-verify finds; none if one of them has no value."""
     is_box = completion.startswith(BOX)
     text = spelled(completion, blanks_join=is_box)
     if is_box:  # in prose math-verify reads the sign itself

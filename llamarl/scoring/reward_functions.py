@@ -1,8 +1,8 @@
 """The expected answer of a prompt, and the rewards `exact`, `format` and `code`.
 
-An expected answer that is missing or unusable raises; it never makes a completion wrong. What a
-case of `code` expects never enters the sandbox, so cases cannot be cheated; asserts run in the
-program's own process, where a program that wants to can."""
+A missing or unusable expected answer raises; it never makes a completion wrong. The expected output
+of a case of `code` never enters the sandbox, so a program cannot cheat; asserts run in the
+program's own process, where it can."""
 
 import math
 import re
@@ -21,15 +21,15 @@ NUMBER = re.compile(
 )
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 Case = tuple[str, str]
-"""(standard input, standard output expected)."""
+"""The standard input of a program, and the standard output expected."""
 
 
 def expected_answer(prompt: Prompt, config: RewardConfig) -> str:
-    """The answer field of the data row as text; of a GSM8K solution, what follows its last ####.
+    """Return the answer field of the data row as text; for a GSM8K solution, the text after its
+    last ####.
 
     Raises KeyError if the row lacks `config.answer_field`, TypeError if it is neither text nor a
-    number, ValueError if it is blank.
-    """
+    number, ValueError if it is blank."""
     where, field = f"line {prompt.line}", config.answer_field
     try:
         answer = value_at(prompt.fields, field)
@@ -65,9 +65,9 @@ def normal_form(answer: str) -> str:
 
 
 def reward_exact(prompt: Prompt, completion: str, finished: bool, config: RewardConfig) -> float:
-    """1 if group 1 of `config.pattern`, searched in the completion, is the expected answer, up to
-    white space and number format; else 0, also if `config.require_stop` and not `finished`. Raises
-    as `expected_answer` does."""
+    """Return 1 if group 1 of `config.pattern`, searched in the completion, is the expected answer,
+    up to white space and number format; else 0, also if `config.require_stop` and not `finished`.
+    Raises as `expected_answer` does."""
     expected = normal_form(expected_answer(prompt, config))
     if config.require_stop and not finished:
         return 0.0
@@ -75,14 +75,15 @@ def reward_exact(prompt: Prompt, completion: str, finished: bool, config: Reward
 
 
 def find_exact(completion: str, config: RewardConfig) -> str | None:
-    """Group 1 of `config.pattern` in the completion, in one spelling; None if there is none."""
+    """Return group 1 of `config.pattern` in the completion, in one spelling; None without a
+    match."""
     match = re.search(config.pattern, completion)
     return None if match is None or match[1] is None else normal_form(match[1])
 
 
 def reward_format(prompt: Prompt, completion: str, finished: bool, config: RewardConfig) -> float:
-    """1 if `config.pattern` is found in the completion; 0 if not, or if `config.require_stop` and
-    the completion did not end by itself."""
+    """Return 1 if `config.pattern` is found in the completion; 0 if not, or if
+    `config.require_stop` and the completion did not end by itself."""
     if config.require_stop and not finished:
         return 0.0
     return float(re.search(config.pattern, completion) is not None)
@@ -91,16 +92,15 @@ def reward_format(prompt: Prompt, completion: str, finished: bool, config: Rewar
 async def reward_code(
     prompt: Prompt, completion: str, finished: bool, config: RewardConfig
 ) -> float:
-    r"""1 if the last fenced block of the completion, or all of it, is a Python program that passes
-    every test of the answer field; else 0. Raises ValueError for tests of another form.
+    r"""Return 1 if the last fenced block of the completion, or all of it, is a Python program that
+    passes every test of the answer field; else 0. Raises ValueError for tests of another form.
 
     The program is run for each case, and asserts are run after it:
 
         [{"input": "2 3\n", "output": "5"}, ...]      {"inputs": [...], "outputs": [...]}
         "assert add(2, 3) == 5"                       ["assert add(2, 3) == 5", ...]
 
-    Outputs are compared line by line without white space at their ends.
-    """
+    Outputs are compared line by line without white space at their ends."""
     tests, limits = read_tests(prompt, config), limits_of(config)
     blocks: list[str] = BLOCK.findall(completion)
     source = blocks[-1] if blocks else completion
@@ -116,7 +116,8 @@ async def reward_code(
 
 
 def read_tests(prompt: Prompt, config: RewardConfig) -> str | list[Case]:
-    """Asserts as one text, or cases. ValueError, which begins with the line, for anything else."""
+    """Return asserts as one text, or cases. Raises ValueError, which begins with the line number,
+    for anything else."""
     value = None
     try:
         value = value_at(prompt.fields, config.answer_field)

@@ -1,5 +1,5 @@
-"""The rewards by name, what they need of a prompt's row, and what the stage `score` runs: the
-functions of a rollout, or of a group at once. Only finite numbers leave."""
+"""The rewards by name, the fields that they need in a prompt's row, and the function of the stage
+`score`, for a rollout or for a group at once. Only finite numbers leave it."""
 
 import asyncio
 import hashlib
@@ -27,8 +27,8 @@ from llamarl.scoring.reward_functions import (
 from llamarl.scoring.user_code.calls import InvalidRewardError, as_number, shown
 
 Reward = Callable[..., Any]
-"""(prompt, completion, finished, config) -> reward; those of a task.py take (prompt, completion),
-or (prompt, completions) and give one each, and may be coroutines."""
+"""A function (prompt, completion, finished, config) -> reward. That of a task.py takes (prompt,
+completion), or (prompt, completions) and returns one reward each; it may be a coroutine."""
 TASK = "task"  # the recipe's own task.py
 OF_GROUP = "group"  # its function for all rollouts of a prompt at once
 OWN = {TASK: "reward", OF_GROUP: "group_reward"}  # the functions of task.py behind these names
@@ -54,9 +54,10 @@ def find_math(completion: str, config: RewardConfig) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """A reward by its name: `function`, unless a task.py or the environment gives it, and how it
-    finds the answer in a completion. It needs an expected answer or tests in each prompt's row, and
-    `reward.pattern` with at least `num_groups` groups (None: it does not use the pattern)."""
+    """A reward by its name: `function`, unless task.py or the environment gives it, and
+    `find_answer`, which finds the answer in a completion and makes an expected answer necessary in
+    each prompt's row, as `needs_tests` does tests. `reward.pattern` needs at least `num_groups`
+    groups (None: the reward does not use it)."""
 
     function: Reward | None = None
     find_answer: Callable[[str, RewardConfig], str | None] | None = None
@@ -82,15 +83,15 @@ REWARDS = {
 
 
 def _shipped(config: RewardConfig) -> list[tuple[str, Shipped]]:
-    """The rewards that the section names, with their names."""
+    """Return the rewards that the section names, with their names."""
     names = config.functions
     return [(name, REWARDS[ENVIRONMENT if name.startswith(OF_EPISODE) else name]) for name in names]
 
 
 def load_functions(config: RewardConfig, task_source: TaskSource | None) -> dict[str, Reward]:
-    """The functions `config` names, by name and in its order; as ANSWER, what finds the answer in a
-    completion if the first one has such. ValueError unless a task.py has those of them that are its
-    own, in their form; what its text raises is passed on."""
+    """Return the functions that `config` names, by name and in its order; under ANSWER, the
+    function that finds the answer in a completion, if the first reward has one. Raises ValueError
+    unless task.py defines its own ones in their form; what its text raises is passed on."""
     if "math" in config.functions:
         from llamarl.scoring import math_reward  # noqa: F401 - the first call has no time for it
     functions: dict[str, Reward] = {}
@@ -135,8 +136,8 @@ SYNTAX = re.compile(rf"{ESCAPE.pattern}|(?<!\\)(?:\((?:\?(?::|P<\w+>))?|[)\[\]])
 
 
 def check_pattern(config: RewardConfig, special_tokens: Collection[str]) -> None:
-    """ValueError if the pattern asks for a special token, which the text of a completion does not
-    show."""
+    """Raise ValueError if the pattern asks for a special token, which the text of a completion does
+    not show."""
     if all(shipped.num_groups is None for _, shipped in _shipped(config)):
         return
     pattern = NUMBERED.sub(lambda found: chr(int(found[1] or found[2], 16)), config.pattern)
@@ -151,8 +152,8 @@ def check_pattern(config: RewardConfig, special_tokens: Collection[str]) -> None
 
 
 def check_answer(config: RewardConfig, prompt: Prompt) -> None:
-    """ValueError, one line, if the row of a prompt lacks the expected answer or the tests that one
-    of the rewards needs."""
+    """Raise ValueError, one line, if the row of a prompt lacks the expected answer or the tests
+    that a reward needs."""
     needed = [shipped for _, shipped in _shipped(config)]
     try:
         if any(each.needs_answer for each in needed):
@@ -173,18 +174,18 @@ MOST_EXTRAS, MOST_NAME_CHARS = 64, 100
 def make_score(
     functions: Mapping[str, Reward], config: RewardConfig
 ) -> Callable[..., Awaitable[tuple[Any, ...]]]:
-    """Return (prompt, completion, SAMPLING cell, and of an episode what was rewarded at its end) ->
-    the weighted sum, then what each function gave, the number of the answer of a held-out prompt
-    (`NO_ANSWER`: it has none), and as JSON the further numbers of functions that return a dict.
-    With `group_reward` a list of each -> a list of each. InvalidRewardError for what is no finite
-    number."""
+    """Return the function of the stage `score`: (prompt, completion, SAMPLING cell, and for an
+    episode its rewards at the end) -> the weighted sum, the result of each function, the number of
+    the answer of a held-out prompt (`NO_ANSWER` if it has none), and the further numbers of
+    functions that return a dict, as JSON. With `group_reward` it takes and returns a list of each.
+    It raises InvalidRewardError for anything but finite numbers."""
     named = [OF_EPISODE + name for name in config.episode_rewards]
     are_coroutines = any(map(inspect.iscoroutinefunction, functions.values()))
 
     async def score(
         prompt: Prompt, completion: str, sampling: Sequence[float], given: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """`given` are rewards that are known already."""
+        """Return the scores of one rollout; `given` are rewards that are known already."""
         finished = finish_reason(sampling) is FinishReason.STOP
         parts, extras = {}, dict[str, float]()
         for name in config.functions:
@@ -201,8 +202,8 @@ def make_score(
         return total, *parts.values(), _number_of(answer), json.dumps(extras)
 
     def read_episode(of_episode: Sequence[Any]) -> dict[str, float]:
-        """What is known of an episode's end: one number, if ENVIRONMENT is named, and one of each
-        of `named`, if any is."""
+        """Return the rewards of an episode's end: the environment's, if ENVIRONMENT is named, and
+        one for each of `named`."""
         given = {ENVIRONMENT: of_episode[0]} if ENVIRONMENT in config.functions else {}
         return given | (dict(zip(named, of_episode[-1], strict=True)) if named else {})
 
@@ -231,9 +232,9 @@ def make_score(
 
 
 def read_reward(found: Any, name: str, extras: dict[str, float]) -> float:
-    """The reward that the function `name` of `reward.functions` gave: a number, or a dict with one
-    as SCORE, whose other finite numbers go to `extras`; texts and what else it has are left out.
-    InvalidRewardError, a whole sentence, for anything else."""
+    """Return the reward in the result of the function `name` of `reward.functions`: a number, or
+    the entry SCORE of a dict, whose other finite numbers go to `extras` and whose texts and other
+    values are ignored. Raises InvalidRewardError, a whole sentence, for anything else."""
     of = f"{OWN[name]} in {FILE}" if name in OWN else f"reward {name}"
     value = found
     if isinstance(found, Mapping):
@@ -264,8 +265,8 @@ def read_reward(found: Any, name: str, extras: dict[str, float]) -> float:
 
 
 def read_extra(text: object) -> dict[str, float]:
-    """The further numbers that `make_score` gave. ValueError for anything else: the process that
-    gave them runs user code."""
+    """Return the further numbers that `make_score` gave. Raises ValueError for anything else, as
+    the process that gave them runs user code."""
     try:
         found = json.loads(text) if isinstance(text, str) else None
     except RecursionError as error:
@@ -278,7 +279,8 @@ def read_extra(text: object) -> dict[str, float]:
 
 
 def _finite(value: Any) -> float | None:
-    """The number that it is; None for anything else, and for one that no float holds."""
+    """Return the value as a finite number; None for anything else, and for one that no float
+    holds."""
     try:
         number = as_number(value)
     except OverflowError:
@@ -287,7 +289,8 @@ def _finite(value: Any) -> float | None:
 
 
 def _number_of(answer: object) -> float:
-    """A whole number, which a float holds: the same for equal answers, others for others."""
+    """Return a whole number that a float holds: the same for equal answers, different ones for
+    others."""
     if answer is None:
         return NO_ANSWER
     digest = hashlib.blake2b(str(answer).strip().encode(errors="replace"), digest_size=6)
@@ -301,7 +304,8 @@ async def _awaited(found: Any) -> Any:
 
 
 async def _at_once(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """What they return; the first exception once all have ended."""
+    """Run the calls at once and return their results. Raises the first exception once all have
+    ended."""
     found = await asyncio.gather(*calls, return_exceptions=True)
     for each in found:
         if isinstance(each, BaseException):
@@ -310,7 +314,7 @@ async def _at_once(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 def _one_each(found: Any, count: int) -> Sequence[Any]:
-    """What `group_reward` returned, by completion."""
+    """Return the results of `group_reward` by completion."""
     values = found.tolist() if hasattr(found, "tolist") else found
     if not isinstance(values, list | tuple) or len(values) != count:
         must = f"return one number, or a dict with {SCORE!r}, per completion ({count})"

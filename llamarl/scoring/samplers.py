@@ -1,11 +1,11 @@
-"""Which of the rollouts that are ready a consumer takes next.
+"""Samplers, which choose the rollouts that a consumer takes next among those that are ready.
 
 A sampler is a function `sample(ready, count) -> (taken, consumed)`, as in TransferQueue. `ready`
-are the items that may be taken, in the order of admission; `taken` the ids of at most `count` of
-them, none for "wait until more are ready"; `consumed` those of them that are done with. Items that
-are taken and not consumed will be ready again. For the trainer an item is a whole settled group,
-and `count` of them or none must be taken; for other consumers it is a rollout. A consumer gets only
-what is ready, each item once per sample."""
+are the items that may be taken, in the order of admission; `taken` has the ids of at most `count`
+of them, or none, to wait until more are ready; `consumed` has those of them that are done with.
+Items that are taken and not consumed will be ready again. For the trainer an item is a whole
+settled group, and exactly `count` of them or none must be taken; for other consumers it is a
+rollout. A consumer gets only items that are ready, each once per sample."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ class ReadyItem:
 
 
 def ready_item(group: Group) -> ReadyItem:
-    """A settled group as a trainer's sampler sees it."""
+    """Return a settled group as a trainer's sampler sees it."""
     rollouts = group.rollouts.values()
     return ReadyItem(
         item_id=group.group_id,
@@ -65,16 +65,16 @@ def ready_item(group: Group) -> ReadyItem:
 
 
 Sample = tuple[Sequence[int], Sequence[int]]
-"""The ids of what was taken, and of what of that is consumed."""
+"""The ids of the items that are taken, and of those among them that are consumed."""
 
 Sampler = Callable[[Sequence[ReadyItem], int], Sample]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """The processes of one consumer: `num_data_ranks` shares of each batch, and `num_peers`
-    processes that need the same share (those of tensor and pipeline parallelism). What a token pair
-    costs them is `attention_cost` (`models.inventory.attention_cost`)."""
+    """The processes of one consumer: each batch has `num_data_ranks` shares, and `num_peers`
+    processes (those of tensor and pipeline parallelism) need the same share. `attention_cost` is
+    the cost of a pair of tokens (`model.inventory.attention_cost`)."""
 
     num_data_ranks: int = 1
     num_peers: int = 1
@@ -82,13 +82,13 @@ class Ranks:
 
 
 def admission(ready: Sequence[ReadyItem], count: int) -> Sample:
-    """The oldest `count`; none while there are fewer."""
+    """Take the oldest `count`; none while there are fewer."""
     taken = [item.item_id for item in ready[:count]]
     return (taken, taken) if len(taken) == count else ([], [])
 
 
 def group_complete(ready: Sequence[ReadyItem], count: int) -> Sample:
-    """The oldest groups of which all rollouts are ready; none while more of them would fit."""
+    """Take the oldest groups of which all rollouts are ready; none while more of them would fit."""
     groups: dict[int, list[ReadyItem]] = {}
     for item in ready:
         groups.setdefault(item.group_id, []).append(item)
@@ -103,9 +103,9 @@ def group_complete(ready: Sequence[ReadyItem], count: int) -> Sample:
 
 
 def token_balanced(ready: Sequence[ReadyItem], count: int, ranks: Ranks) -> Sample:
-    """The oldest `count`, those of the first data rank first: ranks get equally many, and nearly
-    equal costs by their tokens and attention; or one or none. ValueError for another `count`.
-    """
+    """Take the oldest `count`, those of the first data rank first. Ranks get equally many items and
+    nearly equal costs, by tokens and attention; with fewer items than ranks, one or none each.
+    Raises ValueError for another `count`."""
     num_ranks = ranks.num_data_ranks
     if count < num_ranks:
         return admission(ready, count)
@@ -128,11 +128,11 @@ SAMPLERS: dict[str, Callable[[Ranks], Sampler]] = {
 """Samplers by their names in `experience.sampler`."""
 
 OF_THE_TRAINER = ("admission", "group_complete", TASK)
-"""Samplers that choose among groups. How groups lie on the trainer's ranks is decided by `pack`."""
+"""Samplers that choose among groups for the trainer; `pack` decides how groups lie on its ranks."""
 
 
 def check_sampler(config: Config) -> None:
-    """ValueError unless the sampler that the recipe selects exists and serves the trainer."""
+    """Raise ValueError unless the sampler that the recipe selects exists and serves the trainer."""
     name = config.experience.sampler
     require_choice("experience.sampler", name, [*SAMPLERS, TASK])
     require(
@@ -147,17 +147,17 @@ def check_sampler(config: Config) -> None:
 def make_sampler(
     name: str, task: Mapping[str, Callable[..., Any]], ranks: Ranks | None = None
 ) -> Sampler:
-    """The sampler of this name; `task` are the functions of task.py that the recipe names."""
+    """Return the sampler of this name; `task` has the functions of task.py that the recipe
+    names."""
     return task["sample"] if name == TASK else SAMPLERS[name](ranks or Ranks())
 
 
 def draw(
     sampler: Sampler, ready: Sequence[ReadyItem], count: int, at_least: int = 1
 ) -> tuple[list[int], list[int]]:
-    """What `sampler` takes and consumes of `ready`: `at_least` to `count` items, or none.
+    """Return the ids that `sampler` takes and consumes of `ready`: `at_least` to `count`, or none.
 
-    TaskError, in one line, if it returns anything else.
-    """
+    Raises TaskError, one line, if it returns anything else."""
     found = sampler(ready, count)
     is_pair = isinstance(found, tuple | list) and len(found) == 2
     are_lists = is_pair and all(isinstance(ids, tuple | list) for ids in found)
@@ -186,11 +186,10 @@ def _wrong(must: str, got: object) -> TaskError:
 
 
 class RankAware:
-    """One sample per batch for all processes of a consumer that has several.
+    """Draws one sample per batch for all processes of a consumer that has several.
 
-    Whichever process asks first for a batch draws it, for all data ranks. Each of these gets its
-    share of it, and its peers get the same.
-    """
+    The first process that asks for a batch draws it for all data ranks. Each data rank gets its
+    share, and all its peers get the same."""
 
     def __init__(self, sampler: Sampler, ranks: Ranks) -> None:
         self._sampler, self._ranks = sampler, ranks
@@ -207,13 +206,14 @@ class RankAware:
         peer: int,
         batch_index: int,
     ) -> tuple[list[int] | None, list[int]]:
-        """(At most `count` items for this process, what is consumed by drawing the batch).
+        """Return the ids of at most `count` items for this process, and of those that drawing the
+        batch consumes.
 
-        None while nothing is ready. No batch waits to be full: ranks get equally many of what is
-        ready, or one or none each where there are fewer items than ranks. Only the first answer of
-        a batch consumes anything, and that is the whole batch: no other may get it, though some
-        have yet to ask. A process may ask again, until all have their answer; then RuntimeError.
-        """
+        The first is None while nothing is ready. No batch waits to be full: ranks get equally many
+        of the ready items, or one or none each where there are fewer items than ranks. Only the
+        first answer of a batch consumes anything, and it consumes the whole batch: no later batch
+        may get these items, though some processes have yet to ask. A process may ask again until
+        all have their answer; then RuntimeError is raised."""
         if batch_index < self._num_over:
             raise RuntimeError(f"batch {batch_index} must not be asked for again: all have it")
         consumed: list[int] = []
@@ -235,5 +235,5 @@ class RankAware:
         return share, consumed
 
     def is_missed(self, batch_index: int) -> bool:
-        """Whether some have yet to ask for this batch, which was drawn."""
+        """Return whether some processes have yet to ask for this batch, which was drawn."""
         return batch_index in self._missing

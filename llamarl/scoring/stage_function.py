@@ -1,5 +1,5 @@
-"""What the processes of a stage serve: a function of task.py, or the rewards, and the check of what
-it returns. Finite numbers leave, and for a column with an entry per response token as many as there
+"""The service of a stage's processes: a function of task.py, or the rewards, with a check of its
+results. Only finite numbers leave; a column with an entry per response token has as many as there
 are tokens, in the range of its dtype."""
 
 import inspect
@@ -29,9 +29,10 @@ OWN_FILES = (__file__, rewards.__file__)
 
 
 def load(setup: dict[str, Any]) -> Callable[..., Answer | Coroutine[Any, Any, Answer]]:
-    """The service of a worker: (prompt, an argument per name in `reads`, response tokens of each
-    rollout) -> `answer`, at once unless one of the functions is a coroutine. The argument of
-    "prompt" is ignored. `setup["reward"]` has the reward section if the stage is `score`."""
+    """Return the worker's service: (prompt, an argument per name in `reads`, the number of response
+    tokens of each rollout) -> the result of `answer`, which runs at once unless one of the
+    functions is a coroutine. The argument of "prompt" is ignored. `setup["reward"]` has the reward
+    section if the stage is `score`."""
     stage, source = from_data(setup["stage"]), setup["task_source"]
     function: Callable[..., Any]
     if setup["reward"] is None:
@@ -51,7 +52,8 @@ def load(setup: dict[str, Any]) -> Callable[..., Answer | Coroutine[Any, Any, An
 
 
 def run_now(coroutine: Coroutine[Any, Any, Answer]) -> Answer:
-    """What it returns, without an event loop, which functions may want to run themselves."""
+    """Run a coroutine that never waits, and return its result, without an event loop: functions may
+    want to run one themselves."""
     try:
         coroutine.send(None)
         coroutine.throw(InvalidReturnError("be awaited in an `async def` of task.py"))
@@ -68,8 +70,8 @@ async def answer(
     columns: Sequence[Any],
     lengths: Sequence[int],
 ) -> Answer:
-    """Call the function: {"rows": [...]} with, per rollout, the reason to drop it or a list of its
-    values by written column. A failure is {"status": str, "error": str}."""
+    """Call the function. Returns {"rows": [...]} with the reason to drop it, or a list of its
+    values by written column, per rollout; after a failure {"status": str, "error": str}."""
     is_group = stage.per == GROUP
     record = [prompt] * len(lengths) if is_group else prompt
     pairs = zip(stage.reads, columns, strict=True)
@@ -107,7 +109,7 @@ def _group_rows(found: Any, stage: Stage, lengths: Sequence[int]) -> list[str | 
 
 
 def _by_column(found: Any, stage: Stage) -> Sequence[Any]:
-    """What was returned for each written column; one entry if none is written, or for a Drop."""
+    """Return the values of each written column; one entry if none is written, or for a Drop."""
     if len(stage.writes) < 2 or isinstance(found, Drop):
         return (found,)
     if not isinstance(found, tuple) or len(found) != len(stage.writes):
@@ -117,7 +119,7 @@ def _by_column(found: Any, stage: Stage) -> Sequence[Any]:
 
 
 def _row(values: Sequence[Any], stage: Stage, length: int) -> str | list[Any]:
-    """Return the reason of a rollout's Drop, or what may be stored of it."""
+    """Return the reason of a rollout's Drop, or the values to store for it."""
     for value in values:
         if isinstance(value, Drop):
             if not (isinstance(value.reason, str) and REASON.fullmatch(value.reason)):
@@ -141,8 +143,8 @@ def _checked(value: Any, column: Column, length: int) -> Any:
 
 
 def _entries(value: Any, column: Column, length: int) -> list[float] | list[int]:
-    """The values of a column with an entry per response token; NaN and infinity are the loss's
-    business."""
+    """Return the values of a column with an entry per response token. NaN and infinity are allowed,
+    for the loss to handle."""
     must = f"be {length} numbers for {column.name}, one per response token"
     try:
         given = np.asarray(value)

@@ -1,5 +1,4 @@
-"""The executor of a stage: it reads rollouts, has them scored by the pool, and writes what comes
-of it."""
+"""The executor of a stage: it reads rollouts, has the pool score them, and writes the results."""
 
 from __future__ import annotations
 
@@ -62,10 +61,10 @@ VARYING = re.compile(r"""\d+|'[^']*'|"[^"]*\"""")  # what may differ from row to
 
 
 class WorkSpans:
-    """Records busy spans `name`, with the number of rows, and the waits for rollouts between.
+    """Records busy spans `name` with the number of rows, and spans of waiting for rollouts between
+    them.
 
-    A busy span ends with a call and begins where the one before ended.
-    """
+    A busy span begins where the span before ended, and ends with a call."""
 
     def __init__(self, spans: Spans, name: str) -> None:
         self._spans, self._name = spans, name
@@ -73,12 +72,12 @@ class WorkSpans:
         self._recorded_ns = time.monotonic_ns()  # until when there are spans
 
     def start(self) -> None:
-        """The executor can work from now on."""
+        """Begin to record, as the executor can work from now on."""
         self._recorded_ns = time.monotonic_ns()
 
     @contextmanager
     def working(self, num_rows: int) -> Iterator[None]:
-        """The block works on so many rollouts."""
+        """Record the block as work on so many rollouts."""
         if self._num_calls == 0:
             self._record("rollouts", "wait")
         self._num_calls += 1
@@ -95,11 +94,11 @@ class WorkSpans:
 
 
 class FailureRate:
-    """Ends the run when more than `limit` of the last results failed. `label` is whose calls they
-    are, such as "stage judge", and `keys` what precedes the name of a limit, such as "reward.".
+    """Ends the run when more than the share `limit` of the last results failed. `label` says whose
+    calls they are, such as "stage judge"; `keys` precedes the name of a limit in messages, such as
+    "reward.".
 
-    Causes that differ in numbers and quoted words only are the same warning.
-    """
+    Causes that differ only in numbers and quoted words give the same warning."""
 
     def __init__(self, limit: float, label: str, keys: str) -> None:
         self._limit, self._label, self._keys = limit, label, keys
@@ -107,8 +106,8 @@ class FailureRate:
         self._warnings = RepeatedWarnings(log)
 
     def add(self, results: Sequence[StageResult | TurnResult]) -> None:
-        """Count these. UserCodeError if more than `limit` of the last 1000 failed (judged after
-        50)."""
+        """Count these results. Raises UserCodeError if more than `limit` of the last 1000 failed
+        (judged after 50)."""
         self._statuses.extend(result.status for result in results)
         failures = [result for result in results if result.status is not StageStatus.OK]
         for failure in failures:
@@ -131,10 +130,10 @@ class FailureRate:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
-    """The executor of a stage that runs functions: `stage.run` is the name of one of `task_source`,
-    the recipe's task.py if it has one, or `reward` says which the stage `score` runs. `numbers`
-    names the columns it reads that are one number per rollout; `tokenizer` is a folder with
-    tokenizer files."""
+    """The executor of a stage that runs functions. `stage.run` names one of `task_source`, the
+    recipe's task.py if it has one, or `reward` selects those of the stage `score`. `numbers` names
+    the columns it reads that are one number per rollout; `tokenizer` is a folder with tokenizer
+    files."""
 
     executor: ClassVar[str] = "llamarl.scoring.stage_worker:StageWorker"
 
@@ -145,18 +144,18 @@ class StageSpec:
     storage: ColumnStore
     reward: RewardConfig | None = None
     has_openings: bool = False
-    """An environment may show the model another prompt than that of its row."""
+    """Whether an environment may show the model another prompt than that of its row."""
 
 
 ENTRY_BYTES = 32  # of a number in an answer, at most
 TEXT_BYTES = 1 << 17  # of the further numbers of a rollout's rewards in an answer, at most
 Cells = dict[str, np.ndarray]
 Found = list[str | Cells]
-"""What a call found, per rollout: the reason to drop it, or what was computed, by column."""
+"""The results of a call, per rollout: the reason to drop it, or its cells by column."""
 
 
 class StageWorker(Worker, Processor):
-    """The processor of one stage; calls of `process` may overlap."""
+    """The processor of a stage that runs functions; calls of `process` may overlap."""
 
     def __init__(self, spec: StageSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec, stage, reward = spec, spec.stage, spec.reward
@@ -167,7 +166,7 @@ class StageWorker(Worker, Processor):
         if reward is not None:
             aside += [Column(ANSWER), Column(EXTRA, "uint8", TEXT)]
         self._aside = {column.name for column in aside}  # not stored
-        # As its function sees it:
+        # This is the stage as its function sees it.
         self._stage = replace(stage, writes=(*computed, *aside))
         self._numbers = [column.name for column in computed if column.length == NUMBER]
         self._storage = RecordingStore(spec.storage, spans)
@@ -188,15 +187,15 @@ class StageWorker(Worker, Processor):
         self._failures = FailureRate(stage.max_failure_rate, code.label, code.keys)
 
     async def start(self) -> None:
-        """Start the processes; ValueError if task.py or the tokenizer does not load."""
+        """Start the processes. Raises ValueError if task.py or the tokenizer does not load."""
         if COMPLETION in self._stage.reads:
             self._tokenizer = load_tokenizer(self._spec.tokenizer)
         await self._pool.start()
         self._work.start()
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:
-        """Call the function for each item: a rollout, or a group. One result per rollout, in order.
-        UserCodeError if too many calls failed, see `FailureRate`."""
+        """Call the function for each item: a rollout, or a group. Returns one result per rollout,
+        in order. Raises UserCodeError if too many calls failed, see `FailureRate`."""
         with self._work.working(sum(len(rows) for rows, _ in items)):
             columns = await self._read([row_id for rows, _ in items for row_id in rows])
             openings = await self._read_openings(items)
@@ -220,7 +219,7 @@ class StageWorker(Worker, Processor):
         self._pool.close()
 
     def _result(self, row_id: int, found: Failure | str | Cells) -> StageResult:
-        """What the controller gets: no arrays."""
+        """Return the result for the controller, which has no arrays."""
         reward = self._spec.reward
         if isinstance(found, str):
             return StageResult(row_id=row_id, reason=found)
@@ -241,7 +240,7 @@ class StageWorker(Worker, Processor):
         )
 
     def _cells(self, result: StageResult, found: Failure | str | Cells) -> Cells:
-        """What storage gets of what was found."""
+        """Return the cells to store for this result."""
         cells = {name: np.array([number]) for name, number in result.numbers.items()}
         if isinstance(found, dict):
             cells |= {name: cell for name, cell in found.items() if name not in self._aside}
@@ -250,9 +249,9 @@ class StageWorker(Worker, Processor):
     def _shown(
         self, prompt: Prompt, columns: Columns, place: int, opening: np.ndarray | None
     ) -> Cells:
-        """What the stage `score` stores for the archive of the rollout at this place of `columns`:
-        its prompt's number, and if it is recorded its text, and that of what the model saw first
-        if it is no row's."""
+        """Return the cells that the stage `score` adds for the archive, of the rollout at `place`
+        in `columns`: the prompt's number and, if it is recorded, its turns as text, with the
+        opening if the model saw another prompt than the row's."""
         cells = {PROMPT_ID: np.array([float(prompt.prompt_id)])}
         if prompt.is_recorded:
             assert self._tokenizer is not None
@@ -266,7 +265,7 @@ class StageWorker(Worker, Processor):
         return cells
 
     async def _write(self, cells: dict[int, Cells]) -> None:
-        """Store the cells, in one message unless some rows have other columns."""
+        """Store the cells, in one message unless rows have different columns."""
         alike: dict[tuple[str, ...], list[int]] = {}
         for row_id, of_row in cells.items():
             alike.setdefault(tuple(of_row), []).append(row_id)
@@ -276,7 +275,7 @@ class StageWorker(Worker, Processor):
                 await self._storage.write(row_ids, columns)
 
     async def _read(self, row_ids: list[int]) -> Columns:
-        """What the stage reads of these rows."""
+        """Read the columns that the stage needs of these rows."""
         stage = self._stage
         names = {*stored_columns(stage.reads)}
         if any(column.length not in (NUMBER, TEXT) for column in stage.writes):
@@ -284,7 +283,7 @@ class StageWorker(Worker, Processor):
         return await self._storage.read(row_ids, sorted(names)) if names else {}
 
     async def _read_openings(self, items: list[StageItem]) -> dict[int, np.ndarray]:
-        """The ids of their prompts, of the rows that are recorded, where these may differ from the
+        """Return the prompt ids of the recorded rows, where an environment may have changed the
         prompts of their data rows."""
         if self._spec.reward is None or not self._spec.has_openings:
             return {}
@@ -311,7 +310,7 @@ class StageWorker(Worker, Processor):
         return calls
 
     def _given(self, name: str, columns: Columns, num_rows: int) -> Sequence[Any]:
-        """What the function gets for `name`, one entry per row."""
+        """Return the function's argument `name`, one entry per row."""
         if name == PROMPT_RECORD:  # it travels beside the arguments
             return [None] * num_rows
         if name == COMPLETION:

@@ -1,5 +1,5 @@
-"""The dataflow of a run as a graph: its stages, what each reads and writes, and what task.py
-adds to it."""
+"""A run's dataflow as a graph: the stages, the columns that each reads and writes, and the stages
+that task.py adds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ EXECUTORS = {
     SETTLE: "controller",
     TRAIN: "trainer",
 }
-"""Which executor runs each of the stages that every run has."""
+"""The executor that runs each of the stages that every run has."""
 ENVIRONMENT = "environment"  # the executor that takes turns with rollouts while they are written
 TAKEN_NAMES = {*EXECUTORS, *EXECUTORS.values(), ENVIRONMENT, "storage", "collector", "evaluate"}
 ROLLOUT, GROUP = "rollout", "group"
@@ -72,10 +72,10 @@ REWARD_COLUMNS, LOSS_COLUMNS = "algorithm.reward_columns", "algorithm.loss_colum
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """What a stage's function returns for a rollout that is not to be trained on.
+    """The result of a stage's function for a rollout that is not to be trained on.
 
-    The rest of its group is; `reason`, of small letters, digits and _, is what it is counted under.
-    """
+    The rest of its group is trained on; the rollout is counted under `reason`, of small letters,
+    digits and _."""
 
     reason: str
 
@@ -86,21 +86,20 @@ class FrozenModel:
     trainer's, at the sampling temperature.
 
     `checkpoint` is a folder in the Hugging Face layout, relative to the recipe's; its vocabulary is
-    the policy's. A stage that it runs writes one float32 column with an entry per response token.
-    """
+    the policy's. A stage that it runs writes one float32 column with an entry per response
+    token."""
 
     checkpoint: str
 
 
 @dataclass(frozen=True, slots=True)
 class External:
-    """Processes outside the run take the rollouts, at a socket in the run's folder, and write what
-    the stage writes: see `scoring/loader.py`.
+    """Lets processes outside the run take the rollouts, at a socket in the run's folder, and write
+    the stage's columns: see `scoring/loader.py`.
 
     `sampler` is a name in `samplers.SAMPLERS`. If the consumer has data ranks, each gets its share
-    of every batch, and `num_peers` processes of one rank get the same. What is taken must be
-    finished within the stage's `timeout_s`, or the loader is gone; then others get it.
-    """
+    of every batch, and the `num_peers` processes of one rank get the same. A batch that is not
+    finished within the stage's `timeout_s`, or whose loader is gone, goes to others."""
 
     sampler: str = "admission"
     num_data_ranks: int = 1
@@ -111,17 +110,16 @@ class External:
 class Stage:
     """A node of the graph: `run` computes the columns `writes` of each rollout from `reads`.
 
-    `run` is a function of task.py, which gets what it reads as arguments in that order and returns
-    what it writes (several as a tuple), a FrozenModel, or External. It may return a `Drop` instead;
-    one that writes nothing only drops. `per="group"`: it gets the rollouts of a whole group at
-    once, a list per argument, and returns a list per column. It runs in `workers` processes of its
-    own, and may be a coroutine, many of which run at once in each; a call that takes longer than
-    `timeout_s` is ended. Its rollout is then dropped, as when the function raises; if more than
-    `max_failure_rate` of the last 1000 calls fail, the run ends.
+    `run` is a FrozenModel, External, or a function of task.py, which takes its `reads` as arguments
+    in that order and returns its `writes` (several as a tuple), or a `Drop`; a function that writes
+    nothing only drops. With `per="group"` it gets the rollouts of a whole group at once, a list per
+    argument, and returns a list per column. It runs in `workers` processes of its own, and may be a
+    coroutine, many of which run at once in each; a call that takes longer than `timeout_s` is
+    ended. Its rollout is then dropped, as when the function raises; if more than `max_failure_rate`
+    of the last 1000 calls fail, the run ends.
 
-    `reads` are columns, "prompt" (the `types.Prompt`) and "completion" (the response as text).
-    `writes` names numbers, or has a `Column` for what is one entry per response token.
-    """
+    `reads` are columns, "prompt" (the `records.Prompt`) and "completion" (the response as text).
+    `writes` names columns of one number, or has a `Column` for one entry per response token."""
 
     name: str
     run: Callable[..., Any] | FrozenModel | External | str
@@ -143,7 +141,7 @@ class Stage:
         timeout_s: float = 10.0,
         max_failure_rate: float = 0.1,
     ) -> None:
-        """ValueError, naming the stage, for a value that no graph could use."""
+        """Raise ValueError, naming the stage, for a value that no graph could use."""
         check_name("a stage", name)
         if isinstance(run, FrozenModel) and not reads:
             reads = (PROMPT_IDS, RESPONSE_IDS)
@@ -175,20 +173,20 @@ class Stage:
 
 @dataclass(frozen=True)
 class Graph:
-    """The stages of a run, checked.
+    """The checked stages of a run.
 
-    `stages` by name, each after those it waits for. Example: with `reads=["reward"]`,
-    `needs["rank"]` is {"score"}; `needs["settle"]` is every stage between generate and it.
-    """
+    `stages` has them by name, each after those it waits for, which are in `needs`. Example: with
+    `reads=["reward"]`, `needs["rank"]` is {"score"}; `needs["settle"]` is every stage between
+    generate and it."""
 
     stages: Mapping[str, Stage]
     needs: Mapping[str, frozenset[str]]
     has_episodes: bool = False
-    """Rollouts take turns with an environment."""
+    """Whether rollouts take turns with an environment."""
 
     @property
     def between(self) -> list[Stage]:
-        """The stages from rollout to settled group, which executors run."""
+        """The stages between a rollout and its settled group, which executors run."""
         return [stage for name, stage in self.stages.items() if name not in ENDS]
 
     @property
@@ -199,7 +197,7 @@ class Graph:
 
     @property
     def edges(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-        """(writer, reader, the columns that the reader takes from it), in order."""
+        """The edges as (writer, reader, the columns that the reader takes from it), in order."""
         writers = {
             column.name: stage.name for stage in self.stages.values() for column in stage.writes
         }
@@ -213,8 +211,8 @@ class Graph:
 
 
 def make_graph(config: Config, own: Sequence[Stage] = ()) -> Graph:
-    """The graph of a recipe with these stages of its own. ValueError, in one line, for what would
-    not work."""
+    """Return the graph of a recipe with these stages of its own. Raises ValueError, in one line,
+    for a graph that would not work."""
     stages = {stage.name: stage for stage in _shipped(config)}
     for stage in own:
         is_new = stage.name not in stages and stage.name not in TAKEN_NAMES
@@ -296,7 +294,7 @@ def _check_reads(stage: Stage, writers: Mapping[str, str]) -> None:
 
 
 def _check_external(stage: Stage, external: External, config: Config) -> None:
-    """ValueError unless consumers can take this stage's rollouts."""
+    """Raise ValueError unless consumers can take this stage's rollouts."""
     where = f"External of stage {stage.name}"
     sampler = f"sampler of {where}"
     require_choice(sampler, external.sampler, ("admission", "token_balanced", "rank_aware"))
@@ -310,7 +308,8 @@ def _check_external(stage: Stage, external: External, config: Config) -> None:
 
 
 def _check_own(stage: Stage, stages: Mapping[str, Stage]) -> None:
-    """What a stage of the recipe's own must keep, and those that read what it writes."""
+    """Raise ValueError unless one of the recipe's own stages has valid columns, and another stage
+    reads them."""
     where, columns = f"stage {stage.name}", stage.writes
     if isinstance(stage.run, FrozenModel):
         is_logprobs = [(c.dtype, c.length) for c in columns] == [("float32", RESPONSE)]
@@ -333,7 +332,8 @@ def _check_own(stage: Stage, stages: Mapping[str, Stage]) -> None:
 
 
 def _check_kinds(stages: Mapping[str, Stage]) -> None:
-    """Rewards are numbers; a loss gets one entry per response token."""
+    """Raise ValueError unless reward columns are numbers, and loss columns have an entry per
+    response token."""
     columns = {column.name: column for stage in stages.values() for column in stage.writes}
     extra = [name for name in stages[TRAIN].reads if name not in COLUMNS and name != ADVANTAGE]
     kinds = (REWARD_COLUMNS, stages[SETTLE].reads, NUMBER), (LOSS_COLUMNS, extra, RESPONSE)
@@ -373,14 +373,13 @@ def check_task(
     *,
     tools: Sequence[str] = (),
 ) -> tuple[list[Stage], Kinds]:
-    """The stages of these names, in that order; `run` is a FrozenModel, External or the name of a
-    function of task.py. And what episodes take turns with by these `tools`, of
+    """Return the stages of these names, in that order, with a FrozenModel, External or the name of
+    a function of task.py as `run`; and the environment kinds of these `tools`, which are those of
     `environment.tools`.
 
-    ValueError, in one line with the place in task.py, for a text that does not load, one of these
-    `functions` or stages that it does not define, a function of another form, or a stage whose
-    function cannot be called with what it reads.
-    """
+    Raises ValueError, in one line with the place in task.py, for a text that does not load, for
+    functions or stages that it does not define or that have another form, and for a stage whose
+    function cannot be called with its `reads`."""
     setup = {"task_source": source}
     code = UserCode(service=__name__, setup=setup, timeout_s=LIMIT_S, label=FILE, keys="a fixed ")
     answer = run_once(code, Call(None, (sorted(functions), list(stages), list(tools))))
@@ -390,7 +389,7 @@ def check_task(
 
 
 def load(setup: dict[str, Any]) -> Callable[..., dict[str, Any]]:
-    """The service of the worker: names of functions, of stages and of tools -> {"stages": [data,
+    """Return the worker's service: names of functions, of stages and of tools -> {"stages": [data,
     ...], "kinds": {name: data}} or {"mistake": one line}."""
     source = setup["task_source"]
     module = ModuleType("task") if source is None else load_module(source)
@@ -414,13 +413,13 @@ def load(setup: dict[str, Any]) -> Callable[..., dict[str, Any]]:
 
 
 def as_data(stage: Stage, run: str | dict[str, Any]) -> dict[str, Any]:
-    """The stage as JSON; `run` is what `from_data` makes its `run` of."""
+    """Return the stage as JSON; `run` stands for its `run`, which `from_data` makes of it."""
     values = {field.name: getattr(stage, field.name) for field in fields(stage)}
     return {**values, "run": run, "writes": [asdict(column) for column in stage.writes]}
 
 
 def from_data(data: dict[str, Any]) -> Stage:
-    """The inverse of `as_data`."""
+    """Return the stage of this JSON, as the inverse of `as_data`."""
     run, columns = data["run"], [Column(**column) for column in data["writes"]]
     if isinstance(run, dict):
         run = FrozenModel(**run) if "checkpoint" in run else External(**run)
@@ -446,8 +445,8 @@ def _named(module: ModuleType, names: Sequence[str]) -> list[Stage]:
 
 
 def _run_of(stage: Stage, module: ModuleType) -> str | dict[str, Any]:
-    """The name of the stage's function in task.py, or what its FrozenModel or External is made
-    from."""
+    """Return the name of the stage's function in task.py, or the fields of its FrozenModel or
+    External."""
     run = stage.run
     if isinstance(run, FrozenModel):
         return {"checkpoint": str(run.checkpoint)}

@@ -1,4 +1,4 @@
-"""How models write calls of tools, by family, reading them, and tools that a recipe selects by
+"""Readers of the tool calls that models write, by family, and the tools that a recipe selects by
 name."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_LITERAL_CHARS = 100_000  # Python's own reader of a longer text takes long
 
 
 def typed(text: str, schema: object) -> Any:
-    """The text as a value of a parameter of this JSON schema."""
+    """Return the text as a value of a parameter of this JSON schema."""
     types, word = _types(schema), text.strip()
     if "null" in types and (word.lower() in NULLS or (not word and "string" not in types)):
         return None
@@ -42,7 +42,7 @@ def typed(text: str, schema: object) -> Any:
 
 
 def _types(schema: object) -> set[str]:
-    """The names of JSON types that a schema allows; empty if it does not say."""
+    """Return the names of the JSON types that a schema allows; an empty set if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
     given = schema.get("type", [])
@@ -71,7 +71,7 @@ def _fits(value: object, types: set[str]) -> bool:
 
 
 def _json(text: str, **options: Any) -> Any:
-    """The value of a JSON text; None for what is none."""
+    """Return the value of a JSON text; None if it is not JSON."""
     try:
         return json.loads(text, **options)
     except (ValueError, RecursionError):
@@ -79,12 +79,13 @@ def _json(text: str, **options: Any) -> Any:
 
 
 def _refuse(name: str) -> Any:
-    """JSON itself has no NaN and no Infinity."""
+    """Raise ValueError for NaN and Infinity, which JSON itself does not have."""
     raise ValueError(name)
 
 
 def _literal(text: str) -> Any:
-    """A list or an object in Python's spelling, which models write too; None for anything else."""
+    """Return a list or an object in Python's spelling, which models write too; None for anything
+    else."""
     if text[:1] not in ("[", "{") or len(text) > MAX_LITERAL_CHARS:
         return None
     try:
@@ -102,7 +103,7 @@ CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 END_OF_PARAMETER_TAG = "</parameter>"
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)\s*>")
 PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)\s*>\n?")
-# What an argument holds may look like an end: the real one is followed by what may follow it.
+# An argument may hold text like its end tag; the real one has a valid continuation.
 END_OF_PARAMETER = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|\Z))")
 END_OF_OPEN_PARAMETER = re.compile(r"(?:</function>\s*)?</tool_call>|</function>\s*\Z|</think>|\Z")
 END_OF_FUNCTION = re.compile(r"\s*(?:</function>\s*)?(?:</tool_call>|\Z)")
@@ -127,11 +128,12 @@ class ToolCall:
 
 
 Tools = Mapping[str, Any]
-"""What may be called, by name."""
+"""The tools that may be called, by name."""
 
 
 def family_of(template: str, response_template: object) -> str | None:
-    """The family of a checkpoint with this chat template; None if it shows no form of calls."""
+    """Return the family of a checkpoint with this chat template; None if it shows no form of
+    calls."""
     if response_template is not None:
         return "template"
     if CALL in template and OTHER_ARGUMENTS not in template:
@@ -143,15 +145,15 @@ def family_of(template: str, response_template: object) -> str | None:
 def parse_calls(
     text: str, family: str, schemas: Sequence[Schema], *, is_thinking: bool = False
 ) -> list[ToolCall]:
-    """The calls in what a model wrote in one turn, special tokens included; at most MAX_CALLS.
-    `is_thinking`: the turn begins within its thinking."""
+    """Return the calls in one turn of a model, which may hold special tokens; at most MAX_CALLS.
+    `is_thinking`: the turn begins within the model's thinking."""
     return [call for _, call in _scan(text, family, schemas, is_thinking)][:MAX_CALLS]
 
 
 def text_before(
     text: str, family: str, schemas: Sequence[Schema], *, is_thinking: bool = False
 ) -> str:
-    """What a turn with calls says before the first of them, its thinking included."""
+    """Return the text of a turn before its first call, thinking included."""
     found = _scan(text, family, schemas, is_thinking)
     return text[: found[0][0] if found else None].rstrip()
 
@@ -163,7 +165,7 @@ def template_calls(message: Mapping[str, Any]) -> list[ToolCall]:
 
 
 def _checked(value: object) -> ToolCall:
-    """A call from {"name": ..., "arguments" or "parameters": {...}}."""
+    """Return a call from {"name": ..., "arguments" or "parameters": {...}}."""
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         return ToolCall("", error="a call must be an object with a name and arguments")
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -177,7 +179,7 @@ def _checked(value: object) -> ToolCall:
 def _scan(
     text: str, family: str, schemas: Sequence[Schema], is_thinking: bool
 ) -> list[tuple[int, ToolCall]]:
-    """The calls of a turn, and where each begins."""
+    """Return the calls of a turn, with the place where each begins."""
     tools = {schema["function"]["name"]: schema["function"] for schema in schemas}
     if family == "llama":
         return _llama_calls(tools, text, is_thinking)
@@ -199,13 +201,13 @@ def _scan(
 
 
 def _after_thought(text: str, at: int) -> int:
-    """Return where the thinking ends that is under way at this place."""
+    """Return the place where the thinking that is in progress at `at` ends."""
     end = text.find(END_OF_THOUGHT, at)
     return len(text) if end < 0 else end + len(END_OF_THOUGHT)
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins here, after blanks, and where it ends."""
+    """Return the JSON value that begins here, after blanks, and where it ends."""
     while at < len(text) and text[at].isspace():
         at += 1
     try:
@@ -215,7 +217,8 @@ def _json_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def _wrong(text: str, at: int, must: str) -> tuple[ToolCall, int]:
-    """A call that begins here and cannot be read: it ends where it says, or its thinking does."""
+    """Return a call that begins here and cannot be read, and where it ends: at its end mark, or
+    where the thinking around it ends."""
     ends = [text.find(END_OF_CALL, at), text.find(END_OF_THOUGHT, at)]
     end = min((place for place in ends if place >= 0), default=len(text))
     is_closed = end == ends[0]
@@ -231,7 +234,8 @@ def _hermes_call(tools: Tools, text: str, begin: re.Match[str]) -> tuple[ToolCal
 
 
 def _llama_calls(tools: Tools, text: str, is_thinking: bool) -> list[tuple[int, ToolCall]]:
-    """A turn that is nothing but calls, after its thinking; several are separated by semicolons."""
+    """Return the calls of a turn that, after its thinking, is nothing but calls; several are
+    separated by semicolons."""
     is_thinking = is_thinking or text.lstrip().startswith(THOUGHT)
     begin = _after_thought(text, 0) if is_thinking else 0
     while True:
@@ -242,8 +246,8 @@ def _llama_calls(tools: Tools, text: str, is_thinking: bool) -> list[tuple[int, 
 
 
 def _llama_calls_at(tools: Tools, text: str, begin: int) -> tuple[list[ToolCall], int | None]:
-    """The calls that a turn is from this place on; or where thinking ends in there, whose beginning
-    the prompt or nobody has written."""
+    """Return the calls that the turn consists of from this place on; and the place where thinking
+    ends in there, if its beginning was in the prompt or is missing, else None."""
     at, is_marked = text.find(PYTHON_TAG, begin), PYTHON_TAG in text[begin:]
     at = at + len(PYTHON_TAG) if is_marked else begin
     calls: list[ToolCall] = []
@@ -262,7 +266,7 @@ def _llama_calls_at(tools: Tools, text: str, begin: int) -> tuple[list[ToolCall]
 
 
 def _is_answer(value: object, tools: Tools) -> bool:
-    """Whether this is an object with a name that calls nothing."""
+    """Return whether this is an object with a name that calls nothing."""
     if not isinstance(value, dict):
         return False
     is_bare = not value.keys() & ARGUMENTS
@@ -298,7 +302,8 @@ def _xml_call(tools: Tools, text: str, begin: re.Match[str]) -> tuple[ToolCall, 
 
 
 def _tagged_call(tools: Tools, text: str, begin: re.Match[str]) -> tuple[ToolCall, int]:
-    """An argument that is JSON may hold the end tag, a plain text may not."""
+    """Read a call between the tags of its tool's name. An argument that is JSON may hold the end
+    tag, plain text may not."""
     name, start = begin[0][1:-1], begin.end()
     close = f"</{name}>"
     value, stop = _json_at(text, start)
@@ -326,12 +331,12 @@ MARKED: dict[str, Callable[[Tools, str, re.Match[str]], tuple[ToolCall, int]]] =
     "xml": _xml_call,
     "tagged": _tagged_call,
 }
-"""Families whose calls stand between marks: (what may be called, a turn, the mark that begins a
-call in it) -> the call, and where it ends."""
+"""The readers of families whose calls stand between marks: (the tools by name, a turn, the mark
+that begins a call in it) -> the call, and where it ends."""
 
 
 def _properties(tool: object) -> Mapping[str, Any]:
-    """Schemas of the parameters of a tool; empty if it is none, or says nothing of them."""
+    """Return the schemas of a tool's parameters; empty if it is no tool, or has none."""
     parameters = tool.get("parameters") if isinstance(tool, Mapping) else None
     found = parameters.get("properties") if isinstance(parameters, Mapping) else None
     return found if isinstance(found, Mapping) else {}
@@ -341,7 +346,7 @@ SHOWN_CHARS = 4000  # of what a program wrote; the middle of more is left out
 
 
 def make_python(limits: ProgramLimits) -> Callable[..., Any]:
-    """The tool `python`."""
+    """Return the tool `python`."""
 
     async def python(code: str) -> str:
         """Runs a Python program and returns what it prints.
@@ -365,7 +370,7 @@ READY: dict[str, Callable[[ProgramLimits], Callable[..., Any]]] = {"python": mak
 
 
 def shorten(text: str) -> str:
-    """At most SHOWN_CHARS of it, from both ends."""
+    """Return at most SHOWN_CHARS of the text, from both ends."""
     if len(text) <= SHOWN_CHARS:
         return text
     half = SHOWN_CHARS // 2

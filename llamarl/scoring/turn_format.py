@@ -1,12 +1,12 @@
-"""The token ids between two turns of a model, and what the model wrote in one.
+"""The token ids between two turns of a model, and the reading of what a turn says.
 
     template([user, assistant, tool], open) = ... the assistant's turn, its end | the observation
 
-They are taken from a conversation of no meaning, whose last turn is found in it by a word of its
-own. So whatever a template does to earlier turns once they are old, such as dropping their
-thinking, ending them with another token, or writing them otherwise than the last one, is not done
-to what was written. An observation's ids depend on the observation alone, and begin right after the
-token that ended the turn before."""
+They are taken from a made-up conversation, whose last turn is found by a unique word in it. So
+changes that a template makes to earlier turns, such as dropping their thinking, ending them with
+another token, or writing them otherwise than the last one, never alter ids that the model wrote. An
+observation's ids depend on the observation alone, and begin right after the token that ended the
+turn before."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from llamarl.scoring.tool_calls import ToolCall, family_of, parse_calls, templat
 KEY = "environment.calls"
 USER: Message = {"role": "user", "content": "question"}
 SAID, OBSERVED = "said7d3c", "observed7d3c"
-"""Words of no meaning, by which a turn and an observation are found in what a template writes."""
+"""Unique words by which a turn and an observation are found in a rendered conversation."""
 THINKING = f"<think>\n{OBSERVED}\n</think>\n\n{SAID}"
 CALL_ID = "call00001"  # some templates want nine characters
 NUM_OPENED = 64  # formats of tools that agents have brought
@@ -37,8 +37,8 @@ SHORT_CHARS = 1024  # of an observation
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """What a template writes after what an old turn says: `body`, such as the rest of a call, then
-    `token`; or, where that is empty, any token that ends a completion."""
+    """The text that a template writes at the end of an old turn: `body`, such as the rest of a
+    call, then `token`; or, where that is empty, any token that ends a completion."""
 
     body: str
     token: str = ""
@@ -46,25 +46,25 @@ class TurnEnd:
 
 @dataclass(frozen=True, slots=True)
 class TurnText:
-    """What a model wrote in one turn: its calls, and the text before them, or all of it unless each
-    call can be run."""
+    """One turn of a model: its calls, and the text before them, or the whole text unless each call
+    can be run."""
 
     text: str
     calls: list[ToolCall]
 
     def as_data(self) -> tuple[str, list[list[Any]]]:
-        """As the process of its episode gets it: the text, and of each call its name, arguments and
-        error."""
+        """Return the form in which the episode's process gets it: the text, and the name, arguments
+        and error of each call."""
         return self.text, [[call.name, call.arguments, call.error] for call in self.calls]
 
 
 class TurnFormat:
     """The format of turns with one kind of environment, by the tokenizer's chat template.
 
-    ValueError, in one line, if `calls` is auto and the template shows no form of calls, if it
-    cannot hold the answers of tools or of the environment, or if how it renders one depends on the
-    turns before. A special token in an observation is text if they are split, else that token.
-    """
+    Raises ValueError, in one line, if `calls` is auto and the template shows no form of calls, if
+    it cannot hold the results of tools or the messages of the environment, or if it renders one in
+    different ways after different turns. A special token in an observation is text with
+    `splits_special_tokens`, else that token."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class TurnFormat:
         self._tokenizer, self._kind = tokenizer, kind
         self._splits_special_tokens = splits_special_tokens
         self.family = _family(tokenizer, calls) if kind.schemas else ""
-        """The form of its calls; empty if there are none."""
+        """The family of its calls; empty if there are none."""
         self._special = sorted(tokenizer.special_ids, key=len, reverse=True)
         ends = {*tokenizer.eos_token_ids}
         self._ends = [text for text in self._special if tokenizer.special_ids[text] in ends]
         self._shown: Sequence[Schema] = kind.schemas
-        # What a model writes in a turn then begins within its thinking.
+        # If so, the tokens that a model writes in a turn begin within its thinking.
         self._is_thinking = self._render([USER]).rstrip().endswith(THOUGHT)
         self._turn_ends: dict[bool, TurnEnd] = {}  # of turns with a call, and without
         self._has_calls = False
@@ -99,12 +99,13 @@ class TurnFormat:
         return OBSERVED not in self._render([USER, thinking, *self._samples("1")])
 
     def read(self, ids: Sequence[int] | np.ndarray) -> TurnText:
-        """What these ids, of one turn, say."""
+        """Return the text and the calls of a turn with these ids."""
         return (self._known_turn if len(ids) <= SHORT_TOKENS else self._read)(tuple(ids))
 
     def observation(self, messages: Sequence[Message], last_id: int) -> np.ndarray:
-        """int32 ids of these messages, and of what the template puts before the next turn, after a
-        turn that ended with `last_id`. ValueError if the template refuses them."""
+        """Return the int32 ids of these messages, and of the text that the template puts before the
+        next turn, after a turn that ended with `last_id`. Raises ValueError if the template refuses
+        them."""
         is_ended = last_id in self._tokenizer.eos_token_ids
         text = json.dumps(messages)
         encode = self._known_observation if len(text) <= SHORT_CHARS else self._encode
@@ -125,7 +126,7 @@ class TurnFormat:
         return _turn_text(text, calls, text_before(text, *form, is_thinking=self._is_thinking))
 
     def _encode(self, messages: str, is_ended: bool) -> list[int]:
-        """The ids of these messages, which are JSON, after a turn that has ended, or not."""
+        """Return the ids of these messages, which are JSON, after a turn that has ended, or not."""
         end, rest = self._split(json.loads(messages))
         text, before = (rest, end) if is_ended else (end + rest, SAID)
         text = text if self._splits_special_tokens else unmarked(text)
@@ -137,7 +138,7 @@ class TurnFormat:
     def _split(
         self, added: Sequence[Message], before: Sequence[Message] = (USER,)
     ) -> tuple[str, str]:
-        """(the token that ends the turn before, all that follows it)."""
+        """Return the token that ends the turn before, and the text that follows it."""
         is_call = self._has_calls and added[0]["role"] == "tool"
         after = self._after_turn(before, added, is_call)
         end = self._turn_ends.get(is_call) or self._find_end(is_call)
@@ -151,7 +152,8 @@ class TurnFormat:
     def _after_turn(
         self, before: Sequence[Message], added: Sequence[Message], is_call: bool
     ) -> str:
-        """What the template writes after the last word of a turn that these messages follow."""
+        """Return the text that the template writes after the last word of a turn that these
+        messages follow."""
         new = self._render([*before, self._turn(SAID, is_call), *added])
         _, found, after = new.partition(SAID)
         if not found:
@@ -159,8 +161,8 @@ class TurnFormat:
         return after
 
     def _find_end(self, is_call: bool) -> TurnEnd:
-        """How turns end once they are old: with the first token that ends a completion; in its
-        place, some templates have another one, or none."""
+        """Return how old turns end: with the first token that ends a completion; some templates
+        write another token, or none, in its place."""
         samples = self._samples(OBSERVED, is_call=is_call)
         after = self._after_turn([USER], samples, is_call)
         old, _, _ = after.partition(OBSERVED)
@@ -180,7 +182,7 @@ class TurnFormat:
         return TurnEnd(body, old_token) if old_token else TurnEnd("", body)
 
     def _turn(self, word: str, is_call: bool) -> Message:
-        """One of a model that says this word, in a call or without."""
+        """Return a turn of a model that says this word, in a call or as text."""
         if not is_call:
             return {"role": "assistant", "content": word}
         name = self._kind.schemas[0]["function"]["name"]
@@ -192,15 +194,15 @@ class TurnFormat:
         return ValueError(f"the chat template of {self._tokenizer.folder} must {must}")
 
     def _samples(self, content: str, *, is_call: bool = True) -> list[Message]:
-        """What the environment might say, to a call or to a turn without."""
+        """Return a sample of what the environment might say, to a call or to a turn without one."""
         if self._kind.has_step or (self._has_calls and not is_call):
             return [{"role": "user", "content": content}]
         name = self._kind.schemas[0]["function"]["name"]
         return [{"role": "tool", "name": name, "content": content}]
 
     def _shows_calls(self) -> bool:
-        """Whether the template lets a tool's result follow a call: some want one before, others
-        have none."""
+        """Return whether the template lets a tool's result follow a call: some require a call
+        before it, others have none."""
         try:
             self._find_end(is_call=True)
         except ValueError:
@@ -208,7 +210,7 @@ class TurnFormat:
         return True
 
     def _leave_out_tools(self) -> None:
-        """Render no schemas of tools where they change no observation."""
+        """Leave the schemas of tools out of what is rendered if they change no observation."""
         if self._kind.has_step:
             return
         with_tools = self._split(self._samples("1"))
@@ -232,7 +234,7 @@ class TurnFormat:
 
 
 def _first(text: str, tokens: Sequence[str]) -> int:
-    """Return where the first of these stands; -1: none does."""
+    """Return the place of the first of these tokens; -1 if there is none."""
     return min((at for token in tokens if (at := text.find(token)) >= 0), default=-1)
 
 
@@ -260,7 +262,7 @@ def _family(tokenizer: Tokenizer, calls: str) -> str:
 
 
 class TurnFormats:
-    """The format of each kind. ValueError as for a TurnFormat."""
+    """The format of each kind. Raises ValueError as TurnFormat does."""
 
     def __init__(
         self, tokenizer: Tokenizer, kinds: Mapping[str, Kind], config: EnvironmentConfig
@@ -276,6 +278,6 @@ class TurnFormats:
         self._open = lru_cache(NUM_OPENED)(read)
 
     def of(self, kind: str, opened: Sequence[Schema] = ()) -> TurnFormat:
-        """The format of an episode of this kind, or of one that its environment has `opened` with
-        tools of these schemas. Of the latter the last ones are kept."""
+        """Return the format of an episode of this kind, or of an episode that its environment has
+        `opened` with tools of these schemas. The most recent ones of the latter are cached."""
         return self._open(json.dumps(opened)) if opened else self._kinds[kind]

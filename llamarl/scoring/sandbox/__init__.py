@@ -1,1 +1,1 @@
-"""Programs that a model wrote, run where they can do no harm."""
+"""The sandbox for programs that a model wrote."""

@@ -1,13 +1,13 @@
-"""The containers that programs of a model run in, and running one where it can do no harm.
+"""The containers for programs that a model wrote, where they can do no harm.
 
-A program reaches no network, no file but the interpreter's and a scratch folder that is gone
-afterwards, and no process but its own, none of which is left behind; what it takes, and what it
-gives back, is limited. It has no hand in how its run is told: its output comes through pipes of
-its own, its end from the kernel.
+A program reaches no network, no file but the interpreter's and a scratch folder that is removed
+afterwards, and no process but its own, of which none is left behind; its resources and its output
+are limited. It cannot fake its result: its output comes through pipes of its own, its exit code
+from the kernel.
 
 With bubblewrap a program has a file system, processes, a network and users of its own, and its
-scratch folder is memory with a quota of the kernel. Where that cannot be had, Landlock (through
-sandlock) keeps it from all files but a few."""
+scratch folder is memory with a quota of the kernel. Where bubblewrap is not available, Landlock
+(through sandlock) keeps the program from all but a few files."""
 
 import asyncio
 import functools
@@ -56,9 +56,10 @@ GONE_S = 0.002  # between two looks whether killed processes are gone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramLimits:
-    """What a program may take: seconds of time, bytes of memory, of scratch files and of output
-    (each of standard output and error), processes and their threads at once. If it is not sandboxed
-    it runs with the rights of the run, and only time and output are limited."""
+    """The limits of a program: seconds of time, bytes of memory, of scratch files and of output
+    (each of standard output and error), and the number of its processes and threads at once. A
+    program that is not sandboxed has the rights of the run, and only its time and output are
+    limited."""
 
     seconds: float = 5.0
     memory_bytes: int = 256 * 2**20
@@ -69,27 +70,27 @@ class ProgramLimits:
 
 
 class Container:
-    """A program that runs. No process but its own can write to its two pipes: first `greeting`,
-    when it is sandboxed, then what the program writes."""
+    """A program that runs. Only its own processes can write to its two pipes: first `greeting`,
+    once it is sandboxed, then the program's output."""
 
     greeting = launcher.STARTED
     folder: str | None = None
-    """Its scratch folder, if no quota of the kernel bounds that and its threads."""
+    """The scratch folder that has to be measured; None if the kernel limits files and threads."""
     pid: int
     stdout: IO[bytes]
     stderr: IO[bytes]
 
     def members(self) -> set[int]:
-        """Pids of its processes now."""
+        """Return the pids of its processes now."""
         raise NotImplementedError
 
     def end(self) -> int:
-        """End all processes that there still are. Returns the program's exit code: 128 + n if
-        signal n has ended it."""
+        """End all processes that are left. Returns the program's exit code: 128 + n if signal n has
+        ended it."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End it, close its pipes and remove what it wrote."""
+        """End the program, close its pipes and remove the files that it wrote."""
         self.end()
         self.stdout.close()
         self.stderr.close()
@@ -136,7 +137,7 @@ class Bubblewrap(Container):
         return below(self.pid)
 
     def end(self) -> int:
-        """The kernel ends all processes of a container with its first one, and before it."""
+        """Kill the first process of the container, with which the kernel ends all others."""
         if self._first is None:
             self._process.kill()
         else:
@@ -154,9 +155,9 @@ class Bubblewrap(Container):
 
 
 class InFolder(Container):
-    """A program in a process group of its own, with a folder of two: `given`, with the program and
-    its input, and `scratch`, where it may write. The folder is locked by this process, so that
-    another one can tell whether it is left of a process that was killed."""
+    """A program in a process group of its own, with two folders in one: `given`, with the program
+    and its input, and `scratch`, where it may write. This process locks the outer folder, so that
+    another one can tell whether a killed process has left it."""
 
     def __init__(self, source: str, stdin: str, limits: ProgramLimits) -> None:
         remove_left()
@@ -175,7 +176,7 @@ class InFolder(Container):
             raise
 
     def start(self, limits: ProgramLimits) -> None:
-        """Start the program: sets `pid` and the two pipes."""
+        """Start the program, and set `pid` and the two pipes."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -237,7 +238,8 @@ class Sandlock(InFolder):
 
 
 class Unsandboxed(InFolder):
-    """A program with the rights of the run, on purpose: its pipes and its time are limited."""
+    """A program that deliberately has the rights of the run: only its output and its time are
+    limited."""
 
     greeting = b""
 
@@ -264,24 +266,27 @@ class Unsandboxed(InFolder):
 
 
 def interpreter() -> str:
-    """The real file of this Python, not a link to it."""
+    """Return the real path of this Python, not a link to it."""
     return os.path.realpath(sys.executable)
 
 
 def readable() -> list[str]:
-    """What a program may read: the Python installation, and the libraries that it needs."""
+    """Return the paths that a program may read: the Python installation, and the libraries that it
+    needs."""
     return [sys.base_prefix, *(path for path in LIBRARIES if os.path.exists(path))]
 
 
 def _rights(user: int | None) -> list[str]:
-    """What the launcher may do in the namespaces, until it gives it up."""
+    """Return the options for the capabilities that the launcher needs in the namespaces, until it
+    gives them up."""
     needed = ["CAP_SYS_ADMIN"] if user is None else ["CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"]
     who = ["--unshare-user"] if user is None else []
     return [*who, "--cap-drop", "ALL", *(word for cap in needed for word in ("--cap-add", cap))]
 
 
 def _files(program: int) -> list[str]:
-    """The file system of a container: nothing can be written but the device that drops all."""
+    """Return the options for the file system of a container: only /dev/null and the scratch folder
+    can be written."""
     words = [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")]
     words += ["--die-with-parent", "--new-session"]
     for path in readable():
@@ -305,7 +310,8 @@ def _tell(
     most: Mapping[str, int] = MappingProxyType({}),
     may_leave_group: bool = True,
 ) -> str:
-    """What the launcher has to do, in the order in which the limits can be set."""
+    """Return the launcher's instructions as JSON, with limits in the order in which they can be
+    set."""
     values = {
         "RLIMIT_CORE": 0,
         "RLIMIT_MEMLOCK": 0,
@@ -328,14 +334,14 @@ def _tell(
 
 
 def _first_process(info: str) -> int | None:
-    """A descriptor of the process whose end ends the namespaces; None if there is none."""
+    """Return a pidfd of the process whose end ends the namespaces; None if there is none."""
     with suppress(ValueError, ProcessLookupError):
         return os.pidfd_open(json.loads(info)["child-pid"])
     return None
 
 
 def _spare_user() -> int:
-    """The number of a user that nobody is, of the upper half of those that root has here."""
+    """Return a user id that nobody uses, of the upper half of those that root has here."""
     first, _, count = map(int, Path("/proc/self/uid_map").read_text().split()[-3:])
     return first + count - 1 - secrets.randbelow(count // 2)
 
@@ -353,7 +359,7 @@ def _end_group(group: int) -> None:
 
 @functools.cache
 def remove_left() -> None:
-    """Once per process: remove the folders that killed processes of this user have left."""
+    """Remove, once per process, the folders that killed processes of this user have left."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # another user's, or one at work
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -372,9 +378,9 @@ def _remove(folder: str) -> None:
 
 Kind = type[Bubblewrap] | type[Sandlock] | type[Unsandboxed]
 CONTAINERS: tuple[Kind, ...] = (Bubblewrap, Sandlock)
-"""The first that can be had is taken."""
+"""The kinds of containers, of which the first that is available is taken."""
 AT_ONCE = asyncio.Semaphore(os.cpu_count() or 1)
-"""Programs of one process of rewards or tools."""
+"""Limits the programs of one process of rewards or tools that run at once."""
 START_S = 30.0  # for a container to start, on a machine that is busy
 LOOK_S = 0.01  # between two looks at what a program takes
 LOOK_SHARE = 0.5  # of the time at most, where a look takes long
@@ -394,8 +400,8 @@ TOLD_CHARS = 300  # of why no container could be had
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """How a program ended: `exit_code` is 128 + n for signal n, None if it had to be ended, as
-    `ended_for` says: time, output, memory, disk or processes."""
+    """The end of a program: `exit_code` is 128 + n for signal n, None if the program was ended for
+    exceeding the limit that `ended_for` names: time, output, memory, disk or processes."""
 
     exit_code: int | None
     stdout: str = ""
@@ -409,13 +415,13 @@ class Ran:
 
 
 def limits_of(config: RewardConfig) -> ProgramLimits:
-    """What a program may take by the recipe."""
+    """Return the limits of a program by the recipe."""
     return ProgramLimits(seconds=config.program_s, is_sandboxed=config.sandbox)
 
 
 def run_program(source: str, stdin: str, limits: ProgramLimits) -> Ran:
-    """Run a Python program with this standard input. RuntimeError if programs cannot be sandboxed
-    here."""
+    """Run a Python program with this standard input. Raises RuntimeError if programs cannot be
+    sandboxed here."""
     if not limits.is_sandboxed:
         return run_in(Unsandboxed, source, stdin, limits)
     kind, reasons = chosen_container()
@@ -425,20 +431,21 @@ def run_program(source: str, stdin: str, limits: ProgramLimits) -> Ran:
 
 
 async def run_in_turn(source: str, stdin: str, limits: ProgramLimits) -> Ran:
-    """As `run_program`, beside the event loop: as many at once as there are processors."""
+    """Run a program as `run_program` does, beside the event loop: as many at once as there are
+    processors."""
     async with AT_ONCE:
         return await asyncio.to_thread(run_program, source, stdin, limits)
 
 
 def missing() -> str:
-    """What is missing here to contain programs, in one line; empty if nothing is."""
+    """Return, in one line, why programs cannot be sandboxed here; empty if they can."""
     kind, reasons = chosen_container()
     return "" if kind else "; ".join(reasons)
 
 
 def lacking() -> str:
-    """What a sandboxed program can do here that it could not elsewhere, in one line; empty if
-    there is nothing."""
+    """Return, in one line, what a sandboxed program can do here that bubblewrap would prevent;
+    empty if there is nothing."""
     kind, reasons = chosen_container()
     if kind is not Sandlock:
         return ""
@@ -451,7 +458,8 @@ def lacking() -> str:
 
 @functools.cache
 def chosen_container() -> tuple[Kind | None, list[str]]:
-    """The first kind that holds a program here, and why those before it do not."""
+    """Return the first kind of container that holds a program here, and the reasons why those
+    before it do not."""
     reasons: list[str] = []
     for kind in CONTAINERS:
         try:
@@ -467,7 +475,8 @@ def chosen_container() -> tuple[Kind | None, list[str]]:
 
 
 def run_in(kind: Kind, source: str, stdin: str, limits: ProgramLimits) -> Ran:
-    """As `run_program`, in a container of this kind. RuntimeError if it cannot be had here."""
+    """Run a program as `run_program` does, in this kind of container. Raises RuntimeError if it is
+    not available here."""
     container = kind(source, stdin, limits)
     try:
         out = _Pipe(container.stdout.fileno(), limits.output_bytes, container.greeting)
@@ -489,7 +498,7 @@ def run_in(kind: Kind, source: str, stdin: str, limits: ProgramLimits) -> Ran:
 
 
 class _Pipe:
-    """What comes through a pipe, up to `most` bytes, after a greeting that is not part of it."""
+    """Reads a pipe, up to `most` bytes, after a greeting that is not part of the text."""
 
     def __init__(self, descriptor: int, most: int, greeting: bytes = b"") -> None:
         self.descriptor, self._greeting = descriptor, greeting
@@ -509,7 +518,7 @@ class _Pipe:
         return self._data.removeprefix(self._greeting).decode(errors="replace")
 
     def read(self) -> bool:
-        """Read what is there, or no more than is wanted; False if that is nothing."""
+        """Read what is there, but no more than is wanted. Returns False if that is nothing."""
         try:
             data = os.read(self.descriptor, min(CHUNK_BYTES, self._most - len(self._data)))
         except BlockingIOError:
@@ -519,7 +528,8 @@ class _Pipe:
 
 
 def _wait(container: Container, limits: ProgramLimits, out: _Pipe, err: _Pipe) -> str:
-    """Read until the program has ended, or must be ended: returns what for."""
+    """Read until the program has ended or must be ended. Returns the limit that it exceeded; empty
+    if none."""
     pipes, ready = {pipe.descriptor: pipe for pipe in (out, err)}, select.poll()
     with suppress(ProcessLookupError), open(os.pidfd_open(container.pid), "rb", 0) as ended:
         for descriptor in (ended.fileno(), *pipes):
@@ -545,7 +555,7 @@ def _wait(container: Container, limits: ProgramLimits, out: _Pipe, err: _Pipe) -
 
 
 def _too_much(container: Container, limits: ProgramLimits) -> str:
-    """What the program takes more of than it may; empty if nothing."""
+    """Return the limit that the program exceeds; empty if none."""
     pids = container.members()
     if memory_bytes(pids, limits.memory_bytes) > limits.memory_bytes:
         return "memory"

@@ -1,6 +1,6 @@
-"""What becomes a sandboxed program: it runs as a file of its own, already within the container.
+"""The file that a sandboxed program starts as, already within the container.
 
-It writes STARTED when all of that holds, and nothing of its own is left in the program: no
+It writes STARTED once the program is sandboxed, and leaves nothing of its own in the program: no
 descriptor, no right, no process. It imports nothing of this package, which it cannot see."""
 
 import ctypes
@@ -20,13 +20,13 @@ libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
 
 class Program(ctypes.Structure):
-    """A filter of system calls, as the kernel takes it."""
+    """A filter of system calls, in the form of the kernel."""
 
     _fields_ = (("length", ctypes.c_ushort), ("lines", ctypes.c_char_p))
 
 
 def main(told: dict[str, Any]) -> None:
-    """Become the program, by what `containers.py` told."""
+    """Become the program, by the instructions of `containers.py`."""
     if told["mount"]:
         folder, options = told["folder"].encode(), told["mount"].encode()
         _check(libc.mount(b"tmpfs", folder, b"tmpfs", NO_SUID | NO_DEVICES, options))
@@ -46,7 +46,7 @@ def main(told: dict[str, Any]) -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Set a limit, no higher than it is: only root may raise one."""
+    """Set a limit, no higher than it is, as only root may raise one."""
     hard = resource.getrlimit(kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))

@@ -1,4 +1,4 @@
-"""What a sandboxed program may do and take: system calls, memory and threads."""
+"""The limits of a sandboxed program: its system calls, memory and threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ clock_getres gettimeofday time times futex set_robust_list get_robust_list rseq 
 sched_yield sched_getaffinity getcpu getrandom getrusage sysinfo uname getrlimit getpriority
 """
 LEAVING_GROUP = "setsid setpgid"
-"""Free where processes are not known by their group."""
+"""Calls that are free where processes are not recognised by their process group."""
 
 NUMBERS = {
     "x86_64": """
@@ -69,7 +69,7 @@ prlimit64 261 renameat2 276 getrandom 278 copy_file_range 285 preadv2 286 pwrite
 rseq 293 clone3 435 close_range 436 faccessat2 439
 """,
 }
-"""Numbers of the calls, by machine: one that a machine lacks is not there."""
+"""The numbers of system calls, by machine; a call that a machine lacks is left out."""
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 EPERM, ENOSYS = 1, 38
@@ -81,8 +81,8 @@ NUMBER, ARCH, FIRST_ARGUMENT = 0, 4, 16  # offsets in what the kernel shows to a
 
 @dataclass(frozen=True)
 class Check:
-    """The 32-bit `word` of a call's arguments, which have two each, of its bits in `mask`, must be
-    one of `values`; or none of them, if not `is_in`."""
+    """A check of a call's argument: the bits in `mask` of the 32-bit `word` of its arguments, which
+    have two words each, must be one of `values`; or none of them, if not `is_in`."""
 
     word: int
     values: tuple[int, ...]
@@ -102,9 +102,9 @@ CHECKED: dict[str, tuple[Check, ...]] = {
     ),
     "socketpair": (Check(0, (1,)),),  # of the Unix family: both ends are the program's
     "sendto": (Check(8, (0,)), Check(9, (0,))),  # no address
-    # To duplicate, flags, locks, the size of a pipe's buffer to read.
+    # Duplicating, flags, locks, and reading the size of a pipe's buffer are allowed.
     "fcntl": (Check(2, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)),),
-    # What a terminal is, how much can be read, whether to block and to close.
+    # Asking for a terminal or readable bytes, and setting blocking and close-on-exec, are allowed.
     "ioctl": (Check(2, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),
     "prctl": (Check(0, (15, 16)),),  # the name of a thread
     "prlimit64": (Check(0, (0,)),),  # of the process itself, whose limits cannot be raised
@@ -115,20 +115,21 @@ CHECKED: dict[str, tuple[Check, ...]] = {
     "mkdirat": (Check(4, (OWNER,), mask=OWNER),),
     "umask": (Check(0, (0,), mask=OWNER),),
 }
-"""Calls that are free if all checks of their arguments hold."""
+"""Calls that are allowed if all checks of their arguments hold."""
 ABSENT = ["clone3"]
-"""Calls that libraries do without where a kernel says it lacks them: their arguments are in memory,
-which a filter cannot read."""
+"""Calls that the kernel says it lacks, so that libraries do without them: their arguments are in
+memory, which a filter cannot read."""
 
 
 def machine() -> str:
-    """The kind of this machine, as in NUMBERS."""
+    """Return the kind of this machine, as in NUMBERS."""
     return os.uname().machine
 
 
 def compile_filter(*, may_leave_group: bool) -> bytes:
-    """The filter for this machine, as `prctl(PR_SET_SECCOMP)` takes it; with `may_leave_group`
-    a program may leave its process group. ValueError where there is no list for the machine."""
+    """Return the filter for this machine, as `prctl(PR_SET_SECCOMP)` takes it; with
+    `may_leave_group` a program may leave its process group. Raises ValueError where there is no
+    list for the machine."""
     if machine() not in NUMBERS:
         raise ValueError(f"system calls must be listed for {machine()}, got {[*NUMBERS]}")
     words = NUMBERS[machine()].split()
@@ -158,7 +159,7 @@ def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def _lines(check: Check) -> Iterator[bytes]:
-    """Go on after them if the check holds, else refuse."""
+    """Yield the filter's instructions for a check: go on after them if it holds, else refuse."""
     yield _line(LOAD, FIRST_ARGUMENT + 4 * check.word)
     yield _line(AND, check.mask)
     for left in range(len(check.values) - 1, -1, -1):  # so many jumps stand before the refusal
@@ -179,8 +180,8 @@ MAX_DEPTH = 64  # of folders: deeper ones are too much
 
 
 def children(pid: int) -> set[int]:
-    """Pids of the processes that `pid` has started. One that starts or ends at this moment may be
-    missing."""
+    """Return the pids of the processes that `pid` has started. One that starts or ends at this
+    moment may be missing."""
     found: set[int] = set()
     for task in _listed(f"/proc/{pid}/task"):
         with suppress(OSError):  # it has ended
@@ -189,7 +190,7 @@ def children(pid: int) -> set[int]:
 
 
 def below(pid: int) -> set[int]:
-    """Pids of the processes that `pid` has started, and of those that these have started."""
+    """Return the pids of all descendants of `pid`."""
     found: set[int] = set()
     waiting = [pid]
     while waiting:
@@ -200,7 +201,7 @@ def below(pid: int) -> set[int]:
 
 
 def in_group(group: int) -> set[int]:
-    """Pids of the processes of a process group, whoever their parents are."""
+    """Return the pids of the processes of a process group, whoever their parents are."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -210,13 +211,13 @@ def in_group(group: int) -> set[int]:
 
 
 def num_threads(pids: Iterable[int]) -> int:
-    """Threads of these processes together."""
+    """Return the number of threads of these processes together."""
     return sum(len(_listed(f"/proc/{pid}/task")) for pid in pids)
 
 
 def memory_bytes(pids: Iterable[int], limit: int) -> int:
-    """Memory of these processes, and of the kernel behind their pipes and sockets. Pages that
-    several share count once where that decides whether it is above `limit`."""
+    """Return the memory of these processes, and of the kernel behind their pipes and sockets, in
+    bytes. Shared pages count once where that decides whether the sum is above `limit`."""
     pids = [*pids]
     buffers = _buffer_bytes(pids)
     found = buffers + sum(_resident_bytes(pid) for pid in pids)
@@ -224,8 +225,8 @@ def memory_bytes(pids: Iterable[int], limit: int) -> int:
 
 
 def disk_bytes(folder: str, pids: Iterable[int], limit: int) -> int:
-    """Blocks of what is in a folder, and of files there that these processes have open or mapped
-    though no folder has them any more. Above `limit` the rest is not counted."""
+    """Return the bytes in the blocks of a folder's files, and of deleted files there that these
+    processes still have open or mapped. Counting stops above `limit`."""
     pids = [*pids]
     found = dict(_mapped_and_gone(folder, pids)) | dict(_open_and_gone(pids))
     total = sum(found.values())
@@ -242,7 +243,7 @@ def disk_bytes(folder: str, pids: Iterable[int], limit: int) -> int:
 
 
 def _listed(folder: str) -> list[str]:
-    """Paths in a folder of /proc; none if it is gone."""
+    """Return the paths in a folder of /proc; none if it is gone."""
     try:
         return [f"{folder}/{name}" for name in os.listdir(folder)]
     except OSError:
@@ -262,14 +263,15 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _shared_out_bytes(pid: int) -> int:
-    """Memory of which a page that n processes share counts one n-th, where the kernel tells."""
+    """Return the memory of a process in bytes, where the kernel tells it with each page that n
+    processes share counted as one n-th."""
     with suppress(OSError):
         return _own_bytes(pid, "smaps_rollup", ("Pss:", "SwapPss:"))
     return _resident_bytes(pid)
 
 
 def _descriptors(pids: Iterable[int]) -> Iterator[str]:
-    """Paths below /proc of all that the threads of these processes have open."""
+    """Yield the paths below /proc of all descriptors of these processes' threads."""
     for pid in pids:
         for task in _listed(f"/proc/{pid}/task"):
             yield from _listed(f"{task}/fd")
@@ -287,7 +289,7 @@ def _buffer_bytes(pids: Iterable[int]) -> int:
 
 
 File = tuple[int, int]
-"""(device, inode)."""
+"""A file's device and inode."""
 
 
 def _sized(found: os.stat_result) -> tuple[File, int]:
@@ -303,7 +305,8 @@ def _open_and_gone(pids: Iterable[int]) -> Iterator[tuple[File, int]]:
 
 
 def _mapped_and_gone(folder: str, pids: Iterable[int]) -> Iterator[tuple[File, int]]:
-    """The kernel does not tell their blocks: all up to the end of what is mapped."""
+    """Yield deleted files that these processes have mapped. The kernel does not tell their blocks,
+    so each counts up to the end of the mapping."""
     for pid in pids:
         with suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
@@ -316,8 +319,9 @@ def _mapped_and_gone(folder: str, pids: Iterable[int]) -> Iterator[tuple[File, i
 
 
 def _below_folder(folder: int, depth: int = 0) -> Iterator[tuple[File, int]]:
-    """All that is in an open folder and below it. No link is followed, and what has gone in the
-    meantime is left out. What is too deep is given again and again."""
+    """Yield all that is in an open folder and below it. No link is followed, and entries that
+    vanish in the meantime are left out. An entry that is too deep is given again and again, so that
+    any limit is exceeded."""
     with os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError, NotADirectoryError):

@@ -1,1 +1,1 @@
-"""Processes that run a user's functions: whatever these do, the run goes on."""
+"""Processes that run a user's functions, whose failures never end the run's own processes."""

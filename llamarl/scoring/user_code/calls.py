@@ -1,4 +1,4 @@
-"""Running user code in this process, beside other calls of it, and reading what it returns."""
+"""Calls of user code in this process, beside each other, and the reading of their results."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ MAX_TRACEBACK_CHARS = 8000
 
 
 class InvalidReturnError(ValueError):
-    """User code returned what it must not; the text follows "what it returns must"."""
+    """User code returned a wrong value; the text follows "what it returns must"."""
 
 
 class InvalidRewardError(InvalidReturnError):
-    """A reward returned what it must not; the text is the whole sentence."""
+    """A reward returned a wrong value; the text is a whole sentence."""
 
 
 def user_traceback(error: BaseException, *own_files: str) -> str:
-    """The traceback of `error` without the frames of `own_files` and of task_file.py."""
+    """Return the traceback of `error` without the frames of `own_files` and of
+    `core/extensions.py`."""
     hidden = {extensions.__file__, *own_files}
     report = traceback.TracebackException.from_exception(error)
     part: traceback.TracebackException | None = report
@@ -46,21 +47,22 @@ def user_traceback(error: BaseException, *own_files: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """The value on one short line, however large it is."""
+    """Return the value on one short line, however large it is."""
     return " ".join(reprlib.repr(value).split())
 
 
 def as_number(value: Any) -> float | None:
-    """A real number, also numpy's truth values and an array or tensor of no dimension; None for
-    anything else. OverflowError for a whole number that no float holds."""
+    """Return a real number as a float, also for numpy's truth values and an array or tensor of no
+    dimension; None for anything else. Raises OverflowError for a whole number that no float
+    holds."""
     if getattr(value, "ndim", None) == 0 and callable(item := getattr(value, "item", None)):
         value = item()
     return float(value) if isinstance(value, float | numbers.Real | Decimal) else None
 
 
 def checked_number(value: Any, of: str) -> float:
-    """What the function `of` returned, as a number. InvalidReturnError if it is none, or not
-    finite."""
+    """Return the result of the function `of` as a number. Raises InvalidReturnError if it is none,
+    or not finite."""
     number = as_number(value)
     if number is None or not abs(number) <= LARGEST:
         must = f"be a finite number for {of}, at most {LARGEST:g} either way"
@@ -69,7 +71,7 @@ def checked_number(value: Any, of: str) -> float:
 
 
 Outcome = tuple[Any, BaseException | None]
-"""What user code returned, or what it raised."""
+"""The result of user code and None, or None and the exception that it raised."""
 
 
 class Raised(Exception):  # noqa: N818 - what user code has done
@@ -80,7 +82,7 @@ class Raised(Exception):  # noqa: N818 - what user code has done
         super().__init__(type(self.error).__name__)
 
     def __str__(self) -> str:
-        """What it says, with its kind where it is no plain error or says nothing."""
+        """Return the error's text, after its type unless it is an Exception with a text."""
         name = type(self.error).__name__
         try:
             text = str(self.error)
@@ -92,17 +94,17 @@ class Raised(Exception):  # noqa: N818 - what user code has done
 
 
 class Runner:
-    """Runs functions in up to `max_threads` threads, and coroutines in tasks of their own. Belongs
-    to one event loop at a time."""
+    """Runs functions in up to `max_threads` threads, and coroutines in tasks of their own. It
+    belongs to one event loop at a time."""
 
     def __init__(self, max_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(max_threads, name)
         self.num_left = 0
-        """Threads whose calls were given up, and have not ended."""
+        """The number of threads whose calls were given up and have not ended."""
 
     async def run(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-        """What it returns. Raises Raised, or CancelledError if this call is cancelled: a coroutine
-        is then cancelled too, a function is left behind in its thread."""
+        """Run the function and return its result. Raises Raised, or CancelledError if this call is
+        cancelled: a coroutine is then cancelled too, a function is left behind in its thread."""
         call = partial(function, *args, **named)
         is_coroutine = inspect.iscoroutinefunction(function)
         found = _value(await (_in_task(call) if is_coroutine else self._in_thread(call)))
@@ -128,7 +130,7 @@ class Runner:
 
 
 def _called(call: Callable[[], Any], thread: list[int]) -> Outcome:
-    """The outcome of a call in this thread, whose id is then in `thread`."""
+    """Return the outcome of a call in this thread, and append the thread's id to `thread`."""
     thread.append(threading.get_ident())
     try:
         return call(), None
@@ -148,8 +150,8 @@ async def _awaited(call: Callable[[], Awaitable[Any]]) -> Outcome:
 
 
 async def _in_task(call: Callable[[], Awaitable[Any]]) -> Outcome:
-    """The outcome of a coroutine, in a task of its own: so a CancelledError that it makes is known
-    from the caller's."""
+    """Return the outcome of a coroutine. It runs in a task of its own, so that a CancelledError
+    that it raises itself is told from the caller's."""
     task = asyncio.create_task(_awaited(call))
     try:
         await asyncio.wait({task})
@@ -171,7 +173,7 @@ def _value(outcome: Outcome) -> Any:
 
 
 def _stack(thread: list[int]) -> str:
-    """Where user code is in a thread, if it has begun."""
+    """Return the stack of user code in a thread, if it has begun."""
     frame = sys._current_frames().get(thread[0]) if thread else None
     own = takewhile(
         lambda each: each[0].f_code is not _called.__code__, traceback.walk_stack(frame)

@@ -52,12 +52,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserCode:
-    """What the processes of a pool run, and how messages name it.
+    """The code that the processes of a pool run, and its name in messages.
 
-    `service` is the module they serve and `setup` what its `load` gets (`worker.py`). A call may
-    take `timeout_s`. `label` is whose code it is, such as "stage judge"; `keys` is what precedes
-    the name of a limit, such as "reward.".
-    """
+    `service` is the module that they serve, whose `load` gets `setup` (`worker.py`). A call may
+    take `timeout_s`. `label` says whose code it is, such as "stage judge"; `keys` precedes the name
+    of a limit in messages, such as "reward."."""
 
     service: str
     setup: dict[str, Any]
@@ -66,7 +65,7 @@ class UserCode:
     keys: str
 
     def overdue(self, stack: str) -> str:
-        """What a call says that took too long, and where it was."""
+        """Return the error of a call that took too long, with the stack where it was."""
         return (
             f"a {self.label} call must end within {self.timeout_s:g} s ({self.keys}timeout_s), "
             f"got no answer; it was at\n{stack}"
@@ -75,7 +74,8 @@ class UserCode:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call: the service's function gets the prompt, then the arguments, which must be JSON."""
+    """One call of the service's function, with the prompt, then the arguments, which must be
+    JSON."""
 
     prompt: Prompt | None
     arguments: tuple[Any, ...]
@@ -101,7 +101,8 @@ class Chunk(Generic[T]):
     results: dict[int, T | Failure] = field(default_factory=dict)
 
     def settle(self, place: int, result: T | Failure) -> None:
-        """Keep the result of the call at `place`; a failure then names its prompt."""
+        """Keep the result of the call at `place`; the error of a failure then names the call's
+        prompt."""
         if isinstance(result, Failure) and (prompt := self.calls[place].prompt) is not None:
             text = prompt.text
             shown = text if len(text) <= SHOWN_PROMPT_CHARS else text[:SHOWN_PROMPT_CHARS] + "..."
@@ -112,14 +113,14 @@ class Chunk(Generic[T]):
             self.future.set_result([self.results[place] for place in range(len(self.calls))])
 
     def give_up(self, label: str) -> None:
-        """RuntimeError instead of results that are not all there."""
+        """Set a RuntimeError in place of the results unless they are complete."""
         if not self.future.done():
             error = RuntimeError(f"the {label} pool was closed while it worked")
             self.future.set_exception(error)
 
 
 def message(calls: Sequence[Call], tokens: Sequence[str]) -> dict[str, Any]:
-    """The request for these calls; a prompt that several share is sent once."""
+    """Return the request for these calls, in which a prompt that several share is sent once."""
     places: dict[int, int | None] = {id(None): None}
     prompts: list[dict[str, Any]] = []
     asked = []
@@ -137,11 +138,11 @@ class WorkerError(RuntimeError):
 
 
 class WorkerProcess:
-    """Lines of JSON to and from `python -m llamarl.scoring.user_code.worker`.
+    """The client of a process `python -m llamarl.scoring.user_code.worker`, which it exchanges
+    lines of JSON with.
 
     Create it in a thread that lives as long as it is needed: the worker dies with that thread. The
-    process started is the worker's supervisor, which ends the worker with all its descendants.
-    """
+    process started is the worker's supervisor, which ends the worker with all its descendants."""
 
     def __init__(self, code: UserCode) -> None:
         self._code = code
@@ -150,7 +151,7 @@ class WorkerProcess:
         module = "llamarl.scoring.user_code.worker"
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, str(os.getpid()), code.label],
-            # Sets are in one order in all of them, so what user code makes can be made again.
+            # One hash seed gives sets the same order in all workers, so results can be reproduced.
             env={**os.environ, "PYTHONPATH": search_path, "PYTHONHASHSEED": "0"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -178,15 +179,15 @@ class WorkerProcess:
         self.pid = self._process.pid
         """The supervisor's pid, until the worker's is known."""
         self.alive_s = 0.0
-        """When it said last that its coroutines are not held up."""
+        """The time when the process said last that its coroutines are not held up."""
         self.named_calls: list[str] = []
-        """Tokens of the calls in the last stack."""
+        """The tokens of the calls in the last stack."""
         self.runs_coroutines = False
-        """True if it answers calls as they end, else one by one."""
+        """True if the process answers calls as they end, else one by one."""
 
     def set_up(self) -> None:
-        """Wait until the worker serves. ValueError if its service does not load, RuntimeError if
-        it hangs or ends."""
+        """Wait until the worker serves. Raises ValueError if its service does not load,
+        RuntimeError if it hangs or ends."""
         token, code = secrets.token_hex(TOKEN_BYTES), self._code
         limits = {"timeout_s": code.timeout_s}
         self.send({"token": token, "service": code.service, "setup": code.setup, **limits})
@@ -205,7 +206,7 @@ class WorkerProcess:
         return self._process.returncode is not None
 
     def is_quiet(self) -> bool:
-        """False if it ended, or wrote something without a request."""
+        """Return False if the process has ended, or wrote something without a request."""
         waiting = select.select([self._out], [], [], 0)[0]
         return not (self._answers or self._answer_rest or waiting)
 
@@ -218,12 +219,11 @@ class WorkerProcess:
     def receive(
         self, limit_s: float, tokens: Collection[str], max_bytes: int = MAX_ANSWER_BYTES
     ) -> dict[str, Any] | None:
-        """The next answer, which must repeat one of `tokens`, or None after `limit_s`, a `wake`, or
-        a sign that it is alive.
+        """Return the next answer, which must repeat one of `tokens`, or None after `limit_s`, a
+        `wake`, or a sign that the process is alive.
 
-        Raises WorkerError if the process ended, or if user code wrote into the answers, such as
-        one of more than `max_bytes`.
-        """
+        Raises WorkerError if the process ended, or if user code wrote into the answers, such as one
+        of more than `max_bytes`."""
         end = time.monotonic() + limit_s
         self._max_answer_bytes, self._is_woken = max_bytes, False
         while not self._answers:
@@ -245,7 +245,7 @@ class WorkerProcess:
         return None
 
     def stack(self) -> str:
-        """The Python stack of the (hung) process."""
+        """Return the Python stack of the (hung) process."""
         self._stderr.clear()
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
@@ -260,7 +260,7 @@ class WorkerProcess:
         return "\n".join(lines) or "(it gave no stack)"
 
     def wake(self) -> None:
-        """End a `receive` that waits, or the next one; may be called in any thread."""
+        """Make the `receive` that waits, or the next one, return; may be called in any thread."""
         with self._may_wake, contextlib.suppress(OSError):  # it is full, so it will end; or closed
             os.write(self._waking[1], b"w")
 
@@ -273,7 +273,7 @@ class WorkerProcess:
             os.kill(self._process.pid, signal.SIGCONT)  # user code may have stopped it
 
     def close(self) -> None:
-        """Kill, reap, and close the pipes; call it in the owning thread."""
+        """Kill and reap the process, and close the pipes. Call it in the owning thread."""
         self._end()
         for pipe in self._pipes:
             pipe.close()
@@ -301,7 +301,8 @@ class WorkerProcess:
         )
 
     def _exchange(self, limit_s: float) -> bool:
-        """Read and write what the pipes allow; False if that is nothing within `limit_s`."""
+        """Read and write what the pipes allow. Returns False if that is nothing within
+        `limit_s`."""
         poll = select.poll()
         poll.register(self._out, select.POLLIN)
         poll.register(self._waking[0], select.POLLIN)
@@ -358,24 +359,23 @@ class WorkerProcess:
 
 
 Asked = tuple[Chunk[T], int]
-"""A call: what it was sent with, and its place there."""
+"""A call, as the chunk that it is sent with and its place there."""
 
 
 class WorkerPool(Generic[T]):
     """Runs calls in `num_workers` processes.
 
-    `read` makes the result of a call from the dictionary that the service returned; what it raises
-    says that user code has changed the service. A worker that needs longer than the time limit for
-    one call is killed and replaced, and that call is HUNG. If a worker dies (segmentation fault,
-    out of memory) the call is RAISED, and so it is if the worker writes anything but its answer,
-    which must repeat the call's random token. The new worker runs the calls that waited behind it.
+    `read` makes the result of a call from the dictionary that the service returned; if it raises,
+    user code has changed the service. A worker that needs longer than the time limit for one call
+    is killed and replaced, and that call is HUNG. If a worker dies (segmentation fault, out of
+    memory) the call is RAISED, and so it is if the worker writes anything but its answer, which
+    must repeat the call's random token. The new worker runs the calls that waited behind it.
 
     Coroutines run up to 256 at once in a worker. One that takes too long is cancelled, one that
     holds up the others is interrupted (`scoring/user_code/watchdog.py`), and either is HUNG
     alone. If one cannot be interrupted, does not end when cancelled, or kills its process, the
     others that ran there run again from their beginning: in ever smaller parts if it is not known
-    which one it was, so that only that one fails.
-    """
+    which one it was, so that only that one fails."""
 
     def __init__(
         self, code: UserCode, num_workers: int, read: Callable[[Call, dict[str, Any]], T | Failure]
@@ -386,8 +386,8 @@ class WorkerPool(Generic[T]):
         self._workers: list[_Worker[T]] = []
 
     async def start(self) -> None:
-        """Start the processes and wait until all are ready. ValueError if their service does not
-        load."""
+        """Start the processes and wait until all are ready. Raises ValueError if their service does
+        not load."""
         for index in range(self._num_workers):
             worker = _Worker(self._code, self._read, self._chunks, self._closed, index)
             self._workers.append(worker)
@@ -398,7 +398,7 @@ class WorkerPool(Generic[T]):
             on_failure.pop_all()
 
     async def run(self, calls: Sequence[Call]) -> list[T | Failure]:
-        """One result per call, in order. RuntimeError if the pool is closed."""
+        """Return one result per call, in order. Raises RuntimeError if the pool is closed."""
         if not self._workers or self._closed.is_set():
             must = "must be started, and not closed, before it runs calls"
             raise RuntimeError(f"a {self._code.label} pool {must}")
@@ -427,12 +427,12 @@ class WorkerPool(Generic[T]):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers alive now."""
+        """The process ids of the workers that are alive now."""
         return [w.process.pid for w in self._workers if w.process is not None]
 
 
 class _Worker(threading.Thread, Generic[T]):
-    """The thread of one process: sends it calls until the pool is closed."""
+    """The thread of one process, which sends it calls until the pool is closed."""
 
     def __init__(
         self,
@@ -452,7 +452,7 @@ class _Worker(threading.Thread, Generic[T]):
         self._warnings = RepeatedWarnings(logger)
 
     def run(self) -> None:
-        """What the thread does."""
+        """Start the process, and serve calls until the pool is closed."""
         try:
             self._start_process()
             self.ready.set_result(None)
@@ -469,12 +469,12 @@ class _Worker(threading.Thread, Generic[T]):
         self._end_process()
 
     def wake(self) -> None:
-        """Look into the queue; may be called in any thread."""
+        """Make the thread look into the queue; may be called in any thread."""
         if (process := self.process) is not None and process.runs_coroutines:
             process.wake()
 
     def _next(self) -> list[Asked[T]]:
-        """What is to be sent now, if anything."""
+        """Return the calls to send now, if any."""
         is_idle = not self._in_flight
         if self._again:
             return self._again.popleft() if is_idle else []
@@ -511,10 +511,9 @@ class _Worker(threading.Thread, Generic[T]):
         process.send(message([chunk.calls[place] for chunk, place in asked], tokens))
 
     def _receive(self) -> None:
-        """One answer, or the end of a process that is silent for too long.
+        """Take one answer, or end a process that is silent for too long.
 
-        While it answers, no coroutine in it is overdue: it ends those itself.
-        """
+        While a process answers, no coroutine in it is overdue: it ends overdue ones itself."""
         process = self.process
         assert process is not None, "calls are in flight in a process"
         waits_for = self._in_flight if self._runs_coroutines else [next(iter(self._in_flight))]
@@ -554,7 +553,7 @@ class _Worker(threading.Thread, Generic[T]):
 
     def _lose(self, failure: Failure | None, caused_by: Sequence[str] = ()) -> None:
         """End the process. Functions run one by one, so the first one has the `failure`; of several
-        coroutines each may have caused it, if it is not known that one has."""
+        coroutines each may have caused it, unless it is known that one has."""
         causes = [self._in_flight.pop(token) for token in caused_by]
         lost = [*causes, *self._in_flight.values()]
         is_known = not self._runs_coroutines or len(lost) == 1 or bool(causes)
@@ -571,7 +570,8 @@ class _Worker(threading.Thread, Generic[T]):
         self._again.extendleft(reversed(parts))
 
     def _ready_process(self) -> WorkerProcess:
-        """The worker; a new one if it ended, or wrote something without a request."""
+        """Return the worker's process; a new one if it ended, or wrote something without a
+        request."""
         if self.process is not None and not self._in_flight and not self.process.is_quiet():
             self._warnings.warn(
                 "%s worker %d ended, or wrote unasked, between two calls: replaced",
@@ -598,8 +598,8 @@ class _Worker(threading.Thread, Generic[T]):
 
 
 def run_once(code: UserCode, call: Call) -> dict[str, Any]:
-    """What one call returns, in a process that is gone afterwards. ValueError, in one line, if it
-    does not load or gives no answer."""
+    """Return the result of one call, in a process that is gone afterwards. Raises ValueError, in
+    one line, if it does not load or gives no answer."""
     process = WorkerProcess(code)
     token = secrets.token_hex(TOKEN_BYTES)
     try:

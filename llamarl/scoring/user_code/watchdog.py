@@ -1,5 +1,5 @@
-"""The parent of a worker, which ends it with all that it started, and the watchdog that interrupts
-a coroutine which blocks its process."""
+"""The parent process of a worker, which ends it with all that it started, and the watchdog that
+interrupts a coroutine that blocks its process."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ OUT_OF_MEMORY_SCORE = 500  # of -1000 to 1000: the kernel kills this before trai
 
 
 def supervise(pool: int) -> None:
-    """Fork: returns in the child, the worker; this process becomes its supervisor.
+    """Fork. It returns in the child, the worker; this process becomes its supervisor.
 
     `pool` is the pid of the process that started this one. SIGTERM ends the worker and its
-    descendants, SIGUSR1 is passed on to the worker. The supervisor exits as its worker did.
-    """
+    descendants, SIGUSR1 is passed on to the worker. The supervisor exits with the worker's
+    status."""
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     _call_kernel(PR_SET_CHILD_SUBREAPER, 1)
     _tie_to(pool, signal.SIGTERM)
@@ -52,7 +52,7 @@ def supervise(pool: int) -> None:
 
 
 def end_descendants(root: int) -> None:
-    """Kill every descendant of the live process `root`; returns once all are gone."""
+    """Kill every descendant of the live process `root`. Returns once all are gone."""
     deadline = time.monotonic() + KILL_LIMIT_S
     seen: set[int] = set()
     while new := descendants(root) - seen:  # stopped first, so that none can fork and escape
@@ -68,7 +68,7 @@ def end_descendants(root: int) -> None:
 
 
 def descendants(root: int) -> set[int]:
-    """Pids of all processes below `root`, from /proc; empty where there is no /proc."""
+    """Return the pids of all processes below `root`, from /proc; none where there is no /proc."""
     children: dict[int, list[int]] = defaultdict(list)
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
@@ -107,7 +107,7 @@ def _watch(worker: int) -> NoReturn:
 
 
 def _reap() -> dict[int, int]:
-    """Wait statuses of the children that have ended since the last call, by pid."""
+    """Return the wait statuses of the children that have ended since the last call, by pid."""
     ended = {}
     with suppress(ChildProcessError):
         while True:
@@ -146,13 +146,13 @@ SIGNAL = signal.SIGUSR2
 NAME = "call_"
 NAMED = re.compile(rf"\b{NAME}([0-9a-f]+)\b")
 CALL: ContextVar[RunningCall | None] = ContextVar("CALL", default=None)
-"""The call that code runs for, also in tasks that it has made."""
+"""The call that code runs for, also in tasks that the code has made."""
 
 MUST = "a coroutine must wait by await, or be a plain function, which gets a thread of its own"
 
 
 class Blocked(BaseException):
-    """The code that gets this has held up its process for too long."""
+    """Raised in code that has held up its process for too long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -166,7 +166,7 @@ class RunningCall:
 
 
 class Watchdog:
-    """Interrupts what holds up the event loop of the main thread for `limit_s`."""
+    """Interrupts code that holds up the event loop of the main thread for `limit_s`."""
 
     def __init__(self, limit_s: float, sign: Callable[[], None]) -> None:
         """`sign` is called every TICK_S while no call holds the others up."""
@@ -178,7 +178,7 @@ class Watchdog:
         self._ticking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Start to watch."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._make_task)
         signal.signal(SIGNAL, self._interrupt)
@@ -198,18 +198,18 @@ class Watchdog:
 
     @property
     def late_s(self) -> float:
-        """How long, in all, the event loop was held up."""
+        """The seconds that the event loop was held up, in all."""
         return self._late_s + max(0.0, time.monotonic() - self._due_s)
 
     def begin_step(self) -> None:
-        """Code of a call runs until `end_step`, or until another step begins."""
+        """Note that code of a call runs until `end_step`, or until another step begins."""
         self._began_s = time.monotonic()
         if self._began_s > self._signed_s + TICK_S:
             self._signed_s = self._began_s
             self._sign()
 
     def end_step(self) -> None:
-        """The call waits, or has ended."""
+        """Note that the call waits, or has ended."""
         self._began_s = math.inf
 
     async def _tick(self) -> None:
@@ -244,7 +244,7 @@ class Watchdog:
                 signal.pthread_kill(main, SIGNAL)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """The signal's handler, which runs amid what holds the main thread up."""
+        """Handle the signal, amid the code that holds the main thread up."""
         call = CALL.get()
         if call is None or not self._is_blocked:
             return
@@ -254,12 +254,12 @@ class Watchdog:
 
 
 def is_own_frame(line: str) -> bool:
-    """Whether this line of a stack is none of the user's."""
+    """Return whether this line of a stack belongs to this package, and not to user code."""
     return any(name in line for name in OWN_FRAMES)
 
 
 def named_calls(stack: str) -> list[str]:
-    """The tokens of the calls that a process runs for, by its stack."""
+    """Return the tokens of the calls that a process runs for, by its stack."""
     return NAMED.findall(stack)
 
 
@@ -293,7 +293,7 @@ def _step(dog: Watchdog, step: Callable[..., Any], *args: Any) -> Any:
 
 
 def _shown(frame: FrameType | None) -> str:
-    """The stack as `faulthandler` writes it, the last call first."""
+    """Return the stack as `faulthandler` writes it, the last call first."""
     frames = [] if frame is None else [*traceback.walk_stack(frame)]
     lines = [
         f'  File "{each.f_code.co_filename}", line {line} in {each.f_code.co_name}'

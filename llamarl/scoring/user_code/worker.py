@@ -1,15 +1,16 @@
-"""A process that runs user code: `python -m llamarl.scoring.user_code.worker PID LABEL`, of the
-pool that has this process id.
+"""A process that runs user code: `python -m llamarl.scoring.user_code.worker PID LABEL`, where PID
+is the process id of its pool.
 
-First line in: {"token": str, "service": str, "setup": {...}, "timeout_s": float}; out: {"token",
-"pid", "coroutines": bool} when it is ready, else {"token", "error": str}. A service is a module
-whose `load(setup)` returns the function that is served; what it raises is the error. Then lines
-{"prompts": [{...}], "calls": [[index of prompt or null, arguments, token, most bytes of its
-answer], ...]}, each answered per call by one line: what the function returns for
-the prompt and the arguments, a dictionary, and the token; or a failure, if that is no JSON or has
-more bytes. Of half a character U+FFFD is left. Calls of a function are answered in order, those of
-a coroutine as they end; lines {"token", "alive": true} between say that none of them holds up the
-others. What user code prints goes to standard error. SIGUSR1 writes the current stack there.
+The first line in is {"token": str, "service": str, "setup": {...}, "timeout_s": float}; it is
+answered by {"token", "pid", "coroutines": bool} when the worker is ready, else by {"token",
+"error": str}. A service is a module whose `load(setup)` returns the function that is served; if it
+raises, that is the error. Then follow lines {"prompts": [{...}], "calls": [[index of prompt or
+null, arguments, token, most bytes of its answer], ...]}. Each call is answered by one line: the
+token, and the dictionary that the function returns for the prompt and the arguments; or a failure,
+if that is no JSON or has too many bytes. Half of a surrogate pair becomes U+FFFD. Calls of a
+function are answered in order, those of a coroutine as they end; lines {"token", "alive": true}
+between say that none of them holds up the others. User code prints to standard error. SIGUSR1
+writes the current stack there.
 
 Answers are protected from accidents: standard input and output are not the channel, programs that
 user code starts do not inherit the channel, and if something is written into it without the token
@@ -40,13 +41,14 @@ from llamarl.core.files import whole_letters
 from llamarl.core.records import Prompt, StageStatus, read_json
 from llamarl.scoring.user_code.watchdog import TICK_S, RunningCall, Watchdog, supervise
 
-# First number and count, above what a loop that closes low descriptors reaches.
+# First number and count of descriptors that a loop that closes low ones does not reach.
 CHANNEL_DESCRIPTORS = (100, 200)
 MAX_ANSWER_BYTES = 1_000_000  # where the caller expects no more
 CANCEL_S = 1.0  # for a coroutine to end once it is cancelled
 
 Answer = Callable[[str, int, dict[str, Any]], None]
-"""Answers the call of this token, in at most so many bytes, with this."""
+"""A function that answers the call of this token, in at most so many bytes, with this
+dictionary."""
 
 
 def main() -> None:
@@ -104,9 +106,9 @@ def _serve() -> None:
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
-    """Run it to its end. SystemExit and KeyboardInterrupt of a task or callback that user code has
-    made leave the event loop, as does a `stop` of it, which is a RuntimeError: they are what became
-    of that task, and the loop goes on."""
+    """Run a coroutine to its end. SystemExit, KeyboardInterrupt, and the RuntimeError of a `stop`,
+    from a task or callback of user code, leave the event loop; they concern that task alone, so the
+    loop goes on."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     serving = loop.create_task(main)
@@ -129,7 +131,7 @@ async def _serve_coroutines(
     answer: Answer,
     timeout_s: float,
 ) -> None:
-    """Run each call as soon as it is asked, beside the others."""
+    """Run each call as soon as it arrives, beside the others."""
     lines = asyncio.StreamReader(limit=sys.maxsize)
     protocol = asyncio.StreamReaderProtocol(lines)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, requests)
@@ -143,7 +145,7 @@ async def _serve_coroutines(
     watchdog.start()
 
     async def tell(call: RunningCall, max_bytes: int) -> None:
-        """Answer a call. One that goes on all the same ends the process."""
+        """Answer a call. If its task goes on after being cancelled, the process exits."""
         found = await _outcome(call, watchdog, timeout_s)
         del running[call.token]
         answer(call.token, max_bytes, found)
@@ -160,8 +162,8 @@ async def _serve_coroutines(
 
 
 async def _outcome(call: RunningCall, watchdog: Watchdog, timeout_s: float) -> dict[str, Any]:
-    """What the call returns. It is cancelled when its time is over, which is longer by what others
-    have held it up; the service then says where it was."""
+    """Return the result of a call. It is cancelled when its time is over, to which the time is
+    added for which others have held it up; the error then says where it was."""
     left_s, late_s = timeout_s, watchdog.late_s
     while not call.task.done() and left_s >= TICK_S:
         await asyncio.wait({call.task}, timeout=left_s)
