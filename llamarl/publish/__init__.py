@@ -1,1 +1,1 @@
-"""How new weights get from the trainer into the generators."""
+"""The publish, which brings new weights from the trainer into the generators."""

@@ -1,6 +1,5 @@
-"""The comparison of fingerprints: what was written against what was found.
-
-Standard library only, because the controller compares."""
+"""The comparison of the fingerprints of written weights with those of the weights that arrived. It
+uses the standard library only, as the controller compares."""
 
 from __future__ import annotations
 
@@ -20,18 +19,18 @@ class Fingerprints(dict[str, int]):
     """Partial fingerprints by parameter.
 
     They are small when pickled, and those of several ranks merge on the way to the controller
-    (`cluster.executor.MergeableResult`): it gets two per replica and version, whatever the ranks.
-    """
+    (`cluster.executor.MergeableResult`), which gets two per replica and version, whatever the
+    number of ranks."""
 
     def merge(self, other: Mapping[str, int]) -> None:
-        """Add another rank's, modulo MODULUS."""
+        """Add the fingerprints of another rank, modulo MODULUS."""
         if not self:
             return self.update(other)
         for name, value in other.items():
             self.add(name, value)
 
     def add(self, name: str, value: int) -> None:
-        """Add that of another part of the parameter, modulo MODULUS."""
+        """Add the fingerprint of another part of the parameter, modulo MODULUS."""
         self[name] = (self.get(name, 0) + value) % MODULUS
 
     def __reduce__(self) -> Any:
@@ -55,10 +54,9 @@ def _unpacked(names: bytes) -> tuple[str, ...]:
 def compare(
     written: dict[str, int], found: dict[str, int], replica: int, version: int, way: str = ""
 ) -> None:
-    """FingerprintMismatch, naming the parameters, unless both fingerprints are equal.
+    """Raise FingerprintMismatch, naming the parameters, unless both fingerprints are equal.
 
-    `way` says how they came to the replica, such as " from generator-0".
-    """
+    `way` says how the weights came to the replica, such as " from generator-0"."""
     if written == found:
         return
     wrong = sorted(
@@ -75,8 +73,8 @@ def compare_frozen(
     target: Iterable[Mapping[str, Mapping[str, int]]],
     replica: int,
 ) -> None:
-    """FingerprintMismatch, naming the parameters, unless a replica has the weights beside adapters
-    that the trainer has. Both are the sums of each rank, by kind and name."""
+    """Raise FingerprintMismatch, naming the parameters, unless the weights beside a replica's
+    adapters equal the trainer's. Both arguments have the sums of each rank, by kind and name."""
     ranks = [*target]
     held = [*source]
     for kind in dict.fromkeys(kind for rank in ranks for kind in rank):
@@ -92,7 +90,7 @@ def compare_frozen(
 
 
 def add_up(ranks: Iterable[dict[str, int]]) -> Fingerprints:
-    """Partial fingerprints of all ranks, added up modulo MODULUS."""
+    """Return the sum of all ranks' partial fingerprints, modulo MODULUS."""
     total = Fingerprints()
     for fingerprints in ranks:
         total.merge(fingerprints)

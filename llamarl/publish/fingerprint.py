@@ -31,8 +31,9 @@ _int_mm = torch._int_mm
 
 @functools.lru_cache(maxsize=256)
 def byte_keys(place: int, num_bytes: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The keys of these bytes of a segment, as `add_bytes` takes them: int8 [num_bytes, 1] for each
-    set, or float32; or side by side in one matrix, with columns of zeros, for other devices."""
+    """Return the keys of these bytes of a segment in the form of `add_bytes`. On CPUs it is an int8
+    [num_bytes, 1] for each set, or float32 where int8 products round; on other devices one matrix
+    with all sets side by side, and columns of zeros."""
     columns = tuple(_column_keys(number)[place : place + num_bytes] for number in range(NUM_KEYS))
     if device.type == "cpu":
         return columns if _is_exact() else tuple(column.to(torch.float32) for column in columns)
@@ -40,16 +41,16 @@ def byte_keys(place: int, num_bytes: int, device: torch.device) -> tuple[Tensor,
 
 
 def side_by_side(columns: Sequence[Tensor]) -> Tensor:
-    """Sets of keys as one matrix, in the order that cuBLASLt's int8 products take everywhere and
-    fastest: the keys of a set next to each other."""
+    """Return sets of keys as one matrix, with the keys of a set next to each other in memory: the
+    order that cuBLASLt's int8 products take everywhere, and fastest."""
     matrix = torch.cat([*columns], dim=1)
     added = (0, _MATRIX_COLUMNS - len(columns), 0, -len(matrix) % MATRIX_BLOCK)
     return functional.pad(matrix, added).t().contiguous().t()
 
 
 def add_bytes(values: Tensor, outs: Sequence[Tensor], keys: tuple[Tensor, ...]) -> None:
-    """Fill `outs`, an int32 [R, 1] for each set of keys, with the keyed sums of `values` (int8
-    [R, C]); `keys` are those of its bytes."""
+    """Fill `outs`, an int32 [R, 1] for each set of keys, with the keyed sums of `values` (int8 [R,
+    C]); `keys` are the keys of its bytes."""
     if keys[0].dtype == torch.int8 and len(keys) == NUM_KEYS:
         for column, out in zip(keys, outs, strict=True):
             _int_mm(values, column, out=out)
@@ -75,14 +76,14 @@ def add_bytes(values: Tensor, outs: Sequence[Tensor], keys: tuple[Tensor, ...]) 
 
 
 def key_sum(number: int, place: int, num_bytes: int) -> int:
-    """Sum of the keys of these bytes, of one set."""
+    """Return the sum of one set's keys of these bytes."""
     sums = _key_sums(number)
     return sums[place + num_bytes] - sums[place]
 
 
 @functools.cache
 def _column_keys(number: int) -> Tensor:
-    """The keys of one set, int8 [SEGMENT_BYTES, 1]: the bytes of a hash that are not 0."""
+    """Return the keys of one set, int8 [SEGMENT_BYTES, 1]: the bytes of a hash that are not 0."""
     digest = hashlib.shake_256(f"keys of bytes, set {number}".encode()).digest(2 * SEGMENT_BYTES)
     keys = torch.tensor([byte for byte in digest if byte][:SEGMENT_BYTES], dtype=torch.uint8)
     return keys.view(torch.int8).unsqueeze(1)
@@ -90,13 +91,14 @@ def _column_keys(number: int) -> Tensor:
 
 @functools.cache
 def _key_sums(number: int) -> list[int]:
-    """The sum of the first i keys, at i."""
+    """Return a list with the sum of the first i keys at i."""
     return [0, *_column_keys(number).flatten().to(torch.int64).cumsum(0).tolist()]
 
 
 @functools.cache
 def _is_exact() -> bool:
-    """Whether this processor's product does not round: asked with the largest numbers."""
+    """Return whether this processor's int8 product is exact, which is tried with the largest
+    numbers."""
     values = torch.full((4, SEGMENT_BYTES), -128, dtype=torch.int8)
     values[1], values[2, ::2], values[3] = 127, 127, -1
     keys = torch.full((SEGMENT_BYTES, 1), -128, dtype=torch.int8)
@@ -111,7 +113,7 @@ _ROW_SALT, _SEGMENT_SALT = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of p
 
 
 class _Strip(NamedTuple):
-    """Columns of a plane within one segment: from `left` on, `width` of them; `place` is the column
+    """Columns of a plane within one segment: `width` columns from `left` on; `place` is the column
     of the segment where they begin."""
 
     left: int
@@ -122,13 +124,12 @@ class _Strip(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cut:
-    """How columns [left, right) of a plane are walked: in tiles of `height` rows, whose sums are
-    multiplied after each `step` rows.
+    """The walk over columns [left, right) of a plane: in tiles of `height` rows, whose sums are
+    multiplied by their keys after each `step` rows.
 
     If `is_joined`, the rows of all strips lie one after the other as `num_lines` lines of a row, so
-    that one product sums them; else each strip is a part of its own. Of each part: its first byte
-    and its bytes in a row (`bounds`), and the `keys` of these.
-    """
+    that one product sums them; else each strip is a part of its own. For each part, `bounds` has
+    its first byte and its number of bytes in a row, and `keys` the keys of these."""
 
     left: int
     right: int
@@ -143,8 +144,8 @@ class _Cut:
 
 
 def line_dim(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """The dimension along which a parameter of this global shape is summed, if the target keeps it
-    with these strides: -1, or -2 where that one is closer in memory."""
+    """Return the dimension along which a parameter of this global shape is summed, if the target
+    keeps it with these strides: -1, or -2 where that one is closer in memory."""
     if len(shape) < 2:
         return -1
     return -2 if shape[-1] == 1 or strides[-2] < strides[-1] else -1
@@ -153,11 +154,10 @@ def line_dim(shape: Sequence[int], strides: Sequence[int]) -> int:
 def fingerprint(
     name: str, box: Tensor, start: Sequence[int], shape: Sequence[int], dim: int
 ) -> int:
-    """Partial fingerprint of parameter `name` of global `shape`, over one `box` of it.
+    """Return the partial fingerprint of parameter `name` of global `shape`, over one `box` of it.
 
     `box` is a view of any strides whose first element has global index `start`; `dim` is the
-    target's `line_dim`.
-    """
+    target's `line_dim`."""
     return _walk(name, box, None, start, shape, dim)
 
 
@@ -166,15 +166,15 @@ def transfer(
 ) -> int:
     """Copy `source` into `target` [same shape], cast to its dtype, tile by tile.
 
-    Returns the fingerprint of the values after casting: of what was to be written, not of what
-    `target` holds afterwards. Strides and devices are any.
-    """
+    Returns the fingerprint of the cast values: of what should be written, not of what `target`
+    holds afterwards. Strides and devices may be any."""
     return _walk(name, source, target, start, shape, dim)
 
 
 @functools.cache
 def segment_elements(num_columns: int, itemsize: int) -> int:
-    """Elements of a segment of rows so long: if possible all are equal."""
+    """Return the number of elements of a segment of rows of this length; if possible all segments
+    are equally long."""
     num_segments = -(-num_columns * itemsize // SEGMENT_BYTES)
     for count in range(num_segments, 4 * num_segments + 1):
         if num_columns % count == 0:
@@ -216,12 +216,11 @@ def _walk(
 def _plane_sums(
     source: Tensor, target: Tensor | None, row: int, column: int, num_columns: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """The sums over `source` [R, C] before the key of the name: of the 129s, and of the bytes, an
-    int64 [].
+    """Yield, for parts of `source` [R, C], the sum over the 129s and the sum over the bytes, an
+    int64 [], before the key of the name.
 
     A publish of a small model is mostly calls of torch, each of which waits for the thread that
-    decodes: a plane of one tile makes as few of them as possible.
-    """
+    decodes: a plane of one tile makes as few of them as possible."""
     dtype, device = (source if target is None else target).dtype, source.device
     (num_rows, width), (row_stride, stride) = source.shape, source.stride()
     is_packed = source.dtype != dtype or stride != 1
@@ -270,8 +269,8 @@ def _cuts(
     max_sums: int,
     device: torch.device,
 ) -> list[_Cut]:
-    """The cuts of a plane whose rows begin `gap` columns apart; 0: one after the other in each
-    cut."""
+    """Return the cuts of a plane whose rows begin `gap` columns apart; 0: they follow each other in
+    each cut."""
     is_turned = is_crossed and device.type == "cpu"
     most = SIDE_ELEMENTS if is_turned else max(1, tile_bytes // itemsize)
     segment = segment_elements(num_columns, itemsize)
@@ -301,7 +300,8 @@ def _cuts(
 
 
 def _strips(column: int, width: int, segment: int, most: int) -> Iterator[tuple[_Strip, ...]]:
-    """The columns from `column` on in strips, of which some at a time have up to `most` columns."""
+    """Yield the columns from `column` on as groups of strips, each group up to `most` columns
+    wide."""
     strips: list[_Strip] = []
     left = 0
     while left < width:
@@ -316,12 +316,11 @@ def _strips(column: int, width: int, segment: int, most: int) -> Iterator[tuple[
 
 
 def _block_sums(source: Tensor, target: Tensor | None, packed: Tensor | None, cut: _Cut) -> Tensor:
-    """The sums of the bytes of `source` [R, C], int32: of each row and line [NUM_KEYS, R * lines,
-    1] if the cut is joined, else of each strip and row [strips * NUM_KEYS, R, 1].
+    """Return the int32 sums of the bytes of `source` [R, C]: of each row and line [NUM_KEYS, R *
+    lines, 1] if the cut is joined, else of each strip and row [strips * NUM_KEYS, R, 1].
 
     Tiles are copied into `target`, by way of `packed` [height * C] if given, and then summed while
-    they are in the cache.
-    """
+    they are in the cache."""
     num_parts, num_rows = len(cut.bounds), source.shape[0] * cut.num_lines
     size = (num_parts * NUM_KEYS, num_rows, 1)
     sums = torch.empty(size, dtype=torch.int32, device=source.device)
@@ -332,7 +331,7 @@ def _block_sums(source: Tensor, target: Tensor | None, packed: Tensor | None, cu
     ]
     tiles = _tiles(source, cut.height)
     goals = itertools.repeat(None) if target is None else _tiles(target, cut.height)
-    # The caches are full of weights: what Python does between two calls costs several times more.
+    # As weights fill the caches, Python code between two calls costs several times more.
     lines = [] if packed is not None else _lines(source, cut.bounds, height)
     turns = list(zip(map(iter, lines), own, cut.keys, strict=True)) if lines else []
     for values, goal in zip(tiles, goals, strict=False):
@@ -350,7 +349,8 @@ def _block_sums(source: Tensor, target: Tensor | None, packed: Tensor | None, cu
 def _lines(
     values: Tensor, bounds: Sequence[tuple[int, int]], num_lines: int
 ) -> list[tuple[Tensor, ...]]:
-    """The bytes of `values` [R, C], for each part (first byte, bytes) the lines of each tile."""
+    """Return the bytes of `values` [R, C]: for each part (first byte, bytes) the lines of each
+    tile."""
     flat = values.view(torch.int8)
     if len(bounds) == 1:
         return [_tiles(flat.view(-1, bounds[0][1]), num_lines)]
@@ -362,7 +362,7 @@ def _tiles(values: Tensor, num_rows: int) -> tuple[Tensor, ...]:
 
 
 def _packed(values: Tensor, packed: Tensor) -> Tensor:
-    """A tile, cast and row after row, in the memory of `packed`."""
+    """Return a tile, cast and row after row, in the memory of `packed`."""
     height, width = values.shape
     tile = packed[: height * width].view(height, width)
     if values.stride(0) < values.stride(1) and values.device.type == "cpu":
@@ -379,8 +379,8 @@ def _name_key(name: str) -> int:
 
 @functools.lru_cache(maxsize=128)
 def _block_keys(row: int, num_rows: int, cut: _Cut, device: torch.device) -> tuple[int, Tensor]:
-    """(the sum of the 129s, the products of row and segment keys, int64) of the sums of a block,
-    in their order."""
+    """Return the sum of the 129s of a block, and the products of row and segment keys, int64, in
+    the order of the block's sums."""
     strips = cut.strips
     first = min(strip.segment for strip in strips)
     count = max(strip.segment for strip in strips) - first + 1
@@ -400,12 +400,12 @@ def _block_keys(row: int, num_rows: int, cut: _Cut, device: torch.device) -> tup
 
 
 def _extent(strip: _Strip, itemsize: int) -> tuple[int, int]:
-    """(first byte in its segment, bytes) of a strip."""
+    """Return the first byte of a strip in its segment, and its number of bytes."""
     return strip.place * itemsize, strip.width * itemsize
 
 
 def _keys(salt: int, start: int, count: int) -> Tensor:
-    """Keys of indices start .. start + count - 1, int64 [count]."""
+    """Return the keys of indices start .. start + count - 1, int64 [count]."""
     first, last = start // KEY_BLOCK, (start + count - 1) // KEY_BLOCK
     blocks = [_key_block(salt, block) for block in range(first, last + 1)]
     begin = start - first * KEY_BLOCK
@@ -414,7 +414,7 @@ def _keys(salt: int, start: int, count: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _key_block(salt: int, block: int) -> Tensor:
-    """Odd keys of one block of indices: splitmix64 of salt + index."""
+    """Return the odd keys of one block of indices: splitmix64 of salt + index."""
     index = torch.arange(block * KEY_BLOCK, (block + 1) * KEY_BLOCK, dtype=torch.int64)
     mixed = index * _signed(0x9E3779B97F4A7C15) + _signed(salt)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -423,17 +423,17 @@ def _key_block(salt: int, block: int) -> Tensor:
 
 
 def _shift_right(values: Tensor, shift: int) -> Tensor:
-    """Logical shift; torch's own keeps the sign."""
+    """Shift logically to the right; torch's own shift keeps the sign."""
     return (values >> shift) & ((1 << (64 - shift)) - 1)
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same bits as this unsigned number."""
+    """Return the int64 with the same bits as this unsigned number."""
     return value - MODULUS if value >= MODULUS // 2 else value
 
 
 def key_of(kind: Kind) -> str:
-    """The name of a kind in a rank's layout."""
+    """Return the name of a kind in a rank's layout."""
     return kind if isinstance(kind, str) else kind.key
 
 
@@ -443,7 +443,8 @@ def frozen_sums(
     view: Callable[[str, Box], Tensor],
     owns: Callable[[str], bool],
 ) -> Fingerprints:
-    """Of what this rank holds of those `parameters` that it `owns`: each element has one owner."""
+    """Return the fingerprints of the boxes that this rank holds of the `parameters` that it `owns`:
+    each element has one owner."""
     found = Fingerprints()
     for name, layout in parameters.items():
         for box in layout.boxes if owns(name) else ():
@@ -459,8 +460,9 @@ def shard_sums(
     num_ranks: int,
     num_copies: int = 1,
 ) -> dict[str, Fingerprints]:
-    """By kind, those of this rank's shards of the `frozen` parameters, of which the ranks hold so
-    many copies. With several ranks all call it, on the thread of their collectives."""
+    """Return, by kind, the fingerprints of this rank's shards of the `frozen` parameters, of which
+    the ranks hold `num_copies`. With several ranks all call it, on the thread of their
+    collectives."""
     tensors, parameters = shard_boxes(frozen)
     is_counted = rank < num_ranks // num_copies  # copies are the mesh's slowest dimension
     own = {name for name, each in frozen.items() if is_counted and _is_first(each)}
@@ -499,7 +501,7 @@ def _add(
 
 
 def _is_first(parameter: Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same elements of a parameter."""
+    """Return whether this rank is the first that holds its elements of a parameter."""
     if not isinstance(parameter, DTensor):
         return True
     coordinates = parameter.device_mesh.get_coordinate()

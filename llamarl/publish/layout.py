@@ -1,4 +1,4 @@
-"""Layouts: which rank holds which box of which parameter, and in which format."""
+"""Layouts, which say which rank holds which box of which parameter, and in which format."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from llamarl.model.architecture import FUSED, LINEARS, AnyArchitecture, OtherArc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """How a matrix W [out, in] becomes values [out, in] of `dtype` and scales of `scale_dtype`.
+    """The quantisation of a matrix W [out, in] to values [out, in] of `dtype` and scales of
+    `scale_dtype`.
 
         W'     = W in base_dtype                            what the engine would have been given
         scale  = max(max|W'| / largest, smallest_scale)     of a row, or of all rows
         values = W' / scale, between -largest and largest, rounded to dtype
 
-    With `is_per_tensor` one scale is that of all matrices that the engine multiplies with as one,
-    such as q, k and v. With `is_inverted` W' is multiplied by 1 / scale, which may round
-    differently. `has_head` says that the head, tied or not, is quantised as well as the matrices of
-    the layers. `key` is part of the names of parameters in this format.
-    """
+    With `is_per_tensor` all matrices that the engine multiplies as one, such as q, k and v, share
+    one scale. With `is_inverted` W' is multiplied by 1 / scale, which may round differently.
+    `has_head` says that the head, tied or not, is quantised as well as the matrices of the layers.
+    `key` is part of the names of parameters in this format."""
 
     key: str
     dtype: str
@@ -45,8 +45,8 @@ VLLM_SMALLEST = 1.0 / (LARGEST[FP8] * 512.0)  # of its scales of rows; of a tens
 
 
 def format_of(generator: GeneratorConfig, architecture: AnyArchitecture) -> Format | None:
-    """What a replica's matrices are in; None if not in eight bits, or if the family's matrices are
-    not known: vLLM then quantises them itself at each commit."""
+    """Return the format of a replica's matrices; None if they are not in eight bits, or if the
+    family's matrices are not known: vLLM then quantises them itself at each commit."""
     quantization, dtype = generator.quantization, generator.dtype
     if quantization == "none" or isinstance(architecture, OtherArchitecture):
         return None
@@ -76,17 +76,17 @@ def format_of(generator: GeneratorConfig, architecture: AnyArchitecture) -> Form
 
 
 Kind = str | Format
-"""What a replica's weights are in: a dtype, or a format of its matrices."""
+"""The form of a replica's weights: a dtype, or a format of its matrices."""
 
 
 def kinds_of(generator: GeneratorConfig, architecture: AnyArchitecture) -> tuple[Kind, ...]:
-    """Those of all pools, each once."""
+    """Return the kinds of weights of all pools, each once."""
     pools = [pool.generator for pool in pools_of(generator)]
     return tuple(dict.fromkeys(format_of(each, architecture) or each.dtype for each in pools))
 
 
 def formats_of(generator: GeneratorConfig, architecture: AnyArchitecture) -> tuple[Format, ...]:
-    """Those of all pools, each once."""
+    """Return the formats of all pools, each once."""
     return tuple(kind for kind in kinds_of(generator, architecture) if isinstance(kind, Format))
 
 
@@ -97,11 +97,10 @@ KEPT_BYTES = 8 * MESSAGE_BYTES  # of those that a source rank keeps for replicas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A rectangle of one parameter (DCP calls it a chunk): global index ranges, and its place in a
-    rank's memory.
+    """A rectangle of one parameter (DCP calls it a chunk): its global index ranges, and its place
+    in a rank's memory.
 
-    `offset` and `strides` count elements of the parameter's dtype, from the start of `buffer`.
-    """
+    `offset` and `strides` count elements of the parameter's dtype, from the start of `buffer`."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -111,18 +110,19 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How long the box is in each dimension."""
+        """The length of the box in each dimension."""
         return tuple(map(operator.sub, self.stop, self.start))
 
     def offset_of(self, index: tuple[int, ...]) -> int:
-        """Where global `index` lies in `buffer`, in elements."""
+        """Return the place of global `index` in `buffer`, in elements."""
         steps = map(operator.sub, index, self.start)
         return self.offset + sum(map(operator.mul, steps, self.strides))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterLayout:
-    """One parameter on one rank: global `shape`, `dtype` ("float32", "bfloat16"), boxes held."""
+    """One parameter on one rank: its global `shape`, its `dtype` ("float32", "bfloat16"), and the
+    boxes that the rank holds."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -131,11 +131,10 @@ class ParameterLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """All parameters of one rank; `host` says whose memory it is.
+    """The parameters of one rank; `host` says whose memory they are in.
 
     `frozen` are this rank's sums of weights that no publish moves, by kind and name: a target has
-    those of its own kind, a source those of all.
-    """
+    the sums of its own kind, a source those of all kinds."""
 
     rank: int
     host: str
@@ -150,10 +149,9 @@ class Copy(NamedTuple):
     `start` is the global index of its first element, which the fingerprint needs. Strides and
     offsets count elements of the respective dtype, in the target's weight buffer from its start.
 
-    The fields describe the first layer. In each of the other `num_layers` - 1 the layer's number in
-    `name` and in `source_buffer` is `layer_step` higher than in the one before, and the offsets are
-    so many elements further: `source_layer_step`, `target_layer_step`.
-    """
+    The fields describe the first layer. In each of the other `num_layers` - 1 layers, the layer's
+    number in `name` and in `source_buffer` is `layer_step` higher than in the layer before, and the
+    offsets are `source_layer_step` and `target_layer_step` elements further."""
 
     name: str
     start: tuple[int, ...]
@@ -172,7 +170,8 @@ class Copy(NamedTuple):
     target_layer_step: int = 0
 
     def slab(self, dim: int, begin: int, extent: int) -> Self:
-        """The same from `begin` on along `dim`, `extent` long there; both may exceed its shape."""
+        """Return this copy from `begin` on along `dim`, `extent` long there; both may exceed its
+        shape."""
         return self._replace(
             start=(*self.start[:dim], self.start[dim] + begin, *self.start[dim + 1 :]),
             shape=(*self.shape[:dim], extent, *self.shape[dim + 1 :]),
@@ -181,7 +180,8 @@ class Copy(NamedTuple):
         )
 
     def layers(self, first: int, step: int) -> Self:
-        """The same in every `step`-th layer from the `first` one on, which counts from 0."""
+        """Return this copy for every `step`-th layer from the `first` one on, which counts from
+        0."""
         by = first * self.layer_step
         return self._replace(
             name=in_layer(self.name, by),
@@ -195,7 +195,7 @@ class Copy(NamedTuple):
         )
 
     def each(self) -> Iterator[Self]:
-        """The copies of the single layers, in order."""
+        """Yield the copies of the single layers, in order."""
         if self.num_layers == 1:
             yield self
             return
@@ -217,7 +217,8 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def layer_of(name: str) -> tuple[str, int] | None:
-    """(the name with its layer's number, the first between two dots, left out; that number)."""
+    """Return the name without its layer's number, which is the first number between two dots, and
+    that number; None if it has no layer."""
     found = _LAYER.search(name)
     if found is None or found[0] != str(int(found[0])):
         return None
@@ -226,7 +227,8 @@ def layer_of(name: str) -> tuple[str, int] | None:
 
 @lru_cache(maxsize=1 << 14)
 def in_layer(name: str, by: int) -> str:
-    """The name in the layer whose number is `by` higher; the same if it has no layer."""
+    """Return the name in the layer whose number is `by` higher; the same name if it has no
+    layer."""
     return _LAYER.sub(lambda found: str(int(found[0]) + by), name, count=1)
 
 
@@ -237,15 +239,14 @@ def _in_layers(name: str, count: int, step: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How the bytes of one source executor reach one replica, as one of their ranks sees it: the
-    `copies` that begin or end there, over `transport`.
+    """The way of the bytes from one source executor to one replica, as one of their ranks sees it:
+    the `copies` that begin or end there, over `transport`.
 
     `source` names the executor ("trainer", or "generator-0" that passes on what it received).
-    `sources` and `targets` are the ranks that send and receive anything. `rendezvous` is where the
-    ranks of a collective route meet: a file path that no other route uses; else "".
+    `sources` and `targets` are the ranks that send and receive anything. `rendezvous` is the file
+    path where the ranks of a collective route meet, which no other route uses; else "".
     `message_bytes` is the largest message of a packed transport, unless one element is larger.
-    `is_slow`: it leads to another site.
-    """
+    `is_slow`: the route leads to another site."""
 
     source: str
     replica: int
@@ -258,19 +259,18 @@ class Route:
     is_slow: bool = False
 
     def each(self) -> Iterator[Copy]:
-        """The copies of the single layers, in the order of `copies`."""
+        """Return the copies of the single layers, in the order of `copies`."""
         return (single for copy in self.copies for single in copy.each())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingHandle:
-    """Staging memory of one generator rank, prepared for writing `version`.
+    """The staging memory of one generator rank, prepared for writing `version`.
 
     `address` is what the route's transport needs to reach it: a path (shared_memory), a handle
-    (cuda_ipc), or None (collective: the rank receives by itself).
-    If `may_be_freed`, the owner may free the memory between two writes, when others need the
-    device: a process that has mapped it unmaps it after the write.
-    """
+    (cuda_ipc), or None (collective: the rank receives by itself). If `may_be_freed`, the owner may
+    free the memory between two writes, when others need the device: a process that has mapped it
+    unmaps it after the write."""
 
     version: int
     replica: int
@@ -287,8 +287,8 @@ Steps = dict[int, tuple[int, ...]]  # rank -> how far its boxes move from layer 
 
 @dataclass(frozen=True, slots=True)
 class AlikeLayers:
-    """Parameters `names` of layers whose numbers grow by `layer_step`. Of the first of them the
-    ranks hold `sources` and `targets`; from each to the next, box i of a rank moves by
+    """Parameters `names` of layers whose numbers grow by `layer_step`. `sources` and `targets` are
+    the layouts of the first of them; from each to the next, box i of a rank moves by
     `source_steps[rank][i]` or `target_steps[rank][i]` elements, and nothing else changes."""
 
     names: tuple[str, ...]
@@ -300,7 +300,8 @@ class AlikeLayers:
 
 
 def find_alike(sources: dict[str, Held], targets: dict[str, Held]) -> Iterator[AlikeLayers]:
-    """All parameters, those that look alike on all ranks together. Both sides have equal names."""
+    """Yield all parameters, with those that look alike on all ranks together. Both sides have the
+    same names."""
     families: dict[str, list[tuple[int, str]]] = {}
     for name in targets:
         family, layer = layer_of(name) or (name, 0)
@@ -316,7 +317,8 @@ def find_alike(sources: dict[str, Held], targets: dict[str, Held]) -> Iterator[A
 def _first_alike(
     members: list[tuple[int, str]], sources: dict[str, Held], targets: dict[str, Held]
 ) -> AlikeLayers:
-    """The first of one family (layer, name) with those after it that follow from it."""
+    """Return the first parameter of one family (layer, name), with those after it that look
+    alike."""
     (layer, first), *others = members
     names, layer_step = [first], 0
     steps: list[Steps] = [
@@ -337,8 +339,8 @@ def _first_alike(
 
 
 def _moved(first: Held, other: Held, by: int) -> Steps | None:
-    """How far the boxes of `other`, `by` layers after `first`, lie from those of `first`; None if
-    it looks different."""
+    """Return how far the boxes of `other`, `by` layers after `first`, lie from those of `first`;
+    None if it looks different."""
     if first.keys() != other.keys():
         return None
     moved: Steps = {}
@@ -379,7 +381,7 @@ class QuantizedParameter:
 
 
 def quantized_parameters(names: Iterable[str], format_: Format) -> Iterator[QuantizedParameter]:
-    """The matrices among the `names` of a model's parameters that a format quantises."""
+    """Yield the matrices that a format quantises among the `names` of a model's parameters."""
     known = [*names]
     head = HEAD if HEAD in known else EMBEDDING
     for name in known:
@@ -395,18 +397,18 @@ def quantized_parameters(names: Iterable[str], format_: Format) -> Iterator[Quan
 
 
 def is_quantized(name: str) -> bool:
-    """Whether this is the name of values or scales."""
+    """Return whether this is the name of values or scales."""
     return MARK in name
 
 
 def base_of(name: str) -> str:
-    """The matrix of which these are values, or scales of its rows."""
+    """Return the name of the matrix of these values, or scales of rows."""
     return name.partition(MARK)[0]
 
 
 def made_from(base: ParameterLayout | None, name: str, wanted: ParameterLayout) -> ParameterLayout:
-    """Where a source rank has the values or scales `name`, of shape and dtype as `wanted`, that it
-    makes from the matrix `base` (None: of several matrices)."""
+    """Return where a source rank has the values or scales `name`, of shape and dtype as `wanted`,
+    that it makes from the matrix `base` (None: from several matrices)."""
     rows = [(0, 1)]
     if not name.endswith(TENSOR_SCALE):
         assert base is not None, name
@@ -419,11 +421,10 @@ def made_from(base: ParameterLayout | None, name: str, wanted: ParameterLayout) 
 
 
 def offered(source: list[RankLayout], target: list[RankLayout]) -> list[RankLayout]:
-    """The source as this target sees it: with the values and scales that the target wants, made
-    from matrices that it then need not want.
+    """Return the source's layouts for this target: with the values and scales that the target
+    wants, in place of matrices that only these are made from.
 
-    A source that holds them itself, a replica, stays as it is.
-    """
+    A source that holds them itself, a replica, stays as it is."""
     wanted = {
         name: layout
         for rank in target

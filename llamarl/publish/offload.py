@@ -1,4 +1,4 @@
-"""Tensors moved off a device that another executor uses, and back."""
+"""The offload of tensors from a device that another executor uses, and their onload."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True)
 class _Offloaded:
-    """What `offload` remembers of one name; `tensors` keeps the memory from being freed."""
+    """The record of one offloaded name; `tensors` keeps the memory from being freed."""
 
     tensors: list[Tensor]
     ranges: list[tuple[int, int]]
@@ -46,33 +46,31 @@ class MemoryMover:
     """Moves named sets of tensors of one executor rank out of memory and back.
 
     `mode`: "file" (to files in `folder`), "pinned" (tensors of a GPU, to pinned host memory) or
-    "none" (nothing ever moves). `label` is unique in the folder, such as `trainer-0`.
-    ValueError if `folder` is missing or lies in memory. Not thread-safe.
-    """
+    "none" (nothing ever moves). `label` is unique in the folder, such as `trainer-0`. Raises
+    ValueError if `folder` is missing or lies in memory. It is not thread-safe."""
 
     def __init__(self, mode: str, folder: str, label: str) -> None:
         if mode == "file":
             _require_disk(folder)
         self._mode, self._folder, self._label = mode, folder, label
         self._files: dict[str, int] = {}
-        # Host memory, uint8, kept as pinning takes longer than a copy; and whose it is pinned for.
+        # Pinned uint8 host memory with its platform, kept as pinning takes longer than a copy.
         self._pinned: dict[str, tuple[Tensor, Platform]] = {}
         self._away: dict[str, _Offloaded] = {}
         self._readers: list[threading.Thread] = []
 
     @classmethod
     def placed(cls, placement: PlacementConfig, run_dir: str, label: str) -> Self:
-        """As `placement` says; without colocation nothing ever moves."""
+        """Make a mover as `placement` says; without colocation nothing ever moves."""
         mode = placement.offload if placement.colocated else "none"
         return cls(mode, placement.offload_folder or run_dir, label)
 
     def offload(self, name: str, tensors: Iterable[Tensor], keep: bool = True) -> int:
-        """Save what these tensors hold and free their memory; returns the bytes.
+        """Save the contents of these tensors and free their memory. Returns the number of bytes.
 
         Tensors that share memory are moved once. They must not be read or written until `onload`.
-        `keep` False saves nothing: they come back as zeros. Without effect if `name` is offloaded
-        already. ValueError if the disk is too full.
-        """
+        `keep` False saves nothing: they come back as zeros. It has no effect if `name` is offloaded
+        already. Raises ValueError if the disk is too full."""
         if self._mode == "none" or name in self._away:
             return 0
         tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
@@ -98,8 +96,8 @@ class MemoryMover:
         return num_bytes
 
     def prefetch(self, name: str) -> None:
-        """Start reading the file into the page cache; returns at once. Device memory is not
-        touched: another executor uses it."""
+        """Start reading the file into the page cache, and return at once. Device memory is not
+        touched, as another executor uses it."""
         away = self._away.get(name)
         if away is not None and away.is_kept and name in self._files:
             self._readers = [reader for reader in self._readers if reader.is_alive()]
@@ -108,7 +106,7 @@ class MemoryMover:
             reader.start()
 
     def onload(self, name: str) -> int:
-        """Bring the tensors back; returns the bytes, 0 if `name` is not offloaded."""
+        """Bring the tensors back. Returns the number of bytes, 0 if `name` is not offloaded."""
         away = self._away.get(name)
         if away is None:
             return 0
@@ -123,7 +121,7 @@ class MemoryMover:
         return away.num_bytes
 
     def is_away(self, name: str) -> bool:
-        """True from `offload` to `onload`."""
+        """Return True from `offload` to `onload`."""
         return name in self._away
 
     def close(self) -> None:
@@ -138,7 +136,8 @@ class MemoryMover:
             self._unpin(name)
 
     def _read_ahead(self, name: str, away: _Offloaded) -> None:
-        """The kernel reads no more per call than a device's read-ahead, so many calls are made."""
+        """Read the file ahead in many calls, as the kernel reads no more per call than a device's
+        read-ahead."""
         for place in range(0, away.num_bytes, READ_AHEAD_BYTES):
             if self._away.get(name) is not away:
                 return
@@ -176,9 +175,9 @@ class MemoryMover:
             part.copy_(bounce)
 
     def _pinned_parts(self, name: str, away: _Offloaded) -> Iterator[tuple[Tensor, Tensor]]:
-        """The device memory of `name`, each storage with its place in host memory that is pinned
-        once and kept: torch's own pinned memory is given back whenever a graph is captured.
-        ValueError if it cannot be pinned."""
+        """Yield the device memory of `name`, each storage with its place in host memory that is
+        pinned once and kept: torch's own pinned memory is given back whenever a graph is captured.
+        Raises ValueError if it cannot be pinned."""
         if not away.storages:
             return
         sizes = [size for _, size in away.storages]
@@ -196,7 +195,8 @@ class MemoryMover:
             platform.unpin(host.data_ptr())
 
     def _file(self, name: str, num_bytes: int) -> int:
-        """The file of `name`, its blocks reserved: a full disk shows before anything has moved."""
+        """Return the descriptor of the file of `name`, with its blocks reserved: a full disk shows
+        before anything has moved."""
         if name not in self._files:
             path = Path(self._folder) / f"{self._label}-{name}.bin"
             self._files[name] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
@@ -217,13 +217,13 @@ class MemoryMover:
 
 
 def trim() -> None:
-    """Give memory that was freed back to the kernel; glibc keeps it otherwise."""
+    """Give freed memory back to the kernel; glibc keeps it otherwise."""
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
 
 
 def _require_disk(folder: str) -> None:
-    """ValueError unless `folder` is a folder whose files do not lie in memory."""
+    """Raise ValueError unless `folder` is a folder whose files do not lie in memory."""
     if not os.path.isdir(folder):
         raise ValueError(f"placement.offload_folder must be a folder, got {folder}")
     answer = (ctypes.c_ulong * 32)()  # struct statfs, which is shorter; it begins with the type
@@ -238,7 +238,8 @@ def _require_disk(folder: str) -> None:
 
 
 def _ranges(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Address ranges [start, stop) that the tensors span, in order; overlapping ones are merged."""
+    """Return the address ranges [start, stop) that the tensors span, in order; overlapping ones are
+    merged."""
     spans = []
     for tensor in tensors:
         last = sum(
@@ -256,7 +257,7 @@ def _ranges(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def _storages(tensors: Sequence[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
-    """(storage, bytes) of device tensors, each once."""
+    """Return (storage, bytes) of device tensors, each once."""
     found = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -269,7 +270,7 @@ def _platform(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> Platform:
 
 
 def _synchronize(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
-    """Return when all that was begun on the devices of the memory is done."""
+    """Wait until all work begun on the devices of the memory is done."""
     for device in {storage.device for storage, _ in storages}:
         platform_of(device).synchronize(device)
 
@@ -282,7 +283,7 @@ def _flat(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> Iterator[Tens
 def _bounced(
     storages: Sequence[tuple[torch.UntypedStorage, int]],
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of device memory, each with as much of one pinned host buffer."""
+    """Yield pieces of device memory, each with as much of one pinned host buffer."""
     if not storages:
         return
     bounce = _platform(storages).empty_host([CHUNK_BYTES], torch.uint8)
@@ -292,7 +293,8 @@ def _bounced(
 
 
 def _transfer(move: Callable[..., int], fd: int, place: int, start: int, stop: int) -> int:
-    """Write or read the memory [start, stop) at file offset `place`; returns the place after it."""
+    """Write or read the memory [start, stop) at file offset `place`. Returns the offset after
+    it."""
     while start < stop:
         size = min(CHUNK_BYTES, stop - start)
         done = move(fd, [(ctypes.c_char * size).from_address(start)], place)
@@ -303,8 +305,8 @@ def _transfer(move: Callable[..., int], fd: int, place: int, start: int, stop: i
 
 
 def _drops(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(start, stop, how `madvise` frees its pages) of each range. ValueError if one belongs to a
-    real file, in which it would punch a hole."""
+    """Return (start, stop, the `madvise` that frees its pages) of each range. Raises ValueError if
+    one belongs to a real file, in which it would punch a hole."""
     shared = []
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -322,8 +324,8 @@ def _drops(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 def _ask_for_huge_pages(start: int, stop: int) -> None:
-    """Let the range be faulted in by large pages, which takes a quarter of the time; the
-    kernel may refuse, so its answer is ignored."""
+    """Let the range be faulted in by large pages, which takes a quarter of the time; the kernel may
+    refuse, so its answer is ignored."""
     first, last = _whole_pages(start, stop)
     if last - first >= HUGE_PAGE_BYTES:
         _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE)
@@ -347,37 +349,37 @@ def _drop(start: int, stop: int, advice: int) -> None:
 
 
 class TaggedMemory(Protocol):
-    """What an executor keeps on the device, by tag; a tag that is off the device already, or on
-    it, moves 0 bytes."""
+    """The memory that an executor keeps on the device, by tag. A move of a tag that is already
+    where it should go moves 0 bytes."""
 
     tags: tuple[str, ...]
 
     def offload(self, tag: str) -> int:
-        """Move it off the device; returns the bytes."""
+        """Move the memory off the device. Returns the number of bytes."""
 
     def prefetch(self, tag: str) -> None:
-        """Start bringing it nearer; returns at once."""
+        """Start bringing the memory nearer, and return at once."""
 
     def onload(self, tag: str) -> int:
-        """Move it back; returns the bytes."""
+        """Move the memory back. Returns the number of bytes."""
 
 
 class PausedTarget(Protocol):
-    """A publish's target, which takes part in none while its weights are away."""
+    """A publish's target, which takes part in no publish while its weights are away."""
 
     async def suspend(self) -> None:
-        """End the publish that runs, and begin no other."""
+        """End the publish in progress, and begin no other."""
 
     def resume(self) -> None:
-        """Take part again."""
+        """Take part in publishes again."""
 
 
 class OffloadPart(Offloadable):
     """Offloads one rank.
 
     `run(call, key)` runs a move on the compute thread when its turn comes. While the weights are
-    away `source` has nothing to read; a publish that `target` takes part in ends before they leave.
-    """
+    away `source` has nothing to read; a publish that `target` takes part in ends before they
+    leave."""
 
     def __init__(
         self,
@@ -391,26 +393,26 @@ class OffloadPart(Offloadable):
         self._source, self._target = source, target
 
     async def offload(self, tags: list[str]) -> None:
-        """Move these off the device; a generator stops decoding."""
+        """Move these tags off the device; a generator stops decoding."""
         for tag in self._known(tags):
             if tag == "weights" and self._target is not None:
                 await self._target.suspend()
             await self._run(partial(self._offload, tag), ("offload", tag))
 
     async def prefetch(self, tags: list[str]) -> None:
-        """Start bringing these nearer; returns at once."""
+        """Start bringing these tags nearer, and return at once."""
         for tag in self._known(tags):
             self._memory.prefetch(tag)
 
     async def onload(self, tags: list[str]) -> None:
-        """Bring these back; a generator with all of them goes on decoding."""
+        """Bring these tags back; a generator that has all of them goes on decoding."""
         for tag in self._known(tags):
             await self._run(partial(self._onload, tag), ("onload", tag))
             if tag == "weights" and self._target is not None:
                 self._target.resume()
 
     def _known(self, tags: list[str]) -> list[str]:
-        """`tags`; ValueError if one is unknown."""
+        """Return `tags`. Raises ValueError if one is unknown."""
         for tag in tags:
             if tag not in self._memory.tags:
                 known = ", ".join(self._memory.tags)

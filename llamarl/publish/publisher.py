@@ -1,4 +1,5 @@
-"""Publish: bring new versions from the trainer's ranks into every generator replica."""
+"""The publisher, which brings new versions from the trainer's ranks into every generator
+replica."""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class PublishStats:
-    """The figures of one publish, and what the replicas took between the one before and this one.
+    """The figures of one publish, and of the commits since the publish before.
 
     `num_running`: replica -> rollouts that were being decoded when it committed; empty if the
-    trainer had gone on before any replica could take the version. `lost`: replica -> why.
-    """
+    trainer had gone on before any replica could take the version. `lost`: replica -> why it was
+    lost."""
 
     seconds: float = 0.0
     num_running: dict[int, int] = field(default_factory=dict)
@@ -50,11 +51,10 @@ class PublishStats:
 class Replicas:
     """The replicas that `trainer` and their siblings feed; see `Publisher` for the callbacks.
 
-    `syncs`: by replica number, in the order they joined. `held`: those that keep their version.
-    `error`: what ended all tasks. `stats`: what was done since they were last taken. `change` is
-    notified whenever any of this, a version or a state has changed: of the source alone, if only
-    those that it feeds and the publish are concerned.
-    """
+    `syncs`: the replicas by number, in the order they joined. `held`: those that keep their
+    version. `error`: the error that ended all tasks. `stats`: the figures since they were last
+    taken. `change` is notified whenever any of this, a version or a state has changed: for the
+    source alone, if only the replicas that it feeds and the publish are concerned."""
 
     def __init__(
         self,
@@ -82,9 +82,8 @@ class Replicas:
     async def join(self, generators: dict[int, AllRanks]) -> None:
         """Exchange layouts, then connect, then start the tasks; if one fails, none joins.
 
-        Raises ValueError if layouts do not fit, ReplicaLost, SourceLost, or what the trainer
-        raised (TimeoutError if nothing).
-        """
+        Raises ValueError if layouts do not fit, ReplicaLost, SourceLost, or what the trainer raised
+        (TimeoutError if it did not answer)."""
         try:
             for replica, generator in generators.items():
                 self.syncs[replica] = await self._meet(replica, generator)
@@ -102,18 +101,18 @@ class Replicas:
             sync.task = asyncio.create_task(self._drive(sync))
 
     async def leave(self, replica: int) -> None:
-        """Forget a replica; returns once its source has unmapped its memory."""
+        """Forget a replica. Returns once its source has unmapped its memory."""
         self._remove(replica)
         if replica in self._leaving:
             await self._leaving[replica]
 
     def give_up_source(self, error: SourceLost) -> None:
-        """A replica failed to feed another: it is lost, unless it has gone already."""
+        """Give up a replica that failed to feed another, unless it has gone already."""
         if isinstance(error.source, ReplicaSync):
             self._lose(error.source, ReplicaLost(str(error)))
 
     async def close(self) -> None:
-        """End all tasks; what is prepared and not committed is aborted."""
+        """End all tasks; versions that are prepared and not committed are aborted."""
         tasks = [sync.task for sync in self.syncs.values() if sync.task]
         tasks += self._leaving.values()
         for task in tasks:
@@ -134,14 +133,16 @@ class Replicas:
         )
 
     async def _compare_frozen(self, sync: ReplicaSync) -> None:
-        """FingerprintMismatch unless the weights that no publish moves are the trainer's."""
+        """Raise FingerprintMismatch unless the weights that no publish moves equal the
+        trainer's."""
         target = [layout.frozen for layout in sync.target]
         if any(target):
             source = await sync.layout_of(self._trainer)
             compare_frozen([layout.frozen for layout in source], target, sync.replica)
 
     def _shared(self, layout: RankLayout) -> RankLayout:
-        """The layout; its parameters are those of a replica that looks alike, held once for all."""
+        """Return the layout, with the parameters of a replica that looks alike if there is one, so
+        that they are held once for all."""
         for sync in self.syncs.values():
             for known in sync.target:
                 if known.rank == layout.rank and known.parameters == layout.parameters:
@@ -155,7 +156,7 @@ class Replicas:
         self.change.notify()
 
     async def _route(self, sync: ReplicaSync) -> tuple[Source, SplitRoute, SplitRoute]:
-        """The source of a replica, and the route from there for the ranks of either end."""
+        """Return the source of a replica, and the route from there for the ranks of either end."""
         source = sync.source
         assert source is not None
         layout = await sync.layout_of(source)
@@ -164,7 +165,8 @@ class Replicas:
         return source, *ends
 
     async def _drive(self, sync: ReplicaSync) -> None:
-        """The task of a replica: it gets whatever its source has, until it leaves."""
+        """Run the task of a replica, which brings it every version of its source until it
+        leaves."""
         try:
             while True:
                 await self.change.until(
@@ -207,7 +209,7 @@ class Replicas:
         self._on_commit(sync.replica, version)
 
     def _lose(self, sync: ReplicaSync, why: ReplicaLost) -> None:
-        """Give a replica up."""
+        """Give up a replica."""
         if self.syncs.get(sync.replica) is sync:
             self.stats.lost[sync.replica] = why
             self._remove(sync.replica)
@@ -217,7 +219,7 @@ class Replicas:
                 ending.add_done_callback(self._ending.discard)
 
     def _fail(self, error: BaseException) -> None:
-        """End all tasks for this error."""
+        """End all tasks because of this error."""
         self.error = self.error or error
         _cancel(self.syncs.values())
         self.change.notify()
@@ -263,14 +265,13 @@ class Publisher:
     """Publishes versions from `trainer` to `generators` (by replica number).
 
     `rendezvous_folder` is where the ranks of collective routes meet; `kind_of` gives the kind of a
-    replica's weights. `far_sites`: host -> site, of hosts at other sites than the trainer's.
+    replica's weights. `far_sites` maps host to site, for hosts at other sites than the trainer's.
     `on_commit(replica, version)` is called at each commit and `on_lost(replica, why)` for each
     replica given up, both also between publishes and while other replicas are busy. If `on_lost`
     returns a future, it ends once the lost replica cannot write into its siblings' memory any more;
     until then no sibling is connected to another source. `on_hold` gets the replicas that keep
     their version, and whether others that commit it will too. If replicas `may_come` later, a
-    publish needs none.
-    """
+    publish needs none."""
 
     def __init__(
         self,
@@ -321,8 +322,7 @@ class Publisher:
     async def connect(self) -> None:
         """Connect all replicas given at the start; none is connected before all layouts fit.
 
-        Any failure is raised: ValueError from the reshard plan, or what the executor raised.
-        """
+        Any failure is raised: ValueError from the reshard plan, or what the executor raised."""
         waiting, self._waiting = self._waiting, {}
         try:
             await self._replicas.join(waiting)
@@ -333,8 +333,7 @@ class Publisher:
         """Let a replica take part, from the newest version on; again if it was restarted.
 
         Any failure of it is raised. If the head of its host fails, that one is lost and the next
-        head is tried.
-        """
+        head is tried."""
         while True:
             await self.drop(replica)
             try:
@@ -345,8 +344,8 @@ class Publisher:
                 self._replicas.give_up_source(error)
 
     async def drop(self, replica: int) -> None:
-        """Forget a replica that left; its source unmaps its memory, and a sibling succeeds it. What
-        takes its place does not keep the version that it was held at."""
+        """Forget a replica that left; its source unmaps its memory, and a sibling succeeds it. If
+        it was held at a version, its successor is not."""
         if replica in self._replicas.held:
             self._replicas.held.discard(replica)
             self._on_hold({*self._replicas.held}, self._held_by_all >= 0)
@@ -355,13 +354,14 @@ class Publisher:
     async def publish(self, version: int) -> PublishStats:
         """Bring `version`, the trainer's present weights, to the connected replicas.
 
-        Returns once each at the trainer's site has it, is held, is lost or can no longer get it; or
-        `weights.straggler_timeout_s` after the first has it: the others follow on their own. One
-        that still takes an earlier version when this begins is not waited for.
+        Returns once each replica at the trainer's site has it, is held, is lost or can no longer
+        get it, or `weights.straggler_timeout_s` after the first one has it: the others follow on
+        their own. A replica that is still taking an earlier version when this begins is not waited
+        for.
 
-        RuntimeError if it is not newer than the last one, a publish is running, or no replica is
-        left and none may come; and the error that ended the replicas' tasks (see `watch`).
-        """
+        Raises RuntimeError if `version` is not newer than the last one, a publish is running, or no
+        replica is left and none may come; and the error that ended the replicas' tasks (see
+        `watch`)."""
         if self._replicas.error is not None:
             raise self._replicas.error
         if version <= self.version:
@@ -385,11 +385,10 @@ class Publisher:
     def hold(self, version: int, at_most: int | None) -> Iterator[None]:
         """Let some replicas keep `version`, the last one published, while the block runs.
 
-        `at_most` of them, and at most half so that the others go on; None: all that have it.
-        Replicas that feed no other are chosen first. With None those that commit it while the block
-        runs keep it too. RuntimeError if a newer version is under way, because then none is sure to
-        keep it.
-        """
+        They are `at_most` as many, and at most half of all so that the others go on; None: all that
+        have it. Replicas that feed no other are chosen first. With None, replicas that commit the
+        version while the block runs keep it too. Raises RuntimeError if a newer version is on its
+        way, because then none is sure to keep it."""
         if version != self.version:
             raise RuntimeError(f"version {version} must be the one published last: {self.version}")
         syncs = self._replicas.syncs.values()
@@ -417,7 +416,7 @@ class Publisher:
         raise self._replicas.error
 
     async def close(self) -> None:
-        """End the replicas' tasks; what is prepared and not committed is aborted."""
+        """End the replicas' tasks; versions that are prepared and not committed are aborted."""
         await self._replicas.close()
 
     async def _spread(self, version: int) -> None:
@@ -449,7 +448,7 @@ class Publisher:
         self._require_replicas(f"no generator took version {version}")
 
     def _is_behind(self, sync: ReplicaSync) -> bool:
-        """Whether the replica, or one that feeds it, still takes an earlier version."""
+        """Return whether the replica, or one that feeds it, is still taking an earlier version."""
         head = sync.source
         is_behind = sync.replica in self._replicas.updating
         return is_behind or (isinstance(head, ReplicaSync) and self._is_behind(head))
@@ -466,7 +465,7 @@ class Publisher:
             raise NoGenerator(requirement) from why
 
     def _is_settled(self, sync: ReplicaSync, version: int) -> bool:
-        """Whether waiting longer would not bring `version` to the replica."""
+        """Return whether waiting longer would not bring `version` to the replica."""
         if sync.state is State.GONE or max(sync.version, sync.refused) >= version:
             return True
         if sync.replica in self._replicas.held:

@@ -1,5 +1,5 @@
-"""The protocol of a publish for one replica: its states, its calls, and how a version gets from
-its source into it."""
+"""The protocol of a publish for one replica: its states, its calls, and the way of a version from
+its source into the replica."""
 
 from __future__ import annotations
 
@@ -22,66 +22,65 @@ class WeightSource(Protocol):
     """A rank of the source of a publish."""
 
     async def source_layout(self) -> RankLayout:
-        """Where this rank keeps its boxes of the parameters."""
+        """Return where this rank keeps its boxes of the parameters."""
 
     async def connect_target(self, replica: int, route: Route | None) -> None:
-        """Keep the route to `replica`, this rank's part of it; waits for its other ranks. None
+        """Keep this rank's part of the route to `replica`, and wait for its other ranks. None
         forgets the replica and unmaps its memory."""
 
     async def write(self, version: int, handles: list[StagingHandle]) -> Fingerprints:
         """Write `version` into the staging memory of one replica (a handle per rank).
 
-        Returns the fingerprints of what was written, by parameter, for all the replica's ranks
-        together: an element that several of them hold counts once for each. StaleVersion if
-        `version` can no longer be read, TargetLost if the replica cannot be reached.
-        """
+        Returns the fingerprints of the written values, by parameter, for all the replica's ranks
+        together: an element that several of them hold counts once for each. Raises StaleVersion if
+        `version` can no longer be read, TargetLost if the replica cannot be reached."""
 
 
 class WeightTarget(Protocol):
     """A rank of a generator replica in a publish."""
 
     async def target_layout(self) -> RankLayout:
-        """Where this rank wants its boxes of the parameters."""
+        """Return where this rank wants its boxes of the parameters."""
 
     async def connect_source(self, route: Route) -> None:
-        """Receive over this rank's part of the route that leads here; it replaces the one before.
-        Waits for its other ranks."""
+        """Receive over this rank's part of the route that leads here, which replaces the route
+        before, and wait for its other ranks."""
 
     async def prepare(self, version: int) -> StagingHandle:
-        """Open the staging memory for `version` and say where it is."""
+        """Open the staging memory for `version` and return its handle."""
 
     async def verify(self, version: int) -> Fingerprints:
-        """Fingerprints of the parameters in the staging memory: all that the rank holds.
+        """Return the fingerprints of all parameters that the rank holds in the staging memory.
 
-        Waits until what the source wrote has arrived.
-        """
+        It waits until everything that the source wrote has arrived."""
 
     async def commit(self, version: int) -> int:
-        """Make it active between two decode steps; returns the number of running rollouts."""
+        """Make the version active between two decode steps. Returns the number of running
+        rollouts."""
 
     async def abort(self, version: int) -> None:
-        """Forget what was prepared; the active weights stay."""
+        """Forget the prepared version; the active weights stay."""
 
 
 class State(Enum):
-    """Where a replica stands."""
+    """The state of a replica in the protocol."""
 
     # No route leads here from its source: at the start, after an abort, after a new source.
     DISCONNECTED = "disconnected"
-    # Connected, with nothing prepared.
+    # A route leads here, and nothing is prepared.
     IDLE = "idle"
     # A version is prepared: its source writes it, and both fingerprints are compared.
     STAGING = "staging"
-    # What arrived is what was written, and waits until this replica may commit.
+    # The version has arrived as written, and waits until this replica may commit.
     VERIFIED = "verified"
-    # It becomes active between two decode steps.
+    # The version becomes active between two decode steps.
     COMMITTING = "committing"
-    # Lost or dropped.
+    # The replica was lost or dropped.
     GONE = "gone"
 
 
 class Event(Enum):
-    """What happens to a replica."""
+    """An event of a replica."""
 
     CONNECT = "connect"  # both ends have the route
     DETACH = "detach"  # another source feeds it from now on
@@ -98,7 +97,7 @@ TRANSITIONS = {
     (State.IDLE, Event.DETACH): State.DISCONNECTED,
     (State.IDLE, Event.PREPARE): State.STAGING,
     (State.STAGING, Event.VERIFY): State.VERIFIED,
-    # Ranks of the source may still write into what was prepared: only a new route ends that.
+    # Ranks of the source may still write into the staging memory; only a new route ends that.
     (State.STAGING, Event.ABORT): State.DISCONNECTED,
     (State.VERIFIED, Event.ABORT): State.DISCONNECTED,
     (State.VERIFIED, Event.COMMIT): State.COMMITTING,
@@ -109,7 +108,7 @@ TRANSITIONS = {
 
 
 def next_state(state: State, event: Event) -> State:
-    """The state after `event`; RuntimeError if the table does not allow it."""
+    """Return the state after `event`. Raises RuntimeError if the table does not allow it."""
     if (state, event) not in TRANSITIONS:
         raise RuntimeError(f"event {event.value} must not happen in state {state.value}")
     return TRANSITIONS[state, event]
@@ -122,8 +121,7 @@ async def attempt(call: Coroutine[Any, Any, T], timeout_s: float) -> asyncio.Tas
     """Wait for the call, then cancel it if it has not ended; its outcome is left in the task.
 
     If the timer fires late, this process stood still meanwhile (Ctrl-Z stops the controller alone):
-    the answer, which may lie there unread, gets as much time again.
-    """
+    the answer, which may lie there unread, gets as much time again."""
     task = asyncio.ensure_future(call)
     clock = asyncio.get_running_loop().time
     try:
@@ -141,7 +139,7 @@ async def attempt(call: Coroutine[Any, Any, T], timeout_s: float) -> asyncio.Tas
 
 
 def failure(task: asyncio.Future[Any], what: str, timeout_s: float) -> BaseException | None:
-    """What an attempt raised; TimeoutError if it did not end, None if it succeeded."""
+    """Return the exception of an attempt; TimeoutError if it did not end, None if it succeeded."""
     if task.done() and not task.cancelled():
         return task.exception()
     return TimeoutError(f"{what} must end within weights.timeout_s={timeout_s:g} s, got no answer")
@@ -151,8 +149,8 @@ class Change:
     """A condition on state that tasks of one event loop share.
 
     `notify` wakes only the waiters whose predicate holds, and asks only those that the change may
-    concern: with hundreds of replicas that all wait, a change of one concerns those that it feeds.
-    """
+    concern: with hundreds of replicas that all wait, a change of one concerns those that it
+    feeds."""
 
     def __init__(self) -> None:
         self._waiting: defaultdict[object, dict[asyncio.Future[None], Callable[[], object]]] = (
@@ -160,7 +158,7 @@ class Change:
         )
 
     def notify(self, of: object = None) -> None:
-        """Wake the tasks whose predicate holds now. If only `of` has changed, those that wait for
+        """Wake the tasks whose predicate holds now. If only `of` has changed, tasks that wait for
         something else are left out."""
         concerned = self._waiting if of is None else {None, of} & self._waiting.keys()
         for waiting in [self._waiting[each] for each in concerned]:
@@ -169,8 +167,8 @@ class Change:
                     future.set_result(None)
 
     async def until(self, predicate: Callable[[], object], of: object = None) -> None:
-        """Return once `predicate()` is true. It becomes so by a change of `of` or by one that
-        concerns all; None: by any."""
+        """Return once `predicate()` is true. It becomes so by a change of `of` or one that concerns
+        all; if `of` is None, by any change."""
         while not predicate():
             future = asyncio.get_running_loop().create_future()
             self._waiting[of][future] = predicate
@@ -191,7 +189,7 @@ class Stagger:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Other tasks wait while the block runs, for `limit_s` at most."""
+        """Make other tasks wait while the block runs, for `limit_s` at most."""
         await self._lock.acquire()
         held = ExitStack()
         held.callback(self._lock.release)
@@ -208,11 +206,10 @@ PROBE_S = 5.0  # a source that answers another call within this time is not sile
 
 
 class Source:
-    """What feeds replicas: the trainer, or a replica (`ReplicaSync`) of the same host.
+    """A source of replicas' weights: the trainer, or a replica (`ReplicaSync`) of the same host.
 
-    `version` is what it holds: the trainer the one published last, a replica its active one. `sums`
-    are the fingerprints of the version where they are known.
-    """
+    `version` is the version that it holds: the trainer the one published last, a replica its active
+    one. `sums` are the fingerprints of the version where they are known."""
 
     def __init__(self, name: str, ranks: AllRanks) -> None:
         self.name, self.ranks = name, ranks
@@ -232,9 +229,8 @@ class SourceLost(Exception):  # noqa: N818 - an outcome more than an error
 class ReplicaSync(Source):
     """A replica on its way from version to version; for its siblings it is a source.
 
-    `target` is where its ranks want their boxes, `source` what feeds it, and `refused` the newest
-    version that this source no longer had.
-    """
+    `target` is where its ranks want their boxes, `source` is its source, and `refused` the newest
+    version that this source no longer had."""
 
     def __init__(
         self,
@@ -266,18 +262,19 @@ class ReplicaSync(Source):
             self.source, self.refused = source, -1
 
     def leave(self) -> None:
-        """The replica is lost or dropped."""
+        """Mark the replica as lost or dropped."""
         self._move(Event.LEAVE)
 
     def next_version(self) -> int | None:
-        """The version that the source has for this replica, if any."""
+        """Return the version that the source has for this replica, if any."""
         source = self.source
         if source is None or source.version <= max(self.version, self.refused):
             return None
         return source.version
 
     async def layout_of(self, source: Source) -> list[RankLayout]:
-        """Where the source keeps what it can send, asked once. Raises as `connect` does."""
+        """Return where the source keeps its boxes, which is asked once. Raises as `connect`
+        does."""
         if not source.layout:
             asked = await attempt(source.ranks.all(WeightSource.source_layout), self._timeout_s)
             source.layout = self._result(source, asked, "layout")
@@ -286,8 +283,8 @@ class ReplicaSync(Source):
     async def connect(self, source: Source, sending: SplitRoute, receiving: SplitRoute) -> None:
         """Give the route to both ends at the same time; they may wait for each other.
 
-        Raises ReplicaLost, SourceLost, or what the trainer raised (TimeoutError if nothing).
-        """
+        Raises ReplicaLost, SourceLost, or what the trainer raised (TimeoutError if it did not
+        answer)."""
         if self.state is State.IDLE:
             self._move(Event.DETACH)
         self.transport, self.route_source = receiving.route.transport, source
@@ -308,11 +305,11 @@ class ReplicaSync(Source):
         self._move(Event.CONNECT)
 
     async def update(self, version: int) -> int:
-        """Bring `version` from the source into the replica; returns its running rollouts.
+        """Bring `version` from the source into the replica. Returns its number of running rollouts.
 
-        Raises RuntimeError if it is not newer than what the replica has, StaleVersion, SourceLost,
-        ReplicaLost, FingerprintMismatch, or what the trainer raised (TimeoutError if nothing).
-        """
+        Raises RuntimeError if `version` is not newer than the replica's, StaleVersion, SourceLost,
+        ReplicaLost, FingerprintMismatch, or what the trainer raised (TimeoutError if it did not
+        answer)."""
         source = self.source
         if source is None or version <= self.version:
             raise RuntimeError(
@@ -341,7 +338,7 @@ class ReplicaSync(Source):
         self.state = next_state(self.state, event)
 
     def _origin(self, source: Source, version: int) -> dict[str, int]:
-        """The fingerprints that a sibling of the same layout had of `version`; {} if unknown."""
+        """Return the fingerprints of `version` in a sibling of the same layout; {} if unknown."""
         is_alike = isinstance(source, ReplicaSync) and source.target == self.target
         return source.sums if is_alike and source.version == version else {}
 
@@ -352,7 +349,8 @@ class ReplicaSync(Source):
         handles: list[StagingHandle],
         origin: dict[str, int],
     ) -> dict[str, int]:
-        """Have it written and compare what arrived: with what was written, and `origin`."""
+        """Have the version written, and compare the arrived fingerprints with the written ones and
+        `origin`."""
         written = add_up(await self._write(source, version, handles))
         found = add_up(await self._ask(WeightTarget.verify, version))
         way = f" from {source.name}" if isinstance(source, ReplicaSync) else ""
@@ -367,8 +365,7 @@ class ReplicaSync(Source):
     ) -> list[Fingerprints]:
         """Let the source write; if its write hangs, find out which end is to blame.
 
-        If the source answers another call meanwhile, the target is the one that hangs.
-        """
+        If the source answers another call meanwhile, the target is the end that hangs."""
         call = source.ranks.all(WeightSource.write, version, handles)
         writing = await attempt(call, self._timeout_s)
         if not writing.done() and not TRANSPORTS[self.transport].is_mapped:
@@ -388,14 +385,14 @@ class ReplicaSync(Source):
         return self._answer(await attempt(call, self._timeout_s), method.__name__)
 
     def _answer(self, task: asyncio.Future[T], step: str) -> T:
-        """What the replica answered; ReplicaLost for all else."""
+        """Return the replica's answer. Raises ReplicaLost for anything else."""
         error = failure(task, f"generator {self.replica} {step}", self._timeout_s)
         if error is not None:
             raise ReplicaLost(f"generator {self.replica} failed at {step}: {error!r}") from error
         return task.result()
 
     def _result(self, source: Source, task: asyncio.Future[T], step: str) -> T:
-        """What the source answered; for all else the error, by whose fault it is."""
+        """Return the source's answer; for anything else raise the error of the end at fault."""
         error = failure(task, f"{source.name} {step}", self._timeout_s)
         if error is None:
             return task.result()

@@ -30,15 +30,15 @@ from llamarl.publish.layout import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightKind:
-    """`device`, cpu or cuda, is where the weights are; `form` is all else that replicas of a kind
-    have in common: engine, dtype, quantisation, ranks."""
+    """The kind of a replica's weights: `device`, cpu or cuda, is where they are; `form` has all
+    else that replicas of a kind have in common: engine, dtype, quantisation, ranks."""
 
     device: str
     form: tuple[str, ...] = ()
 
 
 def weight_kind(generator: GeneratorConfig, replica: int) -> WeightKind:
-    """Of one replica of a run with this `generator`."""
+    """Return the kind of one replica of a run with this `generator`."""
     own = generator_of(generator, replica)
     form = type(own).__name__, own.dtype, own.quantization, str(own.num_ranks)
     return WeightKind(device=own.device, form=form)
@@ -49,12 +49,11 @@ def assign_sources(
     far_sites: Mapping[str, str],
     kind_of: Callable[[int], WeightKind | None] = lambda replica: None,
 ) -> dict[int, int | None]:
-    """Replica -> the replica that feeds it, None for the trainer.
+    """Return a dict of replica -> the replica that feeds it, None for the trainer.
 
-    `layouts` are those of each replica's ranks, the replicas in the order they joined; `far_sites`
-    host -> site, of hosts at other sites than the trainer's. A replica is fed by another of its own
-    kind alone: a narrower one has fewer bits.
-    """
+    `layouts` has the layouts of each replica's ranks, with the replicas in the order they joined;
+    `far_sites` maps host to site, for hosts at other sites than the trainer's. A replica is fed
+    only by another of its own kind: a narrower one has fewer bits."""
     sources: dict[int, int | None] = {}
     heads: dict[tuple[str, WeightKind | None], int] = {}  # by host
     site_heads: dict[tuple[str, WeightKind | None], int] = {}
@@ -93,28 +92,27 @@ class _Piece:
 
     @property
     def num_elements(self) -> int:
-        """In all layers."""
+        """The number of elements in all layers."""
         return _num_elements(self.region) * len(self.alike.names)
 
 
 def plan(source: list[RankLayout], target: list[RankLayout]) -> list[Copy]:
-    """Copies that fill every box of `target` (one replica) from the boxes of `source`.
+    """Return the copies that fill every box of `target` (one replica) from the boxes of `source`.
 
     A target that wants quantised matrices gets these from the shards of the matrices
-    (`quantized_parameters.offered`). Layers that look alike are planned once. Where several source
-    ranks hold the same box, the bytes are evened out over them. The result does not depend on the
-    order of the ranks. ValueError, naming the parameter, if it is missing on one side, shapes
-    differ, a box lies outside its parameter, the source does not cover a target box, or the target
-    ranks together do not hold all of the parameter.
-    """
+    (`layout.offered`). Layers that look alike are planned once. Where several source ranks hold the
+    same box, the bytes are evened out over them. The result does not depend on the order of the
+    ranks. Raises ValueError, naming the parameter, if it is missing on one side, shapes differ, a
+    box lies outside its parameter, the source does not cover a target box, or the target ranks
+    together do not hold all of the parameter."""
     source = offered(source, target)
     sources, targets = _by_name(source, "trainer"), _by_name(target, "generator")
     for name in sorted(sources.keys() ^ targets.keys()):
         side = "generator" if name in sources else "trainer"
         raise ValueError(f"parameter {name} must be on both sides, but the {side} does not have it")
     pieces = [piece for alike in find_alike(sources, targets) for piece in _pieces(alike)]
-    # First those that only one source can send, then, largest first, each of the others is sent by
-    # the holder that sends the fewest bytes so far.
+    # Pieces that only one source can send come first; each of the others, largest first, is sent
+    # by the holder that sends the fewest bytes so far.
     pieces.sort(key=lambda piece: (len(piece.holders) > 1, -piece.num_elements))
     sent_bytes = Counter[int]()
     copies: dict[tuple[str, ...], list[Copy]] = {}
@@ -127,14 +125,14 @@ def plan(source: list[RankLayout], target: list[RankLayout]) -> list[Copy]:
 
 
 def num_bytes(copies: Iterable[Copy]) -> int:
-    """Bytes that these copies write into target memory."""
+    """Return the number of bytes that these copies write into target memory."""
     return sum(
         copy.num_layers * math.prod(copy.shape) * DTYPE_BYTES[copy.target_dtype] for copy in copies
     )
 
 
 def _by_name(layouts: list[RankLayout], side: str) -> dict[str, Held]:
-    """Parameter name -> rank -> layout, with every layout checked on its own."""
+    """Return parameter name -> rank -> layout, after checking every layout on its own."""
     ranks = [layout.rank for layout in layouts]
     if len(set(ranks)) != len(ranks) or not ranks:
         raise ValueError(f"{side} ranks must be distinct and at least one, got {ranks}")
@@ -168,8 +166,7 @@ def _check_box(name: str, shape: tuple[int, ...], box: Box) -> None:
 def _pieces(alike: AlikeLayers) -> Iterator[_Piece]:
     """Cut all target boxes of parameters that look alike along the borders of the source boxes.
 
-    Of a large box that several sources hold each gets a slab.
-    """
+    If several sources hold a large box, each sends a slab of it."""
     name, sources, targets = alike.names[0], alike.sources, alike.targets
     shapes = {layout.shape for layout in (*sources.values(), *targets.values())}
     if len(shapes) > 1:
@@ -201,7 +198,7 @@ def _pieces(alike: AlikeLayers) -> Iterator[_Piece]:
 def _cut(
     box: Region, regions: tuple[Region, ...]
 ) -> tuple[list[tuple[Region, Region]], list[Region]]:
-    """The parts of `box`, each with the region that it lies in, and what lies in none."""
+    """Return the parts of `box`, each with the region that it lies in, and what lies in none."""
     parts: list[tuple[Region, Region]] = []
     rest = [box]
     for region in regions:
@@ -224,7 +221,8 @@ def _num_elements(region: Region) -> int:
 
 
 def _overlap(a: Region, b: Region) -> Region:
-    """What both contain; its stop is nowhere below its start, so an empty one has 0 elements."""
+    """Return the region that both contain; its stop is nowhere below its start, so an empty one has
+    0 elements."""
     start = tuple(map(max, a[0], b[0]))
     return start, tuple(max(x, min(y, z)) for x, y, z in zip(start, a[1], b[1], strict=True))
 
@@ -234,7 +232,7 @@ def _overlaps(regions: list[Region], region: Region) -> list[Region]:
 
 
 def _subtract(regions: list[Region], hole: Region) -> list[Region]:
-    """What is left of `regions` outside `hole`: up to two slabs per dimension and region."""
+    """Return what is left of `regions` outside `hole`: up to two slabs per dimension and region."""
     left: list[Region] = []
     for region in regions:
         start, stop = _overlap(region, hole)
@@ -268,8 +266,8 @@ def _split(region: Region, num_slabs: int) -> list[Region]:
 
 
 def _shared_out(piece: _Piece, sent_bytes: Counter[int]) -> list[Copy]:
-    """The copies of a piece: one, or if it is much in all layers together, one for each holder,
-    which then take turns from layer to layer."""
+    """Return the copies of a piece: one; or, if all its layers together are large, one for each
+    holder, which then take turns from layer to layer."""
     holders = sorted(piece.holders, key=lambda holder: sent_bytes[holder[0]])
     num_layers = len(piece.alike.names)
     num_senders = min(len(holders), num_layers) if piece.num_elements >= MIN_SPREAD_ELEMENTS else 1
@@ -280,7 +278,7 @@ def _shared_out(piece: _Piece, sent_bytes: Counter[int]) -> list[Copy]:
 
 
 def _copy(piece: _Piece, holder: Holder) -> Copy:
-    """All layers of a piece, from one holder."""
+    """Return the copy of all layers of a piece from one holder."""
     (start, stop), (rank, source, source_step) = piece.region, holder
     return Copy(
         name=piece.alike.names[0],
@@ -321,7 +319,8 @@ def _order(dim: int, copy: Copy) -> tuple[int, int, str, tuple[int, ...], tuple[
 
 
 def _continues(first: Copy, second: Copy, dim: int) -> bool:
-    """Whether `second` begins in both memories and globally where `first` ends along `dim`."""
+    """Return whether `second` begins in both memories and globally where `first` ends along
+    `dim`."""
     if first.start[dim] + first.shape[dim] != second.start[dim]:
         return False  # as mostly; what follows takes longer
     return first.slab(dim, first.shape[dim], second.shape[dim]) == second
@@ -343,20 +342,21 @@ class SplitRoute(PerRank[Route]):
     packed: dict[int, bytes]
 
     def for_rank(self, rank: int) -> Route:
-        """The route as this rank sees it; without copies if none begins or ends there."""
+        """Return the route for this rank; without copies if none begins or ends there."""
         return replace(self.route, copies=_unpacked(self.packed[rank]) if self.has(rank) else ())
 
     def for_ranks(self, ranks: range) -> Self:
-        """The same for some of the ranks."""
+        """Return the route for some of the ranks."""
         return replace(self, packed={rank: self.packed[rank] for rank in ranks if self.has(rank)})
 
     def has(self, rank: int) -> bool:
-        """Whether this rank sends or receives anything."""
+        """Return whether this rank sends or receives anything."""
         return rank in self.packed
 
 
 def pack(copies: Iterable[Copy]) -> PackedCopies:
-    """The copies, cut by rank; those of a pair of ranks keep their order at both ends."""
+    """Return the copies, cut by rank; the copies of a pair of ranks keep their order at both
+    ends."""
     by_source: dict[int, list[Copy]] = {}
     by_target: dict[int, list[Copy]] = {}
     for copy in copies:
@@ -369,7 +369,8 @@ def pack(copies: Iterable[Copy]) -> PackedCopies:
 
 
 def split(packed: PackedCopies, **fields: Any) -> tuple[SplitRoute, SplitRoute]:
-    """(what the source's ranks get, what the target's ranks get); `fields` are Route's others."""
+    """Return the routes of the source's ranks and of the target's ranks; `fields` are Route's
+    others."""
     route = Route(
         copies=(),
         sources=tuple(packed.by_source),

@@ -1,5 +1,5 @@
-"""A source rank's shards as boxes of parameters, and in eight bits: made where a publish begins,
-as the engine would make them."""
+"""A source rank's shards as boxes of parameters, and their quantisation, which happens where a
+publish begins and gives the values that the engine would make."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ Shape = tuple[int, ...]
 def shard_boxes(
     parameters: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, ParameterLayout]]:
-    """(this rank's memory by parameter name, its layout); a rank may hold no box of a DTensor, and
-    holds all of a plain tensor.
+    """Return this rank's memory by parameter name, and its layout. A rank may hold no box of a
+    DTensor, and holds all of a plain tensor.
 
-    The tensors share the shards' memory. Buffers carry the parameters' names.
-    """
+    The tensors share the shards' memory. Buffers carry the parameters' names."""
     tensors: dict[str, Tensor] = {}
     layouts: dict[str, ParameterLayout] = {}
     for name, parameter in parameters.items():
@@ -58,7 +57,8 @@ def shard_boxes(
 
 
 def cut_rows(parameters: Mapping[str, Tensor]) -> frozenset[str]:
-    """The DTensors whose rows are divided among ranks; the same on each rank."""
+    """Return the names of the DTensors whose rows are divided among ranks; the same on each
+    rank."""
     return frozenset(
         name
         for name, parameter in parameters.items()
@@ -74,8 +74,8 @@ def cut_rows(parameters: Mapping[str, Tensor]) -> frozenset[str]:
 def one_box(
     shape: Shape, size: Shape, start: Shape, dtype: str, buffer: str, offset: int
 ) -> ParameterLayout:
-    """A parameter of which the rank holds one box, row after row from `offset` of its `buffer`, or
-    nothing if that is empty."""
+    """Return the layout of a parameter of which the rank holds one box, row after row from `offset`
+    of its `buffer`, or nothing if that is empty."""
     stop = tuple(first + extent for first, extent in zip(start, size, strict=True))
     strides = torch.empty(size, device="meta").stride()
     box = Box(start=start, stop=stop, buffer=buffer, offset=offset, strides=strides)
@@ -84,28 +84,29 @@ def one_box(
 
 
 def rank_layout(rank: int, device: Device, parameters: dict[str, ParameterLayout]) -> RankLayout:
-    """The layout of a rank on this device."""
+    """Return the layout of a rank on this device."""
     return RankLayout(rank=rank, host=f"host-{device.host}", parameters=parameters)
 
 
 def row_maxima(matrix: Tensor) -> Tensor:
-    """The largest magnitude in each row of `matrix` [R, C]: float32 [R]; NaN if the row has one."""
+    """Return the largest magnitude in each row of `matrix` [R, C]: float32 [R]; NaN if the row has
+    one."""
     if matrix.shape[1] == 0:
         return torch.zeros(len(matrix), device=matrix.device)
-    # On CPUs eight times as fast as `aminmax` or a norm along rows, and no copy as `abs` makes.
+    # On CPUs it is eight times as fast as `aminmax` or a row norm, and makes no copy as `abs` does.
     return torch.maximum(matrix.amax(dim=1), matrix.amin(dim=1).neg()).float()
 
 
 def scales_of(maxima: Tensor, format_: Format) -> Tensor:
-    """The scales of matrices whose largest magnitudes are `maxima`, float32 [n]."""
+    """Return the scales of matrices whose largest magnitudes are `maxima`, float32 [n]."""
     largest = torch.full((1,), format_.largest, device=maxima.device)
-    # Rounding keeps the order, so the largest number rounded is the largest of those rounded.
+    # Rounding keeps the order, so rounding the largest number gives the largest rounded one.
     scales = maxima.to(getattr(torch, format_.base_dtype)).float() / largest
     return scales.clamp_(min=format_.smallest_scale).to(getattr(torch, format_.scale_dtype))
 
 
 def quantize(matrix: Tensor, scales: Tensor, format_: Format) -> Tensor:
-    """The values [R, C] of `matrix` [R, C] under `scales`, [R] or [1]: new memory."""
+    """Return the values [R, C] of `matrix` [R, C] under `scales`, [R] or [1], in new memory."""
     base = matrix.to(getattr(torch, format_.base_dtype)).float()
     by = scales.float().unsqueeze(1)
     if base.data_ptr() == matrix.data_ptr():
@@ -117,13 +118,12 @@ def quantize(matrix: Tensor, scales: Tensor, format_: Format) -> Tensor:
 
 
 class ShardScales:
-    """`tensors` are the scales by name, `parameters` the layouts of values and scales, and `made`
-    says by the name of values what they are made of.
+    """The scales of quantised shards. `tensors` has the scales by name, `parameters` the layouts of
+    values and scales, and `made` says by the name of values what they are made from.
 
     `parameters` (of the constructor) are the shards, all of one `device`; `cut` names those whose
-    rows are divided among ranks. `num_ranks` are those of the default process group that hold the
-    model together, 1 if there is none.
-    """
+    rows are divided among ranks. `num_ranks` is the number of ranks of the default process group
+    that hold the model together, 1 if there is none."""
 
     def __init__(
         self,
@@ -177,7 +177,8 @@ class ShardScales:
         self._bases.setdefault(each.base, []).append(each)
 
     def _arrange(self) -> tuple[dict[str, slice], int]:
-        """Where the maxima that ranks share lie, by base or by scale of a tensor; how many."""
+        """Return where the maxima that ranks share lie, by base or by scale of a tensor, and how
+        many there are."""
         places: dict[str, slice] = {}
         end = 0
         for base, made in self._bases.items():
@@ -191,7 +192,7 @@ class ShardScales:
         return places, end
 
     def _of(self, base: str) -> list[str]:
-        """The keys of `places` that a matrix has a part in."""
+        """Return the keys of `places` that a matrix contributes to."""
         keys = [each.scales for each in self._bases[base] if each.format.is_per_tensor]
         return [*dict.fromkeys(keys), *([base] if base in self._places else [])]
 

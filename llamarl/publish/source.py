@@ -1,4 +1,5 @@
-"""The source of a publish: which version a rank's tensors hold, and the writer that sends them."""
+"""The source of a publish: the versions that a rank's tensors hold, and the writer that sends
+them."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ from llamarl.publish.transports.routes import End, make_sender
 
 @dataclass(slots=True)
 class _Set:
-    """Tensors by buffer name; `version` None: not to be read. A snapshot stays for `pending`, of
-    which some have `begun`. `await_values` lets what a thread launches next come after them."""
+    """Tensors by buffer name; if `version` is None they are not to be read. A snapshot stays for
+    the `pending` replicas, some of which have `begun` to read. `await_values` lets the next work
+    that a thread launches come after the tensors' values."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     await_values: Callable[[], None] = lambda: None
@@ -49,7 +51,8 @@ class _Set:
 
 
 class VersionedTensors:
-    """Thread-safe; `tensors` are the present ones, without a version until `label` names it."""
+    """Tensors with the version that they hold, for readers on several threads. `tensors` are the
+    present ones, which have no version until `label` names it."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._changed = threading.Condition()
@@ -68,9 +71,8 @@ class VersionedTensors:
     def label(self, version: int, tensors: dict[str, Tensor] | None = None) -> None:
         """Label the present tensors; `tensors` take their place if given (same names, views).
 
-        What they replace can still be read under its own version, until `invalidate` or the next
-        such call.
-        """
+        Memory that they replace can still be read under its own version, until `invalidate` or the
+        next such call."""
         with self._changed:
             if tensors is not None:
                 self._replace(_detached(tensors))
@@ -80,26 +82,26 @@ class VersionedTensors:
             self._pending = set(self._readers)
 
     def announce(self) -> None:
-        """The present version will be published: every reader will ask for it."""
+        """Note that the present version will be published: every reader will ask for it."""
         with self._changed:
             self._is_announced = True
 
     def add_reader(self, replica: int, *, is_slow: bool = False) -> None:
-        """A replica was connected; the present version is pending for it."""
+        """Add a connected replica; the present version is pending for it."""
         with self._changed:
             self._readers.add(replica)
             (self._slow.add if is_slow else self._slow.discard)(replica)
             self._pending.add(replica)
 
     def remove_reader(self, replica: int) -> None:
-        """A replica was disconnected."""
+        """Remove a disconnected replica."""
         with self._changed:
             self._readers.discard(replica)
             self._pending.discard(replica)
             self._drop_snapshot(replica)
 
     def acknowledge(self, replica: int, version: int) -> None:
-        """A write of `version` to `replica` was completed."""
+        """Note that a write of `version` to `replica` is complete."""
         with self._changed:
             if version == self._present.version:
                 self._is_announced = True
@@ -111,9 +113,8 @@ class VersionedTensors:
         """Return once the caller may change the present tensors; they have no version then.
 
         Takes a snapshot if a reader is pending and the present version was announced or some write
-        of it has begun. It replaces the snapshot before, in the same memory, unless a slow reader
-        is amid that one; and is given back when no reader needs it any more.
-        """
+        of it has begun. The snapshot replaces the one before, in the same memory, unless a slow
+        reader is amid that one; it is freed when no reader needs it any more."""
         with self._changed:
             version = self._present.version
             is_needed = version is not None and self._is_announced and bool(self._pending)
@@ -138,7 +139,7 @@ class VersionedTensors:
             self._close(self._present)
 
     def release(self) -> None:
-        """Give back the memory of the older set; writes that need it get StaleVersion."""
+        """Free the memory of the older set; writes that need it get StaleVersion."""
         with self._changed:
             self._close(self._older)
             self._older = _Set()
@@ -152,8 +153,8 @@ class VersionedTensors:
 
     @contextmanager
     def reading(self, version: int, replica: int | None = None) -> Iterator[dict[str, Tensor]]:
-        """The tensors that hold `version`, unchanged as long as the block lasts; StaleVersion.
-        `replica` is the reader, if it is one."""
+        """Yield the tensors that hold `version`, which do not change while the block runs.
+        `replica` is the reader, if it is one. Raises StaleVersion if no tensors hold it."""
         with self._changed:
             held = next((s for s in (self._present, self._older) if s.version == version), None)
             if held is None:
@@ -175,7 +176,8 @@ class VersionedTensors:
                 self._changed.notify_all()
 
     def _replace(self, tensors: dict[str, Tensor]) -> None:
-        """With the lock held: make `tensors` the present ones; other memory becomes the older."""
+        """Make `tensors` the present ones; if their memory is another, the replaced ones become the
+        older set. Called with the lock held."""
         before = self._present
         if tensors.keys() != before.tensors.keys():
             raise ValueError(f"buffers must be {sorted(before.tensors)}, got {sorted(tensors)}")
@@ -190,20 +192,21 @@ class VersionedTensors:
         self._present = _Set(tensors)
 
     def _drop_snapshot(self, replica: int) -> None:
-        """With the lock held: this replica no longer needs the snapshot; the last one frees it."""
+        """Note that this replica no longer needs the snapshot; the last one frees it. Called with
+        the lock held."""
         if replica in self._older.pending:
             self._older.pending.discard(replica)
             if not self._older.pending:
                 self._older = _Set()  # a copy that still reads it keeps its memory
 
     def _close(self, held: _Set) -> None:
-        """With the lock held: let no new copy read the set, and wait for those that do."""
+        """Let no new copy read the set, and wait for those that do. Called with the lock held."""
         held.version = None
         self._changed.wait_for(lambda: held.num_reading == 0)
 
 
 def _mark(tensors: dict[str, Tensor]) -> Callable[[], None]:
-    """The point that the queue of their device has come to."""
+    """Return a call that waits for the present point of their device's queue."""
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     return platform_of(device).mark(device)
 
@@ -216,15 +219,14 @@ class Writer:
     """Writes the tensors of source rank `rank` into generators' staging memory.
 
     `tensors` are flat memory or shards by buffer name; `parameters` says which boxes of which
-    parameter they hold; `scales` adds what is quantised from these. They are kept as
+    parameter they hold; `scales` adds the quantised matrices made from these. They are kept as
     `Writer.tensors` (VersionedTensors): the owner labels them with a version, and begins a step or
     invalidates a version before it changes them; the writer adds a replica as a reader when it is
-    connected and acknowledges what was written to it.
+    connected and acknowledges each write to it.
 
     Writes to different replicas may run at once, each on a thread of its own, beside the owner's
-    calls. `timeout_s` limits what waits for the other end. Of the
-    messages that several replicas get, `packed_bytes` are kept in `messages` until all have them.
-    """
+    calls. `timeout_s` limits each wait for the other end. Up to `packed_bytes` of messages that
+    several replicas get are kept in `messages` until all have them."""
 
     def __init__(
         self,
@@ -252,16 +254,16 @@ class Writer:
         self._senders: dict[int, TransportSender | None] = {}
 
     def layout(self) -> RankLayout:
-        """Where this rank keeps its boxes."""
+        """Return where this rank keeps its boxes."""
         return self._layout
 
     def connect(self, replica: int, route: Route | None) -> None:
         """Keep `route`, whose copies start at this rank; None forgets the replica.
 
         Unmaps what was mapped for `replica` before, so that a dead replica's memory is freed. Over
-        the collective transport this waits for the other ranks of the route: TargetLost if they
-        do not come. ValueError if a copy does not read from where the layout has its elements.
-        """
+        the collective transport this waits for the other ranks of the route, and raises TargetLost
+        if they do not come. Raises ValueError if a copy does not read from where the layout has its
+        elements."""
         for copy in () if route is None else route.copies:
             for single in copy.each():
                 self._require_own(single)
@@ -282,11 +284,10 @@ class Writer:
         """Write this rank's slices of `version` into the staging memory of one replica.
 
         `handles`: one per rank of the replica. Returns the fingerprint by parameter of all values
-        written, for all target ranks together. StaleVersion if it would have to read `version` and
-        this rank does not hold it, or no longer: what was packed for another replica is not read
-        again. TargetLost if the replica cannot be reached; RuntimeError if it is not connected or
-        has prepared another version.
-        """
+        written, for all target ranks together. Raises StaleVersion if it has to read `version` and
+        this rank does not hold it any more, which messages packed for another replica do not need;
+        TargetLost if the replica cannot be reached; RuntimeError if it is not connected or has
+        prepared another version."""
         replica = handles[0].replica
         for handle in handles:
             if handle.version != version:
@@ -308,7 +309,7 @@ class Writer:
         return written
 
     def _transfer(self, copy: Copy, tensors: Mapping[str, Tensor], target: Tensor) -> int:
-        """Copy one box, cast or quantised, into `target`; returns its fingerprint."""
+        """Copy one box, cast or quantised, into `target`. Returns its fingerprint."""
         layout, made = self._parameters[copy.name], self._made.get(copy.name)
         tensor = tensors[copy.source_buffer]
         if tensor.dtype == torch.uint8:  # memory of several dtypes
@@ -332,10 +333,9 @@ class Writer:
         return total
 
     def _require_own(self, copy: Copy) -> None:
-        """ValueError unless the copy reads where this rank's layout has those elements.
+        """Raise ValueError unless the copy reads where this rank's layout has those elements.
 
-        A fingerprint does not find this: wrong values read here would arrive as they were read.
-        """
+        A fingerprint does not find this: wrong values read here would arrive as they were read."""
         parameter = self._parameters.get(copy.name)
         place = copy.source_buffer, copy.source_offset, copy.source_strides
         stop = tuple(map(operator.add, copy.start, copy.shape))
@@ -354,10 +354,9 @@ class SourcePart(WeightSource):
     """The source of one rank; writes run on threads beside the compute thread.
 
     `buffers` and `parameters` are the Writer's. The owner labels them with the version that they
-    hold. A trainer also sends its matrices in these `formats`: `cut` and `num_ranks` are those of
-    ShardScales. `frozen` are the sums of weights that no publish moves. `check` raises if the
-    executor is not fit to be asked.
-    """
+    hold. A trainer also sends its matrices in these `formats`, for which `cut` and `num_ranks` are
+    those of ShardScales. `frozen` are the sums of weights that no publish moves. `check` raises if
+    the executor cannot answer calls."""
 
     def __init__(
         self,
@@ -396,25 +395,25 @@ class SourcePart(WeightSource):
         self.background = Background()
 
     async def source_layout(self) -> RankLayout:
-        """Where this rank keeps its boxes of the parameters."""
+        """Return where this rank keeps its boxes of the parameters."""
         self._check()
         return replace(self._writer.layout(), frozen=self._frozen)
 
     async def connect_target(self, replica: int, route: Route | None) -> None:
-        """Keep the route to `replica`, this rank's part of it (None: forget the replica); waits for
+        """Keep this rank's part of the route to `replica` (None: forget the replica), and wait for
         the route's other ranks."""
         self._check()
         await self.background.run(self._writer.connect, replica, route)
 
     async def write(self, version: int, handles: list[StagingHandle]) -> Fingerprints:
-        """Write `version` into a replica's staging memory. StaleVersion, TargetLost."""
+        """Write `version` into a replica's staging memory. Raises StaleVersion or TargetLost."""
         self._check()
         with self._spans.span("write", "publish", version=version):
             return await self.background.run(self._writer.write, version, handles)
 
     @torch.no_grad()
     def label(self, version: int, buffers: dict[str, Tensor] | None = None) -> None:
-        """The present tensors hold `version`; `buffers` take their place if given, as in
+        """Label the present tensors with `version`; `buffers` take their place if given, as in
         `VersionedTensors.label`. With formats all ranks call it, where their collectives run."""
         if self._scales is not None:
             held = buffers or self._buffers
@@ -431,7 +430,7 @@ class SourcePart(WeightSource):
         self._writer.messages.clear()
 
     def restore(self) -> None:
-        """The tensors hold what they held when they were withdrawn."""
+        """Label the tensors as before they were withdrawn; they hold the same values again."""
         if self._withdrawn is not None:
             self.tensors.label(self._withdrawn)
             self._withdrawn = None

@@ -1,5 +1,5 @@
-"""The target of a publish: a generator rank's weights, the active ones that the engine reads,
-and the staging memory."""
+"""The target of a publish: a generator rank's active weights, which the engine reads, and its
+staging memory."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ ALIGN_BYTES = 64  # a cache line, and the widest vector load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The flat memory that a publish fills for this rank: `num_elements` of `dtype`, and the
-    boxes of every parameter (Hugging Face names) that the rank holds.
+    """The flat memory that a publish fills for this rank: `num_elements` of `dtype`, and the boxes
+    of every parameter (Hugging Face names) that the rank holds.
 
     Where parameters differ in dtype, as quantised matrices and their scales do, the memory is bytes
     (uint8, a multiple of ALIGN_BYTES), and a parameter is found in a view of its own dtype.
 
     `is_staged`: the engine makes its own weights from this memory at a commit (packed, or copied to
-    where captured graphs read them); else it decodes straight from it.
-    """
+    where captured graphs read them); else it decodes straight from it."""
 
     parameters: dict[str, ParameterLayout]
     num_elements: int
@@ -42,7 +41,7 @@ class Memory:
     is_staged: bool = False
 
     def check(self) -> None:
-        """ValueError unless all boxes lie in a weight buffer of this size and dtype."""
+        """Raise ValueError unless all boxes lie in a weight buffer of this size and dtype."""
         dtype, num_bytes = self.dtype, self.num_elements * self.dtype.itemsize
         is_mixed = dtype == torch.uint8
         if is_mixed and num_bytes % ALIGN_BYTES:
@@ -66,15 +65,15 @@ class Memory:
 
 
 def _extent(box: Box) -> tuple[int, int]:
-    """First element and the one behind the last; (0, 0) for an empty box."""
+    """Return the first element and the one behind the last; (0, 0) for an empty box."""
     if 0 in box.shape:
         return 0, 0
     return box.offset, box.offset_of(tuple(stop - 1 for stop in box.stop)) + 1
 
 
 class EarlySums:
-    """`take(name)` gives the fingerprint of a parameter; it runs on a thread of its own for each
-    name that `add` gets, from whichever thread."""
+    """Takes fingerprints while other parameters still arrive: `take(name)` returns that of a
+    parameter, and runs on a thread of its own for each name that `add` gets, from any thread."""
 
     def __init__(self, take: Callable[[str], int]) -> None:
         self._take = take
@@ -86,12 +85,12 @@ class EarlySums:
         self._thread.start()
 
     def add(self, name: str) -> None:
-        """All of this parameter has arrived."""
+        """Note that all of this parameter has arrived."""
         self._names.put(name)
 
     def finish(self, names: Iterable[str]) -> Fingerprints:
-        """Those of `names`, all of which have arrived; what `take` raised. RuntimeError after
-        `stop`."""
+        """Return the fingerprints of `names`, all of which have arrived. Raises what `take` raised,
+        or RuntimeError after `stop`."""
         self._names.put(None)
         self._thread.join()
         if self._is_stopped:
@@ -103,7 +102,7 @@ class EarlySums:
         )
 
     def stop(self) -> None:
-        """Forget them."""
+        """Stop, and forget the fingerprints."""
         self._is_stopped = True
         self._names.put(None)
         self._thread.join()
@@ -119,20 +118,18 @@ class EarlySums:
 class WeightBuffer:
     """The `memory` of one rank of a replica, and its staging.
 
-    Its boxes are in buffer BUFFER. What they leave out (padding) is never written by a source; all
-    memory starts as zeros. Before the first commit the owner fills `active` itself, and sets
-    `version`.
+    Its boxes are in buffer BUFFER. Padding between them is never written by a source; all memory
+    starts as zeros. Before the first commit the owner fills `active` itself, and sets `version`.
 
     With `is_offloaded` its owner moves it off the device between publishes (`movable`).
 
     `before_overwrite(version)` is called before memory that holds `version` is prepared or copied
     over: an owner that passes the weights on sets it to its Writer's `tensors.invalidate`.
 
-    ValueError if a box does not fit or there is too little memory; nothing is created then.
+    Raises ValueError if a box does not fit or there is too little memory, and creates nothing then;
     RuntimeError if calls come in another order than prepare, [verify,] commit or abort. `commit`
     belongs on the executor's compute thread; the other methods may run beside decoding on other
-    threads, one at a time.
-    """
+    threads, one at a time."""
 
     def __init__(
         self,
@@ -169,7 +166,7 @@ class WeightBuffer:
     def _allocate(
         self, label: str, num_elements: int, dtype: torch.dtype, has_host_staging: bool
     ) -> None:
-        """Active and staging memory; one for both if staged."""
+        """Allocate active and staging memory; one block for both if staged."""
         wanted = [("a", False), ("b", has_host_staging)]
         if self._is_staged:
             wanted = [("a", has_host_staging)]
@@ -200,14 +197,14 @@ class WeightBuffer:
         return self._staging.flat
 
     def layout(self) -> RankLayout:
-        """Where this rank wants its boxes."""
+        """Return where this rank wants its boxes."""
         return RankLayout(rank=self._rank, host=self._host, parameters=self._parameters)
 
     def connect(self, route: Route) -> None:
-        """Receive over `route` from now on. Waits for the other ranks of a collective route.
+        """Receive over `route` from now on, after waiting for the other ranks of a collective
+        route.
 
-        RuntimeError if they do not come, or while a version is open.
-        """
+        Raises RuntimeError if they do not come, or while a version is open."""
         if self._prepared is not None:
             raise RuntimeError(f"a route came while version {self._prepared} is still open")
         self._disconnect()
@@ -244,10 +241,9 @@ class WeightBuffer:
         )
 
     def verify(self, version: int) -> Fingerprints:
-        """Fingerprints of the parameters in the staging memory: all that this rank holds.
+        """Return the fingerprints of all parameters that this rank holds in the staging memory.
 
-        Waits until the version has arrived; RuntimeError if it no longer can.
-        """
+        It waits until the version has arrived. Raises RuntimeError if it no longer can."""
         self._require_prepared(version)
         sums = self._sums  # an abort beside this call forgets them
         if self._receiver is None or sums is None:
@@ -256,7 +252,7 @@ class WeightBuffer:
         return sums.finish(self._parameters)
 
     def commit(self, version: int) -> Tensor:
-        """Make the version active; returns the memory that now holds it."""
+        """Make the version active. Returns the memory that now holds it."""
         self._require_prepared(version)
         if self._is_swapped:
             self._active, self._staging = self._staging, self._active
@@ -275,28 +271,30 @@ class WeightBuffer:
         self._prepared = None
 
     def reset(self) -> None:
-        """Forget the version and the route: what is committed next is the first."""
+        """Forget the version and the route; the next commit is the first."""
         self._disconnect()
         self._prepared = None
         self.version = self._staging_version = -1
 
     def movable(self) -> list[Tensor]:
-        """Memory that may leave the device while nothing decodes and nothing is published.
+        """Return the memory that may leave the device while nothing decodes and nothing is
+        published.
 
-        To be asked before each move: handles made afterwards do not assume that the memory stayed.
-        """
+        It has to be called before each move: handles made afterwards do not assume that the memory
+        stayed."""
         for block in self._blocks:
             block.renew()
         return [block.flat for block in self._blocks if block.flat.device == self._device]
 
     def close(self) -> None:
-        """Release all memory; tensors handed out stay valid. May be called twice."""
+        """Release all memory; tensors handed out stay valid. It may be called twice."""
         self._disconnect()
         for block in self._blocks:
             block.close()
 
     def _fingerprint(self, name: str) -> int:
-        """Of the staging memory, taken beside whatever the engine has launched."""
+        """Return the fingerprint of a parameter in the staging memory, taken beside the engine's
+        work."""
         layout, total = self._parameters[name], 0
         flat = self.staging.view(getattr(torch, layout.dtype))
         with self._stream.running():

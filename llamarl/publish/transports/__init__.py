@@ -1,1 +1,1 @@
-"""How the bytes of a publish travel: one module per transport."""
+"""The transports that carry the bytes of a publish, one module each."""

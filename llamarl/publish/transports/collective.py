@@ -1,8 +1,8 @@
-"""The collective transport: point-to-point messages over gloo, or between GPUs over their own.
+"""The collective transport: point-to-point messages over gloo, or between GPUs over their own
+backend.
 
 Messages end in a trailer: the version and index of the message, and whether the source goes on. A
-source whose version became stale says so in place of the next message, and the group stays
-usable.
+source whose version became stale says so in place of the next message, and the group stays usable.
 
 A group of GPUs may carry a rank's messages one by one, each waiting for its other end. That cannot
 lock up: both ends go by index, then rank of the other end (`in_turns`), so the message that is
@@ -12,10 +12,9 @@ Over gloo each message is followed by one byte, and acknowledged by one. Both en
 byte first: when a connection is lost, gloo fails only the waits for something that has not begun to
 arrive, not those in the middle of sending or receiving.
 
-
-The group holds only the ranks that occur in the route's copies; after any error it is given up
-as a whole: the waits of all its ranks fail at once, and only a new route (a new rendezvous)
-leads to the replica again."""
+The group holds only the ranks that occur in the route's copies; after any error it is given up as a
+whole: the waits of all its ranks fail at once, and only a new route (a new rendezvous) leads to the
+replica again."""
 
 import itertools
 import threading
@@ -57,19 +56,19 @@ POLL_S = 5e-5  # what GPUs send cannot be waited for with a limit; a message tak
 
 
 class RouteGroup:
-    """The ranks of a route: sources first, then targets. Forming it waits for all of them.
+    """The process group of a route's ranks: sources first, then targets. Forming it waits for all
+    of them.
 
-    That of GPUs if every rank computes on one of its own, else gloo (messages are host memory
-    then).
-    RuntimeError if not all come within `end.timeout_s`, which also limits each message.
-    """
+    It is one of GPUs if every rank computes on a GPU of its own, else gloo (messages are host
+    memory then). Raises RuntimeError if not all ranks come within `end.timeout_s`, which also
+    limits each message."""
 
     def __init__(self, route: Route, side: str, end: End) -> None:
         members = [("source", rank) for rank in sorted(route.sources)]
         members += [("target", rank) for rank in sorted(route.targets)]
         self._index = {member: index for index, member in enumerate(members)}
         self._timeout = timedelta(seconds=end.timeout_s)
-        # Of several dtypes the narrowest: what is squeezed then is less of the others' rest.
+        # The narrowest dtype decides, so that the top byte of every number is compressed.
         self._itemsize = min(DTYPE_BYTES[copy.target_dtype] for copy in route.copies)
         self._is_given_up = False
         index, size = self._index[side, end.rank], len(members)
@@ -87,7 +86,7 @@ class RouteGroup:
 
     def _form(self, store: dist.Store, index: int, size: int) -> Any:
         platform_of(self.device).use(self.device)
-        # On GPUs twice the limit, so that `finish` times out first.
+        # GPUs get twice the limit, so that `finish` times out first.
         limit = self._timeout * (2 if self._on_gpus else 1)
         return form_group(self.device, store, index, size, limit, fails_alone=True)
 
@@ -103,8 +102,8 @@ class RouteGroup:
         return [receipt, *sending]
 
     def receive(self, memory: Tensor, rank: int, tag: int) -> Callable[[], None]:
-        """Begin to fill `memory` with a message of source `rank`; the result waits until it is
-        there. RuntimeError if the group broke."""
+        """Begin to fill `memory` with a message of source `rank`. Returns a call that waits until
+        it is there, and raises RuntimeError if the group broke."""
         peer = self._index["source", rank]
         arrived = memory
         if self._is_squeezed:  # gloo takes a message that is shorter than its memory
@@ -123,7 +122,7 @@ class RouteGroup:
         return finish
 
     def finish(self, works: Sequence[Any]) -> None:
-        """Wait for a message. RuntimeError if the other end is gone or takes too long."""
+        """Wait for a message. Raises RuntimeError if the other end is gone or takes too long."""
         deadline_s = time.monotonic() + self._timeout.total_seconds()
         for work in works:
             while self._on_gpus and not work.is_completed():
@@ -133,12 +132,12 @@ class RouteGroup:
             work.wait()
 
     def give_up(self) -> None:
-        """End the group: what waits in it fails, here and at the other ranks."""
+        """End the group: all waits in it fail, here and at the other ranks."""
         self._is_given_up = True
         if self._on_gpus:
             self._group.abort()
             return
-        # gloo has no call for it, but closes all connections of a group when a wait times out, and
+        # gloo has no such call, but closes all connections of a group when a wait times out, and
         # on a closed connection every wait fails at once.
         for peer in set(self._index.values()) - {self._group.rank()}:
             with suppress(RuntimeError):
@@ -220,7 +219,7 @@ class CollectiveSender:
         return TargetLost(f"generator {self._route.replica} is out of reach: {error}")
 
     def _send_end(self, message: Message, rank: int, place: tuple[int, int]) -> None:
-        """In place of this message: nothing more comes of this version."""
+        """Tell the target, in place of this message, that nothing more comes of this version."""
         if not self._is_broken:
             memory = _room(Tensor(), message, self.group.device)
             _seal(memory, message, (*place, 0))
@@ -238,7 +237,7 @@ class CollectiveReceiver:
         )
         self.group = RouteGroup(route, "target", end)
         self._stream = platform_of(end.device).side_stream(end.device)
-        # Kept from publish to publish: new memory has to be filled with zeros first.
+        # The memory is kept from publish to publish, as new memory has to be zeroed first.
         self._sides = ([Tensor()], [Tensor()])
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -278,7 +277,7 @@ class CollectiveReceiver:
         self.abort()
 
     def _receive(self, version: int, flat: Tensor, arrived: Callable[[str], None]) -> None:
-        """One message is taken apart while the next one arrives."""
+        """Receive all messages; one is taken apart while the next one arrives."""
         left, to_come = in_turns(self._messages), Counter(self._num_pieces)
         sides = itertools.cycle(self._sides)
         ended: set[int] = set()
@@ -307,7 +306,8 @@ class CollectiveReceiver:
         to_come: Counter[str],
         arrived: Callable[[str], None],
     ) -> None:
-        """Put the pieces of a message in their places, and say which parameters are whole now."""
+        """Put the pieces of a message in their places, and report the parameters that are whole
+        now."""
         unpack(here.message, here.memory, flat)
         for device in {self.group.device, flat.device}:
             platform_of(device).synchronize(device)
@@ -343,7 +343,7 @@ class _Arriving(NamedTuple):
     wait: Callable[[], None]
 
     def finish(self, source: str) -> bool:
-        """Wait until it is there; returns whether the source goes on."""
+        """Wait until the message is there. Returns whether the source goes on."""
         self.wait()
         trailer = self.memory[: _sealed_bytes(self.message)][-TRAILER_BYTES:]
         *found, goes_on = trailer.view(torch.int64).tolist()
@@ -368,14 +368,15 @@ def _seal(memory: Tensor, message: Message, trailer: tuple[int, int, int]) -> No
 def _pack(
     message: Message, trailer: tuple[int, int, int], copy_cast: CopyCast, memory: Tensor
 ) -> Fingerprints:
-    """Fill `memory` with the message and its trailer; the fingerprints of its values."""
+    """Fill `memory` with the message and its trailer. Returns the fingerprints of its values."""
     written = message.fill(memory, copy_cast)
     _seal(memory, message, trailer)
     return written
 
 
 def _room(memory: Tensor, message: Message, device: torch.device) -> Tensor:
-    """`memory` if the message and its trailer fit, else new memory; maybe longer than needed."""
+    """Return `memory` if the message and its trailer fit, else new memory; it may be longer than
+    needed."""
     num_bytes = _sealed_bytes(message)
     if memory.dtype == torch.uint8 and memory.numel() >= num_bytes:
         return memory

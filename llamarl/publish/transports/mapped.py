@@ -25,12 +25,10 @@ PIECE_BYTES = 1 << 26  # a copy reads this much before it checks whether its ver
 
 
 class MappedBlock:
-    """A flat tensor `flat` that others can map at `address`; `num_bytes` long.
+    """A flat tensor `flat` that other processes can map at `address`; `num_bytes` long.
 
-    On the CPU, or with `is_host`, a memfd segment, pinned for the device; else memory of the
-    device.
-    ValueError if there is too little.
-    """
+    On the CPU, or with `is_host`, it is a memfd segment, pinned for the device; else memory of the
+    device. Raises ValueError if there is too little."""
 
     def __init__(
         self, label: str, num_elements: int, dtype: torch.dtype, device: torch.device, is_host: bool
@@ -59,7 +57,8 @@ class MappedBlock:
 
     @property
     def address(self) -> str | tuple[str, Handle]:
-        """How other processes open it: a path, or the kind of device and its handle."""
+        """The address by which other processes open it: a path, or the kind of device and its
+        handle."""
         if self._segment is not None:
             return self._segment.path
         if self._handle is None:
@@ -77,7 +76,7 @@ class MappedBlock:
         self._handle = None
 
     def close(self) -> None:
-        """End the sharing; tensors handed out stay valid. May be called twice."""
+        """End the sharing; tensors handed out stay valid. It may be called twice."""
         if self._pinned is not None:
             self._platform.unpin(self._pinned)
             self._pinned = None
@@ -86,8 +85,8 @@ class MappedBlock:
 
 
 def opened(address: object, num_bytes: int) -> Tensor:
-    """A block of another process, uint8 [num_bytes]; its tensors keep it mapped. RuntimeError if it
-    is gone."""
+    """Return a block of another process, uint8 [num_bytes]; its tensors keep it mapped. Raises
+    RuntimeError if it is gone."""
     if isinstance(address, str):
         return open_segment(address, num_bytes)
     assert isinstance(address, tuple), address
@@ -138,7 +137,7 @@ class MappedSender:
             self._opened.clear()
 
     def _flat(self, handle: StagingHandle, dtype: torch.dtype) -> Tensor:
-        """The staging memory, mapped once; called with the lock held."""
+        """Return the staging memory, mapped once. Called with the lock held."""
         if self._is_closed:
             raise TargetLost(f"generator {handle.replica} was disconnected")
         if handle.address not in self._opened:
@@ -156,10 +155,9 @@ HOST = "LLAMARL_HOST"  # environment variable: the address of this host's worker
 
 class Segment:
     """A zeroed segment `flat` (uint8 [num_bytes]) whose pages are all reserved now, so that no
-    later write can fail. `path` is how other processes of this user on this host open it.
+    later write can fail. Other processes of this user on this host open it at `path`.
 
-    `label` shows in /proc/PID/maps. ValueError if the host has too little memory.
-    """
+    `label` shows in /proc/PID/maps. Raises ValueError if the host has too little memory."""
 
     def __init__(self, label: str, num_bytes: int) -> None:
         self._fd: int | None = reserved_file(label, num_bytes)
@@ -174,8 +172,8 @@ class Segment:
 
 
 def open_segment(path: str, num_bytes: int) -> Tensor:
-    """A segment of another process, uint8 [num_bytes]; its tensors keep it mapped. RuntimeError if
-    it is gone or not of this size."""
+    """Return a segment of another process, uint8 [num_bytes]; its tensors keep it mapped. Raises
+    RuntimeError if it is gone or not of this size."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -197,15 +195,14 @@ def _map(fd: int, num_bytes: int) -> Tensor:
 
 
 def this_host() -> str:
-    """The name of this machine in layouts and staging handles.
+    """Return the name of this machine in layouts and staging handles.
 
-    The cluster sets it, so that two worker daemons on one machine count as two hosts.
-    """
+    The cluster sets it, so that two worker daemons on one machine count as two hosts."""
     return os.environ.get(HOST) or socket.gethostname()
 
 
 def require_memory(purpose: str, num_bytes: int) -> None:
-    """ValueError, with numbers, unless `num_bytes` more of shared memory fit on this host."""
+    """Raise ValueError, with numbers, unless `num_bytes` more of shared memory fit on this host."""
     if not HAS_MEMORY_FILES:
         raise ValueError(f"weights=shared_memory must run on Linux, got {sys.platform}")
     free_bytes = available_bytes()

@@ -20,38 +20,37 @@ from llamarl.publish.layout import Copy, Route, StagingHandle
 from llamarl.publish.reshard import DTYPE_BYTES
 
 CopyCast = Callable[[Copy, Tensor], int]
-"""Copies the values of a Copy, cast, into a tensor of its shape and target dtype; returns their
-partial fingerprint. StaleVersion."""
+"""A function that copies the values of a Copy, cast, into a tensor of its shape and target dtype,
+and returns their partial fingerprint. It may raise StaleVersion."""
 
 
 class TransportSender(Protocol):
     """Writes one source rank's copies into one replica's memory."""
 
     def write(self, handles: Mapping[int, StagingHandle], copy_cast: CopyCast) -> Fingerprints:
-        """Copy what the rank sends into the memory of `handles` (by target rank).
+        """Copy the rank's boxes into the memory of `handles` (by target rank).
 
-        Returns once the targets can see the bytes: the partial fingerprints of all of them, as
-        `copy_cast` gave them. TargetLost; or what `copy_cast` raises, once the targets know that
-        nothing more will come.
-        """
+        Returns the sum of the partial fingerprints that `copy_cast` gave, once the targets can see
+        the bytes. Raises TargetLost, or what `copy_cast` raises, once the targets know that nothing
+        more will come."""
 
     def close(self) -> None:
-        """Unmap or disconnect from the targets' memory: a write that runs ends with TargetLost, and
-        nothing of it reaches memory that is prepared again."""
+        """Unmap or disconnect from the targets' memory. A write in progress ends with TargetLost,
+        and nothing of it reaches memory that is prepared again."""
 
 
 class TransportReceiver(Protocol):
     """Takes one target rank's messages apart into its staging memory."""
 
     def open(self, version: int, flat: Tensor, arrived: Callable[[str], None]) -> object:
-        """Get ready for `version`, which goes into `flat`; returns the staging handle's address.
+        """Get ready for `version`, which goes into `flat`. Returns the staging handle's address.
 
         `arrived(name)` may be called, from any thread and once, as soon as all of a parameter lies
-        there; those of which nothing is said lie there when `arrive` returns.
-        """
+        there; parameters that it was not called for lie there when `arrive` returns."""
 
     def arrive(self, version: int) -> None:
-        """Wait until all of it lies in the staging memory. RuntimeError if it no longer can."""
+        """Wait until the whole version lies in the staging memory. Raises RuntimeError if it no
+        longer can."""
 
     def abort(self) -> None:
         """Let nothing of the open version reach the staging memory any more."""
@@ -67,14 +66,14 @@ Side = Literal["source_rank", "target_rank"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Pieces and the byte where each begins, its values in the order of the target's memory;
-    `num_bytes` in all."""
+    """The pieces of a message with the byte where each begins, its values in the order of the
+    target's memory; `num_bytes` in all."""
 
     pieces: tuple[tuple[Copy, int], ...]
     num_bytes: int
 
     def each(self, memory: Tensor) -> Iterator[tuple[Copy, Tensor]]:
-        """Each piece with its view of `memory` (uint8 [num_bytes or more])."""
+        """Yield each piece with its view of `memory` (uint8 [num_bytes or more])."""
         for copy, begin in self.pieces:
             dtype = getattr(torch, copy.target_dtype)
             end = begin + math.prod(copy.shape) * dtype.itemsize
@@ -82,7 +81,7 @@ class Message:
             yield copy, memory[begin:end].view(dtype).as_strided(copy.shape, strides)
 
     def fill(self, memory: Tensor, copy_cast: CopyCast) -> Fingerprints:
-        """Copy the values of all pieces into `memory`; their partial fingerprints."""
+        """Copy the values of all pieces into `memory`. Returns their partial fingerprints."""
         written = Fingerprints()
         for copy, values in self.each(memory):
             written.add(copy.name, copy_cast(copy, values))
@@ -90,7 +89,8 @@ class Message:
 
 
 def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides without gaps for this shape, with the dimensions in the order of other strides."""
+    """Return the strides of this shape without gaps, with the dimensions in the order of other
+    strides."""
     strides, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (order[dim], -dim)):
         strides[dim], step = step, step * shape[dim]
@@ -98,8 +98,8 @@ def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def messages(copies: Sequence[Copy], max_bytes: int) -> list[Message]:
-    """Messages of at most `max_bytes` (or one element) that carry `copies`, each of one layer,
-    in their order."""
+    """Return messages of at most `max_bytes` (or one element) that carry `copies`, each of one
+    layer, in their order."""
     made: list[Message] = []
     pieces: list[tuple[Copy, int]] = []
     end = 0
@@ -120,7 +120,7 @@ def messages(copies: Sequence[Copy], max_bytes: int) -> list[Message]:
 
 
 def cut(copy: Copy, max_elements: int) -> Iterator[Copy]:
-    """Pieces of at most `max_elements` (1 or more) each that make up `copy`."""
+    """Yield pieces of at most `max_elements` (1 or more) each that make up `copy`."""
     if math.prod(copy.shape) <= max_elements:
         yield copy
         return
@@ -131,10 +131,9 @@ def cut(copy: Copy, max_elements: int) -> Iterator[Copy]:
 
 
 def messages_by(side: Side, route: Route) -> dict[int, list[Message]]:
-    """The messages of this rank to each target rank, or from each source rank.
+    """Return the messages of this rank to each target rank, or from each source rank.
 
-    Both ends make the same messages, as the copies between them have the same order at both.
-    """
+    Both ends make the same messages, as the copies between them have the same order at both."""
     by_rank: dict[int, list[Copy]] = {}
     for copy in route.each():
         by_rank.setdefault(getattr(copy, side), []).append(copy)
@@ -142,7 +141,7 @@ def messages_by(side: Side, route: Route) -> dict[int, list[Message]]:
 
 
 def in_turns(by_rank: Mapping[int, list[Message]]) -> Iterator[tuple[int, int, Message]]:
-    """(rank, index, message), the first ones of all ranks before the second ones."""
+    """Yield (rank, index, message), with the first messages of all ranks before the second ones."""
     for index in range(max(map(len, by_rank.values()), default=0)):
         for rank, made in by_rank.items():
             if index < len(made):
@@ -159,12 +158,13 @@ def unpack(message: Message, memory: Tensor, flat: Tensor) -> None:
 
 
 def longest(num_bytes: int) -> int:
-    """Bytes that `squeeze` makes of so many at most."""
+    """Return the most bytes that `squeeze` makes of this number."""
     return PREFIX_BYTES + num_bytes + num_bytes // 1000 + 64
 
 
 def squeeze(memory: Tensor, itemsize: int) -> Tensor:
-    """A new uint8 [at most `longest`] of `memory`, uint8 [a multiple of `itemsize`] of numbers."""
+    """Return `memory`, uint8 [a multiple of `itemsize`] of numbers, compressed: a new uint8 [at
+    most `longest`]."""
     numbers = memory.view(-1, itemsize)
     coder = zlib.compressobj(strategy=zlib.Z_HUFFMAN_ONLY)
     top = coder.compress(numbers[:, -1].numpy().tobytes()) + coder.flush()
@@ -178,7 +178,8 @@ def squeeze(memory: Tensor, itemsize: int) -> Tensor:
 
 
 def expand(packed: Tensor, memory: Tensor, itemsize: int) -> None:
-    """Fill `memory` with what was squeezed into `packed`, which may be longer."""
+    """Fill `memory` with the numbers that `packed` holds compressed; it may be longer than they
+    are."""
     numbers = memory.view(-1, itemsize)
     end = PREFIX_BYTES + int(packed[:PREFIX_BYTES].view(torch.int64)[0])
     top = bytearray(zlib.decompress(packed[PREFIX_BYTES:end].numpy().data))
@@ -189,11 +190,11 @@ def expand(packed: Tensor, memory: Tensor, itemsize: int) -> None:
 
 
 Place = tuple[int, int]
-"""Where a message is among those of a route: version, number."""
+"""A message's place among those of a route: version, number."""
 
 Pack = Callable[[Tensor], Mapping[str, int]]
-"""Fills memory (uint8 [bytes of the message, or more]) with a message; returns the partial
-fingerprints of its values by parameter. StaleVersion."""
+"""A function that fills memory (uint8 [bytes of the message, or more]) with a message, and returns
+the partial fingerprints of its values by parameter. It may raise StaleVersion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,14 +216,14 @@ class _Alike:
 
 @dataclass(slots=True)
 class _Entry:
-    """A message of `num_bytes`; `packed` once it is."""
+    """A message of `num_bytes`; `packed` is None until it is packed."""
 
     num_bytes: int
     packed: PackedMessage | None = None
 
 
 class Taker:
-    """What the sender of one route takes its messages by; made by `MessageStore.join`. `place` is
+    """The access of one route's sender to its messages, made by `MessageStore.join`. `place` is
     that of the message taken last, () before the first."""
 
     def __init__(self, store: MessageStore, alike: _Alike, device: torch.device) -> None:
@@ -230,21 +231,21 @@ class Taker:
         self.place: tuple[int, ...] = ()
 
     def take(self, place: Place, num_bytes: int, pack: Pack) -> PackedMessage | None:
-        """The message at `place`, packed now if no alike sender has done so, into memory of
+        """Return the message at `place`, packed now if no alike sender has done so, into memory of
         `num_bytes` on the device of the route.
 
-        None if no other sender is still to come to it, or it has no room: the caller then packs it
-        into memory of its own. Raises what `pack` raises, for this sender alone.
-        """
+        Returns None if no other sender is still to take it, or there is no room for it: the caller
+        then packs it into memory of its own. Raises what `pack` raises, for this sender alone."""
         return self._store._take(self, place, num_bytes, pack)
 
     def leave(self) -> None:
-        """Nothing is kept for this sender any more; it may still end what it has begun."""
+        """Keep no more messages for this sender, which may still end what it has begun."""
         self._store._leave(self)
 
 
 class MessageStore:
-    """The messages of one source rank, of at most `max_bytes` together. Thread-safe."""
+    """The packed messages of one source rank, of at most `max_bytes` together. It is
+    thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._num_bytes = max_bytes, 0
@@ -254,7 +255,7 @@ class MessageStore:
         self._changed = threading.Condition()
 
     def join(self, route: Route, device: torch.device) -> Taker:
-        """A sender over `route`, with its messages in memory of `device`."""
+        """Return a taker for a sender over `route`, whose messages are in memory of `device`."""
         key = replace(route, replica=-1, rendezvous="", is_slow=False), device
         with self._changed:
             if route.is_slow:
@@ -264,7 +265,7 @@ class MessageStore:
         return taker
 
     def clear(self) -> None:
-        """Give back the memory of all messages that are kept."""
+        """Free the memory of all messages that are kept."""
         with self._changed:
             self._drop(list(self._entries))
 
@@ -311,12 +312,13 @@ class MessageStore:
                 self._newest = -1  # the next routes may begin with any version
 
     def _is_wanted(self, key: tuple[_Alike, Place]) -> bool:
-        """With the lock held: whether a sender is still to come to this message."""
+        """Return whether a sender is still to come to this message. Called with the lock held."""
         alike, place = key
         return any(taker.place < place for taker in alike.takers)
 
     def _make_room(self, version: int, num_bytes: int) -> bool:
-        """With the lock held: whether a message of `version` may be kept, once others made room."""
+        """Drop other messages for a message of `version`, and return whether it may be kept. Called
+        with the lock held."""
         if version < self._newest or num_bytes > self._max_bytes:
             return False
         if version > self._newest:
@@ -333,7 +335,8 @@ class MessageStore:
         self._drop([key for key in keys if not self._is_wanted(key)])
 
     def _drop(self, keys: list[tuple[_Alike, Place]]) -> None:
-        """With the lock held: forget these; who waits for one that is being packed packs it too."""
+        """Forget these messages; a sender that waits for one that is being packed packs it itself.
+        Called with the lock held."""
         for key in keys:
             self._num_bytes -= self._entries.pop(key).num_bytes
         if keys:

@@ -1,4 +1,4 @@
-"""The transports by name, and which of them brings which copies from a source to a replica."""
+"""The transports by name, and the routes that bring copies from a source to a replica."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ class Transport:
     """One value of `weights.transport`.
 
     `sender`, and `receiver` unless the source writes straight into the target's memory, are
-    "module:Class" and are made with (route, end). `device` is the only
-    one whose memory it reaches, None for all. `meets`: the ranks of a route meet at a path that all
-    see. `is_inline`: both ends may be in one process.
-    """
+    "module:Class" and are made with (route, end). `device` is the only one whose memory it reaches,
+    None for all. `meets`: the ranks of a route meet at a path that all see. `is_inline`: both ends
+    may be in one process."""
 
     sender: str
     receiver: str | None = None
@@ -53,7 +52,7 @@ class Transport:
 
     @property
     def is_mapped(self) -> bool:
-        """The source writes straight into the target's memory, without messages."""
+        """True if the source writes straight into the target's memory, without messages."""
         return self.receiver is None
 
 
@@ -67,12 +66,12 @@ TRANSPORTS: dict[str, Transport] = {
         meets=True,
     ),
 }
-"""By the name that `weights.transport` selects them by."""
+"""The transports by their names in `weights.transport`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """One rank's end of a route; `timeout_s` limits what waits for the other one. `messages` are
+    """One rank's end of a route; `timeout_s` limits each wait for the other end. `messages` are
     those that a source rank has packed for several routes."""
 
     rank: int
@@ -83,29 +82,29 @@ class End:
 
 
 def make_sender(route: Route, end: End) -> TransportSender:
-    """A source rank's end of `route`."""
+    """Make a source rank's end of `route`."""
     sender: TransportSender = pkgutil.resolve_name(TRANSPORTS[route.transport].sender)(route, end)
     return sender
 
 
 def make_receiver(route: Route, end: End) -> TransportReceiver | None:
-    """A target rank's end of `route`, None if it takes no part."""
+    """Make a target rank's end of `route`; None if the transport has no receiver."""
     receiver = TRANSPORTS[route.transport].receiver
     return None if receiver is None else pkgutil.resolve_name(receiver)(route, end)
 
 
 def mapped_on(device: str) -> str:
-    """The transport that maps memory of this device, within a host."""
+    """Return the name of the transport that maps memory of this device, within a host."""
     return next(name for name, t in TRANSPORTS.items() if t.is_mapped and t.device == device)
 
 
 def named(quality: str) -> str:
-    """The transports that have it, such as "crosses_hosts", in words."""
+    """Return in words the transports that have a quality, such as "crosses_hosts"."""
     return " or ".join(name for name, each in TRANSPORTS.items() if getattr(each, quality))
 
 
 def check_transport(config: Config) -> None:
-    """ValueError unless cluster and devices are such that the transport can work."""
+    """Raise ValueError unless cluster and devices are such that the transport can work."""
     name, num_hosts = config.weights.transport, config.cluster.size
     require_choice("weights.transport", name, TRANSPORTS)
     transport = TRANSPORTS[name]
@@ -122,7 +121,7 @@ def check_transport(config: Config) -> None:
     devices = (config.generator.device, config.trainer.device)
     can_map = config.cluster.backend != "inline"
     others = f"; use weights={mapped_on(GPU)} or weights=collective" * can_map
-    # So that nobody looks for a transport where no GPU is to be reached.
+    # The error says so, lest anybody look for a transport where there is no GPU.
     has_gpu = has_driver() or bool(config.cluster.hosts)
     here = "" if has_gpu else "; this machine has no GPU, so a run here has device=cpu"
     require(
@@ -159,11 +158,12 @@ class Routes:
         self._planned: dict[tuple[bool, WeightKind], tuple[object, PackedCopies]] = {}
 
     def is_far(self, target: list[RankLayout]) -> bool:
-        """Whether a replica is at another site than the trainer."""
+        """Return whether a replica is at another site than the trainer."""
         return target[0].host in self._far_sites
 
     def sources(self, targets: Mapping[int, list[RankLayout]]) -> dict[int, int | None]:
-        """Replica -> the replica that feeds it, None for the trainer; see `assign_sources`."""
+        """Return replica -> the replica that feeds it, None for the trainer; see
+        `assign_sources`."""
         return assign_sources(targets, self._far_sites, self._kind_of)
 
     def make(
@@ -175,10 +175,10 @@ class Routes:
         *,
         is_relay: bool,
     ) -> tuple[SplitRoute, SplitRoute]:
-        """The route to `replica`, for the ranks of either end; a relay is one from another replica.
+        """Return the route to `replica`, for the ranks of either end; a relay is a route from
+        another replica.
 
-        ValueError if the layouts do not fit each other or the transport.
-        """
+        Raises ValueError if the layouts do not fit each other or the transport."""
         num_hosts = len(_hosts([*source_layout, *target]))
         kind = self._kind_of(replica)
         is_within = is_relay and num_hosts == 1
