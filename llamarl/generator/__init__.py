@@ -1,1 +1,2 @@
-"""What writes rollouts: the worker, its episodes, the embedded engine, and vLLM beside it."""
+"""The generator, which writes rollouts: its worker, the episodes, the embedded engine, and vLLM
+beside it."""

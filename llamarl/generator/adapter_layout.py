@@ -1,12 +1,11 @@
-"""Where adapters lie in the flat memory that a publish fills.
+"""The layout of adapters in the flat memory that a publish fills.
 
-Matrices that the engine multiplies with at once have their adapters side by side: of q, k and v
+Matrices that the engine multiplies with at once have their adapters side by side: for q, k and v
 all A as one [in, 3 * rank], and B on the diagonal of one [3 * rank, out], whose other elements are
 zeros that no publish writes. Tensor-parallel ranks divide the side of an adapter that its matrix
 divides, and hold all of the other.
 
-
-What `adapt` makes are views, so changing the version is binding another tensor."""
+The tensors that `adapt` makes are views, so a change of version only binds another tensor."""
 
 import math
 from dataclasses import replace
@@ -35,8 +34,7 @@ from llamarl.publish.target import ALIGN_BYTES, Memory
 class AdapterLayout:
     """The adapters of tensor-parallel rank `rank`, in one flat tensor of `dtype` ("float32").
 
-    `parameters` by their names in a publish, and `memory` in total.
-    """
+    `parameters` has their layouts by their names in a publish, and `memory` the whole tensor."""
 
     def __init__(
         self,
@@ -62,13 +60,13 @@ class AdapterLayout:
 
     @property
     def memory(self) -> Memory:
-        """The whole, from which the engine decodes as it is."""
+        """The whole tensor, from which the engine decodes as it is."""
         return Memory(
             parameters=self.parameters, num_elements=self._num_elements, dtype=DTYPES[self._dtype]
         )
 
     def adapt(self, weights: Weights, flat: Tensor) -> Weights:
-        """The `weights` with the adapters that lie in `flat`; views of both."""
+        """Return the `weights` with the adapters in `flat`, as views of both."""
         layers = [*weights.layers]
         for (layer, field), (down, up) in self._places.items():
             base = getattr(layers[layer], field)
@@ -78,7 +76,7 @@ class AdapterLayout:
         return replace(weights, layers=layers)
 
     def _append(self, layer: int, field: str, modules: list[str]) -> None:
-        """Room for the adapters of matrices that are multiplied with at once."""
+        """Reserve memory for the adapters of matrices that are multiplied with at once."""
         adapted = [module for module in modules if f"{module}.{LORA_A}.weight" in self._shapes]
         if not adapted:
             return

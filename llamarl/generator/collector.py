@@ -1,9 +1,9 @@
-"""A collector: asks many replicas which rollouts stopped, so that the controller gets few messages
-for all of them.
+"""The collector, which asks many replicas for stopped rollouts, so that the controller gets few
+messages for all of them.
 
-A replica is asked for more, and so forgets what it reported, only once the controller has got
-that. So a collector may be lost at any moment: the one in its place gets the same reports again,
-and the dispatcher leaves out what it has."""
+A replica is asked for more, and so forgets what it reported, only once the controller has received
+the report. So a collector may be lost at any moment: its successor gets the same reports again, and
+the dispatcher ignores those that it has."""
 
 import asyncio
 import time
@@ -71,7 +71,7 @@ class CollectorWorker(Worker, Collector):
             await self._pass_on(replica, error)
 
     async def _pass_on(self, replica: int, report: Report | Exception) -> None:
-        """Returns once the controller has got it."""
+        """Add a report to the next answer. Returns once the controller has received it."""
         self._reports.append((replica, report))
         self._has_reports.set()
         await self._will_arrive.wait()

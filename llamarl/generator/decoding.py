@@ -1,4 +1,4 @@
-"""What a generator does on its compute thread, in one order on all ranks of a replica."""
+"""The work of a generator's compute thread, in one order on all ranks of a replica."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ GATHER_S = 0.05  # several decode steps: rollouts of one moment travel in one me
 
 
 class EngineOutput:
-    """`put` and `fail` may be called on any thread; the other methods belong to `loop`.
+    """The stopped rollouts of an engine, on their way to `collect`. `put` and `fail` may be called
+    on any thread; the other methods belong to `loop`.
 
     All ranks of a replica write the same: without `is_kept`, on ranks other than 0, rollouts are
-    dropped.
-    """
+    dropped."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, is_kept: bool) -> None:
         self._loop, self._is_kept = loop, is_kept
@@ -56,18 +56,18 @@ class EngineOutput:
                 raise self._error
 
     def fail(self, error: BaseException) -> None:
-        """The engine has ended."""
+        """Note that the engine has ended with this error."""
         with self._lock:
             self._error = self._error or error
         self._loop.call_soon_threadsafe(self._is_ready.set)
 
     def expect(self, requests: Sequence[Request]) -> None:
-        """These rollouts will stop."""
+        """Note that these rollouts will stop."""
         with self._lock:
             self._open.add(requests if self._is_kept else ())
 
     def put(self, finished: Sequence[RequestOutput]) -> None:
-        """These rollouts stopped."""
+        """Add rollouts that stopped."""
         if not self._is_kept:
             return
         with self._lock:
@@ -77,16 +77,17 @@ class EngineOutput:
             self._loop.call_soon_threadsafe(self._is_ready.set)
 
     def reset(self) -> None:
-        """Forget what stopped and what will; a `take` that waits returns nothing."""
+        """Forget the stopped and the expected rollouts; a `take` that waits returns nothing."""
         with self._lock:
             self._finished, self._open = [], OpenGroups()
             self.session += 1
         self._loop.call_soon_threadsafe(self._is_ready.set)
 
     async def take(self, limit_s: float) -> tuple[list[RequestOutput], bool]:
-        """The rollouts that stopped, and whether all of some prefix group have, or one is to go on;
-        waits for that, but at most `limit_s`, and then `GATHER_S` for more, unless one is to go on:
-        what comes while a report is on its way goes with the next. Raises the engine's error."""
+        """Return the rollouts that stopped, and whether some prefix group is complete or a rollout
+        is to go on. It waits for either, but at most `limit_s`, and then, unless a rollout is to go
+        on, `GATHER_S` for more, as rollouts that stop while a report is on its way wait for the
+        next. Raises the engine's error."""
         self.check()
         if not self._is_kept:
             return [], True
@@ -106,7 +107,7 @@ class EngineOutput:
         return finished, is_ready
 
     def _is_waited_for(self) -> bool:
-        """Whether some rollout that stopped is to go on."""
+        """Return whether some rollout that stopped is to go on."""
         with self._lock:
             return any(item.reason is FinishReason.SEGMENT for item in self._finished)
 
@@ -114,10 +115,9 @@ class EngineOutput:
 class KeptRows(Generic[Row]):
     """Rows that an executor has reported, numbered in the order in which they stopped.
 
-    A row is kept until a question says that it arrived, so an answer that is lost on its way, with
-    the collector that asked or without, costs nothing. Numbers begin with the time, so that those
-    of a later process or session are higher.
-    """
+    A row is kept until the next question confirms its arrival, so an answer can be lost on its way,
+    also with the collector that asked. Numbers begin with the time, so that those of a later
+    process or session are higher."""
 
     def __init__(self) -> None:
         self._first = time.time_ns()
@@ -127,17 +127,17 @@ class KeptRows(Generic[Row]):
         return len(self._rows)
 
     def add(self, rows: Iterable[Row]) -> None:
-        """These stopped, after all others."""
+        """Add rows that stopped after all others."""
         self._rows += rows
 
     def forget(self, received: int) -> None:
-        """The rows below this number have arrived."""
+        """Forget the rows below this number, which have arrived."""
         num_rows = max(0, received - self._first)
         del self._rows[:num_rows]
         self._first += num_rows
 
     def report(self) -> tuple[int, list[Row]]:
-        """The number of the first, and all that is kept."""
+        """Return the number of the first row, and all rows that are kept."""
         return self._first, [*self._rows]
 
 
@@ -152,10 +152,9 @@ IDLE = timedelta(days=365)  # rank 0 may have no work for long; its death ends a
 class Lockstep(ComputeThread):
     """A compute thread in step with those of the other ranks, once `join` has run on it.
 
-    Before, it is a plain one. `work` must do the same on all ranks, and return the same. When a
+    Before that it is a plain one. `work` must do the same on all ranks, and return the same. When a
     rank fails or dies, the next round fails on the others: `on_error` gets the error, and every
-    call raises it from then on.
-    """
+    call raises it from then on."""
 
     def __init__(
         self, name: str, on_error: Callable[[BaseException], None], *, rank: int, num_ranks: int
@@ -177,8 +176,7 @@ class Lockstep(ComputeThread):
     async def run(self, call: Callable[[], T], key: object = "") -> T:
         """Run `call`, which all ranks get, between the same two steps on all of them.
 
-        It runs even if the caller is cancelled: it does on the other ranks.
-        """
+        It runs even if the caller is cancelled, as it does on the other ranks."""
         if self._error is not None:
             raise self._error
         future: Future[T] = Future()
@@ -187,7 +185,8 @@ class Lockstep(ComputeThread):
         return await asyncio.wrap_future(future)
 
     def share(self, numbers: Sequence[int] | None) -> Sequence[int]:
-        """As `ComputeThread.share`; on other ranks than 0 `numbers` count for nothing."""
+        """Return rank 0's `numbers` on all ranks, as `ComputeThread.share`; those of other ranks
+        are ignored."""
         mine = torch.tensor([] if numbers is None else numbers, dtype=torch.int64)
         (num,) = self._broadcast(torch.tensor([len(mine)])).tolist()
         theirs = mine if self._rank == 0 else torch.zeros(num, dtype=torch.int64)
@@ -226,7 +225,7 @@ class Lockstep(ComputeThread):
         return self._taken, True
 
     def _command(self, key: int) -> Command:
-        """The call with this key; waits for it."""
+        """Wait for the call with this key, and return it."""
         deadline_s = time.monotonic() + CALL_S
         while not self._early[key]:
             try:
@@ -281,7 +280,7 @@ class Lockstep(ComputeThread):
 
 
 def _digest(key: object) -> int:
-    """63 bits of a key, equal in all processes."""
+    """Return 63 bits of a key, equal in all processes."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -290,8 +289,8 @@ Time = TypeVar("Time", int, float)
 
 
 class Decoding:
-    """Runs an engine; what stops goes to `output`. Only `run`, `check`, `fail` and `prefetch` may
-    be called off the compute thread."""
+    """Runs an engine, and passes its stopped rollouts to `output`. Only `run`, `check`, `fail` and
+    `prefetch` may be called off the compute thread."""
 
     tags: tuple[str, ...] = ("weights", "kv")
 
@@ -332,18 +331,18 @@ class Decoding:
         )
 
     def end_idle(self) -> None:
-        """Record what was waited for until now."""
+        """Record the wait until now, if there was one."""
         self._standstill.end()
 
     async def run(self, call: Callable[[], T], key: object) -> T:
-        """Run `call` on the thread between two steps, on all ranks between the same two; `key`
-        says which call it is, and is the same on all ranks. Raises the engine's error."""
+        """Run `call` on the thread between two steps, on all ranks between the same two; `key` says
+        which call it is, and is the same on all ranks. Raises the engine's error."""
         self.check()
         return await self._thread.run(call, key)
 
     def work(self) -> bool:
-        """One step; False if there is nothing to do until the next command. Raises what has ended
-        the engine."""
+        """Take one step. Returns False if there is nothing to do until the next command. Raises the
+        error that has ended the engine."""
         self.check()
         if self._standstill.reason != "requests" or not self.engine.has_work:
             self._standstill.begin()
@@ -371,7 +370,7 @@ class Decoding:
     def submit(
         self, requests: Sequence[Request], written: dict[int, PartialOutput], session: int
     ) -> None:
-        """Queue rollouts, unless their session has ended; ValueError as the engine says."""
+        """Queue rollouts, unless their session has ended. Raises ValueError as the engine does."""
         if session != self._output.session:
             return
         for request in requests:
@@ -383,7 +382,7 @@ class Decoding:
                 self.resume(request, before)
 
     def resume(self, request: Request, written: PartialOutput) -> None:
-        """Let the engine go on with a rollout; ValueError as it says."""
+        """Let the engine go on with a rollout. Raises ValueError as the engine does."""
         self._rows.add(request.row_id)
         if (end_ns := self._turn_ends_ns.pop(request.row_id, None)) is not None:
             self._spans.record("turn", end_ns, time.monotonic_ns(), "mark", rows=1)
@@ -412,11 +411,10 @@ class Decoding:
         self._output.reset()
 
     def commit(self, version: int, processed: tuple[Tensor, Any] | None) -> int:
-        """Take over the version; returns the number of running rollouts.
+        """Take over the version. Returns the number of running rollouts.
 
         `processed` is memory and what the engine made of it beside decoding; it is used if that
-        memory became the active one.
-        """
+        memory became the active one."""
         self._standstill.end()
         with self._spans.span("commit", version=version):
             flat = self._weight_buffer.commit(version)
@@ -431,7 +429,7 @@ class Decoding:
                 raise
 
     def offload(self, tag: str) -> int:
-        """Move one tag's memory off the device and stop stepping; returns the bytes."""
+        """Move one tag's memory off the device and stop stepping. Returns the number of bytes."""
         if tag in self._standstill.away:
             return 0
         self._standstill.end()
@@ -455,12 +453,13 @@ class Decoding:
         return num_bytes + self._mover.offload("staging", staging, keep=False)
 
     def prefetch(self, tag: str) -> None:
-        """Start reading what was offloaded."""
+        """Start reading the offloaded memory of a tag."""
         self.check()
         self._mover.prefetch(tag)
 
     def onload(self, tag: str) -> int:
-        """Bring one tag's memory back, with all of them step again; returns the bytes."""
+        """Bring one tag's memory back; once all tags are back, stepping goes on. Returns the number
+        of bytes."""
         if tag not in self._standstill.away:
             return 0
         self._standstill.end()
@@ -477,11 +476,10 @@ class Decoding:
 
 
 class Standstill(Generic[Time]):
-    """Why a generator does not decode, and since when; the clock is the caller's.
+    """The reason why a generator does not decode, and since when; the clock is the caller's.
 
-    `away` are the memory tags that are off the device. `record` gets each wait that ended: (reason,
-    start, end).
-    """
+    `away` has the memory tags that are off the device. `record` gets each wait that ended: (reason,
+    start, end)."""
 
     def __init__(self, now: Callable[[], Time], record: Callable[[str, Time, Time], None]) -> None:
         self.away: set[str] = set()
@@ -491,7 +489,7 @@ class Standstill(Generic[Time]):
 
     @property
     def reason(self) -> str:
-        """What decoding waits for: "phase", or else at most "requests"."""
+        """The reason for which decoding may wait: "phase" while memory is away, else "requests"."""
         return "phase" if self.away else "requests"
 
     def begin(self) -> None:
@@ -501,7 +499,7 @@ class Standstill(Generic[Time]):
             self._waiting = self.reason, self._now()
 
     def end(self) -> None:
-        """Record what was waited for until now."""
+        """Record the wait until now, if there was one."""
         if self._waiting is not None:
             self._record(*self._waiting, self._now())
             self._waiting = None

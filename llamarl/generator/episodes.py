@@ -2,9 +2,8 @@
 
     open -> waits -> engine -> its turn ends: waits -> engine ... -> out, whole or cut
 
-Only rank 0 asks the environment. Each rank queues a command for the answer; rank 0's comes once it
-has the answer, and the ranks share its tokens in it.
-"""
+Only rank 0 asks the environment. Each rank queues a command for the answer; rank 0 queues its own
+once it has the answer, and the ranks share its tokens in it."""
 
 import asyncio
 from collections import deque
@@ -31,9 +30,9 @@ from llamarl.scoring.environment import Environments
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What episodes need of their rank: `post` a command to its compute thread, with a key that is
-    the same on all ranks; there `share` rank 0's tokens, `resume` a rollout in the engine, and
-    `put` out one that has stopped; `call_soon` in the event loop; `fail` with an error."""
+    """The services of a rank that episodes need: `post` a command to its compute thread, with a key
+    that is the same on all ranks; there `share` rank 0's tokens, `resume` a rollout in the engine,
+    and `put` out one that has stopped; `call_soon` in the event loop; `fail` with an error."""
 
     number: int
     post: Callable[[Callable[[], None], object], None]
@@ -46,8 +45,9 @@ class Rank:
 
 @dataclass(slots=True, eq=False)
 class OpenEpisode:
-    """One that this rank has; the counts are of turns that it went on with here, and of those of
-    them whose keys and values were still there."""
+    """An episode on this rank. `num_asked` counts the questions to its environment, `num_resumed`
+    the times that the engine went on with it here, and `num_kept` those of these times at which its
+    keys and values were still there."""
 
     request: Request
     written: PartialOutput
@@ -59,7 +59,8 @@ class OpenEpisode:
 
 
 class EpisodePart:
-    """Belongs to the compute thread, but for `use` and what is a coroutine."""
+    """The open episodes of one rank. Methods belong to the compute thread, except `use` and
+    coroutines."""
 
     def __init__(
         self, rank: Rank, environments: Environments | None, gathering: Gathering | None = None
@@ -73,13 +74,13 @@ class EpisodePart:
 
     @property
     def environments(self) -> Environments:
-        """RuntimeError in a run without any."""
+        """The environments of this run. Raises RuntimeError if there are none."""
         if self._environments is None:
             raise RuntimeError("a run without environments must not get requests with turns")
         return self._environments
 
     def use(self, environments: Environments | None) -> None:
-        """Ask these from now on, while no episode is open."""
+        """Ask these environments from now on; no episode may be open."""
         if self._environments is not None:
             self._environments.close()
         self._environments = environments
@@ -97,7 +98,8 @@ class EpisodePart:
             self._wait(episode, begin)
 
     def leave_engine(self, item: RequestOutput) -> None:
-        """An episode has stopped in the engine: its turn has ended, or it was cut or aborted."""
+        """Take an episode that has stopped in the engine: its turn has ended, or it was cut or
+        aborted."""
         episode = self._open[item.request.row_id]
         episode.written = written = item.written
         episode.num_kept += written.num_kept > 0
@@ -116,27 +118,27 @@ class EpisodePart:
         self._wait(episode, turn)
 
     def abort(self, row_ids: Sequence[int]) -> None:
-        """Those of these that wait come out; the engine aborts the others."""
+        """Put out the waiting episodes among these rows; the engine aborts the others."""
         for row_id in row_ids:
             episode = self._open.get(row_id)
             if episode is not None and episode.waits:
                 self._leave(episode, FinishReason.ABORTED)
 
     def reset(self) -> None:
-        """None is open any more, and answers that come for them are ignored."""
+        """Close all episodes, and ignore the answers that come for them."""
         self._open.clear()
 
     async def forget(self, row_ids: Sequence[int]) -> None:
-        """Environments need not go on with these, as far as they do."""
+        """Tell the environments that these episodes do not go on."""
         if self._environments is not None and self._rank.number == 0:
             await self._environments.forget(row_ids)
 
     async def stop_asking(self) -> None:
-        """Give up what is asked."""
+        """Cancel the questions that are on their way."""
         await cancel_all(self._asking)
 
     async def close(self) -> None:
-        """Ask nothing more."""
+        """Cancel the questions that are on their way, and disconnect from the environments."""
         await cancel_all(self._asking)
         if self._environments is not None:
             self._environments.close()
@@ -168,7 +170,7 @@ class EpisodePart:
             self._rank.fail(error)
 
     def _answered(self, episode: OpenEpisode, turn: TurnItem, result: TurnResult | None) -> None:
-        """Go on from the answer, which only rank 0 has, or come out."""
+        """Go on from the answer, which only rank 0 has, or put the episode out."""
         begins, found = turn.prompt is not None, None
         if result is not None:
             ids = (result.prompt_ids or ()) if begins else result.observation

@@ -1,4 +1,4 @@
-"""What generator ranks will have in memory, before there is any process: weight buffers with their
+"""The memory of generator ranks, computed before there is any process: weight buffers with their
 layouts, staging, KV cache and working memory of the fullest rank, for both engines.
 
 vLLM's own layout is recorded from its loader while it runs. Here it gets the equivalent one: the
@@ -6,8 +6,7 @@ same boxes of q, k, v, o, gate, up and down, row after row; key-value heads repe
 more ranks than heads. It differs in the last ranks' share of embedding and head (vLLM pads the
 vocabulary to whole 64s) and in offsets, neither of which changes who sends what by more than that
 padding. Where it keeps its own weights these are as large as the staging memory that they are
-copied from.
-"""
+copied from."""
 
 import math
 from collections.abc import Mapping
@@ -44,9 +43,9 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorMemory:
-    """Bytes by kind. `weights` and `kv_cache` leave the device while another executor has it, and
-    `kept` bytes of the weights keep their content; `working` is there during decoding; `host` lies
-    in host memory."""
+    """The bytes of a generator rank, by kind. `weights` and `kv_cache` leave the device while
+    another executor has it, and `kept` bytes of the weights keep their content; `working` is there
+    during decoding; `host` lies in host memory."""
 
     weights: Kinds
     kept: int
@@ -56,7 +55,7 @@ class GeneratorMemory:
 
 
 def forecast_generator(config: Config, architecture: Architecture) -> GeneratorMemory:
-    """Of the fullest rank."""
+    """Return the memory of the fullest rank."""
     generator = config.generator
     ranks = range(generator.num_ranks)
     buffers = (published_buffer(config, architecture, rank) for rank in ranks)
@@ -81,7 +80,7 @@ def forecast_generator(config: Config, architecture: Architecture) -> GeneratorM
 
 
 def kv_cache_bytes(config: Config, architecture: Architecture) -> int:
-    """Of one rank."""
+    """Return the bytes of one rank's KV cache."""
     generator = config.generator
     if isinstance(generator, VllmConfig):
         return generator.kv_cache_bytes
@@ -97,8 +96,9 @@ def kv_cache_bytes(config: Config, architecture: Architecture) -> int:
 
 
 def _working(config: Config, architecture: Architecture) -> Kinds:
-    """One layer of the largest prefill (residual, its norm and a copy of each, q, k, v twice, three
-    of the feed-forward), float32 logits of all slots with their probabilities and a copy."""
+    """Return the bytes of one layer of the largest prefill (residual, its norm and a copy of each,
+    q, k, v twice, three of the feed-forward), and of float32 logits of all slots with their
+    probabilities and a copy."""
     generator, a = config.generator, architecture
     item = DTYPE_BYTES[generator.dtype]
     tokens = generator.max_num_seqs * generator.max_model_len
@@ -116,7 +116,7 @@ def _working(config: Config, architecture: Architecture) -> Kinds:
 def generator_layouts(
     config: Config, architecture: Architecture, replica: int = 0
 ) -> list[RankLayout]:
-    """The layout of each rank of a replica, in order of rank, as one bucket."""
+    """Return the layout of each rank of a replica, in order of rank, as one bucket."""
     own = alone(config, pool_at(config.generator, replica))
     devices = assign(config)[f"generator-{replica}"]
     return [
@@ -128,8 +128,8 @@ def generator_layouts(
 def published_buffer(
     config: Config, architecture: Architecture, rank: int
 ) -> tuple[dict[str, ParameterLayout], int]:
-    """(boxes by parameter, bytes in all) of the memory that a publish fills on a generator rank:
-    adapters, or all weights."""
+    """Return the boxes by parameter, and the bytes in all, of the memory that a publish fills on a
+    generator rank: adapters, or all weights."""
     generator, lora = config.generator, config.trainer.lora
     if not lora.is_used:
         return weight_buffer(config, architecture, rank)
@@ -144,7 +144,7 @@ def published_buffer(
 def weight_buffer(
     config: Config, architecture: Architecture, rank: int
 ) -> tuple[dict[str, ParameterLayout], int]:
-    """The same of all weights of one generator rank."""
+    """Return the boxes by parameter, and the bytes in all, of all weights of one generator rank."""
     generator = config.generator
     if isinstance(generator, VllmConfig):
         shapes = parameter_shapes(architecture)
@@ -158,7 +158,8 @@ def weight_buffer(
 def _vllm_weight_buffer(
     architecture: Architecture, generator: VllmConfig, rank: int, shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, ParameterLayout], int]:
-    """Boxes of one vLLM rank, one after the other: see the module."""
+    """Return the boxes of one vLLM rank, one after the other, and the bytes in all: see the
+    module."""
     form = format_of(generator, architecture)
     made = {} if form is None else {e.base: e for e in quantized_parameters(shapes, form)}
     parameters: dict[str, ParameterLayout] = {}
@@ -188,7 +189,7 @@ def _vllm_weight_buffer(
 def _vllm_box(
     architecture: Architecture, name: str, shape: Shape, rank: int, num_ranks: int
 ) -> tuple[Shape, Shape]:
-    """(shape, first index) of what a rank of vLLM holds of a parameter."""
+    """Return the shape and first index of a vLLM rank's box of a parameter."""
     dim = split_dimension(name)
     start, size = [0] * len(shape), list(shape)
     if dim is not None:

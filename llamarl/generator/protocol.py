@@ -1,4 +1,4 @@
-"""What an engine offers to the generator executor that runs it.
+"""The protocol of an engine, for the generator executor that runs it.
 
 Every method is synchronous and, except `process_weights`, called from the compute thread between
 two steps."""
@@ -18,7 +18,7 @@ from llamarl.publish.target import Memory
 
 @dataclass(slots=True, kw_only=True)
 class PartialOutput:
-    """What a rollout has written so far: ids int32 [t], log-probs float32 [t], versions int32
+    """The tokens that a rollout has so far: ids int32 [t], log-probs float32 [t], versions int32
     [t]. `num_kept`: tokens whose keys and values were still there when it was resumed last."""
 
     ids: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32))
@@ -29,8 +29,8 @@ class PartialOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A rollout that stopped, with everything written so far (earlier segments included), and what
-    became of its `episode`."""
+    """A rollout that stopped, with everything written so far (earlier segments included), and the
+    result of its `episode`."""
 
     request: Request
     written: PartialOutput
@@ -49,7 +49,7 @@ class Engine(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Rollouts being decoded."""
+        """The number of rollouts being decoded."""
 
     @property
     def has_work(self) -> bool:
@@ -58,52 +58,50 @@ class Engine(Protocol):
     def load(self, flat: Tensor, folder: str) -> None:
         """Fill `flat` [num_elements] with the weights of a checkpoint's folder, or an adapter's.
 
-        ValueError if they do not fit, are damaged, or hold numbers that are not finite.
-        """
+        Raises ValueError if they do not fit, are damaged, or hold numbers that are not finite."""
 
     def load_base(self, folder: str, dtype: str = "float32") -> dict[str, Fingerprints]:
-        """With adapters: read the weights beside them, which stay, from a checkpoint's folder,
-        rounded to the trainer's `dtype` as there.
+        """Read the weights beside adapters, which stay, from a checkpoint's folder, rounded to the
+        trainer's `dtype` as there.
 
-        Returns this rank's sums of them, by kind (`publish/fingerprint.py`).
-        """
+        Returns this rank's sums of them, by kind (`publish/fingerprint.py`)."""
 
     def process_weights(self, flat: Tensor) -> Any:
-        """What a commit to the weights in `flat` needs and another thread can make during decoding:
-        views, quantised copies. `flat` does not change until the commit."""
+        """Return what a commit of the weights in `flat` needs and another thread can make during
+        decoding: views, quantised copies. `flat` does not change until the commit."""
 
     @property
     def num_written_tokens(self) -> int:
-        """Tokens that rollouts were given since the start; with steps under way, those that were
-        read."""
+        """The number of tokens that rollouts were given since the start; with launched steps, only
+        those that were read."""
 
     def commit(self, processed: Any, version: int) -> int:
-        """Decode with these weights as `version` from the next token on; returns num_running.
+        """Decode with these weights as `version` from the next token on. Returns num_running.
 
-        Keys and values written before are kept or recomputed (`generator.kv_after_commit`).
-        """
+        Keys and values written before are kept or recomputed (`generator.kv_after_commit`)."""
 
     def submit(self, request: Request, written: PartialOutput | None = None) -> None:
-        """Queue a rollout; `written` is what a resumed one has so far.
+        """Queue a rollout; `written` has the tokens of a resumed one so far.
 
-        ValueError if the engine cannot decode it (see `scheduler.check_request`).
-        """
+        Raises ValueError if the engine cannot decode it (see `scheduler.check_request`)."""
 
     def abort_requests(self, row_ids: Sequence[int]) -> None:
-        """Stop these rollouts; the next step returns them, marked ABORTED. Unknown ids: ignored."""
+        """Stop these rollouts; the next step returns them, marked ABORTED. Unknown ids are
+        ignored."""
 
     def admit(self) -> int:
-        """Start what fits; returns the number of tokens prefilled."""
+        """Start the waiting rollouts that fit. Returns the number of tokens prefilled."""
 
     def decode(self) -> list[RequestOutput]:
-        """One token for every running rollout; returns what stopped since the last call."""
+        """Decode one token for every running rollout. Returns the rollouts that stopped since the
+        last call."""
 
     def movable(self, tag: str) -> list[Tensor]:
-        """The tensors of one tag, "weights" (beyond `flat`, which the executor owns) or "kv", that
-        may leave the device between two steps."""
+        """Return the tensors of one tag, "weights" (beyond `flat`, which the executor owns) or
+        "kv", that may leave the device between two steps."""
 
     def forget_prompts(self) -> None:
-        """Drop the prefix cache, because the KV memory's contents are lost. Called only while
+        """Drop the prefix cache, because the KV memory's contents are lost. It is called only while
         nothing runs."""
 
     def close(self) -> None:

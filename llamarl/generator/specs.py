@@ -1,5 +1,5 @@
-"""What a generator and a collector are constructed with, and what a run that goes on asks of a
-generator that is left: made without torch."""
+"""The specs of a generator and a collector, frozen records that are made without torch, and the
+calls of a run that continues to a generator that is left."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from llamarl.core.faces import ColumnStore, GeneratorReplica
 from llamarl.scoring.environment import Environments
 
 HEARTBEAT_S = 30.0
-"""Longest time until a replica reports which rollouts have stopped, if any; when all rollouts of a
-prompt have stopped it reports them at once."""
+"""The longest time until a replica reports which rollouts have stopped, if any; when all rollouts
+of a prompt have stopped it reports them at once."""
 
 
 class Resettable(Protocol):
@@ -34,15 +34,14 @@ class Resettable(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorSpec:
-    """Of one replica, equal on all its ranks.
+    """The spec of one replica, equal on all its ranks.
 
     `checkpoint` is the folder whose config.json gives the architecture. With `load_weights` its
     weights are version 0; without, no rollout starts before the first commit. `tokenizer` is loaded
     when the first request with stop strings comes. With `lora` a publish moves adapters, the
     weights beside them are the checkpoint's in the trainer's `base_dtype`, and version 0 is that of
     the folder `adapter` (None: the checkpoint itself). `run_dir` holds the files at which the ranks
-    meet, named by `run_id`, and what is offloaded unless `placement` names another folder.
-    """
+    meet, named by `run_id`, and offloaded memory unless `placement` names another folder."""
 
     executor: ClassVar[str] = "llamarl.generator.worker:GeneratorWorker"
 
@@ -60,13 +59,13 @@ class GeneratorSpec:
     run_dir: str
     run_id: str
     environments: Environments | None = None
-    """What rollouts take turns with."""
+    """The environments that rollouts take turns with."""
     heartbeat_s: float = HEARTBEAT_S
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectorSpec:
-    """The replicas that a collector asks, by index."""
+    """The spec of a collector: the replicas that it asks, by index."""
 
     executor: ClassVar[str] = "llamarl.generator.collector:CollectorWorker"
 

@@ -1,5 +1,5 @@
-"""The part of a generator rank that receives weights: what comes before a commit runs on threads
-beside decoding, a commit between two decode steps."""
+"""The part of a generator rank that receives weights: all work before a commit runs on threads
+beside decoding, the commit between two decode steps."""
 
 import asyncio
 from collections.abc import Mapping
@@ -20,11 +20,10 @@ from llamarl.publish.target import WeightBuffer
 
 
 class TargetPart(WeightTarget):
-    """The target of one rank; `source` passes on what is committed here.
+    """The target of one rank; `source` passes on the versions that are committed here.
 
-    The engine makes what a commit needs beside decoding, before it. `frozen` are the sums of
-    weights that no publish moves, by kind.
-    """
+    The engine prepares a commit beside decoding (`process_weights`). `frozen` are the sums of
+    weights that no publish moves, by kind."""
 
     def __init__(
         self,
@@ -48,17 +47,18 @@ class TargetPart(WeightTarget):
         self._is_closed.set()  # no version is open
 
     async def target_layout(self) -> RankLayout:
-        """Where this rank wants every parameter."""
+        """Return where this rank wants every parameter."""
         self._decoding.check()
         return replace(self._buffer.layout(), frozen=self._frozen)
 
     async def connect_source(self, route: Route) -> None:
-        """Receive over `route` from now on; waits for its other ranks."""
+        """Receive over `route` from now on, after waiting for its other ranks."""
         self._decoding.check()
         await self._background.run(self._buffer.connect, route)
 
     async def prepare(self, version: int) -> StagingHandle:
-        """Open the staging memory for `version`; waits while the weights are off the device."""
+        """Open the staging memory for `version`, after waiting until the weights are on the
+        device."""
         self._decoding.check()
         session = self._session
         await self._has_memory.wait()
@@ -75,7 +75,8 @@ class TargetPart(WeightTarget):
             raise
 
     async def verify(self, version: int) -> Fingerprints:
-        """Fingerprints of the staging memory, by parameter, once the version has arrived."""
+        """Return the fingerprints of the staging memory, by parameter, once the version has
+        arrived."""
         self._decoding.check()
         opening = self._opening
         with self._spans.span("verify", "publish", version=version):
@@ -88,7 +89,7 @@ class TargetPart(WeightTarget):
         return prints
 
     async def commit(self, version: int) -> int:
-        """Decode with it from the next step on; returns the number of running rollouts."""
+        """Decode with the version from the next step on. Returns the number of running rollouts."""
         return await self._decoding.run(partial(self._commit, version), ("commit", version))
 
     async def abort(self, version: int) -> None:
@@ -101,8 +102,8 @@ class TargetPart(WeightTarget):
     async def reset(self, limit_s: float) -> None:
         """Forget all that an earlier session of the run has left: rollouts, versions, routes.
 
-        RuntimeError if a call of that session takes longer than `limit_s`, and the engine's error.
-        """
+        Raises RuntimeError if a call of that session takes longer than `limit_s`, and the engine's
+        error."""
         self._decoding.check()
         self._session += 1
         await self._background.drained(limit_s)
@@ -113,7 +114,7 @@ class TargetPart(WeightTarget):
         self._is_closed.set()
 
     def _reset(self) -> None:
-        """On the compute thread."""
+        """Reset the decoding and the source, on the compute thread."""
         self._decoding.reset()
         self._source.reset()
 
@@ -123,11 +124,11 @@ class TargetPart(WeightTarget):
         self._has_memory.clear()
 
     def resume(self) -> None:
-        """The weights are back on the device."""
+        """Let versions be opened again, as the weights are back on the device."""
         self._has_memory.set()
 
     def _commit(self, version: int) -> int:
-        """On the compute thread."""
+        """Commit the version and label the source with it, on the compute thread."""
         try:
             num_running = self._decoding.commit(version, self._processed)
         finally:

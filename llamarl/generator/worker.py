@@ -1,4 +1,5 @@
-"""A generator: one rank of one replica, over any engine, and the rollouts that it writes."""
+"""The generator's worker: one rank of one replica, over any engine, and the rollouts that it
+writes."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ STORE_S = 1.0
 
 
 class RolloutPart(GeneratorReplica):
-    """The rollouts of one rank; ranks other than 0 return none."""
+    """The rollouts of one rank; ranks other than 0 report none."""
 
     def __init__(
         self, spec: GeneratorSpec, decoding: Decoding, output: EngineOutput, spans: Spans
@@ -89,12 +90,11 @@ class RolloutPart(GeneratorReplica):
         await self._decoding.run(submit, key)
 
     async def collect(self, received: int) -> Report:
-        """See `faces.GeneratorReplica`; after `heartbeat_s` whatever there is.
+        """See `faces.GeneratorReplica`; after `heartbeat_s` it returns whatever there is.
 
-        The trainer needs whole groups, so it waits for one, and a little longer for more. What
-        stops meanwhile is stored every `STORE_S`, so that no more is lost with the process. An
-        exception of the engine is raised here, with its own traceback.
-        """
+        The trainer needs whole groups, so this waits for one, and a little longer for more.
+        Rollouts that stop meanwhile are stored every `STORE_S`, so that no more is lost with the
+        process. An exception of the engine is raised here, with its own traceback."""
         return await self.background.wait_for(self._collect(received))
 
     async def _collect(self, received: int) -> Report:
@@ -105,7 +105,7 @@ class RolloutPart(GeneratorReplica):
         return self._kept.report()
 
     async def _take(self) -> None:
-        """Store what stops, and keep its rows."""
+        """Store rollouts that stop, and keep their rows."""
         clock = asyncio.get_running_loop().time
         end_s, is_ready = clock() + self._spec.heartbeat_s, False
         storage = self._storage
@@ -116,14 +116,14 @@ class RolloutPart(GeneratorReplica):
                 self._kept.add(rollout_info(item, self._spec.replica) for item in finished)
 
     async def drained(self, limit_s: float) -> None:
-        """Wait until all calls have ended, then forget what they reported; RuntimeError if that
-        takes longer than `limit_s`."""
+        """Wait until all calls have ended, then forget what they reported. Raises RuntimeError if
+        that takes longer than `limit_s`."""
         await self._decoding.episodes.stop_asking()
         await self.background.drained(limit_s)
         self._kept = KeptRows[RolloutInfo]()
 
     def use(self, storage: ColumnStore, environments: Environments | None) -> None:
-        """Write there, and take turns with these, from now on."""
+        """Write to this storage, and take turns with these environments, from now on."""
         self._storage = RecordingStore(storage, self._spans)
         self._decoding.episodes.use(environments)
 
@@ -138,12 +138,12 @@ class RolloutPart(GeneratorReplica):
         await self._decoding.episodes.forget(row_ids)
 
     async def close(self) -> None:
-        """Ask nothing more of environments."""
+        """Cancel the questions to environments, and disconnect from them."""
         await self._decoding.episodes.close()
 
 
 async def read_written(storage: ColumnStore, requests: list[Request]) -> dict[int, PartialOutput]:
-    """What these resumed rollouts have written so far, by row id."""
+    """Return the tokens that these resumed rollouts have so far, by row id."""
     row_ids = [request.row_id for request in requests]
     names = [RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS]
     columns = await storage.read(row_ids, names)
@@ -158,7 +158,7 @@ async def read_written(storage: ColumnStore, requests: list[Request]) -> dict[in
 async def write_finished(
     storage: ColumnStore, finished: list[RequestOutput], writer: str = ""
 ) -> None:
-    """Store the columns of these rollouts, but for those that begin again."""
+    """Store the columns of these rollouts, except of those that begin again."""
     kept = [item for item in finished if item.episode is None or not item.episode.is_lost]
     alike: dict[tuple[str, ...], list[RequestOutput]] = {}
     for item in kept:
@@ -168,7 +168,7 @@ async def write_finished(
 
 
 def _rewards(item: RequestOutput) -> dict[str, np.ndarray]:
-    """The columns with what rewarded an episode at its end."""
+    """Return the columns with an episode's rewards at its end."""
     if (episode := item.episode) is None:
         return {}
     cells = {} if episode.reward is None else {EPISODE_REWARD: np.array([episode.reward])}
@@ -176,7 +176,7 @@ def _rewards(item: RequestOutput) -> dict[str, np.ndarray]:
 
 
 async def _write(storage: ColumnStore, finished: list[RequestOutput], writer: str) -> None:
-    """Rollouts with the same columns."""
+    """Store rollouts with the same columns."""
     columns = {
         PROMPT_IDS: [np.array(item.request.prompt_ids, np.int32) for item in finished],
         RESPONSE_IDS: [item.written.ids for item in finished],
@@ -190,7 +190,7 @@ async def _write(storage: ColumnStore, finished: list[RequestOutput], writer: st
 
 
 def rollout_info(finished: RequestOutput, replica: int) -> RolloutInfo:
-    """What the controller gets of it."""
+    """Return the controller's record of a rollout."""
     return RolloutInfo(
         row_id=finished.request.row_id,
         num_prompt_tokens=len(finished.request.prompt_ids),
@@ -211,7 +211,7 @@ def _sampling_row(request: Request, reason: FinishReason) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a generator's rank consists of once it is started; its methods are theirs."""
+    """The parts of a started generator rank, whose methods call theirs."""
 
     rollouts: RolloutPart
     source: SourcePart
@@ -238,13 +238,14 @@ class GeneratorWorker(
 
     @property
     def parts(self) -> Parts:
-        """RuntimeError before `start`."""
+        """The parts of the rank. Raises RuntimeError before `start`."""
         if self._parts is None:
             raise RuntimeError(f"generator {self._spec.replica} must be started first")
         return self._parts
 
     async def start(self) -> None:
-        """Make engine and memory, load the weights; ValueError if the checkpoint is bad."""
+        """Make engine and memory, and load the weights. Raises ValueError if the checkpoint is
+        bad."""
         loop, rank, num_ranks = asyncio.get_running_loop(), self._rank, self._num_ranks
         output = EngineOutput(loop, is_kept=rank == 0)
         if num_ranks == 1:
@@ -370,7 +371,8 @@ class GeneratorWorker(
         self._parts = Parts(rollouts, source, target, offload)
 
     def _engine(self) -> Engine:
-        """The engine of this rank. ValueError if it cannot run the checkpoint or config here."""
+        """Make the engine of this rank. Raises ValueError if it cannot run the checkpoint or config
+        here."""
         spec, config = self._spec, self._spec.config
         place: dict[str, Any] = {"rank": self._rank, "num_ranks": self._num_ranks}
         place |= {"rendezvous": self._meeting("engine"), "lora": spec.lora}
@@ -394,6 +396,6 @@ class GeneratorWorker(
         )
 
     def _meeting(self, purpose: str) -> str:
-        """The file at which the ranks of this replica meet."""
+        """Return the path of the file at which the ranks of this replica meet."""
         spec = self._spec
         return f"{spec.run_dir}/.rendezvous-generator-{spec.replica}-{spec.run_id}-{purpose}"

@@ -12,7 +12,6 @@ begins behind its row's end returns at once. Sums are float32; logarithms are of
 
 This module needs Triton: import it only where `Platform.has_triton`.
 
-
 The output of a row depends on that row alone, not on how many others there are or how long they
 are, and nothing is read on the host."""
 
@@ -34,7 +33,7 @@ TILE_ELEMENTS = {2: 8192, 4: 1024}  # of keys, by bytes of an element: what regi
 def split_positions(
     length: tl.tensor, most: tl.constexpr, shortest: tl.constexpr, tile: tl.constexpr
 ) -> tl.tensor:
-    """Positions of each split of a row: whole tiles."""
+    """Return the number of positions of each split of a row, in whole tiles."""
     return tl.maximum(tl.cdiv(tl.cdiv(length, most), tile) * tile, shortest)
 
 
@@ -57,11 +56,10 @@ def attend_splits(
     shortest: tl.constexpr,
     num_splits: tl.constexpr,
 ) -> None:
-    """One split of the query heads that share a key-value head of one row: o_s and m_s.
+    """Compute o_s and m_s of one split, for the query heads that share a key-value head of one row.
 
-    Grid [splits, kv_heads, rows]. `query_row`: elements from one row of queries to the next;
-    `head_size`: of keys, and of values, from one key-value head to the next.
-    """
+    The grid is [splits, kv_heads, rows]. `query_row`: elements from one row of queries to the next;
+    `head_size`: of keys, and of values, from one key-value head to the next."""
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
     size = split_positions(length, num_splits, shortest, tile)
@@ -81,7 +79,7 @@ def attend_splits(
     out = tl.zeros([heads_tile, dims_tile], tl.float32)
     for begin in range(start, end, tile):
         position = begin + tl.arange(0, tile)
-        # What lies behind the end is never read: it may be left from another rollout, or NaN.
+        # Positions behind the end are never read: they may hold another rollout's values, or NaN.
         is_seen = position < end
         place = first + position[:, None] * head_dim + dim[None, :]
         is_read = is_seen[:, None] & is_dim[None, :]
@@ -114,7 +112,7 @@ def combine_splits(
     num_splits: tl.constexpr,
     splits_tile: tl.constexpr,
 ) -> None:
-    """The output of one query head of one row; grid [heads, rows]."""
+    """Compute the output of one query head of one row; the grid is [heads, rows]."""
     row = tl.program_id(1)
     head = row * tl.num_programs(0) + tl.program_id(0)
     length = tl.load(lengths + row).to(tl.int32)
@@ -133,7 +131,7 @@ def combine_splits(
 def splits_options(
     dtype: torch.dtype, group: int, head_dim: int, num_positions: int
 ) -> dict[str, int]:
-    """The constants of `attend_splits`, by which it is compiled: for caches of this dtype, this
+    """Return the constants by which `attend_splits` is compiled, for caches of this dtype, this
     many query heads per key-value head, this head_dim and this many positions."""
     dims = max(triton.next_power_of_2(head_dim), SMALLEST_TILE)
     tile = min(TILE_ELEMENTS[dtype.itemsize] // dims, LARGEST_TILE)
@@ -149,20 +147,19 @@ def splits_options(
 
 
 def combine_options(splits: dict[str, int]) -> dict[str, int]:
-    """The constants of `combine_splits`, by those of `attend_splits`."""
+    """Return the constants of `combine_splits`, given those of `attend_splits`."""
     shared = ("head_dim", "dims_tile", "tile", "shortest", "num_splits")
     tile = triton.next_power_of_2(splits["num_splits"])
     return {name: splits[name] for name in shared} | {"splits_tile": tile}
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """Attention output [n, heads * head_dim] of `queries` [n, heads, head_dim] over the first
-    `lengths` positions, int64 [n] and at least 1, of the first n slots.
+    """Return the attention output [n, heads * head_dim] of `queries` [n, heads, head_dim] over the
+    first `lengths` positions, int64 [n] and at least 1, of the first n slots.
 
     `keys` and `values` [slots, kv_heads, num_positions, head_dim] are contiguous, and so is each
     row of queries. Beside a bfloat16 cache of whole splits, the partial outputs take heads /
-    kv_heads / 256 of one layer's keys and values.
-    """
+    kv_heads / 256 of one layer's keys and values."""
     num_rows, num_heads, head_dim = queries.shape
     assert queries.stride()[1:] == (head_dim, 1)
     num_kv_heads, num_positions = keys.shape[1:3]

@@ -36,11 +36,10 @@ LIMIT = timedelta(minutes=10)  # between two ranks within a step
 
 class TensorParallelGroup:
     """The tensor-parallel ranks of one replica, which meet at the file `rendezvous` that no other
-    group uses. What `sum` and `gather` return is equal on all of them, bit for bit, so all sample
+    group uses. `sum` and `gather` return equal values on all of them, bit for bit, so all sample
     the same tokens.
 
-    Waits for all; call it, and its methods, from the compute thread.
-    """
+    It waits for all ranks. It and its methods must be called from the compute thread."""
 
     def __init__(self, rendezvous: str, rank: int, num_ranks: int, device: torch.device) -> None:
         self.rank, self.num_ranks = rank, num_ranks
@@ -49,12 +48,12 @@ class TensorParallelGroup:
         self._group = form_group(device, store, rank, num_ranks, LIMIT)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum a contiguous tensor over the ranks, in place; returns it."""
+        """Sum a contiguous tensor over the ranks, in place, and return it."""
         self._group.allreduce([x]).wait()
         return x
 
     def gather(self, columns: Tensor) -> Tensor:
-        """Lay the ranks' columns [n, m] side by side: [n, m * num_ranks]."""
+        """Return the ranks' columns [n, m] side by side: [n, m * num_ranks]."""
         num_rows, width = columns.shape
         parts = columns.new_empty(self.num_ranks * num_rows, width)
         self._group._allgather_base(parts, columns.contiguous()).wait()
@@ -68,11 +67,10 @@ class TensorParallelGroup:
 
 
 class Decoder:
-    """Runs `weights`, which the engine sets at a commit, over `cache`: one rank's part of both if
-    there is a `group`.
+    """Runs `weights`, which the engine sets at a commit, over `cache`; with a `group`, one rank's
+    part of both.
 
-    A row of the fused qkv product is [heads + 2 * kv_heads, head_dim]: queries, keys, values.
-    """
+    A row of the fused qkv product is [heads + 2 * kv_heads, head_dim]: queries, keys, values."""
 
     def __init__(
         self, architecture: Architecture, cache: Cache, group: TensorParallelGroup | None = None
@@ -86,8 +84,8 @@ class Decoder:
         self._num_rotated = self._num_heads + architecture.num_kv_heads // num_ranks
         self._add = add_product if group is None else self._add_sum
         cos, sin = rope_tables(architecture, cache.num_positions)
-        # Both halves of a head, so that the rotation is x * cos + roll(x) * sin: in float32, as in
-        # the trainer, whatever the dtype of x.
+        # The tables cover both halves of a head, so that the rotation is x * cos + roll(x) * sin:
+        # in float32, as in the trainer, whatever the dtype of x.
         self._cos = torch.cat([cos, cos], dim=1).to(cache.device)
         self._sin = torch.cat([-sin, sin], dim=1).to(cache.device)
         width = architecture.hidden_size
@@ -97,11 +95,10 @@ class Decoder:
         )
 
     def prefill(self, sequences: list[tuple[int, int, np.ndarray]]) -> None:
-        """Compute keys and values of tokens: (slot, position of the first, int tokens [t]) each, no
-        logits. What lies before that position is in the slot's cache.
+        """Compute keys and values of tokens, but no logits, for each (slot, position of the first,
+        int tokens [t]). The positions before are in the slot's cache.
 
-        Whole sequences of equal length share one attention call.
-        """
+        Whole sequences of equal length share one attention call."""
         whole = sorted((each for each in sequences if not each[1]), key=lambda each: len(each[2]))
         later = [each for each in sequences if each[1]]
         sequences = [*whole, *later]
@@ -132,14 +129,13 @@ class Decoder:
     def decode(
         self, tokens: Tensor, positions: Tensor, write_index: Sequence[Tensor], plan: Any
     ) -> Tensor:
-        """Logits float32 [n, vocab] after one more token in each of n slots.
+        """Return float32 logits [n, vocab] after one more token in each of n slots.
 
-        `tokens` int [n] are at `positions` int64 [n]; `write_index` and `plan` are the cache's, for
-        these rows: where keys and values go, and what the tokens attend to.
-        """
+        `tokens` int [n] are at `positions` int64 [n]; the cache's `write_index` and `plan` say
+        where the keys and values of these rows go, and what the tokens attend to."""
         weights = self._bound()
         x = self._embed(weights, tokens)
-        # Expanded to all heads once, so that every layer's rotation reads contiguous memory.
+        # They are expanded to all heads once, so that all layers' rotations read contiguous memory.
         shape = (len(positions), self._num_rotated, self.architecture.head_dim)
         cos = self._cos.index_select(0, positions).unsqueeze(1).expand(shape).contiguous()
         sin = self._sin.index_select(0, positions).unsqueeze(1).expand(shape).contiguous()
@@ -151,7 +147,7 @@ class Decoder:
         return logits if self._group is None else self._group.gather(logits)
 
     def _embed(self, weights: Weights, tokens: Tensor) -> Tensor:
-        """Rows [n, hidden] of the embedding, of which each rank holds a range."""
+        """Return the rows [n, hidden] of the embedding, of which each rank holds a range."""
         if self._group is None:
             return weights.embedding.index_select(0, tokens)
         num_held = len(weights.embedding)
@@ -173,7 +169,8 @@ class Decoder:
     def _qkv(
         self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [n, heads, head_dim], rotated keys and values [n, kv_heads, head_dim]."""
+        """Return rotated queries [n, heads, head_dim], and rotated keys and values [n, kv_heads,
+        head_dim]."""
         h = normalize(x, layer.input_norm, self._norm_floor)
         qkv = product(h, layer.qkv, layer.qkv_bias)
         num_heads, dim = self._num_heads, self.architecture.head_dim
@@ -200,8 +197,8 @@ class Decoder:
     def _causal(
         self, queries: Tensor, keys: Tensor, values: Tensor, runs: list[tuple[int, int]]
     ) -> list[Tensor]:
-        """Causal attention inside each sequence, for each of `runs` of (sequences, length): [n,
-        width]."""
+        """Return causal attention inside each sequence, for each of `runs` of (sequences, length):
+        [n, width]."""
         parts = []
         start = 0
         for count, length in runs:
@@ -221,9 +218,9 @@ class Decoder:
         later: list[tuple[int, int, np.ndarray]],
         *rows: Tensor,
     ) -> list[Tensor]:
-        """Attention of the last rows of `queries`, those of `later` sequences, over all that is in
-        their slots' caches up to themselves, in one call for all: [n, width], or nothing. `rows`
-        are `_continued_rows` of these."""
+        """Return the attention of the last rows of `queries`, which belong to `later` sequences,
+        over their slots' caches up to themselves, in one call for all: [n, width], or nothing.
+        `rows` are the sequences' `_continued_rows`."""
         if not later:
             return []
         slots, seen = rows
@@ -244,9 +241,9 @@ class Decoder:
 
 
 def _continued_rows(later: list[tuple[int, int, np.ndarray]]) -> list[Tensor]:
-    """Slots int64 [n] of sequences of which the cache has the beginning, and which of the cache's
-    positions each of their tokens sees, bool [n, 1, longest of the tokens, longest]; [] without
-    any."""
+    """Return the slots int64 [n] of sequences of which the cache has the beginning, and the
+    positions of the cache that each of their tokens sees, bool [n, 1, longest of the tokens,
+    longest]; [] without any."""
     if not later:
         return []
     slots, starts = (torch.tensor([each[field] for each in later]) for field in (0, 1))
@@ -257,17 +254,17 @@ def _continued_rows(later: list[tuple[int, int, np.ndarray]]) -> list[Tensor]:
 
 
 def float32_product(x: Tensor, matrix: Matrix) -> Tensor:
-    """`x` [n, in] times `matrix`: float32 [n, out], with operands of any dtype.
+    """Return `x` [n, in] times `matrix`: float32 [n, out], with operands of any dtype.
 
-    For logits: rounding them to bfloat16 would change log-probs by hundredths, and so pi/mu.
-    """
+    It is for logits: rounding them to bfloat16 would change log-probs by hundredths, and so
+    pi/mu."""
     if isinstance(matrix, Tensor):
         return widened_mm(x, matrix)
     return matrix.product(x, torch.float32)
 
 
 def product(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-    """`x` [n, in] times `matrix`, plus `bias`: [n, out]."""
+    """Return `x` [n, in] times `matrix`, plus `bias`: [n, out]."""
     if isinstance(matrix, Tensor):
         return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
     out = matrix.product(x)
@@ -286,21 +283,20 @@ def add_product(total: Tensor, x: Tensor, matrix: Matrix) -> None:
 
 
 def normalize(x: Tensor, weight: Tensor, floor: Tensor) -> Tensor:
-    """RMSNorm over the last dimension: x / sqrt(mean(x^2) + eps) * w, computed in float32.
+    """Return the RMSNorm over the last dimension: x / sqrt(mean(x^2) + eps) * w, computed in
+    float32.
 
-    `weight` is w * sqrt(size), float32, and `floor` sqrt(size * eps): with these the quotient is
-    x / hypot(|x|, floor) * weight, which takes few operations.
-    """
+    `weight` is w * sqrt(size), float32, and `floor` sqrt(size * eps): with these the quotient is x
+    / hypot(|x|, floor) * weight, which takes few operations."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     return torch.div(x, torch.hypot(norm, floor, out=norm)).mul_(weight).to(x.dtype)
 
 
 class EagerRunner:
-    """Launches every operation by itself, over rollouts alone.
+    """Launches every operation by itself, over occupied slots only.
 
     `keeps_addresses`: at a commit weights must be overwritten, not replaced. `num_ahead`: steps
-    that may be under way while another one is launched.
-    """
+    that may be running while another one is launched."""
 
     keeps_addresses = False
     num_ahead = 0
@@ -319,7 +315,7 @@ class EagerRunner:
         self._num_computed = 0
 
     def launch(self, running: RunningBatch, version: int) -> DecodeStep:
-        """One step of all rollouts."""
+        """Launch one step of all rollouts."""
         slots = self._slots
         positions = running.cached[slots]
         uniform = torch.from_numpy(running.uniform[slots, positions + 1])
@@ -331,7 +327,7 @@ class EagerRunner:
         )
 
     def compute(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Logits float32 [n, vocab] after `tokens` int32 [n] at `positions` int64 [n]."""
+        """Return float32 logits [n, vocab] after `tokens` int32 [n] at `positions` int64 [n]."""
         places = torch.from_numpy(positions)
         if self._num_computed:
             self._cache.lengthen(self._plan, places)
@@ -340,17 +336,16 @@ class EagerRunner:
         return self._decoder.decode(torch.from_numpy(tokens), places, index, self._plan)
 
     def forget(self) -> None:
-        """Drop what refers to addresses of weights or cache: nothing here."""
+        """Drop what refers to addresses of weights or cache, which is nothing here."""
 
 
 class PaddedRunner:
-    """Few shapes, each recorded by `graphs` when it first occurs; without `graphs` every operation
-    is launched by itself.
+    """Runs steps of few shapes, each recorded by `graphs` when it first occurs; without `graphs`
+    every operation is launched by itself.
 
     A step needs nothing of the step before from the host: tokens that only the device has yet are
-    taken from there. So one step may be under way while the next is launched, and the host's work
-    on a step overlaps the next one.
-    """
+    taken from there. So one step may be running while the next is launched, and the host's work on
+    a step overlaps the next one."""
 
     num_ahead = 1
 
@@ -359,9 +354,9 @@ class PaddedRunner:
         self._decoder, self._cache, self._graphs = decoder, cache, graphs
         self._platform = platform_of(cache.device)
         self._num_rows = self._length = 0
-        # Five rows of slots: positions, tokens of the host, whether these count, random numbers (as
-        # float64), lengths to attend to. In host memory once for each step that may be under way,
-        # and at the address that the graphs read.
+        # Inputs have five rows of slots: positions, tokens of the host, whether these count, random
+        # numbers (as float64), lengths to attend to. They are in host memory once for each step
+        # that may be running, and at the address that the graphs read.
         shape = (5, cache.num_slots)
         self._inputs = deque(
             self._platform.empty_host(shape, torch.int64) for _ in range(1 + self.num_ahead)
@@ -406,8 +401,9 @@ class PaddedRunner:
             self._graphs.forget()
 
     def _fill(self, running: RunningBatch, rows: np.ndarray) -> Tensor:
-        """The host's part of a step. A rollout that will turn out to have ended at its last
-        position is computed there once more. A row without a rollout reads one position only."""
+        """Fill in the host's part of a step and return it. A rollout that will turn out to have
+        ended at its last position is computed there once more. A row without a rollout reads one
+        position only."""
         last = running.sequence.shape[1] - 1
         is_known = running.in_flight[rows] == 0
         positions = np.minimum(running.cached[rows] + running.in_flight[rows], last)
@@ -418,7 +414,7 @@ class PaddedRunner:
         return self._inputs[0]
 
     def _compute(self) -> Tensor:
-        """Logits float32 [rows, vocab]."""
+        """Return float32 logits [rows, vocab], from a graph if there are graphs."""
         if self._graphs is None:
             return self._decode()
         shape = (self._num_rows, self._length)
@@ -427,7 +423,8 @@ class PaddedRunner:
         return self._replays[shape]()
 
     def _decode(self) -> Tensor:
-        """The same. Run twice, it writes the same keys and values twice."""
+        """Return float32 logits [rows, vocab]. Run twice, it writes the same keys and values
+        twice."""
         positions, known, is_known, _, lengths = self._static[:, : self._num_rows]
         tokens = torch.where(is_known > 0, known, self._newest[: self._num_rows])
         index = self._cache.next_index(positions)
@@ -439,7 +436,8 @@ ModelRunner = EagerRunner | PaddedRunner
 
 
 def padded_rows(num_rows: int, most: int) -> int:
-    """`num_rows` rounded up to a power of two or one and a half of it, and at most to `most`."""
+    """Return `num_rows` rounded up to a power of two or one and a half of it, and at most to
+    `most`."""
     power = 1 << (num_rows - 1).bit_length()
     between = power * 3 // 4
     return min(between if power >= 4 and num_rows <= between else power, most)

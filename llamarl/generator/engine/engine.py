@@ -2,9 +2,8 @@
 
 A rollout in a slot has all tokens but its last in the KV cache; a decode step feeds the last one.
 So starting, resuming and recomputing are one operation: prefill everything but the last token. On a
-GPU a step is launched before the host reads what the one before wrote: a rollout that has stopped
-is then computed once more, and that token is dropped.
-
+GPU a step is launched before the host reads the tokens of the step before: a rollout that has
+stopped is then computed once more, and that token is dropped.
 
 Weights change only between two steps, and every token is labelled with the version whose weights
 computed it."""
@@ -62,13 +61,13 @@ PREFILL_TOKENS = 8192  # most tokens of one packed prefill: bounds its activatio
 
 
 class EmbeddedEngine:
-    """One tensor-parallel rank of one replica; a `generation.protocol.Engine`.
+    """One tensor-parallel rank of one replica; a `generator.protocol.Engine`.
 
     The ranks meet at the file `rendezvous`, which no other replica uses, and must get the same
-    calls in the same order. `is_padded` chooses the model runner (None: by device). With `lora`
-    a publish fills adapters alone, and the matrices beside them are the engine's own. ValueError if
-    the ranks cannot split the model evenly, or if `config.device` is cuda and there is none.
-    """
+    calls in the same order. `is_padded` chooses the model runner (None: by device). With `lora` a
+    publish fills adapters alone, and the matrices beside them are the engine's own. Raises
+    ValueError if the ranks cannot split the model evenly, or if `config.device` is cuda and there
+    is none."""
 
     def __init__(
         self,
@@ -167,14 +166,15 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def process_weights(self, flat: Tensor) -> Weights:
-        """Views of `flat`, and with adapters of the weights beside them."""
+        """Return the weights as views of `flat`; with adapters, as views of `flat` and of the
+        engine's own weights."""
         whole = flat if self._base is None else self._base
         weights = bind(self.layout, self.architecture, whole, self._scratch)
         return weights if self._adapters is None else self._adapters.adapt(weights, flat)
 
     @torch.inference_mode()
     def commit(self, processed: Weights | Tensor, version: int) -> int:
-        """See `Engine`; a flat tensor is processed here. Keys and values are recomputed, if at all,
+        """See `Engine`; a flat tensor is processed here. If keys and values are recomputed, it is
         before the next token."""
         self._finish_steps()
         weights = self.process_weights(processed) if isinstance(processed, Tensor) else processed
@@ -209,8 +209,8 @@ class EmbeddedEngine:
                 self._stop(slot, FinishReason.ABORTED)
 
     def movable(self, tag: str) -> list[Tensor]:
-        """The KV cache, or weights beside adapters: all others are in the flat memory. Graphs are
-        captured again afterwards."""
+        """Return the KV cache, or the weights beside adapters; all other weights are in the flat
+        memory. Graphs are captured again afterwards."""
         self._finish_steps()
         self._runner.forget()
         if tag == "kv":
@@ -225,7 +225,7 @@ class EmbeddedEngine:
             self._group.close()
 
     def step(self) -> list[RequestOutput]:
-        """Admit what fits, decode one token for every running rollout, return what stopped."""
+        """Admit what fits, decode one token for every running rollout, and return what stopped."""
         self.admit()
         return self.decode()
 
@@ -253,7 +253,7 @@ class EmbeddedEngine:
         return done
 
     def _finish_steps(self, num_ahead: int = 0) -> None:
-        """Take over what the steps wrote that were launched, but for the newest `num_ahead`."""
+        """Take over the tokens of the launched steps, except the newest `num_ahead` steps."""
         running = self._running
         while len(self._launched) > num_ahead:
             step = self._launched.popleft()
@@ -307,8 +307,8 @@ class EmbeddedEngine:
         return sorted(reasons.items())
 
     def _prefill(self, slots: dict[int, int]) -> None:
-        """Compute the keys and values of everything but the last token of these slots, from the
-        position given for each on."""
+        """Compute the keys and values of all but the last token of these slots, from the given
+        position of each on."""
         pack: list[tuple[int, int, np.ndarray]] = []
         num_tokens = 0
         for slot, start in slots.items():

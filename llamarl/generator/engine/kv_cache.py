@@ -36,8 +36,7 @@ class PaddedRows:
 def cut(lengths: np.ndarray) -> list[tuple[int, int]]:
     """Cut `lengths` (int [n], falling) into runs; each is read up to its first length.
 
-    A run ends where reading too far would cost more than the calls of another run.
-    """
+    A run ends where reading too far would cost more than the calls of another run."""
     runs: list[tuple[int, int]] = []
     start, wasted = 0, 0
     values = lengths.tolist()
@@ -52,7 +51,7 @@ def cut(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 class CpuKVCache:
-    """Keys [layers, slots, kv_heads, blocks, head_dim, BLOCK], values [layers, slots, kv_heads,
+    """Keys [layers, slots, kv_heads, blocks, head_dim, BLOCK] and values [layers, slots, kv_heads,
     positions, head_dim]; `num_positions` is rounded up to whole blocks."""
 
     def __init__(
@@ -88,8 +87,8 @@ class CpuKVCache:
         self._value_tables = [layer.view(-1, self.head_dim) for layer in self.values]
 
     def write_index(self, slots: np.ndarray, positions: np.ndarray) -> tuple[Tensor, ...]:
-        """Where the tokens at `positions` int64 [n] of `slots` int64 [n] go, in host memory: key
-        block [n, kv_heads], column in it [n, 1], value row [n, kv_heads]."""
+        """Return where the tokens at `positions` int64 [n] of `slots` int64 [n] are stored, in host
+        memory: key block [n, kv_heads], column in it [n, 1], value row [n, kv_heads]."""
         first = slots[:, None] * self.num_kv_heads + np.arange(self.num_kv_heads)
         block = first * self.num_blocks + positions[:, None] // BLOCK
         row = first * self.num_positions + positions[:, None]
@@ -103,8 +102,8 @@ class CpuKVCache:
         self._value_tables[layer].index_put_((row,), values)
 
     def read(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, kv_heads, length, head_dim] of the first positions of `slots` int64
-        [n]."""
+        """Return keys and values [n, kv_heads, length, head_dim] of the first positions of `slots`
+        int64 [n]."""
         blocks = self.keys[layer, slots, :, : -(-length // BLOCK)]
         keys = blocks.transpose(3, 4).reshape(len(slots), self.num_kv_heads, -1, self.head_dim)
         return keys[:, :, :length], self.values[layer, slots, :, :length]
@@ -116,10 +115,10 @@ class CpuKVCache:
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
     def plan(self, slots: np.ndarray, lengths: np.ndarray) -> list[PaddedRows]:
-        """How to read `slots` (int64 [n]) with `lengths` (int64 [n], falling) for PLAN_STEPS steps.
+        """Return how to read `slots` (int64 [n]) with `lengths` (int64 [n], falling) for PLAN_STEPS
+        steps.
 
-        `lengths` count the positions visible in the first of these steps.
-        """
+        `lengths` count the positions visible in the first of these steps."""
         groups = []
         for start, stop in cut(lengths):
             length = int(lengths[start]) + PLAN_STEPS - 1
@@ -157,7 +156,7 @@ class CpuKVCache:
             group.mask.scatter_(2, index[group.start : group.stop], 0)
 
     def attend(self, layer: int, queries: Tensor, groups: list[PaddedRows]) -> Tensor:
-        """Attention output [n, heads * head_dim] of `queries` [n, heads, head_dim]."""
+        """Return the attention output [n, heads * head_dim] of `queries` [n, heads, head_dim]."""
         parts = [self._attend_group(layer, queries[g.start : g.stop], g) for g in groups]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.view(queries.shape[0], -1)
@@ -165,7 +164,7 @@ class CpuKVCache:
     def _attend_group(self, layer: int, queries: Tensor, group: PaddedRows) -> Tensor:
         num_rows, num_heads, dim = queries.shape
         weights = queries.unsqueeze(2).expand(-1, -1, group.num_blocks, -1).reshape(-1)
-        # The plain operator: nn.functional's checks would cost as much as the sum itself.
+        # This is the plain operator, as nn.functional's checks would cost as much as the sum.
         scores = torch.embedding_bag(
             self._key_tables[layer],
             group.key_index,
@@ -173,7 +172,7 @@ class CpuKVCache:
             per_sample_weights=weights,
             include_last_offset=True,
         )[0].view(num_rows, num_heads, -1)
-        # mask + scores / sqrt(head_dim), and the cut to `length`, in one pass.
+        # This is mask + scores / sqrt(head_dim), with the cut to `length`, in one pass.
         scores = torch.add(group.mask, scores[:, :, : group.length], alpha=dim**-0.5)
         return torch.embedding_bag(
             self._value_tables[layer],
@@ -184,7 +183,8 @@ class CpuKVCache:
         )[0]
 
     def _index(self, rows: Tensor, group: int) -> Tensor:
-        """int32 table rows [n, kv_heads, 1, rows], repeated for each query head of a kv head."""
+        """Return int32 table rows [n, kv_heads, 1, rows], repeated for each query head of a kv
+        head."""
         return rows.to(torch.int32).expand(-1, -1, group, -1).reshape(-1)
 
     def _bags(self, index: Tensor, size: int) -> Tensor:
@@ -198,7 +198,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def attention_kernel(device: torch.device) -> Kernel | None:
-    """`decode_attention.attend`, or None where torch's operations do its work."""
+    """Return `decode_attention.attend`, or None where torch's operations do its work."""
     if not platform_of(device).has_triton(device):
         return None
     from llamarl.generator.engine.decode_attention import attend
@@ -233,13 +233,13 @@ class PaddedKVCache:
         self._kernel = attention_kernel(device)
 
     def write_index(self, slots: np.ndarray, positions: np.ndarray) -> tuple[Tensor, ...]:
-        """Where the tokens at `positions` int64 [n] of `slots` int64 [n] go, in host memory: slot
-        [n, 1], position [n, 1]."""
+        """Return where the tokens at `positions` int64 [n] of `slots` int64 [n] are stored, in host
+        memory: slot [n, 1], position [n, 1]."""
         return torch.from_numpy(slots)[:, None], torch.from_numpy(positions)[:, None]
 
     def next_index(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """The same for one token of each of the first slots, on the device, where `positions` int64
-        [n] are."""
+        """Return the same for one token of each of the first slots, on the device, where
+        `positions` int64 [n] are."""
         return self._slot[: len(positions)], positions[:, None]
 
     def write(self, layer: int, index: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
@@ -250,8 +250,8 @@ class PaddedKVCache:
         self.values[layer].index_put_(place, values)
 
     def read(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, kv_heads, length, head_dim] of the first positions of `slots` int64
-        [n]."""
+        """Return keys and values [n, kv_heads, length, head_dim] of the first positions of `slots`
+        int64 [n]."""
         return self.keys[layer, slots, :, :length], self.values[layer, slots, :, :length]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -260,15 +260,17 @@ class PaddedKVCache:
             cache[:, target, :, :length] = cache[:, source, :, :length]
 
     def bucket(self, longest: int) -> int:
-        """The positions that a step plans for if its longest row has `longest`: a power of two, so
-        that steps have few shapes. For the kernel it is all: shapes differ by rows alone."""
+        """Return the number of positions that a step plans for if its longest row has `longest`: a
+        power of two, so that steps have few shapes; or, for the kernel, all, as its shapes differ
+        by rows alone."""
         if self._kernel is not None:
             return self.num_positions
         return min(1 << (max(longest, SHORTEST) - 1).bit_length(), self.num_positions)
 
     def plan(self, lengths: Tensor, bucket: int) -> Tensor:
-        """What `attend` takes for rows of `lengths` int64 [n] within their `bucket`: the lengths
-        for the kernel, else a mask [n, 1, 1, bucket], 0 up to each row's own and -inf behind."""
+        """Return the argument of `attend` for rows of `lengths` int64 [n] within their `bucket`:
+        the lengths for the kernel, else a mask [n, 1, 1, bucket], 0 up to each row's own and -inf
+        behind."""
         if self._kernel is not None:
             return lengths
         hidden = self._position[:bucket] >= lengths[:, None]
@@ -276,8 +278,8 @@ class PaddedKVCache:
         return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
     def attend(self, layer: int, queries: Tensor, plan: Tensor) -> Tensor:
-        """Attention output [n, heads * head_dim] of `queries` [n, heads, head_dim] of the first
-        slots, over the positions of their `plan`."""
+        """Return the attention output [n, heads * head_dim] of `queries` [n, heads, head_dim] of
+        the first slots, over the positions of their `plan`."""
         if self._kernel is not None:
             return self._kernel(queries, self.keys[layer], self.values[layer], plan)
         num_rows, length = len(queries), plan.shape[-1]

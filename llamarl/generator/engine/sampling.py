@@ -1,8 +1,7 @@
-"""Drawing tokens: the whole batch at once, each rollout from its own random stream.
+"""Sampling of tokens: the whole batch at once, each rollout from its own random stream.
 
 Log-probs are those of the distribution drawn from: after temperature, top-k and top-p, and
 renormalised. Temperature 0 takes the likeliest token and reports its log-prob at temperature 1.
-
 
 The random number of token i of a rollout is a function of (seed, i) alone, so a rollout does not
 depend on its neighbours, on the replica, or on having been cut and resumed."""
@@ -19,14 +18,15 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64, a bijection of 64-bit words that scatters them."""
+    """Apply the finaliser of splitmix64, a bijection of 64-bit words that scatters them."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))
 
 
 def uniforms(seed: int, num_tokens: int) -> np.ndarray:
-    """A random number in [0, 1) per token index: float32 [num_tokens], from (seed, index) alone."""
+    """Return a random number in [0, 1) per token index: float32 [num_tokens], from (seed, index)
+    alone."""
     start = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)
     words = _mix(start + _GOLDEN * np.arange(1, num_tokens + 1, dtype=np.uint64))
     # With 23 bits the largest number, times any float32 total, is still below the total.
@@ -44,11 +44,10 @@ class SamplingRows:
 
 
 def truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Logits [n, V] with everything outside top-k, then outside top-p of the rest, at -inf.
+    """Return logits [n, V] with everything outside top-k, then outside top-p of the rest, at -inf.
 
     top-p keeps the smallest set of likeliest tokens whose probability reaches p. Of equal logits
-    the lower token ids are kept.
-    """
+    the lower token ids are kept."""
     ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
     drop = torch.zeros_like(ordered, dtype=torch.bool)
     if top_k is not None:
@@ -80,11 +79,10 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor) -> tuple[Tensor,
 
 
 def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
-    """First token whose cumulative probability exceeds `uniform` [n, 1]: int64 [n, 1].
+    """Return the first token whose cumulative probability exceeds `uniform` [n, 1]: int64 [n, 1].
 
-    In two levels, over blocks of about sqrt(V) tokens and then inside one block, because a running
-    sum over the whole vocabulary cannot use vector instructions.
-    """
+    It works in two levels, over blocks of about sqrt(V) tokens and then inside one block, because a
+    running sum over the whole vocabulary cannot use vector instructions."""
     num_rows, vocab = probs.shape
     block = 1 << max(vocab.bit_length() // 2, 1)
     if vocab % block:
@@ -102,15 +100,15 @@ def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _running(masses: Tensor) -> Tensor:
-    """Running sums of `masses` [n, m], but 0 where a mass is 0, so that no search ends there.
+    """Return running sums of `masses` [n, m], but 0 where a mass is 0, so that no search ends
+    there.
 
-    A GPU sums in a different order at each place, so its sums may rise where the mass is 0.
-    """
+    A GPU sums in a different order at each place, so its sums may rise where the mass is 0."""
     return masses.cumsum(dim=1).mul_(masses > 0)
 
 
 def _first_above(running: Tensor, target: Tensor) -> Tensor:
-    """Index of the first of the `running` sums [n, m] above `target` [n, 1], or if rounding leaves
-    none, of the first largest one: int64 [n, 1]."""
+    """Return the index of the first of the `running` sums [n, m] above `target` [n, 1], or, if
+    rounding leaves none, of the first largest one: int64 [n, 1]."""
     is_found = (running > target) | (running == running.amax(dim=1, keepdim=True))
     return is_found.view(torch.uint8).argmax(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Which rollouts run in the next step, and what the engine keeps of each."""
+"""The scheduler: it chooses the rollouts of the next step, and holds the engine's state of each."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ UNUSED = {"temperature": 1.0, "greedy": False, "top_k": 0, "top_p": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A step on its way: one token for each of `slots`, by the weights of `version`.
+    """A launched step, which computes one token for each of `slots` by the weights of `version`.
 
     `num_released` is `RunningBatch.num_released` of these slots at the launch. `read` waits for ids
-    int [n] and log-probs float32 [n].
-    """
+    int [n] and log-probs float32 [n]."""
 
     slots: np.ndarray
     num_released: np.ndarray
@@ -37,13 +36,12 @@ class DecodeStep:
 
 
 class RunningBatch:
-    """Rollouts by slot; `occupied` bool [slots] marks the slots that hold one.
+    """The running rollouts by slot; `occupied` bool [slots] marks the slots that hold one.
 
     `sequence` int32 [slots, context] is prompt and response; `cached` int64 [slots] counts the
     tokens whose keys and values are stored: all but the last one. `in_flight` counts the tokens
-    that a launched step computes, and `num_released` the rollouts that have left a slot: what a
-    step wrote for one that is gone is dropped.
-    """
+    that a launched step computes, and `num_released` the rollouts that have left a slot: tokens
+    that a step computes for a rollout that has left are dropped."""
 
     def __init__(self, num_slots: int, num_positions: int, device: torch.device) -> None:
         self._device = device
@@ -74,7 +72,7 @@ class RunningBatch:
         self.occupied = np.zeros(num_slots, bool)
 
     def by_length(self) -> np.ndarray:
-        """Occupied slots, the longest rollout first: int64 [n]."""
+        """Return the occupied slots, the longest rollout first: int64 [n]."""
         occupied = np.flatnonzero(self.occupied)
         return occupied[np.argsort(-self.cached[occupied], kind="stable")]
 
@@ -115,7 +113,7 @@ class RunningBatch:
         self.occupied[slot] = True
 
     def release(self, slot: int) -> tuple[Request, PartialOutput]:
-        """Empty `slot`; returns the rollout and all it has written."""
+        """Empty `slot`. Returns the rollout and all it has written."""
         part = slice(int(self.prompt_length[slot]), int(self.cached[slot]) + 1)
         written = PartialOutput(
             ids=self.sequence[slot, part].copy(),
@@ -131,7 +129,7 @@ class RunningBatch:
         return self.requests.pop(slot), written
 
     def sampling_rows(self, slots: np.ndarray) -> SamplingRows:
-        """Sampling parameters of `slots`; None for those that no rollout uses."""
+        """Return the sampling parameters of `slots`; None for a parameter that no rollout uses."""
         arrays = {
             "temperature": self.temperature[slots],
             "greedy": self.greedy[slots],
@@ -149,7 +147,7 @@ class RunningBatch:
     def append(
         self, step: DecodeStep, ids: np.ndarray, logprobs: np.ndarray
     ) -> list[tuple[int, FinishReason]]:
-        """Add one token to each rollout that is still in its slot; returns the slots that stopped,
+        """Add one token to each rollout that is still in its slot. Returns the slots that stopped,
         and why."""
         slots = step.slots
         is_there = self.num_released[slots] == step.num_released
@@ -185,13 +183,15 @@ class QueuedRequest:
 
 
 def fewest_free(max_num_seqs: int, num_waiting: int) -> int:
-    """Slots that must be free before `num_waiting` rollouts, all of which may start, do so."""
+    """Return how many slots must be free before `num_waiting` rollouts, which all may start, do
+    so."""
     return max(1, min(max_num_seqs // START_SHARE, num_waiting))
 
 
 def check_request(request: Request, *, context: int, vocab_size: int, reads_text: bool) -> None:
-    """ValueError if the prompt is empty, leaves no room for a token in `context` or has ids outside
-    the vocabulary, or if it has stop strings and the engine has no tokenizer to read them with."""
+    """Raise ValueError if the prompt is empty, leaves no room for a token in `context` or has ids
+    outside the vocabulary, or if it has stop strings and the engine has no tokenizer to read them
+    with."""
     ids = request.prompt_ids
     if not 1 <= len(ids) < context:
         raise ValueError(
@@ -212,11 +212,12 @@ def completes_stop_string(
     ids: np.ndarray | list[int],
     decode_text: Callable[[Sequence[int]], str] | None,
 ) -> bool:
-    """True if the last token of a response, or a turn, of these `ids` completed a stop string."""
+    """Return True if the last token of a response, or a turn, of these `ids` completed a stop
+    string."""
     if not sampling.stop_strings:
         return False
     assert decode_text is not None  # else `check_request` has refused the request
-    # A token that has text is at least one byte: so many of them hold the longest string.
+    # A token with text is at least one byte, so this many of them hold the longest string.
     missing = max(len(text.encode()) for text in sampling.stop_strings) + EDGE_TOKENS
     start = len(ids)
     while start and missing:
@@ -228,16 +229,16 @@ def completes_stop_string(
 
 @functools.lru_cache(1 << 18)
 def _has_text(token: int, decode_text: Callable[[Sequence[int]], str]) -> bool:
-    """False for special tokens, which decoders leave out."""
+    """Return False for special tokens, which decoders leave out."""
     return bool(decode_text([token]))
 
 
 Place = tuple[tuple[int, int, int], int]
-"""Where a rollout stands in the queue: its urgency, and how many came before it."""
+"""The place of a rollout in the queue: its urgency, and how many came before it."""
 
 
 class Queue:
-    """Waiting rollouts. Adding and taking one costs the logarithm of how many wait."""
+    """The waiting rollouts. Adding and taking one costs the logarithm of how many wait."""
 
     def __init__(self) -> None:
         self._num_added = 0
@@ -267,11 +268,12 @@ class Queue:
         return taken
 
     def num_startable(self, version: int) -> int:
-        """How many rollouts may start under `version`."""
+        """Return how many rollouts may start under `version`."""
         return sum(len(line) for min_version, line in self._lines.items() if min_version <= version)
 
     def abort(self, row_ids: set[int]) -> list[RequestOutput]:
-        """Remove the rollouts with these row ids; returns them, marked ABORTED, as they came."""
+        """Remove the rollouts with these row ids, and return them, marked ABORTED, in the order
+        they came."""
         removed: list[tuple[Place, QueuedRequest]] = []
         for min_version, line in list(self._lines.items()):
             removed += [item for item in line if item[1].request.row_id in row_ids]
@@ -290,7 +292,7 @@ class Queue:
 
 
 class OpenGroups:
-    """How many rollouts of each prefix group have not stopped."""
+    """Counts the rollouts of each prefix group that have not stopped."""
 
     def __init__(self) -> None:
         self._counts: Counter[object] = Counter()
@@ -303,8 +305,8 @@ class OpenGroups:
         self._counts.update(request.prefix_group for request in requests)
 
     def stop(self, request: Request, reason: FinishReason) -> bool:
-        """Count one that stopped; True if it should be reported now: it was its group's last, or
-        it is to go on."""
+        """Count one that stopped. Returns True if it should be reported now: it was its group's
+        last, or it is to go on."""
         self._counts[request.prefix_group] -= 1
         is_last = not self._counts[request.prefix_group]
         if is_last:
@@ -313,11 +315,10 @@ class OpenGroups:
 
 
 class PrefixIndex:
-    """What the caches of slots hold: the keys and values of which prompt, under which version; and
-    of which episode that waits for its environment.
+    """The content of the slots' caches: the prompt whose keys and values a slot holds, with their
+    version, and the episode that waits there for its environment.
 
-    An entry outlives its rollout until the slot is written again.
-    """
+    An entry outlives its rollout until the slot is written again."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[tuple[int, ...], int]] = {}  # by slot
@@ -326,7 +327,7 @@ class PrefixIndex:
         self._rows: dict[int, int] = {}  # of those, by slot
 
     def put(self, slot: int, prompt: tuple[int, ...], version: int) -> None:
-        """Slot `slot` holds `prompt`, computed under `version`, and nothing else."""
+        """Note that `slot` holds `prompt`, computed under `version`, and nothing else."""
         if (row_id := self._rows.pop(slot, None)) is not None:
             del self._episodes[row_id]
         if (old := self._held.get(slot)) is not None:
@@ -337,29 +338,30 @@ class PrefixIndex:
         self._slots.setdefault((prompt, version), set()).add(slot)
 
     def keep(self, row_id: int, episode: KeptEpisode) -> None:
-        """An episode has stopped in its slot, and will be resumed."""
+        """Note that an episode has stopped in its slot, and will be resumed."""
         self.take(row_id)
         self._episodes[row_id], self._rows[episode.slot] = episode, row_id
 
     def clear(self) -> None:
-        """No slot holds anything any more."""
+        """Forget the content of all slots."""
         self._held.clear()
         self._slots.clear()
         self._episodes.clear()
         self._rows.clear()
 
     def find(self, prompt: tuple[int, ...], version: int) -> list[int]:
-        """Slots that hold `prompt` under exactly `version`, in ascending order."""
+        """Return the slots that hold `prompt` under exactly `version`, in ascending order."""
         return sorted(self._slots.get((prompt, version), ()))
 
     def take(self, row_id: int) -> KeptEpisode | None:
-        """Where this episode was, if it is there still; it counts as kept no more."""
+        """Return where this episode was, if it is still there, and keep it no longer."""
         if (episode := self._episodes.pop(row_id, None)) is not None:
             del self._rows[episode.slot]
         return episode
 
     def least_needed(self, free: set[int]) -> int:
-        """The first of these slots that keeps no episode, or the one that keeps the oldest."""
+        """Return the first of these slots that keeps no episode, or the one that keeps the
+        oldest."""
         unused = free - self._rows.keys()
         if unused:
             return min(unused)
@@ -368,22 +370,23 @@ class PrefixIndex:
 
 @dataclass(frozen=True, slots=True)
 class KeptEpisode:
-    """All but the last token of the prompt and of a response with these `ids` are in the cache of
-    `slot`; `version` was the newest when it stopped."""
+    """An episode whose prompt and response, with these `ids`, are in the cache of `slot`, except
+    the last token; `version` was the newest when it stopped."""
 
     slot: int
     ids: np.ndarray
     version: int
 
     def is_start_of(self, ids: np.ndarray) -> bool:
-        """Whether the response goes on from here. It does not if it has begun again since."""
+        """Return whether the response continues this one. It does not if it has begun again
+        since."""
         return len(self.ids) > 0 and np.array_equal(self.ids, ids[: len(self.ids)])
 
 
 class SlotAssignment(NamedTuple):
-    """Rollout `waiting` starts in `slot`. Of an episode that was kept there, `num_cached` tokens
-    are in its cache. Else its prompt's are copied from slot `source`, are in place already (`source
-    == slot`), or must be computed (`source` None)."""
+    """Rollout `waiting` starts in `slot`. If an episode was kept there, `num_cached` of its tokens
+    are in the slot's cache. Else the prompt's keys and values are copied from slot `source`, are in
+    place already (`source == slot`), or must be computed (`source` None)."""
 
     waiting: QueuedRequest
     slot: int
@@ -403,8 +406,7 @@ def assign_slots(
 
     An episode goes to the slot that keeps it, if `version` was the newest when it stopped or caches
     of older versions go on (`is_kept`). A free slot that already holds a prompt under `version` is
-    taken next, before another rollout overwrites it; other resumed rollouts are always computed.
-    """
+    taken next, before another rollout overwrites it; other resumed rollouts are always computed."""
     kept = {}
     for waiting in starting:
         row_id, ids = waiting.request.row_id, waiting.written.ids

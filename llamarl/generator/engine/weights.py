@@ -1,5 +1,5 @@
-"""The parameters of the embedded engine: their layout, quantised matrices, and reading them from
-a checkpoint."""
+"""The parameters of the embedded engine: their layout, quantised matrices, and the reading of them
+from a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ WIDENED_ELEMENTS = 1 << 21  # 8 MiB in float32: smaller tiles are slower, much l
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """`values` [out, in] in eight bits, `scales` [out] in the activations' dtype.
+    """A matrix in eight bits: `values` [out, in], and `scales` [out] in the activations' dtype.
 
     `scratch` is a flat tensor of that dtype, as large as a tile, shared by all matrices that one
-    thread uses.
-    """
+    thread uses."""
 
     values: Tensor
     scales: Tensor
     scratch: Tensor
 
     def product(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """`x` [n, in] times this matrix: [n, out] in `dtype`, float32 or (None) that of `x`."""
+        """Return `x` [n, in] times this matrix: [n, out] in `dtype`, float32 or (None) that of
+        `x`."""
         num_outputs, num_inputs = self.values.shape
         step = len(self.scratch) // num_inputs
         multiply = torch.mm if dtype in (None, x.dtype) else widened_mm
@@ -60,7 +60,7 @@ class QuantizedMatrix:
         return out.mul_(self.scales)
 
     def dequantized(self) -> Tensor:
-        """The matrix [in, out] that `product` multiplies with, float32."""
+        """Return the matrix [in, out] that `product` multiplies with, float32."""
         return (self.values.float() * self.scales.float().unsqueeze(1)).t()
 
     def _widen(self, values: Tensor) -> Tensor:
@@ -68,12 +68,11 @@ class QuantizedMatrix:
 
 
 def widened_mm(x: Tensor, matrix: Tensor) -> Tensor:
-    """`x` [n, in] times `matrix` [in, out], both of one dtype: float32 [n, out].
+    """Return `x` [n, in] times `matrix` [in, out], both of one dtype: float32 [n, out].
 
     On CPUs torch has no such product of bfloat16: there the matrix is widened a tile at a time.
     Measured with a matrix of 25 million elements and 64 rows on one core with AVX-512: 37 ms, as
-    with a float32 matrix, where a product rounded to bfloat16 takes 10 ms.
-    """
+    with a float32 matrix, where a product rounded to bfloat16 takes 10 ms."""
     if x.dtype == torch.float32:
         return torch.mm(x, matrix)
     if platform_of(x.device).has_wide_mm:
@@ -87,15 +86,15 @@ def widened_mm(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def make_scratch(num_inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A scratch for matrices of at most `num_inputs` inputs: a widened tile fits a cache."""
+    """Return a scratch for matrices of at most `num_inputs` inputs: a widened tile fits a cache."""
     num_elements = max(platform_of(device).num_tiled, num_inputs)
     return torch.empty(num_elements, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedMatrix:
-    """`base` with an adapter: `down` [in, ranks], `up` [ranks, out], which is multiplied by
-    `scale`."""
+    """The matrix `base` with an adapter: `down` [in, ranks], and `up` [ranks, out], which is
+    multiplied by `scale`."""
 
     base: Tensor | QuantizedMatrix
     down: Tensor
@@ -103,14 +102,14 @@ class AdaptedMatrix:
     scale: float
 
     def product(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """`x` [n, in] times this matrix: [n, out] in the dtype of `x`."""
+        """Return `x` [n, in] times this matrix: [n, out] in the dtype of `x`."""
         assert dtype in (None, x.dtype), "heads have no adapter"
         base = self.base
         out = torch.mm(x, base) if isinstance(base, Tensor) else base.product(x)
         return self.add(out, x)
 
     def add(self, out: Tensor, x: Tensor) -> Tensor:
-        """Add the adapter's part of the product to `out`, in place; returns it."""
+        """Add the adapter's part of the product to `out`, in place, and return it."""
         return out.addmm_(torch.mm(x, self.down), self.up, alpha=self.scale)
 
 
@@ -141,19 +140,19 @@ class Place:
     dtype: torch.dtype
 
     def view(self, flat: Tensor) -> Tensor:
-        """The tensor as a view of `flat`."""
+        """Return the tensor as a view of `flat`."""
         flat = flat.view(self.dtype)
         return flat[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
 
 
 class BufferLayout:
-    """What tensor-parallel rank `rank` holds, in one flat tensor of `dtype` ("float32"), or of
-    bytes if its matrices are in a format.
+    """The parameters of tensor-parallel rank `rank`, in one flat tensor of `dtype` ("float32"), or
+    of bytes if its matrices are in a format.
 
-    `parameters` by their names in a publish, `fused` by the names of fused tensors and of those
-    that stay alone, scales with SCALES behind the name, and `memory` in total. ValueError if the
-    ranks cannot split heads, feed-forward and vocabulary evenly.
-    """
+    `parameters` has the layouts by their names in a publish, `fused` the places by the names of
+    fused tensors and of those that stay alone (scales with SCALES behind the name), and `memory`
+    the whole tensor. Raises ValueError if the ranks cannot split heads, feed-forward and vocabulary
+    evenly."""
 
     def __init__(
         self,
@@ -187,7 +186,7 @@ class BufferLayout:
 
     @property
     def memory(self) -> Memory:
-        """The whole, from which the engine decodes as it is."""
+        """The whole tensor, from which the engine decodes as it is."""
         dtype = DTYPES[self.dtype] if self.format is None else torch.uint8
         num_elements = self._num_bytes // dtype.itemsize
         if self.format is not None:
@@ -195,14 +194,14 @@ class BufferLayout:
         return Memory(parameters=self.parameters, num_elements=num_elements, dtype=dtype)
 
     def parameter(self, flat: Tensor, name: str) -> Tensor:
-        """This rank's box of a parameter as a view of `flat`."""
+        """Return this rank's box of a parameter as a view of `flat`."""
         (box,) = self.parameters[name].boxes
         return view_box(flat, self.parameters[name], box)
 
     def _append(self, prefix: str, name: str) -> None:
-        """The weights of `name`, or of those that it fuses, side by side as one tensor [in, out],
-        and their biases, or the weight of a norm, likewise [out]. Parameters that the model lacks
-        are left out."""
+        """Append the weights of `name`, or of the modules that it fuses, side by side as one tensor
+        [in, out], and their biases, or the weight of a norm, likewise [out]. Parameters that the
+        model lacks are left out."""
         for kind in ("weight", "bias"):
             parts = [f"{prefix}{part}.{kind}" for part in FUSED.get(name, (name,))]
             if parts[0] not in self._shapes:
@@ -219,7 +218,8 @@ class BufferLayout:
                 offset += shape[0]
 
     def _append_quantized(self, fused: str, parts: list[QuantizedParameter]) -> None:
-        """Values [out, in] of matrices one below the other, and their scales [out], or [1]."""
+        """Append the values [out, in] of matrices one below the other, and their scales [out], or
+        [1]."""
         shapes = [self._local_shape(part.base) for part in parts]
         num_outputs, num_inputs = sum(shape[0] for shape in shapes), shapes[0][1]
         form = parts[0].format
@@ -243,7 +243,7 @@ class BufferLayout:
             offset += 0 if form.is_per_tensor else shape[0]
 
     def _reserve(self, name: str, shape: tuple[int, ...], dtype: str = "") -> int:
-        """Make room for the tensor `name`; returns its offset, in elements."""
+        """Reserve memory for the tensor `name`. Returns its offset, in elements."""
         number = getattr(torch, dtype or self.dtype)
         begin = -(-self._num_bytes // ALIGN_BYTES) * ALIGN_BYTES
         self.fused[name] = Place(begin // number.itemsize, shape, number)
@@ -265,7 +265,7 @@ class BufferLayout:
 
 
 def local_shape(name: str, shape: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
-    """Of one tensor-parallel rank's equal part of a parameter."""
+    """Return the shape of one tensor-parallel rank's equal part of a parameter."""
     split = split_dimension(name)
     return tuple(
         size // num_ranks if dimension == split else size for dimension, size in enumerate(shape)
@@ -273,7 +273,7 @@ def local_shape(name: str, shape: tuple[int, ...], num_ranks: int) -> tuple[int,
 
 
 def start_of(name: str, size: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """The global index at which this rank's part of a parameter, of shape `size`, begins."""
+    """Return the global index at which this rank's part of a parameter, of shape `size`, begins."""
     split = split_dimension(name)
     return tuple(
         rank * extent if dimension == split else 0 for dimension, extent in enumerate(size)
@@ -288,14 +288,15 @@ def one_box(
     offset: int,
     strides: tuple[int, ...],
 ) -> ParameterLayout:
-    """A parameter of which a rank holds one box, of shape `size` from `start` on."""
+    """Return the layout of a parameter of which a rank holds one box, of shape `size` from `start`
+    on."""
     stop = tuple(first + extent for first, extent in zip(start, size, strict=True))
     box = Box(start=start, stop=stop, buffer=BUFFER, offset=offset, strides=strides)
     return ParameterLayout(shape=shape, dtype=dtype, boxes=(box,))
 
 
 def view_box(flat: Tensor, layout: ParameterLayout, box: Box) -> Tensor:
-    """A box of a parameter as a view of the flat memory."""
+    """Return a box of a parameter as a view of the flat memory."""
     flat = flat.view(getattr(torch, layout.dtype))
     return flat.as_strided(box.shape, box.strides, box.offset)
 
@@ -305,11 +306,10 @@ Matrix = Tensor | QuantizedMatrix | AdaptedMatrix
 
 @dataclass(slots=True, kw_only=True)
 class LayerWeights:
-    """One layer; matrices are [in, out].
+    """The weights of one layer; matrices are [in, out].
 
     The norms' weights are float32 copies times the square root of their size, which saves one
-    operation per norm: `decoder.normalize`.
-    """
+    operation per norm: `decoder.normalize`."""
 
     input_norm: Tensor
     qkv: Matrix
@@ -327,7 +327,7 @@ class LayerWeights:
 
 @dataclass(slots=True, kw_only=True)
 class Weights:
-    """All weights of one version."""
+    """The weights of one version."""
 
     embedding: Tensor
     layers: list[LayerWeights]
@@ -338,11 +338,10 @@ class Weights:
 def bind(
     layout: BufferLayout, architecture: Architecture, flat: Tensor, scratch: Tensor | None = None
 ) -> Weights:
-    """Views of every weight in `flat` ([memory.num_elements or more], of its dtype); quantised
-    matrices multiply by way of `scratch` (`make_scratch`).
+    """Return views of every weight in `flat` ([memory.num_elements or more], of its dtype);
+    quantised matrices multiply by way of `scratch` (`make_scratch`).
 
-    ValueError if `flat` is too short or of another dtype.
-    """
+    Raises ValueError if `flat` is too short or of another dtype."""
     memory = layout.memory
     if flat.dtype != memory.dtype or flat.numel() < memory.num_elements:
         raise ValueError(
@@ -386,7 +385,7 @@ def overwrite(target: Weights, source: Weights) -> None:
 
 
 def tensors(weights: Weights) -> Iterator[Tensor]:
-    """Every tensor of a set of weights."""
+    """Yield every tensor of a set of weights."""
     records: list[Weights | LayerWeights] = [weights, *weights.layers]
     for record in records:
         for field in fields(record):
@@ -409,11 +408,10 @@ def load_boxes(
     rounded_to: torch.dtype = torch.float32,
 ) -> None:
     """Copy a rank's boxes of the checkpoint into their places in `flat`, casting each, and
-    quantising what `parameters` have in a format; all after rounding to `rounded_to`.
+    quantising matrices that `parameters` have in a format; all after rounding to `rounded_to`.
 
-    ValueError if the checkpoint is missing, damaged, of another architecture, or holds numbers that
-    are not finite.
-    """
+    Raises ValueError if the checkpoint is missing, damaged, of another architecture, or holds
+    numbers that are not finite."""
     files = locate(Path(folder), architecture)
 
     def boxes(name: str) -> list[FileBox]:
@@ -450,7 +448,7 @@ def _round(values: Tensor, dtype: torch.dtype) -> None:
 def load_adapter_boxes(
     parameters: Mapping[str, ParameterLayout], flat: Tensor, folder: str
 ) -> None:
-    """Copy a rank's boxes of an adapter's files into their places in `flat`, casting each; raises
+    """Copy a rank's boxes of an adapter's files into their places in `flat`, casting each. Raises
     as `load_boxes`."""
     shapes = {name: layout.shape for name, layout in parameters.items()}
 
@@ -464,8 +462,8 @@ def load_adapter_boxes(
 def sums_of_boxes(
     parameters: Mapping[str, ParameterLayout], flat: Tensor, rank: int, num_ranks: int
 ) -> Fingerprints:
-    """The sums of what lies in `flat`, for one of a replica's ranks. What several ranks hold, which
-    are neighbours then, is the first one's to count."""
+    """Return the fingerprints of the boxes in `flat`, for one of a replica's ranks. A box that
+    several ranks hold, which are neighbours then, is counted by the first one."""
 
     def owns(name: str) -> bool:
         layout = parameters[name]
@@ -482,7 +480,8 @@ def sums_of_boxes(
 def _rows(
     part: QuantizedParameter, layout: ParameterLayout, files: Mapping[str, Path]
 ) -> tuple[int, Tensor]:
-    """(first row, rows) of a matrix: whole rows, all if one scale is that of all, else its own."""
+    """Return the first row and the rows of a matrix: all rows if they share one scale, else the
+    rank's own; whole rows in either case."""
     starts = [box.start[0] for box in layout.boxes]
     first, last = min(starts, default=0), max((b.stop[0] for b in layout.boxes), default=0)
     if part.format.is_per_tensor:

@@ -1,4 +1,4 @@
-"""The vLLM engine in this process, and the requests it is given."""
+"""The vLLM engine in this process, and the requests that it gets."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class VllmRollout:
     num_kept: int = 0
 
     def written(self) -> PartialOutput:
-        """The same as arrays."""
+        """Return the tokens so far as arrays."""
         return PartialOutput(
             ids=np.array(self.ids, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
@@ -70,7 +70,7 @@ class VllmRollout:
 
 
 def priority(request: Request) -> int:
-    """`Request.urgency` as vLLM's priority, of which the lowest starts first."""
+    """Return `Request.urgency` as vLLM's priority, of which the lowest starts first."""
     purpose, step, tokens = request.urgency
     return (purpose << PURPOSE_BITS) + (step << LENGTH_BITS) + tokens
 
@@ -82,15 +82,15 @@ def start(
     max_model_len: int,
     adapter: Any = None,
 ) -> tuple[VllmRollout, Any]:
-    """The rollout's state, and vLLM's request for its next segment, which may use an adapter.
+    """Return the rollout's state, and vLLM's request for its next segment, which may use an
+    adapter.
 
-    `number` counts these requests: among equal priorities the lowest starts first.
-    """
+    `number` counts these requests: among equal priorities the lowest starts first."""
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
     request, written = waiting.request, waiting.written
-    # Not the row id alone, which a resumed rollout has again.
+    # The row id alone is not unique, as a resumed rollout has it again.
     key = f"{request.row_id}-{number}"
     sampling = request.sampling
     num_prompt, num_written = len(request.prompt_ids), len(written.ids)
@@ -130,11 +130,10 @@ def start(
 
 
 def segment_seed(seed: int, num_written: int) -> int:
-    """The seed of a segment that begins after `num_written` tokens.
+    """Return the seed of a segment that begins after `num_written` tokens.
 
     vLLM cannot start in the middle of a random stream, so each segment has its own: the same
-    whenever and wherever the rollout is resumed, but not that of an uncut rollout.
-    """
+    whenever and wherever the rollout is resumed, but not that of an uncut rollout."""
     if num_written == 0:
         return seed % 2**63
     key = f"{seed}/{num_written}".encode()
@@ -145,13 +144,12 @@ log = logging.getLogger(__name__)
 
 
 class VllmEngine:
-    """One rank of one replica; a `generation.protocol.Engine`.
+    """One rank of one replica; a `generator.protocol.Engine`.
 
     `checkpoint` gives the architecture; weights come with the first commit. `rendezvous` is a path
     that no other replica uses. With `keeps_addresses` weights are copied to where vLLM allocated
-    them (None: if captured graphs need it). ValueError if vLLM is not the supported version, or
-    cannot run this checkpoint or config here.
-    """
+    them (None: if captured graphs need it). Raises ValueError if vLLM is not the supported version,
+    or cannot run this checkpoint or config here."""
 
     def __init__(
         self,
@@ -222,7 +220,7 @@ class VllmEngine:
                 parameter.data = parameter.data.new_empty(0)
 
     def _without_adapters(self) -> AbstractContextManager[None]:
-        """Inside the block the model is as vLLM builds it without them."""
+        """Make the model, inside the block, as vLLM builds it without adapters."""
         return nullcontext() if self._adapters is None else self._adapters.detached()
 
     @property
@@ -255,8 +253,8 @@ class VllmEngine:
         return {key_of(self._format or self._config.dtype): sums}
 
     def process_weights(self, flat: Tensor) -> dict[str, Tensor]:
-        """vLLM's parameters as views of `flat`: in the form they are loaded in or, quantised, in
-        the form it computes with; with adapters, these."""
+        """Return vLLM's parameters as views of `flat`: in the form in which they are loaded or,
+        quantised, in the form that vLLM computes with; with adapters, the adapters."""
         return self._views(flat) if self._adapters is None else self._adapters.views(flat)
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
@@ -290,7 +288,7 @@ class VllmEngine:
                 self._parameters[name].data = view
 
     def submit(self, request: Request, written: PartialOutput | None = None) -> None:
-        """Queue a rollout; ValueError also if vLLM would sample at another temperature."""
+        """Queue a rollout. Raises ValueError also if vLLM would sample at another temperature."""
         check_request(
             request,
             context=self._config.max_model_len,
@@ -308,7 +306,7 @@ class VllmEngine:
                 self._stop(running, FinishReason.ABORTED)
 
     def admit(self) -> int:
-        """Give vLLM as many rollouts as it may run; returns 0, because `decode` prefills them."""
+        """Give vLLM as many rollouts as it may run. Returns 0, because `decode` prefills them."""
         if self.version >= 0:
             free = self._config.max_num_seqs - len(self._running)
             for waiting in self._queue.take(self.version, free):
@@ -321,14 +319,15 @@ class VllmEngine:
         return 0
 
     def decode(self) -> list[RequestOutput]:
-        """One step of vLLM: prefills, and a token for each rollout that it schedules."""
+        """Take one step of vLLM, which prefills, and computes a token for each rollout that it
+        schedules."""
         if self._running or self._core.batch_queue:
             self._step()
         done, self._done = self._done, []
         return done
 
     def movable(self, tag: str) -> list[Tensor]:
-        """The KV cache, or the weights that are not views of the flat memory."""
+        """Return the KV cache, or the weights that are not views of the flat memory."""
         if tag == "kv":
             return list(self._runner.kv_caches)
         own = [] if self._base is None else [self._base]
@@ -346,7 +345,8 @@ class VllmEngine:
         self._parameters = {}
 
     def _check_quantiser(self) -> None:
-        """ValueError unless what a trainer quantises is what vLLM would: asked of one layer."""
+        """Raise ValueError unless a trainer quantises as vLLM would, which is tried with one
+        layer."""
         assert self._format is not None
         names = [name for name in self._places if name in self._turned]
         prefix = names[0].rpartition("layers.")[0] + "layers.0."
@@ -356,7 +356,8 @@ class VllmEngine:
         self._parameters = dict(self._model.named_parameters())
 
     def _check_bound(self, processed: Mapping[str, Tensor]) -> None:
-        """At the first commit: RuntimeError unless vLLM's parameters equal the flat memory."""
+        """Raise RuntimeError, at the first commit, unless vLLM's parameters equal the flat
+        memory."""
         held = dict(self._model.named_parameters())
         as_loaded = {n for n in processed if is_as_loaded(held[n], processed[n])}
         is_copied = self._whole.is_staged

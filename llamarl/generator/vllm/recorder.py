@@ -1,9 +1,8 @@
-"""Where vLLM's parameters lie in the flat memory, recorded from vLLM's own loader.
+"""The layout of vLLM's parameters in the flat memory, recorded from vLLM's own loader.
 
 The model's `load_weights` runs on tensors without storage, and every `aten.copy_` is recorded
 instead of executed. So q, k and v get their rows of the fused parameter, and a tensor-parallel rank
 its slices, without a table of names: a publish writes exactly what vLLM would load.
-
 
 A loader that does more than copy rectangles is refused, so the layout is never wrong."""
 
@@ -32,7 +31,7 @@ from llamarl.publish.target import ALIGN_BYTES, Memory
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     """The memory of this rank, and the `places` of vLLM's parameters in it, by name. vLLM computes
-    with those that are `turned` as transposed views of these."""
+    with transposed views of the parameters that are `turned`."""
 
     memory: Memory
     places: dict[str, Place]
@@ -82,9 +81,8 @@ def record(
     """Lay out this rank's part of the parameters `shapes` (Hugging Face name -> global shape).
 
     If vLLM computes with the matrices of `format_` in that form, their values and scales are laid
-    out in place of them. ValueError if vLLM's loader does more than copy, or skips a weight or a
-    parameter.
-    """
+    out in place of them. Raises ValueError if vLLM's loader does more than copy, or skips a weight
+    or a parameter."""
     live = dict(model.named_parameters(remove_duplicate=False))
     with loading_form(model), torch.no_grad():
         forms = dict(model.named_parameters(remove_duplicate=False))
@@ -132,8 +130,8 @@ def _quantized(
     live: Mapping[str, Tensor],
     made: Mapping[str, QuantizedParameter],
 ) -> dict[str, Format]:
-    """vLLM's parameters that hold the matrices `made`, if it computes with all of these, and no
-    other, as [in, out] views of rows in that format; else none."""
+    """Return vLLM's parameters that hold the matrices `made`, if it computes with all of these, and
+    no other, as [in, out] views of rows in that format; else none."""
     found: dict[str, Format] = {}
     for load in loads:
         if load.name not in made:
@@ -161,7 +159,7 @@ def _layouts(
     loads: list[_Load],
     places: Mapping[str, Place],
 ) -> dict[str, ParameterLayout]:
-    """The values and scales of a matrix whose values lie in `boxes`."""
+    """Return the layouts of the values and scales of a matrix whose values lie in `boxes`."""
     format_ = made.format
     parameter = next(load.parameter for load in loads if load.name == made.base)
     values, scales = places[parameter], places[parameter + VLLM_SCALE]
@@ -187,7 +185,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _differ(form: Tensor, live: Tensor | None) -> bool:
-    """True if the layer does not compute with the parameter in its loaded form."""
+    """Return True if the layer does not compute with the parameter in its loaded form."""
     return (
         live is None
         or live.shape != form.shape
@@ -202,8 +200,8 @@ def _arrange(
     dtype: torch.dtype,
     quantized: Mapping[str, Format],
 ) -> tuple[dict[str, Place], int]:
-    """One place per loaded parameter, and one for the scales of each that is `quantized`, in the
-    model's order; the total number of bytes."""
+    """Return one place per loaded parameter, and one for the scales of each that is `quantized`, in
+    the model's order; and the total number of bytes."""
     loaded = {load.parameter for load in loads}
     places: dict[str, Place] = {}
     end = 0
@@ -255,7 +253,8 @@ def _check(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
 ) -> None:
-    """ValueError unless plain copies of one dtype read every weight and fill every parameter."""
+    """Raise ValueError unless plain copies of one dtype read every weight and fill every
+    parameter."""
     loads = recorder.loads
     refused = list(recorder.refused)
     for load in loads:

@@ -41,7 +41,7 @@ CPU_ENVIRONMENT = {
 
 def set_environment(device: str) -> None:
     """Set the variables that vLLM reads; a value that the user has set stays."""
-    # Both warn at every import, and there is no way to act on it.
+    # Both warn at every import, and a user can do nothing about it.
     logging.getLogger("vllm.triton_utils").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
     wanted = ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})
@@ -60,12 +60,11 @@ def make_core(
     run_id: str,
     lora: LoraConfig,
 ) -> Any:
-    """vLLM's EngineCore with random weights, in this process, as `rank` of `num_ranks`, with a slot
-    for one adapter if `lora` is used.
+    """Return vLLM's EngineCore with random weights, in this process, as `rank` of `num_ranks`, with
+    a slot for one adapter if `lora` is used.
 
-    `rendezvous` is a path that no other replica uses; with one rank it may be empty. ValueError,
-    in one line, if vLLM cannot run this checkpoint with this config on this machine.
-    """
+    `rendezvous` is a path that no other replica uses; with one rank it may be empty. Raises
+    ValueError, in one line, if vLLM cannot run this checkpoint with this config on this machine."""
     if torch.distributed.is_initialized():
         raise ValueError(
             "generator=vllm must have a process of its own for each rank (cluster=monarch), "
@@ -80,7 +79,7 @@ def make_core(
     store_path = _store_path(rendezvous or f"{alone}/store", run_id)
 
     class RankExecutor(UniProcExecutor):
-        """The one worker of this process; the other ranks run the same steps in theirs."""
+        """Runs the one worker of this process; the other ranks run the same steps in theirs."""
 
         def _distributed_args(self) -> tuple[str, int, int]:
             return f"file://{store_path}", rank, device.index or 0
@@ -107,8 +106,8 @@ def make_core(
 def end_core(core: Any) -> None:
     """Leave the core's process groups.
 
-    Not `core.shutdown()`, which collects garbage in the whole heap and takes seconds on busy cores.
-    """
+    It does not call `core.shutdown()`, which collects garbage in the whole heap and takes seconds
+    on busy cores."""
     core.scheduler.shutdown()
     _leave_groups()
     gc.unfreeze()  # the core froze all objects made so far, which hides them from the collector
@@ -184,8 +183,8 @@ def _keep_weights_plain() -> None:
 
 
 def _store_path(rendezvous: str, run_id: str) -> str:
-    """A path for torch's file store. vLLM names shared memory after its last part, which must
-    therefore differ from that of every other replica on this host."""
+    """Return a path for torch's file store. vLLM names shared memory after its last part, which
+    must therefore differ from that of every other replica on this host."""
     path = os.path.abspath(rendezvous)
     unique = hashlib.blake2b(f"{run_id} {path}".encode(), digest_size=8).hexdigest()
     return f"{path}-{unique}"
@@ -205,7 +204,7 @@ def _unlink_shared_memory(store_path: str, rank: int) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """The first line with information: pydantic and vLLM write several."""
+    """Return the first line with information: pydantic and vLLM write several."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     informative = [line for line in lines if "validation error" not in line]
     line = (informative or lines or [type(error).__name__])[0].split(" [type=")[0]

@@ -1,4 +1,4 @@
-"""Where new weights of vLLM are staged, and adapters in its layout."""
+"""The staging of new weights for vLLM, and adapters in its layout."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ ADAPTER_ID = 1
 
 @dataclass(frozen=True, slots=True)
 class _Half:
-    """Half an adapter on this rank: where it lies in the flat memory, and in vLLM's."""
+    """Half an adapter on this rank: its place in the flat memory, and its tensor in vLLM."""
 
     place: Place
     target: Tensor
 
 
 def adapter_arguments(architecture: AnyArchitecture, lora: LoraConfig) -> dict[str, Any]:
-    """vLLM's engine arguments for one slot; none if all weights are trained. ValueError if it has
-    no slot as large."""
+    """Return vLLM's engine arguments for one adapter slot; none if all weights are trained. Raises
+    ValueError if vLLM has no slot as large."""
     if not lora.is_used:
         return {}
     modules = adapted_modules(adapter_shapes(architecture, lora))
@@ -47,13 +47,13 @@ def adapter_arguments(architecture: AnyArchitecture, lora: LoraConfig) -> dict[s
 
 
 def slot_rank(lora: LoraConfig) -> int:
-    """The rank of vLLM's slot. ValueError if it has none as large."""
+    """Return the rank of vLLM's slot. Raises ValueError if vLLM has none as large."""
     lora.require(lora.rank <= RANKS[-1], "rank", f"be at most {RANKS[-1]} with generator=vllm")
     return next(rank for rank in RANKS if rank >= lora.rank)
 
 
 def adapter_request() -> Any:
-    """What a rollout's request says of the adapter."""
+    """Return the adapter of a rollout's request."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="published")
@@ -62,9 +62,8 @@ def adapter_request() -> Any:
 class VllmAdapters:
     """The adapter slot of vLLM's model, and the `memory` that a publish fills for this rank.
 
-    `runner` is vLLM's, `shapes` those of the adapters' parameters. ValueError if vLLM does not
-    adapt just the same matrices.
-    """
+    `runner` is vLLM's, `shapes` are those of the adapters' parameters. Raises ValueError if vLLM
+    does not adapt just the same matrices."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class VllmAdapters:
 
     @property
     def memory(self) -> Memory:
-        """What a publish fills; a commit copies from there."""
+        """The memory that a publish fills; a commit copies from there."""
         return Memory(
             parameters=self._parameters,
             num_elements=self._num_elements,
@@ -105,7 +104,7 @@ class VllmAdapters:
         )
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The halves in the flat memory, by name."""
+        """Return the halves in the flat memory, by name."""
         return {name: half.place.view(flat) for name, half in self._halves.items()}
 
     @torch.no_grad()
@@ -118,7 +117,7 @@ class VllmAdapters:
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Inside the block the model is as vLLM builds it without adapters, so that its loader
+        """Make the model, inside the block, as vLLM builds it without adapters, so that its loader
         finds the names it knows."""
         for name, layer in self._layers.items():
             _replace(self._model, name, layer.base_layer)
@@ -129,8 +128,8 @@ class VllmAdapters:
                 _replace(self._model, name, layer)
 
     def _add(self, module: str, layer: Any, index: int, slot: int) -> None:
-        """Lay out both halves of a matrix's adapter; `index` is its place among those that vLLM
-        multiplies with at once."""
+        """Lay out both halves of a matrix's adapter; `index` is its place among the matrices that
+        vLLM multiplies with at once."""
         name = f"{module}.{LORA_A}.weight"
         rank, num_inputs = self._shapes[name]
         held_inputs = layer.lora_a_stacked[index].shape[3]
@@ -166,7 +165,7 @@ VLLM_SCALE = "_scale"  # behind the name of a quantised parameter of vLLM, the n
 
 @contextmanager
 def loading_form(model: nn.Module) -> Iterator[None]:
-    """Inside the block `model` has the parameters that a loader fills, on the meta device."""
+    """Give `model`, inside the block, the parameters that a loader fills, on the meta device."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     layerwise.initialize_layerwise_reload(model)
@@ -184,10 +183,9 @@ def loading_form(model: nn.Module) -> Iterator[None]:
 def process(model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor]) -> None:
     """Recompute the model's parameters from `tensors`, its parameters in loading form by name.
 
-    No reference to `tensors` is kept. They may be in host memory: what is quantised is copied to
-    the device of its layer, which has the kernels for it, while the layer before is processed; what
-    a layer computes with as loaded is only copied into place.
-    """
+    No reference to `tensors` is kept. They may be in host memory: a tensor to be quantised is
+    copied to the device of its layer, which has the kernels for it, while the layer before is
+    processed; a tensor that a layer computes with as loaded is only copied into place."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -230,11 +228,10 @@ def process(model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor]) 
 def check_quantiser(
     model: nn.Module, model_config: Any, shapes: Mapping[str, tuple[int, ...]], format_: Format
 ) -> None:
-    """ValueError unless vLLM makes of random matrices, for its parameters of these `shapes` [out,
-    in], the bits that `format_` says. It overwrites these parameters.
+    """Raise ValueError unless vLLM quantises random matrices, for its parameters of these `shapes`
+    [out, in], to the bits that `format_` says. It overwrites these parameters.
 
-    All ranks take the same numbers, so a maximum over the ranks changes nothing.
-    """
+    All ranks take the same numbers, so a maximum over the ranks changes nothing."""
     live = dict(model.named_parameters())
     source = torch.Generator().manual_seed(0)
     for name, shape in shapes.items():
@@ -257,7 +254,7 @@ def check_quantiser(
 
 
 def is_as_loaded(computing: Tensor, loaded: Tensor) -> bool:
-    """True if a layer computes with a parameter in its loaded form."""
+    """Return True if a layer computes with a parameter in its loaded form."""
     return computing.shape == loaded.shape and computing.dtype == loaded.dtype
 
 
@@ -277,7 +274,7 @@ def on_device(
     stream = platform_of(device).side_stream(device)
 
     def begin(index: int) -> tuple[Mapping[str, Tensor], Callable[[], None]]:
-        """Start to copy a group; returns its tensors, and what waits for their arrival."""
+        """Start to copy a group. Returns its tensors, and a call that waits for their arrival."""
         slot, end, found = slots[index % 2], 0, dict(groups[index])
         with stream.after_computing(slot):  # which reads this slot's last group
             for name, tensor in _elsewhere(groups[index], device).items():
@@ -304,7 +301,7 @@ def _slot_bytes(tensor: Tensor) -> int:
 
 
 def _like(tensor: Tensor, form: Tensor | None) -> Tensor:
-    """`tensor` as a parameter of the class and with the attributes of `form`."""
+    """Return `tensor` as a parameter of the class and with the attributes of `form`."""
     assert form is not None
     parameter = tensor.detach()
     parameter.__class__ = form.__class__
