@@ -1,2 +1,2 @@
-"""What learns from rollouts: the worker, its passes, losses, packing, the parallel model and
-checkpoints."""
+"""The trainer, which learns from rollouts: its worker, passes, losses, packing, the parallel model
+and checkpoints."""

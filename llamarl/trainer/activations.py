@@ -1,9 +1,10 @@
-"""What a forward and backward of one micro-batch keep in memory besides parameters.
+"""The memory that a forward and backward of one micro-batch need besides parameters.
 
 The real model with two layers runs on the meta device: nothing is computed and nothing is sent, and
 every tensor that an operation makes is followed until it is freed, however the model's code keeps
-it. What is alive after the second layer and was not after the first is what each further layer
-keeps. Tensor-parallel ranks run the real parallel code over a process group that sends nothing.
+it. The memory that is alive after the second layer and was not after the first is what each further
+layer keeps. Tensor-parallel ranks run the real parallel code over a process group that sends
+nothing.
 
 Rules for what the meta device cannot know:
 
@@ -11,8 +12,7 @@ Rules for what the meta device cannot know:
   kernel that `attention_kernel` names runs on the meta device too.
 - Head. In bfloat16 a CPU widens the head's weight to float32, which meta tensors do not.
 - Padding. Attention pads rollouts of one block to its longest (model/attention.py), so memory
-  depends on their lengths. The worst packing counts: twice as many cells as tokens.
-"""
+  depends on their lengths. The worst packing counts: twice as many cells as tokens."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -46,12 +46,11 @@ MOST_TOKENS = 1 << 16  # passed through a block; from there on memory grows in a
 
 
 class Activations(NamedTuple):
-    """Bytes of one rank in one micro-batch.
+    """The bytes of one rank in one micro-batch.
 
     `saved_bytes` are alive between forward and backward. Two come on top where each has its peak:
     `logits_bytes` in the head, `block_bytes` in a layer (recomputed activations, gradients). When
-    all layers are done, `embedding_bytes` are alive in all.
-    """
+    all layers are done, `embedding_bytes` are alive in all."""
 
     saved_bytes: int
     logits_bytes: int
@@ -60,8 +59,8 @@ class Activations(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """Bytes alive after the forward, those of one layer among them; most until the head's backward,
-    in the layers', and after."""
+    """The bytes alive after the forward, and those of one layer among them; then the peaks until
+    the head's backward, in the layers' backward, and after it."""
 
     saved: int
     layer: int
@@ -71,13 +70,15 @@ class _Measured(NamedTuple):
 
 
 def forecast_activations(config: Config, architecture: Architecture) -> Activations:
-    """Of a micro-batch that is as full as it can be: of `trainer.tokens_per_micro_batch` tokens, or
-    one rollout of the whole context if that is longer."""
+    """Return the bytes of a micro-batch that is as full as it can be:
+    `trainer.tokens_per_micro_batch` tokens, or one rollout of the whole context if that is
+    longer."""
     return Activations(*_at_budget(config, lambda n: _activations(config, architecture, n)))
 
 
 def forecast_inference(config: Config, architecture: Architecture) -> int:
-    """Bytes that a forward of such a micro-batch without gradients needs at most, on one rank."""
+    """Return the most bytes that a forward of such a micro-batch without gradients needs on one
+    rank."""
 
     def most(num_tokens: int) -> tuple[int]:
         found = _measure_all(config, architecture, num_tokens, is_trained=False)
@@ -87,8 +88,8 @@ def forecast_inference(config: Config, architecture: Architecture) -> int:
 
 
 def _at_budget(config: Config, measure: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
-    """Bytes that `measure` gives for `trainer.tokens_per_micro_batch` tokens; for more than
-    MOST_TOKENS on a straight line through a half of them and all of them."""
+    """Return the bytes that `measure` gives for `trainer.tokens_per_micro_batch` tokens; for more
+    than MOST_TOKENS on a straight line through a half of them and all of them."""
     num_tokens = config.trainer.tokens_per_micro_batch
     if num_tokens <= MOST_TOKENS:
         return measure(num_tokens)
@@ -98,7 +99,7 @@ def _at_budget(config: Config, measure: Callable[[int], tuple[int, ...]]) -> tup
 
 
 def _activations(config: Config, architecture: Architecture, num_tokens: int) -> Activations:
-    """Of a micro-batch of this many tokens."""
+    """Return the bytes of a micro-batch of this many tokens."""
     trainer = config.trainer
     found = _measure_all(config, architecture, num_tokens, is_trained=True)
     num_more = architecture.num_layers - 2
@@ -116,8 +117,8 @@ def _activations(config: Config, architecture: Architecture, num_tokens: int) ->
 def _measure_all(
     config: Config, architecture: Architecture, num_tokens: int, *, is_trained: bool
 ) -> list[_Measured]:
-    """Of each packing that may need the most; a forward alone keeps nothing of its layers, so that
-    one of them shows all."""
+    """Measure each packing that may need the most. A forward alone keeps nothing of its layers, so
+    one layer is enough."""
     trainer = config.trainer
     longest = config.generator.max_model_len - 1  # the last token is not fed
     kernel = attention_kernel(config)
@@ -137,18 +138,18 @@ def _measure_all(
 
 
 def attention_kernel(config: Config) -> str:
-    """Which kernel `scaled_dot_product_attention` takes in the trainer: see the module."""
+    """Return the kernel that `scaled_dot_product_attention` takes in the trainer: see the
+    module."""
     if config.trainer.device == "cpu":
         return "flash_cpu"
     return "flash" if config.trainer.compute_dtype == "bfloat16" else "efficient"
 
 
 class Watch(TorchDispatchMode):
-    """Follows the memory of every tensor that an operation makes on `device` under it: bytes alive
-    now, and the most so far.
+    """Follows the memory of every tensor that an operation makes on `device` under it: the bytes
+    alive now, and the most so far.
 
-    Tensors that are there before (`known`, such as parameters) are not counted.
-    """
+    Tensors that are there before (`known`, such as parameters) are not counted."""
 
     def __init__(self, known: Iterable[torch.Tensor], device: torch.device) -> None:
         super().__init__()
@@ -179,7 +180,7 @@ class Watch(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
     def restart(self) -> int:
-        """The peak until now; from here another one counts."""
+        """Return the peak until now, and begin a new one."""
         peak, self.peak_bytes = self.peak_bytes, self.num_bytes
         return peak
 
@@ -199,7 +200,8 @@ def _measure(
     is_trained: bool,
     adapters: tuple[Any, ...],
 ) -> _Measured:
-    """`adapters`: rank, dropout and targets of `trainer.lora`."""
+    """Measure one forward, and if trained its backward. `adapters`: rank, dropout and targets of
+    `trainer.lora`."""
     rank, dropout, *targets = adapters
     lora = LoraConfig(rank=rank, dropout=dropout, targets=targets)
     with _tensor_mesh(num_tensor_ranks) as mesh:
@@ -248,11 +250,10 @@ def _measure(
 
 
 def fullest_packings(num_tokens: int, longest: int) -> list[tuple[int, ...]]:
-    """Lengths of rollouts, at most `longest`, of the micro-batches that may need the most.
+    """Return lengths of rollouts, at most `longest`, of the micro-batches that may need the most.
 
     Short rollouts waste the most cells, up to as many as there are tokens. A rollout longer than
-    the budget gets a micro-batch of its own.
-    """
+    the budget gets a micro-batch of its own."""
     mixed = (SPLIT_RATIO, *[1] * max(num_tokens - SPLIT_RATIO, 0))
     return [mixed, (longest,)] if longest > num_tokens else [mixed]
 
@@ -269,7 +270,8 @@ def in_pieces_of(device: str) -> Iterator[None]:
 
 @contextmanager
 def _tensor_mesh(num_ranks: int) -> Iterator[DeviceMesh | None]:
-    """A mesh of `num_ranks` tensor-parallel ranks, of which only the first exists: this process."""
+    """Yield a mesh of `num_ranks` tensor-parallel ranks, of which only the first exists: this
+    process."""
     if num_ranks == 1:
         yield None
         return
@@ -285,7 +287,7 @@ def _tensor_mesh(num_ranks: int) -> Iterator[DeviceMesh | None]:
 
 
 class AttentionKernel(TorchFunctionMode):
-    """Attention by the kernel `name`, which meta tensors would not choose."""
+    """Runs attention by the kernel `name`, which meta tensors would not choose."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""From the rewards of a group to one advantage per rollout, or the reason why the group is
-dropped."""
+"""The way from the rewards of a group to one advantage per rollout, or to the reason why the group
+is dropped."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from llamarl.core.groups import REASON, Dropped, Group, Kept, ScoredGroup, Verdi
 from llamarl.core.records import REWARD
 
 Advantages = Callable[[Sequence[float]], Sequence[float]]
-"""The rewards of a group's rollouts, two or more of them and finite -> their advantages."""
+"""A function from the rewards of a group's rollouts, two or more and finite, to their
+advantages."""
 
 WeightedRewards = Sequence[tuple[float, Sequence[float]]]
-"""Several rewards of a group's rollouts: the weight of each, and what it gave them."""
+"""Several rewards of a group's rollouts: the weight of each, and its values by rollout."""
 
 STD_EPSILON = 1e-6  # in units of reward: bounds the advantages of nearly equal rewards
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, penalty_tokens: int) -> float:
-    """DAPO's soft length penalty (arXiv 2503.14476, eq. 13), from 0 down to -1.
+    """Return DAPO's soft length penalty (arXiv 2503.14476, eq. 13), from 0 down to -1.
 
         0                                              if num_tokens <= max_tokens - penalty_tokens
         (max_tokens - penalty_tokens - num_tokens) / penalty_tokens            between the two
         -1                                             if num_tokens >= max_tokens
 
-    `penalty_tokens` 0 switches it off.
-    """
+    `penalty_tokens` 0 switches it off."""
     if penalty_tokens == 0:
         return 0.0
     excess = num_tokens - (max_tokens - penalty_tokens)
@@ -44,17 +44,16 @@ def overlong_penalty(num_tokens: int, max_tokens: int, penalty_tokens: int) -> f
 def overlong_penalties(
     num_tokens: Sequence[int], max_tokens: int, config: AlgorithmConfig
 ) -> list[float]:
-    """What is added to each reward before advantages are computed.
+    """Return the penalties that are added to rewards before advantages are computed.
 
     `num_tokens[i]` counts the response tokens of rollout i, observations among them, as the limit
-    does.
-    """
+    does."""
     most = config.overlong_penalty_tokens
     return [overlong_penalty(length, max_tokens, most) for length in num_tokens]
 
 
 def mean(rewards: Sequence[float]) -> list[float]:
-    """A_i = r_i - mean(r): LlamaRL section 6, Dr. GRPO, PPO here."""
+    """Return A_i = r_i - mean(r): LlamaRL section 6, Dr. GRPO, PPO here."""
     if len(set(rewards)) == 1:  # exactly 0 in spite of rounding
         return [0.0] * len(rewards)
     centre = math.fsum(rewards) / len(rewards)
@@ -62,28 +61,29 @@ def mean(rewards: Sequence[float]) -> list[float]:
 
 
 def mean_std(rewards: Sequence[float]) -> list[float]:
-    """A_i = (r_i - mean(r)) / (std(r) + e): GRPO; std over n (not n - 1), e = 1e-6."""
+    """Return A_i = (r_i - mean(r)) / (std(r) + e): GRPO; std over n (not n - 1), e = 1e-6."""
     centred = mean(rewards)
     std = math.sqrt(math.fsum(c * c for c in centred) / len(rewards))
     return [c / (std + STD_EPSILON) for c in centred]
 
 
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
-    """A_i = r_i - mean(r_j, j != i): RLOO."""
+    """Return A_i = r_i - mean(r_j, j != i): RLOO."""
     # r_i - (n * mean - r_i) / (n - 1) = (r_i - mean) * n / (n - 1)
     return [c * len(rewards) / (len(rewards) - 1) for c in mean(rewards)]
 
 
 def none(rewards: Sequence[float]) -> Sequence[float]:
-    """A_i = r_i."""
+    """Return A_i = r_i."""
     return rewards
 
 
 def apart(rewards: WeightedRewards) -> list[float]:
-    """A_i = sum_k w_k (r_ki - mean(r_k)) / (std(r_k) + e): GDPO (arXiv 2601.05242), eq. 4, 5.
+    """Return A_i = sum_k w_k (r_ki - mean(r_k)) / (std(r_k) + e): GDPO (arXiv 2601.05242), eq. 4,
+    5.
 
-    Summed first, rewards (1, 0) and (0, 1) are equal, and what varies most hides the others.
-    """
+    If they were summed first, rewards (1, 0) and (0, 1) would be equal, and the reward that varies
+    most would hide the others."""
     weighted = [(weight, mean_std(values)) for weight, values in rewards]
     return [
         math.fsum(weight * values[i] for weight, values in weighted)
@@ -92,8 +92,8 @@ def apart(rewards: WeightedRewards) -> list[float]:
 
 
 def over_deviation(advantages: Sequence[float]) -> list[float]:
-    """A_i / (std(A) + e) over a batch of whole groups, so that their size does not grow with the
-    number of rewards: GDPO, eq. 6. Its mean is 0, because that of each group is."""
+    """Return A_i / (std(A) + e) over a batch of whole groups, so that advantages do not grow with
+    the number of rewards: GDPO, eq. 6. Their mean is 0, because that of each group is."""
     std = math.sqrt(math.fsum(a * a for a in advantages) / max(1, len(advantages)))
     return [a / (std + STD_EPSILON) for a in advantages]
 
@@ -104,7 +104,7 @@ ADVANTAGES: dict[str, Advantages] = {
     "leave_one_out": leave_one_out,
     "none": none,
 }
-"""By their names in `algorithm.advantage`."""
+"""Advantages by their names in `algorithm.advantage`."""
 
 GDPO = "gdpo"  # another name there: `apart` of each group, then `over_deviation` of the batch
 
@@ -117,26 +117,25 @@ LEAST_ROLLOUTS = {"none": 1, TASK: 1}  # by advantage; a rollout is no baseline 
 EMPTY: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
 GroupFilter = Callable[[ScoredGroup], str | None]
-"""A scored group -> the reason to drop it, or None."""
+"""A function from a scored group to the reason to drop it, or None."""
 
 
 def equal_rewards(group: ScoredGroup) -> str | None:
-    """Drops a group whose rewards are all equal and whose advantages are therefore all 0; as
-    "solved" if every rollout is correct (`StageResult.correct`).
+    """Return the reason to drop a group whose rewards are all equal and whose advantages are
+    therefore all 0; it is "solved" if every rollout is correct (`StageResult.correct`).
 
-    With `advantage: none` that means all rewards are 0.
-    """
+    With `advantage: none` that means all rewards are 0."""
     if len(set(group.rewards)) > 1 or any(group.advantages):
         return None
     return SOLVED if all(score.correct for score in group.scores) else EQUAL_REWARDS
 
 
 FILTERS: dict[str, GroupFilter] = {EQUAL_REWARDS: equal_rewards}
-"""By their names in `algorithm.filters`."""
+"""Filters by their names in `algorithm.filters`."""
 
 
 def check_names(config: AlgorithmConfig) -> None:
-    """ValueError unless the advantage and the filters that the recipe selects exist."""
+    """Raise ValueError unless the advantage and the filters that the recipe selects exist."""
     require_choice("algorithm.advantage", config.advantage, [*ADVANTAGES, GDPO, TASK])
     for name in config.filters:
         require_choice("algorithm.filters", name, [*FILTERS, TASK])
@@ -150,8 +149,8 @@ def filter_group(
     functions: Sequence[tuple[str, float]] = (),
     task: Mapping[str, Callable[..., Any]] = EMPTY,
 ) -> Verdict:
-    """The group's advantages, or why it is dropped: the first reason of `config.filters`, which see
-    rewards before the overlong penalty, as DAPO's (eq. 11) counts correct rollouts.
+    """Return the group's advantages, or why it is dropped: the first reason of `config.filters`,
+    which see rewards before the overlong penalty, as DAPO's (eq. 11) counts correct rollouts.
 
     Rollouts that a stage of the recipe's own dropped are left out; if too few are left for a
     baseline, their most frequent reason is the group's. Next comes "failed_reward": a score without
@@ -161,8 +160,7 @@ def filter_group(
 
     `max_tokens` is the longest completion, which the overlong penalty counts back from; `functions`
     are the reward functions with their weights; `task` are the functions of task.py that the recipe
-    names. TaskError if one of them fails or returns an invalid value.
-    """
+    names. Raises TaskError if one of them fails or returns an invalid value."""
     row_ids = [row_id for row_id in group.row_ids if row_id not in group.dropped]
     if len(row_ids) < min(len(group.row_ids), LEAST_ROLLOUTS.get(config.advantage, 2)):
         return Dropped(Counter(group.dropped.values()).most_common(1)[0][0])
@@ -197,7 +195,7 @@ def filter_group(
 
 
 def _summed_rewards(group: Group, row_ids: Sequence[int], config: AlgorithmConfig) -> list[float]:
-    """The weighted sum of each rollout's reward columns; NaN if its reward failed."""
+    """Return the weighted sum of each rollout's reward columns; NaN if its reward failed."""
     columns = _weighted_rewards(group, row_ids, config)
     return [sum([weight * values[i] for weight, values in columns]) for i in range(len(row_ids))]
 
@@ -208,8 +206,8 @@ def _weighted_rewards(
     config: AlgorithmConfig,
     functions: Sequence[tuple[str, float]] = (),
 ) -> list[tuple[float, list[float]]]:
-    """The reward columns with a weight, but for the column "reward" what each of `functions` gave,
-    if it is known; 0 for a rollout whose reward failed."""
+    """Return the reward columns that have a weight. In place of the column "reward" come the
+    results of each of `functions`, if they are known; 0 for a rollout whose reward failed."""
     scores = [group.scores[i] for i in row_ids]
     are_known = any(name in score.parts for score in scores for name, _ in functions)
     found: list[tuple[float, list[float]]] = []

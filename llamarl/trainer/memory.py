@@ -1,5 +1,5 @@
-"""What memory a trainer rank needs, and which boxes of the parameters it holds, by the recipe
-alone."""
+"""The memory that a trainer rank needs, and the boxes of the parameters that it holds, computed
+from the recipe alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from llamarl.trainer.parallel import mesh_shape, parameter_placements
 
 
 def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayout]:
-    """The layout of each trainer rank of a recipe, as `shard_boxes` makes it there, in order."""
+    """Return the layout of each trainer rank of a recipe, as `shard_boxes` makes it there, in
+    order."""
     layout = lru_cache(maxsize=None)(one_box)  # ranks that hold the same share it
     trained = trained_shapes(architecture, config.trainer.lora)
     return [
@@ -51,7 +52,7 @@ def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayo
 
 
 def local_elements(config: Config, architecture: Architecture, rank: int) -> dict[str, int]:
-    """Parameter name -> elements that trainer rank `rank` holds of it."""
+    """Return parameter name -> number of elements that trainer rank `rank` holds of it."""
     boxes = _local_boxes(config, architecture, rank)
     return {name: math.prod(size) for name, _, size, _ in boxes}
 
@@ -59,7 +60,7 @@ def local_elements(config: Config, architecture: Architecture, rank: int) -> dic
 def _local_boxes(
     config: Config, architecture: Architecture, rank: int
 ) -> Iterator[tuple[str, Shape, Shape, Shape]]:
-    """(name, shape, shape and first index of what the trainer rank holds) of each parameter."""
+    """Yield (name, shape, shape of the trainer rank's box, its first index) of each parameter."""
     shapes = parameter_shapes(architecture) | adapter_shapes(architecture, config.trainer.lora)
     for name, (mesh, kinds) in parameter_placements(architecture, config.trainer).items():
         place = tuple(map(int, np.unravel_index(rank, mesh)))  # meshes count row after row
@@ -69,12 +70,13 @@ def _local_boxes(
 def local_box(
     shape: Shape, mesh: Shape, place: Shape, placements: tuple[Placement, ...]
 ) -> tuple[Shape, Shape]:
-    """(shape, first index) of what the rank at `place` holds of a parameter.
+    """Return the shape and the first index of the box that the rank at `place` holds of a
+    parameter.
 
-    FSDP cuts what tensor parallel, the last mesh dimension, left. Asked for both at once, torch
-    lists every index of such a strided shard, which takes milliseconds; so it is asked for one
-    after the other where the slices are equally long, as all models that can be run have them.
-    """
+    FSDP cuts the slices that tensor parallelism, the last mesh dimension, has made. Asked for both
+    at once, torch lists every index of such a strided shard, which takes milliseconds; so it is
+    asked for one after the other where the slices are equally long, as they are in all models that
+    can be run."""
     strided = [placement for placement in placements if isinstance(placement, _StridedShard)]
     if not strided or shape[strided[0].dim] % mesh[-1]:
         return _local_box(shape, mesh, place, placements)
@@ -105,9 +107,10 @@ STAGE = "stage "  # before its name: the kind of memory that its frozen model ta
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerMemory:
-    """Bytes by kind. `weights` and `state` (gradients and optimizer) leave the device while another
-    executor has it; what is `frozen`, the reference and models that run stages, stays. `moments`
-    are the points of a step at which memory may be fullest, each with all that is there."""
+    """The bytes of a trainer rank, by kind. `weights` and `state` (gradients and optimizer) leave
+    the device while another executor has it; the `frozen` models, the reference and models that run
+    stages, stay. `moments` are the points of a step at which memory may be fullest, each with all
+    that is there."""
 
     weights: int
     state: Kinds
@@ -116,12 +119,12 @@ class TrainerMemory:
 
     @property
     def fullest(self) -> Kinds:
-        """The moment at which there is most."""
+        """The moment with the most memory."""
         return max(self.moments, key=lambda kinds: sum(kinds.values()))
 
 
 def lasting_bytes(config: Config, architecture: Architecture) -> tuple[int, Kinds]:
-    """(weights, gradients and optimizer) of the fullest rank."""
+    """Return the bytes of the fullest rank's weights, and of its gradients and optimizer."""
     trainer = config.trainer
     names = trained_shapes(architecture, trainer.lora).keys()
     elements = local_elements(config, architecture, 0)
@@ -137,7 +140,7 @@ def lasting_bytes(config: Config, architecture: Architecture) -> tuple[int, Kind
 def forecast_trainer(
     config: Config, architecture: Architecture, frozen: FrozenModels = NO_MODELS
 ) -> TrainerMemory:
-    """Of the fullest rank."""
+    """Return the memory of the fullest rank."""
     trainer = config.trainer
     weights, state = lasting_bytes(config, architecture)
     trained = state["gradients"]
@@ -162,8 +165,8 @@ def forecast_trainer(
 
 
 def _packed_bytes(config: Config, num_elements: int) -> int:
-    """Messages that wait for other replicas, of a rank with so many elements: at most a version of
-    them for each pool."""
+    """Return the bytes of messages that wait for other replicas, on a rank with so many elements:
+    at most one version of them for each pool."""
     pools = pools_of(config.generator)
     if sum(len(pool.replicas) for pool in pools) == 1:
         return 0
@@ -172,8 +175,8 @@ def _packed_bytes(config: Config, num_elements: int) -> int:
 
 
 def _moments(config: Config, architecture: Architecture, trained: int) -> Iterable[Kinds]:
-    """What is there for a while: in the head's backward, a layer's, the embedding's, and in an
-    optimizer step of `trained` bytes."""
+    """Yield the memory that is there for a while: in the head's backward, a layer's, the
+    embedding's, and in an optimizer step of `trained` bytes."""
     trainer = config.trainer
     item = DTYPE_BYTES[trainer.compute_dtype]
     names = trained_shapes(architecture, trainer.lora).keys()
@@ -184,7 +187,7 @@ def _moments(config: Config, architecture: Architecture, trained: int) -> Iterab
     gathered = item * (root + num_gathered * block)
     is_resharded = num_gathered < architecture.num_layers
     beside_head = item * (root + block) if is_resharded else gathered  # the last one's copy-out
-    # The head's gradient waits for the end.
+    # The head's gradient is reduced only at the end.
     head = root_reduced if architecture.tie_embeddings else root_reduced // 2
     activations = forecast_activations(config, architecture)
     yield {
@@ -210,8 +213,8 @@ def _moments(config: Config, architecture: Architecture, trained: int) -> Iterab
 def group_elements(
     trainer: TrainerConfig, architecture: Architecture, names: Collection[str] | None = None
 ) -> tuple[int, int]:
-    """Elements of one gathered layer, and of the gathered rest, on a tensor-parallel rank; of the
-    parameters `names` alone, if given."""
+    """Return the elements of one gathered layer, and of the gathered rest, on a tensor-parallel
+    rank; of the parameters `names` alone, if given."""
     found = dict.fromkeys(("layer", "rest"), 0)
     mesh = mesh_shape(trainer)
     placements = parameter_placements(architecture, trainer)
@@ -229,7 +232,7 @@ def group_elements(
 
 
 def _num_gathered(trainer: TrainerConfig, architecture: Architecture) -> int:
-    """Layers whose weights are gathered at once, at most."""
+    """Return the number of layers whose weights are gathered at once, at most."""
     if trainer.num_shard_ranks == 1:
         return architecture.num_layers
     if trainer.reshard_after == "forward":
@@ -238,7 +241,8 @@ def _num_gathered(trainer: TrainerConfig, architecture: Architecture) -> int:
 
 
 def _frozen_bytes(config: Config, architecture: Architecture) -> int:
-    """Of a frozen model, parallel like the trainer but for a single rank, whose model is plain."""
+    """Return the bytes of a frozen model, which is parallel like the trainer, except on a single
+    rank, where the model is plain."""
     trainer = replace(config.trainer, lora=LoraConfig())
     config = replace(config, trainer=trainer)
     num_elements, gathered = sum(local_elements(config, architecture, 0).values()), 0

@@ -1,5 +1,5 @@
-"""From settled groups to a batch and its mini-batches: which rollout is trained on which rank,
-in which micro-batch."""
+"""The packing of settled groups into a batch and its mini-batches: which rollout is trained on
+which rank, in which micro-batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from llamarl.core.partition import partition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatches:
-    """Batches of `number` mini-batches, trained `num_passes` times; the first one begins with the
-    step that `first_version` takes. `looks_ahead`: that step also takes the groups of the batch's
-    others. Groups are numbered in the order in which they come into batches, from 0."""
+    """The schedule of batches of `number` mini-batches, trained `num_passes` times; the first batch
+    begins with the step that `first_version` takes. `looks_ahead`: that step also takes the groups
+    of the batch's other mini-batches. Groups are numbered in the order in which they come into
+    batches, from 0."""
 
     groups_per_step: int
     number: int = 1
@@ -26,60 +27,62 @@ class MiniBatches:
 
     @property
     def groups_per_batch(self) -> int:
-        """Groups of a batch."""
+        """The number of groups of a batch."""
         return self.number * self.groups_per_step
 
     @property
     def steps_per_batch(self) -> int:
-        """Optimizer steps from a batch."""
+        """The number of optimizer steps from a batch."""
         return self.number * self.num_passes
 
     def first_of_batch(self, version: int) -> int:
-        """The trainer's version before the first step of the batch that the step of `version`
-        belongs to."""
+        """Return the trainer's version before the first step of the batch that the step of
+        `version` belongs to."""
         return version - (version - self.first_version) % self.steps_per_batch
 
     def first_group(self, version: int) -> int:
-        """Where in its batch the mini-batch of this step begins."""
+        """Return the place in its batch where the mini-batch of this step begins."""
         step = version - self.first_of_batch(version)
         return step % self.number * self.groups_per_step
 
     def is_last_pass(self, version: int) -> bool:
-        """Whether this step uses its mini-batch for the last time."""
+        """Return whether this step uses its mini-batch for the last time."""
         step = version - self.first_of_batch(version)
         return step >= self.steps_per_batch - self.number
 
     def num_used_up(self, version: int) -> int:
-        """F: how many groups are used for the last time by the steps below `version`."""
+        """Return F: how many groups are used for the last time by the steps below `version`."""
         num_batches, step = divmod(version - self.first_version, self.steps_per_batch)
         in_last_pass = max(0, step - (self.steps_per_batch - self.number))
         return num_batches * self.groups_per_batch + in_last_pass * self.groups_per_step
 
     def num_used(self, first: int, version: int) -> int:
-        """How many groups of the batch that began at version `first` are used by its steps below
-        `version`, for the last time or not."""
+        """Return how many groups of the batch that began at version `first` are used by its steps
+        below `version`, for the last time or not."""
         return min(version - first, self.number) * self.groups_per_step
 
     def last_use(self, group: int) -> int:
-        """U: the version whose step uses group number `group` for the last time, so that
+        """Return U: the version whose step uses group number `group` for the last time, so that
         F(U) <= group < F(U + 1)."""
         batch, place = divmod(group, self.groups_per_batch)
         step = self.steps_per_batch - self.number + place // self.groups_per_step
         return self.first_version + batch * self.steps_per_batch + step
 
     def num_steps(self, num_groups: int) -> int:
-        """The steps that so many groups are enough for, from the beginning of a batch on."""
+        """Return the number of steps that so many groups are enough for, from the beginning of a
+        batch on."""
         num_batches, rest = divmod(num_groups, self.groups_per_batch)
         more = 0 if self.looks_ahead else rest // self.groups_per_step
         return num_batches * self.steps_per_batch + more
 
     def num_ahead(self, version: int) -> int:
-        """Groups that this step takes for later ones."""
+        """Return the number of groups that this step takes for later ones."""
         is_first = self.first_of_batch(version) == version
         return self.groups_per_batch - self.groups_per_step if self.looks_ahead and is_first else 0
 
     def num_needed(self, version: int) -> int:
-        """Groups that must be open for this step, with those of its batch that are not used up."""
+        """Return the number of groups that must be open for this step, with those of its batch that
+        are not used up."""
         first, num = self.first_of_batch(version), self.groups_per_batch
         if version < first + self.number and not self.looks_ahead:
             num = self.first_group(version) + self.groups_per_step
@@ -88,7 +91,8 @@ class MiniBatches:
 
 MOST_EVENED = 4096  # rollouts of a round: with more, the even spread takes longer than it saves
 Assignment = tuple[tuple[tuple[int, ...], ...], ...]
-"""`assignment[rank][micro_batch]` lists positions in the batch's rows."""
+"""A tuple of ranks and micro-batches: `assignment[rank][micro_batch]` lists positions in the
+batch's rows."""
 
 
 def make_batch(
@@ -101,11 +105,11 @@ def make_batch(
     attention_cost: float = 0.0,
     scale: Callable[[Sequence[float]], Sequence[float]] = list,
 ) -> Batch:
-    """The rows of `groups` for trainer version `version`, packed onto ranks and micro-batches.
+    """Return the rows of `groups` for trainer version `version`, packed onto ranks and
+    micro-batches.
 
     Tokens written by a version below `oldest_version` get zero loss weight. `attention_cost` is
-    that of `pack`; `scale` is applied to the advantages of all groups together.
-    """
+    that of `pack`; `scale` is applied to the advantages of all groups together."""
     members = [(group, row_id) for group in groups for row_id in group.row_ids]
     advantages = scale([advantage for group in groups for advantage in group.advantages])
     rows = tuple(
@@ -131,15 +135,14 @@ def pack(
 ) -> Assignment:
     """Assign every rollout to one micro-batch of one rank.
 
-    `lengths[i]` is the number of tokens, prompt and response, of row i. It is taken to cost
-    `lengths[i] + attention_cost * lengths[i] ** 2` (`models.inventory.attention_cost`). Round by
-    round, the rollouts that are left go, the longest first, to the rank with least cost that has
+    `lengths[i]` is the number of tokens, prompt and response, of row i. Its cost is taken to be
+    `lengths[i] + attention_cost * lengths[i] ** 2` (`model.inventory.attention_cost`). In each
+    round the remaining rollouts go, the longest first, to the rank with the least cost that has
     room; then those of the round are spread more evenly, if they still fit. A micro-batch holds at
     most `tokens_per_micro_batch` tokens, or one longer rollout; in the last rounds some are empty.
 
-    Example: `pack([3, 9, 4, 4], num_ranks=2, tokens_per_micro_batch=8)` is
-    `(((1,), ()), ((2, 3), (0,)))`.
-    """
+    Example: `pack([3, 9, 4, 4], num_ranks=2, tokens_per_micro_batch=8)` is `(((1,), ()), ((2, 3),
+    (0,)))`."""
     costs = [length + attention_cost * length * length for length in lengths]
     ranks: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
@@ -149,7 +152,7 @@ def pack(
         even = _spread_evenly(filled, lengths, costs, tokens_per_micro_batch)
         cost_of = [(sum(costs[i] for i in positions), positions) for positions in even]
         cost_of.sort(key=lambda pair: -pair[0])
-        # The costliest to the rank that had least so far: what remains uneven evens out.
+        # The costliest goes to the rank with the least cost so far, which evens out the rest.
         least_first = sorted(range(num_ranks), key=loads.__getitem__)
         for rank, (cost, positions) in zip(least_first, cost_of, strict=True):
             ranks[rank].append(tuple(positions))
@@ -160,8 +163,8 @@ def pack(
 def _fill(
     left: list[int], lengths: Sequence[int], costs: Sequence[float], num_ranks: int, budget: int
 ) -> tuple[list[list[int]], list[int]]:
-    """(One micro-batch per rank, what found no room), both from the longest rollout to the
-    shortest, as `left` is."""
+    """Return one micro-batch per rank, and the rollouts that found no room, both from the longest
+    rollout to the shortest, as `left` is."""
     filled: list[list[int]] = [[] for _ in range(num_ranks)]
     room = [budget] * num_ranks
     open_ = [(0.0, rank) for rank in range(num_ranks)]  # a heap: least cost first, then lowest rank
@@ -191,8 +194,8 @@ def _fill(
 def _spread_evenly(
     filled: list[list[int]], lengths: Sequence[int], costs: Sequence[float], budget: int
 ) -> list[list[int]]:
-    """The same rollouts in as many micro-batches, those of `filled` unless others are more even
-    and keep within the budget."""
+    """Return the same rollouts in as many micro-batches: those of `filled`, unless others are more
+    even and keep within the budget."""
     positions = sorted((i for each in filled for i in each), key=lambda i: (-lengths[i], i))
     if not len(filled) < len(positions) <= MOST_EVENED:
         return filled

@@ -1,4 +1,4 @@
-"""The parallel form of the decoder, and a checkpoint as such a model in memory, whole or this
+"""The parallel form of the decoder, and the loading of a checkpoint as such a model, whole or this
 rank's shards."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MESH_DIMENSIONS = ("replicate", "shard", "tensor")
 
 
 def mesh_shape(config: TrainerConfig) -> dict[str, int]:
-    """The mesh's dimensions, slowest first: `shard`, and the others if larger than 1."""
+    """Return the mesh's dimensions, slowest first: `shard`, and the others if larger than 1."""
     sizes = (config.replicate, config.num_shard_ranks, config.tensor_parallel)
     shape = dict(zip(MESH_DIMENSIONS, sizes, strict=True))
     return {name: size for name, size in shape.items() if size > 1 or name == "shard"}
@@ -51,11 +51,11 @@ def mesh_shape(config: TrainerConfig) -> dict[str, int]:
 def parameter_placements(
     architecture: Architecture, config: TrainerConfig
 ) -> dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]]:
-    """Parameter name -> (mesh shape, one placement per mesh dimension); needs no process group.
+    """Return parameter name -> (mesh shape, one placement per mesh dimension); needs no process
+    group.
 
     Rank r is at the r-th coordinate of the mesh in row-major order. Weights, gradients and moments
-    have the same placements. Adapters are among them.
-    """
+    have the same placements. Adapters are among them."""
     shape = mesh_shape(config)
     found: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {}
     names = [*parameter_shapes(architecture), *adapter_shapes(architecture, config.lora)]
@@ -65,7 +65,7 @@ def parameter_placements(
         is_cut_twice = "tensor" in shape and tensor == Shard(0)
         placements: dict[str, Placement] = {
             "replicate": Replicate(),
-            # Tensor parallel splits rows first, though its dimension is last; FSDP splits the rest.
+            # Tensor parallelism splits rows first, though its dimension is last; FSDP splits these.
             "shard": (
                 _StridedShard(0, split_factor=config.tensor_parallel) if is_cut_twice else Shard(0)
             ),
@@ -76,7 +76,7 @@ def parameter_placements(
 
 
 def make_mesh(device_type: str, config: TrainerConfig) -> DeviceMesh:
-    """The mesh over all ranks of the default process group; every rank calls it."""
+    """Return the mesh over all ranks of the default process group; every rank calls it."""
     shape = mesh_shape(config)
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
@@ -91,8 +91,8 @@ def parallelize(
 
     Parameters (of any dtype, or still on the meta device) become DTensors placed as
     `parameter_placements` says; forward and backward run in `config.compute_dtype`. A mesh of one
-    rank is no special case, but that FSDP leaves frozen weights alone then, in the dtype they have.
-    """
+    rank is no special case, except that FSDP then leaves frozen weights alone, in the dtype they
+    have."""
     assert mesh.mesh_dim_names is not None
     is_split = "tensor" in mesh.mesh_dim_names
     if is_split:
@@ -110,7 +110,8 @@ def parallelize(
 
 
 def split(model: Transformer, mesh: DeviceMesh) -> None:
-    """Tensor parallel within a layer, sequence parallel between: packed tokens are dimension 0."""
+    """Apply tensor parallelism within a layer and sequence parallelism between layers: packed
+    tokens are dimension 0."""
     norm = SequenceParallel(sequence_dim=0)
     head_norm = SequenceParallel(sequence_dim=1, use_local_output=True)  # of [N, heads, head_dim]
     # One gather of the tokens feeds the two or three products that follow it.
@@ -142,16 +143,16 @@ def split(model: Transformer, mesh: DeviceMesh) -> None:
 
 
 def compile_layer(layer: Layer, backend: str) -> None:
-    """Compile the layer but for its attention, whose blocks differ with every packing.
+    """Compile the layer except for its attention, whose blocks differ with every packing.
 
-    The number of tokens is dynamic from the start, so one compilation serves all packings.
-    """
+    The number of tokens is dynamic from the start, so one compilation serves all packings."""
     layer.self_attn.attend = torch.compiler.disable(layer.self_attn.attend)
     layer.run = torch.compile(layer.run, backend=backend, dynamic=True)
 
 
 def _shard(model: TrainedModel, mesh: DeviceMesh, config: TrainerConfig) -> None:
-    """FSDP2 over `shard`, copies over `replicate`: one unit per layer and one for the rest."""
+    """Apply FSDP2 over `shard`, with copies over `replicate`: one unit per layer and one for the
+    rest."""
     ignored = _left_alone(model, config)
     is_replicated = "replicate" in (mesh.mesh_dim_names or ())
     data_mesh = mesh["replicate", "shard"] if is_replicated else mesh["shard"]
@@ -187,7 +188,8 @@ def _shard(model: TrainedModel, mesh: DeviceMesh, config: TrainerConfig) -> None
 
 
 def _left_alone(model: TrainedModel, config: TrainerConfig) -> set[nn.Parameter]:
-    """Frozen weights of which each rank has all: gathering them would only make a second copy."""
+    """Return the frozen weights of which each rank has all: gathering them would only make a second
+    copy."""
     if model.adapters is None or config.num_shard_ranks > 1:
         return set()
     return {parameter for parameter in model.parameters() if not parameter.requires_grad}
@@ -202,7 +204,7 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def gather(tensor: DTensor) -> torch.Tensor:
-    """The whole of a sharded parameter, gradient or moment, on every rank."""
+    """Return the whole of a sharded parameter, gradient or moment, on every rank."""
     placements = list(tensor.placements)
     for dimension in range(len(placements)):  # FSDP split last, so its shards are joined first
         placements[dimension] = Replicate()
@@ -217,11 +219,10 @@ def load_model(
     mesh: DeviceMesh | None,
     dtype: torch.dtype,
 ) -> TrainedModel:
-    """The model in `dtype` on `device`, sharded over `mesh` (None: whole); on all ranks. Adapters
-    are float32, and have no values yet.
+    """Return the model in `dtype` on `device`, sharded over `mesh` (None: whole); all ranks call
+    it. Adapters are float32, and have no values yet.
 
-    ValueError if the checkpoint is missing or does not fit.
-    """
+    Raises ValueError if the checkpoint is missing or does not fit."""
     model = empty_model(checkpoint, config, device, mesh, dtype)
     own = {name: each for name, each in model.named_parameters() if not is_adapter(name)}
     hf.load_into(own, checkpoint)
@@ -238,7 +239,8 @@ def empty_model(
     mesh: DeviceMesh | None,
     dtype: torch.dtype,
 ) -> TrainedModel:
-    """The same before its weights are read: of the checkpoint only config.json is."""
+    """Return the model of `load_model` before its weights are read; only config.json of the
+    checkpoint is."""
     model = _build(checkpoint, config, dtype)
     if mesh is not None:
         adapters = {}

@@ -40,8 +40,8 @@ from llamarl.trainer.specs import TrainerSpec
 class MicroBatch:
     """R packed rollouts: N tokens that are fed, T response tokens that are predicted.
 
-    A rollout of P prompt and L response tokens feeds P + L - 1 tokens: no token follows its last.
-    """
+    A rollout of P prompt and L response tokens feeds P + L - 1 tokens: no token follows its
+    last."""
 
     token_ids: torch.Tensor  # int64 [N], fed tokens
     targets: torch.Tensor  # int64 [N], the token that follows each fed token
@@ -55,8 +55,7 @@ def micro_batch(columns: Columns, indices: Sequence[int], multiple: int = 1) -> 
     host memory; `multiple` as in `make_packing`.
 
     Without rollouts it is one fed token and no response: a rank without work still takes part in
-    the collectives of a forward.
-    """
+    the collectives of a forward."""
     if not indices:
         blank = torch.zeros(1, dtype=torch.int64)
         return MicroBatch(
@@ -82,12 +81,13 @@ def micro_batch(columns: Columns, indices: Sequence[int], multiple: int = 1) -> 
 
 
 def column(columns: Columns, name: str, indices: Sequence[int]) -> torch.Tensor:
-    """One per-token float column of the rollouts at `indices`, packed: float32 [T]."""
+    """Return one per-token float column of the rollouts at `indices`, packed: float32 [T]."""
     return concatenated([columns[name][i] for i in indices])
 
 
 def concatenated(parts: Sequence[np.ndarray]) -> torch.Tensor:
-    """Numbers per token of several rollouts, one after another: float32 [T], in host memory."""
+    """Return the per-token numbers of several rollouts, one after another: float32 [T], in host
+    memory."""
     return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *parts], dtype=np.float32))
 
 
@@ -106,7 +106,7 @@ def infer(
     temperature: float,
     device: torch.device,
 ) -> dict[int, np.ndarray]:
-    """log pi of each response, float32, by its place in `columns`."""
+    """Return log pi of each response, float32, by its place in `columns`."""
     found: list[tuple[Sequence[int], tuple[int, ...], Arrival]] = []
     for indices in micro_batches:
         packed = send(micro_batch(columns, indices, model.num_tensor_ranks), device)
@@ -121,7 +121,8 @@ def infer(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossColumns:
-    """What a loss needs of R rollouts with T response tokens, in host memory or on the device."""
+    """The inputs of a loss for R rollouts with T response tokens, in host memory or on the
+    device."""
 
     advantages: torch.Tensor  # float32 [T]
     weights: torch.Tensor  # float32 [T]
@@ -133,9 +134,8 @@ class LossColumns:
 class Passes:
     """Runs `policy` at the sampling temperature; `loss_metrics` sums the statistics of a step.
 
-    Between the first operation of a micro-batch and the end of `accumulate` the host waits for
-    nothing of the device.
-    """
+    Between the first operation of a micro-batch and the end of `accumulate` the host never waits
+    for the device."""
 
     def __init__(
         self, policy: Policy, device: torch.device, spec: TrainerSpec, token_loss: TokenLoss
@@ -154,12 +154,11 @@ class Passes:
         version: int = 0,
         first_version: int = 0,
     ) -> Columns:
-        """Forward and backward of this rank's micro-batches: `rows` cut into runs of `sizes`, at
-        trainer version `version`, in a batch that began at `first_version`.
+        """Run forward and backward of this rank's micro-batches: `rows` cut into runs of `sizes`,
+        at trainer version `version`, in a batch that began at `first_version`.
 
-        Returns what was found of every row: TRAINER_LOGPROBS, LOSS_WEIGHTS and CLIPPED, and
-        REF_LOGPROBS if the policy is its own reference.
-        """
+        Returns the columns of every row: TRAINER_LOGPROBS, LOSS_WEIGHTS and CLIPPED, and
+        REF_LOGPROBS if the policy is its own reference."""
         if self._algorithm.proximal == "interpolate":
             shares = [share_of_way(v, first_version, version) for v in columns[TOKEN_VERSIONS]]
             columns = columns | {WAY: shares}
@@ -176,7 +175,8 @@ class Passes:
         return found
 
     def infer(self, columns: Columns, sizes: Sequence[int]) -> list[np.ndarray]:
-        """log pi of each response, float32, in micro-batches of so many rows. Changes nothing."""
+        """Return log pi of each response, float32, computed in micro-batches of so many rows. It
+        changes nothing."""
         cuts = pairwise(accumulate(sizes, initial=0))
         micro_batches = [range(start, end) for start, end in cuts]
         model, temperature = self._policy.model, self._temperature
@@ -185,8 +185,9 @@ class Passes:
         return [found[i] for i in range(len(found))]
 
     def differences(self, columns: Columns, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
-        """float64 [rows of `columns`]: the largest |log pi - log mu| over what the model wrote of
-        each row, 0 for rows that are in none of the micro-batches. Changes nothing."""
+        """Return, as float64 [rows of `columns`], the largest |log pi - log mu| over the tokens
+        that the model wrote in each row, 0 for rows that are in none of the micro-batches. It
+        changes nothing."""
         found = torch.zeros(len(columns[GENERATOR_LOGPROBS]), dtype=torch.float64)
         model, temperature = self._policy.model, self._temperature
         for i, logprobs in infer(model, columns, micro_batches, temperature, self._device).items():
@@ -199,8 +200,8 @@ class Passes:
     def _forward_backward(
         self, rows: Sequence[BatchRollout], columns: Columns, indices: range
     ) -> tuple[tuple[int, ...], Arrival] | None:
-        """Add one micro-batch to the gradients; returns the lengths of its responses, and of their
-        tokens what `accumulate` finds, float32 [3 or 4, T]."""
+        """Add one micro-batch to the gradients. Returns the lengths of its responses, and the
+        columns of `accumulate` for their tokens, float32 [3 or 4, T]."""
         model = self._policy.model
         host = micro_batch(columns, indices, model.num_tensor_ranks)
         packed, given = send((host, self._loss_columns(rows, columns, indices)), self._device)
@@ -235,7 +236,8 @@ class Passes:
 
     @torch.no_grad()
     def _without_adapters(self, packed: MicroBatch) -> torch.Tensor:
-        """log pi_ref of the response tokens, float32 [T]: the policy is its own reference."""
+        """Return log pi_ref of the response tokens, float32 [T]: the policy is its own
+        reference."""
         model = self._policy.model
         assert model.adapters is not None
         with model.adapters.off():
@@ -245,7 +247,8 @@ class Passes:
     def _proximal(
         self, trainer_logprobs: torch.Tensor, given: dict[str, torch.Tensor]
     ) -> torch.Tensor | None:
-        """As the algorithm says; what was not stored before is pi, in a batch's first step."""
+        """Return the proximal log-probs as the algorithm says; if none were stored before, in a
+        batch's first step, they are pi's."""
         if self._algorithm.proximal == "none":
             return None
         if WAY in given:
@@ -255,8 +258,8 @@ class Passes:
     def _loss_columns(
         self, rows: Sequence[BatchRollout], columns: Columns, indices: range
     ) -> LossColumns:
-        """In host memory. Weights are 0 for observations, and tokens that are too stale, or
-        truncated and to be masked."""
+        """Return the loss's columns in host memory. Weights are 0 for observations, and for tokens
+        that are too stale, or truncated and to be masked."""
         names = [GENERATOR_LOGPROBS, *self._algorithm.loss_columns]
         names += [name for name in (REF_LOGPROBS, PROXIMAL_LOGPROBS, WAY) if name in columns]
         lengths = [len(columns[TOKEN_VERSIONS][i]) for i in indices]
@@ -270,7 +273,7 @@ class Passes:
         )
 
     def _num_written(self, columns: Columns, indices: range) -> np.ndarray:
-        """Tokens of each rollout that the model wrote, int64 [R]."""
+        """Return the number of tokens that the model wrote in each rollout, int64 [R]."""
         written = ((columns[TOKEN_VERSIONS][i] != NO_VERSION).sum() for i in indices)
         return np.fromiter(written, np.int64, len(indices))
 

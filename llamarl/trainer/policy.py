@@ -37,8 +37,8 @@ PREFIX = "random."
 
 
 class RandomStates:
-    """Those of data-parallel rank `data_rank`, which computes on `device`. Making them starts the
-    streams of version 0."""
+    """The random states of data-parallel rank `data_rank`, which computes on `device`. Making them
+    starts the streams of version 0."""
 
     def __init__(
         self, seed: int, data_rank: int, num_data_ranks: int, device: torch.device
@@ -54,20 +54,20 @@ class RandomStates:
         torch.manual_seed(int.from_bytes(digest, "little") >> 1)  # the device's too
 
     def present(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps of this rank: uint8, in host memory."""
+        """Return this rank's states for a checkpoint: uint8, in host memory."""
         return {
             self._name(kind, self._data_rank): platform_of(device).random_state(device)
             for kind, device in self._devices.items()
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where what `present` returned was taken."""
+        """Continue the streams from the states that `present` returned."""
         for kind, device in self._devices.items():
             platform_of(device).set_random_state(device, state[self._name(kind, self._data_rank)])
 
     def are_those_of(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Whether a checkpoint with tensors of these shapes has the states of as many data ranks as
-        there are now, for devices of this kind; all ranks find the same."""
+        """Return whether a checkpoint with tensors of these shapes has the states of as many data
+        ranks as there are now, for devices of this kind; all ranks find the same."""
         expected = {
             self._name(kind, rank): tuple(platform_of(device).random_state(device).shape)
             for kind, device in self._devices.items()
@@ -80,7 +80,7 @@ class RandomStates:
 
 
 def is_state(name: str) -> bool:
-    """Whether a checkpoint's tensor of this name is a random state."""
+    """Return whether a checkpoint's tensor of this name is a random state."""
     return name.startswith(PREFIX)
 
 
@@ -99,8 +99,8 @@ CLASSES = (
 
 
 class SavedShards(FileSystemReader):
-    """Reads a checkpoint folder that trainer ranks saved; ValueError if the index is missing,
-    damaged or of another origin."""
+    """Reads a checkpoint folder that trainer ranks saved. Raises ValueError if the index is
+    missing, damaged or of another origin."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         path = Path(self.path) / DCP_INDEX_FILE
@@ -115,7 +115,7 @@ class SavedShards(FileSystemReader):
         return index
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor in the folder, by its name."""
+        """Return the shape of every tensor in the folder, by its name."""
         saved = self.read_metadata().state_dict_metadata
         return {name: tuple(getattr(entry, "size", ())) for name, entry in saved.items()}
 
@@ -145,7 +145,7 @@ class _IndexUnpickler(Unpickler):
 
 
 def _check(index: object, folder: Path) -> None:
-    """ValueError unless every tensor's pieces lie in files of `folder`."""
+    """Raise ValueError unless every tensor's pieces lie in files of `folder`."""
     if not isinstance(index, metadata.Metadata):
         raise ValueError(f"an object of type {type(index).__name__}")
     if not isinstance(index.storage_meta, metadata.StorageMeta):
@@ -171,8 +171,7 @@ LARGEST_SHARE = 0.5  # of a host's available memory that copies may take: others
 class Snapshot:
     """One rank's part of a checkpoint; made by all ranks of the default group at once.
 
-    The copy's memory is allocated by the first `take` and kept.
-    """
+    The copy's memory is allocated by the first `take` and kept."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._platform = device, platform_of(device)
@@ -183,8 +182,8 @@ class Snapshot:
     def take(
         self, state: dict[str, torch.Tensor], host: str, available_bytes: Callable[[], int]
     ) -> bool:
-        """Copy `state` into host memory; False, on all ranks, if one of their hosts has too little
-        for the copies of its ranks. `host` names this rank's."""
+        """Copy `state` into host memory. Returns False, on all ranks, if one of their hosts has too
+        little memory for the copies of its ranks. `host` names this rank's."""
         if not self._copies:
             if not self._is_room(state, host, available_bytes()):
                 return False
@@ -198,22 +197,21 @@ class Snapshot:
         return True
 
     def write_copy(self, folder: str) -> None:
-        """Write what was copied last; on any thread, but not twice at a time. Raises as `write`."""
+        """Write the last copy; on any thread, but not twice at a time. Raises as `write`."""
         self.write(folder, self._copies)
 
     def write(self, folder: str, state: dict[str, torch.Tensor]) -> None:
         """Write `state` into `folder`, each rank its shards and its part of the manifest.
 
-        OSError if the disk is full: before anything is written, unless it fills up meanwhile.
-        RuntimeError for any other failure.
-        """
+        Raises OSError if the disk is full: before anything is written, unless it fills up
+        meanwhile; RuntimeError for any other failure."""
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         hf.check_space(folder, num_bytes, "a checkpoint needs")
         try:
             dcp.save(state, checkpoint_id=folder, process_group=self._group)
         except CheckpointException as error:  # a BaseException with the failures of all ranks
             rank, (cause, _) = next(iter(error.failures.items()))
-            # On a disk that fills up meanwhile torch's zip writer hides the reason: free space.
+            # torch's zip writer hides that a disk is full, so the message has the free space.
             free_bytes = shutil.disk_usage(folder).free
             message = (
                 f"checkpoint could not be written by rank {rank}: {cause} ({free_bytes} bytes are "
@@ -248,8 +246,7 @@ class Policy:
     method is called on all of them.
 
     `checkpoint` and `tokenizer` are the folders that an export copies from. All methods must run on
-    one thread; `snapshot` may write its copy on another.
-    """
+    one thread; `snapshot` may write its copy on another."""
 
     def __init__(
         self,
@@ -289,8 +286,9 @@ class Policy:
         tokenizer: str | None = None,
         adapter: str | None = None,
     ) -> Self:
-        """The weights of a checkpoint, sharded over `mesh`; with `config.lora` and the `adapter` in
-        a folder (None: one that changes nothing). ValueError if one is missing or does not fit."""
+        """Load the weights of a checkpoint, sharded over `mesh`; with `config.lora` also the
+        `adapter` in a folder (None: one that changes nothing). Raises ValueError if one is missing
+        or does not fit."""
         device = torch.device(mesh.device_type)
         is_adapted = config.lora.is_used
         dtype = getattr(torch, config.compute_dtype) if is_adapted else torch.float32
@@ -303,8 +301,9 @@ class Policy:
         return policy
 
     def movable(self, tag: str) -> list[torch.Tensor]:
-        """This rank's memory of one tag, "weights" or "state" (gradients and moments), which may
-        leave the device between two passes. Gathered weights that a pass left are freed here."""
+        """Return this rank's memory of one tag, "weights" or "state" (gradients and moments), which
+        may leave the device between two passes. Gathered weights that a pass left are freed
+        here."""
         if tag == "weights":
             reshard(self.model)
             trained = [parameter.to_local().detach() for parameter in self.parameters.values()]
@@ -338,7 +337,7 @@ class Policy:
         return norm
 
     def update(self, lr: float) -> None:
-        """One optimizer step with the scaled gradients, which are freed."""
+        """Take one optimizer step with the scaled gradients, which are freed."""
         reshard(self.model)  # the next pass must gather what this changes
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -350,21 +349,22 @@ class Policy:
         self._optimizer.zero_grad(set_to_none=True)
 
     def save(self, folder: str, version: int) -> None:
-        """Write weights, moments, random states and `version` into `folder`; raises as
+        """Write weights, moments, random states and `version` into `folder`. Raises as
         `Snapshot.write`."""
         self.snapshot.write(folder, self._state(version))
 
     def copy(self, version: int, host: str, available_bytes: Callable[[], int]) -> bool:
-        """Copy what `save` would write, for `snapshot.write_copy`; False as `Snapshot.take`."""
+        """Copy what `save` would write, for `snapshot.write_copy`. Returns False as
+        `Snapshot.take`."""
         return self.snapshot.take(self._state(version), host, available_bytes)
 
     def restore(self, folder: str) -> int:
-        """Load what `save` wrote, under any number of ranks; returns the version.
+        """Load a checkpoint that `save` wrote, under any number of ranks. Returns its version.
 
         Random states of another number of data-parallel ranks, or of another kind of device, are
-        not these ranks': then theirs follow from the seed and the version, which a line says.
-        ValueError if `folder` is no checkpoint, or is one of another model or optimizer.
-        """
+        not used: these ranks' states then follow from the seed and the version, which a line in the
+        log says. Raises ValueError if `folder` is no checkpoint, or is one of another model or
+        optimizer."""
         shards = SavedShards(folder)
         state = self._state()
         shapes = shards.shapes()
@@ -394,8 +394,8 @@ class Policy:
         """Write the weights, rounded to `dtype`, in the Hugging Face layout, or the adapters as
         peft does; rank 0 writes.
 
-        Tensor by tensor: beside its shards no rank ever holds more than one whole parameter.
-        """
+        It goes tensor by tensor: beside its shards no rank ever holds more than one whole
+        parameter."""
         whole = ((name, gather(parameter)) for name, parameter in self.parameters.items())
         if dist.get_rank() == 0:
             save = partial(adapters.save, lora=self._lora) if self.frozen else hf.save
@@ -412,7 +412,7 @@ class Policy:
         dist.barrier()
 
     def _state(self, version: int = 0) -> dict[str, torch.Tensor]:
-        """The live tensors that a checkpoint holds; loading writes into them."""
+        """Return the live tensors that a checkpoint holds; loading writes into them."""
         state: dict[str, torch.Tensor] = {"version": torch.tensor(version)}
         state |= self._random.present()
         for name, parameter in self.parameters.items():
@@ -422,7 +422,8 @@ class Policy:
         return state
 
     def _report_derived(self, folder: str, version: int) -> None:
-        """Rank 0 for all; it matters only where a pass draws random numbers."""
+        """Log, on rank 0 for all, that random states were derived; it matters only where a pass
+        draws random numbers."""
         if dist.get_rank() == 0:
             log.log(
                 logging.WARNING if self._lora.dropout else logging.INFO,
@@ -435,7 +436,7 @@ class Policy:
 
 
 def _num_copies(tensor: DTensor) -> int:
-    """Ranks that hold the same elements of `tensor`."""
+    """Return the number of ranks that hold the same elements of `tensor`."""
     pairs = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     assert not any(placement.is_partial() for placement in tensor.placements)
     return math.prod(size for placement, size in pairs if placement.is_replicate())
@@ -444,8 +445,8 @@ def _num_copies(tensor: DTensor) -> int:
 def _check_same(
     state: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]], folder: str
 ) -> None:
-    """ValueError unless `folder` holds tensors of these `shapes`, random states aside: a load would
-    skip those it lacks."""
+    """Raise ValueError unless `folder` holds tensors of these `shapes`, random states aside: a load
+    would skip tensors that it lacks."""
     names = state.keys() | shapes.keys()
     for name in sorted(name for name in names if not is_state(name)):
         expected = tuple(state[name].shape) if name in state else None
@@ -457,11 +458,11 @@ def _check_same(
 
 
 def _make_optimizer(parameters: list[DTensor], config: TrainerConfig) -> torch.optim.Optimizer:
-    """AdamW or plain SGD, its state allocated now, so that a lack of memory shows at the start.
+    """Make AdamW or plain SGD, its state allocated now, so that a lack of memory shows at the
+    start.
 
     Only matrices decay: a norm's scale or a bias pulled towards 0 changes what the model computes
-    without making it any simpler.
-    """
+    without making it any simpler."""
     decay = config.weight_decay
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},

@@ -1,4 +1,4 @@
-"""From the tokens of a micro-batch to the loss of a step, and its metrics."""
+"""The loss of a step from the tokens of its micro-batches, and the metrics of the loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llamarl.trainer.losses import find_loss
 
 
 def unmasked(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """`inputs.weights`, with 0 for all tokens of rollouts that are masked; [N]."""
+    """Return `inputs.weights`, with 0 for all tokens of rollouts that are masked; [N]."""
     kind = config.mask_rollouts
     if kind == "off":
         return inputs.weights
@@ -38,16 +38,15 @@ def unmasked(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
 
 
 def share_of_way(versions: np.ndarray, first_version: int, version: int) -> np.ndarray:
-    """Where prox is taken to be between mu (0) and pi (1), float32 [N], for tokens written by
-    `versions` [N], in a step at trainer version `version` of a batch that began at
+    """Return where prox is taken to be between mu (0) and pi (1), float32 [N], for tokens written
+    by `versions` [N], in a step at trainer version `version` of a batch that began at
     `first_version`.
 
         log prox = log mu + share * (log pi - log mu),  share = (first - w) / (version - w)
 
     for a token of version w: as if each optimizer step moved log-probs equally far (AReaL's
-    "loglinear"). It is 1 in the first step of a batch, where prox is pi, and 0 for what was written
-    after that.
-    """
+    "loglinear"). It is 1 in the first step of a batch, where prox is pi, and 0 for tokens written
+    after that."""
     if first_version == version:
         return np.ones(len(versions), np.float32)
     num_before = np.maximum(first_version - versions, 0)
@@ -55,12 +54,12 @@ def share_of_way(versions: np.ndarray, first_version: int, version: int) -> np.n
 
 
 def interpolated(generator_logprobs: Tensor, trainer_logprobs: Tensor, share: Tensor) -> Tensor:
-    """log prox of each token by `share_of_way`, [N] without gradient."""
+    """Return log prox of each token by `share_of_way`, [N] without gradient."""
     return generator_logprobs.lerp(trainer_logprobs.detach(), share)
 
 
 def age_weight(inputs: LossInputs, rho: float) -> Tensor:
-    """min(prox / mu, rho) of each token, [N]; 1 where the weight is 0."""
+    """Return min(prox / mu, rho) of each token, [N]; 1 where the weight is 0."""
     assert inputs.proximal_logprobs is not None
     log_weight = inputs.proximal_logprobs - inputs.generator_logprobs
     return bounded_ratio(log_weight.masked_fill(inputs.weights <= 0, 0.0)).clamp(max=rho)
@@ -88,14 +87,14 @@ class LossMetrics:
         self._row_ids.append(row_ids)
 
     def broken(self) -> tuple[float, Sequence[int]] | None:
-        """The first loss of a micro-batch that is not finite, and the rows of that; None if all
-        are. Waits for the device."""
+        """Return the first loss of a micro-batch that is not finite, and the rows of that
+        micro-batch; None if all are finite. It waits for the device."""
         losses = torch.stack(self._parts)[:, 0].tolist() if self._parts else []
         pairs = zip(losses, self._row_ids, strict=True)
         return next((pair for pair in pairs if not math.isfinite(pair[0])), None)
 
     def vector(self) -> torch.Tensor:
-        """float64 [10] on the CPU: summed loss, the sums, response tokens, largest ratio."""
+        """Return float64 [10] on the CPU: summed loss, the sums, response tokens, largest ratio."""
         if not self._parts:
             return torch.zeros(len(_SUMS) + 3, dtype=torch.float64)
         largest = torch.stack(self._maxima).max().double().reshape(1)
@@ -103,12 +102,11 @@ class LossMetrics:
 
 
 def statistics(vectors: torch.Tensor, denominator: float) -> dict[str, float]:
-    """Scalars of a step from the `vector` of every rank, float64 [ranks, 10].
+    """Return the scalars of a step from the `vector` of every rank, float64 [ranks, 10].
 
     `loss` is the summed loss over `denominator`. ratio, kl (generator to trainer) and entropy are
     means over trained tokens, `masked_tokens` are those of weight 0 that a forward saw, and
-    `drifted_tokens` those of them that `algorithm.mask_rollouts` masked.
-    """
+    `drifted_tokens` those of them that `algorithm.mask_rollouts` masked."""
     sums = vectors[:, :-1].sum(0).tolist()
     loss, tokens, ratio, clipped, kl, entropy, ref_kl, drifted, seen = sums
     trained = max(tokens, 1.0)
@@ -127,12 +125,12 @@ def statistics(vectors: torch.Tensor, denominator: float) -> dict[str, float]:
 
 
 def on_policy_warning(scalars: dict[str, float]) -> str | None:
-    """A warning if the first step clips or masks, although its rollouts come from the weights it
-    trains.
+    """Return a warning if the first step clips or masks, although its rollouts come from the
+    weights it trains.
 
-    Before the first update every ratio should be 1, so what is clipped, or in rollouts that
-    `algorithm.mask_rollouts` masked, is the numerical difference between generator and trainer.
-    """
+    Before the first update every ratio should be 1, so a token that is clipped, or in a rollout
+    that `algorithm.mask_rollouts` masked, shows the numerical difference between generator and
+    trainer."""
     trained, drifted = scalars["trained_tokens"], scalars["drifted_tokens"]
     shares = {
         "clipped": scalars["ratio_clipped_share"],
@@ -149,8 +147,8 @@ def on_policy_warning(scalars: dict[str, float]) -> str | None:
 
 
 def empty_step_warning(scalars: dict[str, float], masks_truncated: bool) -> str | None:
-    """A warning if no token of the step was trained, so that it changed nothing: why, and what to
-    change; the same words for every step of which the same is true."""
+    """Return a warning if no token of the step was trained, so that it changed nothing: why, and
+    what to change; the same words for every step of which the same is true."""
     if scalars["trained_tokens"]:
         return None
     if not scalars["masked_tokens"]:
@@ -183,9 +181,8 @@ class LossOutputs:
     `sums` are to be summed over micro-batches and ranks: tokens (of weight 1), ratio, clipped
     (tokens whose ratio the algorithm clipped), kl (mu to pi, estimator k3), entropy, ref_kl, and
     drifted (tokens of rollouts that `algorithm.mask_rollouts` masked). `ratio_max` is a maximum, 0
-    without trained tokens; `clipped` says which tokens those are, bool [N]; `weights` are those of
-    the inputs, without what was masked.
-    """
+    without trained tokens; `clipped` says which tokens were clipped, bool [N]; `weights` are those
+    of the inputs, with 0 for masked tokens."""
 
     loss: Tensor
     sums: dict[str, Tensor]
@@ -197,18 +194,18 @@ class LossOutputs:
 def policy_loss(
     inputs: LossInputs, config: AlgorithmConfig, token_loss: TokenLoss | None = None
 ) -> LossOutputs:
-    """The summed loss of these tokens under `token_loss`, or the loss that `config` belongs to.
+    """Return the summed loss of these tokens under `token_loss`, or the loss that `config` belongs
+    to.
 
         sum_t w_t (algorithm's loss_t + kl_coefficient * kl_t - entropy_coefficient * entropy_t)
 
-    w is 0 too for rollouts that `algorithm.mask_rollouts` masks; with proximal
-    log-probs the algorithm's loss_t is weighted as `Proximal` says. With
-    normalization `rollouts` each rollout's sum is divided by its own length. Call backward on
-    `loss`, sum gradients over all rows of the step, then divide once by `denominator`.
+    w is 0 too for rollouts that `algorithm.mask_rollouts` masks; with proximal log-probs the
+    algorithm's loss_t is weighted by `age_weight`. With normalization `rollouts` each rollout's
+    sum is divided by its own length. Call backward on `loss`, sum gradients over all rows of the
+    step, then divide once by `denominator`.
 
     Raises ValueError if there is a KL penalty but no `ref_logprobs`, TaskError for a loss of
-    another shape.
-    """
+    another shape."""
     if config.has_reference and inputs.ref_logprobs is None:
         raise ValueError("ref_logprobs must be given for algorithm.kl_coefficient > 0, got None")
     was_trained = inputs.weights > 0
@@ -255,25 +252,24 @@ def policy_loss(
 
 
 def kl_penalty(log_ref_ratio: Tensor, estimator: str) -> Tensor:
-    """Per-token estimate of KL(pi || ref), from d = log pi - log ref [N] with gradient.
+    """Return a per-token estimate of KL(pi || ref), from d = log pi - log ref [N] with gradient.
 
         estimator   value            gradient (times grad log pi)
         k1          d                d
         k2          d^2 / 2          d
         k3          e^-d - 1 + d     1 - e^-d       below d = -3 the tangent at -3
 
-    On tokens drawn from pi, d grad log pi is the true gradient of KL(pi || ref). k2 has it by
-    plain differentiation; k1 does not (grad d averages to zero), so it uses the score-function
-    form. k3 is differentiated as GRPO writes it: low variance and never negative, but its gradient
-    is that of KL(ref || pi), equal to first order near the reference. No estimator is weighted by
-    pi / mu: tokens a few versions old bias the penalty slightly, as in GRPO.
+    On tokens drawn from pi, d grad log pi is the true gradient of KL(pi || ref). k2 has it by plain
+    differentiation; k1 does not (grad d averages to zero), so it uses the score-function form. k3
+    is differentiated as GRPO writes it: low variance and never negative, but its gradient is that
+    of KL(ref || pi), equal to first order near the reference. No estimator is weighted by pi / mu:
+    tokens a few versions old bias the penalty slightly, as in GRPO.
 
     Unbounded, k3 of one token with d = -20 is 4.9e8 and outweighs all others. Below -3, where ref
     is 20 times as likely as pi, it continues along its tangent: at most 19 in the gradient, still
     convex, and always towards ref. verl clamps d to +-20 and the value to +-10, which is constant,
     so without gradient, for d < -2.6: exactly on the tokens that are farthest from ref. TRL has no
-    bound; by default it multiplies k3 by the ratio, which gives k2's gradient where that is 1.
-    """
+    bound; by default it multiplies k3 by the ratio, which gives k2's gradient where that is 1."""
     if estimator == "k1":
         value = log_ref_ratio.detach()
         return value + value * (log_ref_ratio - value)
@@ -287,15 +283,14 @@ def kl_penalty(log_ref_ratio: Tensor, estimator: str) -> Tensor:
 def denominator(
     num_tokens: int, num_rollouts: int, max_tokens: int, config: AlgorithmConfig
 ) -> float:
-    """The number that the summed gradient of a whole step is divided by.
+    """Return the number that the summed gradient of a whole step is divided by.
 
         tokens     num_tokens                     rollouts   num_rollouts
         constant   num_rollouts * max_tokens
 
-    Both counts cover every rollout of the step and all that models wrote, tokens with advantage 0
-    or weight 0 included: rollouts without a gradient may be left out of the forward pass, and
-    masking a token never increases the weight of the others.
-    """
+    Both counts cover every rollout of the step and all tokens that models wrote, those with
+    advantage 0 or weight 0 included: rollouts without a gradient may be left out of the forward
+    pass, and masking a token never increases the weight of the others."""
     if config.normalization == "rollouts":
         return float(num_rollouts)
     if config.normalization == "constant":
@@ -304,6 +299,7 @@ def denominator(
 
 
 def is_inert(advantage: float, config: AlgorithmConfig) -> bool:
-    """True if a rollout with this advantage has no gradient, so its forward may be skipped."""
+    """Return True if a rollout with this advantage has no gradient, so its forward may be
+    skipped."""
     has_others = config.has_reference or config.entropy_coefficient != 0
     return advantage == 0 and config.scales_with_advantage and not has_others

@@ -25,10 +25,9 @@ from llamarl.trainer.specs import ReferenceSpec
 
 
 class ReferenceWorker(Worker, Processor):
-    """Calls are served in order of arrival.
+    """The worker of a frozen model, which serves calls in order of arrival.
 
-    A single rank forms no group: with `cluster=inline` the trainer's is in the same process.
-    """
+    A single rank forms no group: with `cluster=inline` the trainer's is in the same process."""
 
     def __init__(self, spec: ReferenceSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec = spec
@@ -44,8 +43,7 @@ class ReferenceWorker(Worker, Processor):
     async def start(self) -> None:
         """Join the other ranks and load this rank's slices of the checkpoint.
 
-        ValueError if the checkpoint is missing or does not fit.
-        """
+        Raises ValueError if the checkpoint is missing or does not fit."""
         await self._compute.run(self._build)
 
     async def close(self) -> None:
@@ -55,7 +53,7 @@ class ReferenceWorker(Worker, Processor):
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:
         """Write the log-probs, at the sampling temperature, of this data rank's share of the
-        rollouts. There is nothing to say about them."""
+        rollouts. Returns no results."""
         row_ids = [row_id for row_ids, _ in items for row_id in row_ids]
         mine = row_ids[self._data_rank :: self._config.num_data_ranks]
         async with self._lock:
@@ -82,7 +80,7 @@ class ReferenceWorker(Worker, Processor):
         self._model = model.requires_grad_(False)
 
     def _infer(self, columns: Columns) -> list[np.ndarray]:
-        """log pi_ref of every response, float32, in the order of `columns`."""
+        """Return log pi_ref of every response, float32, in the order of `columns`."""
         pairs = zip(columns[PROMPT_IDS], columns[RESPONSE_IDS], strict=True)
         lengths = [len(prompt) + len(response) for prompt, response in pairs]
         (packed,) = pack(lengths, 1, self._config.tokens_per_micro_batch)
@@ -92,7 +90,8 @@ class ReferenceWorker(Worker, Processor):
         return [found[place] for place in range(len(lengths))]
 
     def _in_step(self, micro_batches: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
-        """As many micro-batches as the rank with most has: all take part in every gather."""
+        """Return as many micro-batches as the rank with the most has: all take part in every
+        gather."""
         most = torch.tensor(len(micro_batches))
         if self._num_ranks > 1:
             dist.all_reduce(most, dist.ReduceOp.MAX)

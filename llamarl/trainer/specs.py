@@ -1,4 +1,4 @@
-"""What trainer and reference are constructed with: frozen records, made without torch."""
+"""The specs of trainer and reference: frozen records, made without torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from llamarl.publish.layout import Kind
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSpec:
-    """`tokenizer` is the folder from which an export takes its tokenizer (None: the checkpoint);
-    `rendezvous` is a file path that no earlier run used; `num_steps` ends the learning rate's
-    schedule. `run_dir` takes what is offloaded unless `placement` names another folder.
-    """
+    """The spec of the trainer. `tokenizer` is the folder from which an export takes its tokenizer
+    (None: the checkpoint); `rendezvous` is a file path that no earlier run used; `num_steps` ends
+    the learning rate's schedule. Offloaded memory goes to `run_dir` unless `placement` names
+    another folder."""
 
     executor: ClassVar[str] = "llamarl.trainer.worker:TrainerWorker"
 
@@ -40,15 +40,15 @@ class TrainerSpec:
     num_steps: int
     seed: int
     adapter: str | None = None
-    """Folder of the adapter to start from, with lora; None: one that changes nothing."""
+    """The folder of the adapter to start from, with lora; None: one that changes nothing."""
     kinds: tuple[Kind, ...] = ()
-    """What the generators' weights are in; beside adapters, those that no publish moves."""
+    """The forms of the generators' weights; with adapters, of the weights that no publish moves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceSpec:
-    """`column` takes the log-probs of the model in `checkpoint`. `config` is the trainer's;
-    `rendezvous` is a file path that no other group of ranks uses."""
+    """The spec of a frozen model. `column` takes the log-probs of the model in `checkpoint`.
+    `config` is the trainer's; `rendezvous` is a file path that no other group of ranks uses."""
 
     executor: ClassVar[str] = "llamarl.trainer.reference:ReferenceWorker"
 

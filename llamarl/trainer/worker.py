@@ -1,4 +1,4 @@
-"""One rank of the trainer: its methods, and what it does on its compute thread."""
+"""One rank of the trainer: its methods, and the work of its compute thread."""
 
 from __future__ import annotations
 
@@ -65,12 +65,11 @@ SHOWN_ROWS = 8  # row ids named in an error
 
 
 class PolicyStep:
-    """One rank's policy. Its methods belong on the compute thread, but for `share`, `prefetch` and
+    """One rank's policy. Its methods belong on the compute thread, except `share`, `prefetch` and
     `require_presence`; all but these, `offload` and `onload` are called on all ranks.
 
-    Joins the other ranks; `resources` takes what is to be given back, however far that came.
-    ValueError if the checkpoint is missing or does not fit.
-    """
+    Making it joins the other ranks; `resources` takes what is to be given back, however far that
+    came. Raises ValueError if the checkpoint is missing or does not fit."""
 
     tags: tuple[str, ...] = ("weights", "state")
 
@@ -109,16 +108,15 @@ class PolicyStep:
         self._warnings = RepeatedWarnings(log)
 
     def _sums_of(self, frozen: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, int]]:
-        """Of weights beside adapters, for replicas of each kind."""
+        """Return the fingerprints of the weights beside adapters, for replicas of each kind."""
         place = self._rank, self._num_ranks, self._spec.config.replicate
         return shard_sums(frozen, self._spec.kinds, *place)
 
     def share(self, batch: Batch) -> list[tuple[int, ...]]:
-        """The micro-batches of this rank's data rank without the rows that have no gradient.
+        """Return the micro-batches of this rank's data rank without the rows that have no gradient.
 
-        Every rank sees the metadata of all, so all leave out the same: a micro-batch goes only if
-        it is empty on every rank, and the ranks stay in step.
-        """
+        Every rank sees the metadata of all, so all leave out the same: a micro-batch is left out
+        only if it is empty on every rank, and the ranks stay in step."""
         num_data_ranks = self._spec.config.num_data_ranks
         assert len(batch.assignment) == num_data_ranks, "batch packed for another number of ranks"
         active = {
@@ -136,7 +134,7 @@ class PolicyStep:
         self, batch: Batch, rows: Sequence[BatchRollout], columns: Columns, sizes: Sequence[int]
     ) -> Columns:
         """Add the gradients of this rank's `rows` of `batch`, in micro-batches of `sizes`, to the
-        step; returns the columns that `Passes.accumulate` found of each row."""
+        step. Returns the columns of `Passes.accumulate` for each row."""
         first = batch.version if batch.first_version is None else batch.first_version
         found = self.passes.accumulate(rows, columns, sizes, batch.version, first)
         self._rows += batch.rows
@@ -144,8 +142,8 @@ class PolicyStep:
 
     def step(self) -> StepStats:
         """Divide the summed gradients, clip, update; a write of this version goes on reading a
-        snapshot. Where no token was trained, the next version has the same weights and moments:
-        weight decay and momentum would change them. RuntimeError without a batch, or if a loss or
+        snapshot. If no token was trained, the next version has the same weights and moments: weight
+        decay and momentum would change them. Raises RuntimeError without a batch, or if a loss or
         the gradient is not finite."""
         rows, spec = self._rows, self._spec
         if not rows:
@@ -175,27 +173,28 @@ class PolicyStep:
         return StepStats(version=self.version, scalars=scalars)
 
     def snapshot(self) -> bool:
-        """Copy what `save` would write to host memory; False if it has too little."""
+        """Copy what `save` would write to host memory. Returns False if that is too small."""
         self._require_whole()
         return self.policy.copy(self.version, this_host(), available_bytes)
 
     def save(self, folder: str) -> None:
         """Write this rank's shards, moments and the version into `folder`, which exists.
 
-        RuntimeError after a step that failed during its update: weights may be of either version.
-        """
+        Raises RuntimeError after a step that failed during its update: weights may be of either
+        version."""
         self._require_whole()
         self.policy.save(folder, self.version)
 
     def restore(self, folder: str) -> int:
-        """Continue from `folder`, saved under any number of ranks; returns the version."""
+        """Continue from `folder`, saved under any number of ranks. Returns its version."""
         self.source.tensors.begin_step()
         self.version = self.policy.restore(folder)
         self.source.label(self.version)
         return self.version
 
     def infer(self, columns: Columns) -> list[float]:
-        """Largest |log pi - log mu| of each row: every data rank runs its share, all get all."""
+        """Return the largest |log pi - log mu| of each row: every data rank runs its share, and all
+        get all."""
         pairs = zip(columns[PROMPT_IDS], columns[RESPONSE_IDS], strict=True)
         lengths = [len(prompt) + len(response) for prompt, response in pairs]
         config = self._spec.config
@@ -204,19 +203,21 @@ class PolicyStep:
         return [float(difference) for difference in self._gather(differences).sum(0)]
 
     def offload(self, tag: str) -> int:
-        """Move "weights" or "state" (gradients and moments) off the device; returns the bytes."""
+        """Move "weights" or "state" (gradients and moments) off the device. Returns the number of
+        bytes."""
         return self._mover.offload(tag, self.policy.movable(tag))
 
     def prefetch(self, tag: str) -> None:
-        """Start reading what was offloaded."""
+        """Start reading the offloaded memory of a tag."""
         self._mover.prefetch(tag)
 
     def onload(self, tag: str) -> int:
-        """Bring it back; returns the bytes."""
+        """Bring the memory of a tag back. Returns the number of bytes."""
         return self._mover.onload(tag)
 
     def require_presence(self) -> None:
-        """RuntimeError while weights or state are off the device: zeros lie in their place."""
+        """Raise RuntimeError while weights or state are off the device, as zeros lie in their
+        place."""
         if gone := [tag for tag in self.tags if self._mover.is_away(tag)]:
             raise RuntimeError(
                 f"weights and state must be on the trainer's device, got {', '.join(gone)} off it"
@@ -227,8 +228,8 @@ class PolicyStep:
             raise RuntimeError(f"the step to version {self.version} broke amid its update")
 
     def _warn(self, scalars: dict[str, float]) -> None:
-        """Of a step without a trained token, and of a first one that is off its policy; rank 0 for
-        all."""
+        """Warn, on rank 0 for all, of a step without a trained token, and of a first step that is
+        off its policy."""
         warning = empty_step_warning(scalars, self._spec.algorithm.mask_truncated)
         if self.version == 1:
             warning = warning or on_policy_warning(scalars)
@@ -236,8 +237,9 @@ class PolicyStep:
             self._warnings.warn(warning)
 
     def _require_finite(self, norm: float, loss: float) -> None:
-        """Asked once for the whole step, with numbers of all ranks: each question waits for the
-        device, and a rank that left alone would let the others wait."""
+        """Raise RuntimeError unless loss and gradient are finite. It is checked once for the whole
+        step, with numbers of all ranks: each check waits for the device, and a rank that raised
+        alone would let the others wait."""
         if broken := None if math.isfinite(loss) else self.passes.loss_metrics.broken():
             raise RuntimeError(
                 f"the loss of step {self.version} is {broken[0]} in rows {[*broken[1]]}: check "
@@ -251,7 +253,8 @@ class PolicyStep:
             )
 
     def _gather(self, vector: torch.Tensor) -> torch.Tensor:
-        """The vectors of all data ranks, [data ranks, ...]; tensor-parallel ranks have the same."""
+        """Return the vectors of all data ranks, [data ranks, ...]; tensor-parallel ranks have the
+        same."""
         if self._num_ranks == 1:
             return vector[None]
         vectors = [torch.empty_like(vector) for _ in range(self._num_ranks)]
@@ -279,7 +282,7 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
 
     @property
     def policy_step(self) -> PolicyStep:
-        """RuntimeError before `start`."""
+        """The policy of this rank. Raises RuntimeError before `start`."""
         return self._started()[0]
 
     def _started(self) -> tuple[PolicyStep, OffloadPart]:
@@ -290,8 +293,7 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
     async def start(self) -> None:
         """Join the other ranks and load this rank's slices of the checkpoint.
 
-        ValueError if the checkpoint is missing or does not fit.
-        """
+        Raises ValueError if the checkpoint is missing or does not fit."""
         place = self._rank, self._num_ranks, self._spans, self._resources
         policy_step = await self._thread.run(lambda: PolicyStep(self._spec, *place))
         offloading = OffloadPart(policy_step, self._run, self._spans, policy_step.source)
@@ -304,11 +306,10 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
         self._thread.close()
 
     async def accumulate(self, batch: Batch) -> None:
-        """Fetch this rank's rows, add their gradients to the step, store `trainer_logprobs`; and of
-        rollouts that are kept which tokens had weight and were clipped.
+        """Fetch this rank's rows, add their gradients to the step, and store `trainer_logprobs`;
+        for rollouts that are kept also which tokens had weight and were clipped.
 
-        RuntimeError if the batch is meant for another version.
-        """
+        Raises RuntimeError if the batch is meant for another version."""
         is_later = batch.first_version not in (None, batch.version)
         names = self._columns + [PROXIMAL_LOGPROBS] * (is_later and self._recomputes)
         async with self._turn() as policy_step:
@@ -323,10 +324,9 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
             await self._store(rows, found)
 
     async def store_proximal(self, batch: Batch) -> None:
-        """Fetch this rank's rows, store their log-probs under the present version.
+        """Fetch this rank's rows, and store their log-probs under the present version.
 
-        RuntimeError if the batch is meant for another version.
-        """
+        Raises RuntimeError if the batch is meant for another version."""
         async with self._turn() as policy_step:
             names = [PROMPT_IDS, RESPONSE_IDS]
             rows, sizes, columns = await self._fetch(policy_step, batch, names)
@@ -337,7 +337,8 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
     async def _fetch(
         self, policy_step: PolicyStep, batch: Batch, names: Sequence[str]
     ) -> tuple[list[BatchRollout], list[int], Columns]:
-        """This rank's rows, how many are in each micro-batch, and their columns."""
+        """Return this rank's rows, the number of rows in each micro-batch, and the columns of the
+        rows."""
         if batch.version != policy_step.version:
             raise RuntimeError(f"batch for version {batch.version} came at {policy_step.version}")
         micro_batches = policy_step.share(batch)
@@ -376,11 +377,11 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
             await self._thread.run(partial(policy_step.policy.export, folder, dtype))
 
     async def infer(self, row_ids: list[int]) -> list[float]:
-        """Largest |log pi - log mu| over what the model wrote of each row; the same on all ranks.
+        """Return the largest |log pi - log mu| over the tokens that the model wrote in each row;
+        the same on all ranks.
 
         Every rank needs the lengths of all rows, to know what the others run, so it reads them all:
-        it is meant for a few short rows.
-        """
+        it is meant for a few short rows."""
         if not row_ids:
             return []
         names = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS]
@@ -407,7 +408,8 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
         await self._started()[1].onload(tags)
 
     async def _store(self, rows: Sequence[BatchRollout], found: Columns) -> None:
-        """Of tensor-parallel ranks, which found the same, one stores it."""
+        """Store the columns of these rows, on one of the tensor-parallel ranks, which all have the
+        same."""
         if self._rank % self._spec.config.tensor_parallel:
             return
         all_rows, kept = [*range(len(rows))], [i for i, row in enumerate(rows) if row.is_kept]
@@ -420,7 +422,8 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[PolicyStep]:
-        """The block runs alone, with all on the device; from its end on a batch is waited for."""
+        """Run the block alone, with all memory on the device; the wait for a batch is counted from
+        its end."""
         async with self._lock:
             self.policy_step.require_presence()
             yield self.policy_step
@@ -428,7 +431,7 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
 
     @asynccontextmanager
     async def _aside(self, name: str) -> AsyncIterator[PolicyStep]:
-        """The block's turn, which is neither training nor waiting for it."""
+        """Run the block in its turn, as work that is neither training nor waiting for it."""
         async with self._turn() as policy_step:
             self._end_idle()
             with self._spans.span(name, "mark", version=policy_step.version):
@@ -446,7 +449,7 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
 
 
 def _check(rows: Sequence[BatchRollout], columns: Columns) -> None:
-    """The stored rollouts must be those the controller knows, token for token."""
+    """Assert that the stored rollouts are those the controller knows, token for token."""
     for i, row in enumerate(rows):
         lengths = {name: len(cells[i]) for name, cells in columns.items() if name != SAMPLING}
         assert lengths.pop(PROMPT_IDS) == row.num_prompt_tokens, (row, PROMPT_IDS)

@@ -34,14 +34,14 @@ from llamarl.trainer.losses.task_loss import TaskConfig, load_loss
 
 @cache
 def algorithms() -> dict[str, type[AlgorithmConfig]]:
-    """The options of every algorithm, by its name."""
+    """Return the options of every algorithm, by its name."""
     names = [module.name for module in pkgutil.iter_modules(__path__)]
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return dict(sorted(item for module in modules for item in module.ALGORITHMS.items()))
 
 
 def find_loss(config: AlgorithmConfig, task_source: TaskSource | None = None) -> TokenLoss:
-    """The loss in the file that defines the options `config`; `task_source` is the recipe's
+    """Return the loss in the file that defines the options `config`; `task_source` is the recipe's
     task.py, for `algorithm=task`."""
     if isinstance(config, TaskConfig):
         assert task_source is not None, "algorithm=task comes with a task.py"

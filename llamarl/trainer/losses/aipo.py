@@ -32,7 +32,7 @@ ALGORITHMS = {"aipo": AIPOConfig}
 
 
 def loss(inputs: LossInputs, config: AIPOConfig) -> LossTerms:
-    """The loss and the tokens above rho, [N] each."""
+    """Return the loss and the tokens above rho, [N] each."""
     ratio = inputs.ratio.detach()
     weight = ratio.clamp(max=config.rho)
     return -weight * inputs.advantages * inputs.trainer_logprobs, ratio > config.rho

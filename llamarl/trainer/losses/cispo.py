@@ -29,7 +29,7 @@ ALGORITHMS = {"cispo": CISPOConfig}
 
 
 def loss(inputs: LossInputs, config: CISPOConfig) -> LossTerms:
-    """The loss and the tokens whose weight was clipped, [N] each."""
+    """Return the loss and the tokens whose weight was clipped, [N] each."""
     ratio = inputs.ratio.detach()
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     return -weight * inputs.advantages * inputs.trainer_logprobs, weight != ratio

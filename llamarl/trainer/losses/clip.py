@@ -96,14 +96,14 @@ ALGORITHMS = {"ppo": PPOConfig, "grpo": GRPOConfig, "dr_grpo": DrGRPOConfig, "da
 
 
 def loss(inputs: LossInputs, config: SurrogateConfig) -> LossTerms:
-    """The loss and the tokens that a constant term was chosen for, [N] each."""
+    """Return the loss and the tokens that a constant term was chosen for, [N] each."""
     return clipped_surrogate(inputs.log_ratio, inputs.advantages, config)
 
 
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, config: SurrogateConfig
 ) -> tuple[Tensor, Tensor]:
-    """The table's L of each token, and where it is constant, from log r [N] and A [N]."""
+    """Return the table's L of each token, and where it is constant, from log r [N] and A [N]."""
     ratio = bounded_ratio(log_ratio)
     free = ratio * advantages
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages

@@ -23,7 +23,7 @@ from llamarl.core.fields import number
 from llamarl.trainer.loss_inputs import LossInputs, LossTerms
 
 MOST_GAP = 5.0
-"""log T - log pi of a token counts as at most this, in nats, with either sign: a single token that
+"""The most that log T - log pi of a token counts, in nats, with either sign: a single token that
 the teacher finds impossible does not outweigh the others."""
 
 
@@ -61,7 +61,7 @@ ALGORITHMS = {"distill": DistillConfig}
 
 
 def loss(inputs: LossInputs, config: DistillConfig) -> LossTerms:
-    """The loss and the tokens above rho, [N] each."""
+    """Return the loss and the tokens above rho, [N] each."""
     assert inputs.ref_logprobs is not None
     ratio = inputs.ratio.detach()
     gap = inputs.ref_logprobs - inputs.trainer_logprobs.detach()

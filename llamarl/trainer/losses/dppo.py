@@ -67,7 +67,7 @@ ALGORITHMS = {"dppo_tv": DPPOTVConfig, "dppo_kl": DPPOKLConfig}
 
 
 def loss(inputs: LossInputs, config: DPPOConfig) -> LossTerms:
-    """The loss, and the tokens that are masked or above rho, [N] each."""
+    """Return the loss, and the tokens that are masked or above rho, [N] each."""
     ratio = inputs.ratio.detach()
     log_pi, log_mu = inputs.trainer_logprobs.detach(), inputs.centre_logprobs
     moved = log_pi.exp() - log_mu.exp()
@@ -80,7 +80,7 @@ def loss(inputs: LossInputs, config: DPPOConfig) -> LossTerms:
 
 
 def binary_kl(log_pi: Tensor, log_mu: Tensor) -> Tensor:
-    """KL(mu || pi) in nats of two outcomes, the token and any other, [N]."""
+    """Return KL(mu || pi) in nats of two outcomes, the token and any other, [N]."""
     rest_mu, rest_pi = ((-log_p.expm1()).clamp(min=0) for log_p in (log_mu, log_pi))
     log_rest = (rest_mu + LEAST_REST).log() - (rest_pi + LEAST_REST).log()
     return log_mu.exp() * (log_mu - log_pi) + rest_mu * log_rest

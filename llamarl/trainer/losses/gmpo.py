@@ -38,7 +38,7 @@ ALGORITHMS = {"gmpo": GMPOConfig}
 
 
 def loss(inputs: LossInputs, config: GMPOConfig) -> LossTerms:
-    """The loss, and the tokens that were clipped or whose rollout was, [N] each."""
+    """Return the loss, and the tokens that were clipped or whose rollout was, [N] each."""
     log_ratio, advantages = inputs.log_ratio, inputs.advantages
     low, high = -config.clip_log_low, config.clip_log_high
     above, below = (advantages > 0) & (log_ratio > high), (advantages < 0) & (log_ratio < low)

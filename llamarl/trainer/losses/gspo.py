@@ -51,6 +51,6 @@ ALGORITHMS = {"gspo": GSPOConfig}
 
 
 def loss(inputs: LossInputs, config: GSPOConfig) -> LossTerms:
-    """The loss and the tokens of clipped rollouts, [N] each."""
+    """Return the loss and the tokens of clipped rollouts, [N] each."""
     mean = inputs.rollout_sums(inputs.log_ratio) / inputs.num_trained
     return clipped_surrogate(mean[inputs.rollout_index], inputs.advantages, config)

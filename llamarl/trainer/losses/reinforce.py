@@ -35,5 +35,5 @@ ALGORITHMS = {"reinforce": ReinforceConfig, "rloo": RLOOConfig}
 
 
 def loss(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """The loss [N]; nothing is clipped."""
+    """Return the loss [N]; nothing is clipped."""
     return -inputs.advantages * inputs.trainer_logprobs

@@ -35,7 +35,7 @@ ALGORITHMS = {"sapo": SAPOConfig}
 
 
 def loss(inputs: LossInputs, config: SAPOConfig) -> LossTerms:
-    """The loss [N]; nothing is clipped."""
+    """Return the loss [N]; nothing is clipped."""
     is_positive = inputs.advantages > 0
     tau = inputs.advantages.new_full((), config.tau_negative)
     tau = tau.where(~is_positive, config.tau_positive)

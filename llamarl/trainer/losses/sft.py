@@ -29,5 +29,5 @@ ALGORITHMS = {"sft": SFTConfig}
 
 
 def loss(inputs: LossInputs, config: SFTConfig) -> LossTerms:
-    """The loss [N]; nothing is clipped."""
+    """Return the loss [N]; nothing is clipped."""
     return -inputs.trainer_logprobs

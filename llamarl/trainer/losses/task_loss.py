@@ -24,7 +24,8 @@ ALGORITHMS = {"task": TaskConfig}
 
 
 def load_loss(source: TaskSource) -> TokenLoss:
-    """The function `loss` of this task.py. ValueError here, or TaskError in a call, in one line."""
+    """Return the function `loss` of this task.py. Raises ValueError here, or TaskError in a call,
+    in one line."""
     function = load(source, ["loss"])["loss"]
 
     def loss(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
