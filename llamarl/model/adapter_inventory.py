@@ -1,13 +1,11 @@
-"""Which matrices of a model get an adapter, and what the adapters' parameters are.
+"""The inventory of a model's adapters: the matrices that get one, and the adapters' parameters.
 
     model.layers.0.self_attn.q_proj.weight          W [outputs, inputs]
     model.layers.0.self_attn.q_proj.lora_A.weight   A [rank, inputs]
     model.layers.0.self_attn.q_proj.lora_B.weight   B [outputs, rank]
 
-Files are those of the peft library, in which FILE_PREFIX stands before each name.
-
-
-Free of torch, because the controller's process checks recipes; trainer, generators, planner and
+Files are those of the peft library, in which FILE_PREFIX stands before each name. This module is
+free of torch, because the controller's process checks recipes; trainer, generators, planner and
 files take names and shapes from here."""
 
 from collections.abc import Mapping
@@ -33,14 +31,15 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),  # others change the base as well
 }
 """What adapter_config.json may say of an adapter as `trainer.lora` describes one: keys that change
-nothing, and values of others; whatever else there is must be empty, also what we do not know."""
+nothing, and values of others; all other keys must be empty, also those that we do not know."""
 EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 Shape = tuple[int, ...]
 
 
 def adapter_shapes(architecture: AnyArchitecture, lora: LoraConfig) -> dict[str, Shape]:
-    """Name -> shape of every parameter of the adapters, in the order of the layers; none if all
-    weights are trained. ValueError if the targets match nothing, or the rank is above a size."""
+    """Return name -> shape of every parameter of the adapters, in the order of the layers; none if
+    all weights are trained. Raises ValueError if the targets match nothing, or the rank is above a
+    size."""
     shapes: dict[str, Shape] = {}
     if not lora.is_used:
         return shapes
@@ -61,26 +60,27 @@ def adapter_shapes(architecture: AnyArchitecture, lora: LoraConfig) -> dict[str,
 
 
 def trained_shapes(architecture: AnyArchitecture, lora: LoraConfig) -> dict[str, Shape]:
-    """Name -> shape of what is trained, and published: adapters, or all parameters."""
+    """Return name -> shape of the parameters that are trained and published: adapters, or all
+    parameters."""
     return adapter_shapes(architecture, lora) or parameter_shapes(architecture)
 
 
 def adapted_modules(shapes: Mapping[str, Shape]) -> list[str]:
-    """The matrices' modules, of the names of adapters."""
+    """Return the modules of the matrices that these names of adapters belong to."""
     end = f".{LORA_A}{WEIGHT}"
     return [name.removesuffix(end) for name in shapes if name.endswith(end)]
 
 
 def parameter_of(name: str) -> str:
-    """The parameter's name, of that in an adapter's file."""
+    """Return the parameter's name for a name in an adapter's file."""
     return name.removeprefix(FILE_PREFIX)
 
 
 def check_adapter(
     folder: str | Path | None, architecture: AnyArchitecture, lora: LoraConfig
 ) -> None:
-    """ValueError, naming what differs, unless `lora` fits the model, and `folder` (if there is one)
-    holds an adapter of it as `lora` describes. Reads headers only."""
+    """Raise ValueError, naming what differs, unless `lora` fits the model, and `folder` (if there
+    is one) holds an adapter of it as `lora` describes. It reads headers only."""
     shapes = adapter_shapes(architecture, lora)
     if folder is None:
         return
@@ -101,8 +101,8 @@ def check_adapter(
 
 
 def read_lora(adapter: str | Path, key: str = "model.adapter") -> LoraConfig:
-    """What `trainer.lora` is for the adapter in this folder, which `key` names. ValueError if it
-    holds none."""
+    """Return the `trainer.lora` of the adapter in this folder, which `key` names. Raises ValueError
+    if the folder holds none."""
     path = _config_file(adapter, key)
     values = read_object(path)
     rank, alpha, targets = (values.get(key) for key in ("r", "lora_alpha", "target_modules"))
@@ -114,7 +114,7 @@ def read_lora(adapter: str | Path, key: str = "model.adapter") -> LoraConfig:
 
 
 def locate_adapter(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, Path]:
-    """Name in the file -> the file, after every check that its header allows."""
+    """Return name in the file -> the file, after every check that its header allows."""
     path = folder / ADAPTER_FILE
     entries = {parameter_of(name): entry for name, entry in read_header(path).items()}
     for name in sorted(entries.keys() ^ shapes.keys()):
@@ -138,8 +138,9 @@ def _config_file(folder: str | Path, key: str = "model.adapter") -> Path:
 
 
 def _matrices(architecture: AnyArchitecture) -> dict[str, tuple[int, int]]:
-    """Module -> [outputs, inputs] of each linear layer of the decoder's layers. Of a family that we
-    do not know those are the two-dimensional weights of modules with a number in their names."""
+    """Return module -> [outputs, inputs] of each linear layer of the decoder's layers. In a family
+    that we do not know these are the two-dimensional weights of modules with a number in their
+    names."""
     found: dict[str, tuple[int, int]] = {}
     is_other = isinstance(architecture, OtherArchitecture)
     for name, shape in parameter_shapes(architecture).items():

@@ -49,13 +49,13 @@ from llamarl.model.tokenizer import END_FILE, TOKENIZER_FILES, copy_files
 
 @dataclass(eq=False)
 class AdapterSwitch:
-    """Whether the adapters of a model take part in its passes."""
+    """A switch that says whether the adapters of a model take part in its passes."""
 
     is_on: bool = True
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The block computes the model of the checkpoint."""
+        """Compute the model of the checkpoint, without adapters, inside the block."""
         before, self.is_on = self.is_on, False
         try:
             yield
@@ -72,10 +72,9 @@ def attach(
     """Give modules of `root` adapters of these `shapes`, float32, on the meta device; all else is
     frozen.
 
-    ValueError if one of these is no linear layer.
-    `mesh` is that of tensor parallel, which divides the matrices already. Frozen weights may have
-    any dtype: FSDP brings all to the compute dtype.
-    """
+    Raises ValueError if one of the modules is no linear layer. `mesh` is that of tensor
+    parallelism, which divides the matrices already. Frozen weights may have any dtype: FSDP brings
+    all to the compute dtype."""
     switch = AdapterSwitch()
     root.requires_grad_(False)
     for module in adapted_modules(shapes):
@@ -89,14 +88,15 @@ def attach(
                 place = [Replicate() if split is None else Shard(split)]
                 half.weight = nn.Parameter(distribute_tensor(half.weight, mesh, place))
             linear.add_module(part, half)
-        # Before the hook with which tensor parallel hands on the matrix's output.
+        # It runs before the hook by which tensor parallelism hands on the matrix's output.
         linear.register_forward_hook(_Addend(switch, lora), prepend=True)
     return switch
 
 
 def _linear(root: nn.Module, name: str) -> nn.Linear:
-    """ValueError, with the kind of what is there, unless it is a linear layer: of GPT-2 it is a
-    convolution, of a mixture of experts one tensor for all."""
+    """Return the linear layer of this name. Raises ValueError, with the kind of what is there,
+    unless it is one: GPT-2 has a convolution there, a mixture of experts one tensor for all
+    experts."""
     try:
         found: object = root.get_submodule(name)
     except AttributeError:
@@ -112,7 +112,7 @@ def _linear(root: nn.Module, name: str) -> nn.Linear:
 
 @dataclass(frozen=True, eq=False)
 class _Addend:
-    """A hook behind a matrix: adds scale * B A x to its output."""
+    """A hook behind a matrix, which adds scale * B A x to its output."""
 
     switch: AdapterSwitch
     lora: LoraConfig
@@ -124,7 +124,7 @@ class _Addend:
         (x,) = inputs
         if not isinstance(out, DTensor):
             return torch.add(out, self._product(self._dropped(x), a, b), alpha=self.lora.scale)
-        # Each rank's part of B A x, or its addend, whichever the matrix's own product gives it.
+        # `local` is each rank's part of B A x, or its addend, like the matrix's own product.
         local = self._product(self._dropped(x), _local(a), _local(b))
         added = DTensor.from_local(local, out.device_mesh, out.placements, run_check=False)
         return torch.add(out, added, alpha=self.lora.scale)
@@ -133,9 +133,9 @@ class _Addend:
         return F.linear(F.linear(x, a), b)
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """This rank's part of x, with a share of zeros where gradients are wanted. The ranks that
-        tensor parallel splits x over draw the same numbers, those of all of x, so that they drop
-        what one process would."""
+        """Return this rank's part of x, with a share of zeros where gradients are wanted. The ranks
+        that tensor parallelism splits x over draw the same numbers, those for all of x, so that
+        they drop what one process would."""
         rate = self.lora.dropout if torch.is_grad_enabled() else 0.0
         local = _local(x) if isinstance(x, DTensor) else x
         if rate == 0.0:
@@ -154,8 +154,8 @@ class _Addend:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part. The gradient of what all ranks hold is the sum of theirs, because each
-    comes by one part of the other half."""
+    """Return this rank's part. The gradient of a tensor that all ranks hold is the sum of theirs,
+    because each rank's comes through one part of the other half."""
     assert isinstance(tensor, DTensor)
     is_whole = all(placement.is_replicate() for placement in tensor.placements)
     return tensor.to_local(grad_placements=[Partial()] if is_whole else None)
@@ -180,7 +180,7 @@ def initialize(parameters: Mapping[str, Tensor], seed: int) -> None:
 
 @torch.no_grad()
 def write(parameter: Tensor, whole: Tensor) -> None:
-    """Copy `whole` into a parameter, of a sharded one into this rank's part."""
+    """Copy `whole` into a parameter; if it is sharded, into this rank's part."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return
@@ -192,13 +192,13 @@ def write(parameter: Tensor, whole: Tensor) -> None:
 
 
 SNAPSHOT = re.compile(r".*/models--(.+?)--(.+)/snapshots/([0-9a-f]{40})")
-"""The folder of a model in the cache of huggingface_hub."""
+"""Matches the folder of a model in the cache of huggingface_hub."""
 
 
 @torch.no_grad()
 def load_into(parameters: Mapping[str, Tensor], folder: str) -> None:
     """Copy an adapter into all `parameters` of adapters, by name, casting each; a DTensor gets its
-    rank's shard. ValueError if the file does not fit or a number is not finite."""
+    rank's shard. Raises ValueError if the file does not fit or a number is not finite."""
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     files = locate_adapter(Path(folder), shapes)
     read_boxes(files, lambda name: [hf.local_box(parameters[parameter_of(name)])])
@@ -232,8 +232,8 @@ def save(
 
 
 def merge(checkpoint: str, adapter: str, folder: str, dtype: str | None = None) -> None:
-    """Write the checkpoint W + scale B A of an adapter, rounded to `dtype` (None: as the
-    checkpoint says) once, tensor by tensor. ValueError if the adapter is not of this checkpoint."""
+    """Write the checkpoint W + scale B A of an adapter, rounded to `dtype` (None: as the checkpoint
+    says) once, tensor by tensor. Raises ValueError if the adapter is not of this checkpoint."""
     architecture = read_any_architecture(checkpoint)
     lora = read_lora(adapter)
     check_adapter(adapter, architecture, lora)
@@ -270,7 +270,7 @@ def _merged(
 def _config(
     shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig, checkpoint: str
 ) -> dict[str, object]:
-    """adapter_config.json."""
+    """Return the content of adapter_config.json."""
     modules = adapted_modules(shapes)
     return {
         "peft_type": "LORA",
@@ -291,7 +291,8 @@ def _config(
 
 
 def _named(checkpoint: str) -> dict[str, object]:
-    """Name and revision of the checkpoint: on the Hub, if its folder is one of the Hub's cache."""
+    """Return name and revision of the checkpoint: on the Hub, if its folder is one of the Hub's
+    cache."""
     name, revision = checkpoint, None
     if found := SNAPSHOT.fullmatch(checkpoint):
         name, revision = f"{found[1]}/{found[2]}", found[3]
@@ -299,6 +300,7 @@ def _named(checkpoint: str) -> dict[str, object]:
 
 
 def _targets(modules: list[str], lora: LoraConfig) -> list[str]:
-    """As the recipe names them; for all of them, their last names."""
+    """Return the targets as the recipe names them; for all matrices, the last parts of their
+    names."""
     is_named = ALL_LINEAR not in lora.targets
     return [*lora.targets] if is_named else [module.rpartition(".")[2] for module in modules]

@@ -18,14 +18,13 @@ from llamarl.model.safetensors_file import IGNORED_SUFFIX, read_header, weight_f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What one `model_type` of config.json means.
+    """The meaning of one `model_type` of config.json.
 
     `model_class` is the class of transformers and vLLM, as in `architectures`. The biases, of q, k
     and v (`attention_bias`), of the attention's output and of the feed-forward, exist always,
     never, or if the flag of config.json with this name is set. `qk_norm`: q and k are normalised
     per head. `head_dim` is the default if the file has none (None: hidden size over heads).
-    `window_key` must be false or absent in the file, because attention is always full.
-    """
+    `window_key` must be false or absent in the file, because attention is always full."""
 
     model_class: str
     attention_bias: str | bool = False
@@ -52,7 +51,7 @@ FAMILIES: dict[str, Family] = {
         head_dim=128,
     ),
 }
-"""By `model_type`."""
+"""The families by `model_type`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +99,9 @@ LORA_A, LORA_B = "lora_A", "lora_B"
 
 
 def split_dimension(name: str) -> int | None:
-    """The dimension of the parameter `name` that tensor-parallel ranks divide; None if each rank
-    holds all of it: norms, biases of matrices that are divided along their inputs, and the half of
-    an adapter that its matrix's divided dimension does not touch."""
+    """Return the dimension of the parameter `name` that tensor-parallel ranks divide; None if each
+    rank holds all of it: norms, biases of matrices that are divided along their inputs, and the
+    half of an adapter that its matrix's divided dimension does not touch."""
     *_, outer, module, kind = ("", *name.split("."))
     if module in (LORA_A, LORA_B):
         split = _SPLITS.get(outer)
@@ -112,7 +111,7 @@ def split_dimension(name: str) -> int | None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether this parameter is one of an adapter's two."""
+    """Return whether this parameter is one of an adapter's two."""
     return name.endswith((f".{LORA_A}.weight", f".{LORA_B}.weight"))
 
 
@@ -125,12 +124,12 @@ OTHER_HEADS = (
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES",
 )
-"""Tables of families that see what comes after a token (BERT), or answer by a second half (BART,
+"""Tables of families that see the tokens behind a token (BERT), or answer by a second half (BART,
 Whisper): the library makes a causal model of parts of them, which their checkpoints are not."""
 
 
 def causal_families() -> set[str]:
-    """By model_type, as far as the installed version knows them."""
+    """Return the causal families by model_type, as far as the installed version knows them."""
     from transformers.models.auto import modeling_auto  # seconds, which others save
 
     others = [getattr(modeling_auto, name, {}) for name in OTHER_HEADS]
@@ -164,8 +163,7 @@ class RopeScaling:
     """Llama 3.1's stretching of the slow rotary frequencies; lengths in tokens.
 
     Wavelengths below `original_max_positions / high_freq_factor` stay, those above
-    `original_max_positions / low_freq_factor` grow by `factor`, those between are interpolated.
-    """
+    `original_max_positions / low_freq_factor` grow by `factor`, those between are interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -204,12 +202,13 @@ class Architecture:
 
     @property
     def model_class(self) -> str:
-        """The class of transformers and vLLM."""
+        """The name of the model's class in transformers and vLLM."""
         return FAMILIES[self.model_type].model_class
 
 
 FrozenModels = Mapping[str, Architecture]
-"""Those that run stages of a recipe's own, by stage: not the reference of a KL term."""
+"""The models that run stages of a recipe's own, by stage; the reference of a KL term is not among
+them."""
 NO_MODELS: FrozenModels = MappingProxyType({})
 
 
@@ -217,8 +216,7 @@ def read_architecture(folder: str | Path) -> Architecture:
     """Read `folder`/config.json.
 
     Raises ValueError if the folder or file is missing or damaged, or if a setting is not supported
-    (mixture of experts, sliding window, quantised weights, other rotary types, ...).
-    """
+    (mixture of experts, sliding window, quantised weights, other rotary types, ...)."""
     values, eos_token_ids = read_settings(folder)
     fields = Fields(Path(folder) / "config.json", values)
     _refuse_unsupported(fields)
@@ -250,8 +248,8 @@ def read_architecture(folder: str | Path) -> Architecture:
 
 
 def read_settings(folder: str | Path) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """config.json of the checkpoint, and the end-of-sequence ids of that and of
-    generation_config.json. ValueError if the folder or a file is missing or damaged."""
+    """Return config.json of the checkpoint, and the end-of-sequence ids of that and of
+    generation_config.json. Raises ValueError if the folder or a file is missing or damaged."""
     folder = Path(folder)
     if not os.path.isdir(folder):  # False also for a name that no file may have
         raise ValueError(f"the checkpoint must be an existing folder, got {str(folder)!r}")
@@ -296,7 +294,7 @@ class Fields:
         return bool(value)
 
     def given(self, value: str | bool) -> bool:
-        """A family's fixed value, or the flag that it names."""
+        """Return a family's fixed value, or the flag that it names."""
         return self.flag(value) if isinstance(value, str) else value
 
     def error(self, key: str, must: str, got: object) -> ValueError:
@@ -327,12 +325,11 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _rope(fields: Fields) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` from either spelling.
+    """Return `rope_theta` and `rope_scaling` from either spelling.
 
     transformers 5 writes one object `rope_parameters` with the base inside; older files have
     `rope_theta` beside `rope_scaling` (whose type key may be `type`). As in transformers,
-    `rope_scaling` wins if both exist.
-    """
+    `rope_scaling` wins if both exist."""
     values = fields.values
     key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     inner = values.get(key) or {}
@@ -396,8 +393,9 @@ VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "eo
 
 @dataclass(frozen=True, kw_only=True)
 class OtherArchitecture:
-    """`model_class` is the first of config.json's `architectures`; `settings` a digest of what the
-    file says about the computation; `shapes` those of the files' tensors, by name."""
+    """The architecture of a family that we do not know. `model_class` is the first of config.json's
+    `architectures`; `settings` a digest of what the file says about the computation; `shapes` has
+    the shapes of the files' tensors, by name."""
 
     model_type: str
     model_class: str
@@ -413,10 +411,10 @@ AnyArchitecture = Architecture | OtherArchitecture
 
 
 def read_any_architecture(folder: str | Path) -> AnyArchitecture:
-    """That of a family we know, if nothing in config.json is unsupported; else what there is.
+    """Return the architecture of a family that we know, if nothing in config.json is unsupported;
+    else an OtherArchitecture.
 
-    ValueError if the folder holds no checkpoint of a language model.
-    """
+    Raises ValueError if the folder holds no checkpoint of a language model."""
     try:
         return read_architecture(folder)
     except ValueError:
@@ -453,5 +451,6 @@ def _read(folder: Path) -> OtherArchitecture:
 
 
 def _place(name: str) -> list[str]:
-    """Sorts layers by number, so that an export holds one file's tensors at a time."""
+    """Return a key that sorts layers by number, so that an export holds one file's tensors at a
+    time."""
     return [part.zfill(6) if part.isdigit() else part for part in name.split(".")]

@@ -17,11 +17,11 @@ SPLIT_RATIO = 2  # a block's longest rollout is at most so many times as long as
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """`num_rows` rollouts padded on the right to `width` tokens.
+    """A block of `num_rows` rollouts padded on the right to `width` tokens.
 
-    `tokens` int64 [n]: which packed tokens it holds; `cells` int64 [n]: where they are among the
-    block's num_rows * width cells. Both None if the block is the packed tokens in their order.
-    """
+    `tokens` int64 [n] are the packed tokens that it holds; `cells` int64 [n] are their places among
+    the block's num_rows * width cells. Both are None if the block is the packed tokens in their
+    order."""
 
     num_rows: int
     width: int
@@ -39,9 +39,9 @@ class Packing:
 
 
 def make_packing(lengths: Sequence[int], multiple: int = 1) -> Packing:
-    """Positions and attention blocks of rollouts of these lengths (at least 1, in packed order), in
-    host memory; and of one more that makes the tokens a `multiple`, if they are not. ValueError for
-    other lengths."""
+    """Return positions and attention blocks of rollouts of these lengths (at least 1, in packed
+    order), in host memory; a rollout more makes the number of tokens a `multiple`, if it is not.
+    Raises ValueError for other lengths."""
     if min(lengths, default=0) < 1:
         raise ValueError(f"lengths must be above 0, and at least one, got {tuple(lengths)}")
     num_added = -sum(lengths) % multiple
@@ -79,12 +79,12 @@ def packed_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """softmax(scale q k^T) v, causal, per rollout; `scale` None is 1 / sqrt(head_dim).
+    """Return softmax(scale q k^T) v, causal, per rollout; `scale` None is 1 / sqrt(head_dim).
 
     `q` [N, num_heads, head_dim]; `k`, `v` [N, num_kv_heads, head_dim], whose heads may have another
     size in `v`; query head h reads key head h // (num_heads / num_kv_heads). With a `window` a
-    token sees itself and the `window` - 1 tokens before it. Returns [N, num_heads, head_dim of v].
-    """
+    token sees itself and the `window` - 1 tokens before it. Returns [N, num_heads, head_dim of
+    v]."""
     if len(packing.blocks) == 1 and packing.blocks[0].tokens is None:
         return _attend(q, k, v, packing.blocks[0], scale, window).flatten(0, 1)
     out: torch.Tensor | None = None
@@ -110,8 +110,8 @@ def _attend(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attention of one padded block, [num_rows, width, heads, head_dim]. Padding is on the right,
-    so the causal mask hides it."""
+    """Return the attention of one padded block, [num_rows, width, heads, head_dim]. Padding is on
+    the right, so the causal mask hides it."""
     q, k, v = (
         x.reshape(block.num_rows, block.width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
     )
@@ -128,12 +128,11 @@ def attend_causally(
     mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of `q` [rows, num_heads, width, head_dim] over `k` and `v` [rows, num_kv_heads,
-    width, ...] as `mask` says, or else causal, by a fused kernel of the device.
+    """Return the attention of `q` [rows, num_heads, width, head_dim] over `k` and `v` [rows,
+    num_kv_heads, width, ...] as `mask` says, or else causal, by a fused kernel of the device.
 
-    Where no such kernel lets query heads share a key head, the key heads are repeated: torch would
-    keep the scores of all pairs of tokens otherwise.
-    """
+    If no such kernel lets query heads share a key head, the key heads are repeated: torch would
+    keep the scores of all pairs of tokens otherwise."""
     group = q.shape[1] // k.shape[1]
     has_groups = platform_of(q.device).has_grouped_attention(q.dtype, is_masked=mask is not None)
     if group > 1 and not has_groups:

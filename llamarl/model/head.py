@@ -1,4 +1,4 @@
-"""The output head: hidden states to log-probs and entropy of the next token.
+"""The output head, which turns hidden states into log-probs and entropy of the next token.
 
 Logits and softmax are float32 with any compute dtype (bfloat16 logits would move log-probs by
 hundredths), and at most `Platform.num_logits` logits are in memory."""
@@ -14,7 +14,8 @@ TILE_TOKENS = 128  # a chunk is a multiple of the tile that GPU kernels of matri
 
 
 class TokenStats(NamedTuple):
-    """Per token: `logprobs` float32 [N] of the targets, `entropy` float32 [N] in nats."""
+    """The statistics of each token: `logprobs` float32 [N] of the targets, `entropy` float32 [N] in
+    nats."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -28,15 +29,15 @@ def token_stats(
     group: dist.ProcessGroup | None = None,
     chosen: torch.Tensor | None = None,
 ) -> TokenStats:
-    """log softmax(hidden weight^T / temperature) at `targets`, and that distribution's entropy.
+    """Return log softmax(hidden weight^T / temperature) at `targets`, and that distribution's
+    entropy.
 
-    `hidden` [N, H]; `weight` [V, H]; `targets` int64 [N]; temperature above 0. Differentiable in
-    `hidden` and `weight`; logits are computed again in the backward pass. With `chosen` int64 [T],
-    different tokens, only of these: [T].
+    `hidden` [N, H]; `weight` [V, H]; `targets` int64 [N]; temperature above 0. It is differentiable
+    in `hidden` and `weight`; logits are computed again in the backward pass. With `chosen` int64
+    [T], different tokens, it returns these only: [T].
 
     With a `group` of T ranks, `weight` [V / T, H] is this rank's range of the vocabulary and
-    everything else is equal on all ranks; the gradient of `hidden` is then this rank's addend.
-    """
+    everything else is equal on all ranks; the gradient of `hidden` is then this rank's addend."""
     if chosen is not None:
         targets = targets.index_select(0, chosen)
     stats = _TokenStats.apply(hidden, weight, targets, float(temperature), group, chosen)
@@ -54,10 +55,9 @@ class _TokenStats(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chosen: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of logits z with largest z* and total S = sum exp(z - z*):
+        """Compute the statistics from logits z with largest z* and total S = sum exp(z - z*):
 
-        log p_t = z_t - z* - log S and entropy = log S - sum exp(z - z*) (z - z*) / S
-        """
+        log p_t = z_t - z* - log S and entropy = log S - sum exp(z - z*) (z - z*) / S"""
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy, peaks, log_totals = (torch.empty_like(logprobs) for _ in range(3))
         index, is_held = _find(targets, len(weight), group)
@@ -81,7 +81,8 @@ class _TokenStats(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None, None]:
-        """Of logits z: d log p_t / dz = onehot(t) - p and d entropy / dz = -p (log p + entropy)."""
+        """Compute the gradients from those of logits z: d log p_t / dz = onehot(t) - p and d
+        entropy / dz = -p (log p + entropy)."""
         hidden, weight, index, is_held, entropy, peaks, log_totals, chosen = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         is_trained = ctx.needs_input_grad[1]  # beside adapters the head is frozen
@@ -90,7 +91,7 @@ class _TokenStats(torch.autograd.Function):
             rows = _rows(hidden, part, chosen)
             log_p = _logits(rows, weight, ctx.temperature)
             log_p -= (peaks[part] + log_totals[part])[:, None]
-            # Few passes over the logits, which are many: the factors of p first, then p.
+            # To pass over the many logits seldom, the factors of p come first, then p.
             factor = torch.zeros_like(peaks[part])
             if grad_logprobs is not None:
                 factor -= grad_logprobs[part]
@@ -131,7 +132,8 @@ def _chunks(targets: torch.Tensor, weight: torch.Tensor) -> list[slice]:
 def _find(
     targets: torch.Tensor, num_held: int, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(index of each target among this rank's logits, 1.0 if this rank holds it), both [N]."""
+    """Return the index of each target among this rank's logits, and 1.0 if this rank holds it, both
+    [N]."""
     index = targets if group is None else targets - dist.get_rank(group) * num_held
     is_held = (index >= 0) & (index < num_held)
     return index.clamp(0, num_held - 1), is_held.float()
@@ -146,7 +148,7 @@ def _reduce(
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    """float32 [n, V]."""
+    """Return the logits, float32 [n, V]."""
     if hidden.dtype == torch.float32:
         logits = hidden @ weight.t()
     elif platform_of(hidden.device).has_wide_mm:

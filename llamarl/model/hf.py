@@ -1,7 +1,7 @@
-"""Checkpoints in the Hugging Face layout, in and out.
+"""Reading and writing checkpoints in the Hugging Face layout.
 
-Reading takes no memory beside the target, writing that of one file; a folder under its final
-name is complete."""
+Reading takes no memory beside the target, writing that of one file; a folder under its final name
+is complete."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ from llamarl.model.tokenizer import END_FILE, TOKENIZER_FILES, copy_files
 
 MAX_SHARD_BYTES = 2 * 10**9  # of host memory too: a file is written once it has all its tensors
 MODEL_FILES = (END_FILE, "LICENSE*", "NOTICE*")
-"""What an export copies of the checkpoint, beside config.json and the tokenizer."""
+"""The files of the checkpoint that an export copies, beside config.json and the tokenizer."""
 
 
 @torch.no_grad()
@@ -36,8 +36,7 @@ def load_into(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
     """Copy the checkpoint's weights into `tensors` (all parameters, by name), casting each.
 
     A DTensor gets its rank's shard. Raises ValueError like `check_checkpoint`, if `tensors` does
-    not fit, or if a weight is not finite.
-    """
+    not fit, or if a weight is not finite."""
     architecture = read_any_architecture(folder)
     expected = parameter_shapes(architecture)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -53,10 +52,11 @@ def load_into(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
 def as_parameters(
     source: torch.nn.Module | Mapping[str, torch.Tensor], architecture: AnyArchitecture
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a module, or of its state_dict, by their names in this layout; contiguous.
+    """Return the tensors of a module, or of its state_dict, by their names in this layout;
+    contiguous.
 
-    ValueError, naming the first that is wrong, unless they are `architecture`'s parameters.
-    """
+    Raises ValueError, naming the first that is wrong, unless they are `architecture`'s
+    parameters."""
     found = dict(source.state_dict() if isinstance(source, torch.nn.Module) else source)
     head = found.pop("lm_head.weight", None) if architecture.tie_embeddings else None
     tied = found.get("model.embed_tokens.weight")
@@ -80,7 +80,7 @@ def as_parameters(
 
 
 def local_box(target: torch.Tensor) -> FileBox:
-    """Where in the file `target` begins; of a DTensor its rank's part."""
+    """Return where in the file `target` begins, and its memory; for a DTensor its rank's part."""
     if not isinstance(target, DTensor):
         return (0,) * target.ndim, target
     (chunk,) = target.__create_chunk_list__()  # torch's own offsets: strided shards too
@@ -103,8 +103,7 @@ def save(
     files are those of `tokenizer_folder` (None: the same). Files hold at most `max_shard_bytes` of
     tensors, or one larger tensor; a manifest lists them all. An existing `folder` is replaced only
     when the new one is complete. Raises ValueError for an unknown name or a wrong shape,
-    RuntimeError if a parameter is missing, OSError if the disk is full.
-    """
+    RuntimeError if a parameter is missing, OSError if the disk is full."""
     source = Path(source_folder)
     shapes = parameter_shapes(read_any_architecture(source))
     with replacing(Path(folder)) as unfinished:
@@ -149,8 +148,8 @@ def _write_weights(
 
 
 def write_file(path: Path, tensors: dict[str, torch.Tensor], beside: str = "config.json") -> None:
-    """Write one safetensors file and flush it to disk; OSError if there is no room. Who may read
-    the file `beside` it may read this one."""
+    """Write one safetensors file and flush it to disk; it gets the permissions of the file `beside`
+    it. Raises OSError if there is no room."""
     try:
         save_file(tensors, path, {"format": "pt"})
     except SafetensorError as error:
@@ -169,7 +168,7 @@ def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def check_space(folder: str | Path, num_bytes: int, needs: str) -> None:
-    """OSError (ENOSPC) unless the disk of `folder` has room for `num_bytes`."""
+    """Raise OSError (ENOSPC) unless the disk of `folder` has room for `num_bytes`."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < num_bytes:
         message = f"{os.strerror(errno.ENOSPC)}: {needs} {num_bytes} bytes, {free_bytes} are free"
@@ -178,7 +177,7 @@ def check_space(folder: str | Path, num_bytes: int, needs: str) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """An empty folder beside `folder` that takes its place if the block succeeds."""
+    """Yield an empty folder beside `folder` that takes its place if the block succeeds."""
     folder = folder.absolute()
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     replaced = folder.with_name(f".{folder.name}.replaced")

@@ -1,6 +1,7 @@
-"""Which tensors a checkpoint must hold, and whether it does.
+"""The inventory of a checkpoint: the tensors that it must hold, and the check that it does.
 
-Torch-free, because the controller's process checks checkpoints before any other process starts."""
+This module is free of torch, because the controller's process checks checkpoints before any other
+process starts."""
 
 import math
 from pathlib import Path
@@ -27,7 +28,7 @@ WEIGHT_DTYPES = ("F32", "F16", "BF16")  # in the format's spelling
 
 
 def parameter_shapes(architecture: AnyArchitecture) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter, in the order of the layers if we know the family."""
+    """Return name -> shape of every parameter, in the order of the layers if we know the family."""
     if isinstance(architecture, OtherArchitecture):
         return dict(architecture.shapes)
     hidden_size, vocab_size = architecture.hidden_size, architecture.vocab_size
@@ -63,13 +64,12 @@ def _layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def attention_cost(architecture: AnyArchitecture) -> float:
-    """Arithmetic of attention over that of the matrices, by which a rollout of l tokens costs as
-    much as l + attention_cost * l**2 tokens without attention.
+    """Return the cost of attention by which a rollout of l tokens costs as much as l +
+    attention_cost * l**2 tokens without attention.
 
     A token takes 2 operations per parameter of the layers and the head; scores and values of a
-    causal pass take 2 per layer and channel of the queries for each of l**2 pairs. Of a family that
-    we do not know it is 0.
-    """
+    causal pass take 2 per layer and channel of the queries for each of l**2 pairs. For a family
+    that we do not know it is 0."""
     if isinstance(architecture, OtherArchitecture):
         return 0.0
     a = architecture
@@ -79,11 +79,10 @@ def attention_cost(architecture: AnyArchitecture) -> float:
 
 
 def check_checkpoint(folder: str | Path, *, is_any: bool = False) -> AnyArchitecture:
-    """Every check that needs file headers only, for the time before a run starts.
+    """Run every check that needs file headers only, before a run starts.
 
     Returns the architecture, of any family if `is_any`. Raises ValueError naming the file or tensor
-    if a file is missing, truncated or quantised, or if names or shapes do not fit config.json.
-    """
+    if a file is missing, truncated or quantised, or if names or shapes do not fit config.json."""
     architecture = read_any_architecture(folder) if is_any else read_architecture(folder)
     locate(Path(folder), architecture)
     if architecture.tie_embeddings:
@@ -92,8 +91,8 @@ def check_checkpoint(folder: str | Path, *, is_any: bool = False) -> AnyArchitec
 
 
 def _check_tied(folder: Path) -> None:
-    """ValueError if the files hold a head that is another matrix than the embedding it is tied to:
-    which one a library takes differs."""
+    """Raise ValueError if the files hold a head that is another matrix than the embedding it is
+    tied to: libraries differ in which of the two they take."""
     files = {name: path for path in weight_files(folder) for name in read_header(path)}
     tied = next((name for name in files if name.endswith(EMBEDDING)), None)
     if HEAD not in files or tied is None:
@@ -108,7 +107,7 @@ def _check_tied(folder: Path) -> None:
 def check_parallel(
     architecture: AnyArchitecture, trainer: TrainerConfig, generator: GeneratorConfig
 ) -> None:
-    """ValueError, in one line, unless every tensor-parallel rank gets an equal share."""
+    """Raise ValueError, in one line, unless every tensor-parallel rank gets an equal share."""
     if isinstance(architecture, OtherArchitecture):
         return  # the trainer does not split it, and vLLM checks itself
     check_num_ranks("trainer.tensor_parallel", trainer.tensor_parallel, architecture)
@@ -117,7 +116,8 @@ def check_parallel(
 
 
 def check_num_ranks(key: str, num_ranks: int, architecture: Architecture) -> None:
-    """ValueError, naming the config's `key`, unless `num_ranks` divides what the ranks split."""
+    """Raise ValueError, naming the config's `key`, unless `num_ranks` divides the sizes that the
+    ranks split."""
     a = architecture
     split = {
         "attention heads": a.num_heads,
@@ -131,7 +131,7 @@ def check_num_ranks(key: str, num_ranks: int, architecture: Architecture) -> Non
 
 
 def locate(folder: Path, architecture: AnyArchitecture) -> dict[str, Path]:
-    """Parameter name -> its file, after every check that headers allow."""
+    """Return parameter name -> its file, after every check that headers allow."""
     expected = parameter_shapes(architecture)
     entries: dict[str, tuple[Path, TensorEntry]] = {}
     for path in weight_files(folder):

@@ -13,19 +13,21 @@ NumberedRow = tuple[int, dict[str, Any]]
 
 
 def shorten_value(value: object) -> str:
-    """It as JSON, at most 60 characters of it."""
+    """Return the value as JSON, at most 60 characters of it."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 Schema = Mapping[str, Any]
-"""What the assistant may call: {"type": "function", "function": {"name": ..., ...}}."""
+"""The schema of a tool that the assistant may call: {"type": "function", "function": {"name": ...,
+...}}."""
 
 TOOLS = "tools"  # the field of a row, as TRL and verl name it
 
 
 def read_messages(value: object, field: str) -> list[dict[str, Any]]:
-    """The messages that `field` holds. ValueError for anything else, and for an empty list."""
+    """Return the messages that `field` holds. Raises ValueError for anything else, and for an empty
+    list."""
     must = f"{field!r} must be text or a list of messages with 'role' and 'content'"
     if not isinstance(value, list):
         raise ValueError(f"{must}, got {shorten_value(value)}")
@@ -35,8 +37,8 @@ def read_messages(value: object, field: str) -> list[dict[str, Any]]:
 
 
 def read_tools(row: Mapping[str, Any]) -> list[Schema]:
-    """The schemas in a row's field for them, a list or JSON of one; none without it. ValueError
-    for what is none."""
+    """Return the schemas in a row's field for them, a list or JSON of one; none without it. Raises
+    ValueError for anything else."""
     given = row.get(TOOLS) or []
     tools = _parsed(given) if isinstance(given, str) else given
     if not isinstance(tools, list) or not all(map(_is_schema, tools)):
@@ -61,7 +63,7 @@ def _message(value: object, must: str, field: str) -> dict[str, Any]:
 
 
 def _text_of_part(part: object, field: str) -> str:
-    """The text of a part of a message's content."""
+    """Return the text of a part of a message's content."""
     match part:
         case str():
             return part
@@ -71,7 +73,7 @@ def _text_of_part(part: object, field: str) -> str:
 
 
 def _call(call: object) -> dict[str, Any]:
-    """A call with arguments as an object, which templates write as JSON themselves."""
+    """Return a call with its arguments as an object, which templates write as JSON themselves."""
     must = "a tool call must be a function with a name and arguments that are an object"
     others: dict[str, Any] = {"type": "function"}
     function: object = call  # as some templates take it
@@ -95,7 +97,7 @@ def _is_schema(tool: object) -> bool:
 
 
 def _parsed(text: str) -> Any:
-    """What a text is as JSON; None for one that is none."""
+    """Return the value of a JSON text; None if it is not JSON."""
     try:
         return parse(text)
     except ValueError:

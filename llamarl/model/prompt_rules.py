@@ -1,4 +1,4 @@
-"""Prompts: made of data rows.
+"""The rules by which prompts are made from data rows.
 
 A prompt is a pure function of its row and the rules."""
 
@@ -22,11 +22,11 @@ OWN_TEMPLATE = " (data.chat_template may be a file that holds one)"
 DROPPED, TRUNCATED = "dropped", "truncated"
 
 Tools = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
-"""A data row -> the schemas of what the model may call."""
+"""A function from a data row to the schemas of the tools that the model may call."""
 
 
 def no_tools(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Of rollouts that are one answer."""
+    """Return no schemas, for rollouts that are one answer."""
     return ()
 
 
@@ -36,12 +36,11 @@ class PromptTooLong(ValueError):  # noqa: N818 - what was found
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRules:
-    """What makes a prompt of a row.
+    """The rules that make a prompt from a row.
 
     `limit` names where `data.max_prompt_tokens` comes from; `tools` are shown at the head of each
-    chat, else those that the row itself has; `check` raises a ValueError for a
-    row that lacks what a reward needs.
-    """
+    chat, else those that the row itself has; `check` raises a ValueError for a row that lacks what
+    a reward needs."""
 
     data: DataConfig
     tokenizer: Tokenizer
@@ -49,7 +48,7 @@ class PromptRules:
     tools: Tools = no_tools
     check: Callable[[Prompt], None] | None = None
     counts: Counter[str] = field(default_factory=Counter)
-    """Rows that were DROPPED, or TRUNCATED, so far."""
+    """The number of rows that were DROPPED or TRUNCATED so far."""
 
     def __post_init__(self) -> None:
         check_template(self.data, self.tokenizer)
@@ -60,19 +59,18 @@ class PromptRules:
         return f"{self.data.max_prompt_tokens} tokens ({self.limit})"
 
     def make_all(self, rows: Iterable[NumberedRow], place: str | Path) -> Iterator[Prompt]:
-        """The prompts of these rows, in order; `prompt_id` is the row's number.
+        """Yield the prompts of these rows, in order; `prompt_id` is the row's number.
 
         Raises a one-line ValueError that names `place` and number for the first row whose question
-        is missing, has a wrong type or is too long. With data.overlong drop those that are too long
-        are left out, with truncate cut, and `counts` has them.
-        """
+        is missing, has a wrong type or is too long. Questions that are too long are left out with
+        data.overlong drop, and cut with truncate; `counts` has their number."""
         rows = iter(rows)
         while batch := [*islice(rows, BATCH_ROWS)]:
             yield from self._make(batch, place)
 
     def make(self, row: Mapping[str, Any], number: int) -> Prompt:
-        """The prompt of one row. ValueError, without a place, also for one that would be left
-        out."""
+        """Return the prompt of one row. Raises ValueError, without a place, also for a prompt that
+        would be left out."""
         for prompt in self._make([(number, dict(row))], None):
             return prompt
         most = self.data.max_prompt_tokens
@@ -113,7 +111,7 @@ class PromptRules:
     def _prompt(
         self, number: int, row: dict[str, Any], text: str, token_ids: list[int]
     ) -> Prompt | None:
-        """None for one that is left out."""
+        """Return the prompt of a row, or None if it is left out."""
         data, most = self.data, self.data.max_prompt_tokens
         if not token_ids:
             must = f"{data.prompt_field!r} must hold at least one token"
@@ -135,8 +133,8 @@ class PromptRules:
         return prompt
 
     def _render(self, row: dict[str, Any]) -> tuple[str, bool]:
-        """(the text of a row's prompt, whether it gets the tokenizer's special tokens). Too many
-        characters are refused or cut here, before minutes go into their tokens."""
+        """Return the text of a row's prompt, and whether it gets the tokenizer's special tokens.
+        Too many characters are refused or cut here, before minutes go into their tokens."""
         data, question = self.data, question_of(row, self.data)
         if goes_through := data.chat or isinstance(question, list):
             messages = messages_of(row, data)
@@ -162,14 +160,14 @@ class PromptRules:
 
 
 def check_template(data: DataConfig, tokenizer: Tokenizer) -> None:
-    """ValueError if chats are wanted of a tokenizer without a template for them."""
+    """Raise ValueError if chats are wanted of a tokenizer without a template for them."""
     if data.chat and not tokenizer.has_chat_template:
         must = f"data.chat must be false for a tokenizer without a chat template{OWN_TEMPLATE}"
         raise ValueError(f"{must}, got true with {tokenizer.folder}")
 
 
 def located(place: str | Path | None, number: int, error: ValueError) -> ValueError:
-    """The error of a row, with its place."""
+    """Return the error of a row, with its place."""
     return ValueError(f"{error}" if place is None else f"{place}:{number}: {error}")
 
 
@@ -180,8 +178,8 @@ def make_prompt(
     tokenizer: Tokenizer,
     tools: Tools = no_tools,
 ) -> Prompt:
-    """A prompt of the caller's own: a text or the messages of a chat, a data row that holds one, or
-    token ids, which are taken as they are. ValueError as for a line of a file."""
+    """Return a prompt of the caller's own: a text or the messages of a chat, a data row that holds
+    one, or token ids, which are taken as they are. Raises ValueError as for a line of a file."""
     if not isinstance(question, str | Mapping | Sequence):
         must = "a question must be a text, a row, messages or token ids"
         raise ValueError(f"{must}, got {question!r:.60}")
@@ -198,7 +196,7 @@ def make_prompt(
 
 
 def question_of(row: Mapping[str, Any], config: DataConfig) -> Any:
-    """What the row has in `config.prompt_field`. ValueError if it lacks that."""
+    """Return the row's value of `config.prompt_field`. Raises ValueError if there is none."""
     try:
         return value_at(row, config.prompt_field)
     except KeyError:
@@ -208,12 +206,13 @@ def question_of(row: Mapping[str, Any], config: DataConfig) -> Any:
 
 
 def is_chat(prompt: Prompt, config: DataConfig) -> bool:
-    """Whether the prompt went through the chat template."""
+    """Return whether the prompt went through the chat template."""
     return config.chat or isinstance(prompt.fields.get(config.prompt_field), list)
 
 
 def messages_of(row: Mapping[str, Any], config: DataConfig) -> list[dict[str, Any]]:
-    """The chat that a row's question, a text or messages, begins. ValueError for anything else."""
+    """Return the chat that a row's question, a text or messages, begins. Raises ValueError for
+    anything else."""
     field, question = config.prompt_field, question_of(row, config)
     if not isinstance(question, list):
         question = [{"role": "user", "content": text_of(question, field)}]
@@ -227,7 +226,7 @@ def messages_of(row: Mapping[str, Any], config: DataConfig) -> list[dict[str, An
 
 
 def text_of(question: object, field: str) -> str:
-    """What a field holds. ValueError unless it is text that is not blank."""
+    """Return the text of a field. Raises ValueError unless it is text that is not blank."""
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{field!r} must be text that is not blank, got {shorten_value(question)}")
     return question

@@ -1,9 +1,8 @@
 """Safetensors files: their headers and boxes of their tensors, read by the safetensors library.
 
 The library maps a file into memory. Of a file of 201 MB a rank that needs 25 MB reads its columns
-from a cold disk in 0.26 s and its rows in 0.18 s; one pread per row of the box took 3.6 s and
-0.12 s. The kernel may read the whole file for that, into a cache that the ranks of a host share.
-
+from a cold disk in 0.26 s and its rows in 0.18 s; one pread per row of the box took 3.6 s and 0.12
+s. The kernel may read the whole file for that, into a cache that the ranks of a host share.
 
 Importing this and reading a header do not import torch, because the controller's process checks
 checkpoints before any other process starts."""
@@ -33,7 +32,7 @@ IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # old Llama files store this constant
 log = logging.getLogger(__name__)
 
 FileBox = tuple[Sequence[int], "torch.Tensor"]
-"""Index of a tensor where a box begins, and memory of the box's shape."""
+"""The index of a tensor where a box begins, and memory of the box's shape."""
 
 
 class TensorEntry(NamedTuple):
@@ -44,11 +43,10 @@ class TensorEntry(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors in a file by name, without reading their data.
+    """Return the tensors in a file by name, without reading their data.
 
-    ValueError if the file is no safetensors file, or is shorter or longer than its header says (a
-    broken download, a Git LFS pointer).
-    """
+    Raises ValueError if the file is no safetensors file, or is shorter or longer than its header
+    says (a broken download, a Git LFS pointer)."""
     with _open(path, "numpy") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         return {
@@ -60,8 +58,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def read_boxes(files: Mapping[str, Path], boxes: Callable[[str], Iterable[FileBox]]) -> None:
     """Fill the boxes of each tensor in `files` (name -> its file), casting.
 
-    ValueError like `read_header`, or if a box holds a number that is not finite.
-    """
+    Raises ValueError like `read_header`, or if a box holds a number that is not finite."""
     for path in dict.fromkeys(files.values()):
         with _open(path, "pt") as file:
             for name in (name for name in files if files[name] == path):
@@ -76,7 +73,7 @@ def read_boxes(files: Mapping[str, Path], boxes: Callable[[str], Iterable[FileBo
 
 
 def have_equal_bytes(path: Path, name: str, other_path: Path, other: str) -> bool:
-    """Whether two tensors of whole files have one dtype, one shape and the same bytes."""
+    """Return whether two tensors of whole files have one dtype, one shape and the same bytes."""
     with _bytes_of(path, name) as one, _bytes_of(other_path, other) as another:
         if one.kind != another.kind:
             return False
@@ -114,7 +111,8 @@ def _open(path: Path, framework: str) -> safe_open:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint. ValueError if one is missing or the index is damaged."""
+    """Return the files of a checkpoint. Raises ValueError if one is missing or the index is
+    damaged."""
     names = weight_names(folder)
     for name in names:
         if not (folder / name).is_file():
@@ -123,8 +121,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_names(folder: Path) -> list[str]:
-    """Their names: one, or those that its index names. Of a folder with both the one is taken, as
-    transformers does, and a warning says so. ValueError if the index is damaged."""
+    """Return the names of a checkpoint's files: the single one, or those that its index names. In a
+    folder with both the single one is taken, as transformers does, and a warning says so. Raises
+    ValueError if the index is damaged."""
     if not (folder / INDEX_FILE).is_file():
         return [SINGLE_FILE]
     weight_map = read_object(folder / INDEX_FILE).get("weight_map")

@@ -1,5 +1,5 @@
-"""The ids of a text that goes on from another one, and bounds on what templates and tokenizers
-may take."""
+"""The ids of a text that continues another one, and bounds on the time and memory of templates and
+tokenizers."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ class TextIds:
         self._pattern = _any_of(self._special)
         splits = "normalized" not in self._blanks
         self._borders = tuple(i.content for i in added.values() if splits or not i.normalized)
-        """Tokens behind which a tokenizer that always puts a blank begins anew."""
+        """The tokens behind which a tokenizer that puts a blank before each text begins a new
+        one."""
         plain = [text for text in self._borders if text not in self._special]
         self._border = {is_text: _any_of(plain if is_text else self._borders) for is_text in BOTH}
         bare, whole = (self._encode(["1"], special=each)[0] for each in BOTH)
         starts = range(len(whole) - len(bare) + 1)
         first = next((i for i in starts if whole[i : i + len(bare)] == bare), 0)
         self._leading = whole[:first]
-        """What the tokenizer puts before a text."""
+        """The ids that the tokenizer puts before a text."""
 
     def encode_all(
         self, texts: Sequence[str], *, special: bool, before: Sequence[str] = ()
     ) -> list[list[int]]:
-        """The ids of each text, which goes on from `before`, "" for one that begins. `special`
-        puts what the tokenizer puts before a text there, unless it is there; nothing is put behind
+        """Return the ids of each text, which continues `before`, or begins if that is "". `special`
+        puts the tokenizer's leading ids before a text, unless they are there; nothing is put behind
         it, as a model goes on from there."""
         before = before or [""] * len(texts)
         found: list[list[int]] = [[] for _ in texts]
@@ -70,8 +71,8 @@ class TextIds:
         return [ids if ids[:num] == self._leading else [*self._leading, *ids] for ids in found]
 
     def mark(self, value: Any, tokens: Collection[str]) -> Any:
-        """`value` with each of these special tokens marked in its texts, those of keys as well: a
-        text, or lists and mappings of them."""
+        """Return `value`, a text or lists and mappings of texts, with each of these special tokens
+        marked in its texts and keys."""
         if isinstance(value, str):
             value = unmarked(value)
             return self._pattern.sub(
@@ -84,8 +85,8 @@ class TextIds:
         return value
 
     def _marked_ids(self, text: str, before: str) -> list[int]:
-        """Of a text with marks: what stands between two special tokens is encoded as if there were
-        no special tokens."""
+        """Return the ids of a text with marks: the text between two special tokens is encoded as if
+        there were no special tokens."""
         ids: list[int] = []
         at = 0
         found = [*self._pattern.finditer(text)]
@@ -107,14 +108,15 @@ class TextIds:
         return ids
 
     def _ids_behind(self, text: str, *, is_text: bool = False) -> list[int]:
-        """Of a text that goes on from another one, up to a token in it behind which it begins."""
+        """Return the ids of a text that continues another one, up to the first token in it behind
+        which a new text begins."""
         border = self._border[is_text].search(text) if self._blanks != {"first"} else None
         end = len(text) if border is None else border.start()
         ids = self._encode([text[:end]], goes_on=True, is_text=is_text)[0]
         return [*ids, *self._encode([text[end:]], is_text=is_text)[0]] if end < len(text) else ids
 
     def _goes_on(self, before: str) -> bool:
-        """Whether a text behind `before` gets other ids than one that begins."""
+        """Return whether a text behind `before` gets other ids than one that begins."""
         kinds = self._blanks
         if not before or not kinds:
             return False
@@ -122,9 +124,9 @@ class TextIds:
 
     @functools.cached_property
     def _blanks(self) -> set[str]:
-        """Where the tokenizer puts a blank before a text: at the "first" one, or "always", also
-        behind a token that was added to its vocabulary, or with what is "normalized", which may
-        hold such tokens. Empty for one that puts none."""
+        """The places where the tokenizer puts a blank before a text: "first", before the first one;
+        "always", also behind a token that was added to its vocabulary; "normalized", before
+        normalised text, which may hold such tokens. It is empty for a tokenizer that puts none."""
         parts = [self._backend.normalizer, self._backend.pre_tokenizer]
         found: set[str] = set()
         for part in parts:
@@ -140,8 +142,9 @@ class TextIds:
         goes_on: bool = False,
         is_text: bool = False,
     ) -> list[list[int]]:
-        """Ids of these texts: with a blank before each as the tokenizer has it, or of texts that go
-        on; with special tokens by their ids, or by those of their characters."""
+        """Return the ids of these texts: with a blank before each as the tokenizer has it, or, if
+        they `goes_on`, without; with special tokens by their own ids, or, with `is_text`, by those
+        of their characters."""
         if not texts:
             return []
         backend = self._variant(goes_on, is_text) if goes_on or is_text else self._backend
@@ -160,12 +163,12 @@ class TextIds:
 
 
 def _any_of(texts: Collection[str]) -> re.Pattern[str]:
-    """What finds any of these texts, the longest that stands there."""
+    """Return a pattern that finds any of these texts, the longest that stands there."""
     return re.compile("|".join(sorted(map(re.escape, texts), key=len, reverse=True)) or r"(?!)")
 
 
 def unmarked(text: str) -> str:
-    """The text as it is read."""
+    """Return the text without marks, as it is read."""
     return text.replace(MARK, "")
 
 
@@ -174,8 +177,8 @@ def _marked(token: str) -> str:
 
 
 def _without_blanks(part: Any, found: set[str]) -> Any:
-    """A normalizer or pre-tokenizer, as in tokenizer.json, without what puts a blank before a text;
-    where that is (see `TextIds._blanks`) is added to `found`."""
+    """Return a normalizer or pre-tokenizer, as in tokenizer.json, without the parts that put a
+    blank before a text; where they put it (see `TextIds._blanks`) is added to `found`."""
     if isinstance(part, list):
         return [_without_blanks(each, found) for each in part]
     if not isinstance(part, dict):
@@ -202,8 +205,8 @@ STATISTICS = Path("/proc/self/statm")
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """TimeoutError if the block takes over TIME_S (in the main thread, which alone can be
-    interrupted), MemoryError if it needs over MEMORY_BYTES (on Linux)."""
+    """Run the block with bounds. Raises TimeoutError if it takes over TIME_S (in the main thread,
+    which alone can be interrupted), MemoryError if it needs over MEMORY_BYTES (on Linux)."""
     is_main = threading.current_thread() is threading.main_thread()
     now, most = limits = resource.getrlimit(resource.RLIMIT_AS)
     if STATISTICS.exists():
@@ -224,8 +227,8 @@ def bounded() -> Iterator[None]:
 
 
 def has_powers(template: str) -> bool:
-    """Whether a chat template raises numbers to powers. No template needs that, and one such step
-    may take for ever, which no signal ends. `**` before keywords of a call is none."""
+    """Return whether a chat template raises numbers to powers. No template needs that, and one such
+    step may take for ever, which no signal ends. `**` before keywords of a call is none."""
     before = ""
     for _, kind, text in Environment().lex(template) if "**" in template else ():
         if kind == "operator" and text == "**" and before not in ("(", ","):
@@ -235,8 +238,9 @@ def has_powers(template: str) -> bool:
 
 
 def growth(rules: Any) -> float:
-    """How many times as long a text can become by the Replace rules of a normalizer or decoder, as
-    tokenizer.json holds it. The library that applies them ends the process if memory runs out."""
+    """Return how many times as long a text can become by the Replace rules of a normalizer or
+    decoder, as tokenizer.json holds it. The library that applies them ends the process if memory
+    runs out."""
     times, waiting = 1.0, [rules]
     while waiting:
         rule = waiting.pop()

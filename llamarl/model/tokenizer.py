@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the tokenizer files of a checkpoint folder."""
+"""The tokenizer, which turns text into token ids and back, by the files of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -27,30 +27,31 @@ ASSISTANT = "assistant"
 MAX_REASON_CHARS = 300
 MOST_BYTES = 4  # of a character in UTF-8: more tokens than that do not make one
 IMPORTING = threading.Lock()
-"""transformers finds its names on first use, which two threads must not do at once."""
+"""Held while transformers is imported: it finds its names on first use, which two threads must not
+do at once."""
 
 Message = Mapping[str, Any]
 """One turn of a conversation: {"role": "user", "content": "..."}."""
 
 
 class TextDecoder(Protocol):
-    """What the controller needs of a tokenizer."""
+    """The part of a tokenizer that the controller needs."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All ids that end a completion."""
+        """The ids that end a completion."""
 
     @property
     def special_ids(self) -> Mapping[str, int]:
-        """By their texts, the ids of special tokens, which `decode` leaves out."""
+        """The ids of special tokens, which `decode` leaves out, by their texts."""
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text of these ids."""
+        """Return the text of these ids."""
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint; make it with `load_tokenizer`. Its own id is the first of
-    `eos_token_ids`; `num_ids` is its largest id plus one."""
+    """The tokenizer of one checkpoint; make it with `load_tokenizer`. The tokenizer's own
+    end-of-sequence id is the first of `eos_token_ids`; `num_ids` is its largest id plus one."""
 
     def __init__(
         self,
@@ -65,14 +66,14 @@ class Tokenizer:
             token.content: i for i, token in backend.added_tokens_decoder.items() if token.special
         }
         self.max_token_chars = max(map(len, backend.get_vocab()), default=1)
-        """No token stands for more characters of a text."""
+        """The most characters of a text that one token stands for."""
         self.num_ids = max(backend.get_vocab().values(), default=-1) + 1
         self._backend, self._template_kwargs = backend, dict(template_kwargs)
         self._ids = TextIds(backend.backend_tokenizer)
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """The id of each token, those added included."""
+        """The id of each token, including added ones."""
         return self._backend.get_vocab()
 
     @property
@@ -81,31 +82,31 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """Its text, empty if there is none."""
+        """The text of the chat template, empty if there is none."""
         return str(self._backend.chat_template or "")
 
     @property
     def response_template(self) -> object:
-        """How the tokenizer itself says that answers are read; None if it does not."""
+        """The tokenizer's own template for reading answers; None if it has none."""
         return getattr(self._backend, "response_template", None)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of `text`; `special` puts the tokenizer's special tokens, such as BOS, before
-        it, unless it begins with them.
+        """Return the token ids of `text`; `special` puts the tokenizer's special tokens, such as
+        BOS, before it, unless it begins with them.
 
-        A rendered chat holds them already: encode it with `special=False`.
-        """
+        A rendered chat holds them already: encode it with `special=False`."""
         return self.encode_all([text], special=special)[0]
 
     def encode_all(
         self, texts: Sequence[str], *, special: bool = True, before: Sequence[str] = ()
     ) -> list[list[int]]:
-        """The same of many texts, several times as fast. `before` is what each goes on from, "" for
-        one that begins: many tokenizers put a blank where a text begins."""
+        """Return the token ids of many texts, several times as fast as one by one. `before` has the
+        text that each one continues, "" for one that begins: many tokenizers put a blank where a
+        text begins."""
         return self._ids.encode_all([*map(whole_letters, texts)], special=special, before=before)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `token_ids` without special tokens (end of sequence, padding, ...)."""
+        """Return the text of `token_ids` without special tokens (end of sequence, padding, ...)."""
         ids = np.asarray(token_ids, dtype=np.int64).tolist()
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         text = self._backend.decode(ids, **options)
@@ -113,15 +114,16 @@ class Tokenizer:
         return text
 
     def decode_raw(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `token_ids` with special tokens."""
+        """Return the text of `token_ids` with special tokens."""
         ids = np.asarray(token_ids, dtype=np.int64).tolist()
         text = self._backend.decode(ids, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
     def pieces(self, token_ids: Sequence[int] | np.ndarray) -> list[str]:
-        """The text of each token as it stands among these; all together they are `decode_raw`'s. A
-        character of several tokens stands with its last one, and the others are empty."""
+        """Return the text of each token as it stands among these; together they are the text of
+        `decode_raw`. A character of several tokens stands with its last one, and the others are
+        empty."""
         ids = np.asarray(token_ids, dtype=np.int64).tolist()
         texts, known = [""] * len(ids), dict[tuple[int, ...], str]()
         decode = self._backend.backend_tokenizer.decode  # `decode_raw`, without what takes longer
@@ -142,8 +144,8 @@ class Tokenizer:
         return texts
 
     def parse_response(self, token_ids: Sequence[int] | np.ndarray) -> Mapping[str, Any]:
-        """The message that these ids are, by the tokenizer's response template; empty for what
-        does not fit it."""
+        """Return the message that these ids are, by the tokenizer's response template; empty if
+        they do not fit it."""
         try:
             message = self._backend.parse_response(np.asarray(token_ids, np.int64).tolist())
         except Exception:  # noqa: BLE001 - whatever the model wrote, and the template is a program
@@ -158,18 +160,17 @@ class Tokenizer:
         is_open: bool = True,
         goes_on: bool = False,
     ) -> str:
-        """The conversation as one text that ends where the assistant's answer begins, or, if it is
-        not open, with the last message, or, if that `goes_on`, with its words. `tools` are the
-        schemas of what the assistant may call.
+        """Return the conversation as one text that ends where the assistant's answer begins, or, if
+        it is not open, with the last message, or, if that `goes_on`, with its words. `tools` are
+        the schemas of the tools that the assistant may call.
 
         A special token that stands in a message or a schema, as in a question about them, is text
-        and gets no id of its own: it is marked in the result (`text_ids.py`); in what the assistant
-        said those alone that end a completion.
+        and gets no id of its own: it is marked in the result (`text_ids.py`). In the assistant's
+        messages only tokens that end a completion are marked.
 
-        Needs `has_chat_template`. Raises ValueError, in one line, if the template refuses the
+        It needs `has_chat_template`. Raises ValueError, in one line, if the template refuses the
         messages (many refuse a system message, or two turns of one role), cannot join them, or
-        takes too much time or memory.
-        """
+        takes too much time or memory."""
         conversation = [self._marked(message) for message in messages]
         try:
             if has_powers(self.chat_template):
@@ -194,8 +195,8 @@ class Tokenizer:
         return text
 
     def end_of_answer(self) -> str | None:
-        """The special token with which the chat template ends an answer; None if it has none, or
-        refuses a plain question and answer."""
+        """Return the special token with which the chat template ends an answer; None if it has
+        none, or refuses a plain question and answer."""
         answer = "zqxj"  # which no template has
         chat = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": answer}]
         try:
@@ -207,7 +208,7 @@ class Tokenizer:
         return min(places, key=places.__getitem__, default=None)
 
     def _marked(self, message: Message) -> dict[str, Any]:
-        """The message, with the special tokens that stand in it marked as text."""
+        """Return the message, with the special tokens that stand in it marked as text."""
         is_own = message["role"] == ASSISTANT
         ends = {text for text, i in self.special_ids.items() if i in self.eos_token_ids}
         some = ends if is_own else self.special_ids.keys()
@@ -262,7 +263,7 @@ def load_tokenizer(
 
 
 def _on_day(template: Any, day: str) -> Any:
-    """A template, several by name or none."""
+    """Return a template, several by name, or None, with this day as today's."""
     if isinstance(template, dict):
         return {name: _on_day(text, day) for name, text in template.items()}
     return on_day(template, day) if isinstance(template, str) else template
@@ -283,8 +284,8 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def check_teacher(tokenizer: Tokenizer, teacher: Tokenizer, vocab_size: int) -> None:
-    """ValueError unless every id of the policy's tokenizer is the same token for the teacher, a
-    model with `vocab_size` rows, whose own may have more."""
+    """Raise ValueError unless every id of the policy's tokenizer is the same token for the teacher,
+    a model with `vocab_size` rows, whose own tokenizer may have more."""
     own, others = tokenizer.vocabulary, teacher.vocabulary
     differing = next((token for token, i in own.items() if others.get(token) != i), None)
     if differing is not None:
@@ -298,11 +299,10 @@ def check_teacher(tokenizer: Tokenizer, teacher: Tokenizer, vocab_size: int) -> 
 def split_stops(
     tokenizer: TextDecoder, texts: Sequence[str], key: str = "sampling.stop_strings"
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """(ids of the stop strings that are a special token each, the other stop strings).
+    """Return the ids of the stop strings that are a special token each, and the other stop strings.
 
-    ValueError for one that has a special token among other characters: as the text of a rollout
-    shows no special token, it would never end one.
-    """
+    Raises ValueError for one that has a special token among other characters: as the text of a
+    rollout shows no special token, it would never end one."""
     special = tokenizer.special_ids
     others = [text for text in texts if text not in special]
     for text in others:
@@ -330,8 +330,8 @@ PERCENT = "\ufdd1"  # of no character: it stands for %% while directives are rep
 
 
 def on_day(template: str, day: str) -> str:
-    """The template with a `strftime_now` of its own, in which it is always the beginning of this
-    day (ISO). transformers gives templates no function of the caller's."""
+    """Return the template with a `strftime_now` of its own, in which it is always the beginning of
+    this day (ISO). transformers gives templates no function of the caller's."""
     start = datetime.fromisoformat(day)
     directives = [f"%{flag}{each}" for flag in ("", "-") for each in string.ascii_letters]
     texts = {each: start.strftime(each) for each in directives}
@@ -351,13 +351,14 @@ TOKENIZER_FILES = (
     "chat_template*",
     "additional_chat_templates",
 )
-"""By pattern; an export has them too."""
+"""The patterns of a tokenizer's files; an export has them too."""
 END_FILE = "generation_config.json"  # may name ids that end a sequence
 TOKENIZER_FOLDER = "tokenizer"  # of a run's folder
 
 
 def copy_files(source: str | Path, patterns: Iterable[str], folder: Path) -> None:
-    """Copy what matches of `source` into `folder`, which exists, over what is there."""
+    """Copy the files of `source` that match a pattern into `folder`, which exists, over what is
+    there."""
     for pattern in patterns:
         for path in Path(source).glob(pattern):
             if path.is_dir():
@@ -367,14 +368,14 @@ def copy_files(source: str | Path, patterns: Iterable[str], folder: Path) -> Non
 
 
 def tokenizer_files(folder: str | Path) -> list[Path]:
-    """Those of a folder, in one order."""
+    """Return the tokenizer's files in a folder, in one order."""
     paths = {path for pattern in TOKENIZER_FILES for path in Path(folder).glob(pattern)}
     inner = {path for each in paths if each.is_dir() for path in each.rglob("*")}
     return sorted(path for path in paths | inner if path.is_file())
 
 
 def keep_tokenizer(source: str | Path, run_dir: str | Path) -> None:
-    """Copy a tokenizer into the folder of a run. OSError if the disk is full."""
+    """Copy a tokenizer into the folder of a run. Raises OSError if the disk is full."""
     folder = Path(run_dir, TOKENIZER_FOLDER)
     folder.mkdir(exist_ok=True)
     copy_files(source, (*TOKENIZER_FILES, END_FILE), folder)

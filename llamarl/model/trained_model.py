@@ -1,4 +1,4 @@
-"""What trainer and reference need of a model's code, which may be ours or another library's.
+"""The interface of a model for trainer and reference; its code may be ours or another library's.
 
 Sharding, optimizer, checkpoints, export and publishing work on this alone."""
 
@@ -23,7 +23,8 @@ class TrainedModel(nn.Module, ABC):
     adapters: AdapterSwitch | None = None
 
     num_tensor_ranks = 1
-    """Ranks that split the model by tensor parallel: it computes a multiple of as many tokens."""
+    """The number of ranks that split the model by tensor parallelism: it computes a multiple of as
+    many tokens."""
 
     @property
     def root(self) -> nn.Module:
@@ -37,12 +38,12 @@ class TrainedModel(nn.Module, ABC):
 
     @abstractmethod
     def set_checkpointing(self, checkpointing: str) -> None:
-        """What the layers' backward pass computes again (see TrainerConfig). It is applied inside
-        them, below FSDP's hooks, so that computing again gathers no weights."""
+        """Choose what the layers' backward pass recomputes (see TrainerConfig). It is applied
+        inside the layers, below FSDP's hooks, so that recomputing gathers no weights."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Set what no file holds; called on all ranks when the weights are in place."""
+        """Set buffers that no file holds; called on all ranks when the weights are in place."""
 
     @abstractmethod
     def forward(
@@ -53,10 +54,8 @@ class TrainedModel(nn.Module, ABC):
         temperature: float,
         chosen: torch.Tensor | None = None,
     ) -> TokenStats:
-        """Log-probs of `targets` and entropies at `temperature` for packed rollouts.
+        """Return log-probs of `targets` and entropies at `temperature` for packed rollouts.
 
         `token_ids`, `targets` int64 [N]; `packing` of the rollouts' N tokens, made a multiple of
-        `num_tensor_ranks`, on the same device. Returns float32 [N] each; with `chosen`
-        int64 [T], different tokens, only of these, [T]: prompts need no logits. No rollout sees
-        another one.
-        """
+        `num_tensor_ranks`, on the same device. Returns float32 [N] each; with `chosen` int64 [T],
+        different tokens, these only, [T]: prompts need no logits. No rollout sees another one."""

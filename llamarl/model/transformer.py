@@ -29,19 +29,19 @@ KEPT = [
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 ]
-"""What selective checkpointing keeps: matrix products, attention, and tensor parallel's sums."""
+"""The operations whose results selective checkpointing keeps: matrix products, attention, and
+tensor parallelism's sums."""
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin, float32 [N, 1, head_dim / 2], of the N tokens at hand."""
+"""The cos and sin, float32 [N, 1, head_dim / 2], of the N tokens at hand."""
 
 
 class Transformer(TrainedModel):
     """One decoder. Build it under `torch.device("meta")` and load weights, or train from scratch.
 
     `lm_head` is None if the architecture ties it to the embedding. `num_tensor_ranks` is set when
-    tensor parallel splits the model: between layers each rank then holds an equal share of the
-    tokens.
-    """
+    tensor parallelism splits the model: between layers each rank then holds an equal share of the
+    tokens."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Transformer(TrainedModel):
         temperature: float,
         chosen: torch.Tensor | None = None,
     ) -> TokenStats:
-        """See TrainedModel. ValueError if the packing is of another number of tokens."""
+        """See TrainedModel. Raises ValueError if the packing is of another number of tokens."""
         hidden = self.hidden_states(token_ids, packing)
         weight = self.head_weight
         if self.num_tensor_ranks == 1:
@@ -73,7 +73,7 @@ class Transformer(TrainedModel):
         return token_stats(hidden, weight.to_local(), targets, temperature, group, chosen)
 
     def hidden_states(self, token_ids: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """Final normalised states [N, hidden_size] of packed rollouts."""
+        """Return the final normalised states [N, hidden_size] of packed rollouts."""
         num_tokens = len(token_ids)
         num_added = -num_tokens % self.num_tensor_ranks
         if len(packing.positions) != num_tokens + num_added:
@@ -89,12 +89,12 @@ class Transformer(TrainedModel):
             token_ids = F.pad(token_ids, (0, num_added))
         hidden = self.model(token_ids, packing)
         assert isinstance(hidden, DTensor)
-        # In the head each rank's gradient is that of its part of the vocabulary: they are summed.
+        # In the head each rank has the gradient of its part of the vocabulary; these are summed.
         return hidden.full_tensor(grad_placements=[Partial()])[:num_tokens]
 
     def logits(self, token_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """All logits [N, vocab_size] at once of rollouts of these lengths: for tests and small
-        models."""
+        """Return all logits [N, vocab_size] at once of rollouts of these lengths: for tests and
+        small models."""
         packing = send(make_packing(lengths, self.num_tensor_ranks), token_ids.device)
         return F.linear(self.hidden_states(token_ids, packing), self.head_weight)
 
@@ -108,11 +108,11 @@ class Transformer(TrainedModel):
             layer.checkpointing = checkpointing
 
     def prepare(self) -> None:
-        """See TrainedModel: here nothing is left to do."""
+        """See TrainedModel. Nothing is left to do here."""
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[vocab_size, hidden_size], the embedding where tied."""
+        """The weight [vocab_size, hidden_size] of the head, which is the embedding's where tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
 
@@ -128,7 +128,7 @@ class DecoderStack(nn.Module):
         self._tables: Rotation | None = None
 
     def forward(self, token_ids: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """[N] token ids to [N, hidden_size]."""
+        """Map [N] token ids to [N, hidden_size]."""
         rotation = self._rotation(packing)
         x = self.embed_tokens(token_ids)
         for layer in self.layers:
@@ -136,8 +136,8 @@ class DecoderStack(nn.Module):
         return self.norm(x)
 
     def _rotation(self, packing: Packing) -> Rotation:
-        """Rows of the tables, which grow on demand. They are not buffers, because those would stay
-        empty in a model that was built on the meta device."""
+        """Return the rows of the tables for these positions. The tables grow on demand, and are not
+        buffers, because those would stay empty in a model that was built on the meta device."""
         device = packing.positions.device
         tables = self._tables
         if tables is None or tables[0].device != device or len(tables[0]) < packing.num_positions:
@@ -166,7 +166,8 @@ class Layer(nn.Module):
         self.mlp = FeedForward(architecture)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
-        """[N, hidden_size] to [N, hidden_size]; with tensor parallel, this rank's N tokens."""
+        """Map [N, hidden_size] to [N, hidden_size]; with tensor parallelism, this rank's N
+        tokens."""
         out = recomputed(self.checkpointing, self.run, x, rotation, packing)
         assert isinstance(out, torch.Tensor)
         return out
@@ -177,7 +178,7 @@ class Layer(nn.Module):
 
 
 def recomputed(checkpointing: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """run(*args, **kwargs); its backward pass computes again what `checkpointing` says (see
+    """Return run(*args, **kwargs), whose backward pass recomputes what `checkpointing` says (see
     TrainerConfig)."""
     if checkpointing == "none" or not torch.is_grad_enabled():
         return run(*args, **kwargs)
@@ -204,7 +205,7 @@ class Attention(nn.Module):
         self.attend = packed_attention
 
     def forward(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
-        """[N, hidden_size] to [N, hidden_size]."""
+        """Map [N, hidden_size] to [N, hidden_size]."""
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -216,7 +217,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """The SwiGLU feed-forward: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -227,7 +228,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, hidden_size] to [N, hidden_size]."""
+        """Map [N, hidden_size] to [N, hidden_size]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -244,7 +245,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
     wide = x.float()
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide * scale).to(x.dtype) * weight
@@ -260,11 +261,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def rope_tables(architecture: Architecture, num_positions: int) -> Rotation:
-    """cos and sin of position times frequency: float32 [num_positions, head_dim / 2], on the CPU.
+    """Return cos and sin of position times frequency: float32 [num_positions, head_dim / 2], on the
+    CPU.
 
     Its float32 operations are those of transformers, because at position 100,000 one rounding of a
-    frequency already rotates a head by a thousandth.
-    """
+    frequency already rotates a head by a thousandth."""
     frequencies = _frequencies(architecture)
     positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
     angles = positions[:, None] * frequencies
@@ -272,7 +273,7 @@ def rope_tables(architecture: Architecture, num_positions: int) -> Rotation:
 
 
 def _frequencies(architecture: Architecture) -> torch.Tensor:
-    """Radians per position, float32 [head_dim / 2]: theta^(-2i / head_dim), scaled if
+    """Return the radians per position, float32 [head_dim / 2]: theta^(-2i / head_dim), scaled if
     configured."""
     pairs = torch.arange(0, architecture.head_dim, 2, device="cpu").float()
     frequencies = 1.0 / architecture.rope_theta ** (pairs / architecture.head_dim)

@@ -1,7 +1,7 @@
 """A causal language model of the transformers library, on packed rollouts.
 
-No code and no pickle of a checkpoint runs; a rollout's log-probs do not depend on what it is
-packed with: where the library cannot promise that, each rollout is a row of its own."""
+No code and no pickle of a checkpoint runs. A rollout's log-probs do not depend on what it is packed
+with: where the library cannot promise that, each rollout is a row of its own."""
 
 import logging
 import threading
@@ -43,20 +43,21 @@ BUILD_ERRORS = (
     *(ValueError, TypeError, KeyError, AttributeError, ArithmeticError),
     *(ImportError, OSError, RuntimeError, StrictDataclassError),
 )
-"""What the library makes of a config.json that it does not know or that is damaged."""
+"""The errors of the library for a config.json that it does not know or that is damaged."""
 TRIAL_LENGTHS = (11, 7)
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest difference, in nats, of log-probs computed in two ways: rounding is below, positions
+"""The largest difference, in nats, of log-probs computed in two ways: rounding is below, positions
 counted through the pack are above."""
 BUILDING = threading.Lock()
-"""The library imports a family's code on first use, which two threads must not do at once."""
+"""Held while a model is built: the library imports a family's code on first use, which two threads
+must not do at once."""
 
 
 class TransformersModel(TrainedModel):
-    """`causal` is the library's model, in evaluation mode: dropout would make mu and pi differ.
+    """A model of the library, `causal`, in evaluation mode: dropout would make mu and pi differ.
 
-    ValueError if the library does not know the checkpoint's family, or as no causal language model.
-    """
+    Raises ValueError if the library does not know the checkpoint's family, or not as a causal
+    language model."""
 
     def __init__(self, checkpoint: str, dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
         super().__init__()
@@ -87,11 +88,11 @@ class TransformersModel(TrainedModel):
         self._is_head_plain = True
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """The library's names, which are those of the files."""
+        """Return the parameters by the library's names, which are those of the files."""
         return self.causal.named_parameters(*args, **kwargs)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersModel":
-        """As of any module, but what is tied stays tied."""
+        """Allocate memory as any module does, and keep tied weights tied."""
         super().to_empty(device=device, recurse=recurse)
         self.causal.tie_weights()
         return self
@@ -110,7 +111,7 @@ class TransformersModel(TrainedModel):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Compute the buffers; find out how packed rollouts and the head are to be computed."""
+        """Compute the buffers, and find out how packed rollouts and the head are to be computed."""
         for tensor in self.causal.buffers():
             if tensor.is_floating_point():
                 tensor.fill_(torch.nan)
@@ -148,7 +149,7 @@ class TransformersModel(TrainedModel):
         targets: torch.Tensor,
         temperature: float,
     ) -> TokenStats:
-        """Each rollout as a row, padded on the right, where nothing reaches it."""
+        """Compute each rollout as a row, padded on the right, where nothing reaches it."""
         num_extra = _most(len(blocks), token_ids.device) - len(blocks)
         parts: list[TokenStats] = []
         places: list[torch.Tensor] = []
@@ -174,8 +175,8 @@ class TransformersModel(TrainedModel):
         cells: torch.Tensor | None = None,
         **given: Any,
     ) -> TokenStats:
-        """Of the tokens at `cells` of `rows` [R, W] (None: all of them), whose targets are
-        given."""
+        """Return the statistics of the tokens at `cells` of `rows` [R, W] (None: all of them),
+        whose targets are given."""
         if self._is_head_plain:
             hidden = self.causal.base_model(input_ids=rows, use_cache=False, **given)[0]
             weight = self.causal.get_output_embeddings().weight
@@ -184,8 +185,8 @@ class TransformersModel(TrainedModel):
         return _logit_stats(_at(logits, cells), targets, temperature)
 
     def _takes_packing(self) -> bool:
-        """Whether every attention of the model calls ours and asks for nothing that it lacks: tried
-        on the meta device, where an error leaves nothing behind."""
+        """Return whether every attention of the model calls ours and asks for nothing that it
+        lacks, which is tried on the meta device, where an error leaves nothing behind."""
         if getattr(self.causal.config, "attention_chunk_size", None):
             return False  # chunks are in the mask, which ours does not read
         try:
@@ -201,8 +202,8 @@ class TransformersModel(TrainedModel):
         return True
 
     def _choose(self) -> None:
-        """Compute a few tokens in each way, with these weights and over these ranks. What does not
-        agree with the library's own way, rollout by rollout, is not used."""
+        """Compute a few tokens in each way, with these weights and over these ranks. A way that
+        does not agree with the library's own, rollout by rollout, is not used."""
         device = next(self.causal.parameters()).device
         vocab_size = self.causal.get_input_embeddings().num_embeddings
         generator = torch.Generator().manual_seed(0)
@@ -242,7 +243,7 @@ class TransformersModel(TrainedModel):
 
 
 def _at(values: torch.Tensor, cells: torch.Tensor | None) -> torch.Tensor:
-    """Those at `cells` of [R, W, ...] (None: all): [n, ...]."""
+    """Return the values at `cells` of [R, W, ...] (None: all): [n, ...]."""
     return values.flatten(0, 1) if cells is None else values.flatten(0, 1)[cells]
 
 
@@ -263,8 +264,8 @@ def _attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The library's call of an attention function: [1, heads, N, head_dim] to [1, N, heads,
-    head_dim]. NotImplementedError if the layer asks for more than ours computes."""
+    """Attend for a layer of the library: [1, heads, N, head_dim] to [1, N, heads, head_dim]. Raises
+    NotImplementedError if the layer asks for more than ours computes."""
     del module, attention_mask, dropout  # no mask is made for us, and nothing drops out
     more = [name for name, value in others.items() if value is not None and name not in HARMLESS]
     if more:
@@ -277,8 +278,8 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
 
 
 def _logit_stats(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> TokenStats:
-    """Of logits [N, V] that the library has changed after the product: their softmax is computed
-    again in the backward pass, a chunk of tokens at a time."""
+    """Return the statistics of logits [N, V] that the library has changed after the product: their
+    softmax is computed again in the backward pass, a chunk of tokens at a time."""
     size = max(1, platform_of(logits.device).num_logits // logits.shape[1])
     parts = [
         recompute(_softmax_stats, part, target, temperature, use_reentrant=False)
@@ -296,7 +297,7 @@ def _softmax_stats(
 
 
 def _most(count: int, device: torch.device) -> int:
-    """The largest count of all ranks, for all take part in every gather."""
+    """Return the largest count of all ranks, for all take part in every gather."""
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return count
     most = torch.tensor(count, device=device)
