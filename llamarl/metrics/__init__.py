@@ -1,1 +1,1 @@
-"""What a run measures, shows and writes of itself."""
+"""The measurements of a run: what it shows of itself, and what it writes."""

@@ -1,7 +1,7 @@
-"""What the console shows during a run.
+"""The console of a run.
 
-A terminal gets one display that redraws itself, and is afterwards as it was found; anything else
-(a log file, CI) gets whole lines, after the first few steps at most one every few seconds."""
+A terminal gets one display that redraws itself, and is afterwards as it was found; anything else (a
+log file, CI) gets whole lines, after the first few steps at most one every few seconds."""
 
 import logging
 import os
@@ -60,7 +60,8 @@ ALL_READY = "ready after"  # of a role's executors
 MAX_NAMES = 3  # of a role's executors in one state; of more than these only the number is shown
 
 ReportState = Callable[[str, str], None]
-"""Called with an executor's name and its new state: starting, loading or ready."""
+"""A function that is called with an executor's name and its new state: starting, loading or
+ready."""
 
 SHOW_CURSOR = "\x1b[?25h\n"
 _found: list[Any] = []  # the terminal's settings, while keys are hidden
@@ -71,8 +72,7 @@ class Progress:
 
     `num_steps` 0: nothing is trained; None: it is not known which step is the last one. `live`
     False, or a console that is no terminal: lines. `recent_spans` (optional) gives the busy shares
-    of generator and trainer.
-    """
+    of generator and trainer."""
 
     def __init__(
         self,
@@ -155,14 +155,16 @@ class Progress:
             self._startup = None
 
     def start_training(self, version: int) -> None:
-        """Training starts (or resumes) at `version`; the time left is estimated from here."""
+        """Show that training starts (or resumes) at `version`; the time left is estimated from
+        here."""
         self._first_step = self._step = version
         self._ends_s.clear()
         self._ends_s.append(time.monotonic())
         self._phase = "training"
 
     def show_step(self, step: int, scalars: Scalars) -> None:
-        """Version `step` is trained; `scalars` as `step_metrics.step_scalars` tags them."""
+        """Show that version `step` is trained; `scalars` as `step_metrics.step_scalars` tags
+        them."""
         self._step, self._scalars = step, scalars
         self._ends_s.append(time.monotonic())
         if TRAINING in scalars:
@@ -174,7 +176,7 @@ class Progress:
             self._print_line(self._step_line())
 
     def show_evaluation(self, evaluated: Evaluation) -> None:
-        """What a version reached on the held-out prompts."""
+        """Show the results of a version on the held-out prompts."""
         self._evaluations.append(evaluated)
         for words in in_lines(evaluated):
             self._print_line(f"held-out {words} at version {evaluated.version}")
@@ -182,12 +184,12 @@ class Progress:
             self._print_line(f"sample: {self._sample}")
 
     def show_loss(self, version: int, loss: float) -> None:
-        """The held-out loss of a version, per token."""
+        """Show the held-out loss of a version, per token."""
         self._losses.append((version, loss))
         self._print_line(f"held-out loss {loss:.4f} at version {version}")
 
     def show_sample(self, prompt: str, completion: str, reward: float) -> None:
-        """A rollout that was trained, to be shown in one line, with the end of a long prompt."""
+        """Keep a trained rollout to be shown in one line, with the end of a long prompt."""
         ending = f"  (reward {reward:g})"
         width = self.console.width if self._live else LINE_WIDTH
         room = width - rendering.LABEL_WIDTH - rendering.MARGINS - len(ending)
@@ -196,7 +198,7 @@ class Progress:
         self._sample = f"{asked} -> {answered}{ending}"
 
     def show_drops(self, drops: Drops) -> None:
-        """A group was filtered; `drops` counts them all."""
+        """Show that a group was filtered; `drops` counts them all."""
         self._drops = drops
         is_due = time.monotonic() - self._printed_s >= QUIET_INTERVAL_S
         if is_due and drops.num_current:
@@ -233,8 +235,8 @@ class Progress:
             self._shares = {name: shares[name] for name in SHOWN_EXECUTORS if name in shares}
 
     def _left(self) -> str:
-        """The steps to come at the pace of the recent ones; a present step that takes longer than
-        they did counts as one of them."""
+        """Return the time left: the remaining steps at the pace of the recent ones; a present step
+        that takes longer than these counts as one of them."""
         if len(self._ends_s) < 2 or self._num_steps is None:
             return "-"
         first_s, last_s, now_s = self._ends_s[0], self._ends_s[-1], time.monotonic()
@@ -308,7 +310,8 @@ class Progress:
         return facts + [(share_words(name), _shares(found, name)) for name in more]
 
     def _dropped(self) -> str:
-        """Such as `dropped 180: 160 solved, 20 equal rewards (60 since the last step)`."""
+        """Return words such as `dropped 180: 160 solved, 20 equal rewards (60 since the last
+        step)`."""
         current = self._drops.num_current
         since = f" ({current:,} since the last step)" if current else ""
         return f"dropped {in_words(self._drops.total)}{since}"
@@ -319,7 +322,8 @@ def _trained_share(scalars: Scalars) -> Share:
 
 
 def _shares(evaluations: Sequence[Evaluation], name: str) -> Text:
-    """Such as "43.0% +-4.3 (v0)  98.4% +-1.4 (v30)"; `name` as `accuracy` or `gsm8k/accuracy`."""
+    """Return words such as "43.0% +-4.3 (v0)  98.4% +-1.4 (v30)"; `name` as `accuracy` or
+    `gsm8k/accuracy`."""
     of_set, _, key = name.rpartition("/")
     words = []
     for each in evaluations:
@@ -337,16 +341,16 @@ class Startup:
         self._started_s = time.monotonic()
 
     def mark(self, name: str, state: str) -> None:
-        """Executor `name` has reached `state`."""
+        """Note that executor `name` has reached `state`."""
         self._states[name] = (state, time.monotonic())
 
     def rows(self) -> list[tuple[str, str]]:
-        """(role, what its executors do) of each role."""
+        """Return (role, what its executors do) of each role."""
         roles = dict.fromkeys(map(executor_of, list(self._states)))
         return [(role, self.describe(role)) for role in roles]
 
     def describe(self, role: str) -> str:
-        """Such as "1 of 2 ready; generator-1 loading (4 s)"."""
+        """Return words such as "1 of 2 ready; generator-1 loading (4 s)"."""
         states = {n: each for n, each in list(self._states.items()) if executor_of(n) == role}
         num_ready = sum(state == "ready" for state, _ in states.values())
         if num_ready == len(states):
@@ -388,7 +392,8 @@ def end_display() -> None:
 
 
 def _is_ours() -> bool:
-    """Whether this process may change the terminal: in the background it would be stopped."""
+    """Return whether this process may change the terminal: in the background it would be
+    stopped."""
     try:
         return sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
     except (OSError, ValueError, AttributeError):  # no terminal, or no standard input at all

@@ -1,4 +1,4 @@
-"""Accuracy on held-out prompts, and which version is the best by it."""
+"""Accuracy on held-out prompts, and the choice of the best version by it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEAR = 0.005  # a reward this near to the accuracy is not shown beside it
 
 
 def result_of(group: Group, at_k: Sequence[int]) -> HeldOutResult:
-    """What the rollouts of this prompt reached."""
+    """Return the results of this prompt's rollouts."""
     scores = [group.scores[row_id] for row_id in group.row_ids]
     rows = [group.rollouts[row_id] for row_id in group.row_ids]
     correct = tuple(score.correct and score.status is StageStatus.OK for score in scores)
@@ -48,7 +48,7 @@ def result_of(group: Group, at_k: Sequence[int]) -> HeldOutResult:
 def summed_up(
     version: int, results: Sequence[HeldOutResult], at_k: Sequence[int], sets: Sequence[str] = ()
 ) -> Evaluation:
-    """What these results say together, and those of each of the `sets`. There is no maj_at_k if no
+    """Return these results together, and those of each of the `sets`. There is no maj_at_k if no
     rollout has an answer."""
     num_tokens = [count for each in results for count in each.num_tokens]
     is_truncated = [is_cut for each in results for is_cut in each.is_truncated]
@@ -77,7 +77,8 @@ def summed_up(
 
 
 def evaluation_scalars(evaluated: Evaluation, prefix: str = EVALUATION) -> Scalars:
-    """The values by tag: of all prompts, and of each named set under evaluation/<set>/."""
+    """Return the values by tag: those of all prompts, and those of each named set under
+    evaluation/<set>/."""
     scalars: Scalars = {}
     for name, share in evaluated.shares.items():
         scalars |= {f"{prefix}{name}{end}": each for end, each in zip(ENDS, share, strict=True)}
@@ -119,12 +120,12 @@ def append_results(run_dir: str | Path, evaluated: Evaluation) -> None:
 
 
 def share_words(name: str) -> str:
-    """How a share is called on a console: `gsm8k/pass_at_4` -> `gsm8k pass@4`."""
+    """Return the name of a share on a console: `gsm8k/pass_at_4` -> `gsm8k pass@4`."""
     return name.replace("/", " ").replace("_at_", "@")
 
 
 def in_lines(evaluated: Evaluation, name: str = "") -> Iterator[str]:
-    """One line for all prompts and one for each named set, every share with its interval."""
+    """Yield one line for all prompts and one for each named set, every share with its interval."""
     shaped = is_shaped(evaluated.reward, evaluated.accuracy)
     reward = f"reward {evaluated.reward:.3f}, " if shaped else ""
     yield f"{name} {reward}{', '.join(_shares(evaluated))}".lstrip()
@@ -133,7 +134,8 @@ def in_lines(evaluated: Evaluation, name: str = "") -> Iterator[str]:
 
 
 def result_line(name: str, evaluated: Evaluation) -> str:
-    """What `llamarl evaluate` prints of all prompts, or of the set with this name."""
+    """Return the line that `llamarl evaluate` prints for all prompts, or for the set with this
+    name."""
     words = [
         *_shares(evaluated),
         f"reward {evaluated.reward:.4f}",
@@ -154,7 +156,7 @@ def _shares(evaluated: Evaluation) -> list[str]:
 
 
 def is_shaped(reward: float | None, accuracy: float | None) -> bool:
-    """True if the reward says more than the accuracy."""
+    """Return True if the reward says more than the accuracy."""
     if reward is None or accuracy is None:
         return reward is not None
     return abs(reward - accuracy) > NEAR or (accuracy == 0 and reward != 0)
@@ -162,11 +164,11 @@ def is_shaped(reward: float | None, accuracy: float | None) -> bool:
 
 @dataclass(kw_only=True)
 class BestVersion:
-    """By the metric `evaluation/<metric>`, larger being better and the earlier one of equals; none
-    if `metric` is empty. Version 0 does not count: it has no checkpoint.
+    """The best version by the metric `evaluation/<metric>`, larger being better and the earlier one
+    of equals; none if `metric` is empty. Version 0 does not count, as it has no checkpoint.
 
-    `num_since` evaluations were no better than `version`; `patience` (0: any number) ends the run.
-    """
+    `num_since` evaluations were no better than `version`; `patience` (0: any number) of them end
+    the run."""
 
     metric: str = ""
     patience: int = 0
@@ -179,7 +181,8 @@ class BestVersion:
         return self.version > 0
 
     def add(self, evaluated: Evaluation) -> None:
-        """Another version is evaluated. TaskError if there is no such metric."""
+        """Take an evaluation of another version into account. Raises TaskError if there is no such
+        metric."""
         if not self.metric or evaluated.version == 0:
             return
         scalars = evaluation_scalars(evaluated)
@@ -200,19 +203,21 @@ class BestVersion:
         return f"{EVALUATION}{self.metric} was not above the {best} in {self.num_since} evaluations"
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint saves, as JSON; empty if there is none."""
+        """Return the state that a checkpoint saves, as JSON; empty if no version is the best
+        yet."""
         found = {"version": self.version, "value": self.value, "num_since": self.num_since}
         return {"metric": self.metric, **found} if self.is_known else {}
 
 
 def best_version(metric: str, patience: int, saved: Mapping[str, Any]) -> BestVersion:
-    """Goes on from a checkpoint's `saved` state, if it has one by this metric."""
+    """Return a BestVersion that continues from a checkpoint's `saved` state, if it has one by this
+    metric."""
     is_same = saved.get("metric") == metric
     return BestVersion(**{**(saved if is_same else {}), "metric": metric, "patience": patience})
 
 
 def is_sound(saved: object, most: int) -> bool:
-    """True if `saved` has the form of a state, of a version up to `most`."""
+    """Return True if `saved` has the form of a state, of a version up to `most`."""
     if not isinstance(saved, dict) or not saved:
         return saved == {}
     kinds = {key: type(value) for key, value in saved.items()}

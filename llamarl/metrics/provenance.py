@@ -1,5 +1,5 @@
-"""What a run was started with, in its folder, where that of earlier starts stays: their commands in
-command.txt, their files of the recipe under another name."""
+"""The record of how a run was started, in its folder. Records of earlier starts stay: their
+commands in command.txt, their files of the recipe under another name."""
 
 import json
 import logging
@@ -21,12 +21,12 @@ ENVIRONMENT_FILE = "environment.json"
 PACKAGES = ("llamarl", "torch", "torchmonarch", "transformers", "safetensors", "hydra-core")
 
 WriteProvenance = Callable[[Mapping[str, str] | None], None]
-"""Writes into the run folder what the run was started with; it gets the task.py that is used, and
-its neighbours."""
+"""A function that writes into the run folder how the run was started; it gets the task.py that is
+used, and its neighbours."""
 
 
 def keep_nothing(task: Mapping[str, str] | None) -> None:
-    """The WriteProvenance of a run that leaves no folder."""
+    """Write nothing: the WriteProvenance of a run that leaves no folder."""
 
 
 def write_provenance(
@@ -87,8 +87,8 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit(folder: Path) -> str | None:
-    """Commit of what is in the folder, with "-dirty" if its repository was changed; None outside
-    one."""
+    """Return the commit of the folder's content, with "-dirty" if its repository was changed; None
+    outside a repository."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(describe, cwd=folder, capture_output=True, text=True, timeout=10)

@@ -1,4 +1,4 @@
-"""What the display shows: lines, tables and bars, made of numbers."""
+"""The parts of the display: lines, tables and bars, made of numbers."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def show_end(
     config: Config, run_dir: str, state: dict[str, Any], console: Console
 ) -> dict[str, Any]:
     """Summarize a run that has ended and print the table, the paths of its results, what to try
-    next and, if it stopped before its last step, why; returns the summary. `state` has its version
-    and, if so, what is "solved", or why it "ended" early; "limit" names what the last step is by,
-    other than num_steps."""
+    next and, if it stopped before its last step, why. Returns the summary. `state` has the run's
+    version, and may say which prompts are "solved", why it "ended" early, or which "limit" other
+    than num_steps its last step is set by."""
     why = _why_early(config, state) if state["version"] < config.most_steps else ""
     summary = summarize(run_dir, why or state.get("limit") or f"num_steps={config.most_steps}")
     paths = {"metrics": f"{run_dir}/metrics.jsonl", "timeline": f"{run_dir}/trace.json"}
@@ -83,7 +83,7 @@ def show_end(
 
 
 def _why_early(config: Config, state: Mapping[str, Any]) -> str:
-    """Why a run stopped before its last step; "" if it did not mean to."""
+    """Return why a run stopped before its last step; "" if it did not mean to."""
     if solved := state.get("solved"):
         why = "answered correctly, so nothing is left to learn from these prompts"
         return f"{solved} were {why}"
@@ -92,7 +92,8 @@ def _why_early(config: Config, state: Mapping[str, Any]) -> str:
 
 
 def is_finished(config: Config, run_dir: str, state: dict[str, Any]) -> bool:
-    """True if the run whose checkpoint holds `state` has left all its results in the folder."""
+    """Return True if the run whose checkpoint holds `state` has left all its results in the
+    folder."""
     is_trained = state.get("version") == config.most_steps or bool(_why_early(config, state))
     names = ["export", *["export-best"] * bool(config.checkpoint.best)]
     has_export = all(Path(run_dir, name).is_dir() for name in names) or not config.checkpoint.export
@@ -100,7 +101,7 @@ def is_finished(config: Config, run_dir: str, state: dict[str, Any]) -> bool:
 
 
 def resume_command(command: Sequence[str], run_dir: str) -> str:
-    """The command that resumes the run in `run_dir`, which `command` started."""
+    """Return the command that resumes the run in `run_dir`, which `command` started."""
     program, *arguments = command
     is_single = not {"--multirun", "-m"} & set(arguments)
     replaced = ("checkpoint.resume=", "run_dir=") if is_single else ("checkpoint.resume=",)
@@ -111,8 +112,8 @@ def resume_command(command: Sequence[str], run_dir: str) -> str:
 
 
 def find_program(name: str) -> str:
-    """How to call a program of this environment from the working folder, with or without it on
-    PATH."""
+    """Return how to call a program of this environment from the working folder, whether it is on
+    PATH or not."""
     beside = Path(sys.executable).with_name(name)
     return name if shutil.which(name) or not beside.exists() else shorten(str(beside))
 
@@ -120,8 +121,8 @@ def find_program(name: str) -> str:
 def render_summary(
     summary: Mapping[str, Any], paths: Mapping[str, str], next_command: str, console: Console
 ) -> None:
-    """Print the short table that ends a run: what `summary.summarize` returns, the `paths` by label
-    in their order, and what the user may try next."""
+    """Print the short table that ends a run: the result of `summary.summarize`, the `paths` by
+    label in their order, and what the user may try next."""
     body = facts_grid([*_results(summary), ("", "")])
     for name, shares in summary["executors"].items():
         if name != "controller":
@@ -130,14 +131,14 @@ def render_summary(
     console.print(Panel(body, title="llamarl: done", title_align="left", box=box.ROUNDED))
     pairs = {label: Text(shorten(path)) for label, path in paths.items()}
     for label, value in (pairs | {"try next": Text(next_command, style="bold cyan")}).items():
-        # Outside the panel and unwrapped, so that a path or command can be copied whole.
+        # It stands outside the panel and unwrapped, so that it can be copied whole.
         padded = Text(f"  {label:<{LABEL_WIDTH}}  ", style="dim", end="")
         console.print(padded, value, sep="", soft_wrap=True)
     console.print()
 
 
 def facts_grid(facts: Iterable[Fact]) -> Table:
-    """A table of labels and values without lines, in which no word is taken for markup."""
+    """Return a table of labels and values without lines, in which no word is taken for markup."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, min_width=LABEL_WIDTH)
     grid.add_column()
@@ -147,14 +148,14 @@ def facts_grid(facts: Iterable[Fact]) -> Table:
 
 
 def scores(kind: str, reward: Text, accuracy: Text, *pairs: tuple[Any, Any]) -> list[Fact]:
-    """The accuracy, and above it the reward if it says more in one of the `pairs` (reward and
-    accuracy, None where there is none), as while no rollout is correct yet."""
+    """Return the accuracy, and above it the reward if it says more in one of the `pairs` (reward
+    and accuracy, None where there is none), as while no rollout is correct yet."""
     facts: list[Fact] = [(f"{kind} reward", reward), (f"{kind} accuracy", accuracy)]
     return facts if any(is_shaped(*pair) for pair in pairs) else facts[1:]
 
 
 def losses(training: float | None, held_out: Sequence[tuple[int, float]]) -> list[Fact]:
-    """The loss of a step, and of held-out demonstrations by version, as far as known."""
+    """Return the loss of a step, and of held-out demonstrations by version, as far as known."""
     shown = [] if training is None else [("training loss", f"{training:.4f}")]
     if held_out:
         words = (f"{loss:.4f} (v{version})" for version, loss in held_out)
@@ -163,7 +164,8 @@ def losses(training: float | None, held_out: Sequence[tuple[int, float]]) -> lis
 
 
 def draw_shares(shares: Shares, console: Console) -> Text:
-    """Busy share as a bar, then the two longest waits and their reasons as far as there is room."""
+    """Return the busy share as a bar, then the two longest waits and their reasons as far as there
+    is room."""
     room = console.width - LABEL_WIDTH - MARGINS
     wide, narrow = BAR_WIDTHS
     width = wide if room >= 2 * wide + BUSY_WIDTH else narrow
@@ -180,7 +182,7 @@ def draw_shares(shares: Shares, console: Console) -> Text:
 
 
 def draw_curve(values: Sequence[float], latest: str, console: Console) -> Text:
-    """The `latest` value in words, and one block per value, scaled from the smallest to the
+    """Return the `latest` value in words, and one block per value, scaled from the smallest to the
     largest; none on ASCII consoles."""
     low, high = min(values), max(values)
     scale = (len(CURVE_BLOCKS) - 1) / ((high - low) or 1.0)
@@ -199,24 +201,24 @@ class RunClock:
         self.began_s = time.monotonic()
 
     def words(self) -> str:
-        """Such as 1:23."""
+        """Return the time in words, such as 1:23."""
         return duration(time.monotonic() - self.began_s)
 
 
 CLOCK = RunClock()
-"""One for the process, whose lines come from the run's display and from its log."""
+"""The clock of the process, for lines of the run's display and of its log."""
 
 
 def duration(seconds: float) -> str:
-    """83 -> "1:23"; 3683 -> "1:01:23"."""
+    """Return seconds in words: 83 -> "1:23"; 3683 -> "1:01:23"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def one_line(text: str, width: int, encoding: str, *, keeps_end: bool = False) -> str:
-    """`text` in one line of at most `width` columns, without control characters and those that
-    `encoding` does not have. Of one that is too long, the beginning or the end is kept."""
+    """Return `text` in one line of at most `width` columns, without control characters and those
+    that `encoding` does not have. If it is too long, the beginning or the end is kept."""
     line = "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
     line = line.encode(encoding, "replace").decode(encoding)
     if cell_len(line) <= width:
@@ -228,7 +230,7 @@ def one_line(text: str, width: int, encoding: str, *, keeps_end: bool = False) -
 
 
 def shorten(path: str) -> str:
-    """`path` relative to the working folder, if it lies inside."""
+    """Return `path` relative to the working folder, if it lies inside."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
@@ -259,7 +261,8 @@ def _results(summary: Mapping[str, Any]) -> list[Fact]:
 
 
 def _held_out(summary: Mapping[str, Any]) -> list[Fact]:
-    """What was reached before and after; without held-out prompts the training reward."""
+    """Return the held-out results before and after; without held-out prompts the training
+    reward."""
     if losses := summary.get("training_loss"):
         first, last = losses
         facts: list[Fact] = [("training loss", f"{first:.4f} first step   {last:.4f} last step")]
@@ -296,9 +299,9 @@ def _before_after(values: Iterable[Any], words: Callable[[Any], str]) -> Text:
 
 @contextmanager
 def tokenizing_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar that is gone once the block ends; yields what draws it, called with a file, how many of
-    its pieces are done, and how many there are. That raises CancelledError once the present task
-    was cancelled, as by Ctrl-C, though it has not come to an `await` since."""
+    """Show a bar that is gone once the block ends. Yields the function that draws it, which takes a
+    file, how many of its pieces are done, and how many there are; it raises CancelledError once the
+    present task was cancelled, as by Ctrl-C, though it has not come to an `await` since."""
     columns = TextColumn("tokenizing {task.description}"), BarColumn(), TimeRemainingColumn()
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     tasks: dict[str, TaskID] = {}

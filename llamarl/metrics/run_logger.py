@@ -1,5 +1,6 @@
-"""What happened in the loop becomes metrics and step marks, and changes nothing of the run: a batch
-that is ready as a step ends goes to the trainer before the metrics are made."""
+"""The logger of a run, which turns what happens in the loop into metrics and step marks. It changes
+nothing of the run: a batch that is ready as a step ends goes to the trainer before the metrics are
+made."""
 
 import asyncio
 import time
@@ -31,10 +32,10 @@ class RunLogger:
     """Logs one run.
 
     `read_completions` decodes rows that are still in storage; `num_samples` of them are shown per
-    step, beside the answer in `answer_field` of the prompt's row; one of them after its question,
-    from `prompt_field`, on the console. `sources` are the names of the prompts' sources.
-    `recent_spans` is None where no spans are kept. With `is_sft` groups are demonstrations.
-    """
+    step, beside the answer in `answer_field` of the prompt's row; one of them is shown on the
+    console, after its question from `prompt_field`. `sources` are the names of the prompts'
+    sources. `recent_spans` is None where no spans are kept. With `is_sft` groups are
+    demonstrations."""
 
     log: MetricsLog
     progress: Progress
@@ -51,21 +52,22 @@ class RunLogger:
     _drops: Drops = field(default_factory=Drops)
 
     def start(self, version: int) -> None:
-        """The loop starts at `version`; the first step is timed from here."""
+        """Note that the loop starts at `version`; the first step is timed from here."""
         self._step_ended_ns = time.monotonic_ns()
         self.progress.start_training(version)
 
     def log_group(self, group: Group, verdict: Verdict) -> None:
-        """`group` is scored and filtered."""
+        """Count `group`, which is scored and filtered."""
         self._drops.add(group, verdict.reason if isinstance(verdict, Dropped) else None)
         self.progress.show_drops(self._drops)
 
     def log_publish(self, seconds: float) -> None:
-        """A publish reached the generators after `seconds`."""
+        """Note that a publish reached the generators after `seconds`."""
         self._seconds["publish"] = seconds
 
     def log_evaluation(self, evaluated: Evaluation | None) -> None:
-        """A held-out evaluation has ended; None: generators were lost with prompts of it."""
+        """Log a held-out evaluation that has ended; None: generators were lost with prompts of
+        it."""
         if evaluated is None:
             return
         self.log.log(evaluated.version, evaluation_scalars(evaluated))
@@ -73,7 +75,7 @@ class RunLogger:
         self.progress.show_evaluation(evaluated)
 
     def log_held_out(self, version: int, loss: float, num_tokens: int) -> None:
-        """The mean loss of the held-out demonstrations, over so many tokens."""
+        """Log the mean loss of the held-out demonstrations, over so many tokens."""
         scalars = {HELD_OUT_LOSS: loss, "perplexity/held_out": perplexity(loss)}
         self.log.log(version, scalars | {"tokens/held_out": num_tokens})
         self.progress.show_loss(version, loss)
@@ -81,7 +83,8 @@ class RunLogger:
     async def log_step(
         self, stats: StepStats, groups: Sequence[Group], oldest_version: int, found: Scalars
     ) -> None:
-        """As faces.RunObserver says. The step has ended now, whenever its metrics are made."""
+        """Log a step as faces.RunObserver says. The step has ended now, whenever its metrics are
+        made."""
         now_ns = time.monotonic_ns()
         self.spans.record("step", self._step_ended_ns, now_ns, "mark", version=stats.version)
         seconds = {"step": (now_ns - self._step_ended_ns) / 1e9, **self._seconds}

@@ -1,4 +1,4 @@
-"""What the processes of a run did with their time, computed from their spans."""
+"""The busy and wait shares of a run's processes, computed from their spans."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ DECODE, PUBLISH = ("busy", "decode"), ("publish", "publish")
 
 Times = list[tuple[int, int]]
 Tracks = dict[tuple[str, str], "array[int]"]
-"""Spans of one process by category and name: start, end (Unix nanoseconds) and tokens of each."""
+"""The spans of one process by category and name: start, end (Unix nanoseconds) and tokens of
+each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Shares of a window, each within 0 and 1: busy, and waiting by what was waited for."""
+    """Shares of a window, each within 0 and 1: the busy share, and the shares of waits by their
+    reasons."""
 
     busy: float
     waits: dict[str, float]
@@ -34,7 +36,7 @@ class Shares:
 
 @dataclass(slots=True)
 class RunTimeline:
-    """All spans of a run by process; `steps`, from the first to the last `step` mark of each
+    """The spans of a run by process; `steps`, from the first to the last `step` mark of each
     session (a resumed run has several); and `sessions`, from the first process's start to the last
     span. Before `whole_ns` some spans are sums, which are right in length but not in place."""
 
@@ -44,11 +46,12 @@ class RunTimeline:
     whole_ns: int = 0
 
     def shares(self) -> dict[str, Shares]:
-        """Busy and wait shares of every process during `steps`."""
+        """Return busy and wait shares of every process during `steps`."""
         return {name: shares_of(tracks, self.steps) for name, tracks in self.processes.items()}
 
     def both_busy_share(self) -> float:
-        """Share of `steps`, from `whole_ns` on, in which both executors were busy at once."""
+        """Return the share of `steps`, from `whole_ns` on, in which both executors were busy at
+        once."""
         busy: dict[str, Intervals] = {"generator": EMPTY, "trainer": EMPTY}
         for process, tracks in self.processes.items():
             if (executor := executor_of(process)) in busy:
@@ -56,8 +59,8 @@ class RunTimeline:
         return _share(intersect(busy["generator"], busy["trainer"]), self._whole(self.steps))
 
     def tokens_during_publish(self) -> int:
-        """Tokens decoded during publishes, from `whole_ns` on; a span partly inside counts
-        partly."""
+        """Return the tokens decoded during publishes, from `whole_ns` on; a span partly inside
+        counts partly."""
         all_tracks = self.processes.values()
         publishing = _union_of(each[PUBLISH] for each in all_tracks if PUBLISH in each)
         num_tokens = 0.0
@@ -75,8 +78,7 @@ def read_timeline(
 ) -> RunTimeline:
     """Read the span files of all processes in `folder`; without files the timeline is empty.
 
-    Also calls `on_span` with each process and span, so that the files need not be read twice.
-    """
+    It also calls `on_span` with each process and span, so that the files need not be read twice."""
     processes = defaultdict[str, Tracks](dict)
     extents: dict[bool, dict[tuple[str, int], tuple[int, int]]] = {False: {}, True: {}}
     whole_ns = 0
@@ -94,7 +96,7 @@ def read_timeline(
 
 
 def tracks_of(spans: Iterable[Span]) -> Tracks:
-    """These spans of one process, by category and name."""
+    """Return these spans of one process, by category and name."""
     tracks: Tracks = {}
     for span in spans:
         _add(tracks, span)
@@ -102,7 +104,7 @@ def tracks_of(spans: Iterable[Span]) -> Tracks:
 
 
 def by_executor(shares: dict[str, Shares]) -> dict[str, Shares]:
-    """Mean of the shares over the processes of each executor."""
+    """Return the mean of the shares over the processes of each executor."""
     members: dict[str, list[Shares]] = defaultdict(list)
     for process, share in shares.items():
         members[executor_of(process)].append(share)
@@ -115,8 +117,8 @@ def by_executor(shares: dict[str, Shares]) -> dict[str, Shares]:
 
 
 def shares_of(tracks: Tracks, window: Intervals) -> Shares:
-    """The shares of one process. Time that is busy and a wait counts as busy; time in two waits
-    counts as the first of them by name."""
+    """Return the shares of one process. Time that is busy and a wait counts as busy; time in two
+    waits counts as the first of them by name."""
     taken, waits = _busy(tracks), {}
     busy = _share(taken, window)
     for (cat, name), track in sorted(tracks.items()):
@@ -128,7 +130,7 @@ def shares_of(tracks: Tracks, window: Intervals) -> Shares:
 
 
 def _share(part: Intervals, whole: Intervals) -> float:
-    """How much of `whole` is in `part`."""
+    """Return how much of `whole` is in `part`."""
     return length(intersect(part, whole)) / length(whole) if len(whole) else 0.0
 
 
@@ -139,7 +141,7 @@ def _add(tracks: Tracks, span: Span) -> None:
 
 
 def _rows(track: array[int]) -> npt.NDArray[np.int64]:
-    """[n, 3]: start, end and tokens of each span."""
+    """Return [n, 3]: start, end and tokens of each span."""
     return np.array(track, dtype=np.int64).reshape(-1, 3)
 
 
@@ -162,12 +164,11 @@ DECODE_FILES = 4  # read of generators for their decode steps: replicas are alik
 
 
 class RecentSpans:
-    """Busy and wait shares of the last ten seconds, and seconds waited per step. Thread-safe.
+    """Busy and wait shares of the last ten seconds, and seconds waited per step. It is thread-safe.
 
     The window ends now. A span is known once it has ended and its process has flushed it; processes
-    work and wait in turn, so what follows the newest known span counts as a wait if that was work,
-    and as work if it was a wait.
-    """
+    work and wait in turn, so the time after the newest known span counts as a wait if that was
+    work, and as work if it was a wait."""
 
     def __init__(
         self,
@@ -175,7 +176,7 @@ class RecentSpans:
         since_ns: int | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """Spans that ended before `since_ns` (Unix; default: now) are of older sessions."""
+        """Spans that ended before `since_ns` (Unix; default: now) belong to older sessions."""
         self._clock_ns = clock_ns
         self._files = SpanFolder(folder, max_files=MAX_FILES)
         self._since_ns = time.time_ns() if since_ns is None else since_ns
@@ -185,7 +186,7 @@ class RecentSpans:
         self._lock = threading.Lock()
 
     def shares(self) -> dict[str, Shares]:
-        """Busy and wait shares by executor over the last ten seconds."""
+        """Return busy and wait shares by executor over the last ten seconds."""
         with self._lock:
             self._read()
             shares = {}
@@ -197,8 +198,9 @@ class RecentSpans:
         return by_executor(shares)
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds by tag, in spans read since the last call: `wait/<executor>`, the mean over its
-        processes (overlapping waits of one count each), and `publish/<kind>`, see `Exposure`."""
+        """Return seconds by tag, in spans read since the last call: `wait/<executor>`, the mean
+        over its processes (overlapping waits of one count each), and `publish/<kind>`, see
+        `Exposure`."""
         waits: dict[str, list[float]] = defaultdict(list)
         with self._lock:
             self._read()
@@ -222,7 +224,8 @@ class RecentSpans:
             spans[:] = [span for span in spans if span.end_ns > start_ns]
 
     def _since_newest(self, spans: list[Span]) -> list[Span]:
-        """What a process has done since its newest span ended, unless that is not flushed yet."""
+        """Return a span for the time since a process's newest span ended, unless that is not
+        flushed yet."""
         newest = max(spans, key=lambda span: span.end_ns)
         now_ns = self._clock_ns()
         if now_ns - newest.end_ns < UNFLUSHED_NS:
@@ -239,13 +242,12 @@ class RecentSpans:
 
 
 class Exposure:
-    """Sums up spans as they are read.
+    """Sums up the seconds of publishes that no work hides, from spans as they are read.
 
     `trainer_s`: the trainer kept its weights for a write, or the controller the next batch for the
     publish before. `commit_s`: a replica did not decode because it committed. `starved_s`: a
-    replica had nothing to decode while a version was on its way; rollouts that wait for it are all
-    it has then. The last two are means over the replicas.
-    """
+    replica had nothing to decode while a version was on its way; it then has only rollouts that
+    wait for this version. The last two are means over the replicas."""
 
     def __init__(self) -> None:
         self._processes: dict[str, set[str]] = defaultdict(set)  # by executor
@@ -254,7 +256,7 @@ class Exposure:
         self._seconds: dict[tuple[str, str], float] = defaultdict(float)  # by kind and process
 
     def add(self, process: str, span: Span) -> None:
-        """A span that has ended."""
+        """Add a span that has ended."""
         executor, times = executor_of(process), (span.start_ns, span.end_ns)
         seconds = (span.end_ns - span.start_ns) / 1e9
         self._processes[executor].add(process)
@@ -268,8 +270,8 @@ class Exposure:
             self._seconds["trainer_s", process] += seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds per publish by kind, and `exposed_s`, their sum, since the last call; nothing
-        before two publishes have ended: what was waited for during the newest may be unread. A
+        """Return seconds per publish by kind, and `exposed_s`, their sum, since the last call;
+        nothing before two publishes have ended, as waits during the newest one may be unread. A
         run's first publish does not count, for nothing goes on beside it."""
         done = self._publishes[1:-1]
         if not done:
@@ -294,7 +296,7 @@ class DecodeSteps:
         self._files = SpanFolder(folder, executor="generator", max_files=DECODE_FILES)
 
     def read(self) -> list[tuple[int, float]]:
-        """(rollouts in the step, seconds) of those that ended since the last call."""
+        """Return (rollouts in the step, seconds) of the steps that ended since the last call."""
         return [
             (span.args["tokens"], (span.end_ns - span.start_ns) / 1e9)
             for _, span in self._files.read()

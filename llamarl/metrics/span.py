@@ -1,4 +1,4 @@
-"""Spans: what each process did, from when to when, in its file `<process>.jsonl`.
+"""Spans, which record what each process did, from when to when, in its file `<process>.jsonl`.
 
 Categories: `busy` (useful work), `wait` (the name says for what), `publish`, `mark` (anything
 else). Example line: {"name": "decode", "cat": "busy", "start_ns": 5, "end_ns": 9, "tokens": 64}.
@@ -25,7 +25,7 @@ from llamarl.metrics.estimates import EMPTY, length, subtract, union
 
 FLUSH_SPANS = 256  # a killed process loses at most this many spans
 FLUSH_NS = 10**9  # what is older is written when the next span is recorded
-# Shares of a file's limit. The old file and the new one exist together for a moment.
+# The old file and the new one exist together for a moment, hence the shares of the limit.
 LIMIT_BYTES = 16 * 1024 * 1024  # of one process on disk; 40,000 spans or more
 FULL_SHARE = 1 / 2  # when old spans are summed
 KEPT_SHARE = 1 / 4  # the newest spans, which stay as they are
@@ -55,16 +55,16 @@ class Span(NamedTuple):
     @property
     def is_sum(self) -> bool:
         """True if this stands for several spans of one name, with their counts and bytes. A busy
-        one or a wait is as long as they were together; any other reaches from the first to the
-        last of them."""
+        one or a wait is as long as they were together; any other reaches from the first to the last
+        of them."""
         return "spans" in self.args
 
 
 class Spans:
     """Records spans of one process into `folder/<process>.jsonl`; `folder` None keeps nothing.
 
-    Thread-safe. `process` is unique in a run, such as `generator-0` or `trainer-1`. Its file takes
-    at most `limit_bytes`; older spans are then summed.
+    It is thread-safe. `process` is unique in a run, such as `generator-0` or `trainer-1`. Its file
+    takes at most `limit_bytes`; older spans are then summed.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Spans:
             file.write(text)
         self._num_bytes += len(text)
         if self._num_bytes >= FULL_SHARE * self._limit_bytes:
-            # Beside the process's work: reading the spans back takes tenths of a second.
+            # It runs beside the process's work, as reading spans back takes tenths of a second.
             self._summing = threading.Thread(target=self._sum_up, args=(path,), daemon=True)
             self._summing.start()
 
@@ -144,7 +144,7 @@ class SpanReader:
         self._num_read: int | None = None  # bytes of recorded lines, summed ones too
 
     def read(self) -> Iterator[Span]:
-        """Spans not read yet, in the order they were recorded (by their end, nearly)."""
+        """Yield spans not read yet, in the order they were recorded (by their end, nearly)."""
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             head = file.readline()
             num_summed, kept_from = _extent_of_sums(head)
@@ -164,8 +164,8 @@ class SpanReader:
 
 
 class SpanFolder:
-    """Reads the files of all processes of a run, or of those of one `executor`; where an executor
-    has more than `max_files`, so many of them, evenly spread."""
+    """Reads the files of all processes of a run, or of those of one `executor`; if an executor has
+    more than `max_files`, so many of them, evenly spread."""
 
     def __init__(
         self, folder: str | Path, *, executor: str | None = None, max_files: int = 2**31
@@ -175,7 +175,7 @@ class SpanFolder:
         self.readers: list[SpanReader] = []
 
     def read(self) -> Iterator[tuple[str, Span]]:
-        """(process, span) of each span not read yet, process by process."""
+        """Yield (process, span) of each span not read yet, process by process."""
         new: dict[str, list[Path]] = defaultdict(list)
         for path in span_files(self._folder):
             executor = executor_of(path.stem)
@@ -199,7 +199,7 @@ class SpanParser:
         self.unix_minus_monotonic_ns = 0
 
     def parse(self, text: bytes) -> Span | None:
-        """The span in a line; None if the line is something else or damaged."""
+        """Return the span in a line; None if the line is something else or damaged."""
         try:
             line = json.loads(text)
             if "cat" not in line:
@@ -223,10 +223,9 @@ class SpanParser:
 
 
 def sum_old_spans(path: Path, limit_bytes: int) -> int:
-    """Replace all but the newest spans of a span file by sums, in one move; its new size.
+    """Replace all but the newest spans of a span file by sums, in one move. Returns its new size.
 
-    The file must not be written to before it returns.
-    """
+    The file must not be written to before it returns."""
     data = path.read_bytes()
     num_summed, kept_from = _extent_of_sums(data[: data.find(b"\n") + 1])
     newest = max(0, len(data) - int(limit_bytes * KEPT_SHARE))
@@ -251,11 +250,11 @@ def sum_old_spans(path: Path, limit_bytes: int) -> int:
 
 
 def sums_of(spans: Sequence[Span]) -> Iterator[Span]:
-    """A sum for each category and name of a session, the first of them for its `start` mark.
+    """Yield a sum for each category and name of a session, the first of them for its `start` mark.
 
     Busy time and waits, in the precedence of `shares.shares_of`, follow each other up to where the
-    last of them ended. Waits come first, as before a run's first step: so its shares stay right.
-    """
+    last of them ended. Waits come first, as before a run's first step, so that its shares stay
+    right."""
     tracks = defaultdict[tuple[str, str], list[Span]](list)
     for span in spans:
         tracks[span.track].append(span)
@@ -282,8 +281,8 @@ def sums_of(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def _extent_of_sums(head: bytes) -> tuple[int, int]:
-    """(bytes of the lines that were summed, where in the file those begin that were not), from its
-    first line; 0, 0 if none were summed."""
+    """Return, from the first line of a file, the bytes of the lines that were summed, and the place
+    where the lines begin that were not; 0, 0 if none were summed."""
     try:
         line = json.loads(head)
         num_summed, sums_bytes = (_whole(line[key]) for key in ("summed_bytes", "sums_bytes"))
@@ -299,10 +298,11 @@ def _whole(number: object) -> int:
 
 
 def span_files(folder: str | Path) -> list[Path]:
-    """`<process>.jsonl` of every process, in a stable order."""
+    """Return `<process>.jsonl` of every process, in a stable order."""
     return sorted(Path(folder).glob("*.jsonl"))
 
 
 def executor_of(process: str) -> str:
-    """`generator-0` and `generator-0-1` (rank 1 of replica 0) -> `generator`."""
+    """Return the executor of a process: `generator-0` and `generator-0-1` (rank 1 of replica 0) ->
+    `generator`."""
     return process.partition("-")[0]

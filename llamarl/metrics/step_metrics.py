@@ -1,4 +1,4 @@
-"""The metrics of one optimizer step: metadata of its rollouts in, values by tag out."""
+"""The metrics of one optimizer step, as values by tag, from the metadata of its rollouts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def step_scalars(
     answer_field: str | None = None,
     sources: Sequence[str] = (),
 ) -> StepMetrics:
-    """The metrics of one step: (scalars by tag, histograms by tag, texts by tag).
+    """Return the metrics of one step: (scalars by tag, histograms by tag, texts by tag).
 
     `groups`: those trained in this step, with rows and scores, at version `stats.version` - 1;
     tokens older than `oldest_version` were masked and count as untrained. `dropped`: groups dropped
@@ -85,9 +85,8 @@ def step_scalars(
     with equal rewards are dropped, so the accuracy of the trained ones stays near a half, however
     good the policy. `seconds`: `step` (since the last step ended), `publish`, `wait/<executor>` and
     `publish/<kind>` where known. `completions`: decoded text of the rows chosen by `sample_rows`,
-    shown beside the answer in `answer_field` of the prompt's row. Of several `sources` of prompts
-    each has numbers of its own.
-    """
+    shown beside the answer in `answer_field` of the prompt's row. If there are several `sources` of
+    prompts, each has numbers of its own."""
     finished = [*groups, *(group for members in dropped.values() for group in members)]
     rows = [row for group in groups for row in group.rollouts.values()]
     all_rows = [row for group in finished for row in group.rollouts.values()]
@@ -127,7 +126,8 @@ def step_scalars(
 
 
 def means(rows: Sequence[Mapping[str, float]], prefix: str = "") -> Scalars:
-    """The mean of each name over the rows that have it; the prefix stands before each name."""
+    """Return the mean of each name over the rows that have it; the prefix stands before each
+    name."""
     names = sorted({name for numbers in rows for name in numbers})
     values = {name: [numbers[name] for numbers in rows if name in numbers] for name in names}
     return {f"{prefix}{name}": sum(found) / len(found) for name, found in values.items()}
@@ -136,7 +136,8 @@ def means(rows: Sequence[Mapping[str, float]], prefix: str = "") -> Scalars:
 def token_staleness(
     rows: Sequence[RolloutInfo], version: int, oldest_version: int = 0
 ) -> dict[int, int]:
-    """Tokens by staleness when used at `version`; those before `oldest_version` are left out."""
+    """Return the tokens by staleness when used at `version`; those before `oldest_version` are left
+    out."""
     counts: Counter[int] = Counter()
     for row in rows:
         for span in row.spans:
@@ -146,13 +147,13 @@ def token_staleness(
 
 
 def _pace(seconds: Mapping[str, float], num_tokens: int) -> Scalars:
-    """Seconds by their tags, and the tokens per second of the step, if it is known."""
+    """Return seconds by their tags, and the tokens per second of the step, if it is known."""
     found = {name if "/" in name else f"time/{name}_s": each for name, each in seconds.items()}
     return found | ({"tokens/per_s": num_tokens / seconds["step"]} if seconds.get("step") else {})
 
 
 def sample_rows(groups: Sequence[Group], num_rows: int) -> list[int]:
-    """Row ids worth showing: one per group, alternating between its best and its worst."""
+    """Return row ids worth showing: one per group, alternating between its best and its worst."""
     num_rows = min(num_rows, len(groups))
     chosen = []
     for index in range(num_rows):
@@ -165,7 +166,8 @@ def sample_rows(groups: Sequence[Group], num_rows: int) -> list[int]:
 
 
 def _scores(scores: list[StageResult], rewards: NDArray[np.float64]) -> Scalars:
-    """`rewards`: of each, NaN where there is none."""
+    """Return the scalars of scores and rewards. `rewards` has the reward of each score, NaN where
+    there is none."""
     failed = Counter(score.status for score in scores if score.status is not StageStatus.OK)
     scalars: Scalars = {f"reward_failures/{status.value}": failed[status] for status in FAILURES}
     if (found := np.flatnonzero(~np.isnan(rewards))).size:
@@ -176,7 +178,7 @@ def _scores(scores: list[StageResult], rewards: NDArray[np.float64]) -> Scalars:
 
 
 def _accuracy(groups: Sequence[Group]) -> Scalars:
-    """With its interval: rollouts of one group are alike."""
+    """Return the accuracy with its interval, in which rollouts of one group count as alike."""
     correct = [[s.correct for s in group.scores.values() if s.has_reward] for group in groups]
     correct = [of_group for of_group in correct if of_group]
     if not correct:
@@ -212,7 +214,7 @@ def _staleness(staleness: dict[int, int], rows: list[RolloutInfo]) -> Scalars:
 
 
 def count_values(values: Sequence[float]) -> dict[float, int]:
-    """Value -> how often; more than MAX_VALUES values as the middles of equal ranges."""
+    """Return value -> how often; more than MAX_VALUES values as the middles of equal ranges."""
     counts = Counter(values)
     if len(counts) > MAX_VALUES:
         amounts, edges = np.histogram(np.array(values, dtype=np.float64), bins=MAX_VALUES)
@@ -224,7 +226,8 @@ def count_values(values: Sequence[float]) -> dict[float, int]:
 def _samples(
     step: int, groups: Sequence[Group], completions: Mapping[int, str], answer_field: str | None
 ) -> str:
-    """Markdown; in code blocks, so that the model's own markup is not rendered."""
+    """Return the samples as Markdown; in code blocks, so that the model's own markup is not
+    rendered."""
     parts = []
     for group in groups:
         answer = find_value(group.prompt.fields, answer_field or "")
@@ -240,7 +243,8 @@ def _samples(
 
 
 def _describe(row: RolloutInfo, score: StageResult) -> str:
-    """Such as `reward 1.25 (exact 1, format 0.25), stop after 34 tokens, versions 3, 4`."""
+    """Return words such as `reward 1.25 (exact 1, format 0.25), stop after 34 tokens, versions 3,
+    4`."""
     parts = ", ".join(f"{name} {part:g}" for name, part in score.parts.items())
     reward = f"reward {score.reward:g}" + (f" ({parts})" if len(score.parts) > 1 else "")
     versions = ", ".join(str(span.version) for span in row.spans)
@@ -262,12 +266,12 @@ class Drops:
 
     @property
     def num_ready(self) -> int:
-        """Groups worth training on that no step has taken yet."""
+        """The number of groups worth training on that no step has taken yet."""
         return len(self._ready)
 
     @property
     def num_current(self) -> int:
-        """Groups dropped since the last step."""
+        """The number of groups dropped since the last step."""
         return sum(map(len, self._current.values()))
 
     def add(self, group: Group, reason: str | None) -> None:
@@ -284,17 +288,17 @@ class Drops:
             self._warn()
 
     def take(self, trained: Sequence[Group]) -> dict[str, list[Group]]:
-        """The groups dropped since the last call, by reason, at a step that learnt from `trained`.
+        """Return the groups dropped since the last call, by reason, at a step that learnt from
+        `trained`.
 
-        Includes every reason met since the start, so that its curve falls back to 0.
-        """
+        Includes every reason met since the start, so that its curve falls back to 0."""
         self._ready.difference_update(group.group_id for group in trained)
         current, self._current = self._current, defaultdict(list)
         return {reason: current[reason] for reason in self.total}
 
     def take_rollouts(self) -> dict[str, int]:
-        """The rollouts that stages dropped since the last call, by reason; every reason met since
-        the start is there."""
+        """Return the number of rollouts that stages dropped since the last call, by reason; every
+        reason met since the start is there."""
         counts = dict(self._rollouts)
         self._rollouts = Counter(dict.fromkeys(counts, 0))
         return counts
@@ -316,7 +320,7 @@ class Drops:
 
 
 def explain(reason: str, group: Group) -> str:
-    """What `reason` means, with an example from `group`, which was dropped for it."""
+    """Return what `reason` means, with an example from `group`, which was dropped for it."""
     words = MEANINGS.get(reason, f"the group filter said {reason}")
     errors = [s.error for s in group.scores.values() if s.status is not StageStatus.OK]
     if errors:
@@ -329,7 +333,8 @@ def explain(reason: str, group: Group) -> str:
 
 
 def in_words(counts: Mapping[str, int]) -> str:
-    """{"solved": 160, "equal_rewards": 20} -> "180: 160 solved, 20 equal rewards"."""
+    """Return counts in words: {"solved": 160, "equal_rewards": 20} -> "180: 160 solved, 20 equal
+    rewards"."""
     parts = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     named = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in parts]
     return f"{sum(counts.values()):,}: {', '.join(named)}"
@@ -342,18 +347,17 @@ DEMONSTRATION_TAGS |= {k: TRAINER_TAGS[k] for k in ("entropy", "grad_norm", "tra
 
 
 def perplexity(loss: float) -> float:
-    """exp of a mean loss per token, in nats."""
+    """Return exp of a mean loss per token, in nats."""
     return math.exp(min(loss, MOST_NATS))
 
 
 def demonstration_scalars(
     groups: Sequence[Group], stats: StepStats, seconds: Mapping[str, float]
 ) -> StepMetrics:
-    """(scalars by tag, histograms by tag, no texts) of the step that learnt from `groups`.
+    """Return (scalars by tag, histograms by tag, no texts) of the step that learnt from `groups`.
 
     The loss is the mean over `tokens/trained`, which the assistant wrote; `tokens/context` are the
-    others. `length/` counts whole demonstrations. `seconds` as for `step_scalars`.
-    """
+    others. `length/` counts whole demonstrations. `seconds` as for `step_scalars`."""
     rows = [row for group in groups for row in group.rollouts.values()]
     lengths = [row.num_prompt_tokens + row.num_tokens for row in rows]
     scalars = {tag: stats.scalars[name] for name, tag in DEMONSTRATION_TAGS.items()}
@@ -373,8 +377,8 @@ CALLS, SECONDS, ERRORS = "calls", "seconds", "errors"  # each by tool: "calls/se
 def episode_scalars(
     episodes: Sequence[Mapping[str, float]], num_tokens: int, num_observed: int
 ) -> dict[str, float]:
-    """Of the episodes finished in a step, trained and dropped ones, whose rollouts have this many
-    tokens together, `num_observed` of them of observations."""
+    """Return the scalars of the episodes finished in a step, trained and dropped ones, whose
+    rollouts have this many tokens together, `num_observed` of them in observations."""
     if not episodes:
         return {}
     sums = Counter[str]()
@@ -401,8 +405,8 @@ def episode_scalars(
 
 
 def tools_in_words(scalars: Mapping[str, float]) -> str:
-    """The tools that were called most, such as "search 1,204 calls of 1.25 s, 3 errors"; "" without
-    calls."""
+    """Return the tools that were called most, such as "search 1,204 calls of 1.25 s, 3 errors"; ""
+    without calls."""
     head = "tool_calls/"
     calls = {tag.removeprefix(head): n for tag, n in scalars.items() if tag.startswith(head)}
     most = sorted(calls, key=lambda tool: -calls[tool])
@@ -426,8 +430,8 @@ SOURCE_TAGS = tuple(f"{name}/" for name in (GROUPS, DROPPED, REWARD, LENGTH))  #
 def source_scalars(
     trained: Sequence[Group], finished: Sequence[Group], names: Sequence[str]
 ) -> dict[str, float]:
-    """By tag, of all groups `finished` in a step, those `trained` and those dropped; a source
-    without one is left out."""
+    """Return the scalars of each source by tag, over all groups `finished` in a step, those
+    `trained` and those dropped; a source without groups is left out."""
     kept = {group.group_id for group in trained}
     scalars: dict[str, float] = {}
     for source, name in enumerate(names):
@@ -447,8 +451,8 @@ def source_scalars(
 
 
 def sum_sources(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """By source, over the steps of a run: its groups, the share of them that was dropped, and the
-    mean reward and length, each step weighted by the source's groups in it."""
+    """Return by source, over the steps of a run: its groups, the share of them that was dropped,
+    and the mean reward and length, each step weighted by the source's groups in it."""
     found: dict[str, dict[str, float]] = {}
     names = {tag.partition("/")[2] for step in steps for tag in step if tag.startswith(GROUPS)}
     for name in sorted(names):

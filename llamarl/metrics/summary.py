@@ -1,4 +1,4 @@
-"""What a run achieved, and its timeline: functions of the run folder alone (archive of retired
+"""The summary of a run and its timeline, computed from the run folder alone (archive of retired
 rollouts, spans, metrics.jsonl). No file of spans is ever whole in memory."""
 
 import json
@@ -104,7 +104,7 @@ class ArchivedRollouts:
     num_tokens: int = 0
     ages: set[int] = field(default_factory=set)  # of trained tokens
     dropped: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    # By version evaluated and prompt: (correct, reward) of its rollouts.
+    # (correct, reward) of the rollouts, by evaluated version and prompt
     evaluated: dict[int, dict[Any, list[Any]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
@@ -130,7 +130,7 @@ class ArchivedRollouts:
             self.evaluated[line["version"]][prompt].append((bool(correct), reward))
 
     def held_out(self) -> dict[str, Any]:
-        """What summary.json says of evaluations."""
+        """Return the figures of evaluations for summary.json."""
         last = max(self.evaluated, default=0) or None
         found: dict[str, Any] = {"version_after": last, "held_out_prompts": None}
         for name, version in (("before", 0), ("after", last)):
@@ -149,7 +149,8 @@ class ArchivedRollouts:
 
 
 def _shares(steps: dict[int, dict[str, Any]], last: int | None) -> dict[str, dict[str, Any]]:
-    """Every share but the accuracy of all prompts, of the first and the last version evaluated."""
+    """Return every share but the accuracy of all prompts, of the first and the last version
+    evaluated."""
     found: dict[str, dict[str, Any]] = {}
     for when, version in (("before", 0), ("after", last)):
         line = {} if version is None else steps.get(version, {})
@@ -162,8 +163,8 @@ def _shares(steps: dict[int, dict[str, Any]], last: int | None) -> dict[str, dic
 
 
 def _read_archive(folder: Path) -> ArchivedRollouts:
-    """All rollouts; skips the line that a killed process left unfinished, and damaged ones with a
-    warning."""
+    """Return the sums over all rollouts. It skips the line that a killed process left unfinished,
+    and, with a warning, damaged ones."""
     rollouts = ArchivedRollouts()
     for path in sorted(folder.glob(ARCHIVE_FILES)):
         with path.open("rb") as file:
@@ -177,7 +178,7 @@ def _read_archive(folder: Path) -> ArchivedRollouts:
 
 
 def _mean_over_tokens(steps: dict[int, dict[str, Any]], tag: str) -> float | None:
-    """Mean of what each step reported under `tag`, weighted by its trained tokens."""
+    """Return the mean of what each step reported under `tag`, weighted by its trained tokens."""
     pairs: list[Any] = [(step.get(tag), step.get(TRAINED_TOKENS)) for step in steps.values()]
     sound = [pair for pair in pairs if all(isinstance(each, int | float) for each in pair)]
     whole = sum(weight for _, weight in sound)
@@ -191,9 +192,8 @@ def _ratio(part: float, whole: float) -> float | None:
 class TraceFile:
     """Writes one trace; use it as a context manager, and `add` the spans process by process.
 
-    Times are microseconds since the first span of the run. Replaces `out_path` in one move, once
-    the block has ended without an error.
-    """
+    Times are microseconds since the first span of the run. It replaces `out_path` in one move, once
+    the block has ended without an error."""
 
     def __init__(self, spans_folder: str | Path, out_path: str | Path) -> None:
         self.num_spans = 0
@@ -237,7 +237,7 @@ class TraceFile:
         self._write("X", span.name, pid, tid, cat=span.cat, **times_us, args=span.args)
 
     def _place(self, process: str, span: Span) -> int:
-        """Thread id of the first lane of the span's track that is free at its start."""
+        """Return the thread id of the first lane of the span's track that is free at its start."""
         track = TRACK_OF.get(span.cat, len(TRACKS) - 1)
         ends_ns = self._lane_ends_ns[process, track]
         lane = next((i for i, end in enumerate(ends_ns) if end <= span.start_ns), len(ends_ns))

@@ -1,6 +1,6 @@
 """The tracker `tensorboard`: event files in the run's folder, by tensorboard's own writer.
 
-Those of torch and tensorboardX load torch into the controller (2.2 s at the start instead of
+The writers of torch and tensorboardX load torch into the controller (2.2 s at the start instead of
 0.2 s), and a flush of tensorboardX returns before its queue is written. When `log` returns, its
 values are on disk; every tag of a run has a section and a description."""
 
@@ -23,7 +23,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 from llamarl.metrics.step_metrics import Histograms, Scalars, Texts
 
 MOST_BUCKETS = 64
-# What the table of hyper-parameters shows of each run: the last values.
+# The tags whose last values the table of hyper-parameters shows for each run.
 JUDGED_BY = ["evaluation/accuracy", "evaluation/reward", "accuracy/train", "reward/mean"]
 JUDGED_BY += ["tokens/per_s"]
 SECTIONS = {  # first words of tags by section; TensorBoard sorts by name, hence the numbers
@@ -161,7 +161,7 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
 
 
 def chart_tag(tag: str) -> str:
-    """`reward/mean` -> `1_outcome/reward/mean`."""
+    """Return the tag of a chart: `reward/mean` -> `1_outcome/reward/mean`."""
     word = tag.partition("/")[0]
     section = next((name for name, words in SECTIONS.items() if word in words), OTHERS)
     is_end = word in SHARES and tag.endswith(ENDS)
@@ -169,14 +169,14 @@ def chart_tag(tag: str) -> str:
 
 
 def description(tag: str) -> str:
-    """What the values of `tag` mean; "" for a tag that is not of this package."""
+    """Return what the values of `tag` mean; "" for a tag that is not of this package."""
     folders = (tag.rpartition("/")[0] + "/", tag.partition("/")[0] + "/")
     return next((DESCRIPTIONS[each] for each in (tag, *folders) if each in DESCRIPTIONS), "")
 
 
 class TensorBoardTracker:
-    """One event file in `run_dir/tensorboard`. TensorBoard forgets what an earlier session of the
-    run logged from `first_step` on."""
+    """Writes one event file in `run_dir/tensorboard`. TensorBoard forgets what an earlier session
+    of the run logged from `first_step` on."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, object], first_step: int) -> None:
         self._writer = EventFileWriter(str(run_dir / "tensorboard"))
@@ -213,7 +213,7 @@ class TensorBoardTracker:
 
 
 def _histogram(tag: str, counts: Mapping[float, int]) -> Summary.Value:
-    """Equal buckets around the values, from the smallest to the largest."""
+    """Return a histogram with equal buckets around the values, from the smallest to the largest."""
     values = np.array(sorted(counts), dtype=np.float64)
     gap = float(np.diff(values).min()) if len(values) > 1 else max(1.0, abs(values[0]) / 2**20)
     reach = float(values[-1] - values[0])
@@ -228,7 +228,7 @@ def _histogram(tag: str, counts: Mapping[float, int]) -> Summary.Value:
 
 
 def _experiment(values: Mapping[str, bool | float | str]) -> Summary:
-    """Which columns the HPARAMS tab has, and of which type; metrics are existing charts."""
+    """Return the columns of the HPARAMS tab with their types; metrics are existing charts."""
     experiment = api_pb2.Experiment()
     for key, value in sorted(values.items()):
         kind = {bool: "BOOL", str: "STRING"}.get(type(value), "FLOAT64")

@@ -1,5 +1,6 @@
-"""Where the numbers of a run go: metrics.jsonl, and the trackers named by `metrics.trackers`, whose
-packages are imported only for a recipe that names them, and load no torch into the controller."""
+"""The places where the numbers of a run go: metrics.jsonl, and the trackers named by
+`metrics.trackers`, whose packages are imported only for a recipe that names them, and load no torch
+into the controller."""
 
 import dataclasses
 import json
@@ -37,8 +38,8 @@ class Tracker(Protocol):
 
 
 OpenTracker = Callable[[Path, Mapping[str, object], int], Tracker]
-"""Opens a tracker for a run's folder, the recipe as dotted key -> value, and the step that the run
-does next: above 0 if it is resumed."""
+"""A function that opens a tracker for a run's folder, the recipe as dotted key -> value, and the
+step that the run does next: above 0 if it is resumed."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class TrackerEntry:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """ValueError unless all these trackers are known, different and installed."""
+    """Raise ValueError unless all these trackers are known, different and installed."""
     for name in names:
         require_choice("metrics.trackers", name, TRACKERS)
         require(names.count(name) == 1, "metrics.trackers", "name each tracker once", list(names))
@@ -64,7 +65,8 @@ def check_trackers(names: Sequence[str]) -> None:
 def open_trackers(
     names: Sequence[str], run_dir: Path, config: Mapping[str, object], first_step: int
 ) -> dict[str, Tracker]:
-    """The trackers of `names`, opened; ValueError says which one cannot be, and why."""
+    """Return the trackers of `names`, opened. Raises ValueError, which says which one cannot be,
+    and why."""
     trackers = {}
     for name in names:
         try:
@@ -78,7 +80,8 @@ def open_trackers(
 
 
 def flatten(section: object, prefix: str = "") -> dict[str, object]:
-    """`Config(trainer=TrainerConfig(lr=0.1))` -> {"trainer.lr": 0.1, ...}."""
+    """Return a config by dotted keys: `Config(trainer=TrainerConfig(lr=0.1))` -> {"trainer.lr":
+    0.1, ...}."""
     assert dataclasses.is_dataclass(section)
     flat: dict[str, object] = {}
     for field in dataclasses.fields(section):
@@ -93,9 +96,8 @@ class MetricsLog:
 
     Each line is {"step": int, "unix_s": float, <tag>: float, ...} plus "histograms" and "texts"
     where there are any; NaN and infinities are null. A step may have several lines (training,
-    evaluation) and after a resume repeats: the last value of a tag counts, see `read_metrics`.
-    A tracker that fails gets nothing more; the run continues.
-    """
+    evaluation) and repeats after a resume: the last value of a tag counts, see `read_metrics`. A
+    tracker that fails gets nothing more; the run continues."""
 
     def __init__(self, run_dir: str | Path, trackers: Mapping[str, Tracker] | None = None) -> None:
         self.run_dir = Path(run_dir)
@@ -141,9 +143,9 @@ class MetricsLog:
 def read_metrics(
     path: str | Path, tags: Collection[str] | None = None
 ) -> dict[int, dict[str, Any]]:
-    """Step -> merged line of a metrics.jsonl, later lines winning; unfinished and damaged ones are
-    skipped. With `tags`, only these are kept of each line, so that its texts take no memory; one
-    with a / at its end stands for all that begin so."""
+    """Return step -> merged line of a metrics.jsonl, later lines winning; unfinished and damaged
+    ones are skipped. With `tags`, only these are kept of each line, so that its texts take no
+    memory; a tag with a / at its end stands for all that begin so."""
     steps: dict[int, dict[str, Any]] = {}
     heads = tuple(tag for tag in tags or () if tag.endswith("/"))
     with Path(path).open("rb") as file:
@@ -181,7 +183,8 @@ class RunIds:
     run_dir: Path
 
     def find(self, tracker: str) -> str | None:
-        """None if the tracker has had nothing of this run. ValueError if the file is damaged."""
+        """Return the run's id; None if the tracker has had nothing of this run. Raises ValueError
+        if the file is damaged."""
         path = self.run_dir / IDS_FILE
         found = read_object(path).get(tracker) if path.exists() else None
         if not isinstance(found, str | None):
@@ -189,7 +192,7 @@ class RunIds:
         return found
 
     def keep(self, tracker: str, run_id: str) -> None:
-        """Write it, beside those of other trackers."""
+        """Write the run's id, beside those of other trackers."""
         path = self.run_dir / IDS_FILE
         ids = read_object(path) if path.exists() else {}
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -197,8 +200,8 @@ class RunIds:
 
 
 def _names(config: Mapping[str, object]) -> tuple[str, str, list[str]]:
-    """What a recipe calls the run for other programs: its project, its name and its tags; "" and []
-    where it says nothing."""
+    """Return the recipe's project, name and tags for other programs; "" and [] where it says
+    nothing."""
     keys = ("metrics.project", "metrics.run_name", "metrics.tags")
     project, run_name, tags = map(config.get, keys)
     words = [str(tag) for tag in tags] if isinstance(tags, list) else []
@@ -206,8 +209,8 @@ def _names(config: Mapping[str, object]) -> tuple[str, str, list[str]]:
 
 
 def _open_wandb(run_dir: Path, config: Mapping[str, object], first_step: int) -> Tracker:
-    """Weights & Biases. Its own variables hold: WANDB_MODE, WANDB_API_KEY, WANDB_ENTITY, and where
-    the recipe names nothing WANDB_PROJECT, WANDB_NAME, WANDB_TAGS."""
+    """Open Weights & Biases. Its own variables hold: WANDB_MODE, WANDB_API_KEY, WANDB_ENTITY, and
+    where the recipe names nothing WANDB_PROJECT, WANDB_NAME, WANDB_TAGS."""
     import wandb
 
     (project, run_name, tags), ids = _names(config), RunIds(run_dir)
@@ -228,8 +231,8 @@ def _open_wandb(run_dir: Path, config: Mapping[str, object], first_step: int) ->
 
 
 def _open_mlflow(run_dir: Path, config: Mapping[str, object], first_step: int) -> Tracker:
-    """MLflow. Its own variables hold: MLFLOW_TRACKING_URI, and MLFLOW_EXPERIMENT_NAME where the
-    recipe names no project."""
+    """Open MLflow. Its own variables hold: MLFLOW_TRACKING_URI, and MLFLOW_EXPERIMENT_NAME where
+    the recipe names no project."""
     import mlflow
 
     (project, run_name, tags), ids = _names(config), RunIds(run_dir)
@@ -245,8 +248,8 @@ def _open_mlflow(run_dir: Path, config: Mapping[str, object], first_step: int) -
 
 
 def _open_trackio(run_dir: Path, config: Mapping[str, object], first_step: int) -> Tracker:
-    """Trackio, Hugging Face's local dashboard: `trackio show --project llamarl`. It knows a run by
-    its name."""
+    """Open Trackio, Hugging Face's local dashboard: `trackio show --project llamarl`. It knows a
+    run by its name."""
     import trackio
 
     (project, run_name, _), ids = _names(config), RunIds(run_dir)
