@@ -1,1 +1,1 @@
-"""Where rollouts lie, and how processes of one host and of others read and write them."""
+"""The storage of rollouts, which processes of one host and of others read and write."""

@@ -1,4 +1,4 @@
-"""The archive: what a run leaves of its rollouts, and which of them can be read after it."""
+"""The archive: the lines that a run leaves of its rollouts, some of which it keeps whole."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from llamarl.storage.columns import COLUMNS
 
 
 def is_kept(prompt: Prompt, share: float, seed: int) -> bool:
-    """Whether the rollouts of `prompt` in its epoch are among the `share` that is kept whole. What
-    is kept at one share is kept at every larger one."""
+    """Return whether the rollouts of `prompt` in its epoch are among the `share` that is kept
+    whole. Prompts kept at one share are kept at every larger one."""
     words = f"{seed} {prompt.epoch} {prompt.prompt_id} {prompt.is_held_out}"
     digest = hashlib.sha256(words.encode()).digest()
     return int.from_bytes(digest[:8]) < share * 2**64
@@ -56,12 +56,11 @@ def make_record(
     functions: Sequence[str] = (),
     prompt_field: str = "",
 ) -> dict[str, Any]:
-    """What the archive says of a rollout beside its arrays: its prompt, from the sources `prompts`
-    or the file of its set in `held_out`, with its question in `prompt_field`, and what became of
-    it. `rewards` has each of the reward `functions`, None without a result.
+    """Return the archive's record of a rollout beside its arrays: its prompt, from the sources
+    `prompts` or the file of its set in `held_out`, with its question in `prompt_field`, and its
+    outcome. `rewards` has the result of each of the reward `functions`, None without one.
 
-    `step` is the one that trained it, or should have; of an evaluation, the version.
-    """
+    `step` is the step that trained it, or should have; for an evaluation, the version."""
     prompt, score = group.prompt, group.scores.get(row_id)
     parts, extra = ({}, {}) if score is None else (score.parts, score.extra)
     version = int(outcome["version"]) if "version" in outcome else group.step
@@ -89,15 +88,15 @@ def make_record(
 
 
 def _source(prompt: Prompt, names: Sequence[str], held_out: Mapping[str, str]) -> str:
-    """Empty for a question of the caller's own."""
+    """Return the source or file of a prompt; empty for a question of the caller's own."""
     if prompt.is_held_out:
         return held_out.get(prompt.held_out, "")
     return names[prompt.source] if 0 <= prompt.source < len(names) else ""
 
 
 def as_cell(value: object) -> np.ndarray:
-    """uint8 [bytes]: `value` as JSON, UTF-8; half of a surrogate pair, which a prompt file may
-    hold, as a question mark."""
+    """Return `value` as JSON, UTF-8, in a uint8 [bytes]; half of a surrogate pair, which a prompt
+    file may hold, becomes a question mark."""
     return np.frombuffer(json.dumps(value, ensure_ascii=False).encode(errors="replace"), np.uint8)
 
 
@@ -109,7 +108,7 @@ TOKEN_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A retired rollout: how many entries each of its cells has, and those cells that its lines
+    """A retired rollout: the number of entries of each of its cells, and the cells that its lines
     show."""
 
     lengths: dict[str, int]
@@ -124,7 +123,7 @@ class Archive:
         self._files: list[TextIO] = []
 
     def open(self) -> None:
-        """Lines of an earlier session stay."""
+        """Open the files; lines of an earlier session stay."""
         if not self._files:
             for path in self._paths:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,19 +131,20 @@ class Archive:
                 self._files.append(path.open("a"))
 
     def close(self) -> None:
-        """May be repeated. OSError if what is still to be written does not fit on the disk."""
+        """Close the files; it may be called again. Raises OSError if lines still to be written do
+        not fit on the disk."""
         while self._files:
             self._files.pop().close()
 
     def wants(self, name: str, lengths: np.ndarray, columns: Collection[str]) -> bool:
-        """Whether `append` needs the cells of a column, not only their lengths, of rows that have
-        these `columns`."""
+        """Return whether `append` needs the cells of a column, not only their lengths, of rows that
+        have these `columns`."""
         if name in TOKEN_COLUMNS and name != TOKEN_VERSIONS:  # of which every line has the runs
             return RECORD in columns
         return name in COLUMNS or bool((lengths == 1).all())
 
     def append(self, rows: Mapping[int, Row], outcome: Outcome) -> None:
-        """Write the lines of each row. OSError if that is not possible."""
+        """Write the lines of each row. Raises OSError if that is not possible."""
         if not self._files:
             raise RuntimeError("a storage unit must be started before it retires rows")
         for path, file, lines in zip(
@@ -161,7 +161,7 @@ class Archive:
 def _all_lines(
     rows: Mapping[int, Row], outcome: Outcome
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Of all rows, and of those with a record."""
+    """Return the lines of all rows, and the longer lines of those with a record."""
     lines, kept = [], []
     for row_id, row in rows.items():
         line = _line(row_id, row, outcome)
@@ -195,7 +195,7 @@ def _line(row_id: int, row: Row, outcome: Outcome) -> dict[str, Any]:
             "max_tokens": int(max_tokens),
             "seed": int(seed),
         }
-    # What a recipe's own stages wrote.
+    # These columns are those of a recipe's own stages.
     numbers = {name: _number(cell) for name, cell in cells.items() if name not in COLUMNS}
     if numbers:
         line["numbers"] = numbers
@@ -203,11 +203,10 @@ def _line(row_id: int, row: Row, outcome: Outcome) -> dict[str, Any]:
 
 
 def _kept_line(line: Mapping[str, Any], cells: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The line of a rollout with a record; None stands for what it has not.
+    """Return the line of a rollout with a record; None stands for values that it lacks.
 
-    `version` is the trainer's that used the rollout or the one evaluated. `staleness` is that of
-    its oldest token with weight.
-    """
+    `version` is the trainer's version that used the rollout, or the version evaluated. `staleness`
+    is that of its oldest token with weight."""
     record = json.loads(cells[RECORD].tobytes())
     is_kept = record.pop("is_kept")
     turns = json.loads(cells[TURNS].tobytes()) if TURNS in cells else None
@@ -242,12 +241,12 @@ def _drop_unfinished_line(path: Path) -> None:
 
 
 def _number(cell: np.ndarray) -> float | None:
-    """None for what JSON has no word for."""
+    """Return a number, or None for one that JSON has no word for."""
     return float(cell[0]) if math.isfinite(cell[0]) else None
 
 
 def _numbers(cell: np.ndarray) -> list[int | float | None]:
-    """The entries with as few digits as make each one that of the cell's dtype."""
+    """Return the entries, each with as few digits as identify it in the cell's dtype."""
     if cell.dtype.kind in "iu":
         return cell.tolist()
     return [float(str(entry)) if math.isfinite(entry) else None for entry in cell]

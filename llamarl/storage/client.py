@@ -1,4 +1,4 @@
-"""The client of storage: one Storage over several storage units."""
+"""The client of storage, which is one Storage over several storage units."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ PATIENCE_S = 2.0  # without an answer, until a call asks whether the unit is los
 
 
 class Unit:
-    """faces.Storage of one unit: its `calls`, and the `path` of its socket. Picklable.
+    """The client of one unit, through its `calls` and the `path` of its socket. It can be pickled.
 
-    `is_far`: a slow link leads to the unit, so what is written is compressed. What is read is
-    read-only, and perhaps only the first rows.
-    """
+    `is_far`: a slow link leads to the unit, so arrays are compressed to be written. Arrays that are
+    read are read-only, and perhaps of the first rows only."""
 
     def __init__(self, name: str, calls: Storage, path: str, *, is_far: bool = False) -> None:
         self.name, self._is_far = name, is_far
@@ -56,7 +55,7 @@ class Unit:
                 await self._calls.write(row_ids[rows], some, writer)
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
-        """The named columns of the first of these rows, as many as came in one piece."""
+        """Return the named columns of the first of these rows, as many as came in one piece."""
         if not self._is_near():
             return await self._calls.read(row_ids, names)
         question: Message = {"ask": "read", "names": names}, [ints(row_ids)]
@@ -77,7 +76,7 @@ class Unit:
         await self._calls.erase(row_ids, names)
 
     async def fence(self, writer: str) -> None:
-        """Writes that wait at the socket are served later, so refused."""
+        """Fence the writer. Its writes that wait at the socket are served later, so refused."""
         await self._calls.fence(writer)
 
     async def usage(self) -> dict[str, int]:
@@ -89,13 +88,13 @@ class Unit:
         return usage
 
     def close(self) -> None:
-        """Hang up; what was read stays readable."""
+        """Close the connection; arrays that were read stay readable."""
         if self._connection is not None:
             self._connection.close()
 
     def _is_near(self) -> bool:
-        """Whether the unit can be reached through its socket; that is found out once, and again in
-        another event loop."""
+        """Return whether the unit can be reached through its socket; that is found out once, and
+        again in another event loop."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop and not self._is_elsewhere:
             self._loop = loop
@@ -106,8 +105,8 @@ class Unit:
         return not self._is_elsewhere
 
     async def _ask(self, message: Message) -> tuple[Connection, Packet]:
-        """The answer and how it came; raises the error that it is. ExecutorLost if the unit ends
-        before."""
+        """Return the connection and the answer that came by it; an answer that is an error is
+        raised. Raises ExecutorLost if the unit ends before."""
         connection = self._connection
         assert connection is not None
         answer = asyncio.ensure_future(connection.ask(message))
@@ -124,7 +123,8 @@ class Unit:
             answer.cancel()
 
     async def _raise_if_lost(self, answer: asyncio.Future[Packet]) -> None:
-        """A socket stays open while its process stands still; a call ends once that is noticed."""
+        """Wait for the answer, or raise ExecutorLost. A socket stays open while its process stands
+        still; a call ends once that is noticed."""
         usage = asyncio.ensure_future(self._calls.usage())
         try:
             either: list[asyncio.Future[Any]] = [answer, usage]
@@ -136,7 +136,7 @@ class Unit:
 
 
 def _pieces(columns: Columns, num_rows: int) -> Iterator[slice]:
-    """Consecutive rows that have at most MESSAGE_BYTES together, or one row that has more."""
+    """Yield consecutive rows that have at most MESSAGE_BYTES together, or one row that has more."""
     sizes = [[cell.nbytes for cell in cells] for cells in columns.values()]
     sums = np.cumsum(np.sum(sizes, axis=0)) if sizes else np.zeros(num_rows)
     first, before = 0, 0
@@ -152,19 +152,18 @@ T = TypeVar("T")
 class Store:
     """Spreads rows over storage units: row i lives in unit i mod their number.
 
-    Satisfies `faces.Storage`, and travels to executors if its units do. What goes through it is
-    signed by `writer`.
-    """
+    It satisfies `faces.Storage`, and can be pickled if its units can. Writes through it are signed
+    by `writer`."""
 
     def __init__(self, units: Sequence[Storage], writer: str = "") -> None:
         self._units, self.writer = units, writer
 
     def signed(self, writer: str) -> Store:
-        """A client of the same units for the processes of one start of an executor."""
+        """Return a client of the same units for the processes of one start of an executor."""
         return Store(self._units, writer)
 
     async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
-        """Write whole cells. ValueError if a column does not have one array per row."""
+        """Write whole cells. Raises ValueError if a column does not have one array per row."""
         for name, cells in columns.items():
             if len(cells) != len(row_ids):
                 raise ValueError(
@@ -177,8 +176,8 @@ class Store:
         await asyncio.gather(*calls)
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
-        """The named columns of these rows, in order, as read-only arrays. KeyError if one was
-        never written."""
+        """Return the named columns of these rows, in order, as read-only arrays. Raises KeyError if
+        one was never written."""
         shares = self._shares(row_ids)
         parts = await asyncio.gather(*(_read_all(unit, some, names) for unit, some, _ in shares))
         if len(parts) == 1:
@@ -203,16 +202,17 @@ class Store:
         await asyncio.gather(*(unit.erase(some, names) for unit, some, _ in shares))
 
     async def fence(self, writer: str) -> None:
-        """Let every unit take nothing more from this writer."""
+        """Make every unit skip all further writes of this writer."""
         await asyncio.gather(*(unit.fence(writer) for unit in self._units))
 
     async def usage(self) -> dict[str, int]:
-        """Sums over all units; `is_full` is the number of units that are."""
+        """Return sums over all units; `is_full` is the number of full units."""
         usages = await asyncio.gather(*(unit.usage() for unit in self._units))
         return {name: sum(usage[name] for usage in usages) for name in usages[0]}
 
     def _shares(self, row_ids: list[int]) -> list[tuple[Storage, list[int], Sequence[int]]]:
-        """(unit, those of the rows that it holds, their positions in `row_ids`)."""
+        """Return (unit, the rows that it holds, their positions in `row_ids`) of each unit that
+        holds some."""
         num_units = len(self._units)
         places: dict[int, list[int]] = {}
         for place, row_id in enumerate(row_ids):
@@ -224,10 +224,9 @@ class Store:
 
 
 class RecordingStore:
-    """Any ColumnStore; what goes through it is recorded as the marks "put" and "get".
+    """A ColumnStore whose writes and reads are recorded as the marks "put" and "get".
 
-    They have the number of `rows` and, in `bytes`, those of each column.
-    """
+    The marks have the number of `rows` and, in `bytes`, the bytes of each column."""
 
     def __init__(self, storage: ColumnStore, spans: Spans) -> None:
         self._storage, self._spans = storage, spans
@@ -254,7 +253,7 @@ class RecordingStore:
 
 
 async def _read_all(unit: ColumnStore, row_ids: list[int], names: list[str]) -> Columns:
-    """A unit gives as many of the first rows as fit into one message."""
+    """Read all these rows, as a unit gives as many of the first rows as fit into one message."""
     columns = await unit.read(row_ids, names)
     while names and 0 < (num_rows := len(columns[names[0]])) < len(row_ids):
         more = await unit.read(row_ids[num_rows:], names)

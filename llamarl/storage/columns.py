@@ -1,4 +1,4 @@
-"""The columns of rollouts, where their cells lie in memory, and their form in a call."""
+"""The columns of rollouts, the places of their cells in memory, and their form in a call."""
 
 from __future__ import annotations
 
@@ -48,9 +48,8 @@ NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 class Column:
     """One kind of array: a 1-D array of `dtype` per rollout, of a `length` in LENGTHS.
 
-    Example: `Column("teacher_logprobs", "float32", "response")`. ValueError for another dtype, or
-    a length other than "number" and "response" in a recipe's own column.
-    """
+    Example: `Column("teacher_logprobs", "float32", "response")`. Raises ValueError for another
+    dtype, or a length other than "number" and "response" in a recipe's own column."""
 
     name: str
     dtype: str = "float64"
@@ -68,7 +67,8 @@ class Column:
 
 
 def check_name(of: str, name: object) -> None:
-    """ValueError unless a column or stage can have this name, which is part of metrics' names."""
+    """Raise ValueError unless a column or stage can have this name, which is part of metrics'
+    names."""
     is_name = isinstance(name, str) and NAME.fullmatch(name) is not None
     must = "be up to 40 small letters, digits and _, with a letter first"
     require(is_name, f"the name of {of}", must, name)
@@ -95,19 +95,19 @@ COLUMNS = {
         Column(CLIPPED, "uint8", RESPONSE),
     )
 }
-"""Those that the package's own stages write, by name."""
+"""The columns that the package's own stages write, by name."""
 
-# What a stage's function may read although no column holds it.
-PROMPT_RECORD = "prompt"  # the rollout's `types.Prompt`, which has the whole row of the data file
+# Names that a stage's function may read although no column holds them.
+PROMPT_RECORD = "prompt"  # the rollout's `records.Prompt`, which has the whole row of the data file
 COMPLETION = "completion"  # the response as text, decoded from RESPONSE_IDS
 DERIVED = {PROMPT_RECORD: (), COMPLETION: (RESPONSE_IDS, TOKEN_VERSIONS)}
 """Name -> the columns it is made from; versions show where the last turn of an episode begins."""
 RECORDED = (PROMPT_ID, TURNS, LOSS_WEIGHTS, CLIPPED)
-"""What a stage writes for the archive only; no function of a recipe computes it."""
+"""The columns that a stage writes for the archive only; no function of a recipe computes them."""
 
 
 def stored_columns(names: Iterable[str]) -> list[str]:
-    """The columns that hold what a stage reads by these names, each once."""
+    """Return the columns that hold what a stage reads by these names, each once."""
     return [*dict.fromkeys(each for name in names for each in DERIVED.get(name, (name,)))]
 
 
@@ -115,7 +115,7 @@ Message = dict[str, tuple[np.ndarray, np.ndarray]]
 """Column name -> (the rows' values one after the other, the rows' lengths)."""
 
 Compressed = dict[str, tuple[tuple[str, bytes], tuple[str, bytes]]]
-"""The same, each array as (dtype, compressed bytes)."""
+"""Column name -> values and lengths as in Message, each array as (dtype, compressed bytes)."""
 
 
 def encode(columns: Columns) -> Message:
@@ -149,7 +149,7 @@ class PackedColumns(dict[str, list[np.ndarray]]):
 
 
 class CompressedColumns(PackedColumns):
-    """The same for a slow link. Making one compresses: a core takes a second for 90 MB."""
+    """PackedColumns for a slow link. Making one compresses: a core takes a second for 90 MB."""
 
     def __init__(self, columns: Columns) -> None:
         super().__init__(columns)
@@ -161,7 +161,8 @@ class CompressedColumns(PackedColumns):
 
 
 def _compress(values: np.ndarray) -> tuple[str, bytes]:
-    """The first bytes of all numbers, then the second ones, and so on: most of them are alike."""
+    """Compress the first bytes of all numbers, then the second ones, and so on, as most of them are
+    alike."""
     planes = values.view(np.uint8).reshape(len(values), values.itemsize).T
     coder = zlib.compressobj(strategy=zlib.Z_RLE)  # twice as fast as others, and as short here
     return values.dtype.str, coder.compress(planes.tobytes()) + coder.flush()
@@ -179,8 +180,8 @@ JOINED_BYTES = 2048  # cells that are smaller on average are copied together, as
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Of `dtypes` (by column), each int64 [columns, rows]: in which memory a cell is, its first
-    byte there, and its number of entries."""
+    """The places of cells. `dtypes` is by column; the others are int64 [columns, rows]: the memory
+    that a cell is in, its first byte there, and its number of entries."""
 
     dtypes: Mapping[str, np.dtype]
     which: np.ndarray
@@ -189,11 +190,11 @@ class Cells:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Bytes of each cell."""
+        """The bytes of each cell."""
         return self.lengths * widths(self.dtypes)[:, None]
 
     def up_to(self, limit_bytes: int) -> Cells:
-        """Those of as many of the first rows as have so many bytes together; at least of one."""
+        """Return as many of the first rows as have so many bytes together; at least one."""
         sums = np.cumsum(self.sizes.sum(axis=0))
         if not len(sums) or sums[-1] <= limit_bytes:
             return self
@@ -201,7 +202,7 @@ class Cells:
         return Cells(self.dtypes, self.which[:, rows], self.starts[:, rows], self.lengths[:, rows])
 
     def views(self, memories: Sequence[memoryview]) -> Columns:
-        """The arrays themselves; read-only if the memory is."""
+        """Return the arrays themselves; they are read-only if the memory is."""
         columns: Columns = {}
         for place, (name, dtype) in enumerate(self.dtypes.items()):
             which, lengths = self.which[place], self.lengths[place]
@@ -219,8 +220,8 @@ class Cells:
 
 
 def dtypes_of(columns: Columns) -> dict[str, np.dtype]:
-    """By column. ValueError if there is none, or unless its cells are 1-D arrays of one numeric
-    dtype."""
+    """Return the dtypes by column. Raises ValueError if there is no column, or unless each one's
+    cells are 1-D arrays of one numeric dtype."""
     if not columns:
         raise ValueError("a write must have columns, got none")
     dtypes: dict[str, np.dtype] = {}
@@ -237,8 +238,8 @@ def dtypes_of(columns: Columns) -> dict[str, np.dtype]:
 
 
 def pack(columns: Columns) -> tuple[dict[str, np.dtype], np.ndarray, list[np.ndarray]]:
-    """(dtype by column, lengths int64 [columns, rows], buffers with all cells one after another).
-    ValueError as of `dtypes_of`."""
+    """Return the dtype by column, lengths int64 [columns, rows], and buffers with all cells one
+    after another. Raises ValueError as `dtypes_of` does."""
     dtypes = dict(sorted(dtypes_of(columns).items(), key=lambda item: -item[1].itemsize))
     ordered = [cell for name in dtypes for cell in columns[name]]
     lengths = np.fromiter(map(len, ordered), np.int64, len(ordered))
@@ -252,7 +253,7 @@ def pack(columns: Columns) -> tuple[dict[str, np.dtype], np.ndarray, list[np.nda
 
 
 def _joined(cells: list[Any]) -> np.ndarray:
-    """Their bytes."""
+    """Return the bytes of all cells, joined."""
     try:
         data = b"".join(cells)
     except TypeError:  # one has gaps
@@ -262,17 +263,18 @@ def _joined(cells: list[Any]) -> np.ndarray:
 
 
 def joined(dtypes: Mapping[str, np.dtype], lengths: np.ndarray, start: int) -> Cells:
-    """Cells that follow one another in this order, column by column, from byte `start` on."""
+    """Return the cells that follow one another in this order, column by column, from byte `start`
+    on."""
     ends = np.cumsum(lengths * widths(dtypes)[:, None]).reshape(lengths.shape)
     starts = start + ends - lengths * widths(dtypes)[:, None]
     return Cells(dtypes, np.zeros_like(lengths), starts, lengths)
 
 
 def widths(dtypes: Mapping[str, np.dtype]) -> np.ndarray:
-    """Bytes of an entry of each column, int64 [columns]."""
+    """Return the bytes of an entry of each column, int64 [columns]."""
     return np.array([dtype.itemsize for dtype in dtypes.values()], np.int64)
 
 
 def entries(memory: memoryview, dtype: np.dtype) -> np.ndarray:
-    """All of `memory` as entries, but for what is left at its end."""
+    """Return all of `memory` as entries, without the bytes that are left at its end."""
     return np.frombuffer(memory[: memory.nbytes // dtype.itemsize * dtype.itemsize], dtype)

@@ -1,5 +1,5 @@
-"""The rows of a storage unit: the files that keep their bytes, and what happens when memory runs
-short."""
+"""The rows of a storage unit, the files that keep their bytes, and the spilling to disk when memory
+runs short."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Slab:
 
     @property
     def end(self) -> int:
-        """Where the next bytes may begin."""
+        """The byte where the next cells may begin."""
         return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Slabs:
-    """All slabs of a unit, and the sums of their bytes."""
+    """The slabs of a unit, and the sums of their bytes."""
 
     def __init__(self) -> None:
         self.memory_bytes = 0
@@ -71,7 +71,8 @@ class Slabs:
         self._max_files = int(most * ADOPTED_SHARE)
 
     def append(self, buffers: Sequence[Buffer]) -> tuple[Slab, int]:
-        """Copy `buffers`, one after another, into a slab that others share; (it, first byte)."""
+        """Copy `buffers`, one after another, into a slab that several writes share. Returns the
+        slab and the first byte."""
         slab = self.shared
         if slab is None:
             slab = self.shared = self.add(memory_file())
@@ -90,8 +91,9 @@ class Slabs:
         return slab
 
     def lend(self, num_bytes: int) -> list[int]:
-        """The file, now the caller's, of a spare slab of about this size, if there is one: to write
-        there is several times as fast as into memory that the kernel has yet to clear."""
+        """Return the file of a spare slab of about this size, which is now the caller's, if there
+        is one: writing there is several times as fast as writing into memory that the kernel has
+        yet to clear."""
         for slab in self._spares:
             fits = 0.8 * num_bytes <= slab.num_bytes <= 1.25 * num_bytes
             if fits and slab.num_readers == 0:
@@ -116,7 +118,7 @@ class Slabs:
             self.free_if_empty(slab)
 
     def read_done(self, numbers: Sequence[int]) -> None:
-        """Clients look at these slabs no more, each in one answer."""
+        """Note that clients look at these slabs no more, each in one answer."""
         for number in numbers:
             if number in self.by_number:
                 self.by_number[number].num_readers -= 1
@@ -127,7 +129,7 @@ class Slabs:
         return len(self.by_number) < self._max_files
 
     def add(self, file: int, *, is_spilled: bool = False) -> Slab:
-        """An empty slab; it owns `file`."""
+        """Make an empty slab, which owns `file`."""
         slab = Slab(number=self._next_number, file=file, is_spilled=is_spilled)
         self._next_number += 1
         self.by_number[slab.number] = slab
@@ -142,7 +144,8 @@ class Slabs:
         slab.num_bytes = num_bytes
 
     def is_sparse(self, slab: Slab) -> bool:
-        """Whether most of its memory is taken by retired rows and can be given back."""
+        """Return whether most of the slab's memory is taken by retired rows and can be given
+        back."""
         is_fixed = slab is self.shared or slab.is_held or slab.is_spilled
         return slab.num_cells > 0 and not is_fixed and 2 * slab.live_bytes < slab.num_bytes
 
@@ -168,8 +171,8 @@ class Slabs:
         self.by_number.clear()
 
     def copy(self, cells: Cells, start: int = 0) -> tuple[Cells, memoryview]:
-        """The cells joined, which begins at byte `start`, and the memory that has them then;
-        read-only. `cells.which` has slab numbers."""
+        """Return the cells joined, as if they began at byte `start`, and the memory that holds
+        them, which is read-only. `cells.which` has slab numbers."""
         order = np.argsort(-widths(cells.dtypes), kind="stable")
         which, starts, sizes = (each[order] for each in (cells.which, cells.starts, cells.sizes))
         memory = memoryview(bytearray(int(sizes.sum())))
@@ -181,7 +184,7 @@ class Slabs:
     def copy_bytes(
         self, which: np.ndarray, starts: np.ndarray, sizes: np.ndarray, into: memoryview
     ) -> None:
-        """Join these bytes of slabs, each int64 [cells]; what is joined already is one read."""
+        """Join these bytes of slabs, each int64 [cells]; neighbouring bytes are one read."""
         some = sizes > 0
         which, starts, ends = which[some], starts[some], (starts + sizes)[some]
         if not len(which):
@@ -239,8 +242,8 @@ class Spill:
                     return self._refuse(error)
 
     async def close(self) -> None:
-        """Once what is under way has ended, move no more; remove the folder, unless another unit
-        uses it."""
+        """Move no more slabs, once a move in progress has ended, and remove the folder, unless
+        another unit uses it."""
         self._is_closed = True
         async with self._lock:
             pass
@@ -275,7 +278,7 @@ class Spill:
                 self._slabs.free_if_empty(each)
 
     def _open(self) -> int:
-        """A new file without a name."""
+        """Open a new file without a name."""
         assert self._folder is not None
         self._folder.mkdir(exist_ok=True)
         path = self._folder / uuid.uuid4().hex
@@ -294,7 +297,7 @@ class Spill:
 
 
 def _copy(slab: Slab, file: int, start: int) -> None:
-    """Copy a slab's bytes into another file; OSError if the disk is full."""
+    """Copy a slab's bytes into another file. Raises OSError if the disk is full."""
     memory = memoryview(bytearray(min(COPIED_BYTES, slab.num_bytes)))
     for offset in range(0, slab.num_bytes, COPIED_BYTES):
         some = memory[: slab.num_bytes - offset]
@@ -303,7 +306,7 @@ def _copy(slab: Slab, file: int, start: int) -> None:
 
 
 CUT = FINISH_CODES[FinishReason.SEGMENT]  # of a partial row
-# Of the last step that used the rollout; where the policy is its own reference, those of this too.
+# Columns of the last step that used the rollout; REF_LOGPROBS if the policy is its own reference.
 OF_A_STEP = {TRAINER_LOGPROBS, PROXIMAL_LOGPROBS, REF_LOGPROBS, LOSS_WEIGHTS, CLIPPED}
 NOWHERE = -1  # the slab of a cell that was not written
 
@@ -317,7 +320,7 @@ class Table:
         self._free: list[int] = []
         self._dtypes = {name: np.dtype(column.dtype) for name, column in COLUMNS.items()}
         self._index = {name: index for index, name in enumerate(COLUMNS)}
-        # Each int64 [columns, slots].
+        # Each is int64 [columns, slots].
         self._which = np.full((len(COLUMNS), 0), NOWHERE, np.int64)
         self._starts, self._lengths = np.zeros((2, len(COLUMNS), 0), np.int64)
         self._is_partial = np.zeros(0, np.bool_)  # by slot
@@ -326,7 +329,7 @@ class Table:
         return len(self._slots)
 
     def check(self, row_ids: list[int], dtypes: Mapping[str, np.dtype]) -> None:
-        """ValueError or RuntimeError unless these columns of these rows may be written."""
+        """Raise ValueError or RuntimeError unless these columns of these rows may be written."""
         if len(set(row_ids)) != len(row_ids):
             raise ValueError(f"row ids of one write must differ, got {row_ids}")
         for name, dtype in dtypes.items():
@@ -346,8 +349,8 @@ class Table:
         the columns."""
         self._dtypes |= cells.dtypes
         slots, columns, sizes = self._take_slots(row_ids), self._places(cells.dtypes), cells.sizes
-        # Counted before the cells that they replace are released, which may lie in the same slab:
-        # it would be joined again, or given back, without them.
+        # New cells are counted before the replaced ones are released: both may lie in one slab, and
+        # it would otherwise be joined again, or given back, without the new ones.
         slab.num_cells += sizes.size
         slab.live_bytes += int(sizes.sum())
         if not sizes.size:
@@ -361,8 +364,8 @@ class Table:
         self._release(replaced, replaced_sizes)
 
     def locate(self, row_ids: list[int], names: Sequence[str]) -> Cells:
-        """Where these cells are: `which` has slab numbers. NotStored for a row that is not,
-        KeyError for one that lacks a column."""
+        """Return where these cells are; its `which` has slab numbers. Raises NotStored for a row
+        that is not stored, KeyError for a row that lacks a column."""
         try:
             slots = np.array([self._slots[row_id] for row_id in row_ids], np.int64)
         except KeyError:
@@ -382,8 +385,8 @@ class Table:
         return Cells(dtypes, which, self._starts[columns, slots], self._lengths[columns, slots])
 
     def groups(self, row_ids: Iterable[int]) -> list[tuple[list[int], list[str]]]:
-        """Those of these rows that are stored, with the names of their columns: rows with the same
-        ones together."""
+        """Return the stored ones of these rows, with the names of their columns: rows with the same
+        columns together."""
         rows = [row_id for row_id in dict.fromkeys(row_ids) if row_id in self._slots]
         slots = np.array([self._slots[row_id] for row_id in rows], np.int64)
         written = (self._which[:, slots] != NOWHERE).T
@@ -409,12 +412,12 @@ class Table:
         self._forget(columns, np.array(slots, np.int64))
 
     def is_complete(self, slab: Slab) -> bool:
-        """Whether no rollout in the slab is partial."""
+        """Return whether no rollout in the slab is partial."""
         partial = np.flatnonzero(self._is_partial)
         return not (self._which[:, partial] == slab.number).any()
 
     def move(self, slab: Slab, target: Slab, shift: int) -> None:
-        """Take the bytes of `slab` from `target` from now on, where they are `shift` further on."""
+        """Move cells from `slab` to `target`, where their bytes are `shift` further on."""
         cells = self._which == slab.number
         self._which[cells] = target.number
         self._starts[cells] += shift
@@ -426,7 +429,8 @@ class Table:
         return sorted(n for n, index in self._index.items() if self._which[index, slot] != NOWHERE)
 
     def _places(self, names: Iterable[str]) -> np.ndarray:
-        """Which rows of the tables the columns are, int64 [columns, 1]; makes those of new ones."""
+        """Return the places of the columns in the tables, int64 [columns, 1], after adding new
+        ones."""
         for name in names:
             if name not in self._index:
                 self._index[name] = len(self._index)
@@ -434,7 +438,7 @@ class Table:
         return np.array([[self._index[name]] for name in names], np.int64).reshape(-1, 1)
 
     def _take_slots(self, row_ids: list[int]) -> np.ndarray:
-        """The slots of these rows; rows that are not stored get one."""
+        """Return the slots of these rows; rows that are not stored get one."""
         new = [row_id for row_id in row_ids if row_id not in self._slots]
         if len(new) > len(self._free):
             first = self._which.shape[1]
@@ -452,19 +456,19 @@ class Table:
         self._is_partial = np.pad(self._is_partial, more[1])
 
     def _cells(self, columns: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(slab numbers, bytes) of these cells, each int64 [columns, slots], as they are."""
+        """Return the slab numbers and the bytes of these cells, each int64 [columns, slots]."""
         width = widths({name: self._dtypes[name] for name in self._index})[columns]
         return self._which[columns, slots], self._lengths[columns, slots] * width
 
     def _forget(self, columns: np.ndarray, slots: np.ndarray) -> None:
-        """Let go of these cells, as far as there are any."""
+        """Release these cells, as far as there are any."""
         which, sizes = self._cells(columns, slots)
         self._which[columns, slots] = NOWHERE
         self._release(which, sizes)
 
     def _release(self, which: np.ndarray, sizes: np.ndarray) -> None:
-        """Give back what memory is left by cells that the tables do not name any more: the slab
-        numbers (NOWHERE: no cell) and bytes of each."""
+        """Give back the memory of cells that the tables do not name any more: the slab numbers
+        (NOWHERE: no cell) and bytes of each."""
         written = which != NOWHERE
         numbers, inverse = np.unique(which[written], return_inverse=True)
         counts, sums = np.bincount(inverse), np.bincount(inverse, sizes[written])
@@ -477,7 +481,7 @@ class Table:
             self._slabs.free_if_empty(slab)
 
     def _join_again(self, slab: Slab) -> None:
-        """Move what is left of a slab to where small writes go."""
+        """Move the cells that are left in a slab to the shared one."""
         columns, slots = np.nonzero(self._which == slab.number)
         width = widths({name: self._dtypes[name] for name in self._index})[columns]
         order = np.argsort(-width, kind="stable")

@@ -1,13 +1,12 @@
 """The packets between a storage unit and its clients on the same host.
 
-    write   row ids, lengths [columns, rows], then the cells as `cells.pack` orders them
+    write   row ids, lengths [columns, rows], then the cells as `columns.pack` orders them
     read    row ids
     found   which memory [columns, rows], starts [columns, rows], lengths [columns, rows], then the
             cells that were copied; memory 0 is the body, the others are the files beside it
 
-
-Every array is at a multiple of 8 bytes of its packet's body, and no cell is copied on its way to
-a reader unless that is cheaper than mapping its slab."""
+Every array is at a multiple of 8 bytes of its packet's body, and no cell is copied on its way to a
+reader unless that is cheaper than mapping its slab."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -29,32 +28,33 @@ INT = np.dtype(np.int64)
 
 
 def ints(values: list[int]) -> np.ndarray:
-    """Row ids as a body has them."""
+    """Return row ids in the form of a body."""
     return np.array(values, INT)
 
 
 def write_message(row_ids: list[int], columns: Columns, writer: str) -> Message:
-    """ValueError as of `cells.pack`."""
+    """Return the message of a write. Raises ValueError as `columns.pack` does."""
     names, body = columns_message(columns)
     header = {"ask": "write", "rows": len(row_ids), "columns": names, "writer": writer}
     return header, [ints(row_ids), *body]
 
 
 def read_ids(packet: Packet) -> list[int]:
-    """The row ids in a body that holds nothing else."""
+    """Return the row ids in a body that holds nothing else."""
     ids: list[int] = np.frombuffer(packet.open_body(), INT).tolist()
     return ids
 
 
 def columns_message(columns: Columns) -> tuple[list[list[str]], list[Buffer]]:
-    """(names and dtypes, body): lengths [columns, rows], then the cells as `cells.pack` orders
-    them."""
+    """Return the names and dtypes of columns, and their body: lengths [columns, rows], then the
+    cells as `columns.pack` orders them."""
     dtypes, lengths, cells = pack(columns)
     return _spelled(dtypes), [lengths, *cells]
 
 
 def read_columns(packet: Packet, num_rows: int) -> Columns:
-    """The inverse, if that is the whole body and the packet's header has `columns`."""
+    """Return the columns in a packet whose body is that of `columns_message` and whose header has
+    `columns`."""
     dtypes, body = _dtypes(packet.header), packet.open_body()
     start = INT.itemsize * len(dtypes) * num_rows
     lengths = np.frombuffer(body[:start], INT).reshape(len(dtypes), num_rows)
@@ -62,7 +62,7 @@ def read_columns(packet: Packet, num_rows: int) -> Columns:
 
 
 class Written:
-    """A write as it arrived; `file` is (descriptor, bytes) if that is where the body lies."""
+    """A write as it arrived; `file` is (descriptor, bytes) if the body lies in a file."""
 
     def __init__(
         self, header: dict[str, Any], body: memoryview, file: tuple[int, int] | None = None
@@ -76,7 +76,7 @@ class Written:
         self._lengths = numbers[num_rows:].reshape(len(self.dtypes), num_rows)
 
     def finish_codes(self) -> np.ndarray | None:
-        """The last entries of SAMPLING, float64 [rows]; None without that column."""
+        """Return the last entries of SAMPLING, float64 [rows]; None without that column."""
         if SAMPLING not in self.dtypes:
             return None
         cells = joined(self.dtypes, self._lengths, self._start)
@@ -86,7 +86,7 @@ class Written:
         return entries(self._body, dtype)[ends - 1]
 
     def keep(self, slabs: Slabs) -> tuple[Slab, Cells]:
-        """Put the cells into a slab: the file becomes one as it is."""
+        """Put the cells into a slab; a file becomes a slab as it is."""
         if self._file is None or not slabs.may_adopt or 2 * self._start > len(self._body):
             slab, start = slabs.append([self._body[self._start :]])
         else:
@@ -95,7 +95,7 @@ class Written:
 
 
 def found_message(cells: Cells, slabs: Slabs) -> tuple[dict[str, Any], list[Buffer], list[int]]:
-    """(header, body, files) of the answer to a read; perhaps of the first rows only."""
+    """Return header, body and files of the answer to a read; perhaps of the first rows only."""
     numbers, which = np.unique(cells.which, return_inverse=True)
     used: list[Slab] = []
     copied: list[Buffer] = []
@@ -118,8 +118,9 @@ def found_message(cells: Cells, slabs: Slabs) -> tuple[dict[str, Any], list[Buff
 
 
 def read_found(packet: Packet, dropped: Callable[[int], None]) -> Columns:
-    """The columns in an answer; the arrays are read-only. Closes the packet. `dropped` is called,
-    on any thread, with the number of each slab that came with it once no array of it is left."""
+    """Return the columns in an answer, as read-only arrays, and close the packet. `dropped` is
+    called, on any thread, with the number of each slab that came with it once no array of it is
+    left."""
     dtypes = _dtypes(packet.header)
     shape = 3, len(dtypes), packet.header["rows"]
     body = packet.open_body()

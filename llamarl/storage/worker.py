@@ -1,12 +1,9 @@
-"""A storage unit: holds the arrays of its share of the rollouts until they are retired.
+"""A storage unit, which holds the arrays of its share of the rollouts until they are retired.
 
-That holds for memory too: a writer fills files that no row is in, its own or an empty slab that was
-lent to it, and a file comes into a row only by a write that is served here.
-
-
-A cell is written once, except that a partial rollout may be written again; what a fenced writer
-still sends is skipped, so an executor that was given up too early does no harm; a retired row's
-memory is freed."""
+A cell is written once, except that a partial rollout may be written again. Writes of a fenced
+writer are skipped, so an executor that was given up too early does no harm; this holds for memory
+too, as a writer fills only files that no row is in, its own or an empty slab that was lent to it,
+and a file comes into a row only by a write that is served here. A retired row's memory is freed."""
 
 import asyncio
 import logging
@@ -42,10 +39,10 @@ from llamarl.storage.wire import Written, found_message, read_ids, write_message
 
 @dataclass(frozen=True, kw_only=True)
 class StorageSpec:
-    """Retired rows of storage unit `unit` go to `archive_folder` (None: nowhere), see
-    `storage/archive.py`. Clients on the unit's host find it at `socket` (None: it answers calls
-    only). Above `max_bytes` in memory (0: no limit) rows go
-    to files in `spill_folder` (None: they stay)."""
+    """The spec of storage unit `unit`. Retired rows go to `archive_folder` (None: nowhere), see
+    `storage/archive.py`. Clients on the unit's host connect to `socket` (None: it answers calls
+    only). Above `max_bytes` in memory (0: no limit) rows go to files in `spill_folder` (None: they
+    stay)."""
 
     executor: ClassVar[str] = "llamarl.storage.worker:StorageWorker"
 
@@ -91,26 +88,27 @@ class StorageWorker(Worker, Storage):
     async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
         """Write whole cells, all or none; nothing of a fenced writer.
 
-        RuntimeError if a cell exists and its row is not a partial rollout (finish code SEGMENT or
-        TURN); ValueError if an array is not 1-D of its column's dtype.
-        """
+        Raises RuntimeError if a cell exists and its row is not a partial rollout (finish code
+        SEGMENT); ValueError if an array is not 1-D of its column's dtype."""
         with self._spans.span("write_rows", rows=len(row_ids)):
             header, body = write_message(row_ids, columns, writer)
             self._write(Written(header, memoryview(b"".join(body))))
         await self._spill.relieve()
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
-        """Read-only copies of the named columns, in order. KeyError if a cell was never written.
+        """Return read-only copies of the named columns, in order. Raises KeyError if a cell was
+        never written.
 
-        Of as many of the first rows as have MESSAGE_BYTES together, and at least of one.
-        """
+        They are of as many of the first rows as have MESSAGE_BYTES together, and at least of
+        one."""
         with self._spans.span("read_rows", rows=len(row_ids)):
             cells = self._table.locate(row_ids, names).up_to(MESSAGE_BYTES)
             found, memory = self._slabs.copy(cells)
             return PackedColumns(found.views([memory]))
 
     async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
-        """Those of these rows that a generator has written, as it reports them when they stop."""
+        """Return those of these rows that a generator has written, as it reports them when they
+        stop."""
         written = [PROMPT_IDS, TOKEN_VERSIONS, SAMPLING, GENERATOR_LOGPROBS]
         groups = self._table.groups(row_ids)
         found = [i for rows, names in groups if {*written} <= {*names} for i in rows]
@@ -133,12 +131,11 @@ class StorageWorker(Worker, Storage):
         ]
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
-        """Archive these rows with `outcome` (its key "outcome" says what became of them), free
+        """Archive these rows with `outcome` (its key "outcome" says what became of them), and free
         them.
 
-        Rows that hold nothing, never written or retired before, leave no line. OSError if the
-        archive cannot be written.
-        """
+        Rows that hold nothing, never written or retired before, leave no line. Raises OSError if
+        the archive cannot be written."""
         self._retire(row_ids, outcome)
 
     async def erase(self, row_ids: list[int], names: list[str]) -> None:
@@ -146,14 +143,15 @@ class StorageWorker(Worker, Storage):
         self._table.erase(row_ids, names)
 
     async def fence(self, writer: str) -> None:
-        """Skip whatever this writer sends from now on."""
+        """Skip all further writes of this writer."""
         if not writer:
             raise ValueError("writer must have a name to be fenced, got none")
         self._fenced.add(writer)
 
     async def usage(self) -> dict[str, int]:
-        """How many rows and bytes the unit holds: `num_rows`, `memory_bytes`, `spilled_bytes`; and
-        `is_full`, 1 if it should take no more, for what is in memory cannot go to disk."""
+        """Return how many rows and bytes the unit holds: `num_rows`, `memory_bytes`,
+        `spilled_bytes`; and `is_full`, 1 if it should take no more, because memory cannot be
+        spilled to disk."""
         self._spill.is_short = available_bytes() < RESERVE_BYTES
         await self._spill.relieve()
         return {
@@ -164,8 +162,8 @@ class StorageWorker(Worker, Storage):
         }
 
     async def close(self) -> None:
-        """Close the archive, hang up, give all memory back: also if the archive's disk is full,
-        which is an OSError."""
+        """Close the archive and the socket, and give all memory back, also if the archive's disk is
+        full, which raises OSError."""
         if self._server is not None:
             self._server.close()
         try:
@@ -176,7 +174,7 @@ class StorageWorker(Worker, Storage):
             self._slabs.close()
 
     def _answer(self, packet: Packet) -> Answer | Awaitable[Answer]:
-        """What a client on this host asks."""
+        """Answer a client on this host."""
         ask = packet.header["ask"]
         self._slabs.read_done(packet.header["done"])
         if ask == "write":
@@ -215,7 +213,7 @@ class StorageWorker(Worker, Storage):
         return {"usage": await self.usage()}, (), ()
 
     def _rows(self, archive: Archive, row_ids: list[int]) -> dict[int, Row]:
-        """What the archive needs of these rows."""
+        """Return the cells that the archive needs of these rows."""
         found = {}
         for rows, names in self._table.groups(row_ids):
             all_cells = self._table.locate(rows, names)
