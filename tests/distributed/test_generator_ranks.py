@@ -13,12 +13,7 @@ from llamarl.core.config import EmbeddedConfig
 from llamarl.core.records import FinishReason
 from llamarl.generator.engine.engine import EmbeddedEngine
 from tests.tiny_checkpoints import make_model
-from tests.unit.engine_models import (
-    VARIANTS,
-    finish,
-    make_request,
-    random_prompts,
-)
+from tests.unit.engine_models import VARIANTS, finish, make_request, random_prompts
 
 CASES = {
     "untied, llama3 rope, all biases": {},

@@ -45,9 +45,7 @@ def test_the_named_stages_come_back_as_data_in_the_order_of_the_names() -> None:
     found, _ = check_task({"task.py": TASK}, [], ["teacher", "judge", "brief", "cached", "half"])
     assert found == [
         Stage(
-            "teacher",
-            FrozenModel("../teacher"),
-            writes=[Column("logprobs", "float32", "response")],
+            "teacher", FrozenModel("../teacher"), writes=[Column("logprobs", "float32", "response")]
         ),
         Stage(
             "judge",
@@ -94,11 +92,7 @@ HEAD = "from llamarl.scoring.stages import Stage\n"
     ("source", "name", "message"),
     [
         ("x = 1", "judge", "task.py: stages must be a list of Stage, got none"),
-        (
-            "\nstages = [print]",
-            "judge",
-            "task.py: stages must be a list of Stage, got [",
-        ),
+        ("\nstages = [print]", "judge", "task.py: stages must be a list of Stage, got ["),
         (
             TASK,
             "jugde",
@@ -106,11 +100,7 @@ HEAD = "from llamarl.scoring.stages import Stage\n"
             "half, parse, teacher, lambda), got 'jugde' (did you mean judge?)",
         ),
         ("stages = []", "judge", "(none), got 'judge'"),
-        (
-            TASK + "stages.append(stages[0])",
-            "brief",
-            "task.py: stages must have one brief, got 2",
-        ),
+        (TASK + "stages.append(stages[0])", "brief", "task.py: stages must have one brief, got 2"),
         (
             TASK,
             "lambda",

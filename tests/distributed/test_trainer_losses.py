@@ -110,10 +110,7 @@ def expected(checkpoint, cells, rows, algorithm) -> Expected:
 def trained(ranks, num_ranks, checkpoint, cells, rows, algorithm):
     """What rank 0 saw of one step in two parts of several micro-batches each."""
     config = replace(
-        CONFIGS[algorithm],
-        kl_estimator=ESTIMATORS[algorithm],
-        mask_truncated=True,
-        **PENALTIES,
+        CONFIGS[algorithm], kl_estimator=ESTIMATORS[algorithm], mask_truncated=True, **PENALTIES
     )
     parts = [make_batch(part, num_ranks, 60) for part in (rows[:8], rows[8:])]
     job = Job(

@@ -9,12 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llamarl.core.config import (
-    PlacementConfig,
-    SamplingConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
+from llamarl.cluster.executor import endpoint
+from llamarl.core.config import PlacementConfig, SamplingConfig, TrainerConfig, WeightsConfig
 from llamarl.core.errors import StaleVersion
 from llamarl.core.records import REF_LOGPROBS, TRAINER_LOGPROBS
 from llamarl.metrics.span import Spans

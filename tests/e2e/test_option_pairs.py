@@ -87,15 +87,9 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
     "slots": {"many": [], "four": ["generator.max_num_seqs=4"]},
     "segments": {"whole": [], "cut": ["sampling.segment_tokens=6"]},
     "stop": {"tokenizer": [], "strings": [f"sampling.stop_strings=['{STOP}']"]},
-    "parts": {
-        "dynamic": [],
-        "batch": ["trainer.parts=batch"],
-    },
+    "parts": {"dynamic": [], "batch": ["trainer.parts=batch"]},
     "staleness": {name: [f"staleness.max_staleness={name}"] for name in ("0", "1", "2")},
-    "late": {
-        "wait": [],
-        "mask": ["staleness.late=mask"],
-    },
+    "late": {"wait": [], "mask": ["staleness.late=mask"]},
     "sampler": {
         name: [f"experience.sampler={name}"] for name in ("admission", "group_complete", "task")
     },
@@ -106,10 +100,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
     },
     "units": {"one": [], "two": ["experience.units_per_host=2"]},
     "memory": {"enough": [], "none": ["experience.max_bytes=1"]},
-    "staging": {
-        "double_buffer": [],
-        "host": ["weights.staging=host"],
-    },
+    "staging": {"double_buffer": [], "host": ["weights.staging=host"]},
     "transport": {"shared_memory": [], "collective": ["weights=collective"]},
     "ranker": {name: [f"dispatch.ranker={name}"] for name in ("none", "history", "model")},
     "filters": {"none": ["algorithm.filters=[]"], "equal": ["algorithm.filters=[equal_rewards]"]},

@@ -77,12 +77,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
 
 
 async def check_with(
-    rank: int,
-    num_ranks: int,
-    mistake: str,
-    folder: str,
-    overrides: list[str],
-    card: str,
+    rank: int, num_ranks: int, mistake: str, folder: str, overrides: list[str], card: str
 ) -> tuple[list[str], str]:
     """The lines that the command prints, and its error."""
     install()
