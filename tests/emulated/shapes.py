@@ -6,7 +6,6 @@ stands for all other ranks. What is followed: memory by the lives of tensors, an
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -185,14 +184,11 @@ class Lives(Watch):
 
 @dataclass
 class Shapes:
-    """What one rank made: bytes at most and afterwards, dtypes by role, collectives in order."""
+    """What one rank made: bytes at most, dtypes by role, collectives in order."""
 
     peak_bytes: int = 0
-    kept_bytes: int = 0
     dtypes: dict[str, set[str]] = field(default_factory=dict)
     collectives: list[tuple[str, int]] = field(default_factory=list)
-    num_elements: int = 0
-    duration_s: float = 0.0
 
 
 @contextmanager
@@ -244,7 +240,7 @@ async def train_shapes(
     pool_rank: int, pool_size: int, config: Config, folder: str, rank: int
 ) -> Shapes:
     """One micro-batch and one update of trainer rank `rank`."""
-    start_s, seen = time.monotonic(), Shapes()
+    seen = Shapes()
     install()
     config.trainer.device = KIND
     device = torch.device(KIND, 0)
@@ -268,12 +264,10 @@ async def train_shapes(
             parameters = policy.parameters.values()
             seen.dtypes["gradients"] = {str(p.grad.dtype) for p in parameters}
             # Of the fused optimizer torch has no shapes but of copies, which a GPU does not make.
-            seen.peak_bytes, seen.kept_bytes = lives.peak_bytes, lives.num_bytes
+            seen.peak_bytes = lives.peak_bytes
             policy.update(config.trainer.lr)
             seen.dtypes["weights"] = {str(p.dtype) for p in parameters}
-            seen.num_elements = sum(p.to_local().numel() for p in parameters)
     seen.collectives = collectives.found
-    seen.duration_s = time.monotonic() - start_s
     return seen
 
 
@@ -282,7 +276,7 @@ async def decode_shapes(
 ) -> Shapes:
     """Generator rank `rank`, by the embedded engine: two commits from staging memory, prefills and
     some steps of as many rollouts as it has slots."""
-    start_s, seen = time.monotonic(), Shapes()
+    seen = Shapes()
     install()
     generator, device = config.generator, torch.device(KIND, 0)
     fields = ("num_ranks", "max_num_seqs", "max_model_len", "dtype", "quantization")
@@ -298,12 +292,7 @@ async def decode_shapes(
             rendezvous=rendezvous,
         )
         weight_buffer = WeightBuffer(
-            engine.memory,
-            WeightsConfig(),
-            replica=0,
-            rank=rank,
-            run_id=str(rank),
-            device=device,
+            engine.memory, WeightsConfig(), replica=0, rank=rank, run_id=str(rank), device=device
         )
         for version in range(2):
             weight_buffer.prepare(version)
@@ -314,11 +303,9 @@ async def decode_shapes(
             engine.submit(Request(row_id=row, prompt_ids=(1,) * 64, sampling=sampling, seed=row))
         for _ in range(3):
             engine.step()
-        seen.peak_bytes, seen.kept_bytes = lives.peak_bytes, lives.num_bytes
-        seen.num_elements = engine.memory.num_elements
+        seen.peak_bytes = lives.peak_bytes
         seen.dtypes["weights"] = {str(flat.dtype)}
         seen.dtypes["cache"] = {str(engine._cache.keys.dtype)}
         weight_buffer.close()
     seen.collectives = platform.collectives
-    seen.duration_s = time.monotonic() - start_s
     return seen
