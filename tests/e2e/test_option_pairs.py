@@ -201,7 +201,7 @@ def test_each_case_trains_two_steps_on_whole_rollouts(
     done = forks.run("train", f"--config-dir={recipe}", *arguments)
     words = f"case {number} of seed {SEED}: {' '.join(arguments)}\n{done.stdout}{done.stderr}"
     assert done.returncode == 0, words
-    run = Ended(tmp_path / "run", done.stdout + done.stderr)
+    run = Ended(tmp_path / "run")
     check_outcomes(run, case, words)
     check_rollouts(run, case)
     if case["stages"] == "none" and case["algorithm"] != "task":

@@ -19,7 +19,6 @@ from tests.places import RECIPE
 
 CHECKPOINT = RECIPE / "checkpoint"
 INLINE = ["cluster=inline", "metrics.trackers=[]"]
-TWO_RANKS = ["trainer.num_ranks=2", "metrics.trackers=[]"]
 
 
 def write_recipe(folder: Path, num_rows: int = 48, num_steps: int = 6) -> Path:
@@ -111,18 +110,11 @@ def test_each_demonstration_comes_once_an_epoch_and_a_run_of_epochs_ends_with_th
     assert first != second, "epochs are shuffled"
 
 
-@pytest.mark.parametrize(
-    "placed",
-    [
-        pytest.param(INLINE, id="one rank"),
-        pytest.param(TWO_RANKS, marks=pytest.mark.long, id="two ranks"),
-    ],
-)
 def test_a_resumed_run_of_demonstrations_goes_on_as_if_it_had_not_stopped(
-    forks: Forks, tmp_path: Path, placed: list[str]
+    forks: Forks, tmp_path: Path
 ) -> None:
     recipe = write_recipe(tmp_path / "recipe", num_steps=3)
-    same = [*placed, "trainer.lora.rank=4", "trainer.lora.dropout=0.1", "data.held_out=null"]
+    same = [*INLINE, "trainer.lora.rank=4", "trainer.lora.dropout=0.1", "data.held_out=null"]
     same += ["checkpoint.every_steps=1"]
     whole = sft(forks, recipe, tmp_path / "whole", *same)
     sft(forks, recipe, tmp_path / "cut", *same, "num_steps=1", "checkpoint.export=false")
@@ -173,7 +165,7 @@ def test_train_refuses_demonstrations(forks: Forks, tmp_path: Path) -> None:
 def test_two_trainer_ranks_learn_what_one_does(forks: Forks, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "recipe", num_steps=3)
     one = sft(forks, recipe, tmp_path / "one", *INLINE, "checkpoint.export=false")
-    two = sft(forks, recipe, tmp_path / "two", *TWO_RANKS)
+    two = sft(forks, recipe, tmp_path / "two", "trainer.num_ranks=2", "metrics.trackers=[]")
     for tag in ("loss/train", "loss/held_out"):
         found = metrics(two, tag)
         assert found == pytest.approx(metrics(one, tag), rel=1e-3), tag
