@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ from tests.distributed.reward_pool import completions, running
 from tests.unit.composing import compose_file
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"this Linux lacks {missing()}")
-LIMITS = ProgramLimits(seconds=3.0)
+LIMITS = ProgramLimits(seconds=20.0)  # that none of these needs, on a machine with other work
 
 
 def run(source: str, stdin: str = "", limits: ProgramLimits = LIMITS) -> Ran:
@@ -68,12 +69,12 @@ def test_time_is_limited_whatever_the_program_does() -> None:
         start_s = time.monotonic()
         found = run(source, limits=ProgramLimits(seconds=0.5))
         assert (found.exit_code, found.ended_for) == (None, "time")
-        assert time.monotonic() - start_s < 3.0
+        assert time.monotonic() - start_s < 20.0
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_output_is_cut_off(stream: str) -> None:
-    limits = ProgramLimits(seconds=5.0, output_bytes=1000)
+    limits = replace(LIMITS, output_bytes=1000)
     found = run(f"import sys\nwhile True: sys.{stream}.write('x' * 999)", limits=limits)
     assert (found.ended_for, len(getattr(found, stream))) == ("output", 1000)
 
@@ -120,9 +121,9 @@ def running_program(kind: Kind, source: str) -> Iterator[Path]:
 
 
 def test_without_a_container_time_and_output_are_limited() -> None:
-    free = ProgramLimits(seconds=0.5, output_bytes=100, is_sandboxed=False)
+    free = ProgramLimits(seconds=20.0, output_bytes=100, is_contained=False)
     assert run("print(open('/etc/passwd').read())", limits=free).stdout
-    assert run("while True: pass", limits=free).ended_for == "time"
+    assert run("while True: pass", limits=replace(free, seconds=0.5)).ended_for == "time"
     assert run("while True: print('x')", limits=free).ended_for == "output"
 
 
@@ -180,9 +181,9 @@ def fresh_choice() -> Iterator[None]:
         chosen_container.cache_clear()
 
 
-def score(completion: str, tests: object) -> float:
+def score(completion: str, tests: object, program_s: float = 20.0) -> float:
     prompt = Prompt(prompt_id=3, text="", token_ids=(1,), fields={"answer": tests})
-    config = RewardConfig(functions=["code"], program_s=2.0)
+    config = RewardConfig(functions=["code"], program_s=program_s)
     return asyncio.run(reward_code(prompt, completion, True, config))
 
 
@@ -196,7 +197,7 @@ def test_a_program_is_right_if_it_passes_every_case() -> None:
     assert score(ADD, [*CASES, {"input": "1 1", "output": "3"}]) == 0.0
     assert score("print(3)", CASES) == 0.0
     assert score("no program at all", CASES) == 0.0
-    assert score("```\nwhile True: pass\n```", CASES[:1]) == 0.0
+    assert score("```\nwhile True: pass\n```", CASES[:1], program_s=0.5) == 0.0
 
 
 def test_programs_of_rewards_end_with_them() -> None:
