@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from transformers import AutoTokenizer
 
@@ -20,6 +21,7 @@ from tests.json_lines import read_lines
 from tests.places import RECIPE
 from tests.signals import restore_ctrl_c
 
+Found = TypeVar("Found")
 LIMIT_S = 300.0  # for what is awaited, on a machine with other work
 SMALL = [
     "trainer.groups_per_step=8",
@@ -76,43 +78,45 @@ def train(run_dir: Path, *overrides: str) -> Command:
     return start("train", f"--config-dir={RECIPE}", f"run_dir={run_dir}", *SMALL, *overrides)
 
 
-def finish(command: Command) -> tuple[int, str, str]:
-    out, err = command.process.communicate(timeout=LIMIT_S)
+def finish(command: Command, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
+    out, err = command.process.communicate(timeout=limit_s)
     return command.process.returncode, out, err
 
 
-def wait_for_step(command: Command, run_dir: Path, step: int) -> None:
+def wait_until(command: Command, what: str, find: Callable[[], Found]) -> Found:
+    """What is found at last, while the command runs."""
     end_s = time.monotonic() + LIMIT_S
-    while time.monotonic() < end_s:
+    while not (found := find()):
+        assert time.monotonic() < end_s, f"{what} was not there within {LIMIT_S:g} s"
         assert command.process.poll() is None, command.process.communicate()
-        metrics = run_dir / "metrics.jsonl"
-        if metrics.exists() and f'"step": {step},' in metrics.read_text():
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} was not reached")
+        time.sleep(0.005)
+    return found
+
+
+def has_step(run_dir: Path, step: int) -> bool:
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.exists() and f'"step": {step},' in metrics.read_text()
+
+
+def wait_for_step(command: Command, run_dir: Path, step: int) -> None:
+    wait_until(command, f"step {step}", lambda: has_step(run_dir, step))
 
 
 def wait_for_restart(command: Command, run_dir: Path, name: str) -> None:
     """Until it works again after one restart."""
-    end_s = time.monotonic() + LIMIT_S
-    while time.monotonic() < end_s:
-        assert command.process.poll() is None, command.process.communicate()
+
+    def works() -> bool:
         rows = ask(str(run_dir), {"ask": "status"})["executors"]
         (row,) = (row for row in rows if row["executor"] == name)
-        if row["state"] in ("serving", "running") and row["restarts"] == 1:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"{name} does not work again: {row}")
+        return row["state"] in ("serving", "running") and row["restarts"] == 1
+
+    wait_until(command, f"{name} again", works)
 
 
 def wait_for_other(command: Command, role: str, pids: list[int]) -> list[int]:
     """The pids of the processes that take the place of these, as soon as there are any."""
-    end_s = time.monotonic() + LIMIT_S
-    while time.monotonic() < end_s:
-        if found := [pid for pid in executors(command, role) if pid not in pids]:
-            return found
-        time.sleep(0.01)
-    raise AssertionError(f"{role} is not started again")
+    new = lambda: [pid for pid in executors(command, role) if pid not in pids]  # noqa: E731
+    return wait_until(command, f"another {role}", new)
 
 
 KEEPING = ["checkpoint.every_steps=2", "experience.keep_rollouts=1"]

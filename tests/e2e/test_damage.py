@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.e2e.forks import Forks
 from tests.e2e.test_inline_runs import RECIPE, SMALL
+from tests.places import ROOT
 
 KEEPING = [*SMALL, "data.held_out=null", "checkpoint.every_steps=1", "checkpoint.keep=0"]
 
@@ -62,3 +64,19 @@ def test_a_damaged_export_is_not_evaluated(forks: Forks, run_dir: Path) -> None:
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert "model.safetensors must hold the bytes that" in done.stderr
+
+
+@pytest.mark.long
+def test_damaged_files_and_keys_are_named_or_survived_and_never_believed(forks: Forks) -> None:
+    """A few inputs of every kind; `make fuzz` tries over a thousand."""
+    fuzz = str(ROOT / "tools" / "fuzz.py")
+    done = forks.run(fuzz, "--seed=0", "--cases=48", "--runs=0.02")
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert re.match("48 cases, 0 findings", last)
+    counts = re.search(r"^all +(\d+) +(\d+) +(\d+)", done.stdout, re.MULTILINE)
+    assert counts is not None
+    refused, passed_over, accepted = map(int, counts.groups())
+    assert refused > 25, "else the damage does not reach what is checked"
+    assert passed_over > 3
+    assert accepted > 3

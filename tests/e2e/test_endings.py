@@ -17,75 +17,43 @@ from tests.e2e.commands import (
     Command,
     executors,
     finish,
+    has_step,
     read_archive,
     train,
     wait_for_step,
+    wait_until,
 )
 from tests.json_lines import read_lines
 
 NUM_STEPS = 4
-Moment = Callable[[Command, Path], None]
+MOMENTS: dict[str, Callable[[Command, Path], bool]] = {
+    "the start": lambda command, run_dir: len(command.family()) >= 4,
+    "a step": lambda command, run_dir: has_step(run_dir, 1),
+    "a save": lambda command, run_dir: any(run_dir.glob("checkpoints/unfinished-*")),
+    "the last step": lambda command, run_dir: has_step(run_dir, NUM_STEPS - 1),
+    "the export": lambda command, run_dir: version_saved(run_dir) == NUM_STEPS,
+    "the shutdown": lambda command, run_dir: (run_dir / "export").is_dir(),
+}
 
 
-def amid_the_start(command: Command, run_dir: Path) -> None:
-    wait_until(command, lambda: len(command.family()) >= 4)
-
-
-def amid_a_step(command: Command, run_dir: Path) -> None:
-    wait_for_step(command, run_dir, 1)
-
-
-def amid_a_save(command: Command, run_dir: Path) -> None:
-    wait_until(command, lambda: any(run_dir.glob("checkpoints/unfinished-*")))
-
-
-def amid_the_last_step(command: Command, run_dir: Path) -> None:
-    wait_for_step(command, run_dir, NUM_STEPS - 1)
-
-
-def amid_the_export(command: Command, run_dir: Path) -> None:
-    wait_until(command, lambda: checkpoint.latest(run_dir) == newest(run_dir, NUM_STEPS))
-
-
-def amid_the_shutdown(command: Command, run_dir: Path) -> None:
-    wait_until(command, lambda: (run_dir / "export").is_dir())
-
-
-MOMENTS = [
-    amid_the_start,
-    amid_a_step,
-    amid_a_save,
-    amid_the_last_step,
-    amid_the_export,
-    amid_the_shutdown,
-]
-
-
-def newest(run_dir: Path, version: int) -> Path:
-    return run_dir / "checkpoints" / f"step-{version:08d}"
-
-
-def wait_until(command: Command, condition: Callable[[], bool], limit_s: float = 90.0) -> None:
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s
-        assert command.process.poll() is None, command.process.communicate()
-        time.sleep(0.002)
+def version_saved(run_dir: Path) -> int | None:
+    saved = checkpoint.latest(run_dir)
+    return None if saved is None else checkpoint.version_of(saved)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_whenever_a_run_is_ended_it_says_what_is_saved_and_goes_on_to_the_same_end(
-    moment: Moment, number: signal.Signals, tmp_path: Path
+    moment: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     command = train(tmp_path, *KEEPING, f"num_steps={NUM_STEPS}")
-    moment(command, tmp_path)
+    wait_until(command, moment, lambda: MOMENTS[moment](command, tmp_path))
     command.process.send_signal(number)
     code, out, err = finish(command)
     assert command.wait_until_gone(5.0) == []
     codes = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGKILL: -9}
-    is_late = moment in (amid_the_last_step, amid_the_export, amid_the_shutdown)
+    is_late = moment in ("the last step", "the export", "the shutdown")
     assert code == codes[number] or (is_late and code == 0), err + out
     assert "Traceback" not in err
     saved = checkpoint.latest(tmp_path)
@@ -93,7 +61,7 @@ def test_whenever_a_run_is_ended_it_says_what_is_saved_and_goes_on_to_the_same_e
         assert err.splitlines()[0] == f"llamarl: {'terminated' if code == 75 else 'interrupted'}"
         words = "no version is saved" if saved is None else f"is saved in {saved}\n"
         assert words in err
-        if moment is not amid_the_start:
+        if moment != "the start":
             assert saved is not None
     again = train(tmp_path, *KEEPING, f"num_steps={NUM_STEPS}", "checkpoint.resume=auto")
     code, out, err = finish(again)
@@ -145,10 +113,9 @@ def test_a_run_killed_during_its_start_leaves_no_process_and_can_be_repeated_at_
     num_processes: int, tmp_path: Path
 ) -> None:
     command = train(tmp_path, "num_steps=2")
-    end_s = time.monotonic() + 60
-    while not (tmp_path / "config.yaml").exists() or len(command.family()) < num_processes:
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+    config = tmp_path / "config.yaml"
+    has_begun = lambda: config.exists() and len(command.family()) >= num_processes  # noqa: E731
+    wait_until(command, "its start", has_begun)
     command.process.send_signal(signal.SIGKILL)
     command.process.wait()
     again = train(tmp_path, "num_steps=2", "checkpoint.resume=auto") if num_processes > 2 else None

@@ -257,7 +257,7 @@ ELSEWHERE = {  # program -> the test that runs it
     "bench_gpu": SESSION,
     "gpu_probe": SESSION,
     "make_random_model": SESSION,
-    "fuzz": "tests/e2e/test_fuzz.py::"
+    "fuzz": "tests/e2e/test_damage.py::"
     "test_damaged_files_and_keys_are_named_or_survived_and_never_believed",
     "install": "tests/unit/test_install.py::test_what_cannot_be_installed_ends_with_pips_own_words",
     "prepare_prompts": "tests/unit/test_prepare_prompts.py::"

@@ -167,7 +167,7 @@ def test_a_run_goes_on_while_a_replica_that_lost_a_rank_is_started_again(tmp_pat
 def test_the_only_replica_is_started_again_when_it_lost_a_rank(tmp_path: Path) -> None:
     command = train(tmp_path, "num_steps=400", "generator=vllm", "generator.num_ranks=2")
     ranks = kill_a_rank(command, tmp_path)
-    wait_for_restart(command, tmp_path, "generator-0", START_S)
+    wait_for_restart(command, tmp_path, "generator-0")
     assert not set(ranks) & {*executors(command, "generator-0")}
     command.process.send_signal(signal.SIGTERM)
     code, _, err = finish(command)
