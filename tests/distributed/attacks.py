@@ -62,34 +62,6 @@ def any_socket(home: str, port: int, caller: int) -> None:
                 tried(f"{family} {kind}", lambda *a: socket.socket(family, kind, protocol))
 
 
-def multipath_tcp(home: str, port: int, caller: int) -> None:
-    import socket
-
-    for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
-        try:
-            s = socket.socket(family, socket.SOCK_STREAM, 262)
-            s.connect((host, port))
-            s.send(b"x")
-            print("FELL", s.recv(1))
-        except OSError:
-            pass
-
-
-def fast_open(home: str, port: int, caller: int) -> None:
-    import socket
-
-    s = socket.socket()
-    print("FELL", s.sendto(b"x", 0x20000000, ("127.0.0.1", port)))
-
-
-def server_without_bind(home: str, port: int, caller: int) -> None:
-    import socket
-
-    s = socket.socket()
-    s.listen()
-    print("FELL", s.getsockname())
-
-
 def pairs(home: str, port: int, caller: int) -> None:
     import array
     import socket
@@ -278,9 +250,6 @@ def memory_that_is_shared(home: str, port: int, caller: int) -> None:
 
 ATTACKS: list[Attack] = [
     any_socket,
-    multipath_tcp,
-    fast_open,
-    server_without_bind,
     pairs,
     modes_owners_times,
     descriptors_without_reading,
