@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.commands import Command, executors, finish
 from tests.places import RECIPE
+from tests.unit.test_rehearsal import write_environment_recipe
 
 TWO_RANKS = ["trainer.num_ranks=2", "weights=collective", "generator.num_ranks=2"]
 IMPATIENT = (
@@ -22,9 +23,9 @@ IMPATIENT = (
 )
 
 
-def start_check(run_dir: Path, *overrides: str) -> Command:
+def start_check(run_dir: Path, *overrides: str, recipe: Path = RECIPE) -> Command:
     mark = f"LLAMARL_TEST_{uuid.uuid4().hex}"
-    arguments = ["check", f"--config-dir={RECIPE}", f"run_dir={run_dir}/run", *overrides]
+    arguments = ["check", f"--config-dir={recipe}", f"run_dir={run_dir}/run", *overrides]
     process = subprocess.Popen(
         [sys.executable, "-c", IMPATIENT, *arguments],
         stdout=subprocess.PIPE,
@@ -46,6 +47,15 @@ def test_all_passes_on_cpus_and_nothing_is_left(tmp_path: Path) -> None:
     assert "4 ranks met" in out
     assert not command.wait_until_gone(5.0)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_a_recipe_with_environments_and_a_best_version_passes(tmp_path: Path) -> None:
+    recipe = write_environment_recipe(tmp_path / "recipe")
+    best = ["checkpoint.best=reward", "evaluation.patience=3", "data.prompt_field=prompt"]
+    code, out, err = finish(start_check(tmp_path, *best, "cluster=inline", recipe=recipe))
+    assert code == 0, out + err
+    assert "skipped episodes" in out
 
 
 @pytest.mark.long

@@ -210,6 +210,12 @@ def test_a_failure_shows_its_own_traceback_once(llamarl: Command, tmp_path: Path
     assert "llamarl/" not in done.stderr, "frames of ours say nothing about the recipe's code"
 
 
+def test_the_help_names_the_commands(forks: Forks) -> None:
+    done = forks.run("--help")
+    assert done.returncode == 0
+    assert {"train", "evaluate"} <= {*done.stdout.split()}
+
+
 def test_a_run_folder_belongs_to_one_run(llamarl: Command, tmp_path: Path) -> None:
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

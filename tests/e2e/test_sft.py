@@ -134,7 +134,6 @@ ANSWERED = [{"question": "What is 1+2?", "completion": "Answer: 3"}]
     ("rows", "overrides", "words"),
     [
         ([{"question": "What is 1+2?"}], [], "train.jsonl:1: the row must have the field 'compl"),
-        ([{"question": "What is 1+2?", "completion": " "}], [], "must be text that is not blank"),
         ([], [], "train.jsonl must hold at least one demonstration, got none"),
         (ANSWERED, ["data.max_prompt_tokens=5"], "a demonstration must have at most 5 tokens"),
         (ANSWERED, ["data.chat=true"], "data.chat must be false for a tokenizer without a chat"),

@@ -198,6 +198,17 @@ def test_a_run_without_the_tool_says_nothing_of_episodes(forks: Forks, tmp_path:
     assert not [name for name in metrics(tmp_path) if name.startswith(("episode", "tool"))]
 
 
+@pytest.mark.long
+def test_an_evaluation_takes_turns_too(forks: Forks, tmp_path: Path) -> None:
+    common = f"--config-dir={TOOLS_RECIPE}", f"run_dir={tmp_path}", "cluster=inline"
+    done = forks.run("evaluate", *common, "evaluation.max_prompts=30")
+    assert done.returncode == 0, done.stderr
+    right = [line for line in read_rollouts(tmp_path) if line["correct"]]
+    assert len(right) >= 5
+    assert all("</calculator>\n[" in line["completion"] for line in right)
+    assert f"accuracy {len(right) / 30:.1%} of 30" in done.stdout
+
+
 TASK = Path(__file__).with_name("agent_task.py")
 ONE_STEP = ["num_steps=1", "trainer.groups_per_step=8", "evaluation.max_prompts=4"]
 
