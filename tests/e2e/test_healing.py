@@ -20,10 +20,10 @@ from tests.e2e.commands import (
     Command,
     executors,
     finish,
+    newest_state,
     read_archive,
     read_rollouts,
     reward_workers,
-    saved_words,
     start,
     told_of,
     train,
@@ -108,7 +108,10 @@ def test_what_is_killed_amid_slow_tools_is_started_again_and_no_rollout_is_lost_
     command.process.send_signal(signal.SIGINT)
     code, out, err = finish(command)
     assert code == 130, err
-    assert err.splitlines()[-3:-1] == saved_words("interrupted", run_dir)
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    version = newest_state(run_dir)["version"]
+    said = ["llamarl: interrupted", f"llamarl: version {version} is saved in {newest}"]
+    assert err.splitlines()[-3:-1] == said
     assert "Traceback" not in err
     assert " ".join(out.split()).count("the run goes on from step-") == 1
     assert command.wait_until_gone(5.0) == []

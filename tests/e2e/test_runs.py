@@ -6,7 +6,9 @@ import json
 import os
 import re
 import signal
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,18 +18,29 @@ from llamarl.metrics.summary import summarize
 from tests.e2e.commands import (
     KEEPING,
     RECIPE,
-    Ended,
-    end,
     finish,
-    goes_on,
+    newest_state,
     read_archive,
+    read_rollouts,
     reward_workers,
     train,
     wait_for_step,
 )
+from tests.json_lines import read_lines
 
 # Amid a reward, and between two.
 WORKER_LOST = r"the reward process ended by itself|reward worker \d+ ended, or wrote unasked"
+
+
+@dataclass
+class Ended:
+    """A command that was ended on purpose; `state` is the checkpoint that it leaves."""
+
+    code: int
+    err: str
+    family: list[int]
+    left: list[int]
+    state: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +53,8 @@ def interrupted(run_dir: Path) -> Ended:
     os.kill(worker, signal.SIGKILL)
     wait_for_step(command, run_dir, 5)
     command.process.send_signal(signal.SIGKILL)
-    return end(command, family, run_dir)
+    code, _, err = finish(command)
+    return Ended(code, err, family, command.wait_until_gone(5.0), newest_state(run_dir))
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +89,37 @@ def test_a_run_spares_a_reward_process_and_leaves_none_when_it_is_killed(
     assert interrupted.left == []
 
 
+def prompts_trained(run_dir: Path, first_row: int) -> list[list[int]]:
+    """Prompt ids of the groups trained from row `first_row` on, in the order of admission."""
+    lines = [
+        line
+        for line in read_rollouts(run_dir)
+        if line["outcome"] == "trained" and line["row_id"] >= first_row
+    ]
+    lines.sort(key=lambda line: line["row_id"])
+    groups = [lines[start : start + 8] for start in range(0, len(lines), 8)]
+    assert all(len({str(line["prompt_ids"]) for line in group}) == 1 for group in groups)
+    return [group[0]["prompt_ids"] for group in groups]
+
+
+def prompts_open(state: dict[str, Any]) -> list[list[int]]:
+    """Prompt ids of what a checkpoint says was admitted or drawn, and not trained."""
+    tokenizer = AutoTokenizer.from_pretrained(RECIPE / "checkpoint")
+    rows = (RECIPE / "prompts.jsonl").read_text().splitlines()
+    texts = [json.loads(rows[number - 1])["question"] for _, number in state["pending"]]
+    return [tokenizer(text).input_ids for text in texts]
+
+
 def test_a_run_that_was_killed_goes_on_where_it_was(interrupted: Ended, finished: Path) -> None:
-    goes_on(finished, interrupted.state)
+    """What was open at the checkpoint is asked first, in its order; then the stream goes on."""
+    state = interrupted.state
+    num_open = len(state["pending"])
+    assert 8 <= num_open <= 16, "the groups of one step, and of another that was under way"
+    assert prompts_trained(finished, state["next_row_id"])[:num_open] == prompts_open(state)
+    steps = [
+        line["step"] for line in read_lines(finished / "metrics.jsonl") if "reward/mean" in line
+    ]
+    assert steps == list(range(1, state["version"] + 3)), "of steps that were lost nothing is left"
 
 
 def test_a_run_leaves_everything_it_promises(
@@ -129,9 +172,7 @@ def test_both_storage_units_hold_rows(finished: Path) -> None:
 
 
 def test_metrics_have_the_tags_to_watch(finished: Path) -> None:
-    tags: set[str] = set()
-    for line in (finished / "metrics.jsonl").read_text().splitlines():
-        tags |= set(json.loads(line))
+    tags = {tag for line in read_lines(finished / "metrics.jsonl") for tag in line}
     assert {
         "reward/mean",
         "trained/ratio_mean",
