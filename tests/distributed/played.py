@@ -19,7 +19,7 @@ from llamarl.scoring.stages import check_task
 from tests.unit import chat_templates as templates
 
 TASK = '''
-import asyncio, os, time
+import asyncio, time
 
 class Env:
     def reset(self, start=0, hangs=False, **row):
@@ -52,10 +52,6 @@ class Env:
     async def hang_softly(self) -> str:
         """Hangs, as a coroutine."""
         await asyncio.sleep(1000)
-
-    def die(self) -> str:
-        """Ends the process."""
-        os._exit(3)
 
     def get_reward(self):
         return "bad" if self.total < 0 else float(self.total)

@@ -98,12 +98,6 @@ async def test_a_process_that_is_killed_loses_its_own_episodes_only(tmp_path: Pa
         assert again.state is EpisodeState.GOES_ON, "a new process took over"
 
 
-async def test_a_tool_that_ends_its_process_loses_the_episode(tmp_path: Path) -> None:
-    async with playing(tmp_path) as setting:
-        await setting.begin(1)
-        assert (await setting.turn(1, call("die"))).state is EpisodeState.LOST
-
-
 async def test_an_episode_that_is_not_known_or_was_forgotten_is_lost(tmp_path: Path) -> None:
     async with playing(tmp_path) as setting:
         await setting.begin(2)

@@ -420,42 +420,6 @@ async def test_data_ranks_share_each_batch_and_peers_of_a_rank_see_the_same(tmp_
     assert [len(batch) for batch in seen[1, 0]] == [5, 5, 5, 4, 1]
 
 
-async def test_a_rank_without_rollouts_in_a_batch_finishes_it_too(tmp_path: Path) -> None:
-    where = {"batch_size": 4, "prefetch": 1}
-
-    async with Run(tmp_path, make(External(num_data_ranks=2))) as running:
-        working = asyncio.create_task(running.stage.process(alone(0, 1)))
-        loaders, shares = [], []
-        for data_rank in range(2):
-            loaders.append(
-                await asyncio.to_thread(
-                    StageLoader, tmp_path, "judge", data_rank=data_rank, **where
-                )
-            )
-            shares.append(await asyncio.to_thread(next, iter(loaders[-1])))
-        for batch in sorted(shares, key=lambda batch: len(batch.row_ids)):
-            await asyncio.to_thread(batch.finish, {"quality": lengths_of(batch)})
-        assert sorted(len(batch.row_ids) for batch in shares) == [0, 1]
-        assert [each.numbers["quality"] for each in await asyncio.wait_for(working, 10)] == [1.0]
-        for loader in loaders:
-            await asyncio.to_thread(loader.close)
-
-
-async def test_a_peer_that_comes_when_all_is_finished_sees_what_the_others_saw(
-    tmp_path: Path,
-) -> None:
-    seen: list[list[list[int]]] = [[], []]
-
-    async with Run(tmp_path, make(External(num_peers=2))) as running:
-        consume(tmp_path, seen[0], finish, batch_size=5, prefetch=1)
-        await running.stage.process(alone(0, 20))
-        consume(tmp_path, seen[1], look, batch_size=5, prefetch=1, peer=1)
-        while len(seen[1]) < 4:
-            await asyncio.sleep(0.01)
-    assert sorted(row_id for batch in seen[0] for row_id in batch) == list(range(20))
-    assert seen[1] == seen[0]
-
-
 async def test_a_peer_that_missed_a_batch_raises_instead_of_going_on_with_the_next(
     tmp_path: Path,
 ) -> None:
