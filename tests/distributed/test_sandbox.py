@@ -121,7 +121,7 @@ def running_program(kind: Kind, source: str) -> Iterator[Path]:
 
 
 def test_without_a_container_time_and_output_are_limited() -> None:
-    free = ProgramLimits(seconds=20.0, output_bytes=100, is_contained=False)
+    free = ProgramLimits(seconds=20.0, output_bytes=100, is_sandboxed=False)
     assert run("print(open('/etc/passwd').read())", limits=free).stdout
     assert run("while True: pass", limits=replace(free, seconds=0.5)).ended_for == "time"
     assert run("while True: print('x')", limits=free).ended_for == "output"
