@@ -40,16 +40,14 @@ EACH += [pytest.param(each, tuple(KINDS), marks=pytest.mark.slow) for each, _ in
 
 @pytest.mark.parametrize(("staging", "kinds"), EACH)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_version_arrives_bit_by_bit_while_the_active_weights_are_read(
+async def test_every_version_arrives_bit_by_bit_while_the_active_weights_are_read(
     world, transport, staging, kinds
 ) -> None:
-    async def run(kind):
+    for kind in kinds:
         for replica, host in enumerate(world.hosts):
             host.call("build", replica, kind, staging)
-        generators = [Generator(host) for host in world.hosts]
-        async with connected(
-            world, transport, staging, Trainer(world.trainers), generators
-        ) as publisher:
+        trainer, generators = Trainer(world.trainers), [Generator(host) for host in world.hosts]
+        async with connected(world, transport, staging, trainer, generators) as publisher:
             for _ in range(3):
                 stats = await publisher.publish(world.train())
                 assert stats.num_running == {0: 3, 1: 3}
@@ -57,9 +55,6 @@ def test_every_version_arrives_bit_by_bit_while_the_active_weights_are_read(
             num_reads, num_wrong = host.call("reads")
             assert num_wrong == 0
             assert num_reads >= 3
-
-    for kind in kinds:
-        asyncio.run(run(kind))
 
 
 @pytest.mark.parametrize("num_publishes", [20, pytest.param(1000, marks=pytest.mark.slow)])
@@ -76,49 +71,42 @@ async def test_many_healthy_publishes_raise_nothing(world, transport, num_publis
             await publisher.publish(world.version)
 
 
-def refused(world, transport, kind, word, *, bend=list, is_damaged=False, after=None):
+async def refused(world, transport, kind, word, *, bend=list, is_damaged=False, after=None):
     """A damaged publish is found out and leaves the active weights; the next one works.
 
     `bend` changes the copies for both ends; with `is_damaged` the first trainer rank sends one bit
     that is wrong; `after` goes to the generator after the write.
     """
     host = world.hosts[0]
-
-    async def run():
-        host.call("build", 0, kind, "double_buffer")
-        trainer = Trainer(world.trainers, bend)
-        generators = [Generator(host, bend)]
-        if after is not None:
-            trainer.after = lambda: host.call(*after)
-        async with connected(world, transport, "double_buffer", trainer, generators) as publisher:
-            if is_damaged:
-                world.trainers[0].call("damage")
-            version = world.train()
-            with pytest.raises(FingerprintMismatch) as caught:
-                await publisher.publish(version)
-        assert f"publish of version {world.version} to generator 0: " in str(caught.value)
-        assert word in str(caught.value)
-        healthy = [Generator(host)]
-        async with connected(
-            world, transport, "double_buffer", Trainer(world.trainers), healthy
-        ) as publisher:
-            await publisher.publish(world.train())
-        assert host.call("reads")[1] == 0
-
-    asyncio.run(run())
+    host.call("build", 0, kind, "double_buffer")
+    trainer, generators = Trainer(world.trainers, bend), [Generator(host, bend)]
+    if after is not None:
+        trainer.after = lambda: host.call(*after)
+    async with connected(world, transport, "double_buffer", trainer, generators) as publisher:
+        if is_damaged:
+            world.trainers[0].call("damage")
+        version = world.train()
+        with pytest.raises(FingerprintMismatch) as caught:
+            await publisher.publish(version)
+    assert f"publish of version {world.version} to generator 0: " in str(caught.value)
+    assert word in str(caught.value)
+    trainer, generators = Trainer(world.trainers), [Generator(host)]
+    async with connected(world, transport, "double_buffer", trainer, generators) as publisher:
+        await publisher.publish(world.train())
+    assert host.call("reads")[1] == 0
 
 
 @pytest.mark.parametrize(
     ("kind", "name"), [("fused", "wide"), ("cast", "norm"), ("sharded", "scale"), ("sharded", "v")]
 )
-def test_one_flipped_bit_anywhere_in_the_staging_memory_is_found_and_named(
+async def test_one_flipped_bit_anywhere_in_the_staging_memory_is_found_and_named(
     world, kind, name
 ) -> None:
-    refused(world, "shared_memory", kind, name, after=("flip_bit", name))
+    await refused(world, "shared_memory", kind, name, after=("flip_bit", name))
 
 
-def test_one_flipped_bit_in_a_message_is_found(world) -> None:
-    refused(world, "collective", "cast", "must arrive as written", is_damaged=True)
+async def test_one_flipped_bit_in_a_message_is_found(world) -> None:
+    await refused(world, "collective", "cast", "must arrive as written", is_damaged=True)
 
 
 def damage_one(name, change):
@@ -161,26 +149,22 @@ WRONG_COPIES = [
         ),
     ],
 )
-def test_a_misplaced_or_skipped_slice_is_found_and_named(
+async def test_a_misplaced_or_skipped_slice_is_found_and_named(
     world, transport, kind, name, change
 ) -> None:
-    refused(world, transport, kind, name, bend=damage_one(name, change))
+    await refused(world, transport, kind, name, bend=damage_one(name, change))
 
 
-def test_reading_from_another_place_than_the_layout_says_is_refused(world) -> None:
+async def test_reading_from_another_place_than_the_layout_says_is_refused(world) -> None:
     def shift(copy):
         return copy._replace(source_offset=copy.source_offset - 1)
 
-    async def run():
-        world.hosts[0].call("build", 0, "fused", "double_buffer")
-        trainer = Trainer(world.trainers, damage_one("norm", shift))
-        async with connected(
-            world, "shared_memory", "double_buffer", trainer, [Generator(world.hosts[0])]
-        ):
-            pass
-
+    world.hosts[0].call("build", 0, "fused", "double_buffer")
+    trainer = Trainer(world.trainers, damage_one("norm", shift))
+    generators = [Generator(world.hosts[0])]
     with pytest.raises(ValueError, match="copy of norm must read from where the layout has it"):
-        asyncio.run(run())
+        async with connected(world, "shared_memory", "double_buffer", trainer, generators):
+            pass
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -216,13 +200,11 @@ async def test_a_version_that_goes_away_is_aborted_and_the_next_one_comes_on_the
     ["write", "commit", *(pytest.param(c, marks=pytest.mark.long) for c in ("prepare", "verify"))],
 )
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_replica_killed_between_any_two_calls_is_lost_and_the_others_go_on(
+async def test_a_replica_killed_between_any_two_calls_is_lost_and_the_others_go_on(
     world, transport, call
 ) -> None:
-    victim = Remote(GeneratorRanks)
     survivor = world.hosts[0]
-
-    async def run():
+    with contextlib.closing(Remote(GeneratorRanks)) as victim:
         victim.call("build", 0, "sharded", "double_buffer")
         survivor.call("build", 1, "fused", "double_buffer")
         generators = [Generator(victim), Generator(survivor)]
@@ -243,11 +225,6 @@ def test_a_replica_killed_between_any_two_calls_is_lost_and_the_others_go_on(
             assert stats.num_running == {1: 3}
             await publisher.publish(world.train())
             assert survivor.call("reads")[1] == 0
-
-    try:
-        asyncio.run(run())
-    finally:
-        victim.close()
 
 
 async def test_the_siblings_of_a_lost_head_get_a_new_source_only_once_it_cannot_write_any_more(
