@@ -3,11 +3,14 @@ samples, the interval of an accuracy."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 import os
 import pty
+import re
 import select
+import shlex
 import subprocess
 import sys
 import termios
@@ -23,17 +26,19 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from llamarl.cli import train
 from llamarl.cluster.os_process import kept_log, show_warnings, take_any_letter
 from llamarl.core.groups import Evaluation, Share
 from llamarl.core.records import Prompt
 from llamarl.metrics.console import Progress
 from llamarl.metrics.estimates import interval, with_interval
-from llamarl.metrics.run_logger import RunLogger
+from llamarl.metrics.provenance import write_provenance
+from llamarl.metrics.rendering import resume_command, tokenizing_bar
 from llamarl.metrics.shares import RecentSpans
-from llamarl.metrics.span import Spans
-from llamarl.metrics.trackers import MetricsLog
+from llamarl.model.architecture import read_architecture
+from tests.places import CHECKPOINT, RECIPE
 from tests.signals import restore_ctrl_c
-from tests.unit.test_metrics_step import TRAINED
+from tests.unit.test_config import MINIMUM, make_config
 from tests.unit.test_metrics_time import write_spans
 
 
@@ -144,14 +149,16 @@ def test_without_a_terminal_progress_is_whole_lines(tmp_path):
         assert words in lines[4]
 
 
-def test_of_many_steps_the_first_ones_and_the_last_have_lines_and_the_others_every_few_seconds():
+def test_of_many_steps_the_first_ones_and_the_last_have_lines_and_the_others_every_few_seconds(
+    monkeypatch,
+):
+    now_s = 0.0
+    monkeypatch.setattr("llamarl.metrics.console.time", SimpleNamespace(monotonic=lambda: now_s))
     progress = in_a_file(40)
     progress.start_training(7)
     for step in range(8, 41):
-        progress._printed_s += 60 * (step != 20)  # no time has passed, but before step 20
-        progress._printed_s -= 120 * (step == 20)
+        now_s += 60 * (step == 20)
         progress.show_step(step, {"reward/mean": 0.5})
-        progress._printed_s = time.monotonic() + 60
     shown = [line.split("  ")[0] for line in lines_of(progress)]
     assert shown == [f"step {step}/40" for step in (8, 9, 10, 11, 12, 20, 40)]
 
@@ -324,26 +331,6 @@ def test_a_sample_is_one_line_that_no_terminal_obeys(width):
     assert not set(text) & {"\x1b", "\a", "\r"}
 
 
-@pytest.mark.parametrize("is_long", [False, True])
-def test_a_sample_of_a_chat_shows_the_end_of_the_last_user_message(tmp_path, is_long):
-    question = "first words " + "and more " * 40 * is_long + "what is 2+2?"
-    chat = [("system", "be brief"), ("user", "hello"), ("assistant", "hi"), ("user", question)]
-    messages = [{"role": role, "content": content} for role, content in chat]
-    prompt = replace(TRAINED.prompt, text=f"<|im_start|>{messages}", fields={"question": messages})
-    with (tmp_path / "console").open("w") as file:
-        progress = Progress(7, live=False, console=Console(file=file))
-        logger = RunLogger(
-            log=MetricsLog(tmp_path),
-            progress=progress,
-            spans=Spans("controller", tmp_path / "spans"),
-            prompt_field="question",
-        )
-        logger._show_sample([replace(TRAINED, prompt=prompt)], {min(TRAINED.scores): "four"})
-    shown = progress._sample
-    assert "what is 2+2? -> four  (reward" in shown
-    assert shown.startswith("..." if is_long else "first words what")
-
-
 def test_a_log_file_shows_a_sample_with_each_evaluation():
     progress = in_a_file()
     progress.show_evaluation(evaluated(0, 0.5, 0.5))
@@ -449,3 +436,79 @@ def test_no_log_line_ends_a_run_whatever_letters_it_has(encoding: str, tmp_path:
     assert "\\ud800" in shown
     assert "after" in shown
     assert "café 中 \\ud800" in (tmp_path / "logs" / "controller.log").read_text("utf-8")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_gets_a_bar_that_goes_and_every_console_one_line(is_terminal: bool) -> None:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=is_terminal, width=80, _environ={"TERM": "xterm"})
+    with tokenizing_bar(console) as show:
+        for num_done in range(4):
+            show("prompts.jsonl", num_done, 3)
+    shown = text.getvalue()
+    assert ("tokenizing" in shown) == is_terminal
+    assert re.search(r"tokenized prompts\.jsonl in \d\.\d s", shown.splitlines()[-1])
+
+
+def test_nothing_is_said_where_nothing_was_tokenised() -> None:
+    text = io.StringIO()
+    with tokenizing_bar(Console(file=text, force_terminal=True)):
+        pass
+    assert text.getvalue() == ""
+
+
+def test_ctrl_c_amid_the_work_is_not_kept_waiting() -> None:
+    shown: list[int] = []
+
+    async def work() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        with tokenizing_bar(Console(file=io.StringIO())) as show:
+            for num_done in range(3):
+                show("prompts.jsonl", num_done, 3)
+                shown.append(num_done)
+                task.cancel()  # as the handler of the signal does
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(work())
+    assert shown == [0]
+
+
+TRAIN = ["llamarl", "train", "--config-dir", "recipes/a b", "num_steps=9"]
+
+
+def test_the_command_of_a_run_can_be_pasted_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    write_provenance(tmp_path, TRAIN, "", RECIPE / "run.yaml", None)
+    words = shlex.split((tmp_path / "command.txt").read_text())
+    assert words == ["cd", str(folder), "&&", *TRAIN]
+
+
+@pytest.mark.parametrize("more", [[], ["checkpoint.resume=off", "run_dir=elsewhere"]])
+def test_the_command_that_goes_on_names_the_folder_and_resumes(
+    more: list[str], tmp_path: Path
+) -> None:
+    program, *arguments = shlex.split(resume_command([*TRAIN, *more], str(tmp_path)))
+    assert os.path.basename(program) == "llamarl"
+    assert arguments == [*TRAIN[1:], f"run_dir={tmp_path}", "checkpoint.resume=auto"]
+
+
+def test_a_multirun_keeps_its_own_folders() -> None:
+    words = shlex.split(resume_command([*TRAIN, "-m", "seed=1,2", "run_dir=r"], "/r/0"))
+    assert words[-4:] == ["-m", "seed=1,2", "run_dir=r", "checkpoint.resume=auto"]
+
+
+def test_a_disk_that_is_nearly_large_enough_is_shown_in_figures_that_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = SimpleNamespace(architecture=read_architecture(CHECKPOINT))
+    config = make_config(*MINIMUM)
+    for free in (0, 10**7, 2 * 10**7):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        with pytest.raises(ValueError, match=rf"got {free // 10**6} MB at") as caught:
+            train._check_disk(config, inputs, str(tmp_path))  # type: ignore[arg-type]
+        assert f"with {free // 10**6} MB" not in str(caught.value)

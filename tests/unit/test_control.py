@@ -56,16 +56,13 @@ def test_both_commands_show_what_the_run_answers(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "the socket's file is gone"
 
 
-def test_only_the_user_can_connect_in_a_folder_with_a_long_name(tmp_path: Path) -> None:
+async def test_only_the_user_can_connect_in_a_folder_with_a_long_name(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
-
-    async def main() -> list[int]:
-        async with listening(str(folder), answer):
-            socket = folder / control.SOCKET
-            return [stat.S_IMODE(path.stat().st_mode) for path in (socket, socket.parent)]
-
-    assert asyncio.run(main()) == [0o600, 0o700]
+    async with listening(str(folder), answer):
+        socket = folder / control.SOCKET
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (socket, socket.parent)]
+    assert modes == [0o600, 0o700]
 
 
 def test_another_users_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
