@@ -17,6 +17,8 @@ from llamarl.core.compute import Background
 from llamarl.planner.simulation import clock
 from tests.random_search import case, searched
 
+RUN_TESTS = clock.run
+
 
 class Calls:
     """Calls that take `seconds`; what each got and when it began."""
@@ -70,54 +72,42 @@ def test_each_item_is_sent_once_in_order_unless_it_was_cancelled_before(
     clock.run(main())
 
 
-def test_after_a_pause_what_came_meanwhile_goes_together() -> None:
-    async def main() -> None:
-        calls = Calls(1.0)
-        batcher = Batcher[int](calls, fail, limit=1, pause_s=5.0)
-        futures = [batcher.ask(0)]
-        await asyncio.sleep(0.1)
-        futures += [batcher.ask(1), batcher.ask(2)]
-        await asyncio.gather(*futures)
-        times = [begun_s for begun_s, _ in calls.begun]
-        assert times == pytest.approx([0.0, 5.0, 5.0]), "no pause while some are left"
-
-    clock.run(main())
+async def test_after_a_pause_what_came_meanwhile_goes_together() -> None:
+    calls = Calls(1.0)
+    batcher = Batcher[int](calls, fail, limit=1, pause_s=5.0)
+    futures = [batcher.ask(0)]
+    await asyncio.sleep(0.1)
+    futures += [batcher.ask(1), batcher.ask(2)]
+    await asyncio.gather(*futures)
+    times = [begun_s for begun_s, _ in calls.begun]
+    assert times == pytest.approx([0.0, 5.0, 5.0]), "no pause while some are left"
 
 
-def test_a_size_counts_towards_the_limit() -> None:
-    async def main() -> None:
-        calls = Calls()
-        batcher = Batcher[int](calls, fail, limit=10, size=lambda item: item)
-        await asyncio.gather(*map(batcher.ask, (4, 4, 4, 4)))
-        assert [items for _, items in calls.begun] == [[4, 4, 4], [4]], "about so many"
-
-    clock.run(main())
+async def test_a_size_counts_towards_the_limit() -> None:
+    calls = Calls()
+    batcher = Batcher[int](calls, fail, limit=10, size=lambda item: item)
+    await asyncio.gather(*map(batcher.ask, (4, 4, 4, 4)))
+    assert [items for _, items in calls.begun] == [[4, 4, 4], [4]], "about so many"
 
 
-def test_an_error_of_a_call_is_reported_and_what_waits_for_it_is_not_done() -> None:
-    async def main() -> None:
-        failed: list[Exception] = []
-        batcher = Batcher[int](Calls(1.0, ValueError("of the executor")), failed.append, limit=2)
-        futures = [batcher.ask(item) for item in range(3)]
-        await asyncio.sleep(2.0)
-        assert [str(error) for error in failed] == ["of the executor"] * 2
-        assert not any(future.done() for future in futures)
-
-    clock.run(main())
+async def test_an_error_of_a_call_is_reported_and_what_waits_for_it_is_not_done() -> None:
+    failed: list[Exception] = []
+    batcher = Batcher[int](Calls(1.0, ValueError("of the executor")), failed.append, limit=2)
+    futures = [batcher.ask(item) for item in range(3)]
+    await asyncio.sleep(2.0)
+    assert [str(error) for error in failed] == ["of the executor"] * 2
+    assert not any(future.done() for future in futures)
 
 
-def test_a_batcher_that_is_closed_sends_nothing_more() -> None:
-    async def main() -> None:
-        calls = Calls(10.0)
-        batcher = Batcher[int](calls, fail, limit=1, in_turn=True)
-        futures = [batcher.ask(0), batcher.ask(1)]
-        await asyncio.sleep(1.0)
-        await batcher.close()
-        await asyncio.sleep(30.0)
-        assert [items for _, items in calls.begun] == [[0]]
-        assert not any(future.done() for future in futures)
-
-    clock.run(main())
+async def test_a_batcher_that_is_closed_sends_nothing_more() -> None:
+    calls = Calls(10.0)
+    batcher = Batcher[int](calls, fail, limit=1, in_turn=True)
+    futures = [batcher.ask(0), batcher.ask(1)]
+    await asyncio.sleep(1.0)
+    await batcher.close()
+    await asyncio.sleep(30.0)
+    assert [items for _, items in calls.begun] == [[0]]
+    assert not any(future.done() for future in futures)
 
 
 async def fail_after(wait: asyncio.Event) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.dom import minidom
@@ -51,13 +50,17 @@ def runs(tmp_path: Path) -> list[Path]:
     ]
 
 
+def table_of(said: str) -> dict[str, list[str]]:
+    rows = [[cell.strip() for cell in line.split("  ") if cell] for line in said.splitlines()]
+    return {row[0]: row[1:] for row in rows if row}
+
+
 def test_the_table_has_what_each_run_reached_and_what_differs(
     runs: list[Path], tmp_path: Path
 ) -> None:
     output = tmp_path / "runs.svg"
     said = compare([*map(str, runs), "--output", str(output)])
-    rows = [[cell for cell in line.split("  ") if cell] for line in said.splitlines()]
-    table = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows if row}
+    table = table_of(said)
     assert table["steps"] == ["2", "1"]
     assert table["time of the steps"] == ["0:08", "0:02"]
     assert table["held-out accuracy"] == ["50.0% (40.0% to 60.0%) at step 2", "-"]
@@ -87,13 +90,7 @@ def test_runs_of_demonstrations_are_compared_by_their_losses(
         for name, loss in (("sft_a", 1.25), ("sft_b", 0.5))
     ]
     output = tmp_path / "c.svg"
-
-    def table(*compared: Path) -> dict[str, list[str]]:
-        said = compare([*map(str, compared), "--output", str(output)])
-        rows = [[cell.strip() for cell in line.split("  ") if cell] for line in said.splitlines()]
-        return {row[0]: row[1:] for row in rows if row}
-
-    found = table(*folders)
+    found = table_of(compare([*map(str, folders), "--output", str(output)]))
     assert found["held-out loss"] == ["1.2500", "0.5000"]
     assert found["training loss"] == ["1.0000", "1.0000"]
     assert found["tokens/s trained"] == ["50", "50"]
@@ -102,7 +99,7 @@ def test_runs_of_demonstrations_are_compared_by_their_losses(
     words = output.read_text()
     assert ">held-out loss<" in words
     assert ">training reward<" not in words
-    mixed = table(runs[0], folders[0])
+    mixed = table_of(compare([str(runs[0]), str(folders[0]), "--output", str(output)]))
     assert (mixed["training reward"], mixed["training loss"]) == (["-0.500", "-"], ["-", "1.0000"])
     assert mixed["answer length"] == ["4.0", "-"]
 
@@ -115,36 +112,29 @@ def test_equal_configs_and_equal_names_are_told(runs: list[Path], tmp_path: Path
     assert str(other) in said.splitlines()[0], "of runs with one name the folder"
 
 
-def damaged(name: str, content: bytes | None) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        (folder / name).unlink()
-        if content is not None:
-            (folder / name).write_bytes(content)
-
-    return damage
-
-
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("name", "content", "words"),
     [
-        (damaged("metrics.jsonl", None), "without metrics.jsonl"),
-        (damaged("config.yaml", None), "without config.yaml"),
-        (damaged("config.yaml", b"a: [1"), "that can be read, got"),
-        (damaged("config.yaml", b"\xff\xfe\x00"), "that can be read, got"),
-        (damaged("config.yaml", b"- 1\n"), "must hold keys with their values, got list"),
-        (damaged("config.yaml", b"[" * 5000), "that can be read, got"),
-        (damaged("config.yaml", b"a: &x {b: *x}\n"), "that can be read, got"),
-        (damaged("config.yaml", b"a: &x [*x]\n"), "that can be read, got"),
-        (damaged("config.yaml", b"a: [{2026-01-01: 1}]\n"), "that can be read, got"),
-        (damaged("metrics.jsonl", b""), "that has trained a step"),
-        (damaged("metrics.jsonl", b"\x00\xff{{{\n[]\n"), "that has trained a step"),
-        (damaged("metrics.jsonl", b'{"step": 1, "reward/mean": "x"}\n'), "trained a step"),
+        ("metrics.jsonl", None, "without metrics.jsonl"),
+        ("config.yaml", None, "without config.yaml"),
+        ("config.yaml", b"a: [1", "that can be read, got"),
+        ("config.yaml", b"\xff\xfe\x00", "that can be read, got"),
+        ("config.yaml", b"- 1\n", "must hold keys with their values, got list"),
+        ("config.yaml", b"[" * 5000, "that can be read, got"),
+        ("config.yaml", b"a: &x {b: *x}\n", "that can be read, got"),
+        ("config.yaml", b"a: &x [*x]\n", "that can be read, got"),
+        ("config.yaml", b"a: [{2026-01-01: 1}]\n", "that can be read, got"),
+        ("metrics.jsonl", b"", "that has trained a step"),
+        ("metrics.jsonl", b"\x00\xff{{{\n[]\n", "that has trained a step"),
+        ("metrics.jsonl", b'{"step": 1, "reward/mean": "x"}\n', "trained a step"),
     ],
 )
 def test_a_damaged_or_foreign_folder_is_one_line(
-    damage: Callable[[Path], None], words: str, runs: list[Path], tmp_path: Path
+    name: str, content: bytes | None, words: str, runs: list[Path], tmp_path: Path
 ) -> None:
-    damage(runs[1])
+    (runs[1] / name).unlink()
+    if content is not None:
+        (runs[1] / name).write_bytes(content)
     with pytest.raises(ValueError, match=r"RUN must|must hold keys") as caught:
         compare([*map(str, runs), "--output", str(tmp_path / "c.svg")])
     assert words in str(caught.value)

@@ -64,7 +64,7 @@ def of_any_mind(chosen: random.Random, max_staleness: int) -> Sampler:
     return sample
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     spare=st.integers(0, 3),
     size=st.integers(1, 4),

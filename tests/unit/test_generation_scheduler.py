@@ -37,7 +37,7 @@ EVENT = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(EVENT, max_size=60))
 def test_the_queue_equals_a_plain_list(events: list[tuple]) -> None:
     queue, model = Queue(), []
@@ -68,7 +68,7 @@ SKEWED = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SKEWED, st.integers(0, 2), st.integers(1, 5))
 def test_no_rollout_starts_before_one_of_an_earlier_step_or_a_longer_one_of_its_own(
     rollouts: list[tuple[int, int, int, int]], version: int, num_taken: int
@@ -98,7 +98,7 @@ def test_vllm_gets_equal_priorities_only_for_equal_urgency() -> None:
     assert len({priority(each) for each in changed}) == len(changed)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.integers(1, 6),
     st.lists(st.tuples(st.integers(0, 3), st.sets(st.integers(0, 5)), st.booleans()), max_size=30),
