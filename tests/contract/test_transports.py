@@ -269,25 +269,28 @@ async def test_the_siblings_of_a_lost_head_get_a_new_source_only_once_it_cannot_
     ["write", "commit", *(pytest.param(c, marks=pytest.mark.long) for c in ("prepare", "verify"))],
 )
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
-def test_a_trainer_rank_killed_between_any_two_calls_ends_the_publish_and_mixes_no_versions(
+async def test_a_trainer_rank_killed_between_any_two_calls_ends_the_publish_and_mixes_no_versions(
     world, transport, call
 ) -> None:
     """Rank 1 is killed just before `call` on the first replica; the second gets it from there."""
-    victim = Remote(TrainerRank, 1)
-
-    async def run():
-        for replica, host in enumerate(world.hosts):
-            host.call("build", replica, ("sharded", "fused")[replica], "double_buffer")
-        generators = [Generator(host) for host in world.hosts]
+    for replica, host in enumerate(world.hosts):
+        host.call("build", replica, ("sharded", "fused")[replica], "double_buffer")
+    generators = [Generator(host) for host in world.hosts]
+    with contextlib.closing(Remote(TrainerRank, 1)) as victim:
         trainer = Trainer([world.trainers[0], victim])
         publisher = world.publisher(transport, "double_buffer", trainer, generators)
-        await publisher.connect()
-        await publisher.publish(train())
+
+        def train():
+            version = world.train()
+            victim.call("train", version)
+            return version
 
         def kill(name, *args):
             if name == call:
                 victim.close()
 
+        await publisher.connect()
+        await publisher.publish(train())
         generators[0].before = kill
         trainer.before = lambda handles: kill("write")
         started_s = time.monotonic()
@@ -303,19 +306,9 @@ def test_a_trainer_rank_killed_between_any_two_calls_ends_the_publish_and_mixes_
                 await publisher.watch()
         finally:
             await publisher.close()
+            world.trainers[0].call("connect", 0, None)
         assert time.monotonic() - started_s < 10
         assert [host.call("reads")[1] for host in world.hosts] == [0, 0]
-
-    def train():
-        version = world.train()
-        victim.call("train", version)
-        return version
-
-    try:
-        asyncio.run(run())
-    finally:
-        victim.close()
-        world.trainers[0].call("connect", 0, None)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -354,25 +355,16 @@ def test_an_installed_package_adds_a_transport_a_family_and_a_tracker(tmp_path: 
         "pkgutil.resolve_name(TRANSPORTS['files'].sender)\n"
         "check_trackers(['csv'])\n"
     )
-    paths = f"{tmp_path}:{ROOT}"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ask = functools.partial(
+        subprocess.run, [sys.executable, "-c", script], env=environment, capture_output=True
     )
+    done = ask(text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split().count("files") == 2, "a transport, and a choice of weights"
     assert "mistral" in done.stdout.split()
     (tmp_path / "mistral_family.py").write_text("1 / 0\n")
-    broken = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    broken = ask(text=True)
     wanted = "while mistral_family, the entry point mistral of llamarl.families, loads"
     assert wanted in broken.stderr
 
