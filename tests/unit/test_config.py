@@ -1,4 +1,4 @@
-"""Recipes compose, wrong values are named, and the config costs nothing to import."""
+"""Recipes compose, choices set their values, wrong ones are named; the config is cheap."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import yaml
 from llamarl.core.config import Config, VllmConfig
 from llamarl.core.config.generator import generator_of, pools_of
 from llamarl.publish.reshard import weight_kind
-from llamarl.recipe.choices import CHOICES
-from llamarl.recipe.composition import CONF_FOLDER
+from llamarl.recipe.choices import CHOICES, set_by
+from llamarl.recipe.composition import CONF_FOLDER, compose, to_config, to_yaml
 from tests.e2e.forks import Forks
-from tests.places import ROOT
+from tests.places import RECIPE, ROOT
 from tests.unit.composing import compose_file, compose_recipe
 
 RECIPES = sorted(path.parent for path in ROOT.glob("recipes/*/run.yaml"))
@@ -197,6 +197,18 @@ def test_a_value_that_cannot_be_is_named_in_one_line(wrong: str, words: str) -> 
     assert "\n" not in str(raised.value)
 
 
+def test_importing_the_config_loads_no_heavy_package_nor_checkpoints_and_advantages_torch() -> None:
+    code = """
+import sys, llamarl.core.config
+assert not {"torch", "hydra", "omegaconf", "numpy"} & {*sys.modules}
+import llamarl.core.checkpoint, llamarl.trainer.advantages
+from llamarl.trainer.losses import algorithms
+assert len(algorithms()) > 9
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def with_pools(*texts: str) -> str:
     """The override; as in YAML, where texts with blanks need no quotes."""
     return f"generator.pools={list(texts)}"
@@ -246,9 +258,72 @@ def test_a_pool_with_a_mistake_is_named(pools: str, others: str, words: str) -> 
     assert "\n" not in str(raised.value)
 
 
-def test_importing_the_config_loads_no_heavy_package() -> None:
-    code = (
-        "import sys, llamarl.core.config; "
-        "sys.exit(bool({'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+FILE = """
+defaults: [config, {override /algorithm: grpo}, _self_]
+model: {checkpoint: x}
+data: {prompts: x.jsonl}
+reward: {functions: [task, format], weights: [1, 0.5]}
+algorithm: {clip_high: 0.28, entropy_coefficient: 0.01}
+cluster: {backend: inline}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "run.yaml").write_text(FILE)
+    return tmp_path
+
+
+def composed(folder: Path, *arguments: str) -> Config:
+    return to_config(compose(folder, arguments))
+
+
+def test_a_choice_of_the_command_line_wins_against_the_recipes_file(recipe: Path) -> None:
+    assert composed(recipe, "reward=exact", "reward.weights=[1]").reward.functions == ["exact"]
+    own = set_by("algorithm", "gspo", "grpo")
+    assert own["clip_high"] != 0.28
+    config = composed(recipe, "algorithm=gspo")
+    assert config.algorithm.clip_high == own["clip_high"]
+    assert config.algorithm.entropy_coefficient == 0.01, "0 is the default of both"
+    assert composed(recipe, "cluster=monarch").cluster.backend == "monarch"
+    assert composed(RECIPE, "reward=math").reward.functions == ["math"]
+
+
+def test_what_it_leaves_open_and_a_value_beside_it_stay(recipe: Path) -> None:
+    assert composed(recipe, "algorithm=grpo").algorithm.clip_high == 0.28
+    assert composed(recipe, "algorithm=gspo", "algorithm.clip_high=0.1").algorithm.clip_high == 0.1
+    assert composed(recipe, "trainer=transformers").reward.functions == ["task", "format"]
+    assert composed(recipe).cluster.backend == "inline"
+
+
+def test_a_recipe_that_begins_with_another_file_has_that_ones_choices(recipe: Path) -> None:
+    """Its own choice, given again, changes nothing."""
+    (recipe / "run.yaml").rename(recipe / "base.yaml")
+    (recipe / "run.yaml").write_text("defaults: [base, _self_]\nnum_steps: 7\n")
+    config = composed(recipe, "algorithm=grpo")
+    assert (config.algorithm.clip_high, config.num_steps) == (0.28, 7)
+
+
+def test_a_choice_whose_values_do_not_fit_the_file_is_one_line(recipe: Path) -> None:
+    with pytest.raises(ValueError, match=r"^reward\.weights must have one weight per function"):
+        composed(recipe, "reward=exact")
+
+
+def test_a_choice_of_each_group_is_found_in_what_it_composes() -> None:
+    for group, choices in CHOICES.items():
+        choice = [*choices][-1]
+        written = yaml.safe_load(to_yaml(compose(RECIPE, [f"{group}={choice}"])))
+        assert {f"override /{group}": choice} in written["defaults"]
+
+
+def test_the_written_recipe_composes_to_itself(recipe: Path, tmp_path: Path) -> None:
+    first = compose(recipe, ["algorithm=cispo", "weights=collective", "data.system='1e3'"])
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.yaml").write_text(to_yaml(first))
+    again = compose(folder, [])
+    assert to_yaml(again) == to_yaml(first)
+    names = yaml.safe_load(to_yaml(first))["defaults"]
+    assert {"override /algorithm": "cispo"} in names
+    assert {"override /weights": "collective"} in names
+    assert not any("override /reward" in each for each in names), "two functions are no choice"

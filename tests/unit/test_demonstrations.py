@@ -47,6 +47,9 @@ def turns(*texts: str) -> list[dict[str, str]]:
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
+CHAT = turns("one", "two", "three", "four", "five")
+
+
 def written(demonstration: Prompt, tokenizer: Tokenizer) -> list[str]:
     ids = demonstration.token_ids
     return [tokenizer.decode_raw(ids[start:end]) for start, end in demonstration.fields[WRITTEN]]
@@ -73,14 +76,27 @@ def test_a_demonstration_that_is_cut_keeps_its_beginning(qwen: Tokenizer) -> Non
     assert truncate(whole, first) is None
 
 
+@pytest.mark.parametrize(
+    ("row", "data", "expected"),
+    [
+        ({"messages": CHAT}, CHATS, ["two<|im_end|>", "four<|im_end|>"]),
+        (
+            {"messages": [*CHAT[:2], {"role": "assistant", "content": "three"}]},
+            CHATS,
+            ["two<|im_end|>", "three<|im_end|>"],
+        ),
+        ({"question": "one", "completion": "42<|im_end|>"}, PAIRS, ["42<|im_end|>"]),
+    ],
+    ids=["each turn", "two answers in a row", "an answer that has its end"],
+)
 def test_every_turn_of_the_assistant_is_written_with_the_token_that_ends_it(
-    qwen: Tokenizer,
+    qwen: Tokenizer, row: dict[str, Any], data: DataConfig, expected: list[str]
 ) -> None:
-    chat = turns("one", "two", "three", "four", "five")
-    found = make_demonstration(1, {"messages": chat}, CHATS, qwen)
-    assert written(found, qwen) == ["two<|im_end|>", "four<|im_end|>"]
-    whole = qwen.render_chat(chat[:4], is_open=False)
-    assert whole.startswith(qwen.decode_raw(found.token_ids)), "what follows is left out"
+    found = make_demonstration(1, row, data, qwen)
+    assert written(found, qwen) == expected
+    if row == {"messages": CHAT}:
+        whole = qwen.render_chat(CHAT[:4], is_open=False)
+        assert whole.startswith(qwen.decode_raw(found.token_ids)), "what follows is left out"
 
 
 def test_the_last_answer_keeps_its_thinking_whatever_follows_it(tmp_path: Path) -> None:
@@ -89,17 +105,6 @@ def test_the_last_answer_keeps_its_thinking_whatever_follows_it(tmp_path: Path) 
     for some in (chat, chat[:2]):
         found = make_demonstration(1, {"messages": some}, CHATS, thinking)
         assert written(found, thinking) == ["<think>hm</think>two<|im_end|>"]
-
-
-def test_two_answers_in_a_row_are_two(qwen: Tokenizer) -> None:
-    chat = [*turns("one", "two"), {"role": "assistant", "content": "three"}]
-    found = make_demonstration(1, {"messages": chat}, CHATS, qwen)
-    assert written(found, qwen) == ["two<|im_end|>", "three<|im_end|>"]
-
-
-def test_an_answer_that_has_its_end_gets_no_other(qwen: Tokenizer) -> None:
-    row = {"question": "one", "completion": "42<|im_end|>"}
-    assert written(make_demonstration(1, row, PAIRS, qwen), qwen) == ["42<|im_end|>"]
 
 
 def test_an_answer_in_a_chat_follows_what_a_rollout_begins_with(qwen: Tokenizer) -> None:

@@ -179,18 +179,6 @@ async def test_each_episode_has_a_conversation_of_its_own() -> None:
     assert await episodes.finish(1, "Two.") == {"reward": 2.0}
     await episodes.forget([2])
     assert await episodes.take_turn(2, "", LOOK) == UNKNOWN
-    assert not episodes._playing
-    assert not episodes._free, "plain tools have no instance to use again"
-
-
-async def test_without_it_no_turn_is_kept() -> None:
-    episodes = Episodes(find_defined(task("environment = Scored")))
-    await episodes.begin(prompt(), 1, QUESTION)
-    await episodes.take_turn(1, "", MARK)
-    assert episodes._playing[1].messages == QUESTION
-    plain = Episodes(find_defined(task("tools = [look]")))
-    await plain.take_turn(1, "", LOOK)
-    assert not plain._plain.messages
 
 
 @pytest.mark.parametrize(
@@ -204,20 +192,18 @@ async def test_without_it_no_turn_is_kept() -> None:
         ("return [1.0]", StageStatus.INVALID, "got [1.0]"),
     ],
 )
-@pytest.mark.parametrize("head", ["def", "async def"])
-@pytest.mark.parametrize("beside", ["environment = Scored", "tools = [look]"])
 async def test_what_it_does_wrong_is_a_failure_and_no_reward(
-    beside: str, head: str, body: str, status: StageStatus, words: str
+    body: str, status: StageStatus, words: str
 ) -> None:
-    own = f"{head} episode_reward(prompt, messages, environment):\n    {body}"
-
-    source = "\n".join([TASK, beside, own])
-    serve = load({"task_source": {"task.py": source}, "tools": ["task"], "limits": {}})
-    await serve(prompt(), "begin", [1, QUESTION])
-    found = await serve(None, "finish", [1, "Done."])
-    assert found["status"] == status
-    assert words in found["error"]
-    assert "reward" not in found
+    for head, beside in (("def", "environment = Scored"), ("async def", "tools = [look]")):
+        own = f"{head} episode_reward(prompt, messages, environment):\n    {body}"
+        source = "\n".join([TASK, beside, own])
+        serve = load({"task_source": {"task.py": source}, "tools": ["task"], "limits": {}})
+        await serve(prompt(), "begin", [1, QUESTION])
+        found = await serve(None, "finish", [1, "Done."])
+        assert found["status"] == status
+        assert words in found["error"]
+        assert "reward" not in found
 
 
 async def test_a_reward_beside_a_program_reads_the_whole_conversation() -> None:

@@ -1,22 +1,28 @@
-"""What an evaluation refuses, and what it counts."""
+"""What an evaluation refuses and counts, what samples say of a model, which version is best."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llamarl.controller.balance import RowIds
 from llamarl.controller.engines import Engines, Unobserved
 from llamarl.controller.evaluation import Evaluator
 from llamarl.controller.rollouts import Rollouts
-from llamarl.core.groups import Evaluation, HeldOutResult, Share
+from llamarl.core.errors import TaskError
+from llamarl.core.groups import Evaluation, HeldOutResult
 from llamarl.core.records import (
     REWARD,
     TOKEN_VERSIONS,
@@ -28,7 +34,23 @@ from llamarl.core.records import (
     StageResult,
     StageStatus,
 )
-from llamarl.metrics.held_out import RESULTS_FILE, BestVersion, append_results, evaluation_scalars
+from llamarl.metrics.estimates import (
+    effective_count,
+    interval,
+    majority_at,
+    pass_at,
+    share_of,
+    with_margin,
+)
+from llamarl.metrics.held_out import (
+    RESULTS_FILE,
+    BestVersion,
+    append_results,
+    best_version,
+    evaluation_scalars,
+    is_sound,
+    summed_up,
+)
 from llamarl.metrics.tensorboard import description
 from llamarl.storage.archive import make_record
 from tests.fakes import RolloutSetting, stopped
@@ -242,6 +264,7 @@ def test_each_prompt_under_each_version_is_a_line_of_evaluations_jsonl(tmp_path:
     assert result is not None
     append_results(tmp_path, result)
     append_results(tmp_path, replace(result, version=4))
+    assert "HeldOutResult" not in repr(result), "however many prompts it has, it is short to print"
     first, second, *later = read_lines(tmp_path / RESULTS_FILE)
     assert first == {
         "version": 3,
@@ -316,29 +339,165 @@ def test_a_version_that_is_saved_after_all_may_be_the_best(is_known_before: bool
     setting.run(work)
 
 
-def test_an_evaluation_is_short_to_print_however_many_prompts_it_has() -> None:
-    one = HeldOutResult(
-        held_out="easy",
-        prompt_id=7,
-        correct=(True,),
-        rewards=(1.0,),
-        answers=(3,),
-        num_tokens=(4,),
-        is_truncated=(False,),
-        shares={"accuracy": 1.0},
+def evaluation(version: int, *correct: bool) -> Evaluation:
+    results = [
+        HeldOutResult(
+            held_out="sums" if place % 2 else "drill",
+            prompt_id=place,
+            correct=(is_correct,),
+            rewards=(float(is_correct),),
+            answers=(None,),
+            num_tokens=(3,),
+            is_truncated=(False,),
+            shares={"accuracy": float(is_correct), "pass_at_1": float(is_correct)},
+        )
+        for place, is_correct in enumerate(correct)
+    ]
+    return summed_up(version, results, [1], ["sums", "drill"])
+
+
+def test_the_earliest_of_equal_versions_is_the_best_and_version_0_is_none() -> None:
+    best = BestVersion(metric="accuracy", patience=2)
+    best.add(evaluation(0, True, True))
+    assert not best.is_known
+    assert best.state() == {}
+    for version, correct in ((1, (True, False)), (2, (False, True)), (3, (True, True))):
+        best.add(evaluation(version, *correct))
+    assert (best.version, best.value, best.num_since, best.why_over) == (3, 1.0, 0, "")
+    for version in (4, 5):
+        assert not best.why_over
+        best.add(evaluation(version, True, True))
+    assert best.why_over == (
+        "evaluation/accuracy was not above the 1 of version 3 in 2 evaluations"
     )
-    of_set = Evaluation(
-        version=3,
-        shares={"accuracy": Share(0.5, 0.4, 0.6)},
-        reward=0.5,
-        mean_tokens=4.0,
-        truncated_share=0.0,
-        num_prompts=1000,
-        num_rollouts=1000,
-        num_failed=0,
-        results=(one,) * 1000,
+
+
+def test_it_may_be_judged_by_one_set() -> None:
+    best = BestVersion(metric="sums/pass_at_1")
+    best.add(evaluation(1, False, True))
+    best.add(evaluation(2, True, False))
+    assert (best.version, best.num_since) == (1, 1)
+    assert not best.why_over, "without patience it waits for ever"
+
+
+def test_it_goes_on_from_its_state_unless_the_metric_is_another() -> None:
+    best = BestVersion(metric="accuracy", patience=9)
+    best.add(evaluation(1, True, False))
+    best.add(evaluation(2, False, False))
+    saved = json.loads(json.dumps(best.state()))
+    assert is_sound(saved, most=2)
+    assert not is_sound(saved, most=0)
+    assert best_version("accuracy", 9, saved) == best
+    assert best_version("accuracy", 1, saved).why_over, "less patience than before"
+    assert best_version("reward", 9, saved) == BestVersion(metric="reward", patience=9)
+
+
+def test_a_metric_that_evaluations_turn_out_not_to_have_is_one_line() -> None:
+    best = BestVersion(metric="maj_at_1")
+    with pytest.raises(TaskError, match=r"^checkpoint.best must be a metric .* got maj_at_1$"):
+        best.add(evaluation(1, True, True))
+
+
+SAMPLES = st.lists(
+    st.tuples(st.none() | st.integers(0, 3), st.booleans()), min_size=1, max_size=7
+).flatmap(lambda samples: st.tuples(st.just(samples), st.integers(1, len(samples))))
+Samples = tuple[list[tuple[int | None, bool]], int]
+
+
+@given(SAMPLES)
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_with_a_right_one(
+    given_: Samples,
+) -> None:
+    samples, k = given_
+    choices = [*combinations([is_correct for _, is_correct in samples], k)]
+    expected = sum(map(any, choices)) / len(choices)
+    num_correct = sum(is_correct for _, is_correct in samples)
+    assert pass_at(k, len(samples), num_correct) == pytest.approx(expected)
+
+
+def vote(samples: list[tuple[int | None, bool]], chosen: tuple[int, ...]) -> float:
+    """Whether the most frequent answer of the chosen ones is right: of several, on average."""
+    counts = Counter(samples[i][0] for i in chosen if samples[i][0] is not None)
+    most = max(counts.values(), default=0)
+    winners = [answer for answer, count in counts.items() if count == most]
+    right = [
+        np.mean([is_correct for answer, is_correct in samples if answer == winner])
+        for winner in winners
+    ]
+    return float(np.mean(right)) if right else 0.0
+
+
+@given(SAMPLES)
+def test_maj_at_k_is_the_mean_vote_over_all_choices_of_k_samples(given_: Samples) -> None:
+    samples, k = given_
+    choices = [*combinations(range(len(samples)), k)]
+    expected = sum(vote(samples, chosen) for chosen in choices) / len(choices)
+    answers, correct = zip(*samples, strict=True)
+    assert majority_at(k, answers, correct) == pytest.approx(expected)
+
+
+def test_many_samples_keep_their_digits() -> None:
+    answers, correct = [*range(128)] * 2, [True] * 128 + [False] * 128
+    assert majority_at(1, answers, correct) == pytest.approx(0.5)
+    assert majority_at(256, answers, correct) == pytest.approx(0.5)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=50))
+def test_one_sample_per_prompt_gives_wilsons_interval(correct: list[bool]) -> None:
+    found = share_of([*map(float, correct)], [1] * len(correct))
+    share = sum(correct) / len(correct)
+    assert found == pytest.approx((share, *interval(share, len(correct))))
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=20).flatmap(
+        lambda counts: st.tuples(
+            st.just(counts), st.tuples(*(st.floats(0, 1).map(lambda x, n=n: x * n) for n in counts))
+        )
     )
-    found = replace(of_set, sets={"easy": of_set})
-    assert len(repr(found)) < 1000
-    assert "accuracy" in repr(found)
-    assert len(found.results) == 1000
+)
+def test_samples_say_at_least_as_much_as_prompts_and_at_most_what_they_are(given_) -> None:
+    counts, sums = given_
+    assert len(counts) - 1e-9 <= effective_count(sums, counts) <= sum(counts) + 1e-9
+    value, low, high = share_of(sums, counts)
+    assert 0.0 <= low <= value + 1e-9
+    assert value <= high + 1e-9
+    assert high <= 1.0
+
+
+def test_alike_samples_of_a_prompt_count_once_and_unlike_ones_each() -> None:
+    assert effective_count([4, 0] * 50, [4] * 100) == pytest.approx(100, rel=0.02)
+    assert effective_count([2] * 100, [4] * 100) == 100, "no spread at all says nothing of it"
+    spread = [0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 4] * 10  # 4 tosses of a coin
+    assert effective_count(spread, [4] * 160) == pytest.approx(640, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "num_samples", "alpha", "beta"),
+    [
+        (100, 1, 2.0, 1.0),
+        (100, 4, 0.5, 0.5),
+        (100, 4, 5.0, 5.0),
+        (50, 8, 0.3, 3.0),
+        (60, 4, 8, 0.5),
+    ],
+)
+def test_the_interval_holds_the_true_accuracy_95_times_in_100(
+    num_prompts: int, num_samples: int, alpha: float, beta: float
+) -> None:
+    """Prompts whose pass rates come from a beta distribution; without their clusters (as of
+    independent samples) the interval would hold it far less often where prompts differ."""
+    rng, num_runs, held, naive = np.random.default_rng(7), 1000, 0, 0
+    true = alpha / (alpha + beta)
+    for _ in range(num_runs):
+        sums = rng.binomial(num_samples, rng.beta(alpha, beta, num_prompts)).tolist()
+        value, low, high = share_of(sums, [num_samples] * num_prompts)
+        held += low <= true <= high
+        low, high = interval(value, num_samples * num_prompts)
+        naive += low <= true <= high
+    assert held / num_runs >= 0.92
+    assert num_samples == 1 or naive < held
+
+
+def test_the_margin_is_the_longer_side() -> None:
+    assert with_margin(share_of([1.0] * 9 + [0.0], [1] * 10)) == "90.0% +-30.4"

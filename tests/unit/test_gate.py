@@ -79,14 +79,6 @@ async def test_s_plus_one_steps_of_groups_are_admitted_and_the_next_waits_for_a_
     assert ids(await asyncio.wait_for(gate.admit(), 1)) == [4, 5]
 
 
-async def test_a_group_names_the_oldest_version_that_may_write_it() -> None:
-    gate = make_gate(max_staleness=2, groups_per_step=1)
-    assert [group.min_version for group in await gate.admit()] == [0, 0, 0]
-    gate = make_gate(max_staleness=2, groups_per_step=1, version=5)
-    assert [group.min_version for group in await gate.admit()] == [3, 4, 5]
-    assert gate.oldest_version(5) == 3
-
-
 async def test_groups_are_taken_in_admission_order_however_they_settle() -> None:
     gate = make_gate()
     groups = await gate.admit()

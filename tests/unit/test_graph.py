@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -75,81 +75,61 @@ def test_a_stage_travels_by_pickle() -> None:
     assert pickle.loads(pickle.dumps(stage)) == stage
 
 
-MISTAKES = {
-    "stages must not wait for each other in a circle, got a -> b -> a": (
-        [Stage("a", nothing, ["y"], ["x"]), Stage("b", nothing, ["x"], ["y"])],
-        (rewards("reward"),),
-    ),
-    "stages must not wait for each other in a circle, got settle -> a -> settle": (
-        [Stage("a", nothing, ["advantage"], ["x"])],
-        (rewards("x"),),
-    ),
-    "reads of stage a must name columns that some stage writes": (
-        [Stage("a", nothing, ["qualty"], ["x"])],
-        (rewards("x"),),
-    ),
-    "reads of stage a must name columns that some stage writes of each rollout": (
-        [Stage("a", nothing, ["completion_text"], ["x"])],
-        (rewards("x"),),
-    ),
-    "column x must be written by one stage, got 'a and b'": (
-        [Stage("a", nothing, [], ["x"]), Stage("b", nothing, [], ["x"])],
-        (rewards("x"),),
-    ),
-    "column reward must be written by one stage, got 'score and a'": (
-        [Stage("a", nothing, [], ["reward"])],
-        (),
-    ),
-    "stage a must write a column that another stage": ([Stage("a", nothing, [], ["x"])], ()),
-    "the name of each stage must be its own, and no executor's, got 'score'": (
-        [Stage("score", nothing)],
-        (),
-    ),
-    "the name of each stage must be its own, and no executor's, got 'trainer'": (
-        [Stage("trainer", nothing)],
-        (),
-    ),
-    "the name of each stage must be its own, and no executor's, got 'a'": (
-        [Stage("a", nothing), Stage("a", nothing)],
-        (),
-    ),
-    "algorithm.reward_columns must name columns that some stage writes": ([], (rewards("x"),)),
-    'algorithm.reward_columns must name columns of length "number"': (
-        [Stage("a", nothing, [], [Column("x", "float32", "response")])],
-        (rewards("x"),),
-    ),
-    'algorithm.loss_columns must name columns of length "response"': (
-        [Stage("a", nothing, [], ["x"])],
-        ("algorithm=task", "algorithm.loss_columns=[x]"),
-    ),
-    "column ref_logprobs of stage a must have the form float32, response": (
-        [Stage("a", nothing, [], [Column("ref_logprobs", "int32", "response")])],
-        (),
-    ),
-    'column x must have the length "number" or "response"': (
-        [Stage("a", nothing, [], [Column("x", "int32", "fixed")])],
-        (),
-    ),
-    "algorithm.loss_columns must be empty unless algorithm=task": (
-        [Stage("a", nothing, [], [LOGPROBS])],
-        ("algorithm.loss_columns=[teacher_logprobs]",),
-    ),
-    'stage a must write one Column(name, "float32", "response")': (
-        [Stage("a", FrozenModel("m"), [], ["x"])],
-        (rewards("x"),),
-    ),
-    'stage a must have per="rollout"': (
-        [Stage("a", FrozenModel("m"), [], [LOGPROBS], per="group")],
-        ("algorithm=task", "algorithm.loss_columns=[teacher_logprobs]"),
-    ),
-}
+def own(name: str = "a", reads: Sequence[str] = (), writes: Sequence[Any] = ("x",)) -> Stage:
+    return Stage(name, nothing, [*reads], [*writes])
 
 
-@pytest.mark.parametrize("line", MISTAKES)
-def test_each_wrong_graph_is_named_in_one_line(line: str) -> None:
-    own, overrides = MISTAKES[line]
-    with pytest.raises(ValueError, match=f"^{re.escape(line)}[^\n]*$"):
-        graph(*own, overrides=overrides)
+def frozen(*writes: Any, **more: Any) -> Stage:
+    return Stage("a", FrozenModel("m"), [], [*writes], **more)
+
+
+def columns_in_loss(*names: str) -> tuple[str, ...]:
+    return "algorithm=task", f"algorithm.loss_columns=[{','.join(names)}]"
+
+
+CIRCLE = "stages must not wait for each other in a circle, got "
+OWN_NAME = "the name of each stage must be its own, and no executor's, got "
+X, LOSS = (rewards("x"),), columns_in_loss("teacher_logprobs")
+MISTAKES = [
+    (f"{CIRCLE}a -> b -> a", [own(reads="y"), own("b", "x", "y")], (rewards("reward"),)),
+    (f"{CIRCLE}settle -> a -> settle", [own(reads=["advantage"])], X),
+    ("reads of stage a must name columns that some stage writes", [own(reads=["qualty"])], X),
+    ("reads of stage a must name .* of each rollout", [own(reads=["completion_text"])], X),
+    ("column x must be written by one stage, got 'a and b'", [own(), own("b")], X),
+    ("column reward must be .*, got 'score and a'", [own(writes=["reward"])], ()),
+    ("stage a must write a column that another stage", [own()], ()),
+    (f"{OWN_NAME}'score'", [own("score", writes=())], ()),
+    (f"{OWN_NAME}'trainer'", [own("trainer", writes=())], ()),
+    (f"{OWN_NAME}'a'", [own(writes=()), own(writes=())], ()),
+    ("algorithm.reward_columns must name columns that some stage writes", [], X),
+    (
+        'algorithm.reward_columns must name columns of length "number"',
+        [own(writes=[Column("x", "float32", "response")])],
+        X,
+    ),
+    (
+        'algorithm.loss_columns must name columns of length "response"',
+        [own()],
+        columns_in_loss("x"),
+    ),
+    (
+        "column ref_logprobs of stage a must have the form float32, response",
+        [own(writes=[Column("ref_logprobs", "int32", "response")])],
+        (),
+    ),
+    ('column x must have the length "number"', [own(writes=[Column("x", "int32", "fixed")])], ()),
+    ("algorithm.loss_columns must be empty unless", [own(writes=[LOGPROBS])], LOSS[1:]),
+    ('stage a must write one Column\\(name, "float32", "response"\\)', [frozen("x")], ()),
+    ('stage a must have per="rollout"', [frozen(LOGPROBS, per="group")], LOSS),
+]
+
+
+@pytest.mark.parametrize(("line", "stages", "overrides"), MISTAKES)
+def test_each_wrong_graph_is_named_in_one_line(
+    line: str, stages: list[Stage], overrides: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError, match=f"^{line}[^\n]*$"):
+        graph(*stages, overrides=overrides)
 
 
 WRONG_FIELDS: dict[str, dict[str, Any]] = {

@@ -111,96 +111,81 @@ WEIGHTS, CONFIG = "checkpoint/model.safetensors", "checkpoint/config.json"
 TOKENIZER = "checkpoint/tokenizer.json"
 TASK = "reward.functions=[task]"
 
-CASES: dict[str, tuple[Damage, list[str], str]] = {
-    "weights missing": (remove(WEIGHTS), [], r"must hold model\.safetensors"),
-    "weights changed": (damage_one_byte, [], r"model\.safetensors must hold the bytes that"),
-    "a family that only the trainer computes": (
-        edit(CONFIG, model_type="gpt2"),
-        ["trainer=transformers"],
-        r"others train, .* with trainer=transformers generator=vllm.* got 'gpt2'",
-    ),
-    "checkpoint is a name": (
+DISTILL = "algorithm=distill algorithm.teacher=teacher"
+CASES: list[tuple[Damage, str, str]] = [
+    (remove(WEIGHTS), "", r"must hold model\.safetensors"),
+    (damage_one_byte, "", r"model\.safetensors must hold the bytes that"),
+    (edit(CONFIG, model_type="gpt2"), "trainer=transformers", r"others train, .* got 'gpt2'"),
+    (
         nothing,
-        ["model.checkpoint=meta-llama/Llama-3.2-1B"],
+        "model.checkpoint=meta-llama/Llama-3.2-1B",
         r"existing folder, .* model\.checkpoint=hf:meta-llama/Llama-3\.2-1B\)",
     ),
-    "another architecture than planned": (
+    (
         planned(rms_norm_eps=1e-6),
-        ["model.architecture=planned"],
+        "model.architecture=planned",
         r"norm_eps of the checkpoint .* must be 1e-06 as in .*planned, .* got 1e-05",
     ),
-    "tensor parallel does not divide": (
+    (
         nothing,
-        ["trainer.num_ranks=3", "trainer.tensor_parallel=3"],
+        "trainer.num_ranks=3 trainer.tensor_parallel=3",
         "trainer.tensor_parallel must divide the checkpoint's 4 attention heads, .* got 3",
     ),
-    "context": (nothing, ["generator.max_model_len=300"], "at most the checkpoint's 256 pos"),
-    "tokenizer missing": (remove(TOKENIZER), [], r"must hold tokenizer\.json"),
-    "tokenizer too large": (replace(TOKENIZER, b": 5,", b": 999,"), [], "got token id 999"),
-    "a special token and more": (
+    (nothing, "generator.max_model_len=300", "at most the checkpoint's 256 positions"),
+    (remove(TOKENIZER), "", r"must hold tokenizer\.json"),
+    (replace(TOKENIZER, b": 5,", b": 999,"), "", "got token id 999"),
+    (
         nothing,
-        ["sampling.stop_strings=['<pad>.']"],
-        "sampling.stop_strings must hold a special token, such as .*, by itself",
+        "sampling.stop_strings=['<pad>.']",
+        "stop_strings must hold a special token, .* by its",
     ),
-    "no answer": (write("prompts.jsonl", GOOD + '{"question": "a"}'), [], "jsonl:2: .* 'answer'"),
-    "no source": (nothing, ["data.prompts=[]"], r"data\.prompts must name a .*, got \[\]"),
-    "a number as a source": (nothing, ["data.prompts=7"], r"data\.prompts must name .*, got 7"),
-    "a source twice": (
-        nothing,
-        ["data.prompts=[prompts.jsonl,prompts.jsonl]"],
-        r"data\.prompts must name each source once",
-    ),
-    "a source missing": (nothing, ["data.prompts=[prompts.jsonl,more.jsonl]"], r"must exist.*more"),
-    "a source without prompts": (
+    (write("prompts.jsonl", GOOD + '{"question": "a"}'), "", "jsonl:2: .* 'answer'"),
+    (nothing, "data.prompts=[]", r"data\.prompts must name a .*, got \[\]"),
+    (nothing, "data.prompts=7", r"data\.prompts must name .*, got 7"),
+    (nothing, "data.prompts=[prompts.jsonl,prompts.jsonl]", "prompts must name each source once"),
+    (nothing, "data.prompts=[prompts.jsonl,more.jsonl]", r"must exist.*more"),
+    (
         write("more.jsonl", "\n"),
-        ["data.prompts=[prompts.jsonl,more.jsonl]"],
+        "data.prompts=[prompts.jsonl,more.jsonl]",
         r"more\.jsonl must hold at least one prompt, got none",
     ),
-    "a source whose prompts are all left out": (
+    (  # all are left out
         write("more.jsonl", GOOD.replace("5+8", "1+" * 90)),
-        ["data.prompts=[more.jsonl,prompts.jsonl]", "data.overlong=drop"],
+        "data.prompts=[more.jsonl,prompts.jsonl] data.overlong=drop",
         r"more\.jsonl must hold at least one prompt of at most 32 tokens \(data\..*\), got none",
     ),
-    "a nested answer that a row lacks": (
+    (
         write("prompts.jsonl", GOOD + '{"question": "a", "reward_model": {"style": "rule"}}'),
-        ["reward.answer_field=reward_model.ground_truth"],
+        "reward.answer_field=reward_model.ground_truth",
         r"jsonl:1: the row must have the field 'reward_model\.ground_truth' \(reward\.answer_field",
     ),
-    "held-out missing": (remove("held_out.jsonl"), [], r"must exist, got .*held_out\.jsonl"),
-    "task missing": (nothing, [TASK], r"task\.py"),
-    "task not Python": (write("task.py", "def f(:\n"), [TASK], r"must load, got .*line 1"),
-    "task not text": (write("task.py", b"\xff\xfe"), [TASK], r"task\.py must be Python in UTF-8"),
-    "task imports what is not there": (
+    (remove("held_out.jsonl"), "", r"must exist, got .*held_out\.jsonl"),
+    (nothing, TASK, r"task\.py"),
+    (write("task.py", "def f(:\n"), TASK, r"must load, got .*line 1"),
+    (write("task.py", b"\xff\xfe"), TASK, r"task\.py must be Python in UTF-8"),
+    (
         write("task.py", "import nowhere\nreward = print\n"),
-        [TASK],
+        TASK,
         r"No module named 'nowhere' \(task\.py, line 1: import nowhere\)",
     ),
-    "stage of another vocabulary": (
+    (
         teacher_of_another_family,
-        ["algorithm=task", "algorithm.loss_columns=[teacher]", "experience.stages=[a]"],
+        "algorithm=task algorithm.loss_columns=[teacher] experience.stages=[a]",
         r"the vocabulary of .*/other \(stage a\) must be the policy's 64, got 97",
     ),
-    "teacher with fewer rows": (
-        narrow_teacher,
-        ["algorithm=distill", "algorithm.teacher=teacher"],
-        r"the vocabulary of .*teacher .* must be at least the policy's 80, .*, got 64",
-    ),
-    "teacher with fewer positions": (
+    (narrow_teacher, DISTILL, r"vocabulary of .*teacher .* at least the policy's 80, .*, got 64"),
+    (
         teacher(max_position_embeddings=20),
-        ["algorithm=distill", "algorithm.teacher=teacher"],
+        DISTILL,
         r"the positions of .*teacher .* must be at least generator\.max_model_len \d+, got 20",
     ),
-    "pattern with a special token": (
-        lambda recipe: None,
-        ["reward=format", "reward.pattern='<eos>(.*)'"],
-        r"reward\.pattern must hold no special token of the tokenizer, .* \(<eos>\)",
-    ),
-    "tracker that task.py does not add": (
+    (nothing, "reward=format reward.pattern='<eos>(.*)'", r"hold no special token .* \(<eos>\)"),
+    (  # task.py adds no such tracker
         write("task.py", "def reward(prompt, completion):\n    return 1.0\n"),
-        [TASK, "metrics.trackers=[csv]"],
+        f"{TASK} metrics.trackers=[csv]",
         "metrics.trackers must be one of tensorboard, ",
     ),
-}
+]
 
 
 def read(recipe: Path, overrides: list[str]) -> object:
@@ -246,13 +231,13 @@ def test_the_recipe_has_no_mistake_yet(recipe: Path) -> None:
     assert len(inputs.prompts) == 20
 
 
-@pytest.mark.parametrize(("damage", "overrides", "words"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("damage", "overrides", "words"), CASES)
 def test_a_mistake_is_named_in_one_line(
-    damage: Damage, overrides: list[str], words: str, recipe: Path
+    damage: Damage, overrides: str, words: str, recipe: Path
 ) -> None:
     damage(recipe)
     with pytest.raises(ValueError, match=words) as caught:
-        read(recipe, overrides)
+        read(recipe, overrides.split())
     assert len(str(caught.value).splitlines()) == 1
 
 
