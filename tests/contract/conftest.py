@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from llamarl.storage.client import Store
-from llamarl.storage.worker import StorageWorker
 from tests.unit.stored_rows import WAYS, opened
-
-Scenario = Callable[[Store, list[StorageWorker]], Awaitable[None]]
 
 
 @pytest.fixture(params=WAYS)
@@ -21,14 +18,6 @@ def storage_way(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def drive_storage(storage_way: str, tmp_path: Path) -> Callable[..., None]:
-    """Runs a scenario with a client that reaches its units in one way."""
-
-    def run(scenario: Scenario, num_units: int = 1, **spec: str) -> None:
-        async def whole() -> None:
-            async with opened(storage_way, tmp_path, num_units, **spec) as (units, store):
-                await scenario(store, units)
-
-        asyncio.run(whole())
-
-    return run
+def opened_storage(storage_way: str, tmp_path: Path) -> Callable[..., Any]:
+    """Opens units and a client that reaches them in one way, as `opened` does."""
+    return functools.partial(opened, storage_way, tmp_path)

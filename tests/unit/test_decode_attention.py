@@ -51,11 +51,12 @@ def interpret(*arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@searched(few=50, many=400)
+@searched(few=20, many=400)
 def test_the_kernels_write_what_torchs_attention_does(seeds: list[int]) -> None:
     interpret(*map(str, seeds))
 
 
+@pytest.mark.long
 def test_an_engine_decodes_with_them_what_it_decodes_without() -> None:
     interpret("engine")
 
@@ -105,8 +106,15 @@ def resources(code: bytes, folder: Path) -> tuple[int, int]:
     return int(registers), int(stack) + int(local)
 
 
-@pytest.mark.parametrize("capability", [80, 90], ids="sm_{}".format)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "capability"),
+    [
+        (torch.bfloat16, 90),
+        pytest.param(torch.float32, 80, marks=pytest.mark.long),
+        pytest.param(torch.bfloat16, 80, marks=pytest.mark.long),
+        pytest.param(torch.float32, 90, marks=pytest.mark.long),
+    ],
+)
 def test_they_compile_for_a_gpu_and_spill_nothing(
     dtype: torch.dtype, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,20 +150,10 @@ def test_public_methods_are_tools_beside_the_plain_ones() -> None:
     assert (kinds[""].has_reward, kinds[""].has_step) == (True, False)
 
 
-PROPERTY = """
-class Guesser(IncrementEnv):
-    words = None  # before `reset`
-
-    @property
-    def left(self):
-        return len(self.words)
-
-environment = Guesser
-"""
-
-
 def test_a_property_that_needs_reset_is_not_asked_for_when_tools_are_looked_up() -> None:
-    assert names(describe(task(PROPERTY))) == ["increment", "read"]
+    lines = ["class E(IncrementEnv):", "  words = None", "  @property", "  def left(self):"]
+    kinds = describe(task(*lines, "    return len(self.words)", "environment = E"))
+    assert names(kinds) == ["increment", "read"]
 
 
 def test_the_row_selects_among_several_environments() -> None:

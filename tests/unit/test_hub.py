@@ -21,6 +21,7 @@ from llamarl.core.config import Config, LoraConfig
 from llamarl.model import adapters as adapter_files
 from llamarl.model.architecture import read_architecture
 from llamarl.prompts.files import read_rows
+from llamarl.recipe import hub as hub_files
 from llamarl.recipe.composition import as_argument
 from llamarl.recipe.hub import read_name
 from llamarl.recipe.inputs import read_inputs, read_planned_architecture
@@ -67,6 +68,7 @@ def test_a_run_gets_paths_and_names_with_commits(hub: Hub) -> None:
         "data.prompts": f"hf:org/sums@{data}",
         "data.held_out": f"hf:org/sums/test@{data}",
     }
+    assert hub.fetched() == WANTED | {"model.safetensors", "train.jsonl", "test.jsonl"}
     assert Path(config.data.prompts).name == "sums.jsonl"
     assert Path(config.data.held_out or "").name == "sums-test.jsonl"
     inputs = read_inputs(config)
@@ -74,15 +76,14 @@ def test_a_run_gets_paths_and_names_with_commits(hub: Hub) -> None:
     assert model in inputs.checkpoint
 
 
-def test_only_what_a_recipe_needs_is_fetched(hub: Hub) -> None:
-    with_local_files(recipe(), "train")
-    assert hub.fetched() == WANTED | {"model.safetensors", "train.jsonl", "test.jsonl"}
-
-
-def test_a_recipe_without_names_asks_no_hub(hub: Hub) -> None:
-    config = compose_recipe(RECIPE, [])
-    assert with_local_files(config, "train") == (config, {})
+def test_without_names_or_for_commands_that_read_no_files_no_hub_is_asked(hub: Hub) -> None:
+    plain = compose_recipe(RECIPE, [])
+    assert with_local_files(plain, "train") == (plain, {})
+    for command in ("graph", "launch"):
+        assert with_local_files(recipe(), command) == (recipe(), {})
     assert not hub.asked
+    for text in ("hf:a/b", "hf:a/b@main", "hf:a/b@refs/pr/1", "hf:a-b/c.d_e/main/train@v1.0"):
+        assert str(read_name("data.prompts", text, "dataset")) == text
 
 
 def test_a_forecast_fetches_no_weights_and_no_prompts(hub: Hub) -> None:
@@ -103,12 +104,6 @@ def test_a_forecast_with_an_architecture_fetches_nothing(hub: Hub) -> None:
     config, _ = with_local_files(recipe(of_hub), "plan")
     assert read_planned_architecture(config).vocab_size > 0
     assert hub.fetched() == {"config.json"}
-
-
-@pytest.mark.parametrize("command", ["graph", "launch"])
-def test_commands_that_read_no_files_fetch_none(hub: Hub, command: str) -> None:
-    assert with_local_files(recipe(), command) == (recipe(), {})
-    assert not hub.asked
 
 
 def test_with_a_full_cache_a_run_needs_no_network(
@@ -219,45 +214,45 @@ def test_a_file_is_read_for_its_hash_once(hub: Hub) -> None:
     assert "other bytes" in error_of(recipe())
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ("model.checkpoint=hf:tiny", "model.checkpoint must be hf:ORG/NAME or"),
-        ("model.checkpoint=hf:org/tiny/main", "model.checkpoint must be hf:ORG/NAME or"),
-        ("model.checkpoint=hf:../../etc", "model.checkpoint must be hf:ORG/NAME or"),
-        ("model.checkpoint=hf:org/tin", "must be a model of the Hub, got hf:org/tin, which is not"),
-        ("model.checkpoint=hf:org/tiny@v9", "name a branch, tag or commit of"),
-        ("model.tokenizer=hf:org/bare", "model.tokenizer must hold a tokenizer"),
-        ("model.checkpoint=hf:org/bare", "must hold config.json"),
-        ("model.checkpoint=hf:org/old", "got hf:org/old with pytorch_model.bin alone"),
-        ("model.checkpoint=hf:org/index", "safetensors in its index, got 'evil.pkl'"),
-        ("model.checkpoint=hf:org/large", "with room for 1,000,000,000,000,000,002 bytes more"),
-        ("model.checkpoint=hf:org/closed", "which is gated: accept its terms at"),
-        ("data.prompts=hf:org/none", "must be a dataset of the Hub, got hf:org/none, which is not"),
-        ("data.prompts=hf:org/sums/dev", "name one of the splits default/test, default/train, got"),
-        ("data.held_out=hf:org/sums", "name one of the splits default/test, default/train, got"),
-        ("data.prompts=hf:org/../sums", "data.prompts must be hf:ORG/NAME, /SPLIT,"),
-        ("data.prompts=hf:org/empty", "have files of splits"),
-        ("data.prompts=hf:org/both", "name a file, as default/train has .jsonl and .parquet"),
-        ("data.prompts=hf:org/head", "have YAML at the head of README.md"),
-    ],
-)
-def test_what_cannot_be_had_is_one_line(hub: Hub, values: str, words: str) -> None:
+NOT_TO_BE_HAD = [
+    ("model.checkpoint=hf:tiny", "model.checkpoint must be hf:ORG/NAME or"),
+    ("model.checkpoint=hf:org/tiny/main", "model.checkpoint must be hf:ORG/NAME or"),
+    ("model.checkpoint=hf:../../etc", "model.checkpoint must be hf:ORG/NAME or"),
+    ("model.checkpoint=hf:org/tin", "must be a model of the Hub, got hf:org/tin, which is not"),
+    ("model.checkpoint=hf:org/tiny@v9", "name a branch, tag or commit of"),
+    ("model.tokenizer=hf:org/bare", "model.tokenizer must hold a tokenizer"),
+    ("model.checkpoint=hf:org/bare", "must hold config.json"),
+    ("model.checkpoint=hf:org/old", "got hf:org/old with pytorch_model.bin alone"),
+    ("model.checkpoint=hf:org/index", "safetensors in its index, got 'evil.pkl'"),
+    ("model.checkpoint=hf:org/large", "with room for 1,000,000,000,000,000,002 bytes more"),
+    ("model.checkpoint=hf:org/closed", "which is gated: accept its terms at"),
+    ("data.prompts=hf:org/none", "must be a dataset of the Hub, got hf:org/none, which is not"),
+    ("data.prompts=hf:org/sums/dev", "name one of the splits default/test, default/train, got"),
+    ("data.held_out=hf:org/sums", "name one of the splits default/test, default/train, got"),
+    ("data.prompts=hf:org/../sums", "data.prompts must be hf:ORG/NAME, /SPLIT,"),
+    ("data.prompts=hf:org/empty", "have files of splits"),
+    ("data.prompts=hf:org/both", "name a file, as default/train has .jsonl and .parquet"),
+    ("data.prompts=hf:org/head", "have YAML at the head of README.md"),
+]
+
+
+def test_what_cannot_be_had_is_one_line(hub: Hub) -> None:
     config = (CHECKPOINT / "config.json").read_bytes()
     index = json.dumps({"weight_map": {"a": "evil.pkl"}}).encode()
     hub.add("models/org/bare", {"README.md": b""})
     hub.add("models/org/old", {"config.json": config, "pytorch_model.bin": b"1"})
     hub.add("models/org/index", {"config.json": config, "model.safetensors.index.json": index})
     hub.add("models/org/large", {"config.json": b"{}", "tokenizer.json": b"{}"})
-    hub.sizes["tokenizer.json"] = 10**18
     hub.add("models/org/closed", {"config.json": config})
     hub.gated.add("models/org/closed")
     hub.add("datasets/org/empty", {"data.csv": b"", "load.py": b""})
     hub.add("datasets/org/both", {"train.jsonl": JSONL, "data/train.parquet": b""})
     hub.add("datasets/org/head", {"README.md": b"---\na: [\n---\n", "train.jsonl": JSONL})
-    if "large" not in values:
+    for values, words in NOT_TO_BE_HAD:
         hub.sizes.clear()
-    assert words in error_of(recipe(values))
+        if "large" in values:
+            hub.sizes["tokenizer.json"] = 10**18
+        assert words in error_of(recipe(values)), values
 
 
 def test_a_disk_that_fills_up_is_one_line(hub: Hub) -> None:
@@ -333,11 +328,6 @@ def test_a_file_of_the_repository_may_be_named(hub: Hub) -> None:
     assert pinned["data.held_out"].startswith("hf:org/sums/a/b/rows.jsonl@")
 
 
-def test_names_read_back_as_they_were_written() -> None:
-    for text in ("hf:a/b", "hf:a/b@main", "hf:a/b@refs/pr/1", "hf:a-b/c.d_e/main/train@v1.0"):
-        assert str(read_name("data.prompts", text, "dataset")) == text
-
-
 def test_an_adapter_is_fetched_with_what_it_says_of_itself(hub: Hub, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "tiny")
     lora, folder = LoraConfig(rank=3, alpha=5.0, targets=["q_proj"]), tmp_path / "adapter"
@@ -374,3 +364,32 @@ def test_an_export_beside_a_model_of_the_hub_names_it_and_is_merged_with_it(
     said = merge([str(tmp_path / "adapter"), str(tmp_path / "whole")])
     assert said.startswith(f"{tmp_path}/whole is {folder} with an adapter of rank 3")
     assert (tmp_path / "whole" / "model.safetensors").is_file()
+
+
+def test_a_list_or_size_of_other_types_is_one_line(hub: Hub) -> None:
+    file = {"type": "file", "path": "config.json", "size": 1, "oid": "0" * 40}
+    wrong: tuple[object, ...] = ("many", None, -1, 1.5, True, [], {})
+    listed: list[object] = [{"error": 5}, ["config.json", 3, None], [file | {"path": 7}]]
+    listed += [[file | {"lfs": "many"}], [file | {"lfs": {}}]]
+    for each in listed + [[file | {"size": size}] for size in wrong]:
+        hub.lists[MODEL] = each
+        assert "model.checkpoint must " in error_of(recipe()), each
+    hub.lists.clear()
+    for size in wrong[:5]:
+        hub.sizes["model.safetensors"] = size
+        assert "model.checkpoint must " in error_of(recipe()), size
+
+
+def test_a_hub_that_sends_a_byte_a_second_is_one_line(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_files, "ANSWER_S", 0.5)
+    monkeypatch.setattr(hub_files, "PACE_S", 0.5)
+    hub.dribbles = True
+    assert "the Hub gave no whole answer in 0.5 s" in error_of(recipe())
+    hub.dribbles = False
+    hub.slow.add("model.safetensors")
+    monkeypatch.setattr(hub_files, "PACE_BYTES", 10**6)
+    line = error_of(recipe())
+    assert "the Hub sent " in line
+    assert " bytes in 0.5 s" in line

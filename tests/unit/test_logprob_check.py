@@ -6,8 +6,10 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from llamarl.cli.check_trial import same_rollouts
 from llamarl.controller.balance import RowIds
 from llamarl.controller.logprob_check import (
     FACTOR,
@@ -19,7 +21,7 @@ from llamarl.controller.logprob_check import (
     LogprobCheck,
     Tolerance,
 )
-from llamarl.core.records import Purpose
+from llamarl.core.records import GENERATOR_LOGPROBS, RESPONSE_IDS, Purpose
 from tests.unit.logprob_setting import PROMPTS, SAMPLING, CheckSetting
 
 
@@ -32,26 +34,6 @@ async def test_of_many_replicas_a_few_are_asked_at_each_version_and_all_in_turn(
         setting.dispatch.asked.clear()
     assert [len(each) for each in asked] == [16] * 4
     assert set.union(*asked) == set(range(64))
-
-
-@pytest.mark.long
-async def test_a_thousand_healthy_checks_raise_nothing_and_leave_nothing():
-    setting, noise = CheckSetting(), random.Random(0)
-    setting.trainer.noise = lambda replica: abs(noise.gauss(0, 2e-5))
-    scalars = await setting.start()
-    assert scalars["logprob_check_rows"] == 2 * NUM_START_ROWS
-    assert setting.logprob_check.tolerances[""].value == FLOOR
-    for version in range(1, 1001):
-        await setting.publish(version)
-        scalars = await setting.logprob_check.check(version)
-        assert scalars["logprob_check_rows"] == 2
-        assert scalars["logprob_check_difference"] <= scalars["logprob_check_tolerance"] == FLOOR
-    assert not setting.rollouts.open
-    assert set(setting.storage.outcomes) == set(range(setting.num_rows))
-    assert setting.storage.outcomes[setting.num_rows - 1] == {
-        "outcome": "logprob_check",
-        "version": 1000,
-    }
 
 
 async def test_requests_are_short_of_the_training_distribution_and_belong_to_the_check_alone():
@@ -302,3 +284,35 @@ def test_a_longest_completion_below_that_of_a_logprob_check_is_kept():
 
     asyncio.run(main())
     assert setting.dispatch.asked[0].sampling.max_tokens == 3
+
+
+def columns(*rollouts):
+    return {
+        RESPONSE_IDS: [np.array(ids, np.int32) for ids, _ in rollouts],
+        GENERATOR_LOGPROBS: [np.array(logprobs, np.float32) for _, logprobs in rollouts],
+    }
+
+
+PLAIN = columns(([1, 2, 3, 4], [-1, -2, -3, -4]), ([5, 6, 7], [-1, -1, -1]))
+
+
+def test_equal_rollouts_are_the_same():
+    assert same_rollouts(PLAIN, PLAIN, 0.01).startswith("2 of 2 rollouts are the same")
+
+
+def test_a_token_that_rounding_changed_is_no_mistake():
+    others = columns(([1, 2, 3, 9], [-1, -2, -3.005, -8]), ([5, 6, 7], [-1, -1, -1]))
+    assert same_rollouts(PLAIN, others, 0.01).startswith("1 of 2 rollouts are the same")
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        columns(([1, 2, 3, 4], [-1, -2, -3.1, -4]), ([5, 6, 7], [-1, -1, -1])),
+        columns(([9, 2, 3, 4], [-1, -2, -3, -4]), ([5, 9, 7], [-1, -1, -1])),
+        columns(([1], [-1]), ([5], [-1])),
+    ],
+)
+def test_log_probs_that_are_apart_and_rollouts_that_are_others_are(others):
+    with pytest.raises(RuntimeError, match=r"set generator\.enforce_eager=true"):
+        same_rollouts(PLAIN, others, 0.01)
