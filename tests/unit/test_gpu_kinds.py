@@ -23,7 +23,7 @@ from llamarl.core.device.names import is_kind
 from llamarl.planner.recipe import forecast_recipe
 from llamarl.planner.report import render_memory, render_report
 from llamarl.recipe.inputs import read_planned_architecture
-from llamarl.recipe.prompt_inputs import as_imitation
+from llamarl.recipe.prompt_inputs import as_sft
 from llamarl.trainer.losses.sft import SFTConfig
 from tests.places import ROOT
 from tests.unit.composing import compose_recipe
@@ -213,7 +213,7 @@ def test_demonstrations_need_the_trainer_alone(
 ) -> None:
     for module in (fit, ranks):
         monkeypatch.setattr(module, "available_bytes", lambda: CPU_ROOM)
-    config = as_imitation(make_config("algorithm=sft", *overrides, *MINIMUM))
+    config = as_sft(make_config("algorithm=sft", *overrides, *MINIMUM))
     found = {rank.executor: rank for rank in ranks.forecast_memory(config, WIDE).ranks}
     others = [rank for name, rank in found.items() if name not in ("trainer", "host")]
     assert [set(rank.bytes_by_kind) - {"reserve"} for rank in others] == [set() for _ in others]
@@ -238,11 +238,11 @@ OF_ROLLOUTS = {
 def test_of_the_keys_that_algorithms_share_only_those_of_a_likelihood_count_in_sft() -> None:
     shared = [f"{key}={value}" for key, value in OF_ROLLOUTS.items()]
     of_sft = ["algorithm.entropy_coefficient=0.01", "algorithm.normalization=rollouts"]
-    found = as_imitation(make_config("algorithm=sft", *shared, *of_sft, *MINIMUM))
+    found = as_sft(make_config("algorithm=sft", *shared, *of_sft, *MINIMUM))
     assert found.algorithm == SFTConfig(entropy_coefficient=0.01, normalization="rollouts")
     constant = make_config("algorithm=sft", "algorithm.normalization=constant", *MINIMUM)
     with pytest.raises(ValueError, match=r"^algorithm\.normalization must be tokens or rollouts"):
-        as_imitation(constant)
+        as_sft(constant)
 
 
 SHARDED = ["generator.num_ranks=4", "trainer.activation_checkpointing=full"]
