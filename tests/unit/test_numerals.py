@@ -1,4 +1,4 @@
-"""The spellings of numbers that the reward `math` reads, and those of which it was wrong."""
+"""Answers that the reward `math` reads, in the spellings of people, and those that are wrong."""
 
 import pytest
 
@@ -54,6 +54,24 @@ RIGHT = [
     (r"90\degree", r"\boxed{90}"),
     ("5,", r"\boxed{5}"),
     ("5", r"\boxed{\boxed{5}}, for \text{5} = \{5\}."),
+    ("3*14 = <<3*14=42>>42\n#### 42", "so 6*7=42. The answer is 42."),
+    ("#### 1,234", "It is $1,234$."),
+    ("$18", "She makes $18 every day."),
+    (r"Since $x=3$ we get \boxed{\frac{1}{2}}.", r"\boxed{0.5}"),
+    ("1/2", r"the answer is $\frac12$"),
+    ("x^2+2x+1", r"\boxed{(x+1)^2}"),
+    (r"\{1,2\}", r"$\{2,1\}$"),
+    (r"\{1,2\}", r"\boxed{1}, \boxed{2}"),
+    (0.5, "1/2"),
+    ("1e3", "1000"),
+    ("5 3/4", "it is 5.75"),
+    ("3.5", "so 3 1/2."),
+    (r"\frac{1}{2^{99}}", r"\boxed{2^{-99}}"),
+    ("1/3", r"\boxed{0.333333}"),
+    ("10:00", "at 10:00"),
+    ("1:2", r"\boxed{\frac12}"),
+    ("50%", r"\boxed{50\%}"),
+    (r"50\%", "so it is 50%."),
 ]
 WRONG = [
     ("1\u2009000", r"\boxed{0}"),
@@ -79,6 +97,21 @@ WRONG = [
     ("1/2%", r"\boxed{1}"),
     ("5", r"\boxed{no answer##}. There are 5 days left."),
     ("7", r"\boxed{unknown##}, since $7$ is a prime"),
+    ("#### 5", "Answer: -5"),
+    ("x^2+2x+1", r"\boxed{(x-1)^2}"),
+    (r"\text{Evelyn}", r"\boxed{\text{Briana}}"),
+    ("42", "no idea"),
+    ("42", r"$\frac{1}{$ {{(("),
+    ("42", ""),
+    ("2", "so 3 1/2"),
+    ("6.63e-34", r"\boxed{1.38\times 10^{-23}}"),
+    ("1e-7", r"\boxed{2e-7}"),
+    ("0", r"\boxed{1e-7}"),
+    (r"\frac{1}{2^{99}}", r"\boxed{\frac{1}{2^{98}}}"),
+    ("12:00", r"\boxed{10:00}"),
+    ("3", r"first \boxed{3}, so finally \boxed{5}"),
+    ("4", r"\boxed{1/0}"),
+    ("50%", r"\boxed{0.5}"),
 ]
 UNREADABLE = ["1//2", "5 \u2032", r"\boxed{5//6}", r"As $x=3$ it is \boxed{2 < < 3}.", "1 - - / 2"]
 WITH_FUNCTIONS = [
