@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from llamarl.controller.memory import forecast_memory
 from llamarl.core.config import Config
 from llamarl.core.config.rank_assignment import assign
+from llamarl.model.inventory import parameter_shapes
 from llamarl.planner.publish import forecast_publish
 from llamarl.planner.recipe import forecast_recipe
 from llamarl.planner.report import render_report
@@ -21,28 +23,18 @@ from tests.unit.composing import compose_recipe
 from tests.unit.pages import blocks
 
 GIB = 2**30
-MOST_GPUS = {
-    "gsm8k_llama32_1b_1gpu": 1,
-    "qwen25_7b_math": 16,
-    "qwen25_72b_math": 64,
-    "llama31_8b_lora_1gpu": 1,
-    "llama31_8b_math": 16,
-    "llama31_8b_math_python": 16,
-    "llama31_70b_math": 256,
-    "llama31_405b_math": 1024,
-}
-NUM_PARAMETERS = {  # as the models' cards round them
-    "gsm8k_llama32_1b_1gpu": 1.24e9,
-    "qwen25_7b_math": 7.62e9,
-    "qwen25_72b_math": 72.7e9,
-    "llama31_8b_lora_1gpu": 8.03e9,
-    "llama31_8b_math": 8.03e9,
-    "llama31_8b_math_python": 8.03e9,
-    "llama31_70b_math": 70.6e9,
-    "llama31_405b_math": 405.9e9,
+RECIPES = {  # the most GPUs, and the number of parameters as the model's card rounds it
+    "gsm8k_llama32_1b_1gpu": (1, 1.24e9),
+    "qwen25_7b_math": (16, 7.62e9),
+    "qwen25_72b_math": (64, 72.7e9),
+    "llama31_8b_lora_1gpu": (1, 8.03e9),
+    "llama31_8b_math": (16, 8.03e9),
+    "llama31_8b_math_python": (16, 8.03e9),
+    "llama31_70b_math": (256, 70.6e9),
+    "llama31_405b_math": (1024, 405.9e9),
 }
 LEAST_FREE = 0.05  # of a GPU's memory
-PAGES = [ROOT / "recipes" / name / "README.md" for name in MOST_GPUS]
+PAGES = [ROOT / "recipes" / name / "README.md" for name in RECIPES]
 
 
 @lru_cache
@@ -74,15 +66,18 @@ def shown(page: Path) -> dict[str, list[str]]:
 
 def test_every_planned_recipe_is_asked_here() -> None:
     planned = {path.parent.name for path in ROOT.glob("recipes/*/architecture")}
-    assert planned == set(MOST_GPUS)
+    assert planned == set(RECIPES)
 
 
-@pytest.mark.parametrize("name", MOST_GPUS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_its_gpus(name: str) -> None:
     config = config_of(name)
     architecture = read_planned_architecture(config)
+    most_gpus, num_parameters = RECIPES[name]
+    number = sum(map(prod, parameter_shapes(architecture).values()))
+    assert number == pytest.approx(num_parameters, rel=0.005)
     devices = {device for places in assign(config).values() for device in places}
-    assert len(devices) <= MOST_GPUS[name]
+    assert len(devices) <= most_gpus
     assert all(device.gpu is not None for device in devices)
     assert len({device.host for device in devices}) == config.cluster.size, (
         "no host is paid for idle"
@@ -97,17 +92,6 @@ def test_a_recipe_fits_its_gpus(name: str) -> None:
         assert cells.split() == [f"{value / GIB:.1f}" for value in values]
 
 
-@pytest.mark.parametrize("name", MOST_GPUS)
-def test_an_architecture_is_the_published_one(name: str) -> None:
-    from math import prod
-
-    from llamarl.model.inventory import parameter_shapes
-
-    architecture = read_planned_architecture(config_of(name))
-    number = sum(map(prod, parameter_shapes(architecture).values()))
-    assert number == pytest.approx(NUM_PARAMETERS[name], rel=0.005)
-
-
 @pytest.mark.parametrize(
     ("name", "overrides", "most_s"),
     [
@@ -116,9 +100,7 @@ def test_an_architecture_is_the_published_one(name: str) -> None:
         ("llama31_405b_math", ("cluster.gpu=H200-141GB", "weights.staging=double_buffer"), 2.0),
     ],
 )
-def test_a_version_is_planned_to_spread_in_seconds(
-    name: str, overrides: tuple[str, ...], most_s: float
-) -> None:
+def test_a_version_spreads_in_seconds(name: str, overrides: tuple[str, ...], most_s: float) -> None:
     """LlamaRL publishes 405B in two seconds."""
     config = config_of(name, *overrides)
     architecture = read_planned_architecture(config)
@@ -128,7 +110,7 @@ def test_a_version_is_planned_to_spread_in_seconds(
 
 def test_the_405b_generator_is_fp8_and_no_replica_leaves_its_host() -> None:
     assert config_of("llama31_405b_math").generator.quantization == "fp8"
-    for name in MOST_GPUS:
+    for name in RECIPES:
         places = assign(config_of(name))
         replicas = [devices for executor, devices in places.items() if executor.startswith("gen")]
         assert all(len({device.host for device in devices}) == 1 for devices in replicas), name
