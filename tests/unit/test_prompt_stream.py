@@ -1,4 +1,5 @@
-"""The order of prompts: exact after a resume, sources by weight, silent ones more rarely."""
+"""The order of prompts: exact after a resume, sources by weight, silent ones more rarely; and the
+requests that a group becomes."""
 
 from __future__ import annotations
 
@@ -6,15 +7,16 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.core.records import SOURCE_ROWS, Prompt
-from llamarl.prompts.stream import PromptStream
+from llamarl.core.groups import Group
+from llamarl.core.records import SOURCE_ROWS, Prompt, Sampling
+from llamarl.prompts.stream import PromptStream, make_requests, read_lengths
 from tests.random_search import case, searched
 
 ORDER_OF_SEED_17 = [7, 6, 1, 3, 5, 4, 8, 2]
@@ -34,17 +36,7 @@ def take(stream: PromptStream, count: int) -> list[Prompt]:
 
 
 @settings(deadline=None)
-@given(st.integers(1, 40), st.integers(-(2**70), 2**70), st.booleans(), st.integers(0, 150))
-def test_a_stream_resumed_anywhere_goes_on_as_if_never_stopped(count, seed, shuffle, position):
-    prompts = prompts_of(count)
-    whole = take(PromptStream(prompts, seed=seed, shuffle=shuffle), position + 2 * count)
-    resumed = PromptStream(prompts, seed=seed, shuffle=shuffle, position=position)
-    assert take(resumed, 2 * count) == whole[position:]
-    assert resumed.position == position + 2 * count
-
-
-@settings(deadline=None)
-@given(st.integers(1, 40), st.integers(0, 1000), st.booleans())
+@given(st.integers(1, 40), st.integers(-(2**70), 2**70), st.booleans())
 def test_every_epoch_hands_out_every_prompt_once(count, seed, shuffle):
     stream = PromptStream(prompts_of(count), seed=seed, shuffle=shuffle)
     for epoch in range(3):
@@ -70,20 +62,11 @@ def test_the_order_never_changes_between_releases():
     assert [p.prompt_id for p in take(stream, 8)] == ORDER_OF_SEED_17
 
 
-def test_a_stream_does_not_change_the_prompts_it_was_given():
-    prompts = prompts_of(3)
-    copies = [replace(prompt) for prompt in prompts]
-    take(PromptStream(prompts, seed=0, shuffle=True), 9)
-    assert prompts == copies
-
-
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=2, max_size=8)
 
 
 @given(WEIGHTS, st.integers(1, 400))
-def test_every_source_has_given_its_share_after_every_prompt(
-    weights: list[float], count: int
-) -> None:
+def test_each_source_has_given_its_share_at_any_time(weights: list[float], count: int) -> None:
     sizes = [3] * len(weights)
     stream = PromptStream(prompts_of(*sizes), seed=0, shuffle=True, weights=weights)
     found: Counter[int] = Counter()
@@ -195,9 +178,45 @@ def play(rng: random.Random) -> None:
 
 
 @searched(few=200, many=5000)
-def test_a_stream_that_is_saved_at_any_time_goes_on_as_one_that_is_not(
-    seeds: Sequence[int],
-) -> None:
+def test_a_stream_saved_at_any_time_goes_on_as_one_that_is_not(seeds: Sequence[int]) -> None:
     for seed in seeds:
         with case(seed):
             play(random.Random(seed))
+
+
+SAMPLING = Sampling(max_tokens=9, stop_token_ids=(2,))
+
+
+def group(group_id: int, first_row: int) -> Group:
+    prompt = Prompt(prompt_id=7, text="q", token_ids=(1, 2, 3), epoch=1)
+    row_ids = tuple(range(first_row, first_row + 3))
+    return Group(group_id=group_id, prompt=prompt, row_ids=row_ids, min_version=3)
+
+
+def test_the_same_prompt_draws_the_same_rollouts_after_a_resume() -> None:
+    before = make_requests(group(5, 10), sampling=SAMPLING, seed=1, segment_tokens=0)
+    after = make_requests(group(8, 90), sampling=SAMPLING, seed=1, segment_tokens=0)
+    assert [r.seed for r in before] == [r.seed for r in after]
+    assert len({r.seed for r in before}) == 3
+    assert {r.min_version for r in before} == {3}
+    other = make_requests(group(5, 10), sampling=SAMPLING, seed=2, segment_tokens=0)
+    assert not {r.seed for r in before} & {r.seed for r in other}
+
+
+def test_replayed_lengths_are_written_in_order_and_nothing_else_ends_a_rollout() -> None:
+    requests = make_requests(
+        group(2, 0), sampling=SAMPLING, seed=0, segment_tokens=0, replay_lengths=[4, 5, 6, 7]
+    )
+    assert [r.replay_tokens for r in requests] == [6, 7, 4]
+    assert {r.sampling.max_tokens for r in requests} == {SAMPLING.max_tokens}  # dispatch sees none
+    assert {r.sampling.stop_token_ids for r in requests} == {()}
+
+
+@pytest.mark.parametrize("content", ["[1, 0]", "[10]", "[]", "[1.5]", '{"a": 1}', "[1", "[true]"])
+def test_wrong_lengths_are_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="lengths"):
+        read_lengths(path, 9)
+    path.write_text(json.dumps([1, 9]))
+    assert read_lengths(path, 9) == [1, 9]
