@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,32 +184,6 @@ def test_what_rewards_need_is_checked_in_large_files_too(
     exact = RewardConfig(functions=["exact"])
     with pytest.raises(ValueError, match=r"p\.jsonl:91: the row must have the field 'answer'"):
         read_source(source_of(path, DATA, tokenizer, reward=exact))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("is_large", [False, True])
-def test_rows_of_several_files_are_numbered_through_and_mistakes_name_their_own(
-    is_large: bool,
-    tmp_path: Path,
-    small_pieces: Path,
-    tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cache, "LEAST_BYTES", 1 if is_large else 10**9)
-    first = write_lines(tmp_path / "a.jsonl", ROWS[:70])
-    second = tmp_path / "b.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS[70:100]), second)
-    source = replace(source_of(first, DATA, tokenizer), files=[first, second])
-    table = PromptTable([read_source(source)])
-    assert [prompt.fields for prompt in table] == ROWS[:100]
-    numbers = [prompt.prompt_id for prompt in table]
-    assert numbers == sorted({*numbers})
-    assert numbers[:70] == [*range(1, 71)]
-    parquet.write_table(pyarrow.Table.from_pylist([ROWS[0], {"question": ""}]), second)
-    with pytest.raises(
-        ValueError, match=r"b\.parquet:2: 'question' must be text that is not blank"
-    ):
-        read_source(source)
 
 
 def test_a_cache_that_cannot_be_written_is_named(
