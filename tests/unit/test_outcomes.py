@@ -1,8 +1,11 @@
-"""Whatever user code of an episode raises is what became of that call, or of that episode."""
+"""Whatever user code raises is what became of its call or episode, and where few files are open its
+process works too."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
@@ -39,15 +42,6 @@ async def soft(kind: str) -> str:
     '''
     await asyncio.sleep(0)
     raise KINDS[kind]()
-async def within(kind: str) -> str:
-    '''Raises in a task of its own.
-
-    Args:
-        kind: what
-    '''
-    async def raising():
-        raise KINDS[kind]()
-    await asyncio.gather(raising())
 async def cancels(kind: str) -> str:
     '''Cancels itself.
 
@@ -130,3 +124,17 @@ def test_a_tool_that_returns_a_coroutine_says_what_that_returns() -> None:
     assert said[:3] == ["7"] * 3
     wrong = str({"error": "a tool must return what it says, got a generator"})
     assert said[3:] == [wrong] * 2
+
+
+@pytest.mark.parametrize("most", [48, 256])
+def test_a_reward_process_finds_room_for_its_channel_where_few_files_may_be_open(most: int) -> None:
+    code = (
+        "import os, resource\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most}))\n"
+        "from llamarl.scoring.user_code.worker import _move\n"
+        "for _ in range(40):\n"
+        "    own = os.open(os.devnull, os.O_RDONLY)\n"
+        "    os.close(_move(own, os.O_RDONLY))\n"
+        "    os.close(own)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
