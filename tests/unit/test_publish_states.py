@@ -1,12 +1,16 @@
-"""The table of states that a replica moves through in a publish, and its picture in the docs."""
+"""The states that a replica moves through in a publish, and waits for calls that never answer."""
 
+from __future__ import annotations
+
+import asyncio
 import random
 import re
+import time
 from pathlib import Path
 
 import pytest
 
-from llamarl.publish.replica import TRANSITIONS, Event, State, next_state
+from llamarl.publish.replica import LATE_S, TRANSITIONS, Event, State, attempt, failure, next_state
 
 PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
 
@@ -77,3 +81,28 @@ def test_the_picture_in_the_docs_is_the_table() -> None:
     assert drawn == is_drawn, "`leave` leads from every state to gone, and the page says so"
     assert re.search(r"\[\*\] --> disconnected\n", picture)
     assert "From every state, a replica that raises" in PAGE.read_text()
+
+
+async def answer_after(seconds: float) -> int:
+    await asyncio.sleep(seconds)
+    return 7
+
+
+def test_a_call_that_takes_too_long_is_cancelled() -> None:
+    async def scenario() -> None:
+        task = await attempt(answer_after(60), 0.05)
+        assert isinstance(failure(task, "it", 0.05), TimeoutError)
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_counts_that_a_process_which_stood_still_has_not_read() -> None:
+    """As after Ctrl-Z and fg: the timer is due long before the answer is read."""
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().call_soon(time.sleep, LATE_S + 0.3)
+        task = await attempt(answer_after(0.1), 0.2)
+        assert failure(task, "it", 0.2) is None
+        assert task.result() == 7
+
+    asyncio.run(scenario())
