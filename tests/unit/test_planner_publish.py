@@ -56,9 +56,7 @@ def recipe(
     st.sampled_from([1, 2, 4]),
     st.sampled_from(["embedded", "vllm"]),
 )
-def test_a_layer_times_layers_is_the_whole_plan(
-    shard: int, tensor: int, target: int, engine: str
-) -> None:
+def test_layers_add_up_to_the_whole_plan(shard: int, tensor: int, target: int, engine: str) -> None:
     config = recipe(shard=shard, tensor=tensor, target=target, replicas=1)
     if engine == "vllm":
         config = replace(config, generator=VllmConfig(num_ranks=target, dtype="bfloat16"))
@@ -77,13 +75,6 @@ def test_a_layer_times_layers_is_the_whole_plan(
             for box in layout.boxes
         )
         assert made.num_bytes[:, rank].sum() == 2 * held
-
-
-def test_copies_of_the_trainer_share_the_sending() -> None:
-    config = recipe(shard=2, tensor=1, target=2, replicas=1, replicate=2)
-    large = replace(LLAMA, hidden_size=512, intermediate_size=1024)
-    sent = traffic(config, large, pools_of(config.generator)[0]).num_bytes.sum(1)
-    assert sent.max() <= 1.02 * sent.mean()
 
 
 @pytest.mark.parametrize(
@@ -152,16 +143,6 @@ def test_on_one_gpu_a_publish_is_a_copy_in_its_memory() -> None:
     rate = GPUS["H100-80GB"].memory_bytes_per_s
     assert made.lower_bound_s == pytest.approx(2 * made.total_bytes / rate)
     assert made.max_card_bytes_out == made.max_card_bytes_in == 0
-
-
-def test_slower_hardware_and_more_bytes_take_longer() -> None:
-    small = forecast_publish(recipe(shard=4, tensor=1, target=1, replicas=4), LLAMA)
-    wide = replace(LLAMA, intermediate_size=4096)
-    large = forecast_publish(recipe(shard=4, tensor=1, target=1, replicas=4), wide)
-    slow = recipe(shard=4, tensor=1, target=1, replicas=4)
-    slow = replace(slow, cluster=replace(slow.cluster, gpu="A100-80GB"))
-    assert small.seconds < large.seconds < forecast_publish(slow, wide).seconds
-    assert small.lower_bound_s < large.lower_bound_s
 
 
 def stages_of(num_replicas: int, **weights: object) -> dict[str, float]:
