@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,14 +12,10 @@ from pathlib import Path
 import pytest
 
 from llamarl.controller.memory import Advice, MemoryForecast, RankMemory
-from llamarl.core.config import PlanConfig
 from llamarl.planner.forecast import Forecast, NextChange, PublishForecast, Split, StepForecast
 from llamarl.planner.report import WIDTH, figures, render_report
-from llamarl.planner.simulation.workload import with_lengths
-from llamarl.recipe.prompt_inputs import with_measured_prompts
 from tests.places import ROOT
 from tests.unit.composing import compose_recipe
-from tests.unit.pages import blocks
 
 RECIPES = ROOT / "recipes"
 RECIPE = RECIPES / "gsm8k_llama32_1b_1gpu"
@@ -148,59 +143,3 @@ def test_json_holds_the_figures_of_the_report() -> None:
     assert (found["step_s"], found["steps"]["sync"]["step_s"]) == (40.0, 110.0)
     assert found["publish_s"] == 7.53
     assert [split["step_s"] for split in found["splits"]] == [38.0, 40.0]
-
-
-@pytest.mark.long
-def test_a_teacher_counts_in_memory_and_other_stages_are_said_to_be_left_out(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "task.py").write_text(
-        "from llamarl.scoring.stages import Column, FrozenModel, Stage\n"
-        f"teacher = FrozenModel({str(RECIPES / 'quickstart' / 'checkpoint')!r})\n"
-        "column = Column('teacher_logprobs', 'float32', 'response')\n"
-        "def brief(completion): pass\n"
-        "def loss(inputs): return -inputs.trainer_logprobs\n"
-        "stages = [Stage('brief', brief, reads=['completion']),\n"
-        "          Stage('teacher', teacher, writes=[column])]\n"
-    )
-    (tmp_path / "run.yaml").write_text(
-        "defaults: [config, {override /algorithm: task}, _self_]\n"
-        "num_steps: 2\n"
-        f"model: {{checkpoint: {RECIPES / 'quickstart' / 'checkpoint'}}}\n"
-        f"data: {{prompts: {RECIPES / 'quickstart' / 'prompts.jsonl'}}}\n"
-        "sampling: {max_tokens: 96}\n"
-        "generator: {max_model_len: 128}\n"
-        "plan: {prompt_tokens: 20, median_tokens: 40, num_steps: 4}\n"
-        "experience: {stages: [brief, teacher]}\n"
-        "algorithm: {loss_columns: [teacher_logprobs]}\n"
-    )
-    done = plan(tmp_path, "plan", f"--config-dir={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^ *stage teacher +0\.\d", done.stdout, re.MULTILINE)
-    words = (
-        "Stages of the recipe's own (brief, teacher) are left out, but for the memory of teacher."
-    )
-    assert words in done.stdout
-
-
-@pytest.mark.long
-def test_the_readmes_own_recipe_plans_with_lengths_that_it_has_room_for(tmp_path: Path) -> None:
-    """Its prompts are there, so their mean is measured; half of its max_tokens is the median."""
-    text = blocks((ROOT / "README.md").read_text(), "yaml")[0]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "quickstart").symlink_to(RECIPES / "quickstart")
-    (tmp_path / "mine" / "run.yaml").write_text(text)
-    folder = tmp_path / "mine"
-    (folder / "task.py").write_text("def reward(prompt, completion): return 1.0\n")
-    done = plan(tmp_path, "plan", "--config-dir", "mine", "plan.num_steps=4")
-    assert done.returncode == 0, done.stderr
-    config = compose_recipe(folder, [f"recipe_dir='{folder}'"])
-    found = with_lengths(with_measured_prompts(config)).plan
-    assert (found.prompt_tokens, found.median_tokens) == (12, 48)
-    missing = replace(config, data=replace(config.data, prompts="later.jsonl"))
-    assert with_lengths(with_measured_prompts(missing)).plan.prompt_tokens == 128 - 96
-    asked = replace(
-        config,
-        plan=PlanConfig(prompt_tokens=3, median_tokens=5, num_turns=2, observation_tokens=7),
-    )
-    assert with_lengths(with_measured_prompts(asked)) == asked
