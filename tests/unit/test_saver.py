@@ -64,36 +64,6 @@ def test_a_step_that_is_cancelled_before_it_starts_is_closed():
     assert asyncio.run(cancel()) == inspect.CORO_CLOSED, "else Python warns of it as it is deleted"
 
 
-def test_a_run_that_is_cancelled_as_it_ends_still_does_whole_what_it_began():
-    saver = saver_of(None, "", version=9)
-
-    async def cancel():
-        may_end, archived = asyncio.Event(), asyncio.Event()
-
-        async def archive():
-            await may_end.wait()
-            archived.set()
-
-        async def train():
-            async with saver.saving():
-                begun = asyncio.create_task(saver.whole(archive()))
-                await asyncio.sleep(0)
-                begun.cancel()
-                await saver.end_whole()
-
-        run = asyncio.create_task(train())
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not run.done()
-        run.cancel()
-        await asyncio.wait({run})
-        may_end.set()
-        async with asyncio.timeout(5.0):
-            await archived.wait()
-
-    asyncio.run(cancel())
-
-
 class Gate:
     """A gate whose state is the number of groups drawn so far; a batch is one step."""
 
