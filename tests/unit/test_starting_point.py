@@ -100,10 +100,7 @@ WRONG: dict[str, tuple[Damage, str]] = {
     "best of none": (state(best=[1]), "best in .* must be a version, its value"),
     "no identity": (state(identity=None), "identity in .* must be an object"),
     "empty identity": (state(identity={}), "must say what seed was"),
-    "positions": (
-        state(positions={"metrics.jsonl": 7}),
-        "positions in .* must list parts, got .*metrics.jsonl",
-    ),
+    "positions": (state(positions={"metrics.jsonl": 7}), "positions in .* must list parts, got"),
     "a piece cut": (piece(b""), r"__0_0\.distcp must be 100 bytes long, got 0"),
     "a piece changed": (piece(b"y" * 100), r"__0_0\.distcp must hold the bytes that"),
 }
@@ -122,26 +119,8 @@ def test_what_no_run_saves_is_refused_in_one_line_each_time(
         assert len(str(caught.value)) < 300 + len(str(folder))
 
 
-def test_the_newest_sound_checkpoint_is_used_and_newer_ones_are_set_aside(
-    tmp_path: Path, inputs: Inputs, caplog: pytest.LogCaptureFixture
-) -> None:
-    for version in (1, 2, 3):
-        save(tmp_path, inputs, version)
-    root = tmp_path / "checkpoints"
-    (root / "step-00000003" / SHARD).write_bytes(b"y" * 100)
-    (root / "step-00000002" / "controller.json").unlink()
-    state, found = starting_point(resume(), inputs, str(tmp_path))
-    assert (state["version"], found) == (1, str(root / "step-00000001"))
-    assert "__0_0.distcp must hold the bytes" in caplog.text
-    assert "controller.json must be a file" in caplog.text
-    names = {path.name for path in root.iterdir()}
-    assert names == {"damaged-step-00000003", "damaged-step-00000002", "step-00000001"}
-
-
 @pytest.mark.parametrize("name", ["summary.json", "spans/trainer-0.jsonl", "archive/a.jsonl"])
-def test_what_stands_where_a_run_writes_must_be_a_file(
-    name: str, tmp_path: Path, inputs: Inputs
-) -> None:
+def test_what_stands_in_the_way_must_be_a_file(name: str, tmp_path: Path, inputs: Inputs) -> None:
     save(tmp_path, inputs)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / name)
@@ -149,9 +128,7 @@ def test_what_stands_where_a_run_writes_must_be_a_file(
         starting_point(resume(), inputs, str(tmp_path))
 
 
-def test_damaged_records_are_named_with_their_line_and_the_way_out(
-    tmp_path: Path, inputs: Inputs
-) -> None:
+def test_damaged_records_are_named_with_the_way_out(tmp_path: Path, inputs: Inputs) -> None:
     archive = tmp_path / "archive" / "rollouts-0.jsonl"
     archive.parent.mkdir()
     archive.write_text('{"outcome": "trained"}\n' * 5)
@@ -163,9 +140,7 @@ def test_damaged_records_are_named_with_their_line_and_the_way_out(
     assert state["version"] == 1
 
 
-def test_a_resumed_run_evaluates_nothing_that_the_checkpoint_says_is_evaluated(
-    inputs: Inputs,
-) -> None:
+def test_a_resumed_run_evaluates_no_version_again(inputs: Inputs) -> None:
     nothing: Any = None
     wiring = Wiring(resume(), inputs, nothing, "", nothing)  # evaluation.every_steps is 10
     for evaluated, due in ({"evaluated": 10}, False), ({"evaluated": 0}, True), ({}, True):
