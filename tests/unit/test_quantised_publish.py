@@ -14,8 +14,8 @@ from llamarl.generator.engine.weights import BufferLayout, load_boxes
 from llamarl.model.architecture import read_architecture
 from llamarl.model.inventory import parameter_shapes
 from llamarl.publish.layout import RankLayout, Route, quantized_parameters
-from llamarl.publish.reshard import DTYPE_BYTES, num_bytes, plan
-from llamarl.publish.shards import ShardScales, quantize, row_maxima, scales_of
+from llamarl.publish.reshard import num_bytes, plan
+from llamarl.publish.shards import quantize, row_maxima, scales_of
 from llamarl.publish.source import Writer
 from tests.quantised_oracle import make_formats, quantise_whole
 from tests.random_search import case, searched
@@ -107,9 +107,7 @@ def publish_a_model(rng: random.Random) -> None:
 
 @pytest.mark.parametrize("kind", sorted(FORMATS))
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_a_checkpoint_is_loaded_as_a_publish_would_bring_it(
-    kind: str, is_tied: bool, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_loaded_as_published(kind: str, is_tied: bool, tmp_path: Path) -> None:
     form = FORMATS[kind]
     folder = write_checkpoint(tmp_path / "tiny", tie_word_embeddings=is_tied)
     architecture = read_architecture(folder)
@@ -168,17 +166,3 @@ def test_a_matrix_that_is_missing_is_named_whatever_the_target_wants() -> None:
     wanted = layouts_of(BufferLayout(LLAMA, "float32", 0, 1, FORMATS["int8 float32"]))
     with pytest.raises(ValueError, match=r"up_proj.weight@rows-int8-float32.* must be on both"):
         plan(source, wanted)
-
-
-def test_scales_lie_where_the_rows_are_and_take_a_number_for_each() -> None:
-    weights = {name: torch.randn(shape) for name, shape in parameter_shapes(LLAMA).items()}
-    source, held = uneven_source(weights)
-    for layout, memory in zip(source, held, strict=True):
-        for form in FORMATS.values():
-            scales = ShardScales(layout.parameters, [form], torch.device("cpu"))
-            scales.derive(memory)
-            for each in scales.made.values():
-                num_rows = 1 if form.is_per_tensor else len(memory[each.base])
-                tensor = scales.tensors[each.scales]
-                assert tensor.nbytes == num_rows * DTYPE_BYTES[form.scale_dtype]
-                assert (tensor > 0).all()
