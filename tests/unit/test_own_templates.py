@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from datetime import date, datetime
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from llamarl.core.config import Config
-from llamarl.model.tokenizer import Tokenizer, load_tokenizer
-from llamarl.recipe.inputs import identity, read_inputs
+from llamarl.model.tokenizer import load_tokenizer
 from llamarl.recipe.local_inputs import with_local_files
 from llamarl.recipe.prompt_inputs import resolve
 from tests.places import RECIPE
@@ -40,31 +38,7 @@ def save(config: Config, folder: Path) -> None:
     (folder / "config.yaml").write_text(yaml.safe_dump({"data": data}))
 
 
-def prompt_of(config: Config) -> str:
-    tokenizer = read_inputs(config).tokenizer
-    assert isinstance(tokenizer, Tokenizer)
-    return tokenizer.render_chat([{"role": "user", "content": "hello"}])
-
-
-def test_the_first_start_fixes_the_day_and_a_run_that_resumes_keeps_it(
-    assets: Path, tmp_path: Path
-) -> None:
-    given = recipe(tmp_path, "checkpoint.resume=auto")
-    config, pinned = with_local_files(given, "train", str(tmp_path))
-    assert pinned["data.date"] == date.today().isoformat()
-    assert prompt_of(config).startswith(date.today().strftime("%d %b %Y|"))
-    earlier = replace(config, data=replace(config.data, date="2024-07-26"))
-    save(earlier, tmp_path)
-    again, pinned = with_local_files(given, "train", str(tmp_path))
-    assert pinned == {"data.date": "2024-07-26"}
-    assert prompt_of(again).startswith("26 Jul 2024|")
-    assert identity(again, read_inputs(again)) == identity(earlier, read_inputs(earlier))
-    assert identity(again, read_inputs(again)) != identity(config, read_inputs(config))
-
-
-def test_a_run_that_goes_on_elsewhere_has_the_day_of_the_checkpoints_run(
-    assets: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_goes_on_elsewhere_keeps_its_day(assets: Path, tmp_path: Path) -> None:
     step = tmp_path / "first" / "checkpoints" / "step-00000001"
     step.mkdir(parents=True)
     save(recipe(tmp_path, "data.date=2024-07-26"), tmp_path / "first")
@@ -86,9 +60,7 @@ def test_another_form_of_a_day_is_refused(text: str) -> None:
         compose_recipe(RECIPE, [f"data.date='{text}'"])
 
 
-def test_the_own_template_replaces_the_tokenizers_and_goes_with_a_copy(
-    assets: Path, tmp_path: Path
-) -> None:
+def test_the_own_template_replaces_the_tokenizers(assets: Path, tmp_path: Path) -> None:
     """Whatever files the tokenizer's own ones are in."""
     source = write_tokenizer(tmp_path / "tokenizer", chat=True)
     (source / "additional_chat_templates").mkdir()
@@ -120,9 +92,7 @@ FORMATS += ["%F, week %V", "%e %h, %D %T", "%%d is %d"]
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("head", ["", "\n", " "])
-def test_a_fixed_day_is_written_as_pythons_own_function_writes_it(
-    form: str, head: str, tmp_path: Path
-) -> None:
+def test_a_fixed_day_is_written_as_strftime_does(form: str, head: str, tmp_path: Path) -> None:
     """And nothing else of the template changes."""
     folder = write_tokenizer(tmp_path, chat=True)
     text = head + "{% set day = strftime_now('FORM') %}[{{ day }}]{{ messages[0].content }}"
