@@ -23,10 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from fuzzing.mutations import JSON_LINES
 
+from llamarl.cli.main import main
 from llamarl.model.tokenizer import load_tokenizer
-from llamarl.view.page import PARTS, KeptPlace, choose, find_places, read_kept, render, view
-from tests.e2e.forks import Forks
-from tests.places import ROOT, TOOLS_RECIPE
+from llamarl.view.page import KeptPlace, choose, find_places, read_kept, view
 from tests.random_search import case, searched
 from tests.unit.tokenizer_files import write_tokenizer
 from tests.viewed_run import ATTACK, DAMAGED_JSON, EPISODE, change_value, write_run
@@ -76,9 +75,7 @@ def test_the_page_has_each_rollout_with_its_tokens_and_their_numbers(folder: Pat
 @pytest.mark.parametrize(
     "config", [None, b"", b"- 1", b"evaluation: {sets: [a]}", b"evaluation: [", b"\xff", b"a: *b"]
 )
-def test_a_page_without_a_config_that_can_be_read_has_files_in_place_of_sets(
-    config: bytes | None, tmp_path: Path
-) -> None:
+def test_a_page_without_a_config_has_files_for_sets(config: bytes | None, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "config.yaml").unlink()
     if config is not None:
@@ -147,9 +144,7 @@ def test_a_file_that_cannot_be_read_is_one_clear_line(tmp_path: Path) -> None:
         view([str(tmp_path)])
 
 
-def test_limits_that_no_group_fits_into_and_a_wrong_output_are_refused(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_limits_without_room_and_wrong_outputs_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must leave room for the rollouts of one group"):
         view([str(folder), "--max_tokens=1", f"--output={tmp_path / 'p.html'}"])
     with pytest.raises(ValueError, match="--output must name a file that can be written"):
@@ -262,9 +257,7 @@ def test_what_is_said_of_a_damaged_line_is_short(sound: DamagedRun) -> None:
             read_kept(text)
 
 
-def test_of_many_damaged_lines_the_first_are_named_and_all_counted(
-    sound: DamagedRun, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_lines_are_all_counted(sound: DamagedRun, caplog: pytest.LogCaptureFixture) -> None:
     said, rollouts = sound.view(b"\n".join([*sound.lines, *[b"{}"] * 40, b""]))
     assert len(rollouts) == 15
     assert said == f"15 rollouts, without 40 damaged lines: {sound.folder}/view.html\n"
@@ -341,30 +334,19 @@ def test_the_pieces_of_a_text_are_the_text(tmp_path: Path, text: str) -> None:
     assert "".join(tokenizer.pieces(broken)) == tokenizer.decode_raw(broken)
 
 
-def test_the_pieces_of_random_ids_are_what_these_say_together() -> None:
-    tokenizer = load_tokenizer(TOOLS_RECIPE / "checkpoint")
-    rng = random.Random(1)
-    for _ in range(50):
-        ids = [rng.randrange(tokenizer.num_ids) for _ in range(rng.randint(0, 30))]
-        assert "".join(tokenizer.pieces(ids)) == tokenizer.decode_raw(ids), ids
+def test_the_command_says_what_it_wrote(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(argument: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["llamarl", "view", argument])
+        main()
 
-
-def test_the_page_is_in_a_wheel() -> None:
-    names = [path.name for path in PARTS.iterdir()]
-    assert sorted(names) == ["page.css", "page.html", "page.js", "tokens.js"]
-    assert '"view/parts/*"' in (ROOT / "pyproject.toml").read_text()
-    assert "$" not in re.sub(r"\$(style|script|style_hash|script_hash|data)\b", "", _template())
-    assert render({"run": "</script>"}).count("</script>") == 2
-
-
-def _template() -> str:
-    return (PARTS / "page.html").read_text()
-
-
-def test_the_command_says_what_it_wrote(folder: Path, forks: Forks) -> None:
-    done = forks.run("view", str(folder))
-    assert (done.returncode, done.stdout) == (0, f"15 rollouts: {folder}/view.html\n")
-    done = forks.run("view", str(folder / "archive"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
-    assert forks.run("view", "--help").stdout.startswith("usage: llamarl view RUN")
+    run(str(folder))
+    assert capsys.readouterr().out == f"15 rollouts: {folder}/view.html\n"
+    run("--help")
+    assert capsys.readouterr().out.startswith("usage: llamarl view RUN")
+    with pytest.raises(SystemExit) as stop:
+        run(str(folder / "archive"))
+    assert stop.value.code == 2
+    out, error = capsys.readouterr()
+    assert (out, len(error.splitlines())) == ("", 1)
