@@ -137,9 +137,7 @@ def test_a_file_is_measured_in_whole_lines_and_cut_there(tmp_path: Path) -> None
     assert path.read_text() == whole
 
 
-def test_only_what_came_since_the_last_checkpoint_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     read = []
     whole_hash = files._hash

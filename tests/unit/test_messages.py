@@ -84,9 +84,7 @@ def test_keys_that_only_other_rows_have_are_not_there(kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_map_of_a_column_is_an_object_with_its_nulls(
-    kind: str, tmp_path: Path, qwen: Tokenizer
-) -> None:
+def test_a_map_of_a_column_is_an_object(kind: str, tmp_path: Path, qwen: Tokenizer) -> None:
     arguments = pa.map_(pa.string(), pa.string())
     call = pa.struct([("name", pa.string()), ("arguments", arguments)])
     message = pa.struct(

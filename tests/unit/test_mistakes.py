@@ -101,9 +101,7 @@ def test_who_asks_for_a_gpu_where_none_is_hears_that_first() -> None:
         ("num_steps: 30", "num_steps: \udcff", "run.yaml must be UTF-8 text, got "),
     ],
 )
-def test_a_wrong_recipe_is_named_with_its_line(
-    before: str, after: str, line: str, tmp_path: Path
-) -> None:
+def test_a_wrong_recipe_has_its_line(before: str, after: str, line: str, tmp_path: Path) -> None:
     text = (RECIPE / "run.yaml").read_text()
     assert before in text
     changed = text.replace(before, after, 1).encode("utf-8", "surrogateescape")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from llamarl.cli.new import ANSWER_FIELDS, PROMPT_FIELDS, REWARD_CHOICES, new
-from llamarl.core.config import Config, DataConfig, RewardConfig
+from llamarl.cli.new import REWARD_CHOICES, new
+from llamarl.core.config import Config
 from llamarl.recipe.composition import compose, to_config
 from llamarl.recipe.inputs import read_inputs
 from tests.json_lines import write_lines
@@ -50,9 +50,7 @@ def test_a_new_recipe_reads_its_inputs(tmp_path: Path, reward: str) -> None:
 @pytest.mark.parametrize(
     ("reward", "device"), [*((each, "cpu") for each in REWARD_CHOICES), ("math", "cuda")]
 )
-def test_each_reward_and_device_makes_a_recipe_that_composes(
-    tmp_path: Path, reward: str, device: str
-) -> None:
+def test_each_reward_and_device_composes(tmp_path: Path, reward: str, device: str) -> None:
     names = ["--model=hf:org/tiny", "--data=hf:org/sums/main"]
     said = new([str(tmp_path / "r"), *names, "--reward", reward, f"--device={device}", "--chat"])
     config = recipe(tmp_path / "r")
@@ -103,9 +101,7 @@ def test_a_column_of_messages_is_found(tmp_path: Path, column: str, field: str) 
 
 
 @pytest.mark.parametrize("row", [{"prompt": "1+1?"}, {"prompt": "1+1?", "completion": [1]}])
-def test_prompts_without_answers_make_a_recipe_with_a_reward_of_ones_own(
-    row: dict[str, object], tmp_path: Path
-) -> None:
+def test_prompts_without_answers_get_a_reward(row: dict[str, object], tmp_path: Path) -> None:
     """As TRL's do; a reward that compares answers needs one."""
     data = f"--data={write_lines(tmp_path / 'rows.jsonl', [row])}"
     said = new([str(tmp_path / "r"), MODEL, data, "--reward=task"])
@@ -127,11 +123,6 @@ def test_half_of_a_question_is_refused(tmp_path: Path) -> None:
     assert recipe(tmp_path / "w").reward.answer_field == "output"
 
 
-def test_the_first_of_the_usual_fields_is_the_keys_default() -> None:
-    assert DataConfig(prompts="x").prompt_field == PROMPT_FIELDS[0]
-    assert RewardConfig().answer_field == ANSWER_FIELDS[0]
-
-
 def test_a_model_with_a_chat_template_gets_chats(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(CHECKPOINT, model)
@@ -142,9 +133,7 @@ def test_a_model_with_a_chat_template_gets_chats(tmp_path: Path) -> None:
     assert "boxed" in (config.data.system or "")
 
 
-def test_relative_paths_lead_from_the_recipes_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_paths_are_the_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(CHECKPOINT, tmp_path / "model")
     write_lines(tmp_path / "rows.jsonl", [{"question": "1+1?", "answer": "2"}])
     monkeypatch.chdir(tmp_path)

@@ -159,17 +159,6 @@ def test_a_process_killed_while_it_sums_leaves_its_file_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_resumed_run_goes_on_with_the_files_of_the_one_before(tmp_path):
-    for _ in range(2):
-        spans = Spans("generator-0", tmp_path, LIMIT_BYTES)
-        record_work(spans, 2500, time.monotonic_ns())
-        spans.close()
-    spans = list(SpanReader(tmp_path / "generator-0.jsonl").read())
-    assert {span.session for span in spans} == {0, 1}
-    assert sum(span.args.get("tokens", 0) for span in spans) == 2 * sum(n % 7 for n in range(2500))
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= LIMIT_BYTES
-
-
 @given(
     st.lists(
         st.tuples(

@@ -46,9 +46,7 @@ MATH = [
 ]
 
 
-def test_every_published_form_gives_the_same_prompts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_form_gives_equal_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "MATH"
     for number, row in zip((10, 2), MATH, strict=True):
         (folder / "train" / "x").mkdir(parents=True, exist_ok=True)

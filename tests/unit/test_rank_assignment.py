@@ -127,8 +127,6 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("wrong", "words"), WRONG.values(), ids=WRONG)
-def test_hosts_that_cannot_hold_all_ranks_are_named_with_the_numbers(
-    wrong: Config, words: str
-) -> None:
+def test_hosts_that_cannot_hold_all_ranks_are_named(wrong: Config, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         assign(wrong)
