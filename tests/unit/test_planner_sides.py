@@ -235,9 +235,7 @@ def test_a_band_holds_its_forecast_and_a_steps_is_no_narrower_than_any_sides() -
     ("gpu", "trainer", "generator"),
     [("H100-80GB", True, True), ("B200-180GB", True, False), ("H20-96GB", False, False)],
 )
-def test_there_is_no_band_on_a_card_that_no_measurement_confirms(
-    gpu: str, trainer: bool, generator: bool
-) -> None:
+def test_an_unconfirmed_card_has_no_band(gpu: str, trainer: bool, generator: bool) -> None:
     config = make_setting()
     config = replace(config, cluster=replace(config.cluster, gpu=gpu))
     is_known = {"trainer": trainer, "generator": generator, "step": trainer and generator}
@@ -252,29 +250,21 @@ def test_there_is_no_band_on_a_card_that_no_measurement_confirms(
     assert "a trainer on CPUs" in band_words("step", 10.0, "it", on_cpus)
 
 
-def test_the_next_change_is_one_that_fits_and_shortens_the_step() -> None:
-    config = make_setting()
-    config = replace(config, trainer=replace(config.trainer, activation_checkpointing="full"))
-    step = simulate(config, ONE_B, hardware_costs(config, ONE_B), num_steps=6)
-    found = next_change(config, ONE_B, step, lambda other: True)
-    assert found is not None
-    assert found.step.step_s < 0.98 * step.step_s
-    assert next_change(config, ONE_B, step, lambda other: False) is None
-
-
-def test_a_colocated_recipe_has_a_next_change_too() -> None:
+@pytest.mark.parametrize("is_colocated", [False, True])
+def test_the_next_change_is_one_that_fits_and_shortens_the_step(is_colocated: bool) -> None:
     config = make_setting(max_num_seqs=4, enforce_eager=True)
-    trainer = replace(config.trainer, activation_checkpointing="full")
-    config = replace(
-        config,
-        trainer=trainer,
-        placement=PlacementConfig(colocated=True),
-        weights=WeightsConfig(transport="cuda_ipc"),
-        staleness=StalenessConfig(max_staleness=0),
-        cluster=ClusterConfig(),
-    )
+    config = replace(config, trainer=replace(config.trainer, activation_checkpointing="full"))
+    if is_colocated:
+        config = replace(
+            config,
+            placement=PlacementConfig(colocated=True),
+            weights=WeightsConfig(transport="cuda_ipc"),
+            staleness=StalenessConfig(max_staleness=0),
+            cluster=ClusterConfig(),
+        )
     step = simulate(config, ONE_B, hardware_costs(config, ONE_B), num_steps=6)
     found = next_change(config, ONE_B, step, lambda other: True)
     assert found is not None
     assert found.step.step_s < 0.98 * step.step_s
-    assert "num_replicas" not in found.words, "both sides have all GPUs"
+    assert not is_colocated or "num_replicas" not in found.words, "both sides have all GPUs"
+    assert next_change(config, ONE_B, step, lambda other: False) is None
