@@ -1,4 +1,4 @@
-"""Simulated step times: what can be worked out by hand, bounds, splits."""
+"""Simulated step times: what is worked out by hand, bounds, splits, stretches of decode steps."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from llamarl.core.config import (
     TrainerConfig,
 )
 from llamarl.core.config.run import PlanConfig
+from llamarl.core.records import Request, Sampling
 from llamarl.generator.decoding import GATHER_S
+from llamarl.generator.engine.scheduler import QueuedRequest
 from llamarl.planner.changes import best_splits
 from llamarl.planner.forecast import StepForecast
 from llamarl.planner.simulation import clock
 from llamarl.planner.simulation.clock import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.simulated_run import forecast, run, settling_steps, simulate
+from llamarl.planner.simulation.slots import Slot, Slots
 from llamarl.planner.simulation.workload import make_workload
 from llamarl.trainer.losses.clip import PPOConfig
 from tests.unit.planner_recipes import LLAMA, make_recipe
@@ -163,31 +166,6 @@ def test_running_ahead_never_costs_time(
     assert ahead <= sync * 1.02  # other rollouts are in flight at the ends of the window
 
 
-@settings(deadline=None)
-@given(
-    st.integers(1, 64),
-    st.integers(0, 5000),
-    st.integers(1, 60),
-    st.floats(0, 1e-2),
-    st.floats(0, 1e-5),
-    st.floats(0, 1e-3),
-)
-def test_a_chunk_of_decode_steps_takes_what_its_steps_take(
-    rows: int, context: int, num_steps: int, read_s: float, context_s: float, flops_s: float
-) -> None:
-    costs = Costs(
-        decode_step_s=1e-3,
-        decode_read_s=read_s,
-        decode_context_s=context_s,
-        decode_flops_s=flops_s,
-    )
-    steps = [costs.decode_s(rows, context + i * rows) for i in range(num_steps)]
-    assert costs.decode_s(rows, context, num_steps) == pytest.approx(sum(steps), rel=1e-6)
-    begun = costs.steps_within(rows, context, sum(steps[:-1]) + steps[-1] / 2, num_steps)
-    assert begun == num_steps
-    assert costs.steps_within(rows, context, steps[0] / 2, num_steps) == 1
-
-
 def test_processes_share_processors() -> None:
     async def ends() -> list[float]:
         cores = Cores(num_cores=1)
@@ -202,54 +180,6 @@ def test_processes_share_processors() -> None:
 
     # From 1 s on both have 1 s left and run at half speed.
     assert clock.run(ends()) == pytest.approx([3, 3, 6])
-
-
-LATE_S = 1e-3
-
-
-class LateClockLoop(clock.VirtualClockLoop):
-    """Every timer fires LATE_S after it was due, as on a real clock."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        select = self._selector.select
-
-        def jump_late(timeout: float | None) -> Any:
-            events = select(timeout)
-            if timeout:
-                self._now_s += LATE_S
-            return events
-
-        self._selector.select = jump_late
-
-
-def test_late_timers_do_not_add_up() -> None:
-    config = make_config(max_staleness=0, spread=0.8)
-    # Else two groups end at nearly the same time, and late timers change which one is first.
-    config = replace(config, plan=replace(config.plan, group_correlation=0.0))
-    costs = replace(COSTS, decode_step_s=0.002, decode_row_s=1e-4)
-    expected_s = simulate(config, TINY, costs, num_steps=5).step_s
-    with asyncio.Runner(loop_factory=LateClockLoop) as runner:
-        timeline = runner.run(run(config, costs, TINY, make_workload(config), 5))
-    found_s = forecast(timeline, settling_steps(config, 5)).step_s
-    num_others = (
-        10  # timers that somebody waits for beside those of decoding, of which there are 50
-    )
-    assert expected_s < found_s < expected_s + num_others * LATE_S
-
-
-@pytest.mark.full
-def test_a_replay_in_real_time_takes_at_least_what_was_forecast() -> None:
-    """How much longer it takes is for the benchmark: a busy machine may delay it without bound."""
-    config = make_config(spread=0.5)
-    costs = replace(COSTS, decode_step_s=0.004, token_s=1.5e-4)
-    expected_s = simulate(config, TINY, costs, num_steps=5).step_s
-    for _ in range(3):  # a delay may let rollouts end in another order: then other ones are trained
-        timeline = asyncio.run(run(config, costs, TINY, make_workload(config), 5))
-        found_s = forecast(timeline, settling_steps(config, 5)).step_s
-        if found_s > 0.99 * expected_s:
-            break
-    assert found_s > 0.99 * expected_s > 0.1
 
 
 def test_the_best_split_gives_the_busier_side_more() -> None:
@@ -324,3 +254,73 @@ def test_the_forecast_is_of_whole_batches(shape: tuple[int, int]) -> None:
             skipped = settling_steps(config, num_steps)
             assert 0 < skipped < num_steps
             assert (num_steps - skipped) % per_batch == 0
+
+
+DECODING = Costs(decode_step_s=1e-3, decode_row_s=1e-4, decode_context_s=1e-5)
+
+
+def make_slots(lengths: list[int]) -> Slots:
+    slots = Slots(len(lengths), DECODING)
+    for row_id, length in enumerate(lengths):
+        request = Request(
+            row_id=row_id,
+            prompt_ids=(0,) * PROMPT_TOKENS,
+            sampling=Sampling(max_tokens=100),
+            seed=row_id,
+        )
+        slot = Slot(QueuedRequest(request=request), number=row_id, start=0)
+        slot.total = length
+        slots.add(slot)
+    return slots
+
+
+def decode(lengths: list[int], num_steps: int) -> tuple[float, int, list[int]]:
+    """Step by step: seconds, tokens cached of those that still run, and who has ended."""
+    seconds = 0.0
+    for step in range(num_steps):
+        running = [length for length in lengths if length > step]
+        seconds += DECODING.decode_s(len(running), len(running) * (PROMPT_TOKENS - 1 + step))
+    running = [length for length in lengths if length > num_steps]
+    context = len(running) * (PROMPT_TOKENS - 1 + num_steps)
+    return seconds, context, [i for i, length in enumerate(lengths) if length <= num_steps]
+
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.data())
+def test_a_stretch_takes_what_its_steps_take(lengths: list[int], data: st.DataObject) -> None:
+    slots = make_slots(lengths)
+    last = data.draw(st.sampled_from(range(len(lengths))))
+    pieces = slots.plan(lambda slot, num_left: slot.request.row_id == last)
+    assert (slots.steps, len(slots)) == (0, len(lengths))
+    assert pieces[-1].steps == lengths[last]
+    for piece in pieces:
+        assert piece.done_s == pytest.approx(decode(lengths, piece.steps)[0])
+    ended = [slot.request.row_id for slot in slots.advance(pieces[-1].steps)]
+    assert ended == sorted(ended, key=lambda i: (lengths[i], i))
+    _, context, known = decode(lengths, pieces[-1].steps)
+    assert (slots.context, sorted(ended)) == (context, known)
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.floats(0, 1))
+def test_a_stretch_is_cut_at_the_end_of_the_step_at_work(lengths: list[int], part: float) -> None:
+    slots = make_slots(lengths)
+    pieces = slots.plan(lambda slot, num_left: num_left == 0)
+    now_s = part * pieces[-1].done_s
+    done = [piece for piece in pieces[:-1] if piece.done_s <= now_s]
+    if done:
+        list(slots.advance(done[-1].steps))
+    cut = slots.cut(done[-1].done_s if done else 0.0, now_s, pieces[len(done)])
+    assert cut.done_s == pytest.approx(decode(lengths, cut.steps)[0])
+    assert now_s <= cut.done_s + 1e-9
+    assert decode(lengths, cut.steps - 1)[0] <= now_s + 1e-9
+
+
+def test_what_is_taken_out_leaves_the_cache() -> None:
+    slots = make_slots([5, 9, 2])
+    assert [slot.request.row_id for slot in slots.advance(3)] == [2]
+    assert [slot.request.row_id for slot in slots.remove({0, 2})] == [0]
+    assert (len(slots), slots.context) == (1, PROMPT_TOKENS - 1 + 3)
