@@ -1,21 +1,33 @@
-"""Every tool says what it is for and is run by a test; benchmarks write one shape of file."""
+"""Every tool says what it is for and is run by a test; benchmarks write one shape of file, and work
+out on spans and shapes written by hand what they should."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import runpy
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from llamarl.metrics.span import Span
+from llamarl.publish.layout import RankLayout
+from llamarl.publish.reshard import num_bytes, plan
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
+from bench_controller import results, simulate
+from controller_bench.messages import MessageCosts
+from controller_bench.simulation import Shape
 from harness import Bench, dump, is_met, read, shown, turns
+from weights_bench.decoding import longest_gap_s, tokens_per_s
+from weights_bench.model import Model, generator_layouts, llama, trainer_layouts
 
 from tests.e2e.forks import Forks
 from tests.places import ROOT
@@ -111,9 +123,7 @@ def check_probe(found: Found) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", BENCHES)
-def test_a_small_run_of_a_benchmark_finds_what_it_must(
-    name: str, forks: Forks, tmp_path: Path
-) -> None:
+def test_a_small_run_finds_what_it_must(name: str, forks: Forks, tmp_path: Path) -> None:
     arguments, check = BENCHES[name]
     tool = name.partition(",")[0]
     done = forks.run(str(TOOLS / f"{tool}.py"), *arguments, "--json=figures.json", where=tmp_path)
@@ -243,14 +253,8 @@ def test_what_a_section_found_stays_however_it_or_a_later_one_ends(tmp_path: Pat
 
 
 def test_in_every_second_round_the_ways_go_backwards() -> None:
-    assert list(turns(["a", "b"], 3)) == [
-        (0, "a"),
-        (0, "b"),
-        (1, "b"),
-        (1, "a"),
-        (2, "a"),
-        (2, "b"),
-    ]
+    found = " ".join(f"{number}{way}" for number, way in turns(["a", "b"], 3))
+    assert found == "0a 0b 1b 1a 2a 2b"
 
 
 def test_a_goal_is_met_by_every_number_or_missed() -> None:
@@ -267,9 +271,7 @@ def test_a_goal_is_met_by_every_number_or_missed() -> None:
     assert shown({"value": 158700, "unit": "rows/s"}) == "158,700 rows/s"
 
 
-def test_a_benchmark_that_is_run_again_keeps_the_notes_of_its_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_benchmark_keeps_its_files_notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(dump({"bench": "mine", "figures": [], "notes": ["Why."]}))
     monkeypatch.setattr(sys, "argv", ["tools/bench_mine.py", "--json", str(file)])
@@ -283,3 +285,65 @@ def test_a_benchmark_that_is_run_again_keeps_the_notes_of_its_file(
         {"name": "ratio", "value": 3.0, "unit": "", "case": "one", "spread": [1.0, 4.0]}
         | {"goal": ">= 2"}
     ]
+
+
+MS = 10**6
+
+
+def step(start_ms, end_ms, tokens=64):
+    return Span(0, "decode", "busy", start_ms * MS, end_ms * MS, {"tokens": tokens})
+
+
+STEPS = [step(0, 10), step(11, 20), step(26, 36), step(37, 47), step(67, 77)]
+
+
+def test_the_longest_gap_is_one_between_steps_that_the_window_touches() -> None:
+    assert longest_gap_s(STEPS, 0, 46 * MS) == pytest.approx(0.006)
+    assert longest_gap_s(STEPS, 22 * MS, 23 * MS) == pytest.approx(0.006)  # nothing but the gap
+    assert longest_gap_s(STEPS, 28 * MS, 50 * MS) == pytest.approx(0.020)
+    assert math.isnan(longest_gap_s(STEPS, 80 * MS, 90 * MS))
+
+
+def test_a_step_that_the_window_cuts_counts_in_part() -> None:
+    assert tokens_per_s(STEPS, 0, 20 * MS) == pytest.approx(128 / 0.020)
+    assert tokens_per_s(STEPS, 5 * MS, 31 * MS) == pytest.approx((32 + 64 + 32) / 0.026)
+    assert tokens_per_s(STEPS, 50 * MS, 60 * MS) == 0
+
+
+def test_the_benchmark_model_is_planned_whole_with_norms_on_both_ranks() -> None:
+    model = Model(llama(1, vocab_size=96, hidden_size=64, intermediate_size=160), "bfloat16")
+    source, target = [], []
+    for rank in range(2):
+        for layouts, side in (
+            (trainer_layouts(model, rank), source),
+            (generator_layouts(model, rank)[0], target),
+        ):
+            side.append(RankLayout(rank=rank, host="here", parameters=layouts))
+    copies = plan(source, target)
+    assert num_bytes(copies) == model.num_bytes + 3 * 64 * 2  # three norms more
+    assert {copy.source_rank for copy in copies} == {0, 1}
+
+
+COSTS = MessageCosts(call_s=1e-3, sent_byte_s=0.0, received_byte_s=0.0, ranks_s=1e-3, num_actors=0)
+SHAPE = Shape(num_replicas=4, num_trainer_ranks=16, num_groups=16, num_steps=5)
+
+
+@pytest.mark.parametrize(("num_collectors", "who"), [(0, "generator"), (2, "collector")])
+def test_a_small_run_has_and_pays_for_the_calls_of_its_shape(num_collectors: int, who: str) -> None:
+    shape = replace(SHAPE, num_collectors=num_collectors)
+    load = simulate(shape, COSTS)
+    found = results(shape, COSTS, load)
+    steps = load.num_steps
+    assert steps == SHAPE.num_steps - SHAPE.max_staleness - 1
+    for method in ("generator.prepare", "trainer.write", "generator.verify", "generator.commit"):
+        assert load.calls[method] == 4 * steps, "one of each replica and version"
+    assert load.calls["trainer.step"] == steps
+    assert [call for call in load.calls if call.endswith("collect")] == [f"{who}.collect"]
+    num_groups = 16 * steps
+    assert 0 < load.calls[f"{who}.collect"] <= num_groups + 4 * steps, (
+        "by group, and log-prob checks"
+    )
+    assert load.message_s == pytest.approx(sum(load.calls.values()) * 1e-3, rel=0.1)
+    assert 0 < found["controller_wait_share"] < 0.1
+    assert found["controller_core_share"] > load.message_s / load.elapsed_s
+    assert 500 < found["bytes_per_rollout"] < 20_000
