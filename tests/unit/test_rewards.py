@@ -1,9 +1,10 @@
+"""Reward functions: what they give, what of that is a reward, and what is refused at the start."""
+
 import asyncio
 import json
 import math
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
@@ -22,7 +23,6 @@ from llamarl.scoring.rewards import (
     NO_ANSWER,
     check_answer,
     check_pattern,
-    check_rewards,
     load_functions,
     make_score,
 )
@@ -98,48 +98,15 @@ def test_exact_compares_the_answer_the_pattern_finds(answer, completion, finishe
     assert reward_exact(prompt(answer=answer), completion, finished, CONFIG) == expected
 
 
-def test_exact_and_format_let_an_unfinished_completion_pass_if_configured():
+def test_exact_and_format_ask_for_the_pattern_and_an_end_unless_it_is_not_required():
+    for completion, finished, expected in (("a", True, 0), ("Answer: a", True, 1)):
+        assert reward_format(prompt(), completion, finished, CONFIG) == expected
+    assert reward_format(prompt(), "Answer: a", False, CONFIG) == 0
     config = RewardConfig(functions=["exact"], require_stop=False)
     assert reward_exact(prompt(answer="42"), "Answer: 42", False, config) == 1
     assert reward_format(prompt(), "Answer: 42", False, config) == 1
-
-
-def test_exact_is_zero_if_the_group_took_no_part_in_the_match():
     config = RewardConfig(functions=["exact"], pattern=r"(\d+)?!")
-    assert reward_exact(prompt(answer="None"), "!", True, config) == 0
-
-
-@pytest.mark.parametrize(
-    ("completion", "finished", "expected"),
-    [("Answer: what", True, 1.0), ("Answer: what", False, 0.0), ("what", True, 0.0)],
-)
-def test_format_asks_for_the_pattern_and_an_end(completion, finished, expected):
-    assert reward_format(prompt(), completion, finished, CONFIG) == expected
-
-
-@pytest.mark.parametrize(
-    ("answer", "completion", "expected"),
-    [
-        ("3*14 = <<3*14=42>>42\n#### 42", "so 6*7=42. The answer is 42.", 1.0),
-        ("#### 1,234", "It is $1,234$.", 1.0),
-        ("#### 5", "Answer: -5", 0.0),
-        ("$18", "She makes $18 every day.", 1.0),
-        (r"Since $x=3$ we get \boxed{\frac{1}{2}}.", r"\boxed{0.5}", 1.0),
-        (r"\frac{1}{2}", r"the answer is $\frac12$", 1.0),
-        ("1/2", r"\boxed{\frac{2}{4}}", 1.0),
-        ("x^2+2x+1", r"\boxed{(x+1)^2}", 1.0),
-        ("x^2+2x+1", r"\boxed{(x-1)^2}", 0.0),
-        (r"\{1,2\}", r"$\{2,1\}$", 1.0),
-        (r"\text{Evelyn}", r"\boxed{\text{Briana}}", 0.0),
-        (0.5, "1/2", 1.0),
-        ("1e3", "1000", 1.0),
-        ("42", "no idea", 0.0),
-        ("42", r"$\frac{1}{$ {{((", 0.0),
-        ("42", "", 0.0),
-    ],
-)
-def test_math_compares_values_not_spellings(answer, completion, expected):
-    assert math_reward.reward(prompt(answer=answer), completion, CONFIG) == expected
+    assert reward_exact(prompt(answer="None"), "!", True, config) == 0, "its group has no match"
 
 
 @pytest.mark.parametrize("answer", [None, "", "  ", "####", True, ["42"], {"a": 1}])
@@ -152,66 +119,12 @@ def test_an_unusable_expected_answer_raises_and_is_no_zero(name, answer):
         function(prompt(solution="42"), "Answer: 42", True, CONFIG)
 
 
-RIGHT = [
-    ("3 1/2", r"\boxed{3.5}"),
-    ("3 1/2", r"\boxed{3\frac12}"),
-    ("5 3/4", "it is 5.75"),
-    ("3.5", "so 3 1/2."),
-    ("1 000", r"\boxed{1000}"),
-    ("1000", r"\boxed{1 000}"),
-    ("6.63e-34", r"\boxed{6.63\times 10^{-34}}"),
-    ("6.63e-34", r"\boxed{6.63e-34}"),
-    ("1e-7", r"\boxed{10^{-7}}"),
-    (r"\frac{1}{2^{99}}", r"\boxed{2^{-99}}"),
-    ("1/3", r"\boxed{0.333333}"),
-    ("0.5%", r"\boxed{0.5\%}"),
-    ("12:00", r"\boxed{12:00}"),
-    ("10:00", "at 10:00"),
-    ("1:2", r"\boxed{\frac12}"),
-    ("5", r"first \boxed{3}, so finally \boxed{5}"),
-    (r"\{1,2\}", r"\boxed{1}, \boxed{2}"),
-]
-WRONG = [
-    ("3 1/2", r"\boxed{2}"),
-    ("2", "so 3 1/2"),
-    ("1 000", r"\boxed{0}"),
-    ("6.63e-34", r"\boxed{1.38\times 10^{-23}}"),
-    ("1e-7", r"\boxed{2e-7}"),
-    ("1e-7", r"\boxed{-4e-7}"),
-    ("0", r"\boxed{1e-7}"),
-    (r"\frac{1}{2^{99}}", r"\boxed{\frac{1}{2^{98}}}"),
-    ("12:00", r"\boxed{10:00}"),
-    ("1:15", r"\boxed{2:30}"),
-    ("3", r"first \boxed{3}, so finally \boxed{5}"),
-    ("4", r"\boxed{1/0}"),
-]
-
-
-@pytest.mark.parametrize(
-    ("expected", "completion", "value"),
-    [*((*each, 1.0) for each in RIGHT), *((*each, 0.0) for each in WRONG)],
-)
-def test_math_reads_numbers_as_people_write_them(expected, completion, value):
-    assert math_reward.reward(prompt(answer=expected), completion, CONFIG) == value
-
-
 @pytest.mark.parametrize("answer", ["1/0", r"\frac{1}{0}", "3/00", float("nan"), float("inf")])
 def test_an_expected_answer_without_a_finite_value_is_refused_at_the_start(answer):
     with pytest.raises(ValueError, match=r"'answer' must (have|be) a finite"):
         check_answer(RewardConfig(functions=["math"]), prompt(answer=answer))
     with pytest.raises(ValueError, match="finite"):
         math_reward.reward(prompt(answer=answer), "1", CONFIG)
-
-
-def test_an_expected_answer_that_is_no_mathematics_raises():
-    with pytest.raises(ValueError, match="must be a mathematical expression"):
-        math_reward.reward(prompt(answer=r"\boxed"), "42", CONFIG)
-
-
-def test_a_task_is_run_from_its_source_and_called_with_prompt_and_completion():
-    source = "def reward(prompt, completion):\n    return completion.count(prompt.fields['word'])\n"
-    functions = load_functions(RewardConfig(functions=["task"]), {FILE: source})
-    assert grade(functions, prompt(word="a"), "banana") == {"rows": [[1.5, 3.0, NO_ANSWER]]}
 
 
 VOTE = (
@@ -282,24 +195,19 @@ def test_a_group_reward_sees_all_completions_of_a_prompt_beside_rewards_of_each(
     assert got == {"rows": [[6.0, 0.5, 1.0, -1.0], [2.5, 0.25, 0.0, -1.0]]}
 
 
-def test_group_rewards_and_rewards_of_each_may_be_coroutines():
-    slow = GROUP_TASK.replace("def ", "async def ").replace(
-        "    return len", "    await pause()\n    return len"
+def test_group_rewards_and_rewards_of_each_may_be_coroutines_that_run_side_by_side():
+    met = GROUP_TASK.replace("def ", "async def ").replace(
+        "    return len", "    await meet()\n    return len"
     )
-    slow += "\nasync def pause():\n    await asyncio.sleep(0.2)\n"
-    start_s = time.monotonic()
-    got = grade_group(slow, ["group", "task"], ["aa", "a"] * 10, is_async=True)
-    assert time.monotonic() - start_s < 2, "20 x 0.2 s one after another are 4 s"
-    assert got["rows"][:2] == [[12.0, 1.0, 2.0, -1.0], [1.0, 0.0, 1.0, -1.0]]
+    met += "\nall_there = asyncio.Barrier(2)\nasync def meet():\n    await all_there.wait()\n"
+    got = grade_group(met, ["group", "task"], ["aa", "a"], is_async=True)
+    assert got["rows"] == [[12.0, 1.0, 2.0, -1.0], [1.0, 0.0, 1.0, -1.0]]
 
 
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (
-            "[1, 2, 3]",
-            "return one number, or a dict with 'score', per completion (2), got [1, 2, 3]",
-        ),
+        ("[1, 2, 3]", "return one number, or a dict with 'score', per completion (2), got [1, 2,"),
         ("0.5", "return one number, or a dict with 'score', per completion (2), got 0.5"),
         ("{'score': 1}", "per completion (2), got {'score': 1}"),
         ("[1, float('nan')]", "return a finite number, at most 1e+09 either way, got nan"),
@@ -382,29 +290,10 @@ def test_one_failure_is_that_of_the_group(is_async):
     assert "ZeroDivisionError" in got["error"]
 
 
-def test_a_task_without_a_reward_function_is_refused():
-    config = RewardConfig(functions=["task"])
-    with pytest.raises(ValueError, match="must define reward"):
-        load_functions(config, {FILE: "reward = 3\n"})
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [
-        *(
-            (True, 1.0),
-            (2, 2.0),
-            (np.float32(0.5), 0.5),
-            (np.int64(3), 3.0),
-            (Fraction(1, 4), 0.25),
-        ),
-        *(
-            (np.bool_(True), 1.0),
-            (np.array(0.5), 0.5),
-            (torch.tensor(2), 2.0),
-            (Decimal("0.5"), 0.5),
-        ),
-    ],
+    [(True, 1), (2, 2), (np.float32(0.5), 0.5), (np.int64(3), 3), (Fraction(1, 4), 0.25)]
+    + [(np.bool_(True), 1), (np.array(0.5), 0.5), (torch.tensor(2), 2), (Decimal("0.5"), 0.5)],
 )
 def test_any_real_number_is_a_reward(value, expected):
     found = grade({"f": lambda *_: value}, prompt(), "")
@@ -435,12 +324,6 @@ def test_whatever_a_reward_raises_becomes_raised_with_its_traceback(error):
     assert type(error).__name__ in found["error"]
 
 
-def test_a_number_too_large_for_a_float_is_raised():
-    found = grade({"f": lambda *_: 10**400}, prompt(), "")
-    assert found["status"] is StageStatus.RAISED
-    assert "OverflowError" in found["error"]
-
-
 def test_a_failure_shows_the_lines_of_the_task_and_none_of_ours():
     source = (
         "def check(text):\n"
@@ -454,26 +337,13 @@ def test_a_failure_shows_the_lines_of_the_task_and_none_of_ours():
     )
     functions = load_functions(RewardConfig(functions=["task"]), {FILE: source})
     error = grade(functions, prompt(), "x")["error"]
-    assert [line.strip() for line in error.splitlines() if "^" not in line] == [
-        "score: Traceback (most recent call last):",
+    assert [line.strip() for line in error.splitlines() if "line" in line or "Error:" in line] == [
         'File "task.py", line 6, in reward',
-        "return check(completion)",
         'File "task.py", line 2, in check',
-        "return int(text)",
         "ValueError: invalid literal for int() with base 10: 'x'",
-        "",
-        "The above exception was the direct cause of the following exception:",
-        "",
-        "Traceback (most recent call last):",
         'File "task.py", line 8, in reward',
-        "raise LookupError('no number') from error",
         "LookupError: no number",
     ]
-
-
-def test_a_reward_section_that_can_work_passes():
-    check_rewards(RewardConfig(functions=["exact", "format", "math", "task"], weights=[1.0] * 4))
-    check_rewards(RewardConfig(functions=["format"], pattern="a"))
 
 
 SPELLINGS = [
@@ -527,12 +397,3 @@ def test_math_verify_is_loaded_with_the_functions_that_need_it_and_before_their_
         "    assert ('math_verify' in sys.modules) == (name == 'math')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("answer", ["50%", r"50\%", "$50%$"])
-def test_a_percent_sign_means_the_same_with_and_without_its_backslash(answer: str) -> None:
-    config = RewardConfig(functions=["math"])
-    for text in (r"\boxed{50\%}", r"\boxed{50%}", "so it is 50%."):
-        assert math_reward.reward(prompt(answer=answer), text, config) == 1.0, text
-    for text in (r"\boxed{0.5}", r"\boxed{51\%}", r"\boxed{5%}"):
-        assert math_reward.reward(prompt(answer=answer), text, config) == 0.0, text
