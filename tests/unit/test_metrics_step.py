@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from llamarl import metrics
+from llamarl.core.config import DataConfig
 from llamarl.core.groups import Dropped, Evaluation, Group, Kept, StepStats
-from llamarl.core.records import REWARD, FinishReason, Prompt, RolloutInfo, StageResult, StageStatus
+from llamarl.core.records import (
+    REWARD,
+    SOURCE_ROWS,
+    FinishReason,
+    Prompt,
+    RolloutInfo,
+    StageResult,
+    StageStatus,
+)
 from llamarl.metrics.console import Progress
 from llamarl.metrics.held_out import result_of, summed_up
 from llamarl.metrics.run_logger import RunLogger
@@ -28,8 +35,10 @@ from llamarl.metrics.step_metrics import (
     count_values,
     sample_rows,
     step_scalars,
+    sum_sources,
     token_staleness,
 )
+from llamarl.metrics.summary import summarize
 from llamarl.metrics.tensorboard import MOST_BUCKETS, OTHERS, _histogram, chart_tag, description
 from llamarl.metrics.trackers import MetricsLog, open_trackers, read_metrics
 from tests.fakes import stopped
@@ -271,20 +280,6 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path, caplog):
     assert [(event.step, event.value) for event in events] == [(1, 0), (2, 0), (3, 1), (4, 1)]
 
 
-def test_metrics_load_neither_torch_nor_tensorflow():
-    names = [path.stem for path in Path(metrics.__path__[0]).glob("[a-z]*.py")]
-    assert len(names) > 5
-    program = (
-        "import sys\n"
-        + "".join(f"import llamarl.metrics.{name}\n" for name in names)
-        + "print([m for m in ('torch', 'tensorflow', 'monarch', 'hydra') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
-
-
 def finished_evaluation() -> Evaluation:
     groups = [make_group(i, [make_row(i, (6, 12))], [float(i < 10)]) for i in range(16)]
     return summed_up(6, [result_of(group, ()) for group in groups], ())
@@ -374,3 +369,85 @@ def test_a_histogram_holds_every_value_in_few_buckets(values):
     assert buckets[:, 2].sum() == len(values)
     assert buckets[0, 0] <= min(counts) <= max(counts) <= buckets[-1, 1] + 1e-9
     assert np.allclose(buckets[1:, 0], buckets[:-1, 1])
+
+
+NAMES = ["gsm8k", "math", "code"]
+
+
+def make_source_group(number: int, source: int, rewards: list[float | None], tokens: int) -> Group:
+    row_ids = tuple(range(10 * number, 10 * number + len(rewards)))
+    scores = {
+        row: StageResult(row_id=row, status=StageStatus.RAISED)
+        if reward is None
+        else StageResult(row_id=row, numbers={REWARD: reward})
+        for row, reward in zip(row_ids, rewards, strict=True)
+    }
+    return Group(
+        group_id=number,
+        prompt=Prompt(prompt_id=source * SOURCE_ROWS + 7, text="", token_ids=(1,)),
+        row_ids=row_ids,
+        min_version=0,
+        rollouts={row: stopped(row, (0, tokens), num_prompt_tokens=1) for row in row_ids},
+        scores=scores,
+    )
+
+
+OF_SOURCES = [make_source_group(0, 0, [1.0, 0.0], 10), make_source_group(1, 1, [0.5, 0.0], 40)]
+DROPPED_OF_SOURCE = [
+    make_source_group(2, 0, [1.0, 1.0], 20),
+    make_source_group(3, 0, [None, 0.0], 30),
+]
+FIRST = StepStats(version=1, scalars={})
+
+
+def test_a_step_has_numbers_of_each_source_with_a_finished_group() -> None:
+    scalars, _, _ = step_scalars(
+        OF_SOURCES, FIRST, {"solved": DROPPED_OF_SOURCE}, {}, sources=NAMES
+    )
+    found = {tag: value for tag, value in scalars.items() if tag.startswith("source_")}
+    assert found == {
+        "source_groups/gsm8k": 3,
+        "source_dropped_share/gsm8k": pytest.approx(2 / 3),
+        "source_reward/gsm8k": pytest.approx(3 / 5),  # the failed one is no zero
+        "source_length/gsm8k": 20,
+        "source_groups/math": 1,
+        "source_dropped_share/math": 0,
+        "source_reward/math": 0.25,
+        "source_length/math": 40,
+    }
+    alone, _, _ = step_scalars(
+        OF_SOURCES, FIRST, {"solved": DROPPED_OF_SOURCE}, {}, sources=["gsm8k"]
+    )
+    assert not [tag for tag in alone if tag.startswith("source_")], "reward/mean says the same"
+    for tag in found:
+        assert not chart_tag(tag).startswith(OTHERS)
+        assert description(tag)
+
+
+def test_a_run_has_their_means_weighted_by_groups(tmp_path: Path) -> None:
+    first, _, _ = step_scalars(OF_SOURCES, FIRST, {"solved": DROPPED_OF_SOURCE}, {}, sources=NAMES)
+    second = {"source_groups/gsm8k": 1, "source_dropped_share/gsm8k": 0.0}
+    second |= {"source_reward/gsm8k": 1.0, "source_length/gsm8k": 100.0}
+    lines = [{"step": 1, **first}, {"step": 2, **second}, {"step": 3, "source_groups/x": None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert summarize(tmp_path)["sources"] == {
+        "gsm8k": {
+            "groups": 4,
+            "dropped_share": pytest.approx((3 * 2 / 3 + 0) / 4),
+            "reward": pytest.approx((3 * 0.6 + 1) / 4),
+            "length": (3 * 20 + 100) / 4,
+        },
+        "math": {"groups": 1, "dropped_share": 0, "reward": 0.25, "length": 40},
+        "x": {"groups": 0},
+    }
+    assert sum_sources([]) == {}
+
+
+def test_a_source_is_called_by_its_file_unless_two_have_the_same() -> None:
+    def names(*prompts: str) -> list[str]:
+        return DataConfig(prompts=[*prompts]).source_names
+
+    assert names("a/gsm8k.jsonl", "task", "b c.parquet") == ["gsm8k", "task", "b_c"]
+    assert names("a/train.jsonl", "b/train.parquet", "c.jsonl") == ["train_0", "train_1", "c_2"]
+    assert DataConfig(prompts="x.jsonl").source_names == ["x"]
+    assert DataConfig(prompts="data/v1.2").source_names == ["v1.2"], "a folder"

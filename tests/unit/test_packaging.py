@@ -63,6 +63,30 @@ def test_a_wheel_carries_every_file_that_is_no_module() -> None:
         assert any(PurePosixPath(name).match(pattern) for pattern in patterns), name
 
 
+METRICS = sorted(path.stem for path in (ROOT / "llamarl" / "metrics").glob("[a-z]*.py"))
+LIGHT = [  # the last ones are what a forecast and the check for vLLM run
+    *(f"import llamarl.metrics.{name}" for name in METRICS),
+    "import llamarl.controller.wiring, llamarl.publish.publisher",
+    "from tests.unit.planner_recipes import LLAMA, make_recipe",
+    "from llamarl.controller.fit import check_fit; check_fit(make_recipe(), LLAMA)",
+    "import llamarl.generator.vllm.limits as limits, contextlib",
+    "with contextlib.suppress(ValueError): limits.check_installed()",
+]
+
+
+def test_what_measures_wires_publishes_and_checks_a_run_loads_nothing_heavy() -> None:
+    program = f"""
+import sys
+for line in {LIGHT!r}:
+    exec(line)
+    heavy = {{"torch", "vllm", "tensorflow"}}
+    heavy |= {{"monarch", "hydra"}} if "metrics" in line else set()
+    assert not heavy & sys.modules.keys(), line
+"""
+    assert len(METRICS) > 5
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
 def in_folder(folder: Path, *command: str | Path, **variables: str) -> str:
     """What `command` prints when it is run in `folder`, out of reach of the repository."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}

@@ -1,4 +1,4 @@
-"""What vLLM cannot run is refused from config and architecture alone, without it."""
+"""Without vLLM: what it cannot run is refused, its version checked, tensors are staged for it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from llamarl.core.config import VllmConfig
-from llamarl.generator.vllm.limits import check_limits, memory_share
+from llamarl.generator.vllm.limits import check_installed, check_limits, memory_share
+from llamarl.generator.vllm.staging import on_device
 from llamarl.model.architecture import read_architecture
 from tests.unit.test_inputs import RECIPE, read
-from tests.unit.test_vllm_installed import install
 
 ARCHITECTURE = read_architecture(str(RECIPE / "checkpoint"))  # 4 heads of 32, 2 for keys, 3 layers
 
@@ -32,9 +34,7 @@ def test_what_fits_is_accepted(num_ranks: int) -> None:
         ({}, {"head_dim": 24}, "head size must be one of 32, 64, .* (vLLM on CPU), got 24"),
     ],
 )
-def test_a_model_that_cannot_be_cut_or_computed_is_refused_in_one_line(
-    config: dict, changes: dict, words: str
-) -> None:
+def test_a_model_that_cannot_be_cut_is_refused(config: dict, changes: dict, words: str) -> None:
     pattern = re.escape(words).replace(r"\.\*", ".*")
     with pytest.raises(ValueError, match=pattern) as raised:
         check_limits(VllmConfig(**config), replace(ARCHITECTURE, **changes))
@@ -90,3 +90,59 @@ def test_a_run_is_refused_with_its_inputs(
     with pytest.raises(ValueError, match=words) as raised:
         read(RECIPE, [each for each in overrides if each])
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.0+cu130", "0.31.1", "0.32.1"])
+def test_the_supported_version_alone_is_accepted(
+    found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, found)
+    monkeypatch.syspath_prepend(tmp_path)
+    if found.startswith("0.32.0"):
+        return check_installed()
+    with pytest.raises(ValueError, match=f"must have vllm 0.32.0 installed .*, got {found}$"):
+        check_installed()
+
+
+def install(folder: Path, version: str) -> None:
+    """What importlib finds of an installed vllm."""
+    info = folder / f"vllm-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+
+
+def groups_of(*shapes: list[tuple[int, ...]]) -> list[dict[str, Tensor]]:
+    return [
+        {str(i): torch.randn(shape).to(torch.bfloat16) for i, shape in enumerate(group)}
+        for group in shapes
+    ]
+
+
+def test_tensors_elsewhere_come_to_the_device_in_two_slots_that_take_turns() -> None:
+    groups = groups_of([(5, 7)], [(3, 3), (9,)], [(2, 8)], [(5, 7), (1,)])
+    slots = []
+    for group, moved in zip(groups, on_device(groups, torch.device("meta")), strict=True):
+        assert {name: each.device.type for name, each in moved.items()} == dict.fromkeys(
+            group, "meta"
+        )
+        assert [each.shape for each in moved.values()] == [each.shape for each in group.values()]
+        assert {each.dtype for each in moved.values()} == {torch.bfloat16}
+        slots.append({each.untyped_storage()._cdata for each in moved.values()})
+    assert all(len(slot) == 1 for slot in slots)
+    assert slots[0] == slots[2] != slots[1] == slots[3]
+
+
+def test_each_group_arrives_whole_and_is_not_overwritten_while_it_is_used() -> None:
+    groups = groups_of([(5, 7)], [(3, 3), (9,)], [(2, 8)], [(5, 7), (1,)])
+    named = torch.device("cpu", 0)  # the same memory under a name that no tensor bears
+    for group, moved in zip(groups, on_device(groups, named), strict=True):
+        assert moved.keys() == group.keys()
+        for name, tensor in moved.items():
+            assert torch.equal(tensor, group[name])
+            assert tensor.data_ptr() != group[name].data_ptr()
+
+
+def test_tensors_that_are_there_already_are_not_copied() -> None:
+    groups = groups_of([(5, 7)], [(3, 3)])
+    found = list(on_device(groups, torch.device("cpu")))
+    assert [each["0"].data_ptr() for each in found] == [each["0"].data_ptr() for each in groups]
