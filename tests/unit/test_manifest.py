@@ -91,9 +91,7 @@ def test_a_damaged_manifest_is_named(folder: Path, text: str) -> None:
             check(folder)
 
 
-def test_a_folder_without_a_manifest_is_accepted_only_where_that_is_allowed(
-    folder: Path,
-) -> None:
+def test_a_folder_without_a_manifest_is_accepted_only_where_that_is_allowed(folder: Path) -> None:
     (folder / MANIFEST_FILE).unlink()
     verify_if_listed(folder)
     with pytest.raises(ValueError, match=r"manifest\.json must be a manifest .*, got no file"):
