@@ -199,7 +199,8 @@ def test_group_rewards_and_rewards_of_each_may_be_coroutines_that_run_side_by_si
     met = GROUP_TASK.replace("def ", "async def ").replace(
         "    return len", "    await meet()\n    return len"
     )
-    met += "\nall_there = asyncio.Barrier(2)\nasync def meet():\n    await all_there.wait()\n"
+    met += "\nall_there = asyncio.Barrier(2)\n"
+    met += "async def meet():\n    await asyncio.wait_for(all_there.wait(), 60)\n"
     got = grade_group(met, ["group", "task"], ["aa", "a"], is_async=True)
     assert got["rows"] == [[12.0, 1.0, 2.0, -1.0], [1.0, 0.0, 1.0, -1.0]]
 
