@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from dataclasses import replace
@@ -12,18 +13,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llamarl.controller.batches import PartSize
 from llamarl.core.config import ClusterConfig, PlanConfig, TrainerConfig
 from llamarl.core.partition import partition, partition_in_equal_counts
 from llamarl.core.records import GENERATOR_LOGPROBS, PROMPT_IDS, RESPONSE_IDS
 from llamarl.model.architecture import read_architecture
 from llamarl.model.inventory import attention_cost
 from llamarl.planner.law import hardware_costs
+from llamarl.planner.simulation import clock
 from llamarl.trainer.loss_inputs import LossInputs
 from llamarl.trainer.losses.aipo import AIPOConfig
 from llamarl.trainer.packing import MiniBatches, pack
 from llamarl.trainer.passes import column, micro_batch
 from llamarl.trainer.policy_loss import LossMetrics, policy_loss, statistics
 from llamarl.trainer.schedule import learning_rate
+from tests.fakes import group_of, stopped
 from tests.places import ROOT
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
@@ -49,9 +53,7 @@ def test_a_round_is_spread_more_evenly_than_longest_first_would_if_it_then_fits(
     num_ranks=st.integers(1, 5),
     budget=st.integers(1, 120),
 )
-def test_ranks_get_every_rollout_once_in_equally_many_even_micro_batches_within_the_budget(
-    lengths, num_ranks, budget
-):
+def test_ranks_get_every_rollout_once_in_even_micro_batches(lengths, num_ranks, budget):
     assignment = pack(lengths, num_ranks, budget)
     packed = [position for rank in assignment for batch in rank for position in batch]
     assert sorted(packed) == list(range(len(lengths)))
@@ -119,9 +121,7 @@ def test_attention_costs_about_as_much_as_in_the_forecasts():
 
 
 @given(costs=st.lists(st.integers(0, 100), max_size=60), num_parts=st.integers(1, 9))
-def test_partitions_have_every_position_once_and_sums_no_further_apart_than_the_largest_cost(
-    costs, num_parts
-):
+def test_partitions_are_complete_and_no_further_apart_than_the_largest_cost(costs, num_parts):
     parts = partition(costs, num_parts)
     assert len(parts) == num_parts
     assert sorted(i for part in parts for i in part) == list(range(len(costs)))
@@ -304,3 +304,82 @@ def test_no_step_of_any_run_has_learning_rate_zero(schedule, num_steps, warmup_s
     floor = TrainerConfig(lr=8.0, schedule=schedule, min_lr_share=0.25)
     after = [learning_rate(floor, step, 5) for step in (5, 9)]
     assert after == ([8, 8] if schedule == "constant" else [2, 2]), "after the planned end"
+
+
+START_S, TOKEN_S = 0.1, 1e-4
+WANTED = 9000  # tokens: then START_S is a tenth of the time
+
+
+def make(**fields: object) -> PartSize:
+    return PartSize(config=TrainerConfig(groups_per_step=64, **fields))  # type: ignore[arg-type]
+
+
+def feed(size: PartSize, num_parts: int, late_share: float = 0.0, seed: int = 0) -> None:
+    """Parts of 1,000 to 20,000 tokens, 5 % noise; some are held up for half a second."""
+    rng = random.Random(seed)
+    for _ in range(num_parts):
+        num_tokens = rng.randint(1000, 20_000)
+        seconds = (START_S + TOKEN_S * num_tokens) * rng.uniform(0.95, 1.05)
+        size.learn(num_tokens, seconds + 0.5 * (rng.random() < late_share))
+
+
+def test_before_a_measurement_a_part_fills_one_micro_batch_of_every_data_rank() -> None:
+    size = make(num_ranks=8, tensor_parallel=2, tokens_per_micro_batch=500)
+    assert size.least(64) == (1, 2000)
+
+
+@pytest.mark.parametrize(
+    ("parts", "num_tokens"),
+    [
+        ([(n, START_S + TOKEN_S * n) for n in (1000, 10_000)], WANTED),  # a tenth is overhead
+        ([(n, TOKEN_S * n) for n in (1000, 2000, 3000)], 0),  # no overhead: a group at a time
+        ([(1000, 1.0), (1000, 2.0), (1000, 3.0)], 500),  # parts of one size teach nothing
+        ([(1000, 1.0), (2000, 1.0)], 500),  # nor do times that do not grow with size
+        ([(1000, 2.0), (2000, 1.0), (3000, 0.5)], 500),
+    ],
+)
+def test_times_of_parts_give_the_size(parts: list[tuple[int, float]], num_tokens: int) -> None:
+    size = make(tokens_per_micro_batch=500)
+    for part in parts:
+        size.learn(*part)
+    assert size.least(64) == (1, num_tokens)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_and_parts_that_are_held_up_move_the_size_little(seed: int) -> None:
+    size = make()
+    feed(size, 40, late_share=0.2, seed=seed)
+    assert WANTED / 2 < size.num_tokens < WANTED * 2
+
+
+def test_the_size_follows_a_trainer_whose_costs_change() -> None:
+    size = make()
+    feed(size, 40)
+    for num_tokens in range(1000, 31_000, 1000):
+        size.learn(num_tokens, START_S / 10 + TOKEN_S * num_tokens)
+    assert size.num_tokens == pytest.approx(WANTED / 10, rel=0.01)
+
+
+def test_a_part_is_at_most_half_a_step_so_that_sizes_differ_and_the_first_is_not_counted() -> None:
+    async def train(size: PartSize, num_tokens: int, seconds: float) -> None:
+        num_prompt = num_tokens // 4
+        rollout = stopped(0, (0, num_tokens - num_prompt), num_prompt_tokens=num_prompt)
+        with size.timed([group_of(0, rollouts={0: rollout})]):
+            await asyncio.sleep(seconds)
+
+    async def scenario() -> None:
+        size = make(tokens_per_micro_batch=500)
+        await train(size, 1000, 99.0)
+        await train(size, 2000, 1.2)
+        assert size.take_metrics() == {"parts/number": 2, "parts/least_tokens": 500}
+        await train(size, 1000, 1.1)  # a = 1 s, b = 0.1 ms: 90,000 tokens would saturate it
+        await train(size, 3000, 1.3)
+        assert size.take_metrics() == {"parts/number": 2, "parts/least_tokens": 2000}
+
+    clock.run(scenario())
+
+
+def test_whole_batches_learn_nothing() -> None:
+    batch = make(parts="batch")
+    feed(batch, 10)
+    assert [batch.least(missing) for missing in (64, 5)] == [(64, 0), (5, 0)]
