@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -20,10 +19,8 @@ from llamarl.core.config import (
     WeightsConfig,
 )
 from llamarl.core.config.generator import pools_of
-from llamarl.core.config.rank_assignment import assign
 from llamarl.core.device.hardware import GPUS
 from llamarl.generator.memory import generator_layouts, weight_buffer
-from llamarl.planner.efficiency import LAW
 from llamarl.planner.publish import forecast_publish, relays, traffic
 from llamarl.publish.reshard import num_bytes, plan
 from llamarl.trainer.memory import trainer_layouts
@@ -78,8 +75,7 @@ def test_layers_add_up_to_the_whole_plan(shard: int, tensor: int, target: int, e
 
 
 @pytest.mark.parametrize(
-    ("replicas", "heads", "siblings"),
-    [(1, [0], []), (2, [0, 1], []), (4, [0, 1, 3], [(1, 2)])],
+    ("replicas", "heads", "siblings"), [(1, [0], []), (2, [0, 1], []), (4, [0, 1, 3], [(1, 2)])]
 )
 def test_the_trainer_feeds_one_replica_of_a_host_and_that_one_the_others(
     replicas: int, heads: list[int], siblings: list[tuple[int, int]]
@@ -87,44 +83,6 @@ def test_the_trainer_feeds_one_replica_of_a_host_and_that_one_the_others(
     # Four GPUs a host: the trainer has host 0 and half of host 1.
     config = recipe(shard=6, tensor=1, target=2, replicas=replicas)
     assert relays(config) == (heads, siblings)
-
-
-def test_the_lower_bound_follows_from_the_bytes() -> None:
-    config = recipe(shard=3, tensor=2, target=2, replicas=5)
-    devices, (heads, siblings) = assign(config), relays(config)
-    assert siblings
-    copies = plan(trainer_layouts(config, LLAMA), generator_layouts(config, LLAMA))
-    cards, links, relayed, out = Counter(), Counter(), Counter(), Counter()
-    for head in heads:
-        for copy in copies:
-            here = devices["trainer"][copy.source_rank]
-            there = devices[f"generator-{head}"][copy.target_rank]
-            way = cards if here.host != there.host else links
-            way["out", here] += num_bytes([copy])
-            way["in", there] += num_bytes([copy])
-            out["trainer", copy.source_rank] += num_bytes([copy])
-    received = Counter()
-    for copy in copies:
-        received[copy.target_rank] += num_bytes([copy])
-    for head, sibling in siblings:
-        for rank, amount in received.items():
-            relayed["out", devices[f"generator-{head}"][rank]] += amount
-            relayed["in", devices[f"generator-{sibling}"][rank]] += amount
-            out[head, rank] += amount
-    gpu = GPUS["H100-80GB"]
-    made = forecast_publish(config, LLAMA)
-    bound = max(
-        max(cards.values()) / gpu.card_bytes_per_s,
-        max(links.values()) / gpu.link_bytes_per_s,
-        max(relayed.values()) / gpu.link_bytes_per_s,
-    )
-    assert made.lower_bound_s == pytest.approx(bound, rel=1e-12)
-    assert made.seconds >= bound / LAW.card
-    assert made.max_card_bytes_out == max(n for (way, _), n in cards.items() if way == "out")
-    assert made.max_card_bytes_in == max(n for (way, _), n in cards.items() if way == "in")
-    assert made.max_bytes_out == max(out.values())
-    assert made.max_bytes_in == max(received.values())
-    assert made.total_bytes == 5 * sum(received.values())
 
 
 def test_on_one_gpu_a_publish_is_a_copy_in_its_memory() -> None:
