@@ -88,21 +88,14 @@ async def answer_after(seconds: float) -> int:
     return 7
 
 
-def test_a_call_that_takes_too_long_is_cancelled() -> None:
-    async def scenario() -> None:
-        task = await attempt(answer_after(60), 0.05)
-        assert isinstance(failure(task, "it", 0.05), TimeoutError)
-
-    asyncio.run(scenario())
+async def test_a_call_that_takes_too_long_is_cancelled() -> None:
+    task = await attempt(answer_after(60), 0.05)
+    assert isinstance(failure(task, "it", 0.05), TimeoutError)
 
 
-def test_an_answer_counts_that_a_process_which_stood_still_has_not_read() -> None:
+async def test_an_answer_counts_that_a_process_which_stood_still_has_not_read() -> None:
     """As after Ctrl-Z and fg: the timer is due long before the answer is read."""
-
-    async def scenario() -> None:
-        asyncio.get_running_loop().call_soon(time.sleep, LATE_S + 0.3)
-        task = await attempt(answer_after(0.1), 0.2)
-        assert failure(task, "it", 0.2) is None
-        assert task.result() == 7
-
-    asyncio.run(scenario())
+    asyncio.get_running_loop().call_soon(time.sleep, LATE_S + 0.3)
+    task = await attempt(answer_after(0.1), 0.2)
+    assert failure(task, "it", 0.2) is None
+    assert task.result() == 7

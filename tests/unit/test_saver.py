@@ -17,29 +17,25 @@ from llamarl.metrics.span import Spans
 from tests.fakes import SHARD, SavingTrainer
 
 
-def test_a_step_that_ends_as_the_next_one_starts_does_not_count_as_its_version():
+async def test_a_step_that_ends_as_the_next_one_starts_does_not_count_as_its_version():
     saver = saver_of(None, "")
+    logged = asyncio.Event()
 
-    async def start_two():
-        logged = asyncio.Event()
+    async def first():
+        make(saver, 1)
+        await logged.wait()
 
-        async def first():
-            make(saver, 1)
-            await logged.wait()
+    async def second():
+        for _ in range(9):
+            await asyncio.sleep(0)
+        make(saver, 2)
 
-        async def second():
-            for _ in range(9):
-                await asyncio.sleep(0)
-            make(saver, 2)
-
-        await saver.start_step(first())
-        await asyncio.sleep(0)
-        logged.set()
-        await asyncio.sleep(0)  # the first step has ended, and its callbacks are still to come
-        await saver.start_step(second())
-        assert saver.version == 2
-
-    asyncio.run(start_two())
+    await saver.start_step(first())
+    await asyncio.sleep(0)
+    logged.set()
+    await asyncio.sleep(0)  # the first step has ended, and its callbacks are still to come
+    await saver.start_step(second())
+    assert saver.version == 2
 
 
 def test_a_step_that_is_cancelled_before_it_starts_is_closed():
@@ -125,46 +121,21 @@ def saved(run_dir):
     ]
 
 
-def test_training_goes_on_while_a_save_holds_what_was_when_it_began(tmp_path):
-    trainer = SavingTrainer(waits=True)
-    saver = saver_of(trainer, tmp_path)
-
-    async def train():
-        async with asyncio.TaskGroup() as tasks:
-            await make_version(saver, trainer, 1)
-            await saver.save(tasks)
-            saver.engines.gate.num_drawn = 5
-            await make_version(saver, trainer, 2)
-            assert checkpoint.committed(tmp_path) == []
-            again = asyncio.create_task(saver.save(tasks))
-            await asyncio.sleep(0.01)
-            assert not again.done(), "one save at a time"
-            trainer.may_write.set()
-            await again
-        assert saved(tmp_path) == [(1, 1, 0), (2, 2, 5)]
-
-    asyncio.run(train())
-
-
-def test_without_memory_for_a_copy_training_waits_for_the_save(tmp_path):
+async def test_without_memory_for_a_copy_training_waits_for_the_save(tmp_path):
     trainer = SavingTrainer(waits=True, has_room=False)
     saver = saver_of(trainer, tmp_path)
-
-    async def train():
-        async with asyncio.TaskGroup() as tasks:
-            await make_version(saver, trainer, 1)
-            saving = asyncio.create_task(saver.save(tasks))
-            await asyncio.sleep(0.01)
-            assert not saving.done()
-            trainer.may_write.set()
-            await saving
-            assert saved(tmp_path) == [(1, 1, 0)]
-
-    asyncio.run(train())
+    async with asyncio.TaskGroup() as tasks:
+        await make_version(saver, trainer, 1)
+        saving = asyncio.create_task(saver.save(tasks))
+        await asyncio.sleep(0.01)
+        assert not saving.done()
+        trainer.may_write.set()
+        await saving
+        assert saved(tmp_path) == [(1, 1, 0)]
 
 
 @pytest.mark.parametrize("is_repaired", [False, True])
-def test_a_save_that_fails_beside_training_ends_it_and_is_tried_again(is_repaired, tmp_path):
+async def test_a_save_that_fails_beside_training_ends_it_and_is_tried_again(is_repaired, tmp_path):
     trainer = SavingTrainer(waits=True)
     saver = saver_of(trainer, tmp_path)
     trainer.error = OSError(errno.ENOSPC, "the disk is full")
@@ -176,19 +147,16 @@ def test_a_save_that_fails_beside_training_ends_it_and_is_tried_again(is_repaire
         trainer.may_write.set()
         await asyncio.Event().wait()
 
-    async def train():
-        with pytest.raises(ExceptionGroup) as caught:
-            await run_stage(steps)
-        assert caught.value.exceptions == (trainer.error,)
-        if is_repaired:
-            trainer.error = None
-        await saver.rescue()
-
-    asyncio.run(train())
+    with pytest.raises(ExceptionGroup) as caught:
+        await run_stage(steps)
+    assert caught.value.exceptions == (trainer.error,)
+    if is_repaired:
+        trainer.error = None
+    await saver.rescue()
     assert saved(tmp_path) == ([(2, 2, 0)] if is_repaired else [])
 
 
-def test_an_end_amid_a_save_waits_for_it_and_saves_what_came_after(tmp_path):
+async def test_an_end_amid_a_save_waits_for_it_and_saves_what_came_after(tmp_path):
     trainer = SavingTrainer(waits=True)
     saver = saver_of(trainer, tmp_path)
 
@@ -198,17 +166,14 @@ def test_an_end_amid_a_save_waits_for_it_and_saves_what_came_after(tmp_path):
         await make_version(saver, trainer, 2)
         raise RuntimeError("a stage failed")
 
-    async def train():
-        with pytest.raises(ExceptionGroup, match="unhandled"):
-            await run_stage(steps)
-        asyncio.get_running_loop().call_later(0.02, trainer.may_write.set)
-        await saver.rescue()
-
-    asyncio.run(train())
+    with pytest.raises(ExceptionGroup, match="unhandled"):
+        await run_stage(steps)
+    asyncio.get_running_loop().call_later(0.02, trainer.may_write.set)
+    await saver.rescue()
     assert saved(tmp_path) == [(1, 1, 0), (2, 2, 0)]
 
 
-def test_a_stream_of_drops_does_not_keep_a_save_waiting_and_none_is_amid_it(tmp_path):
+async def test_a_stream_of_drops_does_not_keep_a_save_waiting_and_none_is_amid_it(tmp_path):
     trainer = SavingTrainer()
     saver = saver_of(trainer, tmp_path)
     ended, under_way = [], set()
@@ -225,16 +190,13 @@ def test_a_stream_of_drops_does_not_keep_a_save_waiting_and_none_is_amid_it(tmp_
             task.add_done_callback(under_way.discard)
             await asyncio.sleep(0.001)
 
-    async def train():
-        drops = asyncio.create_task(stream())
-        await asyncio.sleep(0.02)
-        async with asyncio.TaskGroup() as tasks:
-            await make_version(saver, trainer, 1)
-            async with asyncio.timeout(1.0):
-                await saver.save(tasks)
-        drops.cancel()
-        await asyncio.gather(drops, *under_way, return_exceptions=True)
-        ((_, _, num_drawn),) = saved(tmp_path)
-        assert 0 < num_drawn < len(ended), "drops go on after it"
-
-    asyncio.run(train())
+    drops = asyncio.create_task(stream())
+    await asyncio.sleep(0.02)
+    async with asyncio.TaskGroup() as tasks:
+        await make_version(saver, trainer, 1)
+        async with asyncio.timeout(1.0):
+            await saver.save(tasks)
+    drops.cancel()
+    await asyncio.gather(drops, *under_way, return_exceptions=True)
+    ((_, _, num_drawn),) = saved(tmp_path)
+    assert 0 < num_drawn < len(ended), "drops go on after it"

@@ -44,73 +44,61 @@ def disk_bytes(folder: Path) -> int:
     return total
 
 
-def test_what_is_not_complete_stays_in_memory(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, spill_folder=str(tmp_path / "d"), max_bytes=1) as (
-            unit,
-            store,
-        ):
-            cut = rows([1], 20_000, FinishReason.SEGMENT)
-            await store.write([1], cut)
-            await store.write([2], rows([2], 20_000))
-            usage = await unit.usage()
-            assert min(usage["memory_bytes"], usage["spilled_bytes"]) >= 20_000 * 12
-            assert_same(await store.read([1], NAMES), cut)
-            await store.write([1], rows([1], 30_000))
-            assert_same(await store.read([1], NAMES), rows([1], 30_000))
-            assert_same(await store.read([2], NAMES), rows([2], 20_000))
-            assert (await unit.usage())["memory_bytes"] == 0
-
-    asyncio.run(scenario())
+async def test_what_is_not_complete_stays_in_memory(tmp_path: Path) -> None:
+    async with serving(tmp_path, spill_folder=str(tmp_path / "d"), max_bytes=1) as (unit, store):
+        cut = rows([1], 20_000, FinishReason.SEGMENT)
+        await store.write([1], cut)
+        await store.write([2], rows([2], 20_000))
+        usage = await unit.usage()
+        assert min(usage["memory_bytes"], usage["spilled_bytes"]) >= 20_000 * 12
+        assert_same(await store.read([1], NAMES), cut)
+        await store.write([1], rows([1], 30_000))
+        assert_same(await store.read([1], NAMES), rows([1], 30_000))
+        assert_same(await store.read([2], NAMES), rows([2], 20_000))
+        assert (await unit.usage())["memory_bytes"] == 0
 
 
-def test_a_full_disk_costs_no_row_and_is_said_at_growing_intervals(
+async def test_a_full_disk_costs_no_row_and_is_said_at_growing_intervals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(spill_module, "PAUSE_S", 0.0)
     folder = str(tmp_path / "spill")
-
-    async def scenario() -> None:
-        async with serving(tmp_path, spill_folder=folder, max_bytes=MIB) as (unit, store):
-            with full_disk(3 * FULL_BYTES):  # a file on disk takes less than three slabs
-                for row_id in range(40):
-                    await store.write([row_id], rows([row_id], 60_000))
-                usage = await unit.usage()
-                assert usage["is_full"] == 1
-                assert usage["memory_bytes"] > 3 * FULL_BYTES
-                assert usage["spilled_bytes"] > FULL_BYTES
-                assert disk_bytes(tmp_path) == usage["spilled_bytes"]  # no half of a slab is left
-                for row_id in range(40):
-                    assert_same(await store.read([row_id], NAMES), rows([row_id], 60_000))
-            first, tenth = caplog.messages
-            assert first.startswith(f"{folder} takes no rollouts (File too large)")
-            assert tenth == f"{first} (10 times so far)"
-            await store.write([99], rows([99], 60_000))  # and the disk has room again
-            usage = await unit.usage()
-            assert (usage["is_full"], usage["num_rows"]) == (0, 41)
-            assert usage["memory_bytes"] <= MIB
-            row_ids = [*range(40), 99]
-            for row_id in row_ids:
-                assert_same(await store.read([row_id], NAMES), rows([row_id], 60_000))
-
-    asyncio.run(scenario())
-
-
-def test_no_folder_is_like_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").touch()
-
-    async def scenario() -> None:
-        folder = str(tmp_path / "file" / "spill")
-        async with serving(tmp_path, spill_folder=folder, max_bytes=MIB) as (unit, store):
-            for row_id in range(4):
+    async with serving(tmp_path, spill_folder=folder, max_bytes=MIB) as (unit, store):
+        with full_disk(3 * FULL_BYTES):  # a file on disk takes less than three slabs
+            for row_id in range(40):
                 await store.write([row_id], rows([row_id], 60_000))
-            assert (await unit.usage())["is_full"] == 1
-            assert_same(await store.read([3, 0], NAMES), rows([3, 0], 60_000))
-            assert len(caplog.records) == 1
-            await store.retire([0, 1, 2], TRAINED)
-            assert (await unit.usage())["is_full"] == 0
+            usage = await unit.usage()
+            assert usage["is_full"] == 1
+            assert usage["memory_bytes"] > 3 * FULL_BYTES
+            assert usage["spilled_bytes"] > FULL_BYTES
+            assert disk_bytes(tmp_path) == usage["spilled_bytes"]  # no half of a slab is left
+            for row_id in range(40):
+                assert_same(await store.read([row_id], NAMES), rows([row_id], 60_000))
+        first, tenth = caplog.messages
+        assert first.startswith(f"{folder} takes no rollouts (File too large)")
+        assert tenth == f"{first} (10 times so far)"
+        await store.write([99], rows([99], 60_000))  # and the disk has room again
+        usage = await unit.usage()
+        assert (usage["is_full"], usage["num_rows"]) == (0, 41)
+        assert usage["memory_bytes"] <= MIB
+        row_ids = [*range(40), 99]
+        for row_id in row_ids:
+            assert_same(await store.read([row_id], NAMES), rows([row_id], 60_000))
 
-    asyncio.run(scenario())
+
+async def test_no_folder_is_like_a_full_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "spill")
+    async with serving(tmp_path, spill_folder=folder, max_bytes=MIB) as (unit, store):
+        for row_id in range(4):
+            await store.write([row_id], rows([row_id], 60_000))
+        assert (await unit.usage())["is_full"] == 1
+        assert_same(await store.read([3, 0], NAMES), rows([3, 0], 60_000))
+        assert len(caplog.records) == 1
+        await store.retire([0, 1, 2], TRAINED)
+        assert (await unit.usage())["is_full"] == 0
 
 
 def test_next_to_no_memory_counts_as_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,39 +118,35 @@ def test_next_to_no_memory_counts_as_full(tmp_path: Path, monkeypatch: pytest.Mo
     assert (usage["is_full"], usage["spilled_bytes"]) == (1, 0)
 
 
-def test_a_reader_that_was_cancelled_or_has_gone_spoils_no_others_rows(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as (unit, store):
-            gone = client("near", unit)
-            await store.write([1, 2], rows([1, 2], 20_000))
-            reading = asyncio.ensure_future(gone.read([1], NAMES))
-            await asyncio.sleep(0)
-            reading.cancel()
-            kept = await gone.read([2], NAMES)
-            gone._connection.close()
-            await store.retire([1, 2], TRAINED)
-            for row_id in range(3, 30):
-                await store.write([row_id], rows([row_id], 40_000))
-                await store.retire([row_id], TRAINED)
-            assert_same(kept, rows([2], 20_000))
+async def test_a_reader_that_was_cancelled_or_has_gone_spoils_no_others_rows(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as (unit, store):
+        gone = client("near", unit)
+        await store.write([1, 2], rows([1, 2], 20_000))
+        reading = asyncio.ensure_future(gone.read([1], NAMES))
+        await asyncio.sleep(0)
+        reading.cancel()
+        kept = await gone.read([2], NAMES)
+        gone._connection.close()
+        await store.retire([1, 2], TRAINED)
+        for row_id in range(3, 30):
+            await store.write([row_id], rows([row_id], 40_000))
+            await store.retire([row_id], TRAINED)
+        assert_same(kept, rows([2], 20_000))
 
-    asyncio.run(scenario())
 
-
-def test_empty_memory_is_given_back_before_anything_is_spilled(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        folder, limit_bytes = str(tmp_path / "spill"), SPARE_BYTES + 2**20
-        async with serving(tmp_path, spill_folder=folder, max_bytes=limit_bytes) as (unit, store):
-            num_tokens = 1_000_000
-            row_ids = list(range(16))
-            for row_id in row_ids:
-                await store.write([row_id], rows([row_id], num_tokens))
-            await store.retire(row_ids, TRAINED)
-            empty = await unit.usage()
-            assert 0.8 * SPARE_BYTES < empty["memory_bytes"] <= SPARE_BYTES
-            await store.write([99], rows([99], 3 * num_tokens))  # for which no spare one fits
-            usage = await unit.usage()
-            assert usage["spilled_bytes"] == 0
-            assert usage["memory_bytes"] < 4 * num_tokens * 12
-
-    asyncio.run(scenario())
+async def test_empty_memory_is_given_back_before_anything_is_spilled(tmp_path: Path) -> None:
+    folder, limit_bytes = str(tmp_path / "spill"), SPARE_BYTES + 2**20
+    async with serving(tmp_path, spill_folder=folder, max_bytes=limit_bytes) as (unit, store):
+        num_tokens = 1_000_000
+        row_ids = list(range(16))
+        for row_id in row_ids:
+            await store.write([row_id], rows([row_id], num_tokens))
+        await store.retire(row_ids, TRAINED)
+        empty = await unit.usage()
+        assert 0.8 * SPARE_BYTES < empty["memory_bytes"] <= SPARE_BYTES
+        await store.write([99], rows([99], 3 * num_tokens))  # for which no spare one fits
+        usage = await unit.usage()
+        assert usage["spilled_bytes"] == 0
+        assert usage["memory_bytes"] < 4 * num_tokens * 12
