@@ -154,26 +154,6 @@ def test_what_was_aborted_passes_no_stage_and_a_cut_rollout_stops_there() -> Non
     assert not setting.stages["score"].begun or setting.stages["score"].rows == [1]
 
 
-def test_what_comes_late_of_a_rollout_whose_coroutine_has_ended_is_ignored() -> None:
-    setting = RolloutSetting()
-    group = group_of(0)
-
-    async def work(rollouts: Rollouts) -> None:
-        writing = asyncio.create_task(rollouts.roll_out(group, [request(0)]))
-        await asyncio.sleep(0.0)
-        await asyncio.sleep(0.0)
-        writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
-        await asyncio.sleep(5.0)
-        assert not group.rollouts
-        assert rollouts.rows(Purpose.TRAIN) == [0], "open until it is retired"
-        await rollouts.retire([0, 1], {"outcome": "unused"})
-        await rollouts.retire([0], {"outcome": "dropped"})
-
-    setting.run(work)
-    assert setting.storage.outcomes == {0: {"outcome": "unused"}}, "one outcome"
-
-
 def test_a_failed_score_drops_nothing() -> None:
     setting = RolloutSetting()
     failed = StageResult(row_id=1, status=StageStatus.HUNG, error="too slow")
