@@ -86,9 +86,7 @@ def tokens(seed: int, num: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_and_gradients_are_the_library_s_for_each_rollout_alone(
-    folders: dict[str, Path], family: str
-) -> None:
+def test_each_rollout_has_the_librarys_gradients(folders: dict[str, Path], family: str) -> None:
     model: Any = load(folders[family])
     assert model._is_packed == FAMILIES[family].is_packed
     assert model._is_head_plain == FAMILIES[family].is_plain
@@ -123,7 +121,7 @@ def test_log_probs_and_gradients_are_the_library_s_for_each_rollout_alone(
         assert apart <= 1e-5 * float(wanted_gradients[name].norm()) + 1e-7 * largest, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2", "gpt_oss", "falcon_h1"])
 def test_a_neighbour_in_the_pack_changes_no_bit(folders: dict[str, Path], family: str) -> None:
     model = load(folders[family])
     mine, targets = tokens(3, 20), tokens(4, 60)
@@ -138,18 +136,14 @@ def test_a_neighbour_in_the_pack_changes_no_bit(folders: dict[str, Path], family
         assert seen[0].equal(seen[1])
 
 
-def test_the_tensors_of_a_family_we_do_not_know_are_in_the_order_of_its_layers(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_tensors_of_any_family_are_in_layer_order(folders: dict[str, Path], tmp_path: Path) -> None:
     shutil.copy(folders["phi3"] / "config.json", tmp_path)
     names = [f"model.layers.{i}.mlp.weight" for i in range(12)]  # a file sorts 10 before 2
     save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
     assert list(parameter_shapes(read_any_architecture(tmp_path))) == names
 
 
-def test_a_family_that_the_library_lacks_is_refused_in_one_line(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_family_the_library_lacks_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     values = json.loads((folders["llama"] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "unheard_of"}))
     with pytest.raises(ValueError, match=r"^transformers cannot build .*unheard_of") as refused:
