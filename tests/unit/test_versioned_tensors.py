@@ -32,14 +32,6 @@ def step(versions, version):
     versions.label(version)
 
 
-def test_only_a_version_that_is_there_can_be_read() -> None:
-    versions = held(3)
-    assert read(versions, 3) == 3
-    for version in (2, 4):
-        with pytest.raises(StaleVersion, match=f"version {version} is not there .* one is 3"):
-            read(versions, version)
-
-
 def test_a_step_keeps_a_snapshot_only_for_readers_that_have_not_acknowledged_the_version() -> None:
     versions = held(1)
     versions.add_reader(0)
