@@ -41,12 +41,7 @@ LENGTH = 20
 GROUPS, ROLLOUTS = 8, 4
 SHARED = ("prompt_tokens", "median_tokens", "spread", "num_steps")
 TINY = replace(
-    LLAMA,
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=128,
-    num_layers=4,
-    num_kv_heads=8,
+    LLAMA, vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=4, num_kv_heads=8
 )
 COSTS = Costs(
     decode_step_s=0.01,

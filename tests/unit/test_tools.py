@@ -31,19 +31,13 @@ from weights_bench.model import Model, generator_layouts, llama, trainer_layouts
 
 from tests.e2e.forks import Forks
 from tests.places import ROOT
-from tests.unit.small_runs import (
-    ARITHMETIC,
-    BENCHES,
-    ELSEWHERE,
-    PROGRAMS,
-    Found,
-)
+from tests.unit.small_runs import ARITHMETIC, BENCHES, ELSEWHERE, PROGRAMS, Found
 
 TOOLS = ROOT / "tools"
 DESCRIBES = re.compile(r"(ArgumentParser|Bench)\(.*__main__", re.DOTALL)
 DESCRIBED = sorted(path for path in TOOLS.glob("*.py") if DESCRIBES.search(path.read_text()))
 QUICK = {  # under 2 seconds
-    "bench_controller": ["--actors=0", "--replicas=4", "--trainer-ranks=16", "--rollouts=256"],
+    "bench_controller": ["--actors=0", "--replicas=4", "--trainer-ranks=16", "--rollouts=256"]
 }
 
 
