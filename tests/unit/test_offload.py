@@ -1,7 +1,10 @@
 """Offloaded memory: what comes back, and what the kernel has meanwhile."""
 
+import ctypes
 import mmap
+import os
 import resource
+import time
 
 import pytest
 import torch
@@ -78,6 +81,38 @@ def test_what_need_not_come_back_is_freed_unsaved_and_comes_back_as_zeros(offloa
     offload.onload("kv")
     assert not tensor.any()
     assert not small.any()
+
+
+def file_below(folder):
+    """The descriptor of the one file, which has no name, that this process has open there."""
+    links = {int(name): f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")}
+    (found,) = [fd for fd, link in links.items() if os.path.realpath(link).startswith(str(folder))]
+    return found
+
+
+def resident_share(fd):
+    """How much of a file lies in the page cache."""
+    with mmap.mmap(fd, 0) as file:
+        pages = (ctypes.c_ubyte * (len(file) // PAGE))()
+        first = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(file)))
+        assert ctypes.CDLL(None).mincore(first, ctypes.c_size_t(len(file)), pages) == 0
+        return sum(page & 1 for page in pages) / len(pages)
+
+
+def test_prefetch_brings_the_whole_file_nearer_meanwhile(offload, tmp_path):
+    tensor = filled(8 << 20)
+    offload.offload("weights", [tensor])
+    fd = file_below(tmp_path)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    assert resident_share(fd) < 0.5
+    offload.prefetch("weights")
+    deadline_s = time.monotonic() + 60
+    while resident_share(fd) < 0.99:
+        assert time.monotonic() < deadline_s, resident_share(fd)
+        time.sleep(0.02)
+    offload.onload("weights")
+    assert torch.equal(tensor, filled(8 << 20))
 
 
 def test_none_moves_nothing(tmp_path):
