@@ -132,6 +132,8 @@ def test_the_report_says_what_does_not_fit_and_what_could_be_changed() -> None:
     ):
         assert said in words, text
     assert max(map(len, text.splitlines())) <= WIDTH
+    own = replace(config, experience=replace(config.experience, stages=["brief"]))
+    assert "Stages of the recipe's own (brief) are left out." in render_report(own, forecast())
     measured = replace(forecast(), measured_step_s=41.0)  # times of a run, not of the law
     assert "band:" not in render_report(config, measured)
 
