@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from llamarl.metrics.estimates import intersect, length, overlaps, subtract, union
 from llamarl.metrics.shares import MAX_FILES, Exposure, RecentSpans, by_executor, read_timeline
-from llamarl.metrics.span import Span, SpanReader, Spans
+from llamarl.metrics.span import FLUSH_SPANS, Span, SpanReader, Spans
 from llamarl.metrics.summary import TraceFile
 from llamarl.scoring.stage_worker import WorkSpans
 from tests.json_lines import read_lines
@@ -172,6 +172,14 @@ def test_a_rare_span_is_on_disk_at_once(tmp_path):
     now_ns = time.monotonic_ns()
     spans.record("batch", now_ns, now_ns + 2 * S, "wait")
     assert [span.name for span in SpanReader(tmp_path / "trainer-0.jsonl").read()][1:] == ["batch"]
+
+
+def test_a_kill_costs_no_more_than_the_last_spans(tmp_path):
+    spans = Spans("generator-0", tmp_path)
+    for _ in range(3 * FLUSH_SPANS):
+        with spans.span("decode"):
+            pass
+    assert len([*SpanReader(tmp_path / "generator-0.jsonl").read()]) > 2 * FLUSH_SPANS
 
 
 def test_a_span_is_recorded_when_its_block_raises(tmp_path):
