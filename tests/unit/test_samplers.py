@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,18 +53,10 @@ def test_group_complete_passes_over_groups_with_rollouts_under_way() -> None:
     assert group_complete(ready, 4) == ([2, 3, 4, 5], [2, 3, 4, 5])
     assert group_complete(ready, 8) == ([], []), "three groups are ready, not four"
     assert group_complete([*rollouts(1), rollout(9, 5, group_size=3)], 2) == ([0, 1], [0, 1])
-
-
-def test_group_complete_takes_less_if_the_next_group_does_not_fit() -> None:
     ready = [*rollouts(1), *(rollout(i, 7, group_size=3) for i in (5, 6, 7))]
-    assert group_complete(ready, 4)[0] == [0, 1]
-
-
-def test_a_settled_group_is_complete_by_itself() -> None:
-    group = ReadyItem(
-        item_id=3, group_id=3, group_size=4, num_rollouts=4, num_prompt_tokens=4, num_tokens=8
-    )
-    assert group_complete([group], 1) == ([3], [3])
+    assert group_complete(ready, 4)[0] == [0, 1], "the next group does not fit"
+    settled = replace(rollout(3, 3, group_size=4), num_rollouts=4)
+    assert group_complete([settled], 1) == ([3], [3]), "complete by itself"
 
 
 def test_token_balanced_gives_each_rank_as_many_rollouts_and_nearly_the_same_cost() -> None:
