@@ -119,14 +119,11 @@ def results(num_bad: int, num_good: int = 0) -> list[StageResult]:
     return [*bad, *(StageResult(row_id=i) for i in range(num_good))]
 
 
-@pytest.mark.parametrize(("num_bad", "num_good"), [(5, 45), (45, 0)])
-def test_few_failures_or_few_results_do_not_end_the_run(num_bad: int, num_good: int) -> None:
-    failures = FailureRate(0.1, "reward", "reward.")
-    failures.add(results(0, num_good))
-    failures.add(results(num_bad))
-
-
-def test_the_failure_rate_forgets_what_is_long_past() -> None:
+def test_the_failure_rate_needs_results_and_forgets_what_is_long_past() -> None:
+    for num_bad, num_good in ((5, 45), (45, 0)):
+        failures = FailureRate(0.1, "reward", "reward.")
+        failures.add(results(0, num_good))
+        failures.add(results(num_bad))
     failures = FailureRate(0.1, "reward", "reward.")
     for num_bad, num_good in ((49, 0), (0, 1000), (99, 0), (1, 0)):
         failures.add(results(num_bad, num_good))
