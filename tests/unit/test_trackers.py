@@ -89,15 +89,12 @@ def test_a_tracker_that_fails_ends_alone(tmp_path: Path, caplog: pytest.LogCaptu
         (["notes", "notes"], "must name each tracker once"),
     ],
 )
-def test_a_mistake_in_the_recipe_is_one_line(names: list[str], message: str) -> None:
+def test_a_mistake_is_one_line(names: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"metrics.trackers {message}") as caught:
         check_trackers(names)
     assert "\n" not in str(caught.value)
     check_trackers(["tensorboard", "notes"])
     check_trackers([])
-
-
-def test_a_tracker_that_cannot_open_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^metrics.trackers must open, got notes: no key$"):
         open_trackers(["notes"], tmp_path, {"broken": True}, 0)
 
