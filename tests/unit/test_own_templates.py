@@ -90,17 +90,20 @@ FORMATS = ["%d %b %Y", "%-d %B %y", "%Y-%m-%d %H:%M", "%A, the %j. day, 100%% su
 FORMATS += ["%F, week %V", "%e %h, %D %T", "%%d is %d"]
 
 
-@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("head", ["", "\n", " "])
-def test_a_fixed_day_is_written_as_strftime_does(form: str, head: str, tmp_path: Path) -> None:
+def test_a_fixed_day_is_written_as_strftime_does(head: str, tmp_path: Path) -> None:
     """And nothing else of the template changes."""
     folder = write_tokenizer(tmp_path, chat=True)
-    text = head + "{% set day = strftime_now('FORM') %}[{{ day }}]{{ messages[0].content }}"
-    text = text.replace("FORM", form)
+    says = [f"{{% set day = strftime_now('{form}') %}}[{{{{ day }}}}]" for form in FORMATS]
+    text = head + "".join(says) + "{{ messages[0].content }}"
     (folder / "chat_template.jinja").write_text(text)
     messages = [{"role": "user", "content": "hello"}]
     fixed = load_tokenizer(folder, day="2024-07-06").render_chat(messages)
     plain = AutoTokenizer.from_pretrained(folder)
-    plain.chat_template = text.replace(f"strftime_now('{form}')", "'x'")
+    for form in FORMATS:
+        text = text.replace(f"strftime_now('{form}')", "'x'")
+    plain.chat_template = text
     expected = plain.apply_chat_template(messages, tokenize=False)
-    assert fixed == expected.replace("[x]", f"[{datetime(2024, 7, 6).strftime(form)}]")
+    for form in FORMATS:
+        expected = expected.replace("[x]", f"[{datetime(2024, 7, 6).strftime(form)}]", 1)
+    assert fixed == expected
