@@ -44,7 +44,8 @@ def plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.full
 def test_a_plan_needs_no_checkpoint_and_leaves_only_what_it_was_asked_for(tmp_path: Path) -> None:
     flags = ["--json", "plan.json", "--config-dir", str(RECIPE)]
-    done = plan(tmp_path, "plan", *flags, "plan.num_steps=4", "trainer.lr=1e-5")
+    small = ["plan.num_steps=4", "trainer.groups_per_step=16", "sampling.rollouts_per_prompt=4"]
+    done = plan(tmp_path, "plan", *flags, *small, "trainer.lr=1e-5")
     assert done.returncode == 0, done.stderr
     assert done.stderr == "monarch loaded: False"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
