@@ -1,14 +1,12 @@
-"""Prompts of large files: tokenised once, by several processes, and found again by later runs.
+"""Sources of prompts, or of demonstrations, tokenised: those of large files once, by several
+processes, into a cache where later runs find them.
 
-Demonstrations are prompts with answers, and kept alike.
-
-A folder with its final name is whole, and is that of equal files, tokenizer and rules; so what a
-run reads does not depend on whether it was there."""
+A folder of the cache with its final name is whole, and is that of equal files, tokenizer and rules;
+so what a run reads does not depend on whether it was there."""
 
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 import threading
@@ -16,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -32,14 +30,14 @@ from llamarl.core.records import Prompt
 from llamarl.model.prompt_rules import DROPPED, TRUNCATED, PromptRules, no_tools
 from llamarl.model.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
 from llamarl.prompts.demonstrations import DemonstrationRules
-from llamarl.prompts.files import FilePiece, cut_files, whole
+from llamarl.prompts.files import FilePiece, cut_files
 from llamarl.prompts.rows import (
     INDEX_FILE,
     ROWS_FILE,
     PromptRows,
-    PromptWriter,
     rows_in_folder,
     rows_in_memory,
+    write_rows,
 )
 from llamarl.scoring.definition import Kinds, as_kinds, schemas_of
 from llamarl.scoring.rewards import check_answer
@@ -60,13 +58,13 @@ ShowPieces = Callable[[str, int, int], None]
 
 
 def show_nothing(source: str, num_done: int, num_pieces: int) -> None:
-    """Of prompts that are read without a display."""
+    """Show nothing: no display is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSource:
-    """One source of prompts: its `name` for a display and its `place` for messages, its local files
-    or else its rows, and the rules, as data."""
+    """A source of prompts has a `name` for a display and a `place` for messages, local files or
+    else rows, and the rules that make prompts of these."""
 
     name: str
     place: str
@@ -80,13 +78,8 @@ class PromptSource:
     has_answers: bool = False
     """True for demonstrations."""
 
-    @property
-    def contents(self) -> str:
-        """What it holds, in a word."""
-        return "demonstrations" if self.has_answers else "prompts"
-
     def rules(self) -> Rules:
-        """Ready to be used."""
+        """Return the rules, ready to be used."""
         if self.has_answers:
             return DemonstrationRules(data=self.data, tokenizer=self.tokenizer, limit=self.limit)
         return PromptRules(
@@ -98,7 +91,7 @@ class PromptSource:
         )
 
     def as_data(self) -> dict[str, Any]:
-        """The rules, as JSON."""
+        """Return the rules, as JSON."""
         return {
             "data": asdict(self.data),
             "tokenizer": os.path.abspath(self.tokenizer.folder),
@@ -108,44 +101,40 @@ class PromptSource:
             "has_answers": self.has_answers,
         }
 
-    @property
-    def num_bytes(self) -> int:
-        """Of its files."""
-        return sum(path.stat().st_size for path in self.files)
-
 
 def read_source(
     source: PromptSource, *, most: int | None = None, show: ShowPieces = show_nothing
 ) -> PromptRows:
-    """All prompts of a source, or the first `most`. The log says how many rows were left out or
-    cut. ValueError as `PromptRules.make_all`, if there is no prompt, or if the cache cannot be
+    """Return all prompts of a source, or the first `most`. The log says how many rows were left out
+    or cut. ValueError as `PromptRules.make_all`, if there is no prompt, or if the cache cannot be
     written."""
-    if source.num_bytes < LEAST_BYTES or most is not None:
-        rules = source.rules()
-        pieces = cut_files(source.files) if most is None else [whole(f) for f in source.files[:1]]
+    is_small = sum(path.stat().st_size for path in source.files) < LEAST_BYTES
+    if is_small or most is not None:
+        rules, first = source.rules(), [FilePiece(str(path)) for path in source.files[:1]]
+        pieces = cut_files(source.files) if most is None else first
         made = rules.make_all(enumerate(source.made, start=1), source.place)
         prompts = chain(*(_make(piece, rules) for piece in pieces), made)
         rows, counts = rows_in_memory(islice(prompts, most)), rules.counts
     else:
         rows, counts = _cached(source, show)
     tokens = f"{source.data.max_prompt_tokens} tokens ({source.limit})"
+    contents = "demonstrations" if source.has_answers else "prompts"
     if not len(rows.index):
         of = f" of at most {tokens}" if counts[DROPPED] else ""
-        must = "hold at least one prompt"
-        if source.has_answers:
-            must = "hold at least one demonstration"
-        raise ValueError(f"{source.place} must {must}{of}, got none")
+        raise ValueError(f"{source.place} must hold at least one {contents[:-1]}{of}, got none")
     num_rows = len(rows.index) + counts[DROPPED]
     for name, done in DONE.items() if most is None else ():
         if counts[name]:
-            words = f"%d of %d {source.contents} in %s have more than %s and are %s"
+            words = f"%d of %d {contents} in %s have more than %s and are %s"
             log.warning(words, counts[name], num_rows, source.place, tokens, done)
     return rows
 
 
 def _cached(source: PromptSource, show: ShowPieces) -> tuple[PromptRows, Counter[str]]:
-    """The prompts, and how many rows were left out or cut."""
-    folder = cache_folder() / _key(source)
+    """Return the prompts, and how many rows were left out or cut."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = Path(home, "llamarl", "prompts")  # what lies there may be deleted
+    folder = cache / _key(source)
     try:
         return _read(folder)
     except (OSError, ValueError, KeyError):  # not there, or damaged
@@ -155,39 +144,37 @@ def _cached(source: PromptSource, show: ShowPieces) -> tuple[PromptRows, Counter
         return _read(folder)
     except OSError as error:
         must = "must be a folder with room to write (XDG_CACHE_HOME moves it)"
-        raise ValueError(f"the cache {cache_folder()} {must}, got: {error.strerror}") from error
-
-
-def cache_folder() -> Path:
-    """Where the prompts of all runs are; what lies there may be deleted."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home, "llamarl", "prompts")
+        raise ValueError(f"the cache {cache} {must}, got: {error.strerror}") from error
 
 
 def load(setup: dict[str, Any]) -> Callable[..., dict[str, Any]]:
-    """The service of a worker: (folder, [[number, piece], ...]) -> what it counted, or {"mistake":
-    one line, "piece": number}."""
-    kinds, reward = as_kinds(setup["kinds"]), setup["reward"]
-    data = DataConfig(**setup["data"])
+    """Return the service of a worker: (folder, [[number, piece], ...]) -> what it counted, or
+    {"mistake": one line, "piece": number}."""
+    data, reward = DataConfig(**setup["data"]), setup["reward"]
     rules = PromptSource(
         name="",
         place="",
         data=data,
         tokenizer=load_tokenizer(setup["tokenizer"], data.chat_template_kwargs, data.date),
         limit=setup["limit"],
-        kinds=kinds,
+        kinds=as_kinds(setup["kinds"]),
         reward=None if reward is None else RewardConfig(**reward),
         has_answers=setup["has_answers"],
     ).rules()
 
     def tokenise(_: None, folder: str, pieces: list[tuple[int, list[Any]]]) -> dict[str, Any]:
+        parts = Path(folder)
         for number, values in pieces:
-            if number > _last_piece(Path(folder)):
+            stops = [int(path.name.removeprefix(STOP_FILE)) for path in parts.glob(f"{STOP_FILE}*")]
+            if number > min(stops, default=number):
                 break
             try:
-                _write_piece(FilePiece(*values), rules, Path(folder), number)
+                with (parts / f"{number}.rows").open("wb") as file:
+                    index, digest = write_rows(file, _make(FilePiece(*values), rules))
+                np.save(parts / f"{number}.index.npy", index)
+                (parts / f"{number}.digest").write_text(digest)  # last: the piece is done
             except (ValueError, OSError) as error:
-                _stop(Path(folder), number)
+                _stop(parts, number)
                 is_full = isinstance(error, OSError)
                 return {"mistake": str(error), "piece": number, "is_full": is_full}
         return {"counts": dict(rules.counts)}
@@ -200,31 +187,14 @@ def _make(piece: FilePiece, rules: Rules) -> Iterator[Prompt]:
         yield replace(prompt, prompt_id=piece.before + prompt.prompt_id) if piece.before else prompt
 
 
-def _write_piece(piece: FilePiece, rules: Rules, folder: Path, number: int) -> None:
-    path = folder / f"{number}.rows"
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        writer = PromptWriter(file)
-        writer.add(_make(piece, rules))
-    finally:
-        os.close(file)
-    index, digest = writer.end()
-    np.save(folder / f"{number}.index.npy", index)
-    (folder / f"{number}.digest").write_text(digest)  # last: the piece is done
-
-
 def _stop(folder: Path, number: int) -> None:
     """Write no piece after this one: so the first mistake of a source is the one that is named."""
     (folder / f"{STOP_FILE}{number}").touch()
 
 
-def _last_piece(folder: Path) -> float:
-    found = [int(path.name.removeprefix(STOP_FILE)) for path in folder.glob(f"{STOP_FILE}*")]
-    return min(found, default=math.inf)
-
-
 def _key(source: PromptSource) -> str:
-    """Of whatever the prompts depend on. A file counts as changed with its size or its time."""
+    """Return the hash of whatever the prompts depend on. A file counts as changed with its size or
+    its time."""
     stats = [(os.path.abspath(path), path.stat()) for path in source.files]
     facts = {
         "files": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
@@ -247,7 +217,7 @@ def _read(folder: Path) -> tuple[PromptRows, Counter[str]]:
 
 
 def _fill(source: PromptSource, folder: Path, show: ShowPieces) -> None:
-    """Make the folder of a source."""
+    """Write the folder of a source."""
     parts = folder.with_name(f"{folder.name}.{os.getpid()}.{threading.get_ident()}")
     parts.mkdir(parents=True)
     try:
@@ -255,7 +225,20 @@ def _fill(source: PromptSource, folder: Path, show: ShowPieces) -> None:
         counts = _tokenise(source, pieces, parts, show)
         whole = parts / "whole"
         whole.mkdir()
-        facts = {"digest": _join(parts, whole, len(pieces)), "counts": counts}
+        digest, indices, start = hashlib.sha256(), [], 0
+        with (whole / ROWS_FILE).open("wb") as file:
+            for number in range(len(pieces)):
+                index = np.load(parts / f"{number}.index.npy", allow_pickle=False)
+                index["start"] += start
+                indices.append(index)
+                path = parts / f"{number}.rows"
+                start += path.stat().st_size
+                with path.open("rb") as piece:
+                    shutil.copyfileobj(piece, file, 2**20)
+                path.unlink()
+                digest.update((parts / f"{number}.digest").read_bytes())
+        np.save(whole / INDEX_FILE, np.concatenate(indices))
+        facts = {"digest": digest.hexdigest(), "counts": counts}
         (whole / FACTS_FILE).write_text(json.dumps(facts))
         with suppress(OSError):  # another run has made it meanwhile
             os.rename(whole, folder)
@@ -267,7 +250,7 @@ def _fill(source: PromptSource, folder: Path, show: ShowPieces) -> None:
 def _tokenise(
     source: PromptSource, pieces: Sequence[FilePiece], folder: Path, show: ShowPieces
 ) -> Counter[str]:
-    """Write all pieces, in as many processes as there are processors; what they counted."""
+    """Write all pieces, in as many processes as there are processors; return what they counted."""
     num_workers = min(len(pieces), len(os.sched_getaffinity(0)))
     code = UserCode(
         service=__name__,
@@ -281,7 +264,7 @@ def _tokenise(
 
     def work(first: int) -> None:
         numbers = range(first, len(pieces), num_workers)
-        own = [(n, [getattr(pieces[n], name) for name in FilePiece.__slots__]) for n in numbers]
+        own = [(n, astuple(pieces[n])) for n in numbers]
         try:
             answers.append(run_once(code, Call(None, (str(folder), own))))
         except Exception as error:  # noqa: BLE001 - raised by the caller
@@ -304,21 +287,3 @@ def _tokenise(
     if errors:
         raise errors[0]
     return sum((Counter(each["counts"]) for each in answers), Counter())
-
-
-def _join(parts: Path, folder: Path, num_pieces: int) -> str:
-    """Write the pieces as one; the digest of theirs."""
-    digest, indices, start = hashlib.sha256(), [], 0
-    with (folder / ROWS_FILE).open("wb") as file:
-        for number in range(num_pieces):
-            index = np.load(parts / f"{number}.index.npy", allow_pickle=False)
-            index["start"] += start
-            indices.append(index)
-            path = parts / f"{number}.rows"
-            start += path.stat().st_size
-            with path.open("rb") as piece:
-                shutil.copyfileobj(piece, file, 2**20)
-            path.unlink()
-            digest.update((parts / f"{number}.digest").read_bytes())
-    np.save(folder / INDEX_FILE, np.concatenate(indices))
-    return digest.hexdigest()

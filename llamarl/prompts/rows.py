@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, BinaryIO, overload
 
 import numpy as np
 
 from llamarl.core.extensions import FILE, TaskSource, find, load_module, where
-from llamarl.core.memory import memory_file, read_all, write_all
+from llamarl.core.memory import memory_file, read_all
 from llamarl.core.records import SOURCE_ROWS, Prompt
 from llamarl.scoring.user_code.calls import shown
 from llamarl.scoring.user_code.pool import Call, UserCode, run_once
@@ -28,65 +28,45 @@ BLOCK_BYTES = 2**20
 INDEX_FILE, ROWS_FILE = "index.npy", "rows"
 
 
-class PromptWriter:
-    """Appends prompts to a file."""
-
-    def __init__(self, file: int) -> None:
-        self._file, self._end = file, 0
-        self._block: list[bytes] = []
-        self._index: list[array[int]] = [array("q") for _ in INDEX.names or ()]
-        self._digest = hashlib.sha256()
-
-    def add(self, prompts: Iterable[Prompt]) -> None:
-        """Append these. OSError if the disk is full."""
-        at, waiting = self._end + sum(map(len, self._block)), 0
-        for prompt in prompts:
-            ids = np.array(prompt.token_ids, IDS).tobytes()
-            record = json.dumps([prompt.text, prompt.fields], ensure_ascii=False, default=str)
-            row = ids + record.encode(errors="replace")
-            entry = prompt.prompt_id, at, len(row), len(prompt.token_ids)
-            for column, value in zip(self._index, entry, strict=True):
-                column.append(value)
-            head = np.array([prompt.prompt_id, len(prompt.token_ids)], "<i8").tobytes()
-            self._digest.update(head + ids)
-            self._block.append(row)
-            at, waiting = at + len(row), waiting + len(row)
-            if waiting >= BLOCK_BYTES:
-                self._flush()
-                waiting = 0
-        self._flush()
-
-    def end(self) -> tuple[np.ndarray, str]:
-        """The index of what was added, and the digest of its numbers and token ids."""
-        index = np.empty(len(self._index[0]), INDEX)
-        for name, column in zip(INDEX.names or (), self._index, strict=True):
-            index[name] = column
-        return index, self._digest.hexdigest()
-
-    def _flush(self) -> None:
-        self._end += write_all(self._file, [memoryview(b"".join(self._block))], self._end)
-        self._block = []
-
-
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """The prompts of one source: an open file, its index, and the digest of what is in it."""
+    """The prompts of one source: an open file, its index, and the digest of the numbers and token
+    ids in it."""
 
     file: int
     index: np.ndarray
     digest: str
 
 
+def write_rows(file: BinaryIO, prompts: Iterable[Prompt]) -> tuple[np.ndarray, str]:
+    """Write prompts into an empty file; return its index, and the digest of their numbers and token
+    ids. OSError if the disk is full."""
+    entries, digest, at = array("q"), hashlib.sha256(), 0
+    for prompt in prompts:
+        ids = np.array(prompt.token_ids, IDS).tobytes()
+        record = json.dumps([prompt.text, prompt.fields], ensure_ascii=False, default=str)
+        row = ids + record.encode(errors="replace")
+        file.write(row)
+        entries.extend((prompt.prompt_id, at, len(row), len(prompt.token_ids)))
+        digest.update(np.array([prompt.prompt_id, len(prompt.token_ids)], "<i8").tobytes() + ids)
+        at += len(row)
+    columns = np.array(entries).reshape(-1, len(INDEX)).T
+    index = np.empty(columns.shape[1], INDEX)
+    for name, column in zip(INDEX.names or (), columns, strict=True):
+        index[name] = column
+    return index, digest.hexdigest()
+
+
 def rows_in_memory(prompts: Iterable[Prompt]) -> PromptRows:
-    """Written into a file in memory."""
+    """Return prompts in a file in memory."""
     file = memory_file("prompts")
-    writer = PromptWriter(file)
-    writer.add(prompts)
-    return PromptRows(file, *writer.end())
+    with open(file, "wb", BLOCK_BYTES, closefd=False) as stream:
+        return PromptRows(file, *write_rows(stream, prompts))
 
 
 def rows_in_folder(folder: Path, digest: str) -> PromptRows:
-    """Those that lie in a folder; the index is mapped. ValueError unless its files are whole."""
+    """Return the prompts of a folder; the index is mapped. ValueError unless its files are
+    whole."""
     index = np.load(folder / INDEX_FILE, mmap_mode="r", allow_pickle=False)
     end = int(index["start"][-1]) + int(index["num_bytes"][-1]) if len(index) else 0
     file = os.open(folder / ROWS_FILE, os.O_RDONLY | os.O_CLOEXEC)
@@ -138,7 +118,7 @@ class PromptTable(Sequence[Prompt]):
 
     @property
     def num_tokens(self) -> int:
-        """Of all prompts."""
+        """The tokens of all prompts."""
         return sum(int(each.index["num_tokens"].sum()) for each in self._sources)
 
     @property
@@ -149,8 +129,8 @@ class PromptTable(Sequence[Prompt]):
 
     @property
     def digest(self) -> str:
-        """Of all numbers and token ids, in order."""
-        digests: Any = "".join(each.digest for each in self._sources)
+        """The digest of all numbers and token ids, in order."""
+        digests = "".join(each.digest for each in self._sources)
         return hashlib.sha256(digests.encode()).hexdigest()
 
 
@@ -163,7 +143,7 @@ MAX_BYTES = 2**34  # of all rows, as JSON
 def make_rows(
     source: TaskSource, options: Mapping[str, Any], *, held_out: bool
 ) -> list[dict[str, Any]]:
-    """The rows that `prompts` in this task.py makes of these options.
+    """Return the rows that `prompts` in this task.py makes of these options.
 
     ValueError, in one line, if the text does not load, the options are not what the function takes,
     it raises (of a ValueError the text alone is shown, for it is about the options), or a row is no
@@ -179,8 +159,8 @@ def make_rows(
 
 
 def load(setup: dict[str, Any]) -> Callable[..., dict[str, Any]]:
-    """The service of the worker: (held_out, options) -> {"rows": [row, ...]} or {"mistake": one
-    line}."""
+    """Return the service of the worker: (held_out, options) -> {"rows": [row, ...]} or {"mistake":
+    one line}."""
     function = find(load_module(setup["task_source"]), NAME)
 
     def make(_: None, held_out: bool, options: dict[str, Any]) -> dict[str, Any]:
@@ -196,19 +176,13 @@ def load(setup: dict[str, Any]) -> Callable[..., dict[str, Any]]:
         except BaseException as error:  # noqa: BLE001 - user code may raise anything
             return {"mistake": f"{NAME} of {FILE} must not raise, got {where(error)}"}
         for number, row in enumerate(rows, start=1):
-            if why := _not_json(row):
-                return {"mistake": f"{FILE}: {NAME}:{number}: the row must {why}"}
+            must = f"{FILE}: {NAME}:{number}: the row must"
+            if not isinstance(row, dict):
+                return {"mistake": f"{must} be a dictionary, got {shown(row)}"}
+            try:
+                json.dumps(row, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                return {"mistake": f"{must} hold what JSON can, got {shown(row)}: {error}"}
         return {"rows": rows}
 
     return make
-
-
-def _not_json(row: object) -> str:
-    """What the row must be instead; empty if it is well."""
-    if not isinstance(row, dict):
-        return f"be a dictionary, got {shown(row)}"
-    try:
-        json.dumps(row, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        return f"hold what JSON can, got {shown(row)}: {error}"
-    return ""
