@@ -3,7 +3,6 @@
 A demonstration travels as a Prompt: `token_ids` are those of the whole, and `fields[WRITTEN]` lists
 what the assistant wrote of them, as [start, end].
 
-
 What stands before an answer has the ids with which a rollout of `llamarl train` would begin
 there, and an answer ends with a token at which a generator stops."""
 
@@ -66,7 +65,7 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True)
 class DemonstrationRules:
-    """What makes a demonstration of a row; `limit` names where `data.max_prompt_tokens` comes
+    """The rules make a demonstration of a row; `limit` names where `data.max_prompt_tokens` comes
     from."""
 
     data: DataConfig
@@ -79,7 +78,7 @@ class DemonstrationRules:
         check_template(self.data, self.tokenizer)
 
     def make_all(self, rows: Iterable[NumberedRow], place: str | Path) -> Iterator[Prompt]:
-        """The demonstrations of these rows, in order; `prompt_id` is the row's number.
+        """Yield the demonstrations of these rows, in order; `prompt_id` is the row's number.
 
         Raises a one-line ValueError that names `place` and number for the first row that lacks its
         fields, has no answer or is too long, or whose chat template does not show where an answer
@@ -96,32 +95,27 @@ class DemonstrationRules:
                 except ValueError as error:
                     wrong = located(place, number, error)
                     break
-            for number, parts in self._encode(rendered):
+            ids = {}
+            for special in (False, True):
+                every = (part for _, parts in rendered for part in parts)
+                some = [part for part in every if part.is_special == special]
+                texts, before = [part.text for part in some], [part.before for part in some]
+                found = self.tokenizer.encode_all(texts, special=special, before=before)
+                ids[special] = iter(found)
+            for number, parts in rendered:
                 try:
-                    found = self._join(number, parts)
+                    made = self._join(
+                        number, [(each, next(ids[each.is_special])) for each in parts]
+                    )
                 except ValueError as error:
                     raise located(place, number, error) from error
-                if found is not None:
-                    yield found
+                if made is not None:
+                    yield made
             if wrong is not None:
                 raise wrong
 
-    def _encode(
-        self, rendered: Sequence[tuple[int, list[Passage]]]
-    ) -> Iterator[tuple[int, list[tuple[Passage, list[int]]]]]:
-        """Each part with its ids."""
-        ids = {}
-        for special in (False, True):
-            passages = (part for _, parts in rendered for part in parts)
-            some = [part for part in passages if part.is_special == special]
-            texts, before = ([getattr(part, name) for part in some] for name in ("text", "before"))
-            found = self.tokenizer.encode_all(texts, special=special, before=before)
-            ids[special] = iter(found)
-        for number, parts in rendered:
-            yield number, [(part, next(ids[part.is_special])) for part in parts]
-
     def _join(self, number: int, parts: Sequence[tuple[Passage, list[int]]]) -> Prompt | None:
-        """None for one that is left out."""
+        """Return the demonstration of these parts with their ids; None for one left out."""
         ids: list[int] = []
         written: list[list[int]] = []
         for part, own in parts:
@@ -133,8 +127,7 @@ class DemonstrationRules:
                     ids.append(self.tokenizer.eos_token_ids[0])
                 written.append([start, len(ids)])
         if not written[0][0]:
-            must = "a demonstration must begin with a token before the answer, got none"
-            raise ValueError(must)
+            raise ValueError("a demonstration must begin with a token before the answer, got none")
         text = unmarked("".join(part.text for part, _ in parts))
         found = Prompt(prompt_id=number, text=text, token_ids=tuple(ids), fields={WRITTEN: written})
         most, overlong = self.data.max_prompt_tokens, self.data.overlong
@@ -149,20 +142,31 @@ class DemonstrationRules:
 
 
 def _parts(row: Mapping[str, Any], data: DataConfig, tokenizer: Tokenizer) -> list[Passage]:
-    """What the row's demonstration consists of, in order."""
+    """Return the passages of the row's demonstration, in order."""
     field = data.completion_field
     question = question_of(row, data)
-    answer = None if field is None else _answer_of(row, field)
+    answer = None
+    if field is not None:
+        try:
+            answer = value_at(row, field)
+        except KeyError:
+            got = ", ".join(map(repr, row)) or "no field at all"
+            must = f"the row must have the field {field!r} (data.completion_field)"
+            raise ValueError(f"{must}, got {got}") from None
     if data.chat or isinstance(question, list) or isinstance(answer, list):
         if not tokenizer.has_chat_template:
             must = f"{data.prompt_field!r} must be text for a tokenizer without a chat template"
             must += OWN_TEMPLATE
             raise ValueError(f"{must}, got messages with {tokenizer.folder}")
         before = messages_of(row, data)
-        added = [] if field is None else _messages(answer, field)
-        first = len(before) if field is not None else 0
-        tools = read_tools(row)
-        return [*_chat_parts([*before, *added], first, tokenizer, tools)]
+        if field is None:
+            return [*_chat_parts(before, 0, tokenizer, read_tools(row))]
+        added: list[Message]
+        if isinstance(answer, list):
+            added = [*read_messages(answer, field)]
+        else:
+            added = [{"role": ASSISTANT, "content": text_of(answer, field)}]
+        return [*_chat_parts([*before, *added], len(before), tokenizer, read_tools(row))]
     if field is None:
         must = f"{data.prompt_field!r} must be a list of messages with data.completion_field=null"
         raise ValueError(f"{must}, got {shorten_value(question)}")
@@ -172,7 +176,7 @@ def _parts(row: Mapping[str, Any], data: DataConfig, tokenizer: Tokenizer) -> li
 
 
 def truncate(demonstration: Prompt, num_tokens: int) -> Prompt | None:
-    """Its first tokens; None if the assistant wrote none of them."""
+    """Return its first tokens; None if the assistant wrote none of them."""
     spans = [[start, min(end, num_tokens)] for start, end in demonstration.fields[WRITTEN]]
     spans = [span for span in spans if span[0] < span[1]]
     ids = demonstration.token_ids[:num_tokens]
@@ -180,8 +184,8 @@ def truncate(demonstration: Prompt, num_tokens: int) -> Prompt | None:
 
 
 def as_row(demonstration: Prompt, row_id: int, version: int) -> tuple[RolloutInfo, Columns]:
-    """What stands for a rollout, as if `version` had written the answers: they are trained, and the
-    rest of the response is only context. Nothing was drawn, so log mu is 0."""
+    """Return a row that stands for a rollout, as if `version` had written the answers: they are
+    trained, and the rest of the response is only context. Nothing was drawn, so log mu is 0."""
     ids = np.array(demonstration.token_ids, np.int32)
     spans = demonstration.fields[WRITTEN]
     first = spans[0][0]
@@ -211,14 +215,15 @@ def as_row(demonstration: Prompt, row_id: int, version: int) -> tuple[RolloutInf
 def _chat_parts(
     messages: Sequence[Message], first: int, tokenizer: Tokenizer, tools: Sequence[Schema]
 ) -> Iterator[Passage]:
-    """The conversation up to its last answer, cut where the answers among `messages[first:]` begin
-    and end."""
+    """Yield the conversation up to its last answer, cut where the answers among `messages[first:]`
+    begin and end."""
     answers = [i for i in range(first, len(messages)) if messages[i]["role"] == ASSISTANT]
     if not answers:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ValueError(f"a demonstration must have a turn of the assistant, got {roles}")
     messages = messages[: answers[-1] + 1]  # templates show some thinking of last turns alone
     whole, at = tokenizer.render_chat(messages, tools, is_open=False), 0
+    ends = [each for each, i in tokenizer.special_ids.items() if i in tokenizer.eos_token_ids]
     must = f"the chat template of {tokenizer.folder} must"
     for i in answers:
         before = tokenizer.render_chat(messages[:i], tools)
@@ -226,32 +231,11 @@ def _chat_parts(
             raise ValueError(
                 f"{must} render what stands before an answer alike with it and without"
             )
-        end = _end_of_turn(whole, len(before), tokenizer)
+        # Behind the first token from there on that ends a completion.
+        found = [(whole.find(each, len(before)), each) for each in ends]
+        end = min((start + len(each) for start, each in found if start >= 0), default=-1)
         if end < 0:
             raise ValueError(f"{must} end an answer with a token that ends a completion")
         yield Passage(whole[at : len(before)], before=whole[:at])
         yield Passage(whole[len(before) : end], before=before, is_written=True)
         at = end
-
-
-def _end_of_turn(text: str, begin: int, tokenizer: Tokenizer) -> int:
-    """Behind the first token from `begin` on that ends a completion; -1 without one."""
-    ends = [each for each, i in tokenizer.special_ids.items() if i in tokenizer.eos_token_ids]
-    found = [(text.find(end, begin), end) for end in ends]
-    return min((at + len(end) for at, end in found if at >= 0), default=-1)
-
-
-def _answer_of(row: Mapping[str, Any], field: str) -> Any:
-    try:
-        return value_at(row, field)
-    except KeyError:
-        got = ", ".join(map(repr, row)) or "no field at all"
-        must = f"the row must have the field {field!r} (data.completion_field)"
-        raise ValueError(f"{must}, got {got}") from None
-
-
-def _messages(value: Any, field: str) -> list[Message]:
-    """The messages in a field; a text is one of the assistant's."""
-    if not isinstance(value, list):
-        return [{"role": ASSISTANT, "content": text_of(value, field)}]
-    return [*read_messages(value, field)]

@@ -50,7 +50,7 @@ def write_rows(file: BinaryIO, prompts: Iterable[Prompt]) -> tuple[np.ndarray, s
         entries.extend((prompt.prompt_id, at, len(row), len(prompt.token_ids)))
         digest.update(np.array([prompt.prompt_id, len(prompt.token_ids)], "<i8").tobytes() + ids)
         at += len(row)
-    columns = np.array(entries).reshape(-1, len(INDEX)).T
+    columns = np.array(entries).reshape(-1, len(INDEX.names or ())).T
     index = np.empty(columns.shape[1], INDEX)
     for name, column in zip(INDEX.names or (), columns, strict=True):
         index[name] = column

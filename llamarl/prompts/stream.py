@@ -1,4 +1,4 @@
-"""The order of prompts over sources and epochs, which can be resumed, and the requests of a
+"""The order of prompts over sources and epochs, from which a run can resume, and the requests of a
 group."""
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import zlib
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from llamarl.storage.archive import is_kept
 
 @dataclass
 class SourceWalk:
-    """A walk over the `size` prompts from the place `first` on, epoch after epoch: places that were
-    passed and, of those, prompts that were handed out."""
+    """A walk goes over the `size` prompts from the place `first` on, epoch after epoch. It counts
+    the places passed and, of those, the prompts handed out."""
 
     first: int
     size: int
@@ -34,22 +33,21 @@ class SourceWalk:
     name: str
     num_passed: int = 0
     num_drawn: int = 0
-    _order: tuple[int, Sequence[int] | np.ndarray] = field(default=(-1, ()))
+    _order: tuple[int, np.ndarray] = (-1, np.empty(0))
 
     def pass_next(self, seed: int, *, shuffle: bool) -> tuple[int, int]:
-        """(epoch, place) of the next prompt."""
+        """Pass the next prompt; return its (epoch, place)."""
         epoch, place = divmod(self.num_passed, self.size)
-        if epoch != self._order[0]:
-            self._order = epoch, self._draw_order(seed, epoch) if shuffle else range(self.size)
         self.num_passed += 1
+        if not shuffle:
+            return epoch, self.first + place
+        if epoch != self._order[0]:
+            # Sorts raw PCG64 words: numpy guarantees their stream, so a run can resume under
+            # another version of numpy. It does not guarantee that of `Generator.permutation`.
+            digest = hashlib.sha256(f"{seed} {epoch}{self.name}".encode()).digest()
+            words = np.random.PCG64(int.from_bytes(digest)).random_raw(self.size)
+            self._order = epoch, np.argsort(words, kind="stable")
         return epoch, self.first + int(self._order[1][place])
-
-    def _draw_order(self, seed: int, epoch: int) -> np.ndarray:
-        # Sorts raw PCG64 words: numpy guarantees their stream, so a run can resume under another
-        # version of numpy. It does not guarantee that of `Generator.permutation`.
-        digest = hashlib.sha256(f"{seed} {epoch}{self.name}".encode()).digest()
-        words = np.random.PCG64(int.from_bytes(digest)).random_raw(self.size)
-        return np.argsort(words, kind="stable")
 
 
 class PromptStream(Iterator[Prompt]):
@@ -94,7 +92,15 @@ class PromptStream(Iterator[Prompt]):
         self._repeat_share = repeat_share
         self.limit = f"num_epochs={num_epochs:g}" if num_epochs else ""
         self._most = math.ceil(num_epochs * self.num_prompts) if num_epochs else math.inf
-        self._walks = _make_walks(prompts, weights)
+        self._walks = [SourceWalk(0, len(prompts), 1.0, "")]
+        if weights:
+            starts = [_place(prompts, source * SOURCE_ROWS) for source in range(len(weights) + 1)]
+            self._walks = [
+                SourceWalk(start, stop - start, weight / sum(weights), f" {source}")
+                for source, (start, stop, weight) in enumerate(
+                    zip(starts, starts[1:], weights, strict=False)
+                )
+            ]
         for walk, counts in zip(self._walks, walks or [(position, position)], strict=False):
             walk.num_passed, walk.num_drawn = counts
         if walks and len(walks) != len(self._walks):
@@ -123,7 +129,8 @@ class PromptStream(Iterator[Prompt]):
         if self._first:
             return self._first.popleft()
         while not self.is_exhausted:
-            walk = self._furthest_behind()
+            next_position = self.position + 1  # comes the walk that misses most of its share then
+            walk = max(self._walks, key=lambda each: each.share * next_position - each.num_drawn)
             epoch, place = walk.pass_next(self._seed, shuffle=self._shuffle)
             if self._is_skipped(epoch, place):
                 self._num_skipped += 1
@@ -133,13 +140,13 @@ class PromptStream(Iterator[Prompt]):
         raise StopIteration
 
     def learn(self, prompt: Prompt, *, has_signal: bool) -> None:
-        """What the latest group of a prompt has shown."""
+        """Note whether the latest group of a prompt had a signal."""
         if self._silent is not None:
             self._silent[self._find(prompt.prompt_id)] = not has_signal
 
     def take_metrics(self) -> dict[str, float]:
-        """Epochs walked and, with a curriculum, prompts passed over since the last call, and those
-        without a signal."""
+        """Return the epochs walked and, with a curriculum, the prompts passed over since the last
+        call, and those without a signal."""
         found = {"prompts/epoch": self._num_passed / self.num_prompts}
         if self._silent is not None:
             found["prompts/skipped"] = self._num_skipped
@@ -148,8 +155,9 @@ class PromptStream(Iterator[Prompt]):
         return found
 
     def state(self) -> dict[str, object]:
-        """What a checkpoint saves. With the gate's open groups it names every prompt that was drawn
-        and not yet trained, so a run may be killed at any time, also right after a resume."""
+        """Return what a checkpoint saves. With the gate's open groups it names every prompt that
+        was drawn and not yet trained, so a run may be killed at any time, also right after a
+        resume."""
         state: dict[str, object] = {
             "position": self.position,
             "walks": [[walk.num_passed, walk.num_drawn] for walk in self._walks],
@@ -157,21 +165,13 @@ class PromptStream(Iterator[Prompt]):
             "identity": self._identity,
         }
         if self._silent is not None:
-            state["silent"] = base64.b64encode(
-                zlib.compress(np.packbits(self._silent).tobytes())
-            ).decode()
+            packed = zlib.compress(np.packbits(self._silent).tobytes())
+            state["silent"] = base64.b64encode(packed).decode()
         return state
 
     @property
     def _num_passed(self) -> int:
         return sum(walk.num_passed for walk in self._walks)
-
-    def _furthest_behind(self) -> SourceWalk:
-        """The walk that a next prompt leaves with the largest part of its share missing."""
-        if len(self._walks) == 1:
-            return self._walks[0]
-        position = self.position + 1
-        return max(self._walks, key=lambda walk: walk.share * position - walk.num_drawn)
 
     def _is_skipped(self, epoch: int, place: int) -> bool:
         if self._silent is None or not self._silent[place]:
@@ -190,25 +190,14 @@ class PromptStream(Iterator[Prompt]):
         return replace(prompt, is_kept=is_kept(prompt, self._keep, self._seed))
 
 
-def _make_walks(prompts: Sequence[Prompt], weights: Sequence[float]) -> list[SourceWalk]:
-    if not weights:
-        return [SourceWalk(0, len(prompts), 1.0, "")]
-    starts = [_place(prompts, source * SOURCE_ROWS) for source in range(len(weights) + 1)]
-    return [
-        SourceWalk(start, stop - start, weight / sum(weights), f" {source}")
-        for source, ((start, stop), weight) in enumerate(
-            zip(pairwise(starts), weights, strict=True)
-        )
-    ]
-
-
 def _place(prompts: Sequence[Prompt], prompt_id: int) -> int:
-    """That of the first prompt with this id or a later one."""
+    """Return the place of the first prompt with this id or a later one."""
     return bisect_left(prompts, prompt_id, key=lambda prompt: prompt.prompt_id)
 
 
 def _unpack(text: str, count: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """A bool per prompt; all False for an empty text. ValueError for one that no state has."""
+    """Return a bool per prompt; all False for an empty text. ValueError for a text that no state
+    has."""
     if not text:
         return np.zeros(count, bool)
     try:
@@ -231,7 +220,8 @@ def make_requests(
     replay_lengths: Sequence[int] = (),
     has_turns: bool = False,
 ) -> list[Request]:
-    """One request per row of `group`, alike but for row id and seed; with `has_turns`, of episodes.
+    """Return a request per row of `group`, alike but for row id and seed; with `has_turns`, of
+    episodes.
 
     With `replay_lengths`, rollout i of group g writes exactly as many tokens as entry g * n + i,
     modulo their number, says: stop ids and stop strings are off. `max_tokens` stays,
@@ -258,16 +248,15 @@ def make_requests(
 
 
 def rollout_seed(run_seed: int, prompt: Prompt, index: int) -> int:
-    """53-bit seed of rollout `index` of `prompt`: the same after a resume and on any replica.
-
-    No wider, because the float64 column `sampling` must hold it exactly.
-    """
+    """Return the 53-bit seed of rollout `index` of `prompt`: the same after a resume and on any
+    replica; no wider, because the float64 column `sampling` must hold it exactly."""
     key = f"{run_seed}/{prompt.epoch}/{prompt.prompt_id}/{index}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 11
 
 
 def read_lengths(path: str | Path, max_tokens: int) -> list[int]:
-    """The lengths to replay; ValueError unless they are whole numbers from 1 to `max_tokens`."""
+    """Return the lengths to replay; ValueError unless they are whole numbers from 1 to
+    `max_tokens`."""
     try:
         lengths = parse(read_bytes(Path(path)))
     except ValueError as error:
