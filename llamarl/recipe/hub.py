@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from llamarl.core.fields import require
+from llamarl.prompts.files import SUFFIXES
 
 PREFIX = "hf:"
 PART = r"[A-Za-z0-9_][\w.-]*"
@@ -38,8 +39,9 @@ FORMS: dict[Kind, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class HubName:
-    """A repository of the Hub; `path` is what of it: nothing of a model, and of a data set a split,
-    a config and a split, or a file. Without `revision` it is the default branch."""
+    """A name stands for a repository of the Hub. `path` says what of it: nothing of a model, and of
+    a data set a split, a config and a split, or a file. Without `revision` it is the default
+    branch."""
 
     kind: Kind
     repository: str
@@ -56,23 +58,23 @@ class HubName:
         return self.revision is not None and COMMIT.fullmatch(self.revision) is not None
 
     def at(self, revision: str) -> HubName:
-        """The same of another revision."""
+        """Return the name with another revision."""
         return replace(self, revision=revision)
 
     def download_command(self) -> str:
-        """What puts the repository into the cache."""
+        """Return the command that puts the repository into the cache."""
         options = ["--repo-type", "dataset"] if self.kind == "dataset" else []
         options += ["--revision", self.revision] if self.revision else []
         return shlex.join(["hf", "download", self.repository, *options])
 
 
 def is_hub_name(text: object) -> bool:
-    """Whether this value of a key is such a name, perhaps a wrong one, and no path."""
+    """Say whether this value of a key is such a name, perhaps a wrong one, and no path."""
     return isinstance(text, str) and text.startswith(PREFIX)
 
 
 def read_name(key: str, text: str, kind: Kind) -> HubName:
-    """The name `text` that `key` has. ValueError for one of no such form."""
+    """Return the name `text` that `key` has. ValueError for one of no such form."""
     found = NAME.fullmatch(text.removeprefix(PREFIX))
     path = tuple(found[2].split("/")[1:]) if found else ()
     if found is None or {"..", "."} & {*path} or (kind == "model" and path):
@@ -80,119 +82,91 @@ def read_name(key: str, text: str, kind: Kind) -> HubName:
     return HubName(kind=kind, repository=found[1], path=path, revision=found[3])
 
 
-SUFFIXES = (".parquet", ".jsonl", ".arrow")
 ONLY = "default"  # the config of a repository that names none
 TRAIN = "train"
 MAX_SHOWN = 12  # configs and splits in an error
 SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}(?:-[0-9a-f]{16})?")
-Splits = dict[str, dict[str, list[str]]]
-"""Config -> split -> its files, in order."""
-
-
-def is_rows_file(path: str) -> bool:
-    """Whether this file of a repository holds rows that a recipe can read."""
-    return path.endswith(SUFFIXES)
-
-
-def read_splits(readme: str, paths: Collection[str]) -> Splits:
-    """The splits of a repository with these files, by `configs` at the head of its README.md or, if
-    there are none, by the names of the files. ValueError for a damaged head."""
-    files = sorted(path for path in paths if is_rows_file(path))
-    listed = {each["config_name"]: _splits_of(each, files) for each in _configs(readme)}
-    found = {name: splits for name, splits in listed.items() if splits}
-    if found or not files:
-        return found
-    for path in files:
-        config, split = _by_name(PurePosixPath(path))
-        found.setdefault(config, {}).setdefault(split, []).append(path)
-    return found
-
-
-def default_config(readme: str, splits: Splits) -> str | None:
-    """The config that a name without one means: marked as the default, so called, or the only."""
-    marked = [each["config_name"] for each in _configs(readme) if each.get("default") is True]
-    return next((name for name in (*marked, ONLY) if name in splits), _single(splits))
+HEAD = re.compile(r"\ufeff?---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
 
 
 def choose_files(
-    path: Sequence[str], splits: Splits, default: str | None, default_split: str | None
+    readme: str, paths: Collection[str], path: Sequence[str], default_split: str | None
 ) -> list[str]:
-    """The files that `path` means: nothing (`default_split` of the `default` config), a split or a
-    config, or a config and a split. ValueError, which says what there is, if it means none."""
-    config, split = default, default_split
+    """Return the files that `path` means of a repository with these `paths`: nothing
+    (`default_split` of the default config), a split or a config, or a config and a split. They are
+    given by `configs` at the head of README.md or, if there are none, by the names of the files.
+
+    ValueError, which says what there is, if it means none, or for a damaged head.
+    """
+    configs = _read_configs(readme)
+    files = sorted(each for each in paths if each.endswith(SUFFIXES))
+    listed = {each["config_name"]: _splits_of(each, files) for each in configs}
+    splits = {name: found for name, found in listed.items() if found}
+    for file in files if not splits else ():
+        config, split = _by_name(PurePosixPath(file))
+        splits.setdefault(config, {}).setdefault(split, []).append(file)
+    marked = [each["config_name"] for each in configs if each.get("default") is True]
+    default = next((name for name in (*marked, ONLY) if name in splits), _single(splits))
+    chosen, split_name = default, default_split
     if len(path) == 1 and path[0] in splits and path[0] not in splits.get(default or "", {}):
-        config = path[0]
+        chosen = path[0]
     elif path:
-        config, split = "/".join(path[:-1]) or default, path[-1]
-    those = splits.get(config or "", {})
-    found = those.get(split or _single(those) or "")
+        chosen, split_name = "/".join(path[:-1]) or default, path[-1]
+    those = splits.get(chosen or "", {})
+    found = those.get(split_name or _single(those) or "")
     if found is None:
-        raise ValueError(_nothing(splits))
+        names = [f"{config}/{split}" for config, each in splits.items() for split in each]
+        more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+        if names:
+            raise ValueError(f"name one of the splits {', '.join(names[:MAX_SHOWN])}{more}")
+        by = f"({', '.join(SUFFIXES)}, by `configs` in README.md or their names)"
+        raise ValueError(f"have files of splits {by}, got none")
     kinds = {PurePosixPath(each).suffix for each in found}
     if len(kinds) > 1:
-        raise ValueError(f"name a file, as {config}/{split} has {' and '.join(sorted(kinds))}")
+        raise ValueError(f"name a file, as {chosen}/{split_name} has {' and '.join(sorted(kinds))}")
     return found
 
 
-def _configs(readme: str) -> list[Mapping[str, Any]]:
-    """The entries of `configs` that have a name."""
-    listed = _head(readme).get("configs")
+def _read_configs(readme: str) -> list[Mapping[str, Any]]:
+    """Return the entries of `configs` that have a name, of the YAML between the first two lines of
+    dashes."""
+    found = HEAD.match(readme.replace("\r\n", "\n"))
+    try:
+        head = yaml.safe_load(found[1]) if found else {}
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"have YAML at the head of README.md, got {reason}") from error
+    listed = head.get("configs") if isinstance(head, dict) else None
     every = listed if isinstance(listed, list) else []
     return [
         each for each in every if isinstance(each, dict) and type(each.get("config_name")) is str
     ]
 
 
-def _head(readme: str) -> Mapping[str, Any]:
-    """The YAML between the first two lines of dashes."""
-    found = re.match(r"\ufeff?---\s*\n(.*?)\n---\s*(?:\n|$)", readme.replace("\r\n", "\n"), re.S)
-    try:
-        head = yaml.safe_load(found[1]) if found else {}
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"have YAML at the head of README.md, got {reason}") from error
-    return head if isinstance(head, dict) else {}
-
-
 def _splits_of(config: Mapping[str, Any], files: Sequence[str]) -> dict[str, list[str]]:
-    """Split -> files of one entry of `configs`."""
+    """Return the files of each split of an entry of `configs`. Its `data_files` are one text or
+    several, a mapping by split, or entries with a split and a path."""
     folder = str(config.get("data_dir") or "").strip("/")
-    inside = [path for path in files if not folder or path.startswith(f"{folder}/")]
-    if config.get("data_files") is None:
-        found: dict[str, list[str]] = {}
-        for path in inside if folder else []:
-            found.setdefault(_by_name(PurePosixPath(path))[1], []).append(path)
+    found: dict[str, list[str]] = {}
+    named = config.get("data_files")
+    if named is None:
+        for path in files:
+            if folder and path.startswith(f"{folder}/"):
+                found.setdefault(_by_name(PurePosixPath(path))[1], []).append(path)
         return found
-    patterns = _patterns(config["data_files"])
-    chosen = {split: _matching(each, folder, files) for split, each in patterns.items()}
-    return {split: paths for split, paths in chosen.items() if paths}
-
-
-def _patterns(data_files: object) -> dict[str, list[str]]:
-    """Split -> patterns: of one text or several, of a mapping by split, or of entries with a split
-    and a path."""
-    match data_files:
-        case str():
-            return {TRAIN: [data_files]}
-        case dict():
-            return {str(split): _texts(value) for split, value in data_files.items()}
-        case list() if all(isinstance(each, dict) for each in data_files):
-            return {str(each.get("split", TRAIN)): _texts(each.get("path")) for each in data_files}
-    return {TRAIN: _texts(data_files)}
-
-
-def _texts(value: object) -> list[str]:
-    return [each for each in (value if isinstance(value, list) else [value]) if type(each) is str]
-
-
-def _matching(patterns: Sequence[str], folder: str, files: Sequence[str]) -> list[str]:
-    """The files that match, in the order of the patterns."""
-    full = [f"{folder}/{each.removeprefix('./')}".lstrip("/") for each in patterns]
-    return list(dict.fromkeys(path for each in full for path in files if _matches(path, each)))
+    entries = [*named.items()] if isinstance(named, dict) else [(TRAIN, named)]
+    if isinstance(named, list) and all(isinstance(each, dict) for each in named):
+        entries = [(each.get("split", TRAIN), each.get("path")) for each in named]
+    for split, given in entries:
+        texts = [t for t in (given if isinstance(given, list) else [given]) if type(t) is str]
+        patterns = [f"{folder}/{each.removeprefix('./')}".lstrip("/") for each in texts]
+        paths = dict.fromkeys(path for each in patterns for path in files if _matches(path, each))
+        found[str(split)] = [*paths]
+    return {split: paths for split, paths in found.items() if paths}
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """As of a file system: `*` stays in its folder, and `**` does not."""
+    """Say whether a path matches as in a file system: `*` stays in its folder, `**` does not."""
     if "**" in pattern:
         return fnmatchcase(path, pattern.replace("**/", "*"))
     parts, patterns = path.split("/"), pattern.split("/")
@@ -200,8 +174,8 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _by_name(path: PurePosixPath) -> tuple[str, str]:
-    """Config and split by the file's name: `CONFIG/SPLIT-00000-of-00002.parquet`, `SPLIT.jsonl`, or
-    `CONFIG/SPLIT/0000.parquet`. A folder `data` is no config."""
+    """Return config and split by the file's name: `CONFIG/SPLIT-00000-of-00002.parquet`,
+    `SPLIT.jsonl`, or `CONFIG/SPLIT/0000.parquet`. A folder `data` is no config."""
     folders = [name for name in path.parts[:-1] if name != "data"]
     shard = SHARD.fullmatch(path.stem)
     split = shard[1] if shard else path.stem
@@ -214,16 +188,6 @@ def _single(names: Mapping[str, object]) -> str | None:
     return next(iter(names)) if len(names) == 1 else None
 
 
-def _nothing(splits: Splits) -> str:
-    """What there is instead."""
-    listed = [f"{config}/{split}" for config, each in splits.items() for split in each]
-    more = f" and {len(listed) - MAX_SHOWN} more" if len(listed) > MAX_SHOWN else ""
-    if not listed:
-        kinds = ", ".join(SUFFIXES)
-        return f"have files of splits ({kinds}, by `configs` in README.md or their names), got none"
-    return f"name one of the splits {', '.join(listed[:MAX_SHOWN])}{more}"
-
-
 GRACE_S = 2.0  # for threads to remove what they have of a file when a signal ends the command
 ANSWER_S = 60.0  # for one list of the Hub
 PACE_BYTES, PACE_S = 2**16, 60.0  # of a transfer: so many bytes within so many seconds, at least
@@ -232,19 +196,19 @@ MAX_THREADS = 8  # more would wait for the disk
 MAX_REASON_CHARS = 200
 HASHES = {64: "sha256", 40: "sha1"}  # by the digits of a file's name in the cache
 T = TypeVar("T")
-Choose = Callable[[Collection[str]], Collection[str]]
+Choose = Callable[[Collection[str]], Iterable[str]]
 """Paths in a repository -> those that are needed."""
 
 
 def fetch_files(
     key: str, name: HubName, choose: Choose, *, is_offline: bool = False
 ) -> tuple[list[Path], HubName]:
-    """The files of `name` that `choose` picks, in its order, and `name` with its commit.
+    """Return the files of `name` that `choose` picks, in its order, and `name` with its commit.
 
     Fetches what the cache lacks, or nothing if `is_offline`. ValueError, in one line with `key`, if
     a file cannot be had, there is no room for all, or one holds other bytes than the Hub lists.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
 
     with _explained(key, name):
         resolve = partial(HfApi().resolve_revision, name.repository, repo_type=name.kind)
@@ -255,7 +219,15 @@ def fetch_files(
     folder = _cached_folder(pinned)
     files = [folder / path for path in chosen]
     if missing := [path for path in chosen if not (folder / path).exists()]:
-        _check_space(key, name, sum(sizes[path] for path in missing))
+        num_bytes, cache = sum(sizes[path] for path in missing), Path(constants.HF_HUB_CACHE)
+        with _explained(key, name):
+            places = (cache.absolute(), *cache.absolute().parents)
+            free = shutil.disk_usage(next(each for each in places if each.exists())).free
+        must = f"be in a cache with room for {num_bytes:,} bytes more (HF_HOME says where it is)"
+        if free < num_bytes:
+            raise ValueError(
+                f"{key} must {must}, got {name} and {free:,} bytes free at {places[0]}"
+            )
         with _explained(key, name):
             _download(pinned, missing, is_offline)
     _verify(key, pinned, files)
@@ -263,7 +235,7 @@ def fetch_files(
 
 
 def _download(pinned: HubName, paths: list[str], is_offline: bool) -> None:
-    """Fetch these files; raises what the library does, and TimeoutError for a Hub that sends too
+    """Fetch these files; raise what the library does, and TimeoutError for a Hub that sends too
     slowly."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import tqdm
@@ -271,7 +243,7 @@ def _download(pinned: HubName, paths: list[str], is_offline: bool) -> None:
     is_ended, num_bytes = threading.Event(), 0
 
     class Bar(tqdm):
-        """What the library's threads call with all that they have fetched."""
+        """The library's threads call this bar with all that they have fetched."""
 
         def update(self, n: float | None = 1) -> bool | None:
             nonlocal num_bytes
@@ -301,7 +273,7 @@ def _download(pinned: HubName, paths: list[str], is_offline: bool) -> None:
 
 
 def _ask(call: Callable[[], T]) -> T:
-    """What the library's `call` returns; TimeoutError if that takes too long."""
+    """Return what the library's `call` returns; TimeoutError if that takes too long."""
 
     def look() -> None:
         raise TimeoutError(f"the Hub gave no whole answer in {ANSWER_S:g} s")
@@ -312,9 +284,9 @@ def _ask(call: Callable[[], T]) -> T:
 def _in_thread(
     call: Callable[[], T], is_ended: threading.Event, look_s: float, look: Callable[[], None]
 ) -> T:
-    """What the library's `call` returns, or what it raises. It waits for its threads whatever
-    happens, so it has one here: a signal, or what `look` raises in each interval of `look_s`, ends
-    this call at once, and the threads once they see `is_ended`."""
+    """Return what the library's `call` returns, or raise what it raises. It waits for its threads
+    whatever happens, so it has one here: a signal, or what `look` raises in each interval of
+    `look_s`, ends this call at once, and the threads once they see `is_ended`."""
 
     def work() -> None:
         try:
@@ -336,8 +308,9 @@ def _in_thread(
 
 
 def list_files(key: str, pinned: HubName, *, is_offline: bool = False) -> Mapping[str, int]:
-    """Path -> bytes of all files of a commit. Where neither cache nor Hub has the list, it is of
-    the files that are in the cache. ValueError, in one line with `key`, if there is none."""
+    """Return the bytes of all files of a commit, by path. Where neither cache nor Hub has the list,
+    it is of the files that are in the cache. ValueError, in one line with `key`, if there is
+    none."""
     from huggingface_hub import HfApi, RepoFile, get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -361,7 +334,7 @@ def list_files(key: str, pinned: HubName, *, is_offline: bool = False) -> Mappin
 
 
 def _sizes(files: Iterable[Any]) -> dict[str, int]:
-    """Path -> bytes of what the Hub lists; TypeError for what is no such list."""
+    """Return the bytes by path of what the Hub lists; TypeError for what is no such list."""
     found = {each.path: each.size for each in files}
     for path, size in found.items():
         if type(path) is not str or type(size) is not int or size < 0:
@@ -370,39 +343,33 @@ def _sizes(files: Iterable[Any]) -> dict[str, int]:
 
 
 def _cached_folder(pinned: HubName) -> Path:
-    """Where the cache has the files of a commit, if it has any."""
+    """Return where the cache has the files of a commit, if it has any."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    of_repository = repo_folder_name(repo_id=pinned.repository, repo_type=pinned.kind)
-    return Path(constants.HF_HUB_CACHE, of_repository, "snapshots", str(pinned.revision))
-
-
-def _check_space(key: str, name: HubName, num_bytes: int) -> None:
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE).absolute()
-    with _explained(key, name):
-        there = next(folder for folder in (cache, *cache.parents) if folder.exists())
-        free = shutil.disk_usage(there).free
-    must = f"be in a cache with room for {num_bytes:,} bytes more (HF_HOME says where it is)"
-    if free < num_bytes:
-        raise ValueError(f"{key} must {must}, got {name} and {free:,} bytes free at {cache}")
+    folder = repo_folder_name(repo_id=pinned.repository, repo_type=pinned.kind)
+    return Path(constants.HF_HUB_CACHE, folder, "snapshots", str(pinned.revision))
 
 
 def _verify(key: str, pinned: HubName, paths: list[Path]) -> None:
-    """ValueError, naming the first, unless these files hold what the cache calls them by.
+    """Raise a ValueError, naming the first, unless these files hold what the cache calls them by.
 
     A file is read once after it was written: an empty file beside the cache says that it was. What
     is wrong is removed, so that the same command fetches it again.
     """
-    records = _records_of(pinned)
-    unread = []
+    from huggingface_hub import cached_assets_path
+
+    records, unread = None, []
+    with suppress(OSError):  # a cache that cannot be written to is read each time
+        repository = pinned.repository.replace("/", "--")
+        records = cached_assets_path("llamarl", "verified", f"{pinned.kind}s--{repository}")
     for path in paths:
         require(path.is_file(), key, f"hold {path.name} ({pinned.download_command()})", str(pinned))
         blob = path.readlink().name if path.is_symlink() else ""
-        record = records / blob if records is not None else None
-        is_read = record is not None and _is_newer(record, path)
+        record, is_read = records / blob if records is not None else None, False
+        with suppress(FileNotFoundError):
+            written_ns = path.stat().st_mtime_ns
+            is_read = record is not None and record.stat().st_mtime_ns >= written_ns
         if len(blob) in HASHES and not is_read:
             unread.append((path, blob, record))
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
@@ -417,25 +384,8 @@ def _verify(key: str, pinned: HubName, paths: list[Path]) -> None:
                     "file is removed, and the same command fetches it again"
                 )
             if record is not None:
-                with suppress(OSError):  # a cache that cannot be written to is read each time
+                with suppress(OSError):
                     record.touch()
-
-
-def _records_of(pinned: HubName) -> Path | None:
-    """The folder of what was read; None where none can be made."""
-    from huggingface_hub import cached_assets_path
-
-    repository = pinned.repository.replace("/", "--")
-    with suppress(OSError):
-        return cached_assets_path("llamarl", "verified", f"{pinned.kind}s--{repository}")
-    return None
-
-
-def _is_newer(record: Path, path: Path) -> bool:
-    try:
-        return record.stat().st_mtime_ns >= path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return False
 
 
 def _digest(unread: tuple[Path, str, Path | None]) -> str:
@@ -447,21 +397,17 @@ def _digest(unread: tuple[Path, str, Path | None]) -> str:
         return hashlib.file_digest(file, lambda: git).hexdigest()
 
 
-def _errors() -> tuple[type[Exception], ...]:
-    """What the library and its transfers raise for a Hub that is not there or answers otherwise."""
+@contextmanager
+def _explained(key: str, name: HubName) -> Iterator[None]:
+    """Make one line of what the library and its transfers raise for a Hub that is not there or
+    answers otherwise."""
     from huggingface_hub import errors
 
     of_hub = (errors.HTTPError, errors.RevisionResolutionError, errors.EntryNotFoundError)
     wrong = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
-    return (*of_hub, *wrong, OSError, RuntimeError)
-
-
-@contextmanager
-def _explained(key: str, name: HubName) -> Iterator[None]:
-    """Calls of the library, whose errors become one line each."""
     try:
         yield
-    except _errors() as error:
+    except (*of_hub, *wrong, OSError, RuntimeError) as error:
         raise ValueError(f"{key} must {_must(name, error)}") from error
 
 

@@ -1,4 +1,4 @@
-"""A recipe whose names of the Hub stand for files on this machine.
+"""Local files take the place of the names of the Hub in a recipe.
 
 Nothing is fetched unless a key names it, never code or a pickle, and no weights for a forecast;
 after `with_local_files` a run knows paths alone, and its saved config the commits."""
@@ -22,17 +22,15 @@ from llamarl.model.adapter_inventory import ADAPTER_FILE, read_lora
 from llamarl.model.adapter_inventory import CONFIG_FILE as ADAPTER_CONFIG
 from llamarl.model.safetensors_file import weight_names
 from llamarl.model.tokenizer import END_FILE, TOKENIZER_FILES
+from llamarl.prompts.files import SUFFIXES
 from llamarl.recipe.hub import (
     TRAIN,
     HubName,
     Kind,
     choose_files,
-    default_config,
     fetch_files,
     is_hub_name,
-    is_rows_file,
     read_name,
-    read_splits,
 )
 from llamarl.recipe.inputs import DATE, with_date, with_own_template
 from llamarl.recipe.prompt_inputs import TASK, resolve
@@ -66,7 +64,7 @@ TEXT_SUFFIXES = (".json", ".model", ".txt", ".jinja")  # of a tokenizer's files
 def with_local_files(
     config: Config, command: str, run_dir: str | None = None
 ) -> tuple[Config, dict[str, Any]]:
-    """`config` with paths for names, and by key each name with its commit.
+    """Return `config` with paths for names, and by key each name with its commit.
 
     Fetches what the command needs and the cache lacks: for `plan` no weights, and no prompts. A run
     that resumes keeps its commits, wherever a branch is now, and the day that its chat template
@@ -84,7 +82,9 @@ def with_local_files(
                 name = _keep(read_name(key, text, _kind(key)), saved)
                 path, name = _find(config, command, key, name) or (text, name)
                 paths[place], names[place] = str(path), str(name)
-        config = _with_value(config, key, _like(value, paths))
+        section, _, field = key.partition(".")
+        changed = replace(getattr(config, section), **{field: _like(value, paths)})
+        config = replace(config, **{section: changed})
         pinned[key] = _like(value, names)
     config = with_own_template(config) if command in NEEDED else config
     if command in RUNS:
@@ -94,8 +94,8 @@ def with_local_files(
 
 
 def repeatable_inputs(config: Config, pinned: dict[str, Any]) -> dict[str, Any]:
-    """By key, the inputs that `config` names, as they are found from any folder: names of the Hub
-    as they are pinned, paths absolute."""
+    """Return by key the inputs that `config` names, as they are found from any folder: names of the
+    Hub as they are pinned, paths absolute."""
     found: dict[str, Any] = {}
     for key in (*NEEDED["train"], LENGTHS, TEMPLATE):
         of_teacher = config.algorithm.reference if key == TEACHER else None
@@ -115,21 +115,21 @@ def _kind(key: str) -> Kind:
 
 
 def _texts(value: Any) -> dict[Any, Any]:
-    """What a key holds, by its name, its place in a list, or 0."""
+    """Return what a key holds, by its name, its place in a list, or 0."""
     if isinstance(value, dict):
         return dict(value)
     return dict(enumerate(value if isinstance(value, list) else [value]))
 
 
 def _like(value: Any, texts: dict[Any, Any]) -> Any:
-    """`texts` in the form that `value` had before `_texts`."""
+    """Return `texts` in the form that `value` had before `_texts`."""
     if isinstance(value, dict):
         return texts
     return [*texts.values()] if isinstance(value, list) else texts[0]
 
 
 def _with_lora(config: Config) -> Config:
-    """With `trainer.lora` as the adapter to start from has it, unless the recipe gives a rank; its
+    """Set `trainer.lora` as the adapter to start from has it, unless the recipe gives a rank; its
     dropout is the recipe's in any case. ValueError if the recipe has another alpha or target."""
     folder, given = Path(config.recipe_dir, config.model.adapter), config.trainer.lora
     if not config.model.adapter or given.is_used or not folder.is_dir():
@@ -144,14 +144,24 @@ def _with_lora(config: Config) -> Config:
 
 
 def _keep(name: HubName, saved: Callable[[], dict[str, Any]]) -> HubName:
-    """`name` with the commit that it has in the config of the run that resumes."""
-    kept = [] if name.is_pinned else _kept_names(saved())
-    return next((each for each in kept if name.at(str(each.revision)) == each), name)
+    """Return `name` with the commit that it has in the config of the run that resumes."""
+    if name.is_pinned:
+        return name
+    config = saved()
+    for key in NEEDED["train"]:
+        section, _, field = key.partition(".")
+        inside = config.get(section)
+        value = inside.get(field) if isinstance(inside, dict) else None
+        for text in filter(is_hub_name, _texts(value).values()):
+            kept = read_name(key, text, _kind(key))
+            if kept.is_pinned and name.at(str(kept.revision)) == kept:
+                return kept
+    return name
 
 
 def path_here(key: str, text: str) -> Path | None:
-    """The file or folder that the value of a key means, if it is on this machine: a path, or a name
-    whose files were fetched before. ValueError for a name of a wrong form."""
+    """Return the file or folder that the value of a key means, if it is on this machine: a path, or
+    a name whose files were fetched before. ValueError for a name of a wrong form."""
     if not is_hub_name(text):
         return Path(text) if Path(text).exists() else None
     name = read_name(key, text, _kind(key))
@@ -163,12 +173,12 @@ def path_here(key: str, text: str) -> Path | None:
 
 
 def _find(config: Config, command: str, key: str, name: HubName) -> tuple[Path, HubName] | None:
-    """The file or folder of `name`; None for what a forecast does without."""
+    """Return the file or folder of `name`; None for what a forecast does without."""
     find: Callable[..., tuple[Path, HubName]]
     if key in DATA_SETS:
         find = partial(fetch_rows, key, name, TRAIN if key == PROMPTS else None)
     else:
-        choose = _is_architecture if key == ARCHITECTURE else is_text
+        choose = (CONFIG_FILE, END_FILE).__contains__ if key == ARCHITECTURE else is_text
         # An adapter's are few, and no adapter without them is read.
         has_weights = key == ADAPTER or (key in (CHECKPOINT, TEACHER) and command != "plan")
         find = partial(fetch_model, key, name, choose, has_weights=has_weights)
@@ -181,8 +191,8 @@ def _find(config: Config, command: str, key: str, name: HubName) -> tuple[Path, 
 
 
 def is_text(path: str) -> bool:
-    """Whether a file of a model is config, index, tokenizer or licence: of the top folder, and no
-    code."""
+    """Say whether a file of a model is config, index, tokenizer or licence: of the top folder, and
+    no code."""
     parts = PurePosixPath(path).parts
     if len(parts) == 2 and parts[0] in TOKENIZER_FILES:  # the folder of more chat templates
         return path.endswith(TEXT_SUFFIXES)
@@ -200,11 +210,8 @@ def fetch_model(
     has_weights: bool,
     is_offline: bool = False,
 ) -> tuple[Path, HubName]:
-    """The folder of a model with the files that are needed, and perhaps the weights, and its name
-    with the commit. ValueError as `with_local_files`."""
-
-    def choose_texts(paths: Collection[str]) -> list[str]:
-        return [path for path in paths if is_needed(path)]
+    """Return the folder of a model with the files that are needed, and perhaps the weights, and its
+    name with the commit. ValueError as `with_local_files`."""
 
     def choose_weights(paths: Collection[str]) -> list[str]:
         names = [ADAPTER_FILE] if key == ADAPTER else weight_names(folder)
@@ -216,6 +223,7 @@ def fetch_model(
             raise ValueError(f"{key} must hold {min({*names} - {*paths})}, got {name} with {got}")
         return names
 
+    choose_texts = partial(filter, is_needed)
     files, pinned = fetch_files(key, name, choose_texts, is_offline=is_offline)
     wanted = ADAPTER_CONFIG if key == ADAPTER else CONFIG_FILE
     beside = [path for path in files if path.name == wanted]
@@ -229,23 +237,18 @@ def fetch_model(
     return folder, pinned
 
 
-def _is_architecture(path: str) -> bool:
-    return path in (CONFIG_FILE, END_FILE)
-
-
 def fetch_rows(
     key: str, name: HubName, split: str | None, *, is_offline: bool = False
 ) -> tuple[Path, HubName]:
-    """The file of a split, or a folder with its files in their order, and its name with the commit;
-    `split` is that of a name without one. ValueError as `with_local_files`."""
+    """Return the file of a split, or a folder with its files in their order, and its name with the
+    commit; `split` is that of a name without one. ValueError as `with_local_files`."""
 
     def choose(paths: Collection[str]) -> list[str]:
         path = "/".join(name.path)
-        if is_rows_file(path) and path in paths:
+        if path.endswith(SUFFIXES) and path in paths:
             return [path]
         try:
-            splits = read_splits(readme, paths)
-            return choose_files(name.path, splits, default_config(readme, splits), split)
+            return choose_files(readme, paths, name.path, split)
         except ValueError as error:
             raise ValueError(f"{key} must {error}, got {name}") from None
 
@@ -256,8 +259,8 @@ def fetch_rows(
 
 
 def _linked(key: str, pinned: HubName, files: list[Path]) -> Path:
-    """A link to the file, or a folder of links whose names have the order of the files; the name of
-    either is that of the data set and the split."""
+    """Make a link to the file, or a folder of links whose names have the order of the files; the
+    name of either is that of the data set and the split."""
     from huggingface_hub import cached_assets_path
 
     owner, _, called = "/".join((pinned.repository, *pinned.path)).partition("/")
@@ -285,8 +288,8 @@ def _link(link: Path, path: Path) -> Path:
 
 
 def _saved_config(resume: str, run_dir: str | None) -> dict[str, Any]:
-    """The config of the run that resumes, which is in `run_dir` or has the checkpoint `resume`;
-    empty if there is none."""
+    """Return the config of the run that resumes, which is in `run_dir` or has the checkpoint
+    `resume`; empty if there is none."""
     folders = {"off": None, "auto": run_dir}
     folder = folders.get(resume, str(Path(resume).resolve().parent.parent))
     path = Path(folder, provenance.CONFIG_FILE) if folder is not None else None
@@ -298,21 +301,3 @@ def _saved_config(resume: str, run_dir: str | None) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} must be the config of the run, got {reason}") from error
     return saved if isinstance(saved, dict) else {}
-
-
-def _kept_names(saved: dict[str, Any]) -> list[HubName]:
-    """The names with commits in a run's config."""
-    found = []
-    for key in NEEDED["train"]:
-        section, _, field = key.partition(".")
-        inside = saved.get(section)
-        value = inside.get(field) if isinstance(inside, dict) else None
-        for text in _texts(value).values():
-            if isinstance(text, str) and is_hub_name(text):
-                found.append(read_name(key, text, _kind(key)))
-    return [name for name in found if name.is_pinned]
-
-
-def _with_value(config: Config, key: str, value: Any) -> Config:
-    section, _, field = key.partition(".")
-    return replace(config, **{section: replace(getattr(config, section), **{field: value})})

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llamarl.cluster.executor import endpoint
 from llamarl.core.config import PlacementConfig, SamplingConfig, TrainerConfig, WeightsConfig
 from llamarl.core.errors import StaleVersion
 from llamarl.core.records import REF_LOGPROBS, TRAINER_LOGPROBS

@@ -15,8 +15,6 @@ from tests.e2e.forks import Forks
 from tests.json_lines import read_lines
 from tests.loss_formulas import Sampled, advantages, step
 from tests.places import RECIPE
-from tests.unit.test_proximal import masked
-from tests.unit.test_transformers_model import write_family
 
 GROUPS, SIZE, MAX_TOKENS = 4, 8, 96
 SMALL = [

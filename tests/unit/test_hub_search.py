@@ -17,9 +17,7 @@ from llamarl.recipe.hub import (
     SUFFIXES,
     HubName,
     choose_files,
-    default_config,
     read_name,
-    read_splits,
 )
 from llamarl.recipe.local_inputs import fetch_model
 from tests.hub_server import Hub
@@ -157,9 +155,7 @@ OTHER = {"config_name": "socratic", "data_files": [{"split": "train", "path": "s
 
 
 def chosen(readme: str, files: list[str], path: str, split: str | None = "train") -> list[str]:
-    splits = read_splits(readme, files)
-    parts = path.split("/") if path else []
-    return choose_files(parts, splits, default_config(readme, splits), split)
+    return choose_files(readme, files, path.split("/") if path else [], split)
 
 
 @pytest.mark.parametrize(
