@@ -1,5 +1,5 @@
-"""How a recipe's folder and the arguments become a checked `Config`, and where in its files a
-mistake is."""
+"""A recipe's folder and the arguments are composed into a checked `Config`, and a mistake is found
+in its files."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import os
 import re
 import sys
 import warnings
+from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,56 +44,40 @@ from llamarl.scoring.samplers import check_sampler
 from llamarl.trainer.advantages import check_names
 
 MULTIRUN_FLAGS = {"--multirun", "-m"}
-CFG_FLAGS = {"--cfg", "-c"}
-VALUE_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", *CFG_FLAGS}
+VALUE_FLAGS = (("--cfg", "-c"), ("--config-dir", "-cd"), ("--config-name", "-cn"))
 SHOWN = "job"  # what --cfg prints: the composed recipe
 
 
-def divide(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Flags with their values, and overrides, which Hydra's parser wants in this order.
-
-    ValueError for an unknown flag.
-    """
-    flags: list[str] = []
-    overrides: list[str] = []
-    previous = ""
-    for argument in arguments:
-        is_value = previous in VALUE_FLAGS
-        is_flag = argument.startswith("-") and not is_value
-        if is_flag and argument.partition("=")[0] not in VALUE_FLAGS | MULTIRUN_FLAGS:
-            known = sorted(flag for flag in VALUE_FLAGS | MULTIRUN_FLAGS if flag.startswith("--"))
-            raise ValueError(f"an option must be one of {', '.join(known)}, got {argument!r}")
-        (flags if is_flag or is_value else overrides).append(argument)
-        previous = "" if is_value else argument
-    if previous in VALUE_FLAGS:
-        raise ValueError(f"{previous} must come with a value, got none")
-    return flags, overrides
-
-
-def flag_values(flags: list[str]) -> list[tuple[str, str]]:
-    """`--config-dir=x` and `--config-dir x` alike."""
-    joined = [flag.partition("=") for flag in flags if "=" in flag]
-    return [(flag, value) for flag, _, value in joined] + list(pairwise(flags))
+def divide(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Return Hydra's options, and the overrides. ValueError for an unknown option, one without its
+    value, another value of --cfg than job, or --cfg with --multirun."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for names in VALUE_FLAGS:
+        parser.add_argument(*names)
+    parser.add_argument("--multirun", "-m", action="store_true")
+    try:
+        options, overrides = parser.parse_known_args(arguments)
+    except ArgumentError as error:
+        name = str(error.argument_name).partition("/")[0]
+        must = "come without a value" if name in MULTIRUN_FLAGS else "come with a value, got none"
+        raise ValueError(f"{name} must {must}") from error
+    if unknown := [each for each in overrides if each.startswith("-")]:
+        known = "--cfg, --config-dir, --config-name, --multirun"
+        raise ValueError(f"an option must be one of {known}, got {unknown[0]!r}")
+    if options.cfg is not None:
+        require(options.cfg == SHOWN, "--cfg", f"be {SHOWN}", options.cfg)
+        require(not options.multirun, "--cfg", "come without --multirun", "both")
+    return options, overrides
 
 
-def is_shown(flags: list[str]) -> bool:
-    """Whether --cfg is there; ValueError for another value of it than job, or with --multirun."""
-    shown = [value for flag, value in flag_values(flags) if flag in CFG_FLAGS]
-    for value in shown:
-        require(value == SHOWN, "--cfg", f"be {SHOWN}", value)
-        must = "come without --multirun"
-        require(not MULTIRUN_FLAGS & {*flags}, "--cfg", must, "both")
-    return bool(shown)
-
-
-def without_cfg(flags: list[str]) -> list[str]:
-    """The others."""
-    pairs = pairwise(["", *flags])
-    return [flag for before, flag in pairs if not {before, flag.partition("=")[0]} & CFG_FLAGS]
+def _places(options: Namespace) -> list[str]:
+    """Return the options that say where the recipe is."""
+    named = [] if options.config_name is None else ["--config-name", options.config_name]
+    return ["--config-dir", options.config_dir, *named]
 
 
 def syntax_error(error: yaml.YAMLError, name: str) -> str:
-    """One line about what is no YAML, in the file that the error names, or else in `name`."""
+    """Return one line about what is no YAML, in the file that the error names, or in `name`."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return f"{name} must be YAML, got {' '.join(str(error).split())}"
@@ -103,7 +87,7 @@ def syntax_error(error: yaml.YAMLError, name: str) -> str:
 
 
 def place_of(recipe: Path, key: str) -> str:
-    """`FILE:LINE: ` of a key in the files of a recipe's folder, or nothing."""
+    """Return `FILE:LINE: ` of a key in the files of a recipe's folder, or nothing."""
     others = sorted(path for path in recipe.parent.glob("*/*.yaml"))
     for path in (recipe, *others):
         group = path.relative_to(recipe.parent).parent.parts
@@ -114,7 +98,7 @@ def place_of(recipe: Path, key: str) -> str:
 
 
 def _line_of(path: Path, keys: list[str]) -> int | None:
-    """Line, from 1, of the nested `keys` in a YAML file."""
+    """Return the line, from 1, of the nested `keys` in a YAML file."""
     try:
         node: yaml.Node | None = yaml.compose(path.read_text("utf-8"), yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError):  # not the file that Hydra read
@@ -131,7 +115,7 @@ def _line_of(path: Path, keys: list[str]) -> int | None:
 
 
 def place_with(recipe: Path | None, word: str) -> str:
-    """`FILE:LINE: ` of the first line of the recipe with this word, or nothing."""
+    """Return `FILE:LINE: ` of the first line of the recipe with this word, or nothing."""
     lines = recipe.read_text("utf-8").splitlines() if recipe is not None else []
     found = [i for i, line in enumerate(lines, 1) if re.search(rf"\b{re.escape(word)}\b", line)]
     return f"{recipe}:{found[0]}: " if found else ""
@@ -172,11 +156,11 @@ def for_each_config(
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises errors instead of printing them
     store_choices()
-    flags, overrides = divide(arguments)
-    recipe = _recipe(flags)
-    if is_shown(flags):
-        flags, overrides = without_cfg(flags), [*overrides, "hydra.run.dir=."]
-        work = _show
+    options, overrides = divide(arguments)
+    recipe = _recipe(options)
+    flags = [*_places(options), *(["--multirun"] if options.multirun else [])]
+    if options.cfg is not None:
+        overrides, work = [*overrides, "hydra.run.dir=."], _show
     sys.argv = [program, *flags, f"recipe_dir={_quoted(_folder_of(recipe))}", *overrides]
     warnings.filterwarnings("ignore", message=".*missing `_self_`")  # its own values win
     entry = hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name="run")
@@ -190,29 +174,29 @@ def for_each_config(
 def compose(
     folder: str | Path, overrides: Sequence[str], run_dir: str | Path | None = None
 ) -> DictConfig:
-    """The recipe in `folder` with these overrides, as the command line composes it; for code that
-    may itself run under Hydra, and makes no folder. ValueError for what does not compose."""
-    flags, values = divide(list(overrides))
+    """Return the recipe in `folder` with these overrides, as the command line composes it; for code
+    that may itself run under Hydra, and makes no folder. ValueError for what does not compose."""
+    flags = [each for each in overrides if each.startswith("-")]
     require(not flags, "overrides", "be KEY=VALUE each", flags[0] if flags else None)
-    recipe = _recipe(["--config-dir", str(folder)])
+    recipe = recipe_file(["--config-dir", str(folder)])
     store_choices()
     places = [f"recipe_dir={_quoted(_folder_of(recipe))}"]
     places += [] if run_dir is None else [f"run_dir={_quoted(Path(run_dir))}"]
     try:
-        _check_groups(values)
+        _check_groups(overrides)
         place = hydra.initialize_config_dir(str(CONF_FOLDER), version_base="1.3")
         with place, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*missing `_self_`")
             _search_too(recipe.parent)
-            composed = hydra.compose(recipe.stem, [*places, *values])
-            return _with_choices(composed, recipe, values)
+            composed = hydra.compose(recipe.stem, [*places, *overrides])
+            return _with_choices(composed, recipe, overrides)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ValueError(_explain(error, recipe)) from error
 
 
 @cache
 def reference() -> KeyReference:
-    """Every key and group of a recipe."""
+    """Return the reference of every key and group of a recipe."""
     return KeyReference(CONF_FOLDER / f"{OWN_NAME}.yaml", CHOICES)
 
 
@@ -223,7 +207,7 @@ def _show(composed: DictConfig, run_dir: str) -> None:
 def _with_choices(
     composed: DictConfig, recipe: Path, arguments: Sequence[str] | None = None
 ) -> DictConfig:
-    """`composed` after `settle`; without `arguments` they are those of the present job."""
+    """Settle the choices in `composed`; without `arguments` they are those of the present job."""
     if arguments is None:
         arguments = HydraConfig.get().overrides.task
     parsed = OverridesParser.create().parse_overrides([*arguments])
@@ -235,8 +219,8 @@ def _with_choices(
 
 
 def _folder_of(recipe: Path) -> Path:
-    """Where relative paths of a recipe start: its folder, or that which its file names, as the
-    config.yaml of a run does."""
+    """Return where relative paths of a recipe start: at its folder, or at that which its file
+    names, as the config.yaml of a run does."""
     own = yaml.safe_load(recipe.read_text("utf-8")).get("recipe_dir")
     return recipe.parent / own if isinstance(own, str) else recipe.parent
 
@@ -255,12 +239,10 @@ def _quoted(folder: Path) -> str:
 
 
 def arguments_of_job(arguments: Sequence[str]) -> list[str]:
-    """Of these arguments of a multirun, those that do its present job alone."""
-    flags, _ = divide(list(arguments))
-    alone = [flag for flag in flags if flag not in MULTIRUN_FLAGS]
+    """Return the arguments that do the present job of a multirun alone."""
     chosen = HydraConfig.get().overrides.task
     kept = [each for each in chosen if not each.startswith(("recipe_dir=", "run_dir="))]
-    return [*alone, *kept, f"run_dir={_quoted(Path(_run_dir()))}"]
+    return [*_places(divide(arguments)[0]), *kept, f"run_dir={_quoted(Path(_run_dir()))}"]
 
 
 def _run_dir() -> str:
@@ -268,7 +250,8 @@ def _run_dir() -> str:
 
 
 def to_config(composed: DictConfig) -> Config:
-    """The dataclasses of a composed recipe, all checks run; ValueError for one that fails."""
+    """Return the dataclasses of a composed recipe, all checks run; ValueError for one that
+    fails."""
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
@@ -288,7 +271,8 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def _refuse_added(key: str, section: object) -> None:
-    """ValueError for a key that Hydra's "+key=value" added to a section, or to one in it."""
+    """Raise a ValueError for a key that Hydra's "+key=value" added to a section, or to one in
+    it."""
     if not dataclasses.is_dataclass(section) or isinstance(section, type):
         return
     known = {field.name for field in dataclasses.fields(section)}
@@ -300,8 +284,8 @@ def _refuse_added(key: str, section: object) -> None:
 
 
 def to_yaml(composed: DictConfig, values: Mapping[str, Any] | None = None) -> str:
-    """The composed recipe as a recipe of one file: the choice of each group, then every value spelt
-    out, some with other `values`. It leaves open where its run's folder is."""
+    """Return the composed recipe as a recipe of one file: the choice of each group, then every
+    value spelt out, some with other `values`. It leaves open where its run's folder is."""
     written = composed.copy()
     for key, value in (values or {}).items():
         OmegaConf.update(written, key, value)
@@ -314,25 +298,24 @@ def to_yaml(composed: DictConfig, values: Mapping[str, Any] | None = None) -> st
 
 
 def as_argument(key: str, value: str | list[str] | dict[str, str]) -> str:
-    """What gives the key this value on the command line."""
+    """Return the argument that gives the key this value on the command line."""
     if isinstance(value, dict):
         return f"{key}={{{','.join(f'{name}:{text}' for name, text in value.items())}}}"
     return f"{key}=[{','.join(value)}]" if isinstance(value, list) else f"{key}={value}"
 
 
 def recipe_file(arguments: Sequence[str]) -> Path:
-    """The file that the arguments of a command name; ValueError unless it is YAML."""
-    return _recipe(divide([*arguments])[0])
+    """Return the file that the arguments of a command name; ValueError unless it is YAML."""
+    return _recipe(divide(arguments)[0])
 
 
-def _recipe(flags: list[str]) -> Path:
-    folder = next((Path(v) for f, v in flag_values(flags) if f in ("--config-dir", "-cd")), None)
-    if folder is None:
+def _recipe(options: Namespace) -> Path:
+    if options.config_dir is None:
         raise ValueError("--config-dir must name a recipe's folder, such as recipes/quickstart")
+    folder = Path(options.config_dir)
     if not folder.is_dir():
         raise ValueError(f"--config-dir must be a recipe's folder, got {str(folder)!r}")
-    names = [v for f, v in flag_values(flags) if f in ("--config-name", "-cn")]
-    recipe = folder / f"{(names or [RECIPE_FILE])[-1].removesuffix('.yaml')}.yaml"
+    recipe = folder / f"{(options.config_name or RECIPE_FILE).removesuffix('.yaml')}.yaml"
     must = "be another name than config, which llamarl's own file has"
     more = " (the folder of a run is a recipe without it)"
     require(recipe.stem != OWN_NAME, "--config-name", must + more, OWN_NAME)
@@ -351,9 +334,9 @@ def _recipe(flags: list[str]) -> Path:
     return recipe
 
 
-def _check_groups(overrides: list[str]) -> None:
-    """ValueError for an argument without a key, or a group that is not set to a name."""
-    for override in OverridesParser.create().parse_overrides(overrides):
+def _check_groups(overrides: Sequence[str]) -> None:
+    """Raise a ValueError for an argument without a key, or a group that is not set to a name."""
+    for override in OverridesParser.create().parse_overrides([*overrides]):
         if not override.key_or_group:
             raise ValueError(f"an argument must be KEY=VALUE, got {override.input_line!r}")
         choices = reference().groups.get(override.key_or_group)
@@ -364,7 +347,7 @@ def _check_groups(overrides: list[str]) -> None:
 
 
 def _explain(error: BaseException, recipe: Path | None) -> str:
-    """One line with the key, what it must be and what it got, from Hydra's several lines.
+    """Return one line with the key, what it must be and what it got, from Hydra's several lines.
 
     `recipe` is the file whose lines the error may be about.
     """
@@ -420,7 +403,7 @@ def _wrong_choice(group: str, choice: object, choices: Iterable[str]) -> str:
 
 
 def _unknown_key(key: str, section: str) -> str:
-    """`section` is the name of the dataclass that does not have the key."""
+    """Return one line about a key that `section`, the name of a dataclass, does not have."""
     known = reference().keys.get(key)
     if known is not None and known.is_everywhere:
         return WITHOUT_CONFIG

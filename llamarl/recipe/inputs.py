@@ -1,5 +1,5 @@
-"""What a run reads: checkpoint, frozen models, tokenizer with its chat template, prompts and
-task.py, checked."""
+"""The inputs of a run: checkpoint, frozen models, tokenizer with its chat template, prompts and
+task.py, read and checked."""
 
 from __future__ import annotations
 
@@ -55,46 +55,46 @@ from llamarl.storage.archive import is_kept
 
 
 def read_frozen(config: Config, graph: Graph) -> dict[str, Architecture]:
-    """The architectures of the frozen models that run stages, by stage; without the policy's own
-    reference, and those that are not on this machine or of a family that forecasts do not know."""
+    """Return the architectures of the frozen models that run stages, by stage; without the policy's
+    own reference, and those that are not on this machine or of a family that forecasts do not
+    know."""
     found = {}
-    for stage in graph.between:
-        if isinstance(stage.run, FrozenModel) and stage.name not in _own(config):
-            with suppress(ValueError):
-                found[stage.name] = read_architecture(_folder(config, stage.run))
+    for name, folder in _frozen_folders(config, graph).items():
+        with suppress(ValueError):
+            found[name] = read_architecture(folder)
     return found
+
+
+def _frozen_folders(config: Config, graph: Graph) -> dict[str, str]:
+    """Return the folders of the frozen models of stages, but for a model that is the checkpoint
+    which the policy begins as."""
+    return {
+        stage.name: resolve(config, stage.run.checkpoint)
+        for stage in graph.between
+        if isinstance(stage.run, FrozenModel)
+        and not (stage.name == INFER and not config.algorithm.reference)
+    }
 
 
 def check_models(
     config: Config, graph: Graph, architecture: AnyArchitecture, tokenizer: Tokenizer
 ) -> None:
-    """ValueError unless the frozen models of stages can read the policy's tokens."""
-    for stage in graph.between:
-        if isinstance(stage.run, FrozenModel) and stage.name not in _own(config):
-            folder = _folder(config, stage.run)
-            is_any = isinstance(config.trainer, TransformersConfig)  # its code computes them too
-            found = check_checkpoint(folder, is_any=is_any)
-            key, own = f"the vocabulary of {folder} (stage {stage.name})", architecture.vocab_size
-            if stage.name == INFER:
-                check_teacher(tokenizer, load_tokenizer(folder), found.vocab_size)
-                must = f"be at least the policy's {own}, of which generators draw"
-                require(found.vocab_size >= own, key, must, found.vocab_size)
-            else:
-                require(found.vocab_size == own, key, f"be the policy's {own}", found.vocab_size)
-            longest = max(pool.generator.max_model_len for pool in pools_of(config.generator))
-            must = f"be at least generator.max_model_len {longest}"
-            key = f"the positions of {folder} (stage {stage.name})"
-            require(found.max_positions >= longest, key, must, found.max_positions)
-            check_parallel(found, config.trainer, config.generator)
-
-
-def _own(config: Config) -> set[str]:
-    """Stages whose model is the checkpoint that the policy begins as."""
-    return set() if config.algorithm.reference else {INFER}
-
-
-def _folder(config: Config, model: FrozenModel) -> str:
-    return os.path.abspath(Path(config.recipe_dir, model.checkpoint))
+    """Raise a ValueError unless the frozen models of stages can read the policy's tokens."""
+    for name, folder in _frozen_folders(config, graph).items():
+        is_any = isinstance(config.trainer, TransformersConfig)  # its code computes them too
+        found = check_checkpoint(folder, is_any=is_any)
+        key, own = f"the vocabulary of {folder} (stage {name})", architecture.vocab_size
+        if name == INFER:
+            check_teacher(tokenizer, load_tokenizer(folder), found.vocab_size)
+            must = f"be at least the policy's {own}, of which generators draw"
+            require(found.vocab_size >= own, key, must, found.vocab_size)
+        else:
+            require(found.vocab_size == own, key, f"be the policy's {own}", found.vocab_size)
+        longest = max(pool.generator.max_model_len for pool in pools_of(config.generator))
+        must = f"be at least generator.max_model_len {longest}"
+        key = f"the positions of {folder} (stage {name})"
+        require(found.max_positions >= longest, key, must, found.max_positions)
+        check_parallel(found, config.trainer, config.generator)
 
 
 DATE = "data.date"
@@ -102,7 +102,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 
 def with_own_template(config: Config) -> Config:
-    """With a tokenizer whose template is that of `data.chat_template`: a folder of links in the
+    """Set a tokenizer whose template is that of `data.chat_template`: a folder of links in the
     cache. ValueError, in one line, for a file that cannot be read."""
     if config.data.chat_template is None:
         return config
@@ -115,7 +115,7 @@ def with_own_template(config: Config) -> Config:
         raise ValueError(f"{must}, got {error}") from error
     source = Path(tokenizer_folder(config))
     files = [each for each in (*tokenizer_files(source), source / END_FILE) if each.is_file()]
-    others = [each for each in files if not _is_template(each, source)]
+    others = [each for each in files if each.name != TEMPLATE_FILE and each.parent == source]
     key = hashlib.sha256("\n".join([str(source), *map(str, others)]).encode() + text)
     from huggingface_hub import cached_assets_path
 
@@ -134,7 +134,7 @@ def with_own_template(config: Config) -> Config:
 
 
 def with_date(config: Config, saved: Callable[[], Mapping[str, Any]]) -> Config:
-    """With the day that the chat template gets, if it asks for one: the recipe's, that of the run
+    """Set the day that the chat template gets, if it asks for one: the recipe's, that of the run
     whose config `saved` gives, or today."""
     folder = Path(tokenizer_folder(config))
     if config.data.date is not None or not any(map(_is_dated, tokenizer_files(folder))):
@@ -146,12 +146,8 @@ def with_date(config: Config, saved: Callable[[], Mapping[str, Any]]) -> Config:
 
 
 def tokenizer_folder(config: Config) -> str:
-    """The folder of the tokenizer."""
+    """Return the folder of the tokenizer."""
     return resolve(config, config.model.tokenizer or config.model.checkpoint)
-
-
-def _is_template(path: Path, folder: Path) -> bool:
-    return path.name == TEMPLATE_FILE or path.parent != folder
 
 
 def _is_dated(path: Path) -> bool:
@@ -159,7 +155,6 @@ def _is_dated(path: Path) -> bool:
     return is_text and TODAY.encode() in path.read_bytes()
 
 
-LOGGER = logging.getLogger(__name__)
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
 SHAPES = "shapes"  # of an architecture: a checkpoint's tensors show them
 PROMPTS = "data.prompts"
@@ -169,12 +164,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a run reads, checked and ready. `checkpoint`, `tokenizer_folder` and `adapter`, if
-    there is one, are absolute.
-
-    `task` holds the functions of task.py that the controller calls, by name; `graph` the stages;
-    `kinds` what rollouts take turns with.
-    """
+    """The inputs of a run are checked and ready. `checkpoint`, `tokenizer_folder` and `adapter`, if
+    there is one, are absolute; `task` holds the functions of task.py that the controller calls, by
+    name, `graph` the stages, and `kinds` what rollouts take turns with."""
 
     checkpoint: str
     adapter: str | None
@@ -200,14 +192,18 @@ def read_inputs(
         check_installed()
     _check_allocator(config)
     checkpoint = resolve(config, config.model.checkpoint)
-    tokenizer_folder = resolve(config, config.model.tokenizer or config.model.checkpoint)
+    folder = tokenizer_folder(config)
     _check_folder(config, checkpoint)
-    architecture = _check_checkpoint(config, checkpoint)
+    # Of any family if no part of the run has model code of our own.
+    is_any = isinstance(config.trainer, TransformersConfig) and all(
+        isinstance(pool.generator, VllmConfig) for pool in pools_of(config.generator)
+    )
+    architecture = check_checkpoint(checkpoint, is_any=is_any)
     _check_planned(config, architecture)
     _check_architecture(config, architecture)
     adapter = resolve(config, config.model.adapter) if config.model.adapter else None
     check_adapter(adapter, architecture, config.trainer.lora)
-    tokenizer = load_tokenizer(tokenizer_folder, config.data.chat_template_kwargs, config.data.date)
+    tokenizer = load_tokenizer(folder, config.data.chat_template_kwargs, config.data.date)
     check_tokenizer(tokenizer, architecture.vocab_size)
     split_stops(tokenizer, config.sampling.stop_strings)  # raises what is wrong with them
     check_pattern(config.reward, tokenizer.special_ids)
@@ -230,12 +226,12 @@ def read_inputs(
     if config.sampling.replay_lengths is not None:
         path = resolve(config, config.sampling.replay_lengths)
         replay_lengths = read_lengths(path, config.sampling.max_tokens)
-    for folder in {checkpoint, tokenizer_folder, adapter or checkpoint}:  # as it reads every byte
-        files.verify_if_listed(Path(folder))
+    for each in {checkpoint, folder, adapter or checkpoint}:  # as it reads every byte
+        files.verify_if_listed(Path(each))
     return Inputs(
         checkpoint=checkpoint,
         adapter=adapter,
-        tokenizer_folder=tokenizer_folder,
+        tokenizer_folder=folder,
         architecture=architecture,
         tokenizer=tokenizer,
         prompts=prompts,
@@ -251,7 +247,7 @@ def read_inputs(
 def _warn_of_endless_turns(
     config: Config, tokenizer: Tokenizer, architecture: AnyArchitecture
 ) -> None:
-    """Say so if rollouts do not stop where the chat template ends an answer."""
+    """Warn if rollouts do not stop where the chat template ends an answer."""
     end = tokenizer.end_of_answer()
     ids = {*tokenizer.eos_token_ids, *architecture.eos_token_ids}
     is_known = end is None or tokenizer.special_ids[end] in ids
@@ -264,7 +260,7 @@ def _warn_of_endless_turns(
 def _read_all(
     config: Config, read: Callable[..., PromptTable], *, needs_prompts: bool
 ) -> tuple[PromptTable, list[Prompt]]:
-    """The prompts to train on, if those are needed, and all that are held out."""
+    """Return the prompts to train on, if those are needed, and all that are held out."""
     prompts, held_out = PromptTable([]), list[Prompt]()
     if needs_prompts:
         prompts = read()
@@ -280,9 +276,9 @@ def _read_all(
     return prompts, held_out
 
 
-def check_sandbox(config: Config) -> None:
-    """ValueError if the recipe runs programs that a model wrote, and they cannot be sandboxed. The
-    log says in one line what cannot be kept from them on this machine."""
+def check_contained(config: Config) -> None:
+    """Raise a ValueError if the recipe runs programs that a model wrote, and they cannot be
+    contained. The log says in one line what cannot be kept from them on this machine."""
     runs_programs = "code" in config.reward.functions or "python" in config.environment.tools
     if not (runs_programs and config.reward.sandbox):
         return
@@ -290,11 +286,12 @@ def check_sandbox(config: Config) -> None:
         must = "reward.sandbox must be false, on purpose, where programs cannot be sandboxed"
         raise ValueError(f"{must}, got true: {what}")
     if what := lacking():
-        LOGGER.warning(what)
+        log.warning(what)
 
 
 def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
-    """What a resumed run must have in common with the one that was saved, by config key; JSON.
+    """Return what a resumed run must have in common with the one that was saved, by config key, as
+    JSON.
 
     If one of these differed, the run would go on without an error and be wrong: the prompts and
     their order (to which the saved position and open prompts refer), the optimizer, and what the
@@ -313,8 +310,8 @@ def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
 
 
 def check_identity(saved: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """ValueError, naming the first difference, unless a run of identity `found` may resume from a
-    checkpoint of identity `saved`."""
+    """Raise a ValueError, naming the first difference, unless a run of identity `found` may resume
+    from a checkpoint of identity `saved`."""
     for key, value in found.items():
         if key not in saved:
             raise ValueError(f"the checkpoint must say what {key} was, got one that does not")
@@ -331,7 +328,7 @@ def check_identity(saved: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def read_planned_architecture(config: Config) -> Architecture:
-    """The architecture for a forecast: the checkpoint's or, without a checkpoint, that of
+    """Return the architecture for a forecast: the checkpoint's or, without a checkpoint, that of
     `model.architecture`. ValueError as for a run."""
     folder = resolve(config, config.model.checkpoint)
     if config.model.architecture is not None and not os.path.isdir(folder):
@@ -345,7 +342,8 @@ def read_planned_architecture(config: Config) -> Architecture:
 
 
 def _check_devices(config: Config) -> None:
-    """ValueError for a GPU on a machine without a driver; `cluster.hosts` check their own."""
+    """Raise a ValueError for a GPU on a machine without a driver; `cluster.hosts` check their
+    own."""
     is_able = has_driver() or bool(config.cluster.hosts)
     must = "be cpu on a machine without a GPU"
     for pool in pools_of(config.generator):
@@ -355,9 +353,9 @@ def _check_devices(config: Config) -> None:
 
 
 def _check_allocator(config: Config) -> None:
-    """ValueError if torch's allocator makes GPU memory that other processes cannot map by its
-    handle without a system call that containers forbid (pidfd_getfd). Such a run has one host, so
-    all processes have this environment."""
+    """Raise a ValueError if torch's allocator makes GPU memory that other processes cannot map by
+    its handle without a system call that containers forbid (pidfd_getfd). Such a run has one host,
+    so all processes have this environment."""
     transport = TRANSPORTS[config.weights.transport]
     needs_handles = transport.is_mapped and transport.device == GPU
     must = f"not have expandable_segments:True with weights.transport={config.weights.transport}"
@@ -368,8 +366,8 @@ def _check_allocator(config: Config) -> None:
 
 
 def _check_folder(config: Config, folder: str) -> None:
-    """ValueError for a checkpoint that is not there; with its name for what may be meant as a model
-    of the Hub."""
+    """Raise a ValueError for a checkpoint that is not there; with its name for what may be meant as
+    a model of the Hub."""
     if os.path.isdir(folder):
         return
     name, hint = config.model.checkpoint, ""
@@ -378,16 +376,8 @@ def _check_folder(config: Config, folder: str) -> None:
     raise ValueError(f"model.checkpoint must be an existing folder, got {folder!r}{hint}")
 
 
-def _check_checkpoint(config: Config, checkpoint: str) -> AnyArchitecture:
-    """The architecture; of any family if no part of the run has model code of our own."""
-    is_ours = not isinstance(config.trainer, TransformersConfig)
-    pools = pools_of(config.generator)
-    is_ours = is_ours or not all(isinstance(pool.generator, VllmConfig) for pool in pools)
-    return check_checkpoint(checkpoint, is_any=not is_ours)
-
-
 def _check_planned(config: Config, architecture: AnyArchitecture) -> None:
-    """ValueError, naming the first difference, unless the checkpoint has the planned
+    """Raise a ValueError, naming the first difference, unless the checkpoint has the planned
     architecture. Ids that end a completion may differ: they change no tensor."""
     if config.model.architecture is None:
         return
@@ -400,7 +390,7 @@ def _check_planned(config: Config, architecture: AnyArchitecture) -> None:
 
 
 def _check_architecture(config: Config, architecture: AnyArchitecture) -> None:
-    """ValueError if config and architecture do not go together."""
+    """Raise a ValueError if config and architecture do not go together."""
     must = f"be at most the checkpoint's {architecture.max_positions} positions"
     for pool in pools_of(config.generator):
         with named(pool):
@@ -415,7 +405,7 @@ def _check_architecture(config: Config, architecture: AnyArchitecture) -> None:
 
 
 def make_prompts(config: Config, inputs: Inputs, state: dict[str, Any]) -> PromptStream:
-    """The prompts still to be generated for, from `state` on."""
+    """Return the prompts still to be generated for, from `state` on."""
     return PromptStream(
         inputs.prompts,
         seed=config.seed,

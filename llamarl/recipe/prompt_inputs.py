@@ -1,4 +1,4 @@
-"""The prompts and demonstrations that a recipe names, read and checked."""
+"""The prompts and demonstrations that a recipe names, read and checked, and the rules of SFT."""
 
 from __future__ import annotations
 
@@ -37,14 +37,8 @@ NUM_MEASURED = 256  # prompts; a plan needs only their mean length
 
 
 def resolve(config: Config, path: str) -> str:
-    """The absolute path of one that starts at the recipe's folder."""
+    """Return the absolute path of one that starts at the recipe's folder."""
     return os.path.abspath(Path(config.recipe_dir, path))
-
-
-def source_files(config: Config, source: str) -> list[Path]:
-    """The local files of a source of data.prompts or of held-out prompts. ValueError unless they
-    are there."""
-    return find_files(Path(resolve(config, source)))
 
 
 def read_prompts(
@@ -57,9 +51,9 @@ def read_prompts(
     most: int | None = None,
     show: ShowPieces = show_nothing,
 ) -> PromptTable:
-    """The prompts to train on or those of the set `held_out`, or the first `most` of the first
-    source, checked for what rewards need. With data.overlong other than error, all leave room for a
-    completion."""
+    """Return the prompts to train on or those of the set `held_out`, or the first `most` of the
+    first source, checked for what rewards need. With data.overlong other than error, all leave room
+    for a completion."""
     data, limit = config.data, "data.max_prompt_tokens"
     section = "evaluation" if held_out else "sampling"
     context, max_tokens = context_of(config), _max_tokens(config)[section]
@@ -67,31 +61,31 @@ def read_prompts(
     if data.overlong != "error" and room < data.max_prompt_tokens:
         data = replace(data, max_prompt_tokens=room)
         limit = f"generator.max_model_len={context} less {section}.max_tokens={max_tokens}"
-    held_out_sets = config.held_out_sets
-    names = [held_out_sets[held_out]] if held_out else data.sources[: 1 if most else None]
+    names = [config.held_out_sets[held_out]] if held_out else data.sources[: 1 if most else None]
     found: list[PromptRows] = []
     for name in names:
-        rules: dict[str, Any] = {"limit": limit, "kinds": kinds, "reward": config.reward}
+        made: list[dict[str, Any]] = []
         if name == TASK:
             assert task_source is not None, "data.prompts=task comes with a task.py"
             made = make_rows(task_source, data.options, held_out=bool(held_out))
-            place = f"{resolve(config, FILE)}: prompts"
-            source = PromptSource(
-                name=name, place=place, made=made, data=data, tokenizer=tokenizer, **rules
-            )
-        else:
-            files = source_files(config, name)
-            place = resolve(config, name)
-            source = PromptSource(
-                name=name, place=place, files=files, data=data, tokenizer=tokenizer, **rules
-            )
+        source = PromptSource(
+            name=name,
+            place=f"{resolve(config, FILE)}: prompts" if name == TASK else resolve(config, name),
+            files=() if name == TASK else find_files(Path(resolve(config, name))),
+            made=made,
+            data=data,
+            tokenizer=tokenizer,
+            limit=limit,
+            kinds=kinds,
+            reward=config.reward,
+        )
         found.append(read_source(source, most=most, show=show))
     return PromptTable(found)
 
 
 def with_last_step(config: Config, num_prompts: int) -> Config:
-    """The recipe with its limit of steps as `num_steps`: num_epochs of so many prompts allow no
-    more. ValueError if they allow none."""
+    """Set the recipe's limit of steps as `num_steps`: num_epochs of so many prompts allow no more.
+    ValueError if they allow none."""
     num_steps = config.most_steps
     if config.num_epochs:
         steps = mini_batches(config)
@@ -104,7 +98,7 @@ def with_last_step(config: Config, num_prompts: int) -> Config:
 
 
 def mini_batches(config: Config) -> MiniBatches:
-    """Which steps use which groups."""
+    """Return which steps use which groups."""
     return MiniBatches(
         groups_per_step=config.trainer.groups_per_step,
         number=config.trainer.num_mini_batches,
@@ -114,25 +108,27 @@ def mini_batches(config: Config) -> MiniBatches:
 
 
 def context_of(config: Config) -> int:
-    """Tokens of prompt and completion that every replica can hold."""
+    """Return the tokens of prompt and completion that every replica can hold."""
     return min(pool.generator.max_model_len for pool in pools_of(config.generator))
 
 
 def _max_tokens(config: Config) -> Mapping[str, int]:
-    """The longest completion of training and of held-out prompts, by the section that says it."""
+    """Return the longest completion of training and of held-out prompts, by the section that says
+    it."""
     training = config.sampling.max_tokens
     return {"sampling": training, "evaluation": config.evaluation.max_tokens or training}
 
 
 def check_length(config: Config, section: str, longest: int) -> None:
-    """ValueError unless a prompt of `longest` tokens and its completion fit into the context."""
+    """Raise a ValueError unless a prompt of `longest` tokens and its completion fit into the
+    context."""
     context, added = context_of(config), _max_tokens(config)[section]
     must = f"leave room for the longest prompt ({longest} tokens) in generator.max_model_len"
     require(longest + added <= context, f"{section}.max_tokens", f"{must} ({context})", added)
 
 
 def with_measured_prompts(config: Config) -> Config:
-    """The recipe with the mean length of its prompts in `plan`, if the plan leaves it open and both
+    """Set the mean length of the recipe's prompts in `plan`, if the plan leaves it open and both
     the prompts and the tokenizer are there. ValueError as for a run."""
     folder = resolve(config, config.model.tokenizer or config.model.checkpoint)
     first = config.data.sources[0]
@@ -152,9 +148,9 @@ def with_measured_prompts(config: Config) -> Config:
 COMMAND = "llamarl sft"
 
 
-def as_sft(config: Config) -> Config:
-    """The recipe with defaults for all that only rollouts need. ValueError for what the trainer
-    cannot do with demonstrations."""
+def as_imitation(config: Config) -> Config:
+    """Set defaults for all that only rollouts need. ValueError for what the trainer cannot do with
+    demonstrations."""
     must = f"be sft with {COMMAND}"
     require(config.algorithm.is_sft, "algorithm", must, type(config.algorithm).__name__)
     steps = config.trainer.steps_per_batch
@@ -188,8 +184,8 @@ def as_sft(config: Config) -> Config:
     )
 
 
-def refuse_sft(config: Config, command: str) -> None:
-    """ValueError for algorithm=sft with a `command` that needs rollouts."""
+def refuse_imitation(config: Config, command: str) -> None:
+    """Raise a ValueError for algorithm=sft with a `command` that needs rollouts."""
     must = f"not be sft with {command} ({COMMAND} trains on demonstrations)"
     require(not config.algorithm.is_sft, "algorithm", must, "sft")
 
@@ -201,9 +197,9 @@ def read_demonstrations(
     *,
     show: ShowPieces = show_nothing,
 ) -> tuple[PromptTable, list[Prompt]]:
-    """The demonstrations to train on, and those held out. ValueError, with file and line, for one
-    that cannot be used; with another data.overlong than error, those that are too long are left out
-    or cut."""
+    """Return the demonstrations to train on, and those held out. ValueError, with file and line,
+    for one that cannot be used; with another data.overlong than error, those that are too long are
+    left out or cut."""
     data, limit = config.data, "data.max_prompt_tokens"
     if most_positions < data.max_prompt_tokens:
         data, limit = replace(data, max_prompt_tokens=most_positions), "the model's positions"
@@ -216,7 +212,7 @@ def read_demonstrations(
         source = PromptSource(
             name=name,
             place=resolve(config, name),
-            files=source_files(config, name),
+            files=find_files(Path(resolve(config, name))),
             data=data,
             tokenizer=tokenizer,
             limit=limit,
