@@ -276,7 +276,7 @@ def _read_all(
     return prompts, held_out
 
 
-def check_contained(config: Config) -> None:
+def check_sandbox(config: Config) -> None:
     """Raise a ValueError if the recipe runs programs that a model wrote, and they cannot be
     contained. The log says in one line what cannot be kept from them on this machine."""
     runs_programs = "code" in config.reward.functions or "python" in config.environment.tools

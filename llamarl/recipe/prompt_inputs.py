@@ -148,7 +148,7 @@ def with_measured_prompts(config: Config) -> Config:
 COMMAND = "llamarl sft"
 
 
-def as_imitation(config: Config) -> Config:
+def as_sft(config: Config) -> Config:
     """Set defaults for all that only rollouts need. ValueError for what the trainer cannot do with
     demonstrations."""
     must = f"be sft with {COMMAND}"
@@ -184,7 +184,7 @@ def as_imitation(config: Config) -> Config:
     )
 
 
-def refuse_imitation(config: Config, command: str) -> None:
+def refuse_sft(config: Config, command: str) -> None:
     """Raise a ValueError for algorithm=sft with a `command` that needs rollouts."""
     must = f"not be sft with {command} ({COMMAND} trains on demonstrations)"
     require(not config.algorithm.is_sft, "algorithm", must, "sft")

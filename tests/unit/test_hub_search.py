@@ -12,9 +12,9 @@ from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llamarl.prompts.files import SUFFIXES
 from llamarl.recipe.hub import (
     COMMIT,
-    SUFFIXES,
     HubName,
     choose_files,
     read_name,
