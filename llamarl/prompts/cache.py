@@ -121,7 +121,10 @@ def read_source(
     contents = "demonstrations" if source.has_answers else "prompts"
     if not len(rows.index):
         of = f" of at most {tokens}" if counts[DROPPED] else ""
-        raise ValueError(f"{source.place} must hold at least one {contents[:-1]}{of}, got none")
+        ones = (
+            "hold at least one demonstration" if source.has_answers else "hold at least one prompt"
+        )
+        raise ValueError(f"{source.place} must {ones}{of}, got none")
     num_rows = len(rows.index) + counts[DROPPED]
     for name, done in DONE.items() if most is None else ():
         if counts[name]:
