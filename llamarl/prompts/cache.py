@@ -124,7 +124,7 @@ def read_source(
         ones = (
             "hold at least one demonstration" if source.has_answers else "hold at least one prompt"
         )
-        raise ValueError(f"{source.place} must {ones}{of}, got none")
+        raise ValueError(f"{source.place} must {must}{of}, got none")
     num_rows = len(rows.index) + counts[DROPPED]
     for name, done in DONE.items() if most is None else ():
         if counts[name]:
