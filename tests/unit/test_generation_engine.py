@@ -46,19 +46,6 @@ def test_logprobs_equal_the_trainers_model(name: str) -> None:
         assert expected.std() > 0.1
 
 
-def test_bfloat16_logprobs_are_near_the_trainers_model() -> None:
-    model = make_model(LLAMA, 1)
-    engine = EmbeddedEngine(
-        LLAMA, EmbeddedConfig(max_num_seqs=4, max_model_len=160, dtype="bfloat16")
-    )
-    engine.commit(flat_weights(engine, model).bfloat16(), 0)
-    for row, prompt in enumerate(random_prompts(6)):
-        engine.submit(make_request(row, prompt))
-    for item in finish(engine).values():
-        error = np.abs(item.written.logprobs - model_logprobs(model, item))
-        assert np.median(error) < 0.1
-
-
 @pytest.mark.parametrize("is_quantized", [False, True])
 def test_logits_of_a_wide_head_are_exact_in_every_tile(is_quantized: bool) -> None:
     torch.manual_seed(0)

@@ -106,16 +106,6 @@ def test_a_forecast_with_an_architecture_fetches_nothing(hub: Hub) -> None:
     assert hub.fetched() == {"config.json"}
 
 
-def test_with_a_full_cache_a_run_needs_no_network(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    online = with_local_files(recipe(), "train")
-    switch_off(monkeypatch)
-    hub.asked.clear()
-    assert with_local_files(recipe(), "train") == online
-    assert not hub.asked
-
-
 def test_a_commit_that_is_in_the_cache_is_not_asked_for(hub: Hub) -> None:
     _, pinned = with_local_files(recipe(), "train")
     hub.asked.clear()
@@ -182,25 +172,6 @@ def test_ctrl_c_ends_a_transfer_at_once_and_leaves_no_part(
     assert not hub.goes_on.is_set(), "it ends amid the transfer"
     hub.goes_on.set()
     assert not [*tmp_path.rglob("*.incomplete")]
-
-
-def test_the_next_command_fetches_only_what_is_missing(hub: Hub) -> None:
-    hub.wrong.add("model.safetensors")
-    error_of(recipe())
-    hub.wrong.clear()
-    hub.asked.clear()
-    with_local_files(recipe(), "train")
-    assert hub.fetched() == {"model.safetensors", "train.jsonl", "test.jsonl"}
-
-
-@pytest.mark.parametrize("path", ["model.safetensors", "config.json", "train.jsonl"])
-def test_bytes_that_the_hub_does_not_list_are_refused_and_removed(hub: Hub, path: str) -> None:
-    hub.wrong.add(path)
-    line = error_of(recipe())
-    assert path in line
-    assert "other bytes" in line
-    hub.wrong.clear()
-    with_local_files(recipe(), "train")
 
 
 def test_a_file_is_read_for_its_hash_once(hub: Hub) -> None:
