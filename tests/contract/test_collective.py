@@ -190,7 +190,7 @@ def copy_cast(route, side, memory=None, is_ready=None):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize("side", ["target", pytest.param("source", marks=pytest.mark.long)])
 def test_the_death_of_the_other_end_amid_a_message_is_noticed_at_once(ends, side) -> None:
     route, memory, is_ready = ends.route(), torch.ones(NUM_BYTES, dtype=torch.uint8), Event()
     other = "target" if side == "source" else "source"

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from llamarl.core.config import Config, TrainerConfig, WeightsConfig
+from llamarl.core.config import TrainerConfig, WeightsConfig
 from llamarl.core.errors import TaskError
 from llamarl.core.extensions import load
 from llamarl.core.groups import Dropped, Group, Kept
@@ -29,7 +29,7 @@ from llamarl.publish.reshard import pack, plan, split
 from llamarl.publish.source import Writer
 from llamarl.publish.target import Memory, WeightBuffer
 from llamarl.publish.transports import routes
-from llamarl.recipe.inputs import Inputs, read_inputs
+from llamarl.recipe.inputs import read_inputs
 from llamarl.scoring.samplers import ReadyItem, draw, make_sampler
 from llamarl.trainer.advantages import filter_group
 from llamarl.trainer.loss_inputs import LossInputs
@@ -82,22 +82,17 @@ def write_recipe(folder: Path, run: str, task: str) -> Path:
     return recipe
 
 
-def compose(recipe: Path) -> tuple[Config, Inputs]:
-    config = compose_recipe(recipe, [f"recipe_dir='{recipe}'"])
-    return config, read_inputs(config)
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_the_recipe_of_a_page_composes_and_its_task_is_checked(page: str, tmp_path: Path) -> None:
     task = block(page, "python")
     assert 10 <= len(task.splitlines()) <= 30
     recipe = write_recipe(tmp_path, block(page, "yaml"), task)
-    _, inputs = compose(recipe)
-    assert inputs.task_source == {"task.py": task}
+    config = compose_recipe(recipe, [f"recipe_dir='{recipe}'"])
+    assert read_inputs(config).task_source == {"task.py": task}
     name = re.findall(r"^def (\w+)\(", task, re.MULTILINE)[0]
     (recipe / "task.py").write_text(task.replace(f"def {name}(", f"def {name}(other, "))
     with pytest.raises(ValueError, match=rf"task\.py:\d+: {name} must be {name}\(.*got {name}\(o"):
-        compose(recipe)
+        read_inputs(config)
 
 
 def test_the_loss_of_the_page_is_its_paper_s() -> None:

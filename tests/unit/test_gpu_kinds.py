@@ -255,7 +255,11 @@ HUGE = replace(WIDE, hidden_size=8192, intermediate_size=28672, num_heads=64, nu
     [
         (["trainer.num_ranks=64", "trainer.groups_per_step=64"], "trainer.num_ranks=32"),
         (["generator.num_replicas=200"], "generator.num_replicas=25"),
-        ([*ON_GPUS, *SHARDED, "cluster.num_hosts=2"], "trainer.num_ranks=16 cluster.num_hosts=4"),
+        pytest.param(
+            [*ON_GPUS, *SHARDED, "cluster.num_hosts=2"],
+            "trainer.num_ranks=16 cluster.num_hosts=4",
+            marks=pytest.mark.long,
+        ),
         ([*ON_GPUS, *SHARDED], "trainer.num_ranks=16"),
         (
             [*ON_GPUS, *SHARDED, "cluster.num_hosts=1", "trainer.num_ranks=4", "weights=cuda_ipc"],
