@@ -121,9 +121,9 @@ def read_source(
     contents = "demonstrations" if source.has_answers else "prompts"
     if not len(rows.index):
         of = f" of at most {tokens}" if counts[DROPPED] else ""
-        ones = (
-            "hold at least one demonstration" if source.has_answers else "hold at least one prompt"
-        )
+        must = "hold at least one prompt"
+        if source.has_answers:
+            must = "hold at least one demonstration"
         raise ValueError(f"{source.place} must {must}{of}, got none")
     num_rows = len(rows.index) + counts[DROPPED]
     for name, done in DONE.items() if most is None else ():
