@@ -68,7 +68,8 @@ SCENARIOS = {
         "data.completion_field=worked",
     ],
 }
-TIMED = re.compile(r"^(time|wait|busy|memory)/|_s(/|$)|(^|/)seconds(/|$)")
+# Whether a turn found its keys and values is a matter of time, too.
+TIMED = re.compile(r"^(time|wait|busy|memory)/|_s(/|$)|(^|/)(seconds|kept)(/|$)")
 ENDED = ("trained", "evaluated")  # which rollouts the end of a run catches is a matter of time
 NAMES_A_FOLDER = ("adapter_config.json", "llamarl-manifest.json")  # that of the code which ran
 ROWS = {
