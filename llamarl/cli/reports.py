@@ -30,9 +30,8 @@ from llamarl.model.safetensors_file import read_header, weight_names
 from llamarl.recipe.hub import REPOSITORY, HubName, is_hub_name, list_files, read_name
 from llamarl.recipe.inputs import read_frozen, read_planned_architecture
 from llamarl.recipe.local_inputs import fetch_model
-from llamarl.recipe.prompt_inputs import with_measured_prompts
+from llamarl.recipe.prompt_inputs import read_graph, read_task, with_measured_prompts
 from llamarl.recipe.rules import with_processes
-from llamarl.recipe.task_source import read_graph, read_task
 
 MERGE_USAGE = """\
 usage: llamarl merge ADAPTER FOLDER [--checkpoint FOLDER] [--dtype float32|bfloat16]

@@ -1,4 +1,4 @@
-"""The groups of a recipe: their choices by name, with the section that each selects."""
+"""The groups of a recipe, and the choices of each by name, with the section that it selects."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -39,8 +39,8 @@ CHOICES: dict[str, dict[str, Choice]] = {
 
 
 def chosen(kinds: Mapping[str, type | None], composed: Any) -> dict[str, str]:
-    """By group, the choice whose class (`kinds`) and values the composed recipe's section has; none
-    of a group whose values no choice sets, such as two reward functions."""
+    """Return by group the choice whose class (`kinds`) and values the composed recipe's section
+    has; none of a group whose values no choice sets, such as two reward functions."""
     found: dict[str, str] = {}
     for group, choices in CHOICES.items():
         fitting = {
@@ -56,25 +56,22 @@ def chosen(kinds: Mapping[str, type | None], composed: Any) -> dict[str, str]:
 
 @cache
 def set_by(group: str, name: str, other: str) -> Mapping[str, Any]:
-    """What this choice of the group sets against a recipe that was written for the `other`: the
-    keys that are what choices of the group are about, and those that have other defaults."""
+    """Return what this choice of the group sets against a recipe that was written for the `other`,
+    or for a file of its own: the keys that choices of the group are about, and those that have
+    other defaults."""
     about = {key for choice in CHOICES[group].values() for key in choice.values}
-    own, others = _values(group, name), _values(group, other)
-    return {k: value for k, value in own.items() if k in about or others.get(k, value) != value}
-
-
-def _values(group: str, name: str) -> dict[str, Any]:
-    """None of a choice that is a file of the recipe's own."""
-    if name not in CHOICES[group]:
-        return {}
-    choice = CHOICES[group][name]
-    fields = dataclasses.fields(choice.section)
-    return {field.name: default_of(field) for field in fields} | dict(choice.values)
+    values: dict[str, dict[str, Any]] = {name: {}, other: {}}
+    for each in values.keys() & CHOICES[group].keys():
+        choice = CHOICES[group][each]
+        fields = dataclasses.fields(choice.section)
+        values[each] = {field.name: default_of(field) for field in fields} | dict(choice.values)
+    others = values[other]
+    return {k: v for k, v in values[name].items() if k in about or others.get(k, v) != v}
 
 
 def written_choices(recipe: Path) -> dict[str, str]:
-    """By group, the choice that the recipe's file names in its defaults, or a file of its folder
-    that it begins with."""
+    """Return by group the choice that the recipe's file names in its defaults, or a file of its
+    folder that it begins with."""
     try:
         values = yaml.safe_load(recipe.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):  # Hydra says what is wrong

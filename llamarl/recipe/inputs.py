@@ -44,8 +44,15 @@ from llamarl.prompts.rows import PromptTable
 from llamarl.prompts.stream import PromptStream, read_lengths
 from llamarl.publish.transports.routes import TRANSPORTS
 from llamarl.recipe.hub import PREFIX, REPOSITORY
-from llamarl.recipe.prompt_inputs import check_length, read_demonstrations, read_prompts, resolve
-from llamarl.recipe.task_source import load_task, read_graph, read_task
+from llamarl.recipe.prompt_inputs import (
+    check_length,
+    load_task,
+    read_demonstrations,
+    read_graph,
+    read_prompts,
+    read_task,
+    resolve,
+)
 from llamarl.scoring.definition import Kinds
 from llamarl.scoring.rewards import check_pattern
 from llamarl.scoring.sandbox.containers import lacking, missing

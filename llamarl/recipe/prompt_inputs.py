@@ -1,10 +1,13 @@
-"""The prompts and demonstrations that a recipe names, read and checked, and the rules of SFT."""
+"""The prompts, demonstrations and task.py that a recipe names, read and checked, and the rules of
+SFT.
+
+The stages and rewards of task.py run in processes of their own, never here."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -21,24 +24,92 @@ from llamarl.core.config import (
     StalenessConfig,
 )
 from llamarl.core.config.generator import pools_of
-from llamarl.core.extensions import FILE, TaskSource
-from llamarl.core.fields import require
+from llamarl.core.config.inputs import OF_EPISODE
+from llamarl.core.extensions import FILE, STAGES, TaskSource, load, neighbours
+from llamarl.core.extensions import read_source as read_text
+from llamarl.core.fields import require, require_choice
 from llamarl.core.records import Prompt
+from llamarl.metrics.trackers import TRACKERS
 from llamarl.model.tokenizer import Tokenizer, load_tokenizer
 from llamarl.prompts.cache import PromptSource, ShowPieces, read_source, show_nothing
 from llamarl.prompts.files import find_files
 from llamarl.prompts.rows import PromptRows, PromptTable, make_rows
-from llamarl.recipe.task_source import read_graph, read_task
-from llamarl.scoring.definition import Kinds
+from llamarl.scoring.definition import TOOLS, Kinds
+from llamarl.scoring.rewards import OWN
+from llamarl.scoring.stages import ENVIRONMENT, Graph, check_task, make_graph
+from llamarl.scoring.tool_calls import READY
+from llamarl.trainer.losses.task_loss import TaskConfig
 from llamarl.trainer.packing import MiniBatches
 
 TASK = "task"  # in place of a file of prompts
+CONTROLLER_TASKS = {"advantages", "drop", "sample"}  # functions that run in this process
 NUM_MEASURED = 256  # prompts; a plan needs only their mean length
 
 
 def resolve(config: Config, path: str) -> str:
     """Return the absolute path of one that starts at the recipe's folder."""
     return os.path.abspath(Path(config.recipe_dir, path))
+
+
+def read_task(config: Config) -> TaskSource | None:
+    """Return task.py and what it imports from the recipe's folder; None if the recipe names nothing
+    of it."""
+    names = named_functions(config) | ({STAGES} if config.experience.stages else set())
+    names |= {TOOLS} if "task" in config.environment.tools else set()
+    path = Path(config.recipe_dir) / FILE
+    may_add_tracker = not TRACKERS.keys() >= {*config.metrics.trackers} and path.is_file()
+    if not names and not may_add_tracker:
+        return None
+    named = ", ".join(sorted(names))
+    require(path.is_file(), "the recipe", f"not name task for {named} without a {path}", "task")
+    text = read_text(path)
+    return {FILE: text, **neighbours(text, path.parent)}
+
+
+def load_task(config: Config, source: TaskSource | None) -> dict[str, Callable[..., Any]]:
+    """Return the functions of this task.py that the controller calls, by name; trackers that it
+    adds to TRACKERS are there then."""
+    return {} if source is None else load(source, named_functions(config) & CONTROLLER_TASKS)
+
+
+def read_graph(config: Config, source: TaskSource | None) -> tuple[Graph, Kinds]:
+    """Return the recipe's graph, with the stages of this task.py that it names, and its
+    environments, once a short process has checked it for all that the recipe names. ValueError, in
+    one line, for what would not work."""
+    names, functions = config.experience.stages, named_functions(config)
+    require(len({*names}) == len(names), "experience.stages", "name each stage once", names)
+    tools = config.environment.tools
+    for tool in tools:
+        require_choice("environment.tools", tool, ["task", *READY])
+    if not (tools or (source is not None and (names or functions))):
+        return make_graph(config), {}
+    stages, kinds = check_task(source, functions, names, tools=tools)
+    gives_reward = all(kind.has_reward for kind in kinds.values())
+    gives = "each environment of task.py gives a reward (get_reward or episode_reward)"
+    must = f"not name environment unless {gives}"
+    is_opened = any(kind.is_agent for kind in kinds.values())
+    alone = "be null with an AgentEnvironment, whose program says all that the model sees"
+    config.data.require(not is_opened or config.data.system is None, "system", alone)
+    for name in config.reward.episode_rewards:
+        defined = next(iter(kinds.values())).rewards
+        require_choice(f"reward.functions {OF_EPISODE}NAME", name, defined or ["none is defined"])
+    is_able = gives_reward or ENVIRONMENT not in config.reward.functions
+    require(is_able, "reward.functions", must, config.reward.functions)
+    return make_graph(config, stages), kinds
+
+
+def named_functions(config: Config) -> set[str]:
+    """Return the functions of task.py that the recipe names."""
+    algorithm = config.algorithm
+    is_named = {
+        "prompts": TASK in (*config.data.sources, *config.held_out_sets.values()),
+        **{own: name in config.reward.functions for name, own in OWN.items()},
+        "loss": isinstance(algorithm, TaskConfig),
+        "advantages": algorithm.advantage == "task",
+        "drop": "task" in algorithm.filters,
+        "sample": config.experience.sampler == "task",
+    }
+    return {name for name, value in is_named.items() if value}
 
 
 def read_prompts(

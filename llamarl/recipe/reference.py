@@ -26,7 +26,8 @@ from llamarl.recipe.names_elsewhere import ELSEWHERE, FOREIGN_SECTIONS, NOT_HERE
 
 @cache
 def _meanings(section: type) -> dict[str, str]:
-    """The text under each field of the class and of those that it inherits from, as one line."""
+    """Return the text under each field of the class and of those that it inherits from, as one
+    line."""
     inherited = [_meanings(each) for each in section.__bases__ if each is not object]
     texts = {name: text for each in reversed(inherited) for name, text in each.items()}
     tree = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
@@ -38,18 +39,8 @@ def _meanings(section: type) -> dict[str, str]:
     return texts
 
 
-def limit_words(section: type, name: str) -> str:
-    """The limits of a number, as ` from 0 to 1`; nothing for any other field."""
-    limits = limits_of(section, name)
-    if "most" not in limits:
-        return ""
-    words = "from" if "least" in limits else "above"
-    lowest = limits.get("least", limits.get("above"))
-    return f" {words} {lowest:.16g} to {limits['most']:.16g}"
-
-
 def summary_of(section: type) -> str:
-    """What a section is for, as one line."""
+    """Say what a section is for, in one line."""
     return " ".join((section.__doc__ or "").split())
 
 
@@ -77,7 +68,7 @@ INDENT = "    "
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One value of a group: the dataclass it selects, and the fields that it sets."""
+    """A choice is a value of a group: it selects a dataclass, and sets fields of it."""
 
     section: type
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -85,7 +76,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of a recipe: `choices` of its group have it, with `defaults` that may differ."""
+    """A key of a recipe: `choices` of its group have it, with `defaults` that may differ."""
 
     name: str
     type: str
@@ -97,23 +88,23 @@ class Key:
 
     @property
     def default(self) -> str:
-        """The default, of the first choice that has it."""
+        """Return the default of the first choice that has it."""
         return next(iter(self.defaults.values()))
 
     @property
     def zero(self) -> str:
-        """What 0 does, as the meaning says, such as "0: no limit"; "" if it does nothing of its
-        own."""
+        """Say what 0 does, as the meaning has it, such as "0: no limit"; "" if it does nothing of
+        its own."""
         found = ZERO.search(self.meaning) if self.type in ("int", "float") else None
         return found[1] if found is not None else ""
 
     def line(self) -> str:
-        """Key, type, default and first sentence, each in its column."""
+        """Return key, type, default and first sentence, each in its column."""
         sentence = self.meaning.partition(". ")[0].rstrip(".:") + "."
         return f"{self.name:<36}{self.type:<12}{self.default:<14} {sentence}"
 
     def text(self) -> str:
-        """Its whole description, as an indented paragraph under its name."""
+        """Return its whole description, as an indented paragraph under its name."""
         others: dict[str, list[str]] = {}
         for choice, value in self.defaults.items():
             if value != self.default:
@@ -130,10 +121,10 @@ class Key:
 
 
 class KeyReference:
-    """All sections, groups and keys of a recipe."""
+    """The reference of all sections, groups and keys of a recipe. The file `root` selects a choice
+    of each group; `groups` holds the choices."""
 
     def __init__(self, root: Path, groups: Mapping[str, Mapping[str, Choice]]) -> None:
-        """`root` is the file that selects a choice of each group; `groups` holds the choices."""
         self._hints: dict[str, Any] = typing.get_type_hints(config.Config)
         self._composed = yaml.safe_load(root.read_text())
         entries = (entry for entry in self._composed["defaults"] if isinstance(entry, dict))
@@ -151,14 +142,13 @@ class KeyReference:
 
     @cached_property
     def keys(self) -> dict[str, Key]:
-        """Every key by its name, in the order of the dataclasses."""
+        """Return every key by its name, in the order of the dataclasses."""
         root = {"": Choice(config.Config)}
         found = {name: self._key("", name, root) for name in self._scalars}
         for section, choices in self.sections.items():
-            for name in dict.fromkeys(
-                n for each in choices.values() for n in _leaves(each.section)
-            ):
-                found[f"{section}.{name}"] = self._key(section, name, choices)
+            for name in (name for each in choices.values() for name in _leaves(each.section)):
+                full = f"{section}.{name}"
+                found[full] = found.get(full) or self._key(section, name, choices)
         return found
 
     def _key(self, section: str, name: str, choices: Mapping[str, Choice]) -> Key:
@@ -168,10 +158,14 @@ class KeyReference:
         defaults = {choice: _as_yaml(default_of(field)) for choice, field in fields.items()}
         if not section:
             defaults = {"": self._composed.get(name, defaults[""])}
+        limits, limit_words = limits_of(kind, first.name), ""  # of a number
+        if "most" in limits:
+            words, lowest = ("from", "least") if "least" in limits else ("above", "above")
+            limit_words = f" {words} {limits[lowest]:.16g} to {limits['most']:.16g}"
         return Key(
             name=f"{section}.{name}".lstrip("."),
             type=_type_words(typing.get_type_hints(kind)[first.name]),
-            limits=limit_words(kind, first.name),
+            limits=limit_words,
             meaning=_meanings(kind).get(first.name, ""),
             defaults=defaults,
             choices=tuple(having),
@@ -180,7 +174,7 @@ class KeyReference:
 
     @cached_property
     def section_keys(self) -> dict[str, str]:
-        """The key of each section, by the name of its class."""
+        """Return the key of each section, by the name of its class."""
         kinds = {
             each.section: name for name, all_ in self.sections.items() for each in all_.values()
         }
@@ -192,7 +186,8 @@ class KeyReference:
         return {kind.__name__: key for kind, key in (inner | kinds).items()}
 
     def overview(self, width: int | None = None) -> str:
-        """One line per key, then names in other projects; at most `width` characters in each."""
+        """Return a line per key, then names in other projects; each has at most `width`
+        characters."""
         lines = [key.line() for key in self.keys.values()]
         lines += ["", "groups, chosen by GROUP=CHOICE (the first is the default):"]
         lines += [f"{name:<14}{' | '.join(choices)}" for name, choices in self.groups.items()]
@@ -208,7 +203,7 @@ class KeyReference:
         return "".join(f"{line[:width]}\n" for line in lines)
 
     def everything(self) -> str:
-        """The whole text of all groups, sections and keys."""
+        """Return the whole text of all groups, sections and keys."""
         groups = [f"  {name:<12}{' | '.join(choices)}" for name, choices in self.groups.items()]
         texts = [
             "\n".join(["groups, chosen by GROUP=CHOICE (the first is the default):", *groups]),
@@ -219,8 +214,9 @@ class KeyReference:
         return "\n\n".join(texts) + "\n"
 
     def about(self, name: str) -> str:
-        """The text of a key, a section, a choice of a group, a last part of keys, or a name from
-        elsewhere, for which it may be the reason that no key does it; ValueError for any other."""
+        """Return the text of a key, a section, a choice of a group, a last part of keys, or a name
+        from elsewhere, for which it may be the reason that no key does it; ValueError for any
+        other."""
         if name in self.keys:
             return self.keys[name].text()
         if name in self.sections:
@@ -239,7 +235,7 @@ class KeyReference:
         raise ValueError(f"{must}, got {name!r}{did_you_mean(self.meant_by(name))}")
 
     def reason_without(self, name: str) -> str | None:
-        """Why nothing here does what `name` does elsewhere; None where that is not known."""
+        """Say why nothing here does what `name` does elsewhere; None where that is not known."""
         if _elsewhere_in_full(name):
             return None
         words = {*name.split(".")}
@@ -248,7 +244,7 @@ class KeyReference:
         return next(found, None) or next(sections, None)
 
     def _with_leaf(self, leaf: str) -> list[str]:
-        """The keys whose last part this is."""
+        """Return the keys whose last part this is."""
         return [key for key in self.keys if key.rpartition(".")[2] == leaf]
 
     def _section_text(self, name: str) -> str:
@@ -261,7 +257,7 @@ class KeyReference:
         return "\n\n".join([head, *keys])
 
     def _choice_words(self, group: str, choice: str) -> str:
-        """`GROUP=CHOICE`, what it is for and the fields that it sets."""
+        """Return `GROUP=CHOICE`, what it is for and the fields that it sets."""
         each = self.groups[group][choice]
         sets = ", ".join(f"{key}: {_as_yaml(value)}" for key, value in each.values.items())
         said = [summary_of(each.section)] if each.section is not self._hints[group] else []
@@ -269,7 +265,7 @@ class KeyReference:
         return f"{group}={choice}  {words}".strip()
 
     def meant_by(self, name: str) -> list[str]:
-        """The keys or groups that the unknown `name` may stand for, likeliest first."""
+        """Return the keys or groups that the unknown `name` may stand for, likeliest first."""
         section, _, leaf = name.rpartition(".")
         if known := _elsewhere(name):
             same_section = [f"{section}.{key.rpartition('.')[2]}" for key in known]
@@ -284,14 +280,14 @@ class KeyReference:
 
 
 def _elsewhere(name: str) -> list[str]:
-    """The key that a name from elsewhere stands for, in full or by its last part; or none."""
+    """Return the key that a name from elsewhere stands for, in full or by its last part, if any."""
     return _elsewhere_in_full(name) or _first_elsewhere([name.rpartition(".")[2]])
 
 
 def _elsewhere_in_full(name: str) -> list[str]:
-    """The same, by the whole name or by an end of it that has several parts, the longest first:
-    `model.path` also as `model_path`. What is in a section of something that is not here, such as
-    `critic.model.path`, is none of it."""
+    """Return the key that a name from elsewhere stands for, by the whole name or by an end of it
+    that has several parts, the longest first: `model.path` also as `model_path`. Keys in a section
+    of something that is not here, such as `critic.model.path`, stand for none."""
     parts = name.split(".")
     absent = next((at for at, part in enumerate(parts) if part in ABSENT), len(parts))
     ends = [parts[at:] for at in range(max(1, len(parts) - 1)) if at <= absent]
@@ -299,15 +295,15 @@ def _elsewhere_in_full(name: str) -> list[str]:
 
 
 def _first_elsewhere(names: list[str]) -> list[str]:
-    """The key that the first of these stands for which stands for any."""
+    """Return the key that the first of these stands for which stands for any."""
     each = ([key for key, words in ELSEWHERE.items() if name in words.split()] for name in names)
     return next((found for found in each if found), [])
 
 
 @cache
 def _leaves(section: type) -> dict[str, tuple[type, dataclasses.Field[Any]]]:
-    """The class and field of each key of a section, by its name there; "lora.rank" is in a section
-    of its own."""
+    """Return the class and field of each key of a section, by its name there; "lora.rank" is in a
+    section of its own."""
     found: dict[str, tuple[type, dataclasses.Field[Any]]] = {}
     for field in dataclasses.fields(section):
         inner: Any = field.default_factory
@@ -320,7 +316,7 @@ def _leaves(section: type) -> dict[str, tuple[type, dataclasses.Field[Any]]]:
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """The default of a field of the config's dataclasses."""
+    """Return the default of a field of the config's dataclasses."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default

@@ -1,4 +1,4 @@
-"""What follows from a recipe: how its rollouts are drawn, and what a rehearsal leaves out."""
+"""Rules that follow from a recipe: how its rollouts are drawn, and what a rehearsal leaves out."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ KINDS |= dict.fromkeys(("stop_token_ids", "stop_strings"), (list | tuple, "be a 
 
 
 def train_sampling(config: Config, inputs: Inputs) -> Sampling:
-    """The sampling parameters of training rollouts, which end at the tokenizer's and the model's
-    own end-of-sequence ids, and where `sampling.stop_strings` says."""
+    """Return the sampling parameters of training rollouts, which end at the tokenizer's and the
+    model's own end-of-sequence ids, and where `sampling.stop_strings` says."""
     stop_ids, stop_strings = split_stops(inputs.tokenizer, config.sampling.stop_strings)
     eos_ids = (*inputs.tokenizer.eos_token_ids, *inputs.architecture.eos_token_ids)
     return Sampling(
@@ -42,7 +42,7 @@ def train_sampling(config: Config, inputs: Inputs) -> Sampling:
 
 
 def evaluation_sampling(config: Config, inputs: Inputs) -> Sampling:
-    """The sampling parameters of held-out rollouts."""
+    """Return the sampling parameters of held-out rollouts."""
     return replace(
         train_sampling(config, inputs),
         temperature=config.evaluation.temperature,
@@ -54,9 +54,9 @@ def evaluation_sampling(config: Config, inputs: Inputs) -> Sampling:
 def replace_sampling(
     sampling: Sampling, values: Mapping[str, Any], tokenizer: TextDecoder, config: Config
 ) -> Sampling:
-    """`sampling` with these fields instead. ValueError, with the field's name, for one that does
-    not exist, that no recipe could hold, or that an engine of `config` refuses; values that only
-    evaluation may have are allowed."""
+    """Return `sampling` with these fields instead. ValueError, with the field's name, for one that
+    does not exist, that no recipe could hold, or that an engine of `config` refuses; values that
+    only evaluation may have are allowed."""
     for name, value in values.items():
         require_choice("a field of the sampling", name, [each.name for each in fields(Sampling)])
         kinds, must = KINDS.get(name, (int, "be a whole number"))
@@ -79,7 +79,7 @@ def replace_sampling(
 
 
 def without_evaluation(config: Config) -> Config:
-    """Nothing is held out, and no version is the best."""
+    """Hold nothing out, and keep no version as the best."""
     return replace(
         config,
         data=replace(config.data, held_out=None),
@@ -89,7 +89,7 @@ def without_evaluation(config: Config) -> Config:
 
 
 def without_own_stages(config: Config) -> Config:
-    """Rollouts pass no stage of the recipe's task.py."""
+    """Let rollouts pass no stage of the recipe's task.py."""
     algorithm = replace(
         config.algorithm, reward_columns=[REWARD], reward_column_weights=[1.0], loss_columns=[]
     )
@@ -97,12 +97,12 @@ def without_own_stages(config: Config) -> Config:
 
 
 def without_rewards(config: Config) -> Config:
-    """Every rollout is one answer, and gets its reward from a caller."""
+    """Let every rollout be one answer, whose reward a caller gives."""
     return replace(
         config, environment=EnvironmentConfig(), reward=RewardConfig(functions=["format"])
     )
 
 
 def with_processes(config: Config) -> Config:
-    """Executors are processes, as many as there may be, also if the run has them all in one."""
+    """Let executors be processes, as many as there may be, also if the run has them all in one."""
     return replace(config, cluster=replace(config.cluster, backend="monarch"))

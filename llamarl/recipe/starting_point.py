@@ -1,4 +1,4 @@
-"""Where a run begins: at version 0 or at a checkpoint, which is checked before any process starts.
+"""A run begins at version 0 or at a checkpoint, which is checked before any process starts.
 
 The state returned was read whole and is what was saved; a damaged checkpoint is named and never
 loaded."""
@@ -23,7 +23,7 @@ MAX_SHOWN = 60  # characters of a wrong value
 def starting_point(
     config: Config, inputs: Inputs, run_dir: str
 ) -> tuple[dict[str, Any], str | None]:
-    """The state and folder of the checkpoint to resume from, if any.
+    """Return the state and folder of the checkpoint to resume from, if any.
 
     It may be that of the last step, after which only an evaluation or the export is missing.
     ValueError if the folder that checkpoint.resume names, or every one that it could choose, is
@@ -47,7 +47,12 @@ def starting_point(
     check_identity(state["identity"], identity(config, inputs))
     make_prompts(config, inputs, state)  # refuses open prompts that are not in the files
     if resume == "auto":
-        _check_positions(run_dir, folder, state)
+        try:
+            files.verify_positions(run_dir, state["positions"])
+        except ValueError as lost:
+            advice = f"a new run_dir with checkpoint.resume={folder}"
+            message = f"{lost}: restore the file, or resume without it in {advice}"
+            raise ValueError(message) from lost
     for newer, error in damaged.items():
         reason, kept = error.__cause__ or error, checkpoint.set_aside(newer)
         LOGGER.warning("resuming from %s, for %s (kept as %s)", folder.name, reason, kept.name)
@@ -57,8 +62,8 @@ def starting_point(
 def _newest_sound(
     run_dir: str, damaged: dict[Path, ValueError]
 ) -> tuple[Path | None, dict[str, Any]]:
-    """The newest undamaged checkpoint and its state; adds newer ones, with their errors, to
-    `damaged`. ValueError if all checkpoints are damaged."""
+    """Return the newest undamaged checkpoint and its state, and add newer ones, with their errors,
+    to `damaged`. ValueError if all checkpoints are damaged."""
     for folder in reversed(checkpoint.committed(run_dir)):
         try:
             return folder, _read(folder)
@@ -70,12 +75,15 @@ def _newest_sound(
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The state in `folder`, all files verified; ValueError if a run could not have saved it."""
+    """Return the state in `folder`, all files verified; ValueError if a run could not have saved
+    it."""
     state = checkpoint.read_state(folder)
 
     def check(condition: bool, name: str, must: str, got: object = None) -> None:
         value = state.get(name)
-        shown = value if isinstance(value, int) else _short(value)
+        text = repr(value)
+        short = text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+        shown = value if isinstance(value, int) else short
         require(condition, f"{name} in {folder / checkpoint.STATE_FILE}", must, got or shown)
 
     for name in COUNTS:
@@ -111,18 +119,3 @@ def _are_pairs(value: object) -> bool:
     return isinstance(value, list) and all(
         isinstance(pair, list) and list(map(type, pair)) == [int, int] for pair in value
     )
-
-
-def _check_positions(run_dir: str, folder: Path, state: dict[str, Any]) -> None:
-    try:
-        files.verify_positions(run_dir, state["positions"])
-    except ValueError as error:
-        raise ValueError(
-            f"{error}: restore the file, or resume without it in a new run_dir with "
-            f"checkpoint.resume={folder}"
-        ) from error
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
