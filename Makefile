@@ -125,10 +125,12 @@ test: $(KERNELS_READY)
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 # What fits between two commits.
+SLOWER = tests/e2e/ tests/emulated/ tests/gpu/ tests/vllm/ tests/parity/ tests/environments/
+QUICK = $(filter-out $(SLOWER) %__pycache__/,$(wildcard tests/*/))
 test-quick: $(KERNELS_READY)
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal \
-	  -m 'not full and not long and not slow and not gpu and not vllm and not environments and not parity' tests/unit tests/contract tests/loop \
-	  tests/test_house.py tests/e2e/test_learning.py::test_a_short_run_learns $(ARGS)
+	  -m 'not full and not long and not slow and not gpu and not vllm and not browser and not environments and not parity' \
+	  $(QUICK) tests/test_house.py tests/e2e/test_learning.py::test_a_short_run_learns $(ARGS)
 
 # Continuous integration runs these too.
 test-long: $(KERNELS_READY)

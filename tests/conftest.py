@@ -58,3 +58,27 @@ def forks(tmp_path_factory):
     forks = Forks(tmp_path_factory.mktemp("forks"))
     yield forks
     forks.close()
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(n)`: the pool of n processes."""
+    from tests.trainer.ranks import Ranks
+
+    pools = {}
+
+    def pool(num_ranks):
+        if num_ranks not in pools or not pools[num_ranks].is_alive:
+            pools[num_ranks] = Ranks(num_ranks)
+        return pools[num_ranks]
+
+    yield pool
+    for running in pools.values():
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    from tests.tiny_checkpoints import write_checkpoint
+
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny")

@@ -36,7 +36,7 @@ from llamarl.scoring.stages import Graph, Stage, make_graph
 from llamarl.storage.wire import Written, write_message
 from llamarl.storage.worker import StorageSpec, StorageWorker
 from llamarl.trainer.losses.aipo import AIPOConfig
-from tests.unit.planner_recipes import make_recipe
+from tests.planner.planner_recipes import make_recipe
 
 Rows = Mapping[int, Mapping[str, np.ndarray]]
 """Row id -> column -> cell."""

@@ -37,7 +37,7 @@ from llamarl.metrics.span import Spans
 from llamarl.model.tokenizer import Tokenizer, keep_tokenizer, load_tokenizer
 from llamarl.storage.archive import as_cell, make_record
 from llamarl.storage.worker import StorageSpec, StorageWorker
-from tests.unit.tokenizer_files import write_tokenizer
+from tests.model.tokenizer_files import write_tokenizer
 
 ATTACK = "</script><img src=x onerror=\"window.hacked=1\"><b id='b'>&amp;{{7*7}}${7*7}"
 """What must stay text."""

@@ -4,7 +4,7 @@
 
 The config reference comes from the config's dataclasses, the metrics from
 `llamarl/metrics/tensorboard.py`, the glossary from the docstring of `llamarl/core/records.py`.
-tests/unit/test_docs.py compares the pages with what this writes.
+tests/project/test_docs.py compares the pages with what this writes.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_rehearsal import write_environment_recipe
 from tests.e2e.commands import Command, executors, finish
 from tests.places import RECIPE
-from tests.unit.test_rehearsal import write_environment_recipe
 
 TWO_RANKS = ["trainer.num_ranks=2", "weights=collective", "generator.num_ranks=2"]
 IMPATIENT = (

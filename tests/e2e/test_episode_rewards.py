@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_rehearsal import write_environment_recipe
 from tests.e2e.forks import Forks
 from tests.json_lines import read_lines
-from tests.unit.test_mistakes import mistake
-from tests.unit.test_rehearsal import write_environment_recipe
+from tests.recipe.test_mistakes import mistake
 
 REWARDS = """
 def right(prompt, messages, environment):

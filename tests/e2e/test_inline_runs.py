@@ -235,7 +235,7 @@ def test_a_run_folder_belongs_to_one_run(llamarl: Command, tmp_path: Path) -> No
 def test_a_mistake_is_one_line_and_leaves_only_a_folder_that_the_user_made(
     wrong: str, words: str, llamarl: Command, tmp_path: Path
 ) -> None:
-    """Whether composing finds it, or the run before it starts a process; tests/unit has others."""
+    """Whether composing finds it, or the run before it starts a process; tests/recipe has more."""
     for folder in (tmp_path / "new", tmp_path):
         done = llamarl("train", RECIPE, wrong, f"run_dir={folder}")
         assert done.returncode == 2

@@ -26,7 +26,7 @@ from llamarl.recipe.inputs import Inputs, read_inputs
 from llamarl.recipe.rules import replace_sampling, train_sampling
 from tests.e2e.commands import Command
 from tests.e2e.test_library import RECIPE, run
-from tests.unit.test_mistakes import compose
+from tests.recipe.test_mistakes import compose
 
 Call = Callable[[Config, Inputs], object]
 

@@ -20,7 +20,7 @@ from tests.e2e.forks import Forks
 from tests.e2e.option_pairs import Case, Pair, all_pairs, cover, pair, pairs_of
 from tests.e2e.test_variants import GROUPS, SIZE, Ended, Line, assert_losses, differences, versions
 from tests.places import RECIPE
-from tests.unit.test_mistakes import compose
+from tests.recipe.test_mistakes import compose
 
 SEED = int(os.environ.get("LLAMARL_PAIRS_SEED", "0"))
 STEPS, MAX_TOKENS, STOP = 2, 96, ". An"

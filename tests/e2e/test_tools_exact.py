@@ -22,7 +22,7 @@ from tests.e2e.commands import read_rollouts
 from tests.e2e.forks import Forks
 from tests.json_lines import read_lines
 from tests.places import TOOLS_RECIPE
-from tests.unit.test_mistakes import compose
+from tests.recipe.test_mistakes import compose
 
 SMALL = [
     "cluster=inline",

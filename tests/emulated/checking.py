@@ -20,7 +20,7 @@ from tests.emulated import module
 from tests.emulated.accelerator import KIND, damage, in_every_thread
 from tests.emulated.platform import RecordedGraphs, install
 from tests.places import ROOT
-from tests.unit.composing import compose_recipe
+from tests.recipe.composing import compose_recipe
 
 RECIPE = ROOT / "recipes" / "quickstart"
 CARD = "NVIDIA H100 80GB HBM3, 81559, 9.0, {free}"

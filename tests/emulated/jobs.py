@@ -35,12 +35,12 @@ from llamarl.trainer.losses import algorithms
 from llamarl.trainer.policy import SavedShards, is_state
 from llamarl.trainer.specs import TrainerSpec
 from llamarl.trainer.worker import PolicyStep
-from tests.distributed.rollouts import TEMPERATURE, add_reference, make_batch, make_rollouts
 from tests.emulated.accelerator import KIND, counts, emulated
 from tests.emulated.platform import EmulatedPlatform, install
 from tests.fakes import WatchedStorage
+from tests.generator.engine_models import flat_weights, make_request, random_prompts
 from tests.tiny_checkpoints import LLAMA, make_model
-from tests.unit.engine_models import flat_weights, make_request, random_prompts
+from tests.trainer.rollouts import TEMPERATURE, add_reference, make_batch, make_rollouts
 
 CPU = "cpu"
 

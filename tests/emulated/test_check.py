@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import Ranks
 from tests.emulated.checking import CARD, check_with
+from tests.trainer.ranks import Ranks
 
 FREE = CARD.format(free=81000)
 COLOCATED = ["placement=colocated", "placement.offload=pinned"]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from llamarl.trainer.losses import algorithms
-from tests.distributed.ranks import Ranks
 from tests.emulated.jobs import (
     CPU,
     Seen,
@@ -23,6 +22,7 @@ from tests.emulated.jobs import (
     train,
 )
 from tests.tiny_checkpoints import write_checkpoint
+from tests.trainer.ranks import Ranks
 
 KIND = "emu"
 

@@ -17,7 +17,7 @@ from llamarl.trainer.memory import forecast_trainer
 from tests.emulated.shapes import decode_shapes, train_shapes
 from tests.emulated.test_emulated import Process
 from tests.places import ROOT
-from tests.unit.composing import compose_recipe
+from tests.recipe.composing import compose_recipe
 
 LARGE = ("llama31_70b_math", "llama31_405b_math")
 OTHERS = ("llama31_8b_math", "qwen25_7b_math", *LARGE)

@@ -12,10 +12,10 @@ from reasoning_gym.factory import DATASETS, create_dataset
 from llamarl.core.config import RewardConfig
 from llamarl.core.records import Prompt
 from llamarl.prompts.rows import make_rows
-from tests.distributed.reward_pool import Completion, RewardPool
 from tests.e2e.commands import read_rollouts
 from tests.e2e.forks import Forks
 from tests.places import ROOT
+from tests.scoring.reward_pool import Completion, RewardPool
 
 pytestmark = pytest.mark.environments
 

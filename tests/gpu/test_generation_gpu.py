@@ -14,9 +14,7 @@ from llamarl.core.device.devices import platform_of
 from llamarl.generator.engine.engine import EmbeddedEngine
 from llamarl.generator.engine.sampling import SamplingRows, sample
 from llamarl.publish.offload import MemoryMover
-from tests.random_search import case
-from tests.tiny_checkpoints import LLAMA, make_model
-from tests.unit.engine_models import (
+from tests.generator.engine_models import (
     finish,
     flat_weights,
     make_request,
@@ -24,7 +22,9 @@ from tests.unit.engine_models import (
     quantize_model,
     random_prompts,
 )
-from tests.unit.test_generation_engine import write
+from tests.generator.test_generation_engine import write
+from tests.random_search import case
+from tests.tiny_checkpoints import LLAMA, make_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -131,7 +131,7 @@ def test_the_kernels_of_decode_attention_write_what_torchs_attention_does(
     device = torch.device("cuda", torch.cuda.current_device())
     assert platform_of(device).has_triton(device)
     from llamarl.generator.engine import decode_attention  # where Triton is
-    from tests.unit.decode_attention_cases import check
+    from tests.generator.decode_attention_cases import check
 
     for name in ("SPLIT", "MOST_SPLITS"):  # of which the cases choose others
         monkeypatch.setattr(decode_attention, name, getattr(decode_attention, name))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llamarl.core.config import EmbeddedConfig
-from tests.contract.generator_contract import (  # noqa: F401 - the questions, and `run_dir`
+from tests.generator.generator_contract import (  # noqa: F401 - the questions, and `run_dir`
     run_dir,
     test_a_partial_row_is_resumed_from_storage_on_another_replica,
     test_aborted_rows_come_out_marked_whether_running_or_queued,
@@ -19,7 +19,7 @@ from tests.contract.generator_contract import (  # noqa: F401 - the questions, a
     test_offloading_in_the_middle_of_rollouts_changes_nothing,
     test_prefill_decode_and_waiting_have_spans_of_their_own,
 )
-from tests.contract.generator_replica import EngineCase
+from tests.generator.generator_replica import EngineCase
 from tests.tiny_checkpoints import write_checkpoint
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""Offloading a GPU's memory; the CPU's is in tests/unit/test_offload.py."""
+"""Offloading a GPU's memory; the CPU's is in tests/publish/test_offload.py."""
 
 import pytest
 import torch

@@ -11,9 +11,9 @@ import torch
 from llamarl.core.errors import FingerprintMismatch
 from llamarl.publish.fingerprint import fingerprint, transfer
 from llamarl.publish.transports.mapped import MappedBlock
-from tests.contract.publishing import STAGINGS, Generator, GeneratorRanks, Trainer, World, connected
-from tests.contract.publishing_damage import one_row_further
-from tests.contract.publishing_layouts import KINDS
+from tests.publish.publishing import STAGINGS, Generator, GeneratorRanks, Trainer, World, connected
+from tests.publish.publishing_damage import one_row_further
+from tests.publish.publishing_layouts import KINDS
 
 pytestmark = [
     pytest.mark.gpu,

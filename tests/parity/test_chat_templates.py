@@ -13,8 +13,8 @@ import pytest
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.scoring.definition import Kind
 from llamarl.scoring.turn_format import TurnFormat
-from tests.unit import chat_templates as writing
-from tests.unit.test_turn_format import ADD, STEPS, TOOLS
+from tests.model import chat_templates as writing
+from tests.scoring.test_turn_format import ADD, STEPS, TOOLS
 
 pytestmark = pytest.mark.parity
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.test_processes import listening_addresses
+from tests.cluster.test_processes import listening_addresses
 from tests.vllm.engines import as_vllm_loads, drain, make_engine, step
 
 LIMIT_S = 120

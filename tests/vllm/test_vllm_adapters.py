@@ -16,7 +16,7 @@ from llamarl.publish.comparison import compare_frozen
 from llamarl.publish.fingerprint import shard_sums
 from llamarl.publish.layout import kinds_of
 from tests.adapter_oracle import merged, random_adapters
-from tests.distributed.test_processes import is_loopback
+from tests.cluster.test_processes import is_loopback
 from tests.uneven_publish import publish
 from tests.vllm.checkpoints import check_logprobs, write_versions
 from tests.vllm.engines import drain, make_engine, request, step

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from llamarl.core.config import VllmConfig
-from tests.contract.generator_contract import *  # noqa: F403 - the questions
-from tests.contract.generator_replica import EngineCase
+from tests.generator.generator_contract import *  # noqa: F403 - the questions
+from tests.generator.generator_replica import EngineCase
 from tests.vllm.checkpoints import write_versions
 
 del test_a_partial_row_is_resumed_from_storage_on_another_replica  # noqa: F821

@@ -15,7 +15,7 @@ from llamarl.core.config import EmbeddedConfig
 from llamarl.core.records import FinishReason, Purpose
 from llamarl.generator.engine.engine import EmbeddedEngine as Embedded
 from llamarl.generator.protocol import RequestOutput
-from tests.distributed.test_processes import is_loopback, listening_addresses
+from tests.cluster.test_processes import is_loopback, listening_addresses
 from tests.vllm.checkpoints import TOLERANCE, VOCAB, check_logprobs, write_versions
 from tests.vllm.engines import commit, drain, loaded, make_engine, request, step
 

@@ -10,7 +10,7 @@ import torch
 from llamarl.core.config import VllmConfig, WeightsConfig
 from llamarl.generator.memory import forecast_generator
 from llamarl.publish.target import WeightBuffer
-from tests.unit.planner_recipes import make_recipe
+from tests.planner.planner_recipes import make_recipe
 from tests.vllm.checkpoints import check_logprobs, write_versions
 from tests.vllm.engines import DEFAULTS, drain, make_engine, request, step
 

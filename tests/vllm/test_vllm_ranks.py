@@ -10,7 +10,7 @@ import torch
 from llamarl.core.config import VllmConfig
 from llamarl.model.architecture import read_any_architecture
 from llamarl.publish.layout import formats_of
-from tests.distributed.test_processes import is_loopback
+from tests.cluster.test_processes import is_loopback
 from tests.uneven_publish import publish
 from tests.vllm.checkpoints import check_logprobs, write_versions
 from tests.vllm.engines import request

@@ -1,7 +1,7 @@
 """The tokenizer of `recipes/quickstart_tools` with what TRL asks of one that calls tools.
 
 Both environments import it. A run renders and reads with it what llamarl does with the recipe's
-own; tests/unit/test_peers.py compares the two.
+own; tests/scoring/test_peers.py compares the two.
 """
 
 from __future__ import annotations
