@@ -118,12 +118,11 @@ def read_source(
     else:
         rows, counts = _cached(source, show)
     tokens = f"{source.data.max_prompt_tokens} tokens ({source.limit})"
-    contents = "demonstrations" if source.has_answers else "prompts"
+    contents, must = "prompts", "hold at least one prompt"
+    if source.has_answers:
+        contents, must = "demonstrations", "hold at least one demonstration"
     if not len(rows.index):
         of = f" of at most {tokens}" if counts[DROPPED] else ""
-        must = "hold at least one prompt"
-        if source.has_answers:
-            must = "hold at least one demonstration"
         raise ValueError(f"{source.place} must {must}{of}, got none")
     num_rows = len(rows.index) + counts[DROPPED]
     for name, done in DONE.items() if most is None else ():
