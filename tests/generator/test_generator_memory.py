@@ -65,7 +65,7 @@ async def leave_twice(rank, num_ranks, checkpoint, folder):
         spans=spans,
     )
     await started(generator)
-    rollouts, _, target, offload = generator.components
+    target = generator.parts.target
     engine, weight_buffer = target._decoding.engine, target._buffer
     for memory in engine.movable("kv"):
         memory.fill_(1.0)  # as after many rollouts: its pages are there
@@ -73,7 +73,7 @@ async def leave_twice(rank, num_ranks, checkpoint, folder):
     received = 0
     for row_id, num_absences in ((0, 0), (1, 2)):
         sampling = Sampling(max_tokens=60)
-        await rollouts.submit(
+        await generator.submit(
             [Request(row_id=row_id, prompt_ids=PROMPT, sampling=sampling, seed=5)]
         )
         for _ in range(num_absences):
@@ -82,11 +82,11 @@ async def leave_twice(rank, num_ranks, checkpoint, folder):
             seen["running"].append(engine.num_running)
             weight_buffer.staging.fill_(1.0)  # as a publish does
             before = resident_bytes()
-            await offload.offload(BOTH)
+            await generator.offload(BOTH)
             seen["shrunk"].append(before - resident_bytes())
-            await offload.onload(BOTH)
+            await generator.onload(BOTH)
         while row_id not in storage.rows:
-            first, rows = await rollouts.collect(received)
+            first, rows = await generator.collect(received)
             received = first + len(rows)
     seen["addresses"].append(addresses(engine, weight_buffer))
     seen["tokens"] = [storage.rows[row_id][RESPONSE_IDS].tolist() for row_id in (0, 1)]
