@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -178,16 +178,14 @@ class EpisodeFailed(Exception):  # noqa: N818 - what became of it
 @dataclass(slots=True)
 class PlayedEpisode:
     """An episode in progress: the `attempt` of a rollout, played in the pool of index `pool`, for
-    the replica whose last turn came by `channel`. `schemas` and `format` are those of its kind
-    unless its environment has opened it with tools of its own. `numbers` goes into its
-    TurnResults."""
+    the replica whose last turn came by `channel`. `format` is that of its kind unless its
+    environment has opened it with tools of its own. `numbers` goes into its TurnResults."""
 
     row_id: int
     attempt: int
     prompt: Prompt
     kind: Kind
     pool: int
-    schemas: Sequence[Mapping[str, Any]]
     format: TurnFormat
     channel: Channel | None = None
     numbers: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
@@ -316,9 +314,7 @@ class EnvironmentWorker(Worker, Environment):
         name = kind_of(turn.prompt.fields, self._spec.kinds)
         kind, form = self._spec.kinds[name], self._formats.of(name)
         pool = min(self._num_played, key=self._num_played.__getitem__)
-        episode = PlayedEpisode(
-            turn.row_id, turn.attempt, turn.prompt, kind, pool, kind.schemas, form
-        )
+        episode = PlayedEpisode(turn.row_id, turn.attempt, turn.prompt, kind, pool, form)
         self._episodes[turn.row_id] = episode
         self._num_played[pool] += 1
         return episode
@@ -345,8 +341,8 @@ class EnvironmentWorker(Worker, Environment):
         number = episode.prompt.prompt_id
         try:
             if schemas:
-                episode.schemas, episode.format = schemas, self._formats.of("", schemas)
-            shown = lambda row: episode.schemas  # noqa: E731
+                episode.format = self._formats.of("", schemas)
+            shown = lambda row: episode.format.kind.schemas  # noqa: E731
             return make_prompt(row, number, data, self._tokenizer, shown).token_ids
         except ValueError as error:
             raise EpisodeFailed(Failure(StageStatus.INVALID, f"reset: {error}")) from None
@@ -380,8 +376,8 @@ class EnvironmentWorker(Worker, Environment):
     async def _say(self, episode: PlayedEpisode, written: TurnText) -> list[dict[str, Any]]:
         """Return the messages by which the environment answers a turn, and count its calls by
         tool."""
-        found = await self._ask(episode, "take_turn", *written.as_data())
-        known = {schema["function"]["name"] for schema in episode.schemas}
+        found = await self._ask(episode, "take_turn", *written)
+        known = {schema["function"]["name"] for schema in episode.format.kind.schemas}
         for (name, seconds, has_failed), call in zip(found["calls"], written.calls, strict=True):
             tool = name if name in known else "unknown"
             episode.numbers[f"calls/{tool}"] += 1
@@ -397,7 +393,7 @@ class EnvironmentWorker(Worker, Environment):
         """End the episode with its reward; `last` is a turn that its process has not seen yet."""
         found: dict[str, Any] = {"reward": None}
         if episode.kind.is_kept:
-            sent = last.as_data() if last is not None and episode.kind.is_read else ()
+            sent = last if last is not None and episode.kind.is_read else ()
             found = await self._ask(episode, "finish", *sent)
         self._end(episode)
         reward = None if found["reward"] is None else float(found["reward"])

@@ -8,8 +8,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from llamarl.core.groups import END_OF_THOUGHT, THOUGHT
 from llamarl.scoring.definition import Schema
@@ -118,12 +117,11 @@ CALL_KEYS = {"name", "type", "id"} | ARGUMENTS
 NOTHING = object()  # where no JSON stands
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(NamedTuple):
     """One call; `error` says why it cannot be run."""
 
     name: str
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = {}
     error: str = ""
 
 
@@ -140,22 +138,6 @@ def family_of(template: str, response_template: object) -> str | None:
         return "xml" if "<function=" in template else "hermes"
     is_llama = PYTHON_TAG in template or ('"parameters": ' in template and "ipython" in template)
     return "llama" if is_llama else None
-
-
-def parse_calls(
-    text: str, family: str, schemas: Sequence[Schema], *, is_thinking: bool = False
-) -> list[ToolCall]:
-    """Return the calls in one turn of a model, which may hold special tokens; at most MAX_CALLS.
-    `is_thinking`: the turn begins within the model's thinking."""
-    return [call for _, call in _scan(text, family, schemas, is_thinking)][:MAX_CALLS]
-
-
-def text_before(
-    text: str, family: str, schemas: Sequence[Schema], *, is_thinking: bool = False
-) -> str:
-    """Return the text of a turn before its first call, thinking included."""
-    found = _scan(text, family, schemas, is_thinking)
-    return text[: found[0][0] if found else None].rstrip()
 
 
 def template_calls(message: Mapping[str, Any]) -> list[ToolCall]:
@@ -176,13 +158,15 @@ def _checked(value: object) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _scan(
-    text: str, family: str, schemas: Sequence[Schema], is_thinking: bool
+def find_calls(
+    text: str, family: str, schemas: Sequence[Schema], *, is_thinking: bool = False
 ) -> list[tuple[int, ToolCall]]:
-    """Return the calls of a turn, with the place where each begins."""
+    """Return the calls in one turn of a model, which may hold special tokens, each with the place
+    where it begins; at most MAX_CALLS. `is_thinking`: the turn begins within the model's
+    thinking."""
     tools = {schema["function"]["name"]: schema["function"] for schema in schemas}
     if family == "llama":
-        return _llama_calls(tools, text, is_thinking)
+        return _llama_calls(tools, text, is_thinking)[:MAX_CALLS]
     names = tools if family == "tagged" else ["tool_call"]
     marks = [f"<{re.escape(name)}>" for name in sorted(names, key=len, reverse=True)]
     mark = re.compile("|".join([*marks, THOUGHT, END_OF_THOUGHT]))
@@ -197,7 +181,7 @@ def _scan(
         else:  # all before it was thinking, whose beginning the prompt or nobody has written
             found.clear()
             at = begin.end()
-    return found
+    return found[:MAX_CALLS]
 
 
 def _after_thought(text: str, at: int) -> int:

@@ -10,9 +10,8 @@ turn before."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from llamarl.core.groups import THOUGHT
 from llamarl.model.text_ids import unmarked
 from llamarl.model.tokenizer import Message, Tokenizer
 from llamarl.scoring.definition import Kind, Schema
-from llamarl.scoring.tool_calls import ToolCall, family_of, parse_calls, template_calls, text_before
+from llamarl.scoring.tool_calls import ToolCall, family_of, find_calls, template_calls
 
 KEY = "environment.calls"
 USER: Message = {"role": "user", "content": "question"}
@@ -35,8 +34,7 @@ SHORT_TOKENS = 256  # of a turn that is known: rollouts of a group do not write 
 SHORT_CHARS = 1024  # of an observation
 
 
-@dataclass(frozen=True, slots=True)
-class TurnEnd:
+class TurnEnd(NamedTuple):
     """The text that a template writes at the end of an old turn: `body`, such as the rest of a
     call, then `token`; or, where that is empty, any token that ends a completion."""
 
@@ -44,18 +42,12 @@ class TurnEnd:
     token: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TurnText:
+class TurnText(NamedTuple):
     """One turn of a model: its calls, and the text before them, or the whole text unless each call
     can be run."""
 
     text: str
     calls: list[ToolCall]
-
-    def as_data(self) -> tuple[str, list[list[Any]]]:
-        """Return the form in which the episode's process gets it: the text, and the name, arguments
-        and error of each call."""
-        return self.text, [[call.name, call.arguments, call.error] for call in self.calls]
 
 
 class TurnFormat:
@@ -74,7 +66,7 @@ class TurnFormat:
         *,
         splits_special_tokens: bool = True,
     ) -> None:
-        self._tokenizer, self._kind = tokenizer, kind
+        self._tokenizer, self.kind = tokenizer, kind
         self._splits_special_tokens = splits_special_tokens
         self.family = _family(tokenizer, calls) if kind.schemas else ""
         """The family of its calls; empty if there are none."""
@@ -112,18 +104,23 @@ class TurnFormat:
         return np.array(encode(text, is_ended), np.int32)
 
     def _read(self, ids: tuple[int, ...]) -> TurnText:
-        text = self._tokenizer.decode(ids)
+        text, before, calls = self._tokenizer.decode(ids), "", list[ToolCall]()
         if self.family == "template":
             message = self._tokenizer.parse_response(ids)
-            return _turn_text(text, template_calls(message), str(message.get("content") or ""))
-        if not self.family:
-            return TurnText(text, [])
-        raw = self._tokenizer.decode_raw(ids)
-        for end in self._ends:
-            raw = raw.removesuffix(end)
-        form = self.family, self._kind.schemas
-        calls = parse_calls(raw, *form, is_thinking=self._is_thinking)
-        return _turn_text(text, calls, text_before(text, *form, is_thinking=self._is_thinking))
+            calls, before = template_calls(message), str(message.get("content") or "")
+        elif self.family:
+            raw = self._tokenizer.decode_raw(ids)
+            for end in self._ends:
+                raw = raw.removesuffix(end)
+            schemas = self.kind.schemas
+            found = find_calls(raw, self.family, schemas, is_thinking=self._is_thinking)
+            calls = [call for _, call in found]
+            before = raw[: found[0][0]] if found else raw
+            for token in self._special:
+                before = before.replace(token, "")
+            before = before.rstrip()
+        is_good = calls and not any(call.error for call in calls)
+        return TurnText(before if is_good else text, calls)
 
     def _encode(self, messages: str, is_ended: bool) -> list[int]:
         """Return the ids of these messages, which are JSON, after a turn that has ended, or not."""
@@ -185,7 +182,7 @@ class TurnFormat:
         """Return a turn of a model that says this word, in a call or as text."""
         if not is_call:
             return {"role": "assistant", "content": word}
-        name = self._kind.schemas[0]["function"]["name"]
+        name = self.kind.schemas[0]["function"]["name"]
         call = {"name": name, "arguments": {"value": word}}
         whole = {"type": "function", "id": CALL_ID, "function": call}
         return {"role": "assistant", "content": "", "tool_calls": [whole]}
@@ -195,9 +192,9 @@ class TurnFormat:
 
     def _samples(self, content: str, *, is_call: bool = True) -> list[Message]:
         """Return a sample of what the environment might say, to a call or to a turn without one."""
-        if self._kind.has_step or (self._has_calls and not is_call):
+        if self.kind.has_step or (self._has_calls and not is_call):
             return [{"role": "user", "content": content}]
-        name = self._kind.schemas[0]["function"]["name"]
+        name = self.kind.schemas[0]["function"]["name"]
         return [{"role": "tool", "name": name, "content": content}]
 
     def _shows_calls(self) -> bool:
@@ -211,7 +208,7 @@ class TurnFormat:
 
     def _leave_out_tools(self) -> None:
         """Leave the schemas of tools out of what is rendered if they change no observation."""
-        if self._kind.has_step:
+        if self.kind.has_step:
             return
         with_tools = self._split(self._samples("1"))
         self._shown = ()
@@ -219,7 +216,7 @@ class TurnFormat:
             is_same = self._split(self._samples("1")) == with_tools
         except ValueError:
             is_same = False
-        self._shown = () if is_same else self._kind.schemas
+        self._shown = () if is_same else self.kind.schemas
 
     def _check(self) -> None:
         samples, again = self._samples("1"), self._samples("2")
@@ -236,11 +233,6 @@ class TurnFormat:
 def _first(text: str, tokens: Sequence[str]) -> int:
     """Return the place of the first of these tokens; -1 if there is none."""
     return min((at for token in tokens if (at := text.find(token)) >= 0), default=-1)
-
-
-def _turn_text(text: str, calls: list[ToolCall], before: str) -> TurnText:
-    is_good = calls and not any(call.error for call in calls)
-    return TurnText(before if is_good else text, calls)
 
 
 def _role(messages: Sequence[Message]) -> str:

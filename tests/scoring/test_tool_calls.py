@@ -15,9 +15,8 @@ from llamarl.scoring.tool_calls import (
     MAX_CALLS,
     ToolCall,
     family_of,
-    parse_calls,
+    find_calls,
     template_calls,
-    text_before,
     typed,
 )
 
@@ -30,6 +29,10 @@ def schema(name: str, **properties: str) -> dict[str, Any]:
 
 SCHEMAS = [schema("add", a="integer", b="integer"), schema("search", query="string"), schema("now")]
 ADD = ToolCall("add", {"a": 1, "b": 2})
+
+
+def parse_calls(text: str, family: str, schemas: list[Any], **options: bool) -> list[ToolCall]:
+    return [call for _, call in find_calls(text, family, schemas, **options)]
 
 
 @pytest.mark.parametrize(
@@ -112,8 +115,8 @@ def test_what_stands_in_thinking_is_no_call(family: str, thought: str, said: str
     if family != "llama":
         again = f"<think>a{end}{said}\n<think>{thought}{end}{said}"
         assert parse_calls(again, family, SCHEMAS) == [NOW, NOW], "it thinks between two calls"
-        before = text_before(f"<think>{thought}{end}So: {said}", family, SCHEMAS)
-        assert before == f"<think>{thought}{end}So:"
+        (call,) = find_calls(f"<think>{thought}{end}So: {said}", family, SCHEMAS)
+        assert call == (len(f"<think>{thought}{end}So: "), NOW)
 
 
 def test_a_tool_may_be_called_think() -> None:
