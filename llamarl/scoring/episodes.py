@@ -12,6 +12,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,7 +118,9 @@ class Episodes:
         if is_stepped(episode.instance):
             said = await self._step(episode, text, calls)
             return {"messages": said, "calls": [[name, 0.0, bool(e)] for name, _, e in calls]}
-        results = await self._run_calls(episode, calls)
+        # No call raises; if this is cancelled, the error of `gather` says where a call was.
+        in_turn = asyncio.Lock()
+        results = await asyncio.gather(*(self._run(episode, in_turn, *call) for call in calls))
         pairs = [*zip((name for name, *_ in calls), results, strict=True)]
         said = [{"role": "tool", "name": name, "content": found[0]} for name, found in pairs]
         told = [[name, *found[1:]] for name, found in pairs]
@@ -181,46 +184,21 @@ class Episodes:
         episode.messages += said
         return said
 
-    async def _run_calls(
-        self, episode: Episode, calls: list[list[Any]]
-    ) -> list[tuple[str, float, bool]]:
-        """Return (content, seconds, whether it failed) of each call, in order. Functions run one
-        after the other, coroutines beside them."""
-        found: dict[int, tuple[str, float, bool]] = {}
-        beside: list[Coroutine[Any, Any, None]] = []
-
-        async def run(place: int) -> None:
-            found[place] = await self._run_call(episode, *calls[place])
-
-        async def run_functions(places: list[int]) -> None:
-            for place in places:
-                await run(place)
-
-        functions = []
-        for place, (name, _, _) in enumerate(calls):
-            if inspect.iscoroutinefunction(episode.tools.get(name)):
-                beside.append(run(place))
-            else:
-                functions.append(place)
-        # No call raises; if this is cancelled, the error of `gather` says where a call was.
-        await asyncio.gather(run_functions(functions), *beside)
-        return [found[place] for place in range(len(calls))]
-
-    async def _run_call(
-        self, episode: Episode, name: str, arguments: dict[str, Any], error: str
+    async def _run(
+        self, episode: Episode, in_turn: asyncio.Lock, name: str, arguments: Answer, error: str
     ) -> tuple[str, float, bool]:
-        start_s = time.monotonic()
-        content = ""
-        tool = episode.tools.get(name)
-        if error:
-            pass
-        elif tool is None:
-            error = f"Tool {name} not found."
-        else:
-            try:
-                content = _text(await self._runner.run(tool, **arguments))
-            except Raised as failure:  # the model is told
-                error = str(failure)
+        """Return the content of a call, its seconds, and whether it failed. Functions run one after
+        the other, as they hold `in_turn`, and coroutines beside them."""
+        tool, content = episode.tools.get(name), ""
+        async with nullcontext() if inspect.iscoroutinefunction(tool) else in_turn:
+            start_s = time.monotonic()
+            if tool is None and not error:
+                error = f"Tool {name} not found."
+            elif tool is not None and not error:
+                try:
+                    content = _text(await self._runner.run(tool, **arguments))
+                except Raised as failure:  # the model is told
+                    error = str(failure)
         if error:
             content = str({"error": error})
         return content, time.monotonic() - start_s, bool(error)
