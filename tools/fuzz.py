@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _import() -> None:
     """What every case needs, so that its fork has it."""
-    from llamarl.controller.specs import Spec
+    from llamarl.controller.starter import Spec
 
     for name in (*IMPORTS, *(spec.executor.split(":")[0] for spec in get_args(Spec))):
         importlib.import_module(name)

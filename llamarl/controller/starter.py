@@ -1,44 +1,57 @@
-"""The executors of a run: which there are, where they sit, and how all are started and ended at
-once.
+"""The executors of a run: which there are, where they sit, the specs with which they are
+constructed, and how all are started and ended at once.
 
 One executor runs each stage of the graph, except settle, which the controller runs."""
 
 import asyncio
 import logging
+import os
 import shutil
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress, product
 from pathlib import Path
 
-from llamarl.cluster import LOSS_GRACE_S, Cluster, Executor, make_cluster
-from llamarl.controller.specs import Spec, Specs, collector_spec, storage_specs
-from llamarl.core.config import Config
+from llamarl.cluster import Cluster, Executor, make_cluster
+from llamarl.core.config import Config, LoraConfig
+from llamarl.core.config.generator import generator_of
 from llamarl.core.config.rank_assignment import (
     Device,
     assign,
     companions,
+    far_sites,
     home_hosts,
+    num_storage_units,
     place_generator,
 )
 from llamarl.core.errors import ExecutorLost, all_at_once
 from llamarl.core.faces import Environment, GeneratorReplica, Storage, Worker
-from llamarl.generator.specs import GeneratorSpec, Resettable
+from llamarl.generator.specs import CollectorSpec, GeneratorSpec, Resettable
 from llamarl.metrics.console import ReportState
+from llamarl.publish.layout import kinds_of
 from llamarl.recipe.inputs import Inputs
-from llamarl.scoring.stages import ENVIRONMENT, EXECUTORS, GENERATE, SCORE, TRAIN, Graph, Stage
+from llamarl.recipe.prompt_inputs import context_of
+from llamarl.scoring.environment import EnvironmentLink, Environments, EnvironmentSpec
+from llamarl.scoring.external import ExternalSpec
+from llamarl.scoring.loader import SOCKETS
+from llamarl.scoring.sandbox.containers import limits_of
+from llamarl.scoring.stage_worker import StageSpec
+from llamarl.scoring.stages import (
+    ENVIRONMENT,
+    EXECUTORS,
+    GENERATE,
+    SCORE,
+    TRAIN,
+    FrozenModel,
+    Graph,
+    Stage,
+)
 from llamarl.storage.client import Store, Unit
 from llamarl.storage.worker import StorageSpec
+from llamarl.trainer.specs import ReferenceSpec, TrainerSpec
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +118,185 @@ class Executors:
     def hosts_of(self, name: str) -> list[int]:
         """Return the host of each rank of an executor."""
         return [device.host for device in self.places.get(name, ())]
+
+
+Spec = (
+    GeneratorSpec
+    | TrainerSpec
+    | ReferenceSpec
+    | StageSpec
+    | ExternalSpec
+    | EnvironmentSpec
+    | StorageSpec
+    | CollectorSpec
+)
+
+
+def storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
+    """Return the specs of all storage units."""
+    return [
+        StorageSpec(
+            unit=unit,
+            archive_folder=f"{run_dir}/archive",
+            socket=f"{run_dir}/.rendezvous-storage/{unit}" if has_sockets(config) else None,
+            spill_folder=f"{run_dir}/spill",
+            max_bytes=config.experience.max_bytes // config.experience.units_per_host,
+        )
+        for unit in range(num_storage_units(config))
+    ]
+
+
+def has_sockets(config: Config) -> bool:
+    """Return whether executors of one host meet at sockets; otherwise all run in one process."""
+    return config.cluster.backend == "monarch"
+
+
+@dataclass(frozen=True)
+class Specs:
+    """Makes the specs of all executors except storage units. These are reached through `storage`,
+    and through `far_storage` by replicas at other sites. `names` are the executors that run, and
+    `places` has the device of each of their ranks."""
+
+    config: Config
+    inputs: Inputs
+    run_dir: str
+    names: Collection[str]
+    places: dict[str, list[Device]]
+    storage: Store
+    far_storage: Store
+
+    def of(self, name: str, executors: Executors) -> Spec:
+        """Return the spec of an executor, which may be started at any time, with the replicas and
+        environments that there are then."""
+        kind, _, number = name.partition("-")
+        if kind == "collector":
+            return collector_spec(self.config, executors.generators, int(number))
+        if kind == "generator":
+            return self._generator(int(number), executors.environments)
+        if kind == ENVIRONMENT:
+            return self._environment(int(number))
+        return self._trainer() if name == "trainer" else self._stage(executors.stage_of[name])
+
+    def _trainer(self) -> TrainerSpec:
+        config, inputs = self.config, self.inputs
+        return TrainerSpec(
+            checkpoint=inputs.checkpoint,
+            tokenizer=inputs.tokenizer_folder,
+            task_source=inputs.task_source,
+            rendezvous=f"{self.run_dir}/.rendezvous-trainer-{_new_id()}",
+            config=config.trainer,
+            algorithm=config.algorithm,
+            sampling=config.sampling,
+            weights=config.weights,
+            placement=config.placement,
+            storage=self.storage,
+            run_dir=self.run_dir,
+            num_steps=config.most_steps,
+            seed=config.seed,
+            adapter=inputs.adapter,
+            kinds=kinds_of(config.generator, inputs.architecture),
+        )
+
+    def _generator(self, replica: int, played: Mapping[int, Executor]) -> GeneratorSpec:
+        """Return the spec of a replica that takes turns with these environments."""
+        config, run_id, name = self.config, _new_id(), f"generator-{replica}"
+        place = self.places.get(name) or place_generator(config, replica)
+        self.places.setdefault(name, place)
+        host = place[0].host
+        storage = self.far_storage if host in far_sites(config) else self.storage
+        is_near = {i: self.places[each.name][0].host == host for i, each in played.items()}
+        links = tuple(
+            EnvironmentLink(
+                each.name,
+                each.one(Environment),
+                self._environment_socket(index) if is_near[index] else None,
+            )
+            for index, each in played.items()
+        )
+        near = [*compress(range(len(links)), is_near.values()), replica % max(1, len(links))]
+        return GeneratorSpec(
+            replica=replica,
+            checkpoint=self.inputs.checkpoint,
+            load_weights=EXECUTORS[TRAIN] not in self.names,
+            tokenizer=self.inputs.tokenizer_folder,
+            lora=config.trainer.lora,
+            base_dtype=config.trainer.compute_dtype,
+            adapter=self.inputs.adapter,
+            config=generator_of(config.generator, replica),
+            weights=config.weights,
+            placement=config.placement,
+            storage=storage.signed(f"{name}/{run_id}"),
+            run_dir=self.run_dir,
+            run_id=run_id,
+            environments=Environments(links, near[0], context_of(config)) if links else None,
+        )
+
+    def _environment(self, index: int) -> EnvironmentSpec:
+        config, inputs = self.config, self.inputs
+        return EnvironmentSpec(
+            config=config.environment,
+            kinds=inputs.kinds,
+            limits=limits_of(config.reward),
+            task_source=inputs.task_source,
+            data=config.data,
+            tokenizer=inputs.tokenizer_folder,
+            socket=self._environment_socket(index),
+            rewards=config.reward.episode_rewards,
+        )
+
+    def _environment_socket(self, index: int) -> str | None:
+        folder = f"{self.run_dir}/.rendezvous-environment"
+        return f"{folder}/{index}" if has_sockets(self.config) else None
+
+    def _stage(self, stage: Stage) -> Spec:
+        config, inputs = self.config, self.inputs
+        storage = self.storage.signed(f"{stage.name}/{_new_id()}")
+        if isinstance(stage.run, FrozenModel):
+            return ReferenceSpec(
+                checkpoint=os.path.abspath(Path(config.recipe_dir, stage.run.checkpoint)),
+                column=stage.writes[0].name,
+                rendezvous=f"{self.run_dir}/.rendezvous-{stage.name}-{_new_id()}",
+                config=replace(config.trainer, lora=LoraConfig()),
+                sampling=config.sampling,
+                storage=storage,
+            )
+        if stage.is_external:
+            units = storage_specs(config, self.run_dir)
+            return ExternalSpec(
+                stage=stage,
+                socket=f"{self.run_dir}/{SOCKETS}/{stage.name}",
+                units=tuple((f"storage-{unit.unit}", str(unit.socket)) for unit in units),
+                tokenizer=inputs.tokenizer_folder,
+                storage=storage,
+            )
+        return StageSpec(
+            stage=stage,
+            numbers=inputs.graph.numbers & {*stage.reads},
+            tokenizer=inputs.tokenizer_folder,
+            task_source=inputs.task_source,
+            storage=storage,
+            reward=config.reward if stage.name == SCORE else None,
+            has_openings=any(kind.is_kept for kind in inputs.kinds.values()),
+        )
+
+
+def collector_spec(
+    config: Config, generators: Mapping[int, Executor], number: int
+) -> CollectorSpec:
+    """Return the spec of a collector, which asks an equal share of the replicas."""
+    num = config.generator.num_collectors
+    return CollectorSpec(
+        generators={
+            i: executor.one(GeneratorReplica)
+            for i, executor in generators.items()
+            if i % num == number
+        }
+    )
+
+
+def _new_id() -> str:
+    """Return an id for files that no earlier processes of the run used."""
+    return uuid.uuid4().hex[:8]
 
 
 def name_executors(graph: Graph) -> set[str]:
@@ -185,7 +377,11 @@ class Starter:
                 _sign(executor, spec)
                 doing.append("loading")
                 report(name, "loading")
-                await self._load(executor)
+                try:
+                    await executor.all(Worker.start)
+                except BaseException:
+                    await executor.stop()
+                    raise
         except TimeoutError as error:
             if not limit.expired():  # the executor's own
                 raise
@@ -196,27 +392,18 @@ class Starter:
         report(name, "ready")
         return executor
 
-    async def _load(self, executor: Executor) -> None:
-        try:
-            await executor.all(Worker.start)
-        except BaseException:
-            await executor.stop()
-            raise
-
     async def start_all(
-        self, specs: Mapping[str, Spec], report: ReportState, kept: Mapping[int, Executor] = {}
+        self, specs: Mapping[str, Spec], report: ReportState, kept: Mapping[str, Executor] = {}
     ) -> dict[str, Executor]:
         """Start the executors of these names; generators that were `kept` go on."""
         starts = (self._go_on(name, spec, report, kept) for name, spec in specs.items())
         return dict(zip(specs, await all_at_once(starts), strict=True))
 
     async def _go_on(
-        self, name: str, spec: Spec, report: ReportState, kept: Mapping[int, Executor]
+        self, name: str, spec: Spec, report: ReportState, kept: Mapping[str, Executor]
     ) -> Executor:
-        """Give the generator of `spec`, if it was `kept`, its storage; start an executor that was
-        not."""
-        executor = kept.get(spec.replica) if isinstance(spec, GeneratorSpec) else None
-        if executor is not None and isinstance(spec, GeneratorSpec):
+        """Give a generator that was `kept` its storage; start an executor that was not."""
+        if isinstance(spec, GeneratorSpec) and (executor := kept.get(name)) is not None:
             try:
                 await executor.one(Resettable).use(spec.storage, spec.environments)
                 _sign(executor, spec)
@@ -254,21 +441,6 @@ async def _reset(executor: Executor) -> bool:
         return False
 
 
-async def find_losses(executors: Collection[Executor]) -> list[ExecutorLost]:
-    """Return the losses of these executors. It waits up to LOSS_GRACE_S for the first, since an
-    error that a loss causes may come before the loss is noticed."""
-    if not executors:
-        return []
-    watches = [asyncio.ensure_future(executor.watch()) for executor in executors]
-    done, pending = await asyncio.wait(
-        watches, timeout=LOSS_GRACE_S, return_when=asyncio.FIRST_COMPLETED
-    )
-    for watch in pending:
-        watch.cancel()
-    errors = [watch.exception() for watch in done]
-    return [error for error in errors if isinstance(error, ExecutorLost)]
-
-
 async def spawn_executors(
     config: Config,
     inputs: Inputs,
@@ -288,72 +460,46 @@ async def spawn_executors(
     session that are left of the executors `before`, and were reset, go on. If an executor does not
     start, or is lost meanwhile, none that was started here is left.
     """
+    graph = inputs.graph
     if replicas is None:
         replicas = range(config.generator.num_replicas if EXECUTORS[GENERATE] in names else 0)
-    if EXECUTORS[GENERATE] in names and inputs.graph.has_episodes:
+    if EXECUTORS[GENERATE] in names and graph.has_episodes:
         names = {*names, ENVIRONMENT}
-    earlier, kept = ({}, {}) if before is None else (before.places, before.generators)
-    places = place_executors(config, inputs.graph)
+    earlier, kept = ({}, {}) if before is None else (before.places, before.by_name)
+    places = place_executors(config, graph)
     generators = {f"generator-{index}": index for index in replicas}
     for name, index in generators.items():
         places[name] = earlier.get(name) or places.get(name) or place_generator(config, index)
     starter = Starter(cluster, places, config.cluster.start_timeout_s)
+    log_state = partial(log.info, "%s: %s")
     try:
         unit_specs = {f"storage-{each.unit}": each for each in storage_specs(config, run_dir)}
         units = await starter.start_all(unit_specs, report)
         storages = (_store(units, unit_specs, is_far) for is_far in (False, True))
-        specs = Specs(config, inputs, run_dir, names, *storages)
-        return await _spawn(starter, specs, units, [*generators], report, kept)
+        specs = Specs(config, inputs, run_dir, names, places, *storages)
+        stages = {name_executor(stage): stage for stage in graph.between}
+        found = Executors(
+            storage=specs.storage,
+            by_name=units,
+            stage_of={name: stage for name, stage in stages.items() if name in names},
+            start=lambda name: starter.start(name, specs.of(name, found), log_state),
+            places=places,
+            add_host=cluster.add_host,
+        )
+        played = [name for name in places if name.startswith(f"{ENVIRONMENT}-")]
+        trainer = ["trainer"] if EXECUTORS[TRAIN] in names else []
+        num_collectors = config.generator.num_collectors if trainer else 0
+        for some in (  # some call those before
+            played if ENVIRONMENT in names else [],
+            [*generators, *found.stage_of, *trainer],
+            [f"collector-{number}" for number in range(num_collectors)],
+        ):
+            of_some = {name: specs.of(name, found) for name in some}
+            found.by_name |= await starter.start_all(of_some, report, kept)
+        return found
     except BaseException:
         await asyncio.gather(*(executor.stop() for executor in starter.started))
         raise
-
-
-async def _spawn(
-    starter: Starter,
-    specs: Specs,
-    units: dict[str, Executor],
-    generators: Sequence[str],
-    report: ReportState,
-    kept: Mapping[int, Executor],
-) -> Executors:
-    config, graph, has_trainer = specs.config, specs.inputs.graph, EXECUTORS[TRAIN] in specs.names
-    stages = {name_executor(stage): stage for stage in graph.between}
-    found = Executors(
-        storage=specs.storage,
-        by_name=units,
-        stage_of={name: stage for name, stage in stages.items() if name in specs.names},
-        start=lambda name: starter.start(name, spec_of(name), partial(log.info, "%s: %s")),
-        places=starter.places,
-        add_host=starter.cluster.add_host,
-    )
-
-    def spec_of(name: str) -> Spec:
-        """Return the spec of an executor, which may be started at any time, with the replicas that
-        there are then."""
-        kind, _, number = name.partition("-")
-        if kind == "collector":
-            return collector_spec(config, found.generators, int(number))
-        if kind == "generator":
-            place = starter.places.get(name) or place_generator(config, int(number))
-            starter.places.setdefault(name, place)
-            played = found.environments
-            hosts = {i: starter.places[f"{ENVIRONMENT}-{i}"][0].host for i in played}
-            own = specs.environments(played, hosts, int(number), place[0].host)
-            return specs.generator(int(number), place, own)
-        if kind == ENVIRONMENT:
-            return specs.environment(int(number))
-        return specs.trainer() if name == "trainer" else specs.stage(found.stage_of[name])
-
-    if ENVIRONMENT in specs.names:  # generators call them
-        names = [name for name in starter.places if name.startswith(f"{ENVIRONMENT}-")]
-        found.by_name |= await starter.start_all({name: spec_of(name) for name in names}, report)
-    names = [*generators, *found.stage_of, *(["trainer"] if has_trainer else [])]
-    found.by_name |= await starter.start_all({name: spec_of(name) for name in names}, report, kept)
-    num_collectors = config.generator.num_collectors if has_trainer else 0
-    names = [f"collector-{number}" for number in range(num_collectors)]
-    found.by_name |= await starter.start_all({name: spec_of(name) for name in names}, report)
-    return found
 
 
 def _sign(executor: Executor, spec: Spec) -> None:

@@ -12,11 +12,11 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from llamarl.cluster import Executor
+from llamarl.cluster import LOSS_GRACE_S, Executor
 from llamarl.controller.balance import Replica
 from llamarl.controller.dispatch import Dispatch
 from llamarl.controller.elasticity import Elasticity
-from llamarl.controller.starter import Executors, end_others, find_losses
+from llamarl.controller.starter import Executors, end_others
 from llamarl.core.config import Config
 from llamarl.core.errors import ExecutorLost, NoGenerator, cancel_all
 from llamarl.core.faces import Collector, GeneratorReplica, Processor, Report
@@ -525,10 +525,20 @@ class Supervisor:
 
     async def find_losses(self, *, of_all: bool = False) -> list[ExecutorLost]:
         """Return the losses of executors that the session cannot spare, or with `of_all` of any
-        executor. It waits a little, since an error that a loss causes may come before the loss is
-        noticed."""
+        executor. It waits up to LOSS_GRACE_S for the first, since an error that a loss causes may
+        come before the loss is noticed."""
         by_name = self.executors.by_name.items()
-        return await find_losses([each for name, each in by_name if of_all or self._is_vital(name)])
+        watched = [each for name, each in by_name if of_all or self._is_vital(name)]
+        if not watched:
+            return []
+        watches = [asyncio.ensure_future(executor.watch()) for executor in watched]
+        done, pending = await asyncio.wait(
+            watches, timeout=LOSS_GRACE_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        for watch in pending:
+            watch.cancel()
+        errors = [watch.exception() for watch in done]
+        return [error for error in errors if isinstance(error, ExecutorLost)]
 
     def may_start_again(self, losses: Sequence[ExecutorLost]) -> bool:
         """Return whether a further session may follow one that ended with these losses, and count

@@ -12,8 +12,7 @@ import pytest
 
 from llamarl.cluster.executor import resolve
 from llamarl.controller.sessions import SessionLost, describe
-from llamarl.controller.specs import Spec
-from llamarl.controller.starter import name_executor
+from llamarl.controller.starter import Spec, name_executor
 from llamarl.controller.supervisor import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,

@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import get_args
 
-from llamarl.controller.specs import Spec
+from llamarl.controller.starter import Spec
 
 LIMIT_S = 300
 IMPORTS = ("llamarl.cli.main", "torch._dynamo", "transformers")

@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any, Concatenate, cast
 
 from llamarl.cluster.executor import Face
-from llamarl.controller.specs import collector_spec
-from llamarl.controller.starter import Executors, name_executor
+from llamarl.controller.starter import Executors, collector_spec, name_executor
 from llamarl.core.config import Config, rank_assignment
 from llamarl.core.config.generator import number_of, pools_of
 from llamarl.core.faces import Environment, P, Storage, T
