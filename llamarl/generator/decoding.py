@@ -41,7 +41,7 @@ class EngineOutput:
     dropped."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, is_kept: bool) -> None:
-        self._loop, self._is_kept = loop, is_kept
+        self.loop, self._is_kept = loop, is_kept
         self._lock = threading.Lock()
         self._finished: list[RequestOutput] = []  # guarded by _lock, as are _open and _error
         self._open = OpenGroups()
@@ -59,7 +59,7 @@ class EngineOutput:
         """Note that the engine has ended with this error."""
         with self._lock:
             self._error = self._error or error
-        self._loop.call_soon_threadsafe(self._is_ready.set)
+        self.loop.call_soon_threadsafe(self._is_ready.set)
 
     def expect(self, requests: Sequence[Request]) -> None:
         """Note that these rollouts will stop."""
@@ -74,14 +74,14 @@ class EngineOutput:
             self._finished += finished
             is_ready = [self._open.stop(item.request, item.reason) for item in finished]
         if any(is_ready):
-            self._loop.call_soon_threadsafe(self._is_ready.set)
+            self.loop.call_soon_threadsafe(self._is_ready.set)
 
     def reset(self) -> None:
         """Forget the stopped and the expected rollouts; a `take` that waits returns nothing."""
         with self._lock:
             self._finished, self._open = [], OpenGroups()
             self.session += 1
-        self._loop.call_soon_threadsafe(self._is_ready.set)
+        self.loop.call_soon_threadsafe(self._is_ready.set)
 
     async def take(self, limit_s: float) -> tuple[list[RequestOutput], bool]:
         """Return the rollouts that stopped, and whether some prefix group is complete or a rollout
@@ -292,8 +292,6 @@ class Decoding:
     """Runs an engine, and passes its stopped rollouts to `output`. Only `run`, `check`, `fail` and
     `prefetch` may be called off the compute thread."""
 
-    tags: tuple[str, ...] = ("weights", "kv")
-
     def __init__(
         self,
         engine: Engine,
@@ -302,7 +300,6 @@ class Decoding:
         spans: Spans,
         output: EngineOutput,
         thread: ComputeThread,
-        loop: asyncio.AbstractEventLoop,
         *,
         rank: int = 0,
         environments: Environments | None = None,
@@ -321,7 +318,7 @@ class Decoding:
                 share=thread.share,
                 resume=self.resume,
                 put=lambda item: output.put([item]),
-                call_soon=loop.call_soon_threadsafe,
+                call_soon=output.loop.call_soon_threadsafe,
                 fail=output.fail,
             ),
             environments,
@@ -396,7 +393,7 @@ class Decoding:
     def reset(self) -> None:
         """Forget all rollouts, prompts and versions, with all memory on the device: nothing decodes
         before the next commit."""
-        for tag in self.tags:
+        for tag in ("weights", "kv"):
             self.onload(tag)
         self._standstill.end()
         self.engine.abort_requests([*self._rows])

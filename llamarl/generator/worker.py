@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from llamarl.core.compute import Background, ComputeThread
 from llamarl.core.config import EmbeddedConfig, VllmConfig
@@ -41,7 +42,6 @@ from llamarl.generator.decoding import Decoding, EngineOutput, KeptRows, Lockste
 from llamarl.generator.engine.engine import EmbeddedEngine
 from llamarl.generator.protocol import Engine, PartialOutput, RequestOutput
 from llamarl.generator.specs import GeneratorSpec, Resettable
-from llamarl.generator.weight_target import TargetPart
 from llamarl.metrics.span import Spans
 from llamarl.model.architecture import read_architecture
 from llamarl.model.tokenizer import load_tokenizer
@@ -55,91 +55,6 @@ from llamarl.scoring.environment import Environments
 from llamarl.storage.client import RecordingStore
 
 STORE_S = 1.0
-
-
-class RolloutPart(GeneratorReplica):
-    """The rollouts of one rank; ranks other than 0 report none."""
-
-    def __init__(
-        self, spec: GeneratorSpec, decoding: Decoding, output: EngineOutput, spans: Spans
-    ) -> None:
-        self._spec, self._decoding, self._output = spec, decoding, output
-        self._spans = spans
-        self._storage = RecordingStore(spec.storage, spans)
-        self.background = Background()  # what has to do with storage
-        self._loading = asyncio.Lock()  # of the tokenizer
-        self._kept = KeptRows[RolloutInfo]()
-        self._taking = asyncio.Lock()  # a question whose asker is lost may still wait
-
-    async def submit(self, requests: list[Request]) -> None:
-        """Queue rollouts; resumed ones are read back from storage first."""
-        engine, session = self._decoding.engine, self._output.session
-        self._decoding.check()
-        self._output.expect(requests)
-        if any(request.sampling.stop_strings for request in requests):
-            async with self._loading:
-                if engine.decode_text is None:
-                    tokenizer = await asyncio.to_thread(load_tokenizer, self._spec.tokenizer)
-                    engine.decode_text = tokenizer.decode
-        resumed = [request for request in requests if request.resume]
-        written: dict[int, PartialOutput] = {}
-        if resumed:
-            written = await self.background.wait_for(read_written(self._storage, resumed))
-        key = ("submit", [(request.row_id, request.resume) for request in requests])
-        submit = partial(self._decoding.submit, requests, written, session)
-        await self._decoding.run(submit, key)
-
-    async def collect(self, received: int) -> Report:
-        """See `faces.GeneratorReplica`; after `heartbeat_s` it returns whatever there is.
-
-        The trainer needs whole groups, so this waits for one, and a little longer for more.
-        Rollouts that stop meanwhile are stored every `STORE_S`, so that no more is lost with the
-        process. An exception of the engine is raised here, with its own traceback."""
-        return await self.background.wait_for(self._collect(received))
-
-    async def _collect(self, received: int) -> Report:
-        self._kept.forget(received)
-        async with self._taking:
-            if not self._kept:
-                await self._take()
-        return self._kept.report()
-
-    async def _take(self) -> None:
-        """Store rollouts that stop, and keep their rows."""
-        clock = asyncio.get_running_loop().time
-        end_s, is_ready = clock() + self._spec.heartbeat_s, False
-        storage = self._storage
-        while not is_ready and (left_s := end_s - clock()) > 0:
-            finished, is_ready = await self._output.take(min(left_s, STORE_S))
-            if finished:
-                await write_finished(storage, finished)
-                self._kept.add(rollout_info(item, self._spec.replica) for item in finished)
-
-    async def drained(self, limit_s: float) -> None:
-        """Wait until all calls have ended, then forget what they reported. Raises RuntimeError if
-        that takes longer than `limit_s`."""
-        await self._decoding.episodes.stop_asking()
-        await self.background.drained(limit_s)
-        self._kept = KeptRows[RolloutInfo]()
-
-    def use(self, storage: ColumnStore, environments: Environments | None) -> None:
-        """Write to this storage, and take turns with these environments, from now on."""
-        self._storage = RecordingStore(storage, self._spans)
-        self._decoding.episodes.use(environments)
-
-    async def renew_environment(self, name: str, calls: Environment) -> None:
-        """See `faces.GeneratorReplica`."""
-        self._decoding.episodes.environments.renew(name, calls)
-
-    async def abort_requests(self, row_ids: list[int]) -> None:
-        """Stop these rollouts; each comes out of `collect`, marked ABORTED."""
-        abort = partial(self._decoding.abort, row_ids)
-        await self._decoding.run(abort, ("abort_requests", row_ids))
-        await self._decoding.episodes.forget(row_ids)
-
-    async def close(self) -> None:
-        """Cancel the questions to environments, and disconnect from them."""
-        await self._decoding.episodes.close()
 
 
 async def read_written(storage: ColumnStore, requests: list[Request]) -> dict[int, PartialOutput]:
@@ -209,20 +124,21 @@ def _sampling_row(request: Request, reason: FinishReason) -> np.ndarray:
     return np.array([*values, request.seed, FINISH_CODES[reason]], np.float64)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a started generator rank, whose methods call theirs."""
-
-    rollouts: RolloutPart
-    source: SourcePart
-    target: TargetPart
-    offload: OffloadPart
-
-
 class GeneratorWorker(
     Worker, GeneratorReplica, Resettable, WeightSource, WeightTarget, Offloadable
 ):
-    """One rank of one generator replica. After an error of the engine every call raises it."""
+    """One rank of one generator replica; ranks other than 0 report no rollouts. After an error of
+    the engine every call raises it.
+
+    All work of a publish before its commit runs on threads beside decoding, the commit between two
+    decode steps."""
+
+    # Made by `start`, on the compute thread.
+    _decoding: Decoding
+    _buffer: WeightBuffer
+    _source: SourcePart
+    _offloading: OffloadPart
+    _frozen: Mapping[str, Fingerprints]  # the sums of weights that no publish moves, by kind
 
     def __init__(self, spec: GeneratorSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         if num_ranks != spec.config.num_ranks:
@@ -233,114 +149,227 @@ class GeneratorWorker(
         self._rank, self._num_ranks = rank, num_ranks
         self._name = f"generator-{spec.replica}-{rank}"
         self._thread: ComputeThread | None = None
-        self._parts: Parts | None = None
+        self._is_started = False
         self._exit = contextlib.ExitStack()
-
-    @property
-    def parts(self) -> Parts:
-        """The parts of the rank. Raises RuntimeError before `start`."""
-        if self._parts is None:
-            raise RuntimeError(f"generator {self._spec.replica} must be started first")
-        return self._parts
+        self._storage = RecordingStore(spec.storage, spans)
+        self._storing, self._receiving = Background(), Background()
+        self._loading = asyncio.Lock()  # of the tokenizer
+        self._kept = KeptRows[RolloutInfo]()
+        self._taking = asyncio.Lock()  # a question whose asker is lost may still wait
+        self._session = 0  # grows at each `reset`
+        self._processed: tuple[Tensor, Any] | None = None  # memory, what the engine made of it
+        self._opening: object = None  # a new object at each `prepare`
+        self._has_memory, self._is_closed = asyncio.Event(), asyncio.Event()
+        self._has_memory.set()
+        self._is_closed.set()  # no version is open
 
     async def start(self) -> None:
         """Make engine and memory, and load the weights. Raises ValueError if the checkpoint is
         bad."""
-        loop, rank, num_ranks = asyncio.get_running_loop(), self._rank, self._num_ranks
-        output = EngineOutput(loop, is_kept=rank == 0)
+        rank, num_ranks = self._rank, self._num_ranks
+        self._output = output = EngineOutput(asyncio.get_running_loop(), is_kept=rank == 0)
         if num_ranks == 1:
             thread = ComputeThread(self._name, on_error=output.fail)
         else:
             thread = Lockstep(self._name, on_error=output.fail, rank=rank, num_ranks=num_ranks)
         self._thread = thread
-        await thread.run(lambda: self._build(thread, output, loop))
-
-    async def reset(self) -> None:
-        limit_s = self._spec.weights.timeout_s
-        await self.parts.target.reset(limit_s)
-        await self.parts.rollouts.drained(limit_s)
-
-    async def use(self, storage: ColumnStore, environments: Environments | None) -> None:
-        self.parts.rollouts.use(storage, environments)
+        await thread.run(lambda: self._build(thread))
+        self._is_started = True
 
     async def close(self) -> None:
         """Stop the engine and free all memory. With several ranks all must be closed."""
-        if self._parts is not None:
-            await self._parts.rollouts.close()
+        if self._is_started:
+            await self._decoding.episodes.close()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.close, self._exit.close)
+
+    async def reset(self) -> None:
+        self._output.check()
+        limit_s = self._spec.weights.timeout_s
+        self._session += 1
+        await self._receiving.drained(limit_s)
+        await self._source.background.drained(limit_s)
+
+        def reset() -> None:
+            self._decoding.reset()
+            self._source.reset()
+
+        await self._decoding.run(reset, ("reset", self._session))
+        self._opening = self._processed = None
+        self._has_memory.set()
+        self._is_closed.set()
+        await self._decoding.episodes.stop_asking()
+        await self._storing.drained(limit_s)
+        self._kept = KeptRows[RolloutInfo]()
+
+    async def use(self, storage: ColumnStore, environments: Environments | None) -> None:
+        self._storage = RecordingStore(storage, self._spans)
+        self._decoding.episodes.use(environments)
 
     # GeneratorReplica
 
     async def submit(self, requests: list[Request]) -> None:
-        await self.parts.rollouts.submit(requests)
+        """Queue rollouts; resumed ones are read back from storage first."""
+        engine, session = self._decoding.engine, self._output.session
+        self._output.check()
+        self._output.expect(requests)
+        if any(request.sampling.stop_strings for request in requests):
+            async with self._loading:
+                if engine.decode_text is None:
+                    tokenizer = await asyncio.to_thread(load_tokenizer, self._spec.tokenizer)
+                    engine.decode_text = tokenizer.decode
+        resumed = [request for request in requests if request.resume]
+        written: dict[int, PartialOutput] = {}
+        if resumed:
+            written = await self._storing.wait_for(read_written(self._storage, resumed))
+        key = ("submit", [(request.row_id, request.resume) for request in requests])
+        await self._decoding.run(partial(self._decoding.submit, requests, written, session), key)
 
     async def collect(self, received: int) -> Report:
-        return await self.parts.rollouts.collect(received)
+        """See `faces.GeneratorReplica`; after `heartbeat_s` it returns whatever there is.
+
+        The trainer needs whole groups, so this waits for one, and a little longer for more.
+        Rollouts that stop meanwhile are stored every `STORE_S`, so that no more is lost with the
+        process. An exception of the engine is raised here, with its own traceback."""
+        return await self._storing.wait_for(self._collect(received))
+
+    async def _collect(self, received: int) -> Report:
+        self._kept.forget(received)
+        async with self._taking:
+            if not self._kept:
+                await self._take()
+        return self._kept.report()
+
+    async def _take(self) -> None:
+        """Store rollouts that stop, and keep their rows."""
+        clock = asyncio.get_running_loop().time
+        end_s, is_ready = clock() + self._spec.heartbeat_s, False
+        storage = self._storage
+        while not is_ready and (left_s := end_s - clock()) > 0:
+            finished, is_ready = await self._output.take(min(left_s, STORE_S))
+            if finished:
+                await write_finished(storage, finished)
+                self._kept.add(rollout_info(item, self._spec.replica) for item in finished)
 
     async def abort_requests(self, row_ids: list[int]) -> None:
-        await self.parts.rollouts.abort_requests(row_ids)
+        abort = partial(self._decoding.abort, row_ids)
+        await self._decoding.run(abort, ("abort_requests", row_ids))
+        await self._decoding.episodes.forget(row_ids)
 
     async def renew_environment(self, name: str, calls: Environment) -> None:
-        await self.parts.rollouts.renew_environment(name, calls)
+        self._decoding.episodes.environments.renew(name, calls)
 
     # WeightSource
 
     async def source_layout(self) -> RankLayout:
-        return await self.parts.source.source_layout()
+        return await self._source.source_layout()
 
     async def connect_target(self, replica: int, route: Route | None) -> None:
-        await self.parts.source.connect_target(replica, route)
+        await self._source.connect_target(replica, route)
 
     async def write(self, version: int, handles: list[StagingHandle]) -> Fingerprints:
-        return await self.parts.source.write(version, handles)
+        return await self._source.write(version, handles)
 
     # WeightTarget
 
     async def target_layout(self) -> RankLayout:
-        return await self.parts.target.target_layout()
+        self._output.check()
+        return replace(self._buffer.layout(), frozen=self._frozen)
 
     async def connect_source(self, route: Route) -> None:
-        await self.parts.target.connect_source(route)
+        self._output.check()
+        await self._receiving.run(self._buffer.connect, route)
 
     async def prepare(self, version: int) -> StagingHandle:
-        return await self.parts.target.prepare(version)
+        """Open the staging memory for `version`, after waiting until the weights are on the
+        device."""
+        self._output.check()
+        session = self._session
+        await self._has_memory.wait()
+        if session != self._session:
+            raise RuntimeError(f"version {version} is of a session that has ended")
+        was_closed = self._is_closed.is_set()
+        self._is_closed.clear()
+        self._opening, self._processed = object(), None
+        try:
+            return await self._receiving.run(self._buffer.prepare, version)
+        except BaseException:
+            if was_closed:
+                self._is_closed.set()
+            raise
 
     async def verify(self, version: int) -> Fingerprints:
-        return await self.parts.target.verify(version)
+        """Return the fingerprints of the staging memory once the version has arrived there. The
+        engine prepares its commit meanwhile (`process_weights`)."""
+        self._output.check()
+        opening = self._opening
+        with self._spans.span("verify", "publish", version=version):
+            prints = await self._receiving.run(self._buffer.verify, version)
+        staging = self._buffer.staging
+        with self._spans.span("process_weights", "publish", version=version):
+            weights = await self._receiving.run(self._decoding.engine.process_weights, staging)
+        if self._opening is opening:  # else the staging memory was overwritten meanwhile
+            self._processed = staging, weights
+        return prints
 
     async def commit(self, version: int) -> int:
-        return await self.parts.target.commit(version)
+        return await self._decoding.run(partial(self._commit, version), ("commit", version))
+
+    def _commit(self, version: int) -> int:
+        """Commit the version and label the source with it, on the compute thread."""
+        try:
+            num_running = self._decoding.commit(version, self._processed)
+        finally:
+            self._processed = None  # the engine holds what it needs: never three sets of weights
+        self._source.label(version, {BUFFER: self._buffer.active})
+        self._output.loop.call_soon_threadsafe(self._is_closed.set)
+        return num_running
 
     async def abort(self, version: int) -> None:
-        await self.parts.target.abort(version)
+        self._output.check()
+        await self._receiving.run(self._buffer.abort, version)
+        self._opening = self._processed = None
+        self._is_closed.set()
 
     # Offloadable
 
     async def offload(self, tags: list[str]) -> None:
-        await self.parts.offload.offload(tags)
+        for tag in tags:
+            if tag == "weights":  # an open version is closed before, and none is opened meanwhile
+                await self._is_closed.wait()
+                self._has_memory.clear()
+            await self._offloading.offload([tag])
 
     async def prefetch(self, tags: list[str]) -> None:
-        await self.parts.offload.prefetch(tags)
+        await self._offloading.prefetch(tags)
 
     async def onload(self, tags: list[str]) -> None:
-        await self.parts.offload.onload(tags)
+        for tag in tags:
+            await self._offloading.onload([tag])
+            if tag == "weights":
+                self._has_memory.set()
 
-    def _build(
-        self, thread: ComputeThread, output: EngineOutput, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        """Make the parts, on the compute thread."""
-        spec, spans = self._spec, self._spans
+    def _build(self, thread: ComputeThread) -> None:
+        """Make engine, memory and their ways to others, on the compute thread."""
+        spec, spans, output = self._spec, self._spans, self._output
         device = compute_device(spec.config.device, "generator.device")
         use_device(device)
         engine = self._engine()
         self._exit.callback(engine.close)
-        frozen = {}
+        self._frozen = {}
         if spec.lora.is_used:
-            frozen = engine.load_base(spec.checkpoint, spec.base_dtype)
-        buffer = self._weight_buffer(engine, device)
+            self._frozen = engine.load_base(spec.checkpoint, spec.base_dtype)
+        self._buffer = buffer = WeightBuffer(
+            engine.memory,
+            spec.weights,
+            replica=spec.replica,
+            rank=self._rank,
+            run_id=spec.run_id,
+            device=device,
+            is_offloaded=spec.placement.colocated and spec.placement.offload != "none",
+        )
         self._exit.callback(buffer.close)
-        source = SourcePart(
+        self._source = source = SourcePart(
             self._rank,
             {BUFFER: buffer.active},
             engine.memory.parameters,
@@ -353,8 +382,9 @@ class GeneratorWorker(
         mover = MemoryMover.placed(spec.placement, spec.run_dir, self._name)
         self._exit.callback(mover.close)
         place: dict[str, Any] = {"rank": self._rank, "environments": spec.environments}
-        decoding = Decoding(engine, buffer, mover, spans, output, thread, loop, **place)
-        self._exit.callback(decoding.end_idle)
+        self._decoding = Decoding(engine, buffer, mover, spans, output, thread, **place)
+        self._exit.callback(self._decoding.end_idle)
+        self._offloading = OffloadPart(self._decoding, self._decoding.run, spans, source)
         if spec.load_weights:
             folder = spec.adapter if spec.lora.is_used else spec.checkpoint
             if folder is not None:
@@ -362,13 +392,9 @@ class GeneratorWorker(
             buffer.version = 0
             engine.commit(engine.process_weights(buffer.active), 0)
             source.label(0)
-        target = TargetPart(buffer, decoding, source, spans, loop, frozen=frozen)
         if isinstance(thread, Lockstep):
             thread.join(self._meeting("commands"))
-        thread.begin(decoding.work)
-        rollouts = RolloutPart(spec, decoding, output, spans)
-        offload = OffloadPart(decoding, decoding.run, spans, source, target)
-        self._parts = Parts(rollouts, source, target, offload)
+        thread.begin(self._decoding.work)
 
     def _engine(self) -> Engine:
         """Make the engine of this rank. Raises ValueError if it cannot run the checkpoint or config
@@ -382,18 +408,6 @@ class GeneratorWorker(
             return VllmEngine(spec.checkpoint, config, run_id=spec.run_id, **place)
         assert isinstance(config, EmbeddedConfig)
         return EmbeddedEngine(read_architecture(spec.checkpoint), config, **place)
-
-    def _weight_buffer(self, engine: Engine, device: torch.device) -> WeightBuffer:
-        spec = self._spec
-        return WeightBuffer(
-            engine.memory,
-            spec.weights,
-            replica=spec.replica,
-            rank=self._rank,
-            run_id=spec.run_id,
-            device=device,
-            is_offloaded=spec.placement.colocated and spec.placement.offload != "none",
-        )
 
     def _meeting(self, purpose: str) -> str:
         """Return the path of the file at which the ranks of this replica meet."""

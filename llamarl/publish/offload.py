@@ -352,8 +352,6 @@ class TaggedMemory(Protocol):
     """The memory that an executor keeps on the device, by tag. A move of a tag that is already
     where it should go moves 0 bytes."""
 
-    tags: tuple[str, ...]
-
     def offload(self, tag: str) -> int:
         """Move the memory off the device. Returns the number of bytes."""
 
@@ -364,22 +362,11 @@ class TaggedMemory(Protocol):
         """Move the memory back. Returns the number of bytes."""
 
 
-class PausedTarget(Protocol):
-    """A publish's target, which takes part in no publish while its weights are away."""
-
-    async def suspend(self) -> None:
-        """End the publish in progress, and begin no other."""
-
-    def resume(self) -> None:
-        """Take part in publishes again."""
-
-
 class OffloadPart(Offloadable):
     """Offloads one rank.
 
     `run(call, key)` runs a move on the compute thread when its turn comes. While the weights are
-    away `source` has nothing to read; a publish that `target` takes part in ends before they
-    leave."""
+    away `source` has nothing to read."""
 
     def __init__(
         self,
@@ -387,37 +374,20 @@ class OffloadPart(Offloadable):
         run: Callable[[Callable[[], None], Any], Awaitable[None]],
         spans: Spans,
         source: SourcePart,
-        target: PausedTarget | None = None,
     ) -> None:
-        self._memory, self._run, self._spans = memory, run, spans
-        self._source, self._target = source, target
+        self._memory, self._run, self._spans, self._source = memory, run, spans, source
 
     async def offload(self, tags: list[str]) -> None:
-        """Move these tags off the device; a generator stops decoding."""
-        for tag in self._known(tags):
-            if tag == "weights" and self._target is not None:
-                await self._target.suspend()
+        for tag in tags:
             await self._run(partial(self._offload, tag), ("offload", tag))
 
     async def prefetch(self, tags: list[str]) -> None:
-        """Start bringing these tags nearer, and return at once."""
-        for tag in self._known(tags):
+        for tag in tags:
             self._memory.prefetch(tag)
 
     async def onload(self, tags: list[str]) -> None:
-        """Bring these tags back; a generator that has all of them goes on decoding."""
-        for tag in self._known(tags):
-            await self._run(partial(self._onload, tag), ("onload", tag))
-            if tag == "weights" and self._target is not None:
-                self._target.resume()
-
-    def _known(self, tags: list[str]) -> list[str]:
-        """Return `tags`. Raises ValueError if one is unknown."""
         for tag in tags:
-            if tag not in self._memory.tags:
-                known = ", ".join(self._memory.tags)
-                raise ValueError(f"tags must be among {known}, got {tag!r}")
-        return tags
+            await self._run(partial(self._onload, tag), ("onload", tag))
 
     def _offload(self, tag: str) -> None:
         if tag == "weights":

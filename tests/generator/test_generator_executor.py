@@ -72,8 +72,8 @@ def test_two_ranks_answer_what_is_hardest_for_them(checkpoint: str, run_dir: str
 
 
 def engine_of(rank: GeneratorWorker) -> EmbeddedEngine:
-    """The engine behind the parts of a started rank."""
-    return rank.parts.target._decoding.engine
+    """The engine of a started rank."""
+    return rank._decoding.engine
 
 
 def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, run_dir: str) -> None:
@@ -85,7 +85,7 @@ def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, ru
         await publish(source, generator, 1)
         held = []
         for rank in generator.ranks:
-            engine, active = engine_of(rank), rank.parts.target._buffer.active
+            engine, active = engine_of(rank), rank._buffer.active
             expected = torch.zeros(engine.memory.num_elements)
             engine.load(expected, checkpoint)
             assert torch.equal(active, expected)

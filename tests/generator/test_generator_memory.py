@@ -65,8 +65,7 @@ async def leave_twice(rank, num_ranks, checkpoint, folder):
         spans=spans,
     )
     await started(generator)
-    target = generator.parts.target
-    engine, weight_buffer = target._decoding.engine, target._buffer
+    engine, weight_buffer = generator._decoding.engine, generator._buffer
     for memory in engine.movable("kv"):
         memory.fill_(1.0)  # as after many rollouts: its pages are there
     seen = {"shrunk": [], "running": [], "addresses": [addresses(engine, weight_buffer)]}
