@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
@@ -29,8 +31,16 @@ from llamarl.publish.replica import (
     attempt,
     failure,
 )
-from llamarl.publish.reshard import SplitRoute, WeightKind
-from llamarl.publish.transports.routes import Routes
+from llamarl.publish.reshard import (
+    PackedCopies,
+    SplitRoute,
+    WeightKind,
+    assign_sources,
+    pack,
+    plan,
+    split,
+)
+from llamarl.publish.transports.routes import TRANSPORTS, mapped_on, named
 
 log = logging.getLogger(__name__)
 
@@ -48,230 +58,22 @@ class PublishStats:
     lost: dict[int, ReplicaLost] = field(default_factory=dict)
 
 
-class Replicas:
-    """The replicas that `trainer` and their siblings feed; see `Publisher` for the callbacks.
-
-    `syncs`: the replicas by number, in the order they joined. `held`: those that keep their
-    version. `error`: the error that ended all tasks. `stats`: the figures since they were last
-    taken. `change` is notified whenever any of this, a version or a state has changed: for the
-    source alone, if only the replicas that it feeds and the publish are concerned."""
-
-    def __init__(
-        self,
-        trainer: Source,
-        routes: Routes,
-        spans: Spans,
-        *,
-        timeout_s: float,
-        staggers: Sequence[Stagger],
-        on_commit: Callable[[int, int], None],
-        on_lost: Callable[[int, Exception], asyncio.Future[None] | None],
-    ) -> None:
-        self.syncs: dict[int, ReplicaSync] = {}
-        self.held: set[int] = set()
-        self.updating: set[int] = set()  # those that are being brought to a version
-        self.error: BaseException | None = None
-        self.stats = PublishStats()
-        self.change = Change()
-        self._trainer, self._routes, self._spans = trainer, routes, spans
-        self._timeout_s, self._staggers = timeout_s, staggers
-        self._on_commit, self._on_lost = on_commit, on_lost
-        self._leaving: dict[int, asyncio.Task[None]] = {}
-        self._ending: set[asyncio.Future[None]] = set()  # lost replicas that may still write
-
-    async def join(self, generators: dict[int, AllRanks]) -> None:
-        """Exchange layouts, then connect, then start the tasks; if one fails, none joins.
-
-        Raises ValueError if layouts do not fit, ReplicaLost, SourceLost, or what the trainer raised
-        (TimeoutError if it did not answer)."""
-        try:
-            for replica, generator in generators.items():
-                self.syncs[replica] = await self._meet(replica, generator)
-                await self._compare_frozen(self.syncs[replica])
-            self._assign_sources()
-            joined = [self.syncs[replica] for replica in generators]
-            routes = [await self._route(sync) for sync in joined]
-            for sync, route in zip(joined, routes, strict=True):
-                await sync.connect(*route)
-        except BaseException:
-            for replica in generators:
-                self._remove(replica)
-            raise
-        for sync in joined:
-            sync.task = asyncio.create_task(self._drive(sync))
-
-    async def leave(self, replica: int) -> None:
-        """Forget a replica. Returns once its source has unmapped its memory."""
-        self._remove(replica)
-        if replica in self._leaving:
-            await self._leaving[replica]
-
-    def give_up_source(self, error: SourceLost) -> None:
-        """Give up a replica that failed to feed another, unless it has gone already."""
-        if isinstance(error.source, ReplicaSync):
-            self._lose(error.source, ReplicaLost(str(error)))
-
-    async def close(self) -> None:
-        """End all tasks; versions that are prepared and not committed are aborted."""
-        tasks = [sync.task for sync in self.syncs.values() if sync.task]
-        tasks += self._leaving.values()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _meet(self, replica: int, generator: AllRanks) -> ReplicaSync:
-        asked = await attempt(generator.all(WeightTarget.target_layout), self._timeout_s)
-        error = failure(asked, f"generator {replica} layout", self._timeout_s)
-        if error is not None:
-            raise error
-        return ReplicaSync(
-            replica,
-            generator,
-            [self._shared(layout) for layout in asked.result()],
-            timeout_s=self._timeout_s,
-            stagger=self._staggers[replica % len(self._staggers)],
-        )
-
-    async def _compare_frozen(self, sync: ReplicaSync) -> None:
-        """Raise FingerprintMismatch unless the weights that no publish moves equal the
-        trainer's."""
-        target = [layout.frozen for layout in sync.target]
-        if any(target):
-            source = await sync.layout_of(self._trainer)
-            compare_frozen([layout.frozen for layout in source], target, sync.replica)
-
-    def _shared(self, layout: RankLayout) -> RankLayout:
-        """Return the layout, with the parameters of a replica that looks alike if there is one, so
-        that they are held once for all."""
-        for sync in self.syncs.values():
-            for known in sync.target:
-                if known.rank == layout.rank and known.parameters == layout.parameters:
-                    return replace(layout, parameters=known.parameters)
-        return layout
-
-    def _assign_sources(self) -> None:
-        targets = {sync.replica: sync.target for sync in self.syncs.values()}
-        for replica, head in self._routes.sources(targets).items():
-            self.syncs[replica].feed_from(self._trainer if head is None else self.syncs[head])
-        self.change.notify()
-
-    async def _route(self, sync: ReplicaSync) -> tuple[Source, SplitRoute, SplitRoute]:
-        """Return the source of a replica, and the route from there for the ranks of either end."""
-        source = sync.source
-        assert source is not None
-        layout = await sync.layout_of(source)
-        is_relay = source is not self._trainer
-        ends = self._routes.make(source.name, layout, sync.replica, sync.target, is_relay=is_relay)
-        return source, *ends
-
-    async def _drive(self, sync: ReplicaSync) -> None:
-        """Run the task of a replica, which brings it every version of its source until it
-        leaves."""
-        try:
-            while True:
-                await self.change.until(
-                    lambda: not sync.is_connected or self._next_version(sync) is not None,
-                    of=sync.source,
-                )
-                try:
-                    await self._advance(sync)
-                except StaleVersion:
-                    pass
-                except SourceLost as error:
-                    self.give_up_source(error)
-                self.change.notify(sync)
-        except ReplicaLost as why:
-            self._lose(sync, why)
-        except Exception as error:  # noqa: BLE001 - raised again in `watch` and `publish`
-            self._fail(error)
-
-    def _next_version(self, sync: ReplicaSync) -> int | None:
-        return None if sync.replica in self.held else sync.next_version()
-
-    async def _advance(self, sync: ReplicaSync) -> None:
-        """Connect the replica to its source, or bring it to the version that the source has."""
-        version, source = self._next_version(sync), sync.source
-        if not sync.is_connected or version is None:
-            while self._ending:
-                await asyncio.wait(self._ending)
-            return await sync.connect(*await self._route(sync))
-        try:
-            with self._spans.span("publish", "publish", version=version, replica=sync.replica):
-                self.updating.add(sync.replica)
-                num_running = await sync.update(version)
-        except StaleVersion:
-            if sync.source is source:  # another one may have it
-                sync.refused = version
-            raise
-        finally:
-            self.updating.discard(sync.replica)
-        self.stats.num_running[sync.replica] = num_running
-        self._on_commit(sync.replica, version)
-
-    def _lose(self, sync: ReplicaSync, why: ReplicaLost) -> None:
-        """Give up a replica."""
-        if self.syncs.get(sync.replica) is sync:
-            self.stats.lost[sync.replica] = why
-            self._remove(sync.replica)
-            ending = self._on_lost(sync.replica, why)
-            if ending is not None:
-                self._ending.add(ending)
-                ending.add_done_callback(self._ending.discard)
-
-    def _fail(self, error: BaseException) -> None:
-        """End all tasks because of this error."""
-        self.error = self.error or error
-        _cancel(self.syncs.values())
-        self.change.notify()
-
-    def _remove(self, replica: int) -> None:
-        """Forget a replica; in the background its source does so too."""
-        sync = self.syncs.pop(replica, None)
-        if sync is None:
-            return
-        sync.leave()
-        _cancel([sync])
-        self._assign_sources()
-        if sync.route_source is not None:
-            self._leaving[replica] = asyncio.create_task(self._disconnect(sync, sync.route_source))
-
-    async def _disconnect(self, sync: ReplicaSync, source: Source) -> None:
-        """Let the source forget a replica that is gone, once nothing is written to it any more."""
-        if sync.task is not None:
-            await asyncio.wait({sync.task})
-        if isinstance(source, ReplicaSync) and source.state is State.GONE:
-            return
-        call = source.ranks.all(WeightSource.connect_target, sync.replica, None)
-        task = await attempt(call, self._timeout_s)
-        error = failure(task, f"{source.name} connect", self._timeout_s)
-        if error is not None and source is self._trainer and task.done():
-            self._fail(error)
-        elif error is not None:
-            log.warning("%s did not forget generator %d: %r", source.name, sync.replica, error)
-
-
-def _cancel(syncs: Iterable[ReplicaSync]) -> None:
-    """End the tasks of these replicas, except the one that runs this."""
-    for sync in syncs:
-        if sync.task is not None and sync.task is not asyncio.current_task():
-            sync.task.cancel()
-
-
 COMMIT_S = 0.5  # a replica that commits for longer does not hold back the next one
 TURN_REPLICAS = 16  # this many commit one after the other: the others decode meanwhile
 
 
 class Publisher:
-    """Publishes versions from `trainer` to `generators` (by replica number).
+    """Publishes versions from `trainer` to `generators` (by replica number), which the trainer and
+    their siblings feed.
 
-    `rendezvous_folder` is where the ranks of collective routes meet; `kind_of` gives the kind of a
-    replica's weights. `far_sites` maps host to site, for hosts at other sites than the trainer's.
-    `on_commit(replica, version)` is called at each commit and `on_lost(replica, why)` for each
-    replica given up, both also between publishes and while other replicas are busy. If `on_lost`
-    returns a future, it ends once the lost replica cannot write into its siblings' memory any more;
-    until then no sibling is connected to another source. `on_hold` gets the replicas that keep
-    their version, and whether others that commit it will too. If replicas `may_come` later, a
-    publish needs none."""
+    `rendezvous_folder` is where the ranks of collective routes meet; it is created when a route
+    needs it. `kind_of` gives the kind of a replica's weights. `far_sites` maps host to site, for
+    hosts at other sites than the trainer's. `on_commit(replica, version)` is called at each commit
+    and `on_lost(replica, why)` for each replica given up, both also between publishes and while
+    other replicas are busy. If `on_lost` returns a future, it ends once the lost replica cannot
+    write into its siblings' memory any more; until then no sibling is connected to another source.
+    `on_hold` gets the replicas that keep their version, and whether others that commit it will too.
+    If replicas `may_come` later, a publish needs none."""
 
     def __init__(
         self,
@@ -291,28 +93,27 @@ class Publisher:
         may_come: bool = False,
     ) -> None:
         self._waiting = dict(generators)
-        self._straggler_timeout_s = config.straggler_timeout_s
-        self._spans, self._on_commit, self._on_hold = spans, on_commit, on_hold
+        self._spans, self._config = spans, config
+        self._rendezvous_folder, self._kind_of = rendezvous_folder, kind_of
+        self._far_sites = far_sites or {}
+        self._on_commit, self._on_lost, self._on_hold = on_commit, on_lost, on_hold
         self._may_come = may_come
-        self._held_by_all = -1  # the version that every replica keeps
-        self._is_publishing = False
         self._trainer = Source("trainer", trainer)
-        self._routes = Routes(
-            config.transport,
-            rendezvous_folder=rendezvous_folder,
-            kind_of=kind_of,
-            far_sites=far_sites or {},
-        )
         num_turns = math.ceil(len(generators) / TURN_REPLICAS) or 1
-        self._replicas = Replicas(
-            self._trainer,
-            self._routes,
-            spans,
-            timeout_s=config.timeout_s,
-            staggers=[Stagger(COMMIT_S) for _ in range(num_turns)],
-            on_commit=self._committed,
-            on_lost=on_lost,
-        )
+        self._staggers = [Stagger(COMMIT_S) for _ in range(num_turns)]
+        self._syncs: dict[int, ReplicaSync] = {}  # in the order they joined
+        self._held: set[int] = set()  # replicas that keep their version
+        self._held_by_all = -1  # the version that every replica keeps
+        self._updating: set[int] = set()  # replicas that are being brought to a version
+        self._is_publishing = False
+        self._error: BaseException | None = None  # which ended the tasks of all replicas
+        self._stats = PublishStats()  # since they were last taken
+        # It is notified whenever any of this, a version or a state has changed: for the source
+        # alone, if only the replicas that it feeds and the publish are concerned.
+        self._change = Change()
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Future[None]] = set()  # lost replicas that may still write
+        self._planned: dict[tuple[bool, WeightKind], tuple[object, PackedCopies]] = {}
 
     @property
     def version(self) -> int:
@@ -325,7 +126,7 @@ class Publisher:
         Any failure is raised: ValueError from the reshard plan, or what the executor raised."""
         waiting, self._waiting = self._waiting, {}
         try:
-            await self._replicas.join(waiting)
+            await self._join(waiting)
         except (ReplicaLost, SourceLost) as error:
             raise error.__cause__ or error from None
 
@@ -337,19 +138,21 @@ class Publisher:
         while True:
             await self.drop(replica)
             try:
-                return await self._replicas.join({replica: generator})
+                return await self._join({replica: generator})
             except ReplicaLost as error:
                 raise error.__cause__ or error from None
             except SourceLost as error:
-                self._replicas.give_up_source(error)
+                self._give_up_source(error)
 
     async def drop(self, replica: int) -> None:
         """Forget a replica that left; its source unmaps its memory, and a sibling succeeds it. If
         it was held at a version, its successor is not."""
-        if replica in self._replicas.held:
-            self._replicas.held.discard(replica)
-            self._on_hold({*self._replicas.held}, self._held_by_all >= 0)
-        await self._replicas.leave(replica)
+        if replica in self._held:
+            self._held.discard(replica)
+            self._on_hold({*self._held}, self._held_by_all >= 0)
+        self._remove(replica)
+        if replica in self._leaving:
+            await self._leaving[replica]
 
     async def publish(self, version: int) -> PublishStats:
         """Bring `version`, the trainer's present weights, to the connected replicas.
@@ -362,8 +165,8 @@ class Publisher:
         Raises RuntimeError if `version` is not newer than the last one, a publish is running, or no
         replica is left and none may come; and the error that ended the replicas' tasks (see
         `watch`)."""
-        if self._replicas.error is not None:
-            raise self._replicas.error
+        if self._error is not None:
+            raise self._error
         if version <= self.version:
             raise RuntimeError(f"version {version} must be newer than {self.version}, the last one")
         if self._is_publishing:
@@ -371,14 +174,14 @@ class Publisher:
         self._require_replicas(f"version {version} must have a connected generator")
         self._is_publishing = True
         self._trainer.version = version
-        self._replicas.change.notify()
+        self._change.notify()
         start_s = time.monotonic()
         try:
             with self._spans.span("publish", "publish", version=version):
                 await self._spread(version)
         finally:
             self._is_publishing = False
-        done, self._replicas.stats = self._replicas.stats, PublishStats()
+        done, self._stats = self._stats, PublishStats()
         return replace(done, seconds=time.monotonic() - start_s)
 
     @contextmanager
@@ -391,39 +194,233 @@ class Publisher:
         way, because then none is sure to keep it."""
         if version != self.version:
             raise RuntimeError(f"version {version} must be the one published last: {self.version}")
-        syncs = self._replicas.syncs.values()
+        syncs = self._syncs.values()
         held = [sync for sync in syncs if sync.version == version]
         if at_most is not None:
             sources = {sync.source for sync in syncs}
             held.sort(key=lambda sync: sync in sources)
             del held[max(1, min(at_most, len(syncs) // 2)) :]
         self._held_by_all = version if at_most is None else -1
-        self._replicas.held |= {sync.replica for sync in held}
-        self._on_hold({*self._replicas.held}, at_most is None)
+        self._held |= {sync.replica for sync in held}
+        self._on_hold({*self._held}, at_most is None)
         try:
             yield
         finally:
             self._held_by_all = -1
-            self._replicas.held.clear()
+            self._held.clear()
             self._on_hold(set(), False)
-            self._replicas.change.notify()
+            self._change.notify()
 
     async def watch(self) -> None:
         """Wait until an error ends the replicas' tasks, and raise it: FingerprintMismatch (a
         RuntimeError), TimeoutError if the trainer was silent, or what the trainer raised."""
-        await self._replicas.change.until(lambda: self._replicas.error is not None)
-        assert self._replicas.error is not None
-        raise self._replicas.error
+        await self._change.until(lambda: self._error is not None)
+        assert self._error is not None
+        raise self._error
 
     async def close(self) -> None:
-        """End the replicas' tasks; versions that are prepared and not committed are aborted."""
-        await self._replicas.close()
+        """End all tasks; versions that are prepared and not committed are aborted."""
+        tasks = [sync.task for sync in self._syncs.values() if sync.task]
+        tasks += self._leaving.values()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _join(self, generators: dict[int, AllRanks]) -> None:
+        """Exchange layouts, then connect, then start the tasks; if one fails, none joins.
+
+        Raises ValueError if layouts do not fit, ReplicaLost, SourceLost, or what the trainer raised
+        (TimeoutError if it did not answer)."""
+        try:
+            for replica, generator in generators.items():
+                self._syncs[replica] = await self._meet(replica, generator)
+                await self._compare_frozen(self._syncs[replica])
+            self._assign_sources()
+            joined = [self._syncs[replica] for replica in generators]
+            routes = [await self._route(sync) for sync in joined]
+            for sync, route in zip(joined, routes, strict=True):
+                await sync.connect(*route)
+        except BaseException:
+            for replica in generators:
+                self._remove(replica)
+            raise
+        for sync in joined:
+            sync.task = asyncio.create_task(self._drive(sync))
+
+    def _give_up_source(self, error: SourceLost) -> None:
+        """Give up a replica that failed to feed another, unless it has gone already."""
+        if isinstance(error.source, ReplicaSync):
+            self._lose(error.source, ReplicaLost(str(error)))
+
+    async def _meet(self, replica: int, generator: AllRanks) -> ReplicaSync:
+        asked = await attempt(generator.all(WeightTarget.target_layout), self._config.timeout_s)
+        error = failure(asked, f"generator {replica} layout", self._config.timeout_s)
+        if error is not None:
+            raise error
+        return ReplicaSync(
+            replica,
+            generator,
+            [self._shared(layout) for layout in asked.result()],
+            timeout_s=self._config.timeout_s,
+            stagger=self._staggers[replica % len(self._staggers)],
+        )
+
+    async def _compare_frozen(self, sync: ReplicaSync) -> None:
+        """Raise FingerprintMismatch unless the weights that no publish moves equal the
+        trainer's."""
+        target = [layout.frozen for layout in sync.target]
+        if any(target):
+            source = await sync.layout_of(self._trainer)
+            compare_frozen([layout.frozen for layout in source], target, sync.replica)
+
+    def _shared(self, layout: RankLayout) -> RankLayout:
+        """Return the layout, with the parameters of a replica that looks alike if there is one, so
+        that they are held once for all."""
+        for sync in self._syncs.values():
+            for known in sync.target:
+                if known.rank == layout.rank and known.parameters == layout.parameters:
+                    return replace(layout, parameters=known.parameters)
+        return layout
+
+    def _assign_sources(self) -> None:
+        targets = {sync.replica: sync.target for sync in self._syncs.values()}
+        sources = assign_sources(targets, self._far_sites, self._kind_of)
+        for replica, head in sources.items():
+            self._syncs[replica].feed_from(self._trainer if head is None else self._syncs[head])
+        self._change.notify()
+
+    def _is_far(self, sync: ReplicaSync) -> bool:
+        """Return whether a replica is at another site than the trainer."""
+        return sync.target[0].host in self._far_sites
+
+    async def _route(self, sync: ReplicaSync) -> tuple[Source, SplitRoute, SplitRoute]:
+        """Return the source of a replica, and the route from there for the ranks of either end.
+
+        Raises ValueError if the layouts do not fit each other or the transport."""
+        source, target = sync.source, sync.target
+        assert source is not None
+        layout, kind = await sync.layout_of(source), self._kind_of(sync.replica)
+        is_relay = source is not self._trainer
+        hosts = [sorted({rank.host for rank in ranks}) for ranks in (layout, target)]
+        is_within = len({*hosts[0], *hosts[1]}) == 1
+        name = mapped_on(kind.device) if is_relay and is_within else self._config.transport
+        transport = TRANSPORTS[name]
+        if not (is_within or transport.crosses_hosts):
+            raise ValueError(
+                f"weights.transport must be {named('crosses_hosts')} between hosts, got {name} "
+                f"from {source.name} on {', '.join(hosts[0])} to generator {sync.replica} on "
+                f"{', '.join(hosts[1])}"
+            )
+        boxes = [[(r.rank, r.parameters) for r in ranks] for ranks in (layout, target)]
+        planned, copies = self._planned.get((is_relay, kind), (None, PackedCopies({}, {})))
+        if planned != boxes:  # replicas of a kind mostly look alike, on whichever hosts they are
+            copies = pack(plan(layout, target))
+            self._planned[is_relay, kind] = boxes, copies
+        rendezvous = ""
+        if transport.meets:
+            os.makedirs(self._rendezvous_folder, exist_ok=True)
+            meeting = f"{source.name}-generator-{sync.replica}-{uuid.uuid4().hex}"
+            rendezvous = os.path.join(self._rendezvous_folder, meeting)
+        ends = split(
+            copies,
+            source=source.name,
+            replica=sync.replica,
+            transport=name,
+            rendezvous=rendezvous,
+            is_slow=not is_relay and self._is_far(sync),
+        )
+        return source, *ends
+
+    async def _drive(self, sync: ReplicaSync) -> None:
+        """Run the task of a replica, which brings it every version of its source until it
+        leaves."""
+        try:
+            while True:
+                await self._change.until(
+                    lambda: not sync.is_connected or self._next_version(sync) is not None,
+                    of=sync.source,
+                )
+                try:
+                    await self._advance(sync)
+                except StaleVersion:
+                    pass
+                except SourceLost as error:
+                    self._give_up_source(error)
+                self._change.notify(sync)
+        except ReplicaLost as why:
+            self._lose(sync, why)
+        except Exception as error:  # noqa: BLE001 - raised again in `watch` and `publish`
+            self._fail(error)
+
+    def _next_version(self, sync: ReplicaSync) -> int | None:
+        return None if sync.replica in self._held else sync.next_version()
+
+    async def _advance(self, sync: ReplicaSync) -> None:
+        """Connect the replica to its source, or bring it to the version that the source has."""
+        version, source = self._next_version(sync), sync.source
+        if not sync.is_connected or version is None:
+            while self._ending:
+                await asyncio.wait(self._ending)
+            return await sync.connect(*await self._route(sync))
+        try:
+            with self._spans.span("publish", "publish", version=version, replica=sync.replica):
+                self._updating.add(sync.replica)
+                num_running = await sync.update(version)
+        except StaleVersion:
+            if sync.source is source:  # another one may have it
+                sync.refused = version
+            raise
+        finally:
+            self._updating.discard(sync.replica)
+        self._stats.num_running[sync.replica] = num_running
+        self._committed(sync.replica, version)
+
+    def _lose(self, sync: ReplicaSync, why: ReplicaLost) -> None:
+        """Give up a replica."""
+        if self._syncs.get(sync.replica) is sync:
+            self._stats.lost[sync.replica] = why
+            self._remove(sync.replica)
+            ending = self._on_lost(sync.replica, why)
+            if ending is not None:
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
+
+    def _fail(self, error: BaseException) -> None:
+        """End all tasks because of this error."""
+        self._error = self._error or error
+        _cancel(self._syncs.values())
+        self._change.notify()
+
+    def _remove(self, replica: int) -> None:
+        """Forget a replica; in the background its source does so too."""
+        sync = self._syncs.pop(replica, None)
+        if sync is None:
+            return
+        sync.leave()
+        _cancel([sync])
+        self._assign_sources()
+        if sync.route_source is not None:
+            self._leaving[replica] = asyncio.create_task(self._disconnect(sync, sync.route_source))
+
+    async def _disconnect(self, sync: ReplicaSync, source: Source) -> None:
+        """Let the source forget a replica that is gone, once nothing is written to it any more."""
+        if sync.task is not None:
+            await asyncio.wait({sync.task})
+        if isinstance(source, ReplicaSync) and source.state is State.GONE:
+            return
+        call = source.ranks.all(WeightSource.connect_target, sync.replica, None)
+        task = await attempt(call, self._config.timeout_s)
+        error = failure(task, f"{source.name} connect", self._config.timeout_s)
+        if error is not None and source is self._trainer and task.done():
+            self._fail(error)
+        elif error is not None:
+            log.warning("%s did not forget generator %d: %r", source.name, sync.replica, error)
 
     async def _spread(self, version: int) -> None:
         """Wait as long as a publish lasts."""
-        replicas, until = self._replicas, self._replicas.change.until
-        syncs = list(replicas.syncs.values())
-        near = [sync for sync in syncs if not self._routes.is_far(sync.target)] or syncs
+        until = self._change.until
+        syncs = list(self._syncs.values())
+        near = [sync for sync in syncs if not self._is_far(sync)] or syncs
         near = [sync for sync in near if not self._is_behind(sync)] or near
 
         unsettled: list[ReplicaSync] = []  # the last of them is asked first, each a few times
@@ -433,44 +430,51 @@ class Publisher:
                 unsettled.pop()
             if not unsettled:
                 unsettled.extend(sync for sync in near if not self._is_settled(sync, version))
-            return replicas.error is not None or not unsettled
+            return self._error is not None or not unsettled
 
         def has_committed() -> bool:
             return any(sync.version >= version for sync in syncs)
 
         await until(lambda: has_committed() or is_over())
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._straggler_timeout_s):
+            async with asyncio.timeout(self._config.straggler_timeout_s):
                 await until(is_over)
-        if replicas.error is not None:
+        if self._error is not None:
             await self.close()
-            raise replicas.error
+            raise self._error
         self._require_replicas(f"no generator took version {version}")
 
     def _is_behind(self, sync: ReplicaSync) -> bool:
         """Return whether the replica, or one that feeds it, is still taking an earlier version."""
         head = sync.source
-        is_behind = sync.replica in self._replicas.updating
+        is_behind = sync.replica in self._updating
         return is_behind or (isinstance(head, ReplicaSync) and self._is_behind(head))
 
     def _committed(self, replica: int, version: int) -> None:
         if version == self._held_by_all:
-            self._replicas.held.add(replica)
-            self._on_hold({*self._replicas.held}, True)
+            self._held.add(replica)
+            self._on_hold({*self._held}, True)
         self._on_commit(replica, version)
 
     def _require_replicas(self, requirement: str) -> None:
-        if not self._replicas.syncs and not self._may_come:
-            why = next(iter(self._replicas.stats.lost.values()), None)
+        if not self._syncs and not self._may_come:
+            why = next(iter(self._stats.lost.values()), None)
             raise NoGenerator(requirement) from why
 
     def _is_settled(self, sync: ReplicaSync, version: int) -> bool:
         """Return whether waiting longer would not bring `version` to the replica."""
         if sync.state is State.GONE or max(sync.version, sync.refused) >= version:
             return True
-        if sync.replica in self._replicas.held:
+        if sync.replica in self._held:
             return True
         head = sync.source
         if not isinstance(head, ReplicaSync) or head.state is State.GONE:
             return False
         return head.version < version and self._is_settled(head, version)
+
+
+def _cancel(syncs: Iterable[ReplicaSync]) -> None:
+    """End the tasks of these replicas, except the one that runs this."""
+    for sync in syncs:
+        if sync.task is not None and sync.task is not asyncio.current_task():
+            sync.task.cancel()

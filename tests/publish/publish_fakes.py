@@ -82,7 +82,7 @@ class World:
         return [entry[1] for entry in self.journal if entry[0] == who]
 
     def connected_replicas(self):
-        return sorted(self.publisher._replicas.syncs)
+        return sorted(self.publisher._syncs)
 
     def versions(self):
         return [generator.version for generator in self.generators.values()]

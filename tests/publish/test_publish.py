@@ -15,7 +15,6 @@ from llamarl.publish import publisher
 from llamarl.publish.layout import RankLayout
 from llamarl.publish.replica import Stagger
 from llamarl.publish.reshard import plan
-from llamarl.publish.transports import routes
 from tests.json_lines import read_lines
 from tests.publish.publish_fakes import (
     NAMES,
@@ -125,7 +124,7 @@ async def test_versions_go_up_and_publishes_go_one_by_one() -> None:
     for version in (3, 2):
         with pytest.raises(RuntimeError, match="newer than 3"):
             await world.publish(version)
-    replica = world.publisher._replicas.syncs[0]
+    replica = world.publisher._syncs[0]
     for version in (3, 2):
         with pytest.raises(RuntimeError, match="newer than 3, which generator 0 has"):
             await replica.update(version)
@@ -210,7 +209,7 @@ async def test_replicas_that_look_alike_on_different_hosts_share_one_plan(monkey
         plans.append(target)
         return plan(source, target)
 
-    monkeypatch.setattr(routes, "plan", planned)
+    monkeypatch.setattr(publisher, "plan", planned)
     world = await World("abab", transport="collective").connected()
     (first, second, *relays) = [world.generators[i].route for i in range(4)]
     assert [first.source, *(relay.source for relay in relays)] == [

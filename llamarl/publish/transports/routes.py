@@ -1,11 +1,8 @@
-"""The transports by name, and the routes that bring copies from a source to a replica."""
+"""The transports by name, and the ends of the routes over them."""
 
 from __future__ import annotations
 
-import os
 import pkgutil
-import uuid
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,16 +10,6 @@ from llamarl.core.config import Config
 from llamarl.core.device.names import CPU, GPU, has_driver, is_gpu
 from llamarl.core.extensions import load_extensions
 from llamarl.core.fields import require, require_choice
-from llamarl.publish.layout import RankLayout
-from llamarl.publish.reshard import (
-    PackedCopies,
-    SplitRoute,
-    WeightKind,
-    assign_sources,
-    pack,
-    plan,
-    split,
-)
 
 if TYPE_CHECKING:
     import torch
@@ -139,76 +126,3 @@ def check_transport(config: Config) -> None:
 
 
 load_extensions("llamarl.transports")
-
-
-class Routes:
-    """Makes routes for one run; `rendezvous_folder` is created when a route needs it. `far_sites`
-    are as in `assign_sources`: only the trainer sends to another site."""
-
-    def __init__(
-        self,
-        transport: str,
-        *,
-        rendezvous_folder: str,
-        kind_of: Callable[[int], WeightKind],
-        far_sites: Mapping[str, str],
-    ) -> None:
-        self._transport, self._rendezvous_folder = transport, rendezvous_folder
-        self._kind_of, self._far_sites = kind_of, far_sites
-        self._planned: dict[tuple[bool, WeightKind], tuple[object, PackedCopies]] = {}
-
-    def is_far(self, target: list[RankLayout]) -> bool:
-        """Return whether a replica is at another site than the trainer."""
-        return target[0].host in self._far_sites
-
-    def sources(self, targets: Mapping[int, list[RankLayout]]) -> dict[int, int | None]:
-        """Return replica -> the replica that feeds it, None for the trainer; see
-        `assign_sources`."""
-        return assign_sources(targets, self._far_sites, self._kind_of)
-
-    def make(
-        self,
-        source: str,
-        source_layout: list[RankLayout],
-        replica: int,
-        target: list[RankLayout],
-        *,
-        is_relay: bool,
-    ) -> tuple[SplitRoute, SplitRoute]:
-        """Return the route to `replica`, for the ranks of either end; a relay is a route from
-        another replica.
-
-        Raises ValueError if the layouts do not fit each other or the transport."""
-        num_hosts = len(_hosts([*source_layout, *target]))
-        kind = self._kind_of(replica)
-        is_within = is_relay and num_hosts == 1
-        name = mapped_on(kind.device) if is_within else self._transport
-        transport = TRANSPORTS[name]
-        if not transport.crosses_hosts and num_hosts > 1:
-            raise ValueError(
-                f"weights.transport must be {named('crosses_hosts')} between hosts, got {name} "
-                f"from {source} on {', '.join(_hosts(source_layout))} to generator {replica} on "
-                f"{', '.join(_hosts(target))}"
-            )
-        boxes = [[(r.rank, r.parameters) for r in ranks] for ranks in (source_layout, target)]
-        planned, copies = self._planned.get((is_relay, kind), (None, PackedCopies({}, {})))
-        if planned != boxes:  # replicas of a kind mostly look alike, on whichever hosts they are
-            copies = pack(plan(source_layout, target))
-            self._planned[is_relay, kind] = boxes, copies
-        rendezvous = ""
-        if transport.meets:
-            os.makedirs(self._rendezvous_folder, exist_ok=True)
-            meeting = f"{source}-generator-{replica}-{uuid.uuid4().hex}"
-            rendezvous = os.path.join(self._rendezvous_folder, meeting)
-        return split(
-            copies,
-            source=source,
-            replica=replica,
-            transport=name,
-            rendezvous=rendezvous,
-            is_slow=not is_relay and self.is_far(target),
-        )
-
-
-def _hosts(layouts: list[RankLayout]) -> list[str]:
-    return sorted({layout.host for layout in layouts})
