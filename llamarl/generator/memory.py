@@ -8,7 +8,6 @@ vocabulary to whole 64s) and in offsets, neither of which changes who sends what
 padding. Where it keeps its own weights these are as large as the staging memory that they are
 copied from."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -22,12 +21,11 @@ from llamarl.core.device.names import is_gpu
 from llamarl.generator.adapter_layout import AdapterLayout
 from llamarl.generator.engine.engine import PREFILL_TOKENS
 from llamarl.generator.engine.kv_cache import CpuKVCache, PaddedKVCache
-from llamarl.generator.engine.weights import DTYPES, BufferLayout
+from llamarl.generator.engine.weights import DTYPES, BufferLayout, rank_box
 from llamarl.model.adapter_inventory import adapter_shapes
-from llamarl.model.architecture import Architecture, split_dimension
+from llamarl.model.architecture import Architecture
 from llamarl.model.inventory import parameter_shapes
 from llamarl.publish.layout import (
-    BUFFER,
     MESSAGE_BYTES,
     ParameterLayout,
     RankLayout,
@@ -35,7 +33,8 @@ from llamarl.publish.layout import (
     quantized_parameters,
 )
 from llamarl.publish.reshard import DTYPE_BYTES
-from llamarl.publish.shards import Shape, one_box, rank_layout
+from llamarl.publish.shards import Shape, rank_layout
+from llamarl.publish.target import Memory, MemoryPlan
 from llamarl.publish.transports.routes import TRANSPORTS
 
 FLOAT32_BYTES = 4
@@ -137,8 +136,7 @@ def published_buffer(
         plain = replace(generator, quantization="none")
         return _vllm_weight_buffer(architecture, plain, rank, adapter_shapes(architecture, lora))
     place = generator.dtype, rank, generator.num_ranks
-    memory = AdapterLayout(architecture, lora, *place).memory
-    return memory.parameters, memory.num_elements * memory.dtype.itemsize
+    return _extent(AdapterLayout(architecture, lora, *place).memory)
 
 
 def weight_buffer(
@@ -150,8 +148,11 @@ def weight_buffer(
         shapes = parameter_shapes(architecture)
         return _vllm_weight_buffer(architecture, generator, rank, shapes)
     form = format_of(generator, architecture)
-    layout = BufferLayout(architecture, generator.dtype, rank, generator.num_ranks, form)
-    memory = layout.memory
+    place = generator.dtype, rank, generator.num_ranks
+    return _extent(BufferLayout(architecture, *place, form).memory)
+
+
+def _extent(memory: Memory) -> tuple[dict[str, ParameterLayout], int]:
     return memory.parameters, memory.num_elements * memory.dtype.itemsize
 
 
@@ -162,43 +163,20 @@ def _vllm_weight_buffer(
     module."""
     form = format_of(generator, architecture)
     made = {} if form is None else {e.base: e for e in quantized_parameters(shapes, form)}
-    parameters: dict[str, ParameterLayout] = {}
-    end = 0
+    plan = MemoryPlan()
 
-    def put(name: str, shape: Shape, size: Shape, start: Shape, dtype: str) -> None:
-        nonlocal end
-        item = DTYPE_BYTES[dtype]
-        offset = -(-end // item)
-        parameters[name] = one_box(shape, size, start, dtype, BUFFER, offset)
-        end = (offset + math.prod(size)) * item
+    def put(name: str, shape: Shape, box: tuple[Shape, Shape], dtype: str) -> None:
+        plan.put(name, shape, box, dtype, plan.reserve(name, box[0], dtype).offset)
 
     for name, shape in shapes.items():
-        size, start = _vllm_box(architecture, name, shape, rank, generator.num_ranks)
+        size, start = rank_box(architecture, name, shape, rank, generator.num_ranks)
         if name not in made:
-            put(name, shape, size, start, generator.dtype)
+            put(name, shape, (size, start), generator.dtype)
             continue
         each = made[name]
-        put(each.values, shape, size, start, each.format.dtype)
+        put(each.values, shape, (size, start), each.format.dtype)
         if not each.format.is_per_tensor:
-            put(each.scales, shape[:1], size[:1], start[:1], each.format.scale_dtype)
-        elif each.scales not in parameters:
-            put(each.scales, (1,), (1,), (0,), each.format.scale_dtype)
-    return parameters, end
-
-
-def _vllm_box(
-    architecture: Architecture, name: str, shape: Shape, rank: int, num_ranks: int
-) -> tuple[Shape, Shape]:
-    """Return the shape and first index of a vLLM rank's box of a parameter."""
-    dim = split_dimension(name)
-    start, size = [0] * len(shape), list(shape)
-    if dim is not None:
-        parts, part = num_ranks, rank
-        is_kv = not {"k_proj", "v_proj"}.isdisjoint(name.split("."))
-        if is_kv and num_ranks > architecture.num_kv_heads:
-            parts = architecture.num_kv_heads
-            part = rank * parts // num_ranks
-        size[dim] = -(-shape[dim] // parts)
-        start[dim] = min(part * size[dim], shape[dim])
-        size[dim] = min(size[dim], shape[dim] - start[dim])
-    return tuple(size), tuple(start)
+            put(each.scales, shape[:1], (size[:1], start[:1]), each.format.scale_dtype)
+        elif each.scales not in plan.parameters:
+            put(each.scales, (1,), ((1,), (0,)), each.format.scale_dtype)
+    return _extent(plan.memory())

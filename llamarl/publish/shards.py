@@ -72,12 +72,19 @@ def cut_rows(parameters: Mapping[str, Tensor]) -> frozenset[str]:
 
 
 def one_box(
-    shape: Shape, size: Shape, start: Shape, dtype: str, buffer: str, offset: int
+    shape: Shape,
+    size: Shape,
+    start: Shape,
+    dtype: str,
+    buffer: str,
+    offset: int,
+    strides: Shape | None = None,
 ) -> ParameterLayout:
-    """Return the layout of a parameter of which the rank holds one box, row after row from `offset`
-    of its `buffer`, or nothing if that is empty."""
+    """Return the layout of a parameter of which the rank holds one box of shape `size`, from
+    `offset` of its `buffer` with these `strides` (None: row after row), or nothing if that is
+    empty."""
     stop = tuple(first + extent for first, extent in zip(start, size, strict=True))
-    strides = torch.empty(size, device="meta").stride()
+    strides = torch.empty(size, device="meta").stride() if strides is None else strides
     box = Box(start=start, stop=stop, buffer=buffer, offset=offset, strides=strides)
     boxes = (box,) if math.prod(size) else ()
     return ParameterLayout(shape=shape, dtype=dtype, boxes=boxes)

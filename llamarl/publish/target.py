@@ -3,6 +3,7 @@ staging memory."""
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from llamarl.publish.comparison import MODULUS, Fingerprints
 from llamarl.publish.fingerprint import fingerprint, line_dim
 from llamarl.publish.layout import BUFFER, Box, ParameterLayout, RankLayout, Route, StagingHandle
 from llamarl.publish.reshard import DTYPE_BYTES
+from llamarl.publish.shards import Shape, one_box
 from llamarl.publish.transports.mapped import MappedBlock, require_memory, this_host
 from llamarl.publish.transports.messages import TransportReceiver
 from llamarl.publish.transports.routes import End, make_receiver
@@ -69,6 +71,65 @@ def _extent(box: Box) -> tuple[int, int]:
     if 0 in box.shape:
         return 0, 0
     return box.offset, box.offset_of(tuple(stop - 1 for stop in box.stop)) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor in the flat memory: elements of `dtype` from `offset`, row after row."""
+
+    offset: int
+    shape: Shape
+    dtype: torch.dtype
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the tensor as a view of `flat`."""
+        flat = flat.view(self.dtype)
+        return flat[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
+
+
+class MemoryPlan:
+    """The plan of a rank's flat memory: `places` has its tensors by name, one after the other, and
+    `parameters` the layouts of the parameters that lie in them."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, Place] = {}
+        self.parameters: dict[str, ParameterLayout] = {}
+        self.num_bytes = 0
+
+    def reserve(self, name: str, shape: Shape, dtype: str) -> Place:
+        """Append the tensor `name`. Returns its place."""
+        number = getattr(torch, dtype)
+        begin = -(-self.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self.num_bytes = begin + math.prod(shape) * number.itemsize
+        self.places[name] = Place(begin // number.itemsize, shape, number)
+        return self.places[name]
+
+    def put(
+        self,
+        name: str,
+        shape: Shape,
+        box: tuple[Shape, Shape],
+        dtype: str,
+        offset: int,
+        strides: Shape | None = None,
+    ) -> None:
+        """Record where this rank's `box` (its shape and first index) of a parameter lies; see
+        `shards.one_box`."""
+        self.parameters[name] = one_box(shape, *box, dtype, BUFFER, offset, strides)
+
+    def memory(self, *, is_staged: bool = False) -> Memory:
+        """Return the whole memory: bytes if its tensors differ in dtype."""
+        dtypes = {place.dtype for place in self.places.values()}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        num_bytes = self.num_bytes
+        if dtype == torch.uint8:
+            num_bytes = -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        return Memory(
+            parameters=self.parameters,
+            num_elements=num_bytes // dtype.itemsize,
+            dtype=dtype,
+            is_staged=is_staged,
+        )
 
 
 class EarlySums:

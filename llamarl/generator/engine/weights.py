@@ -19,7 +19,6 @@ from llamarl.model.safetensors_file import FileBox, read_boxes
 from llamarl.publish.comparison import Fingerprints
 from llamarl.publish.fingerprint import frozen_sums
 from llamarl.publish.layout import (
-    BUFFER,
     EMBEDDING,
     HEAD,
     Box,
@@ -28,8 +27,8 @@ from llamarl.publish.layout import (
     QuantizedParameter,
     quantized_parameters,
 )
-from llamarl.publish.shards import quantize, row_maxima, scales_of
-from llamarl.publish.target import ALIGN_BYTES, Memory
+from llamarl.publish.shards import Shape, quantize, row_maxima, scales_of
+from llamarl.publish.target import MemoryPlan
 
 WIDENED_ELEMENTS = 1 << 21  # 8 MiB in float32: smaller tiles are slower, much larger ones too
 
@@ -131,28 +130,14 @@ LAYER = {
 module's bias is the field `<field>_bias`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A tensor in the flat memory: elements of `dtype` from `offset`, row after row."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def view(self, flat: Tensor) -> Tensor:
-        """Return the tensor as a view of `flat`."""
-        flat = flat.view(self.dtype)
-        return flat[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
-
-
 class BufferLayout:
     """The parameters of tensor-parallel rank `rank`, in one flat tensor of `dtype` ("float32"), or
     of bytes if its matrices are in a format.
 
     `parameters` has the layouts by their names in a publish, `fused` the places by the names of
     fused tensors and of those that stay alone (scales with SCALES behind the name), and `memory`
-    the whole tensor. Raises ValueError if the ranks cannot split heads, feed-forward and vocabulary
-    evenly."""
+    the whole tensor, from which the engine decodes as it is. Raises ValueError if the ranks cannot
+    split heads, feed-forward and vocabulary evenly."""
 
     def __init__(
         self,
@@ -164,15 +149,17 @@ class BufferLayout:
     ) -> None:
         check_num_ranks("generator.num_ranks", num_ranks, architecture)
         self.dtype, self.format = dtype, format_
-        self.parameters: dict[str, ParameterLayout] = {}
-        self.fused: dict[str, Place] = {}
-        self._num_bytes = 0
+        self._plan = MemoryPlan()
+        self.parameters, self.fused = self._plan.parameters, self._plan.places
         self._shapes = parameter_shapes(architecture)
-        self._rank, self._num_ranks = rank, num_ranks
+        self._boxes = {
+            name: rank_box(architecture, name, shape, rank, num_ranks)
+            for name, shape in self._shapes.items()
+        }
         made = () if format_ is None else quantized_parameters(self._shapes, format_)
         self._quantized = {each.base: each for each in made}
-        table = self._local_shape(EMBEDDING)
-        self._put(EMBEDDING, self._reserve(EMBEDDING, table), (table[1], 1))
+        place = self._plan.reserve(EMBEDDING, self._boxes[EMBEDDING][0], dtype)
+        self._put(EMBEDDING, place.offset)
         for layer in range(architecture.num_layers):
             for module in LAYER.values():
                 self._append(f"model.layers.{layer}.", module)
@@ -183,15 +170,7 @@ class BufferLayout:
         held = {*self.parameters, *(each.base for each in self._quantized.values())}
         missing = self._shapes.keys() - held
         assert not missing, f"parameters without a place in the weight buffer: {missing}"
-
-    @property
-    def memory(self) -> Memory:
-        """The whole tensor, from which the engine decodes as it is."""
-        dtype = DTYPES[self.dtype] if self.format is None else torch.uint8
-        num_elements = self._num_bytes // dtype.itemsize
-        if self.format is not None:
-            num_elements = -(-num_elements // ALIGN_BYTES) * ALIGN_BYTES
-        return Memory(parameters=self.parameters, num_elements=num_elements, dtype=dtype)
+        self.memory = self._plan.memory()
 
     def parameter(self, flat: Tensor, name: str) -> Tensor:
         """Return this rank's box of a parameter as a view of `flat`."""
@@ -210,89 +189,54 @@ class BufferLayout:
             if parts[0] in self._quantized:
                 self._append_quantized(fused, [self._quantized[part] for part in parts])
                 continue
-            shapes = [self._local_shape(part) for part in parts]
-            num_outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1:]
-            offset = self._reserve(fused, (*inputs, num_outputs))
-            for part, shape in zip(parts, shapes, strict=True):
+            sizes = [self._boxes[part][0] for part in parts]
+            num_outputs, inputs = sum(size[0] for size in sizes), sizes[0][1:]
+            offset = self._plan.reserve(fused, (*inputs, num_outputs), self.dtype).offset
+            for part, size in zip(parts, sizes, strict=True):
                 self._put(part, offset, (1, num_outputs) if inputs else (1,))
-                offset += shape[0]
+                offset += size[0]
 
     def _append_quantized(self, fused: str, parts: list[QuantizedParameter]) -> None:
         """Append the values [out, in] of matrices one below the other, and their scales [out], or
         [1]."""
-        shapes = [self._local_shape(part.base) for part in parts]
-        num_outputs, num_inputs = sum(shape[0] for shape in shapes), shapes[0][1]
-        form = parts[0].format
-        offset = self._reserve(fused, (num_outputs, num_inputs), form.dtype)
-        for part, shape in zip(parts, shapes, strict=True):
-            start = self._start(part.base)
-            layout = one_box(
-                self._shapes[part.base], form.dtype, start, shape, offset, (shape[1], 1)
-            )
-            self.parameters[part.values] = layout
-            offset += math.prod(shape)
+        boxes = [self._boxes[part.base] for part in parts]
+        num_outputs, num_inputs = sum(size[0] for size, _ in boxes), boxes[0][0][1]
+        form, plan = parts[0].format, self._plan
         num_scales = 1 if form.is_per_tensor else num_outputs
-        offset = self._reserve(fused + SCALES, (num_scales,), form.scale_dtype)
-        for part, shape in zip(parts, shapes, strict=True):
-            whole, start, size = (1,), (0,), (1,)
-            if not form.is_per_tensor:
-                rows = self._shapes[part.base][0], self._start(part.base)[0], shape[0]
-                whole, start, size = ((each,) for each in rows)
-            layout = one_box(whole, form.scale_dtype, start, size, offset, (1,))
-            self.parameters[part.scales] = layout
-            offset += 0 if form.is_per_tensor else shape[0]
+        values = plan.reserve(fused, (num_outputs, num_inputs), form.dtype).offset
+        scales = plan.reserve(fused + SCALES, (num_scales,), form.scale_dtype).offset
+        for part, (size, start) in zip(parts, boxes, strict=True):
+            shape = self._shapes[part.base]
+            plan.put(part.values, shape, (size, start), form.dtype, values)
+            values += math.prod(size)
+            if form.is_per_tensor:
+                plan.put(part.scales, (1,), ((1,), (0,)), form.scale_dtype, scales)
+            else:
+                rows = size[:1], start[:1]
+                plan.put(part.scales, shape[:1], rows, form.scale_dtype, scales)
+                scales += size[0]
 
-    def _reserve(self, name: str, shape: tuple[int, ...], dtype: str = "") -> int:
-        """Reserve memory for the tensor `name`. Returns its offset, in elements."""
-        number = getattr(torch, dtype or self.dtype)
-        begin = -(-self._num_bytes // ALIGN_BYTES) * ALIGN_BYTES
-        self.fused[name] = Place(begin // number.itemsize, shape, number)
-        self._num_bytes = begin + math.prod(shape) * number.itemsize
-        return int(self.fused[name].offset)
-
-    def _put(self, name: str, offset: int, strides: tuple[int, ...]) -> None:
-        """Record that this rank's box of parameter `name` lies at `offset` with `strides`."""
-        size, start = self._local_shape(name), self._start(name)
-        self.parameters[name] = one_box(
-            self._shapes[name], self.dtype, start, size, offset, strides
-        )
-
-    def _start(self, name: str) -> tuple[int, ...]:
-        return start_of(name, self._local_shape(name), self._rank)
-
-    def _local_shape(self, name: str) -> tuple[int, ...]:
-        return local_shape(name, self._shapes[name], self._num_ranks)
+    def _put(self, name: str, offset: int, strides: Shape | None = None) -> None:
+        self._plan.put(name, self._shapes[name], self._boxes[name], self.dtype, offset, strides)
 
 
-def local_shape(name: str, shape: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
-    """Return the shape of one tensor-parallel rank's equal part of a parameter."""
-    split = split_dimension(name)
-    return tuple(
-        size // num_ranks if dimension == split else size for dimension, size in enumerate(shape)
-    )
-
-
-def start_of(name: str, size: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Return the global index at which this rank's part of a parameter, of shape `size`, begins."""
-    split = split_dimension(name)
-    return tuple(
-        rank * extent if dimension == split else 0 for dimension, extent in enumerate(size)
-    )
-
-
-def one_box(
-    shape: tuple[int, ...],
-    dtype: str,
-    start: tuple[int, ...],
-    size: tuple[int, ...],
-    offset: int,
-    strides: tuple[int, ...],
-) -> ParameterLayout:
-    """Return the layout of a parameter of which a rank holds one box, of shape `size` from `start`
-    on."""
-    stop = tuple(first + extent for first, extent in zip(start, size, strict=True))
-    box = Box(start=start, stop=stop, buffer=BUFFER, offset=offset, strides=strides)
-    return ParameterLayout(shape=shape, dtype=dtype, boxes=(box,))
+def rank_box(
+    architecture: Architecture, name: str, shape: Shape, rank: int, num_ranks: int
+) -> tuple[Shape, Shape]:
+    """Return the shape and the first index of a tensor-parallel rank's part of a parameter. Where
+    there are more ranks than key-value heads, neighbours hold the same head."""
+    dim = split_dimension(name)
+    start, size = [0] * len(shape), list(shape)
+    if dim is not None:
+        parts, part = num_ranks, rank
+        is_kv = not {"k_proj", "v_proj"}.isdisjoint(name.split("."))
+        if is_kv and num_ranks > architecture.num_kv_heads:
+            parts = architecture.num_kv_heads
+            part = rank * parts // num_ranks
+        size[dim] = -(-shape[dim] // parts)
+        start[dim] = min(part * size[dim], shape[dim])
+        size[dim] = min(size[dim], shape[dim] - start[dim])
+    return tuple(size), tuple(start)
 
 
 def view_box(flat: Tensor, layout: ParameterLayout, box: Box) -> Tensor:

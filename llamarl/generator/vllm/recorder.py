@@ -6,7 +6,6 @@ its slices, without a table of names: a publish writes exactly what vLLM would l
 
 A loader that does more than copy rectangles is refused, so the layout is never wrong."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llamarl.generator.engine.weights import Place
 from llamarl.generator.vllm.staging import VLLM_SCALE, loading_form
 from llamarl.publish.layout import (
     BUFFER,
@@ -25,7 +23,7 @@ from llamarl.publish.layout import (
     QuantizedParameter,
     quantized_parameters,
 )
-from llamarl.publish.target import ALIGN_BYTES, Memory
+from llamarl.publish.target import Memory, MemoryPlan, Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +96,8 @@ def record(
         made = {} if format_ is None else {e.base: e for e in quantized_parameters(shapes, format_)}
         quantized = _quantized(loads, forms, live, made)
         made = made if quantized else {}
-        places, num_bytes = _arrange(loads, forms, dtype, quantized)
-        parameters: dict[str, ParameterLayout] = {}
+        plan = _arrange(loads, forms, dtype, quantized)
+        places, parameters = plan.places, plan.parameters
         for name, shape in shapes.items():
             boxes = tuple(_boxes(name, shape, loads, places))
             if name in made:
@@ -111,14 +109,8 @@ def record(
         is_staged = any(_differ(forms[name], live.get(name)) for name in plain) or (
             live.keys() != forms.keys() | places.keys()
         )
-    number = torch.uint8 if quantized else dtype
     return Recording(
-        memory=Memory(
-            parameters=parameters,
-            num_elements=num_bytes // number.itemsize,
-            dtype=number,
-            is_staged=is_staged,
-        ),
+        memory=plan.memory(is_staged=is_staged),
         places=places,
         turned=frozenset(quantized),
     )
@@ -199,30 +191,21 @@ def _arrange(
     forms: Mapping[str, Tensor],
     dtype: torch.dtype,
     quantized: Mapping[str, Format],
-) -> tuple[dict[str, Place], int]:
+) -> MemoryPlan:
     """Return one place per loaded parameter, and one for the scales of each that is `quantized`, in
-    the model's order; and the total number of bytes."""
-    loaded = {load.parameter for load in loads}
-    places: dict[str, Place] = {}
-    end = 0
-
-    def put(name: str, shape: tuple[int, ...], number: torch.dtype) -> None:
-        nonlocal end
-        places[name] = Place(end // number.itemsize, shape, number)
-        num_bytes = math.prod(shape) * number.itemsize
-        end += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
-
+    the model's order."""
+    loaded, plan = {load.parameter for load in loads}, MemoryPlan()
     for name, form in forms.items():
         if name not in loaded:
             continue
         format_ = quantized.get(name)
         if format_ is None:
-            put(name, tuple(form.shape), dtype)
+            plan.reserve(name, tuple(form.shape), str(dtype).removeprefix("torch."))
             continue
-        put(name, tuple(form.shape), getattr(torch, format_.dtype))
-        rows = () if format_.is_per_tensor else (len(form), 1)
-        put(name + VLLM_SCALE, rows or (1,), getattr(torch, format_.scale_dtype))
-    return places, end
+        plan.reserve(name, tuple(form.shape), format_.dtype)
+        rows = (1,) if format_.is_per_tensor else (len(form), 1)
+        plan.reserve(name + VLLM_SCALE, rows, format_.scale_dtype)
+    return plan
 
 
 def _boxes(

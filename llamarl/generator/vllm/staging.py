@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,23 +11,14 @@ from torch import Tensor, nn
 
 from llamarl.core.config import LoraConfig
 from llamarl.core.device.devices import platform_of
-from llamarl.generator.engine.weights import Place, one_box
 from llamarl.model.adapter_inventory import adapted_modules, adapter_shapes
 from llamarl.model.architecture import LORA_A, LORA_B, AnyArchitecture
-from llamarl.publish.layout import Format, ParameterLayout
+from llamarl.publish.layout import Format
 from llamarl.publish.shards import quantize, row_maxima, scales_of
-from llamarl.publish.target import ALIGN_BYTES, Memory
+from llamarl.publish.target import ALIGN_BYTES, MemoryPlan
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for: the next one is taken
 ADAPTER_ID = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Half:
-    """Half an adapter on this rank: its place in the flat memory, and its tensor in vLLM."""
-
-    place: Place
-    target: Tensor
 
 
 def adapter_arguments(architecture: AnyArchitecture, lora: LoraConfig) -> dict[str, Any]:
@@ -60,7 +49,8 @@ def adapter_request() -> Any:
 
 
 class VllmAdapters:
-    """The adapter slot of vLLM's model, and the `memory` that a publish fills for this rank.
+    """The adapter slot of vLLM's model, and the `memory` that a publish fills for this rank, from
+    which a commit copies.
 
     `runner` is vLLM's, `shapes` are those of the adapters' parameters. Raises ValueError if vLLM
     does not adapt just the same matrices."""
@@ -72,7 +62,8 @@ class VllmAdapters:
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
     ) -> None:
-        self._lora, self._shapes, self._dtype = lora, shapes, dtype
+        self._lora, self._shapes = lora, shapes
+        self._dtype = str(dtype).removeprefix("torch.")
         self._model: nn.Module = runner.get_model()
         worker = runner.lora_manager
         manager = worker._adapter_manager
@@ -81,39 +72,29 @@ class VllmAdapters:
         manager.activate_adapter(ADAPTER_ID)
         (slot,) = (i for i, held in enumerate(manager.lora_index_to_id) if held == ADAPTER_ID)
         self._layers: dict[str, Any] = manager.modules
-        self._halves: dict[str, _Half] = {}
-        self._parameters: dict[str, ParameterLayout] = {}
-        self._num_elements = 0
+        self._plan, self._targets = MemoryPlan(), dict[str, Tensor]()
         for name, layer in self._layers.items():
             layer.reset_lora(slot)
             for index, module in enumerate(manager.packed_modules.get(name, [name])):
                 if f"{module}.{LORA_A}.weight" in shapes:
                     self._add(module, layer, index, slot)
-        missing = sorted(shapes.keys() - self._halves.keys())
+        missing = sorted(shapes.keys() - self._targets.keys())
         must = "name matrices that vLLM can adapt"
         lora.require(not missing, "targets", f"{must} (not {missing[0] if missing else ''})")
 
-    @property
-    def memory(self) -> Memory:
-        """The memory that a publish fills; a commit copies from there."""
-        return Memory(
-            parameters=self._parameters,
-            num_elements=self._num_elements,
-            dtype=self._dtype,
-            is_staged=True,
-        )
+        self.memory = self._plan.memory(is_staged=True)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the halves in the flat memory, by name."""
-        return {name: half.place.view(flat) for name, half in self._halves.items()}
+        return {name: place.view(flat) for name, place in self._plan.places.items()}
 
     @torch.no_grad()
     def commit(self, views: Mapping[str, Tensor]) -> None:
         """Copy an adapter to where vLLM reads it."""
-        for name, half in self._halves.items():
-            half.target.copy_(views[name])
+        for name, target in self._targets.items():
+            target.copy_(views[name])
             if name.endswith(f".{LORA_B}.weight"):
-                half.target.mul_(self._lora.scale)
+                target.mul_(self._lora.scale)
 
     @contextmanager
     def detached(self) -> Iterator[None]:
@@ -144,15 +125,9 @@ class VllmAdapters:
         self._put(name, (first, 0), target)
 
     def _put(self, name: str, start: tuple[int, int], target: Tensor) -> None:
-        align = ALIGN_BYTES // self._dtype.itemsize
-        begin = -(-self._num_elements // align) * align
-        shape = tuple(target.shape)
-        self._num_elements = begin + math.prod(shape)
-        self._halves[name] = _Half(Place(begin, shape, self._dtype), target)
-        dtype = str(self._dtype).removeprefix("torch.")
-        self._parameters[name] = one_box(
-            self._shapes[name], dtype, start, shape, begin, (shape[1], 1)
-        )
+        size, self._targets[name] = tuple(target.shape), target
+        offset = self._plan.reserve(name, size, self._dtype).offset
+        self._plan.put(name, self._shapes[name], (size, start), self._dtype, offset)
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
