@@ -158,17 +158,7 @@ def fingerprint(
 
     `box` is a view of any strides whose first element has global index `start`; `dim` is the
     target's `line_dim`."""
-    return _walk(name, box, None, start, shape, dim)
-
-
-def transfer(
-    name: str, source: Tensor, target: Tensor, start: Sequence[int], shape: Sequence[int], dim: int
-) -> int:
-    """Copy `source` into `target` [same shape], cast to its dtype, tile by tile.
-
-    Returns the fingerprint of the cast values: of what should be written, not of what `target`
-    holds afterwards. Strides and devices may be any."""
-    return _walk(name, source, target, start, shape, dim)
+    return transfer(name, box, None, start, shape, dim)
 
 
 @functools.cache
@@ -182,7 +172,7 @@ def segment_elements(num_columns: int, itemsize: int) -> int:
     return SEGMENT_BYTES // itemsize
 
 
-def _walk(
+def transfer(
     name: str,
     source: Tensor,
     target: Tensor | None,
@@ -190,6 +180,10 @@ def _walk(
     shape: Sequence[int],
     dim: int,
 ) -> int:
+    """Copy `source` into `target` [same shape], if there is one, cast to its dtype, tile by tile.
+
+    Returns the fingerprint of the cast values: of what should be written, not of what `target`
+    holds afterwards. Strides and devices may be any."""
     if source.numel() == 0:
         return 0
     missing = max(0, 2 - source.ndim)

@@ -49,13 +49,15 @@ LOCAL = Transport(
 class LocalSender(TransportSender):
     def __init__(self, route, end):
         self._rank, self._messages = end.rank, messages_by("target_rank", route)
-        self._taker = (end.messages or MessageStore(0)).join(route, torch.device("cpu"))
+        self._store = end.messages or MessageStore(0)
+        self._taker = self._store.join(route, torch.device("cpu"))
 
     def write(self, handles, copy_cast):
         written = Fingerprints()
         for turn, (rank, index, message) in enumerate(in_turns(self._messages)):
             pack = partial(message.fill, copy_cast=copy_cast)
-            packed = self._taker.take((handles[rank].version, turn), message.num_bytes, pack)
+            place = handles[rank].version, turn
+            packed = self._store.take(self._taker, place, message.num_bytes, pack)
             if packed is None:
                 memory = torch.empty(message.num_bytes, dtype=torch.uint8)
                 packed = PackedMessage(memory, pack(memory))
@@ -64,7 +66,7 @@ class LocalSender(TransportSender):
         return written
 
     def close(self):
-        self._taker.leave()
+        self._store.leave(self._taker)
 
 
 class LocalReceiver(TransportReceiver):

@@ -154,7 +154,8 @@ class CollectiveSender:
             self.group = RouteGroup(route, "source", end)
         except (RuntimeError, ValueError) as error:
             raise TargetLost(f"generator {route.replica} did not meet us: {error}") from error
-        self._taker = (end.messages or MessageStore(0)).join(route, self.group.device)
+        self._store = end.messages or MessageStore(0)
+        self._taker = self._store.join(route, self.group.device)
         self._is_broken = False
 
     def write(self, handles: Mapping[int, StagingHandle], copy_cast: CopyCast) -> Fingerprints:
@@ -172,7 +173,9 @@ class CollectiveSender:
                 self._finish(pending, side)
                 pack = partial(_pack, message, (version, index, 1), copy_cast)
                 held[side] = None
-                packed = self._taker.take((version, turn), _sealed_bytes(message), pack)
+                packed = self._store.take(
+                    self._taker, (version, turn), _sealed_bytes(message), pack
+                )
                 if packed is None:
                     memory = buffers[side] = _room(buffers[side], message, self.group.device)
                     packed = PackedMessage(memory, pack(memory))
@@ -192,7 +195,7 @@ class CollectiveSender:
 
     def close(self) -> None:
         self._is_broken = True
-        self._taker.leave()
+        self._store.leave(self._taker)
         self.group.give_up()
 
     def _send(

@@ -222,25 +222,14 @@ class _Entry:
     packed: PackedMessage | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Taker:
-    """The access of one route's sender to its messages, made by `MessageStore.join`. `place` is
-    that of the message taken last, () before the first."""
+    """The sender of one route, which takes its messages from a `MessageStore`. `place` is that of
+    the message taken last, () before the first."""
 
-    def __init__(self, store: MessageStore, alike: _Alike, device: torch.device) -> None:
-        self._store, self.alike, self.device = store, alike, device
-        self.place: tuple[int, ...] = ()
-
-    def take(self, place: Place, num_bytes: int, pack: Pack) -> PackedMessage | None:
-        """Return the message at `place`, packed now if no alike sender has done so, into memory of
-        `num_bytes` on the device of the route.
-
-        Returns None if no other sender is still to take it, or there is no room for it: the caller
-        then packs it into memory of its own. Raises what `pack` raises, for this sender alone."""
-        return self._store._take(self, place, num_bytes, pack)
-
-    def leave(self) -> None:
-        """Keep no more messages for this sender, which may still end what it has begun."""
-        self._store._leave(self)
+    alike: _Alike
+    device: torch.device
+    place: tuple[int, ...] = ()
 
 
 class MessageStore:
@@ -259,8 +248,8 @@ class MessageStore:
         key = replace(route, replica=-1, rendezvous="", is_slow=False), device
         with self._changed:
             if route.is_slow:
-                return Taker(self, _Alike(key), device)  # which nobody else joins
-            taker = Taker(self, self._alike.setdefault(key, _Alike(key)), device)
+                return Taker(_Alike(key), device)  # which nobody else joins
+            taker = Taker(self._alike.setdefault(key, _Alike(key)), device)
             taker.alike.takers.add(taker)
         return taker
 
@@ -269,7 +258,12 @@ class MessageStore:
         with self._changed:
             self._drop(list(self._entries))
 
-    def _take(self, taker: Taker, place: Place, num_bytes: int, pack: Pack) -> PackedMessage | None:
+    def take(self, taker: Taker, place: Place, num_bytes: int, pack: Pack) -> PackedMessage | None:
+        """Return the message at `place`, packed now if no alike sender has done so, into memory of
+        `num_bytes` on the device of the route.
+
+        Returns None if no other sender is still to take it, or there is no room for it: the caller
+        then packs it into memory of its own. Raises what `pack` raises, for this sender alone."""
         key = taker.alike, place
         with self._changed:
             self._changed.wait_for(
@@ -301,7 +295,8 @@ class MessageStore:
             self._changed.notify_all()
         return packed
 
-    def _leave(self, taker: Taker) -> None:
+    def leave(self, taker: Taker) -> None:
+        """Keep no more messages for this sender, which may still end what it has begun."""
         alike = taker.alike
         with self._changed:
             alike.takers.discard(taker)
