@@ -4,9 +4,9 @@ staging memory."""
 from __future__ import annotations
 
 import math
-import queue
-import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -137,43 +137,30 @@ class EarlySums:
     parameter, and runs on a thread of its own for each name that `add` gets, from any thread."""
 
     def __init__(self, take: Callable[[str], int]) -> None:
-        self._take = take
-        self._names: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._found: dict[str, int] = {}
-        self._error: Exception | None = None
+        self._take, self._thread = take, ThreadPoolExecutor(1, "sum-weights")
+        self._found: dict[str, Future[int]] = {}
         self._is_stopped = False
-        self._thread = threading.Thread(target=self._run, name="sum-weights", daemon=True)
-        self._thread.start()
 
     def add(self, name: str) -> None:
         """Note that all of this parameter has arrived."""
-        self._names.put(name)
+        with suppress(RuntimeError):  # stopped
+            self._found[name] = self._thread.submit(self._take, name)
 
     def finish(self, names: Iterable[str]) -> Fingerprints:
         """Return the fingerprints of `names`, all of which have arrived. Raises what `take` raised,
         or RuntimeError after `stop`."""
-        self._names.put(None)
-        self._thread.join()
+        self._thread.shutdown()
         if self._is_stopped:
             raise RuntimeError("the version was given up while its sums were taken")
-        if self._error is not None:
-            raise self._error
+        found = {name: sums.result() for name, sums in self._found.items()}
         return Fingerprints(
-            (name, self._found[name] if name in self._found else self._take(name)) for name in names
+            (name, found[name] if name in found else self._take(name)) for name in names
         )
 
     def stop(self) -> None:
         """Stop, and forget the fingerprints."""
         self._is_stopped = True
-        self._names.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while (name := self._names.get()) is not None and not self._is_stopped:
-                self._found[name] = self._take(name)
-        except Exception as error:  # noqa: BLE001 - raised again by `finish`
-            self._error = error
+        self._thread.shutdown(cancel_futures=True)
 
 
 class WeightBuffer:
