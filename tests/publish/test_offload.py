@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llamarl.publish.offload import MemoryMover
-from llamarl.publish.transports.mapped import Segment
+from llamarl.publish.transports.mapped import MappedBlock
 from tests.allocation import resident_bytes
 
 PAGE = mmap.PAGESIZE
@@ -28,8 +28,8 @@ def offload(tmp_path):
 
 
 def test_private_and_shared_memory_come_back_bit_for_bit_at_their_addresses(offload, tmp_path):
-    segment = Segment("weights", 24 << 20)
-    shared = segment.flat.view(torch.float32)
+    segment = MappedBlock("weights", 6 << 20, torch.float32, torch.device("cpu"), is_host=False)
+    shared = segment.flat
     shared.copy_(filled(len(shared)))
     private = filled(6 << 20)
     tensors = [private, private[100:].view(-1, 4), shared[: 5 << 20], shared[1 << 20 :]]

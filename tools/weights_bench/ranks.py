@@ -21,7 +21,7 @@ from llamarl.publish.layout import Copy, ParameterLayout, RankLayout, Route, Sta
 from llamarl.publish.offload import trim
 from llamarl.publish.source import Writer
 from llamarl.publish.target import Memory, WeightBuffer
-from llamarl.publish.transports.mapped import Segment, this_host
+from llamarl.publish.transports.mapped import MappedBlock, this_host
 from weights_bench.model import (
     DTYPES,
     NUM_RANKS,
@@ -84,7 +84,8 @@ class TrainerRank:
     def reserve_copy(self) -> None:
         """A shared segment as large as the shards, for `copy`."""
         num_bytes = sum(shard.nbytes for shard in self._shards.values())
-        self._segment = Segment(f"llamarl-bench-{self._rank}", num_bytes)
+        place = torch.uint8, torch.device("cpu")
+        self._segment = MappedBlock(f"llamarl-bench-{self._rank}", num_bytes, *place, False)
 
     def copy(self) -> None:
         """Copy every shard into the segment."""

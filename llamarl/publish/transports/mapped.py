@@ -25,16 +25,18 @@ PIECE_BYTES = 1 << 26  # a copy reads this much before it checks whether its ver
 
 
 class MappedBlock:
-    """A flat tensor `flat` that other processes can map at `address`; `num_bytes` long.
+    """A flat tensor `flat` of zeros that other processes can map at `address`; `num_bytes` long.
 
-    On the CPU, or with `is_host`, it is a memfd segment, pinned for the device; else memory of the
-    device. Raises ValueError if there is too little."""
+    On the CPU, or with `is_host`, it is a memfd segment, which /proc/PID/maps shows as `label`: its
+    pages are all reserved now, so that no later write can fail, and pinned for the device. Else it
+    is memory of the device. Raises ValueError if there is too little."""
 
     def __init__(
         self, label: str, num_elements: int, dtype: torch.dtype, device: torch.device, is_host: bool
     ) -> None:
         self.num_bytes = num_elements * dtype.itemsize
-        self._segment: Segment | None = None
+        self._fd: int | None = None
+        self._path = ""  # of a segment
         self._pinned: int | None = None
         self._handle: Handle | None = None
         self._platform = platform_of(device)
@@ -46,12 +48,13 @@ class MappedBlock:
                     f"GPU memory for {label} must have {self.num_bytes} bytes, got: out of memory"
                 ) from error
             return
-        self._segment = Segment(label, self.num_bytes)
-        self.flat = self._segment.flat.view(dtype)
+        self._fd = reserved_file(label, self.num_bytes)
+        self._path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self.flat = _map(self._fd, self.num_bytes).view(dtype)
         try:
             self._platform.pin(self.flat, label)
         except ValueError:
-            self._segment.close()
+            self.close()
             raise
         self._pinned = self.flat.data_ptr()
 
@@ -59,8 +62,8 @@ class MappedBlock:
     def address(self) -> str | tuple[str, Handle]:
         """The address by which other processes open it: a path, or the kind of device and its
         handle."""
-        if self._segment is not None:
-            return self._segment.path
+        if self._path:
+            return self._path
         if self._handle is None:
             self._handle = self._platform.share(self.flat)
         return self._platform.kind, self._handle
@@ -69,7 +72,7 @@ class MappedBlock:
     def is_freed_by_offload(self) -> bool:
         """True if other processes must unmap it before it is offloaded: a GPU's memory. A segment
         gives up its pages under their mappings."""
-        return self._segment is None
+        return not self._path
 
     def renew(self) -> None:
         """Make another handle at the next use: the memory may have been elsewhere meanwhile."""
@@ -80,18 +83,31 @@ class MappedBlock:
         if self._pinned is not None:
             self._platform.unpin(self._pinned)
             self._pinned = None
-        if self._segment is not None:
-            self._segment.close()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
 
 def opened(address: object, num_bytes: int) -> Tensor:
-    """Return a block of another process, uint8 [num_bytes]; its tensors keep it mapped. Raises
-    RuntimeError if it is gone."""
-    if isinstance(address, str):
-        return open_segment(address, num_bytes)
-    assert isinstance(address, tuple), address
-    kind, handle = address
-    return platform_of(kind).map_shared(handle)[:num_bytes]
+    """Return a block of another process of this user on this host, uint8 [num_bytes]; its tensors
+    keep it mapped. Raises RuntimeError if it is gone or not of this size."""
+    if isinstance(address, tuple):
+        kind, handle = address
+        return platform_of(kind).map_shared(handle)[:num_bytes]
+    assert isinstance(address, str), address
+    try:
+        fd = os.open(address, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise RuntimeError(f"shared memory {address} cannot be opened: {error}") from error
+    try:
+        actual_bytes = os.fstat(fd).st_size
+        if actual_bytes != num_bytes:
+            raise RuntimeError(
+                f"shared memory {address} must have {num_bytes} bytes, got {actual_bytes}"
+            )
+        return _map(fd, num_bytes)
+    finally:
+        os.close(fd)
 
 
 class MappedSender:
@@ -151,42 +167,6 @@ class MappedSender:
 
 
 HOST = "LLAMARL_HOST"  # environment variable: the address of this host's worker daemon
-
-
-class Segment:
-    """A zeroed segment `flat` (uint8 [num_bytes]) whose pages are all reserved now, so that no
-    later write can fail. Other processes of this user on this host open it at `path`.
-
-    `label` shows in /proc/PID/maps. Raises ValueError if the host has too little memory."""
-
-    def __init__(self, label: str, num_bytes: int) -> None:
-        self._fd: int | None = reserved_file(label, num_bytes)
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        self.flat = _map(self._fd, num_bytes)
-
-    def close(self) -> None:
-        """Stop others from opening it; the memory goes with the last tensor and mapping."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
-def open_segment(path: str, num_bytes: int) -> Tensor:
-    """Return a segment of another process, uint8 [num_bytes]; its tensors keep it mapped. Raises
-    RuntimeError if it is gone or not of this size."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise RuntimeError(f"shared memory {path} cannot be opened: {error}") from error
-    try:
-        actual_bytes = os.fstat(fd).st_size
-        if actual_bytes != num_bytes:
-            raise RuntimeError(
-                f"shared memory {path} must have {num_bytes} bytes, got {actual_bytes}"
-            )
-        return _map(fd, num_bytes)
-    finally:
-        os.close(fd)
 
 
 def _map(fd: int, num_bytes: int) -> Tensor:
