@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from llamarl.core.config import Config, VllmConfig
+from llamarl.core.config import Config, EmbeddedConfig, VllmConfig
 from llamarl.core.config.generator import alone, pool_at
 from llamarl.core.config.rank_assignment import assign
 from llamarl.core.device.hardware import Kinds
@@ -21,7 +21,7 @@ from llamarl.core.device.names import is_gpu
 from llamarl.generator.adapter_layout import AdapterLayout
 from llamarl.generator.engine.engine import PREFILL_TOKENS
 from llamarl.generator.engine.kv_cache import CpuKVCache, PaddedKVCache
-from llamarl.generator.engine.weights import DTYPES, BufferLayout, rank_box
+from llamarl.generator.engine.weights import BufferLayout, rank_box
 from llamarl.model.adapter_inventory import adapter_shapes
 from llamarl.model.architecture import Architecture
 from llamarl.model.inventory import parameter_shapes
@@ -83,13 +83,9 @@ def kv_cache_bytes(config: Config, architecture: Architecture) -> int:
     generator = config.generator
     if isinstance(generator, VllmConfig):
         return generator.kv_cache_bytes
+    assert isinstance(generator, EmbeddedConfig)
     cache = (PaddedKVCache if is_gpu(generator.device) else CpuKVCache)(
-        architecture,
-        generator.num_ranks,
-        generator.max_num_seqs,
-        generator.max_model_len,
-        DTYPES[generator.dtype],
-        torch.device("meta"),
+        architecture, generator, generator.num_ranks, torch.device("meta")
     )
     return cache.keys.nbytes + cache.values.nbytes
 

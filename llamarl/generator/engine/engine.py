@@ -95,10 +95,9 @@ class EmbeddedEngine:
             self._adapters = AdapterLayout(architecture, lora, config.dtype, rank, num_ranks)
             whole, self.memory = self.memory, self._adapters.memory
             self._base = torch.zeros(whole.num_elements, dtype=whole.dtype, device=self._device)
-        self._dtype = DTYPES[config.dtype]
         a = architecture
         widest = max(a.hidden_size, a.intermediate_size, a.num_heads * a.head_dim)
-        self._scratch = make_scratch(widest, self._dtype, self._device) if form else None
+        self._scratch = make_scratch(widest, DTYPES[config.dtype], self._device) if form else None
         self._group = (
             TensorParallelGroup(rendezvous, rank, num_ranks, self._device)
             if num_ranks > 1
@@ -118,9 +117,8 @@ class EmbeddedEngine:
     def _make_runner(self, is_padded: bool) -> None:
         config, device, group = self.config, self._device, self._group
         num_ranks = group.num_ranks if group is not None else 1
-        sizes = (num_ranks, config.max_num_seqs, config.max_model_len)
         kind: type[Cache] = PaddedKVCache if is_padded else CpuKVCache
-        self._cache = cache = kind(self.architecture, *sizes, self._dtype, device)
+        self._cache = cache = kind(self.architecture, config, num_ranks, device)
         self._decoder = Decoder(self.architecture, cache, group)
         self._runner: ModelRunner
         if isinstance(cache, CpuKVCache):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llamarl.core.config import EmbeddedConfig
 from llamarl.core.device.devices import platform_of
 from llamarl.model.architecture import Architecture
 
@@ -57,12 +58,12 @@ class CpuKVCache:
     def __init__(
         self,
         architecture: Architecture,
+        config: EmbeddedConfig,
         num_ranks: int,
-        num_slots: int,
-        num_positions: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        num_slots, num_positions = config.max_num_seqs, config.max_model_len
+        dtype: torch.dtype = getattr(torch, config.dtype)
         self.head_dim = architecture.head_dim
         self.num_heads = architecture.num_heads // num_ranks
         self.num_kv_heads = architecture.num_kv_heads // num_ranks
@@ -213,20 +214,18 @@ class PaddedKVCache:
     def __init__(
         self,
         architecture: Architecture,
+        config: EmbeddedConfig,
         num_ranks: int,
-        num_slots: int,
-        num_positions: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_slots = num_slots
+        self.num_slots = num_slots = config.max_num_seqs
         self.num_kv_heads = architecture.num_kv_heads // num_ranks
-        self.dtype, self.device = dtype, device
-        self.num_positions = -(-num_positions // PADDED_BLOCK) * PADDED_BLOCK
+        self.dtype, self.device = getattr(torch, config.dtype), device
+        self.num_positions = -(-config.max_model_len // PADDED_BLOCK) * PADDED_BLOCK
         slots = (architecture.num_layers, num_slots, self.num_kv_heads)
         shape = (*slots, self.num_positions, architecture.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = torch.zeros(shape, dtype=self.dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
         self._slot = torch.arange(num_slots, device=device)[:, None]
         self._head = torch.arange(self.num_kv_heads, device=device)[None]
         self._position = torch.arange(self.num_positions, device=device)

@@ -19,7 +19,10 @@ from llamarl.generator.engine.sampling import SamplingRows, uniforms
 from llamarl.generator.protocol import PartialOutput, RequestOutput
 
 _NO_ID = -1
-UNUSED = {"temperature": 1.0, "greedy": False, "top_k": 0, "top_p": 1.0}
+UNUSED = {
+    "temperature": np.float32(1.0), "greedy": np.bool_(False), "top_k": np.int64(0),
+    "top_p": np.float32(1.0),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,7 @@ class RunningBatch:
         self.limit = np.zeros(num_slots, np.int64)  # total tokens at which it must stop
         self.segment_end = np.zeros(num_slots, np.int64)  # total tokens at which it is cut
         self.stop_ids = np.full((num_slots, 1), _NO_ID, np.int64)
-        self.temperature = np.ones(num_slots, np.float32)
-        self.greedy = np.zeros(num_slots, bool)
-        self.top_k = np.zeros(num_slots, np.int64)
-        self.top_p = np.ones(num_slots, np.float32)
+        self._sampling = {name: np.full(num_slots, value) for name, value in UNUSED.items()}
         self.watches_text = np.zeros(num_slots, bool)
         self.occupied = np.zeros(num_slots, bool)
 
@@ -105,10 +105,10 @@ class RunningBatch:
             self.stop_ids = np.pad(self.stop_ids, wider, constant_values=_NO_ID)
         self.stop_ids[slot] = _NO_ID
         self.stop_ids[slot, : len(stop)] = stop
-        self.greedy[slot] = sampling.temperature == 0
-        self.temperature[slot] = sampling.temperature or 1.0
-        self.top_k[slot] = sampling.top_k
-        self.top_p[slot] = sampling.top_p
+        self._sampling["greedy"][slot] = sampling.temperature == 0
+        self._sampling["temperature"][slot] = sampling.temperature or 1.0
+        self._sampling["top_k"][slot] = sampling.top_k
+        self._sampling["top_p"][slot] = sampling.top_p
         self.watches_text[slot] = bool(sampling.stop_strings)
         self.occupied[slot] = True
 
@@ -124,18 +124,13 @@ class RunningBatch:
         self.occupied[slot] = self.watches_text[slot] = False
         self.cached[slot], self.in_flight[slot] = self._spare, 0
         self.num_released[slot] += 1
-        self.temperature[slot], self.top_k[slot], self.top_p[slot] = 1.0, 0, 1.0
-        self.greedy[slot] = False
+        for name, array in self._sampling.items():
+            array[slot] = UNUSED[name]
         return self.requests.pop(slot), written
 
     def sampling_rows(self, slots: np.ndarray) -> SamplingRows:
         """Return the sampling parameters of `slots`; None for a parameter that no rollout uses."""
-        arrays = {
-            "temperature": self.temperature[slots],
-            "greedy": self.greedy[slots],
-            "top_k": self.top_k[slots],
-            "top_p": self.top_p[slots],
-        }
+        arrays = {name: array[slots] for name, array in self._sampling.items()}
         used = {
             name: torch.from_numpy(array).unsqueeze(1)
             for name, array in arrays.items()
