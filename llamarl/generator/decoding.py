@@ -95,7 +95,9 @@ class EngineOutput:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._is_ready.wait()
-            if not self._is_waited_for():
+            with self._lock:  # a rollout that is to go on is waited for
+                goes_on = any(item.reason is FinishReason.SEGMENT for item in self._finished)
+            if not goes_on:
                 await asyncio.sleep(GATHER_S)
         self.check()
         with self._lock:
@@ -105,11 +107,6 @@ class EngineOutput:
             is_ready = self._is_ready.is_set()
             self._is_ready.clear()
         return finished, is_ready
-
-    def _is_waited_for(self) -> bool:
-        """Return whether some rollout that stopped is to go on."""
-        with self._lock:
-            return any(item.reason is FinishReason.SEGMENT for item in self._finished)
 
 
 class KeptRows(Generic[Row]):
@@ -430,24 +427,19 @@ class Decoding:
         if tag in self._standstill.away:
             return 0
         self._standstill.end()
-        num_bytes = self._offload_kv() if tag == "kv" else self._offload_weights()
         self._standstill.away.add(tag)
-        return num_bytes
-
-    def _offload_kv(self) -> int:
-        is_kept = self.engine.num_running > 0
-        if not is_kept:
+        tensors, is_kept = self.engine.movable(tag), True
+        num_bytes = 0
+        if tag == "weights":
+            active = self._weight_buffer.active.data_ptr()
+            movable = self._weight_buffer.movable()
+            tensors += [flat for flat in movable if flat.data_ptr() == active]
+            staging = [flat for flat in movable if flat.data_ptr() != active]
+            num_bytes = self._mover.offload("staging", staging, keep=False)
+        elif not self.engine.num_running:
+            is_kept = False
             self.engine.forget_prompts()
-        return self._mover.offload("kv", self.engine.movable("kv"), keep=is_kept)
-
-    def _offload_weights(self) -> int:
-        active = self._weight_buffer.active.data_ptr()
-        movable = self._weight_buffer.movable()
-        staging = [flat for flat in movable if flat.data_ptr() != active]
-        tensors = [flat for flat in movable if flat.data_ptr() == active]
-        tensors = [*self.engine.movable("weights"), *tensors]
-        num_bytes = self._mover.offload("weights", tensors)
-        return num_bytes + self._mover.offload("staging", staging, keep=False)
+        return num_bytes + self._mover.offload(tag, tensors, keep=is_kept)
 
     def prefetch(self, tag: str) -> None:
         """Start reading the offloaded memory of a tag."""
