@@ -18,16 +18,14 @@ from llamarl.core.config.generator import alone, pool_at
 from llamarl.core.config.rank_assignment import assign
 from llamarl.core.device.hardware import Kinds
 from llamarl.core.device.names import is_gpu
-from llamarl.generator.adapter_layout import AdapterLayout
 from llamarl.generator.engine.engine import PREFILL_TOKENS
 from llamarl.generator.engine.kv_cache import CpuKVCache, PaddedKVCache
-from llamarl.generator.engine.weights import BufferLayout, rank_box
+from llamarl.generator.engine.weights import AdapterLayout, BufferLayout, rank_box
 from llamarl.model.adapter_inventory import adapter_shapes
 from llamarl.model.architecture import Architecture
 from llamarl.model.inventory import parameter_shapes
 from llamarl.publish.layout import (
     MESSAGE_BYTES,
-    ParameterLayout,
     RankLayout,
     format_of,
     quantized_parameters,
@@ -57,12 +55,11 @@ def forecast_generator(config: Config, architecture: Architecture) -> GeneratorM
     """Return the memory of the fullest rank."""
     generator = config.generator
     ranks = range(generator.num_ranks)
-    buffers = (published_buffer(config, architecture, rank) for rank in ranks)
-    num_bytes = max(size for _, size in buffers)
+    num_bytes = max(published_buffer(config, architecture, rank).num_bytes for rank in ranks)
     weights: Kinds = {}
     kept = num_bytes
     if config.trainer.lora.is_used:  # the weights beside adapters are the engine's own
-        weights["base"] = max(weight_buffer(config, architecture, rank)[1] for rank in ranks)
+        weights["base"] = max(weight_buffer(config, architecture, rank).num_bytes for rank in ranks)
         kept += weights["base"]
     host: Kinds = {}
     in_host = config.weights.staging == "host" and is_gpu(generator.device)
@@ -115,16 +112,13 @@ def generator_layouts(
     own = alone(config, pool_at(config.generator, replica))
     devices = assign(config)[f"generator-{replica}"]
     return [
-        rank_layout(rank, device, published_buffer(own, architecture, rank)[0])
+        rank_layout(rank, device, published_buffer(own, architecture, rank).parameters)
         for rank, device in enumerate(devices)
     ]
 
 
-def published_buffer(
-    config: Config, architecture: Architecture, rank: int
-) -> tuple[dict[str, ParameterLayout], int]:
-    """Return the boxes by parameter, and the bytes in all, of the memory that a publish fills on a
-    generator rank: adapters, or all weights."""
+def published_buffer(config: Config, architecture: Architecture, rank: int) -> Memory:
+    """Return the memory that a publish fills on a generator rank: adapters, or all weights."""
     generator, lora = config.generator, config.trainer.lora
     if not lora.is_used:
         return weight_buffer(config, architecture, rank)
@@ -132,31 +126,24 @@ def published_buffer(
         plain = replace(generator, quantization="none")
         return _vllm_weight_buffer(architecture, plain, rank, adapter_shapes(architecture, lora))
     place = generator.dtype, rank, generator.num_ranks
-    return _extent(AdapterLayout(architecture, lora, *place).memory)
+    return AdapterLayout(architecture, lora, *place).memory
 
 
-def weight_buffer(
-    config: Config, architecture: Architecture, rank: int
-) -> tuple[dict[str, ParameterLayout], int]:
-    """Return the boxes by parameter, and the bytes in all, of all weights of one generator rank."""
+def weight_buffer(config: Config, architecture: Architecture, rank: int) -> Memory:
+    """Return the memory of all weights of one generator rank."""
     generator = config.generator
     if isinstance(generator, VllmConfig):
         shapes = parameter_shapes(architecture)
         return _vllm_weight_buffer(architecture, generator, rank, shapes)
     form = format_of(generator, architecture)
     place = generator.dtype, rank, generator.num_ranks
-    return _extent(BufferLayout(architecture, *place, form).memory)
-
-
-def _extent(memory: Memory) -> tuple[dict[str, ParameterLayout], int]:
-    return memory.parameters, memory.num_elements * memory.dtype.itemsize
+    return BufferLayout(architecture, *place, form).memory
 
 
 def _vllm_weight_buffer(
     architecture: Architecture, generator: VllmConfig, rank: int, shapes: Mapping[str, Shape]
-) -> tuple[dict[str, ParameterLayout], int]:
-    """Return the boxes of one vLLM rank, one after the other, and the bytes in all: see the
-    module."""
+) -> Memory:
+    """Return the memory of one vLLM rank, its parameters one after the other: see the module."""
     form = format_of(generator, architecture)
     made = {} if form is None else {e.base: e for e in quantized_parameters(shapes, form)}
     plan = MemoryPlan()
@@ -175,4 +162,4 @@ def _vllm_weight_buffer(
             put(each.scales, shape[:1], (size[:1], start[:1]), each.format.scale_dtype)
         elif each.scales not in plan.parameters:
             put(each.scales, (1,), ((1,), (0,)), each.format.scale_dtype)
-    return _extent(plan.memory())
+    return plan.memory()

@@ -17,7 +17,6 @@ from llamarl.core.device.devices import platform_of
 from llamarl.publish.comparison import MODULUS, Fingerprints
 from llamarl.publish.fingerprint import fingerprint, line_dim
 from llamarl.publish.layout import BUFFER, Box, ParameterLayout, RankLayout, Route, StagingHandle
-from llamarl.publish.reshard import DTYPE_BYTES
 from llamarl.publish.shards import Shape, one_box
 from llamarl.publish.transports.mapped import MappedBlock, require_memory, this_host
 from llamarl.publish.transports.messages import TransportReceiver
@@ -42,35 +41,10 @@ class Memory:
     dtype: torch.dtype
     is_staged: bool = False
 
-    def check(self) -> None:
-        """Raise ValueError unless all boxes lie in a weight buffer of this size and dtype."""
-        dtype, num_bytes = self.dtype, self.num_elements * self.dtype.itemsize
-        is_mixed = dtype == torch.uint8
-        if is_mixed and num_bytes % ALIGN_BYTES:
-            raise ValueError(f"bytes must be a multiple of {ALIGN_BYTES}, got {num_bytes}")
-        for name, layout in self.parameters.items():
-            if not is_mixed and layout.dtype != str(dtype).removeprefix("torch."):
-                raise ValueError(
-                    f"dtype of {name} must be the weight buffer's {dtype}, got {layout.dtype}"
-                )
-            for box in layout.boxes:
-                if box.buffer != BUFFER:
-                    raise ValueError(f"buffer of {name} must be {BUFFER!r}, got {box.buffer!r}")
-                begin, end = _extent(box)
-                item = DTYPE_BYTES[layout.dtype]
-                is_negative = begin < 0 or min(box.strides, default=0) < 0
-                if end and (is_negative or end * item > num_bytes):
-                    raise ValueError(
-                        f"{name} must lie within the weight buffer's {num_bytes // item} elements, "
-                        f"got elements {begin} to {end - 1}"
-                    )
-
-
-def _extent(box: Box) -> tuple[int, int]:
-    """Return the first element and the one behind the last; (0, 0) for an empty box."""
-    if 0 in box.shape:
-        return 0, 0
-    return box.offset, box.offset_of(tuple(stop - 1 for stop in box.stop)) + 1
+    @property
+    def num_bytes(self) -> int:
+        """The size of the memory."""
+        return self.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +106,12 @@ class MemoryPlan:
         )
 
 
+def view_box(flat: Tensor, layout: ParameterLayout, box: Box) -> Tensor:
+    """Return a box of a parameter as a view of the flat memory."""
+    flat = flat.view(getattr(torch, layout.dtype))
+    return flat.as_strided(box.shape, box.strides, box.offset)
+
+
 class EarlySums:
     """Takes fingerprints while other parameters still arrive: `take(name)` returns that of a
     parameter, and runs on a thread of its own for each name that `add` gets, from any thread."""
@@ -174,10 +154,10 @@ class WeightBuffer:
     `before_overwrite(version)` is called before memory that holds `version` is prepared or copied
     over: an owner that passes the weights on sets it to its Writer's `tensors.invalidate`.
 
-    Raises ValueError if a box does not fit or there is too little memory, and creates nothing then;
-    RuntimeError if calls come in another order than prepare, [verify,] commit or abort. `commit`
-    belongs on the executor's compute thread; the other methods may run beside decoding on other
-    threads, one at a time."""
+    Raises ValueError if there is too little memory, and creates nothing then; RuntimeError if calls
+    come in another order than prepare, [verify,] commit or abort. `commit` belongs on the
+    executor's compute thread; the other methods may run beside decoding on other threads, one at a
+    time."""
 
     def __init__(
         self,
@@ -192,7 +172,6 @@ class WeightBuffer:
         is_offloaded: bool = False,
     ) -> None:
         self._device = torch.empty(0, device=device).device  # with its index
-        memory.check()
         self.version = -1  # of `active`; -1: nothing published yet
         self.before_overwrite: Callable[[int], None] = lambda version: None
         self._is_staged = memory.is_staged
@@ -344,10 +323,9 @@ class WeightBuffer:
         """Return the fingerprint of a parameter in the staging memory, taken beside the engine's
         work."""
         layout, total = self._parameters[name], 0
-        flat = self.staging.view(getattr(torch, layout.dtype))
         with self._stream.running():
             for box in layout.boxes:
-                view = flat.as_strided(box.shape, box.strides, box.offset)
+                view = view_box(self.staging, layout, box)
                 # A GPU's staging in host memory is summed on the GPU: a core is many times slower.
                 dim = line_dim(layout.shape, box.strides)
                 total += fingerprint(name, view.to(self._device), box.start, layout.shape, dim)

@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from llamarl.cli.reports import merge
 from llamarl.core.config import EmbeddedConfig, LoraConfig
-from llamarl.generator.adapter_layout import AdapterLayout
 from llamarl.generator.engine.engine import EmbeddedEngine
-from llamarl.generator.engine.weights import AdaptedMatrix, BufferLayout, bind
+from llamarl.generator.engine.weights import AdaptedMatrix, AdapterLayout, BufferLayout, bind
 from llamarl.model import adapters as adapter_files
 from llamarl.model.adapter_inventory import adapter_shapes, check_adapter, read_lora
 from llamarl.model.adapters import attach, initialize

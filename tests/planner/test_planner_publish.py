@@ -68,7 +68,7 @@ def test_layers_add_up_to_the_whole_plan(shard: int, tensor: int, target: int, e
     for rank in range(target):
         held = sum(
             np.prod(np.subtract(box.stop, box.start))
-            for layout in weight_buffer(config, LLAMA, rank)[0].values()
+            for layout in weight_buffer(config, LLAMA, rank).parameters.values()
             for box in layout.boxes
         )
         assert made.num_bytes[:, rank].sum() == 2 * held

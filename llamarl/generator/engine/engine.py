@@ -18,7 +18,6 @@ from torch import Tensor
 from llamarl.core.config import EmbeddedConfig, LoraConfig
 from llamarl.core.device.devices import compute_device, platform_of
 from llamarl.core.records import FinishReason, Request
-from llamarl.generator.adapter_layout import AdapterLayout
 from llamarl.generator.engine.decoder import (
     Cache,
     Decoder,
@@ -42,6 +41,7 @@ from llamarl.generator.engine.scheduler import (
 )
 from llamarl.generator.engine.weights import (
     DTYPES,
+    AdapterLayout,
     BufferLayout,
     Weights,
     bind,
