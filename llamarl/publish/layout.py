@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple, Self
 
 from llamarl.core.config import EmbeddedConfig, GeneratorConfig, VllmConfig
@@ -308,60 +309,39 @@ def find_alike(sources: dict[str, Held], targets: dict[str, Held]) -> Iterator[A
         families.setdefault(family, []).append((layer, name))
     for members in families.values():
         members.sort()
-        while members:
-            found = _first_alike(members, sources, targets)
-            yield found
-            del members[: len(found.names)]
+        looks = [_look(layer, sources[name], targets[name]) for layer, name in members]
+        begin = 0
+        while begin < len(members):
+            end, layer_step, moved = begin + 1, 0, [0] * len(looks[begin][1])
+            while end < len(members) and looks[end][0] == looks[begin][0]:
+                step = members[end][0] - members[end - 1][0]
+                by = [b - a for a, b in zip(looks[end - 1][1], looks[end][1], strict=True)]
+                if end > begin + 1 and (step, by) != (layer_step, moved):
+                    break
+                end, layer_step, moved = end + 1, step, by
+            names = tuple(name for _, name in members[begin:end])
+            sides, left = (sources[names[0]], targets[names[0]]), iter(moved)
+            steps = [
+                {rank: tuple(islice(left, len(layout.boxes))) for rank, layout in side.items()}
+                for side in sides
+            ]
+            yield AlikeLayers(names, layer_step, *sides, *steps)
+            begin = end
 
 
-def _first_alike(
-    members: list[tuple[int, str]], sources: dict[str, Held], targets: dict[str, Held]
-) -> AlikeLayers:
-    """Return the first parameter of one family (layer, name), with those after it that look
-    alike."""
-    (layer, first), *others = members
-    names, layer_step = [first], 0
-    steps: list[Steps] = [
-        {rank: (0,) * len(layout.boxes) for rank, layout in side[first].items()}
-        for side in (sources, targets)
-    ]
-    for number, name in others:
-        moved = [_moved(side[first], side[name], number - layer) for side in (sources, targets)]
-        if moved[0] is None or moved[1] is None:
-            break
-        if len(names) == 1:
-            layer_step, steps = number - layer, [moved[0], moved[1]]
-        is_next = number - layer == len(names) * layer_step
-        if not is_next or moved != [_times(each, len(names)) for each in steps]:
-            break
-        names.append(name)
-    return AlikeLayers(tuple(names), layer_step, sources[first], targets[first], *steps)
-
-
-def _moved(first: Held, other: Held, by: int) -> Steps | None:
-    """Return how far the boxes of `other`, `by` layers after `first`, lie from those of `first`;
-    None if it looks different."""
-    if first.keys() != other.keys():
-        return None
-    moved: Steps = {}
-    for rank, here in first.items():
-        there = other[rank]
-        if (here.shape, here.dtype, len(here.boxes)) != (
-            there.shape, there.dtype, len(there.boxes),
-        ):  # fmt: skip
-            return None
-        for a, b in zip(here.boxes, there.boxes, strict=True):
-            if a.start != b.start or a.stop != b.stop or a.strides != b.strides:
-                return None
-            if b.buffer != in_layer(a.buffer, by):
-                return None
-        pairs = zip(here.boxes, there.boxes, strict=True)
-        moved[rank] = tuple(b.offset - a.offset for a, b in pairs)
-    return moved
-
-
-def _times(steps: Steps, count: int) -> Steps:
-    return {rank: tuple(count * step for step in moved) for rank, moved in steps.items()}
+def _look(layer: int, *sides: Held) -> tuple[list[object], list[int]]:
+    """Return all about a parameter of this layer, on all ranks of both sides, but the offsets of
+    its boxes; and these."""
+    look: list[object] = []
+    offsets: list[int] = []
+    for side in sides:
+        look.append(len(side))
+        for rank, layout in side.items():
+            look.append((rank, layout.shape, layout.dtype, len(layout.boxes)))
+            for box in layout.boxes:
+                look.append((box.start, box.stop, box.strides, in_layer(box.buffer, -layer)))
+                offsets.append(box.offset)
+    return look, offsets
 
 
 MARK = "@"
@@ -396,16 +376,6 @@ def quantized_parameters(names: Iterable[str], format_: Format) -> Iterator[Quan
             yield QuantizedParameter(name, values, scales + end, format_)
 
 
-def is_quantized(name: str) -> bool:
-    """Return whether this is the name of values or scales."""
-    return MARK in name
-
-
-def base_of(name: str) -> str:
-    """Return the name of the matrix of these values, or scales of rows."""
-    return name.partition(MARK)[0]
-
-
 def made_from(base: ParameterLayout | None, name: str, wanted: ParameterLayout) -> ParameterLayout:
     """Return where a source rank has the values or scales `name`, of shape and dtype as `wanted`,
     that it makes from the matrix `base` (None: from several matrices)."""
@@ -426,15 +396,12 @@ def offered(source: list[RankLayout], target: list[RankLayout]) -> list[RankLayo
 
     A source that holds them itself, a replica, stays as it is."""
     wanted = {
-        name: layout
-        for rank in target
-        for name, layout in rank.parameters.items()
-        if is_quantized(name)
+        name: layout for rank in target for name, layout in rank.parameters.items() if MARK in name
     }
     if not wanted or any(name in rank.parameters for rank in source for name in wanted):
         return source
-    plain = {name for rank in target for name in rank.parameters if not is_quantized(name)}
-    replaced = {base_of(name) for name in wanted} - plain
+    plain = {name for rank in target for name in rank.parameters if MARK not in name}
+    replaced = {name.partition(MARK)[0] for name in wanted} - plain
     return [
         replace(rank, parameters=_offered(rank.parameters, wanted, replaced)) for rank in source
     ]
@@ -447,7 +414,7 @@ def _offered(
 ) -> dict[str, ParameterLayout]:
     found = {name: layout for name, layout in held.items() if name not in replaced}
     for name, layout in wanted.items():
-        base = held.get(base_of(name))
+        base = held.get(name.partition(MARK)[0])
         if base is not None or name.endswith(TENSOR_SCALE):
             found[name] = made_from(base, name, layout)
     return found

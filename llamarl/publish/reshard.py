@@ -102,9 +102,9 @@ def plan(source: list[RankLayout], target: list[RankLayout]) -> list[Copy]:
     A target that wants quantised matrices gets these from the shards of the matrices
     (`layout.offered`). Layers that look alike are planned once. Where several source ranks hold the
     same box, the bytes are evened out over them. The result does not depend on the order of the
-    ranks. Raises ValueError, naming the parameter, if it is missing on one side, shapes differ, a
-    box lies outside its parameter, the source does not cover a target box, or the target ranks
-    together do not hold all of the parameter."""
+    ranks. Raises ValueError, naming the parameter, if it is missing on one side, shapes differ,
+    the source does not cover a target box, or the target ranks together do not hold all of the
+    parameter."""
     source = offered(source, target)
     sources, targets = _by_name(source, "trainer"), _by_name(target, "generator")
     for name in sorted(sources.keys() ^ targets.keys()):
@@ -144,23 +144,8 @@ def _by_name(layouts: list[RankLayout], side: str) -> dict[str, Held]:
                 raise ValueError(
                     f"dtype of parameter {name} must be one of {known}, got {parameter.dtype}"
                 )
-            for box in parameter.boxes:
-                _check_box(name, parameter.shape, box)
             by_name.setdefault(name, {})[layout.rank] = parameter
     return by_name
-
-
-def _check_box(name: str, shape: tuple[int, ...], box: Box) -> None:
-    if not len(shape) == len(box.start) == len(box.stop) == len(box.strides):
-        raise ValueError(
-            f"a box of parameter {name} must have {len(shape)} dimensions like its shape {shape}, "
-            f"got start {box.start}, stop {box.stop}, strides {box.strides}"
-        )
-    if not all(0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, shape, strict=True)):
-        raise ValueError(
-            f"a box of parameter {name} must lie within its shape {shape}, "
-            f"got start {box.start}, stop {box.stop}"
-        )
 
 
 def _pieces(alike: AlikeLayers) -> Iterator[_Piece]:
