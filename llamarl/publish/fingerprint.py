@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -73,12 +74,6 @@ def add_bytes(values: Tensor, outs: Sequence[Tensor], keys: tuple[Tensor, ...]) 
         sums = padded.to(torch.float64) @ matrix.to(torch.float64)
     for number, out in enumerate(outs):
         out.copy_(sums[:num_rows, number : number + 1])
-
-
-def key_sum(number: int, place: int, num_bytes: int) -> int:
-    """Return the sum of one set's keys of these bytes."""
-    sums = _key_sums(number)
-    return sums[place + num_bytes] - sums[place]
 
 
 @functools.cache
@@ -383,7 +378,8 @@ def _block_keys(row: int, num_rows: int, cut: _Cut, device: torch.device) -> tup
     for j in range(NUM_KEYS):
         rows = _keys(_ROW_SALT + j, row, num_rows).unsqueeze(1)
         segments = _keys(_SEGMENT_SALT + j, first, count)[among]
-        offsets = torch.tensor([key_sum(j, *_extent(strip, cut.itemsize)) for strip in strips])
+        sums, extents = _key_sums(j), [_extent(strip, cut.itemsize) for strip in strips]
+        offsets = torch.tensor([sums[first + size] - sums[first] for first, size in extents])
         constant += 129 * int(rows.sum()) * int((segments * offsets).sum())
         found.append(rows * segments)  # [R, strips]
     keys = torch.stack(found)
@@ -409,21 +405,12 @@ def _keys(salt: int, start: int, count: int) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _key_block(salt: int, block: int) -> Tensor:
     """Return the odd keys of one block of indices: splitmix64 of salt + index."""
-    index = torch.arange(block * KEY_BLOCK, (block + 1) * KEY_BLOCK, dtype=torch.int64)
-    mixed = index * _signed(0x9E3779B97F4A7C15) + _signed(salt)
+    mixed = np.arange(block * KEY_BLOCK, (block + 1) * KEY_BLOCK, dtype=np.uint64)
+    mixed = mixed * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ _shift_right(mixed, shift)) * _signed(factor)
-    return (mixed ^ _shift_right(mixed, 31)) | 1
-
-
-def _shift_right(values: Tensor, shift: int) -> Tensor:
-    """Shift logically to the right; torch's own shift keeps the sign."""
-    return (values >> shift) & ((1 << (64 - shift)) - 1)
-
-
-def _signed(value: int) -> int:
-    """Return the int64 with the same bits as this unsigned number."""
-    return value - MODULUS if value >= MODULUS // 2 else value
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    keys = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(keys.view(np.int64))
 
 
 def key_of(kind: Kind) -> str:
