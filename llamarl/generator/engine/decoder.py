@@ -110,7 +110,8 @@ class Decoder:
             [np.arange(start, start + len(ids)) for _, start, ids in sequences]
         )
         slots = np.repeat(np.array([slot for slot, *_ in sequences]), lengths)
-        weights = self._bound()
+        weights = self.weights
+        assert weights is not None, "there is a version"
         fed = [torch.from_numpy(tokens), torch.from_numpy(positions), *_continued_rows(later)]
         host = [*fed, *self.cache.write_index(slots, positions)]
         sent = platform_of(self.cache.device).send(host, self.cache.device)
@@ -133,7 +134,8 @@ class Decoder:
 
         `tokens` int [n] are at `positions` int64 [n]; the cache's `write_index` and `plan` say
         where the keys and values of these rows go, and what the tokens attend to."""
-        weights = self._bound()
+        weights = self.weights
+        assert weights is not None, "there is a version"
         x = self._embed(weights, tokens)
         # They are expanded to all heads once, so that all layers' rotations read contiguous memory.
         shape = (len(positions), self._num_rotated, self.architecture.head_dim)
@@ -160,11 +162,6 @@ class Decoder:
         """Add all ranks' `x` times `matrix` to `total`, in place."""
         assert self._group is not None
         total.add_(self._group.sum(product(x, matrix)))
-
-    def _bound(self) -> Weights:
-        if self.weights is None:
-            raise RuntimeError("weights must be bound before tokens are computed")
-        return self.weights
 
     def _qkv(
         self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor
@@ -319,21 +316,17 @@ class EagerRunner:
         slots = self._slots
         positions = running.cached[slots]
         uniform = torch.from_numpy(running.uniform[slots, positions + 1])
-        logits = self.compute(running.sequence[slots, positions], positions)
+        tokens, places = map(torch.from_numpy, (running.sequence[slots, positions], positions))
+        if self._num_computed:
+            self._cache.lengthen(self._plan, places)
+        self._num_computed += 1
+        index = self._cache.write_index(slots, positions)
+        logits = self._decoder.decode(tokens, places, index, self._plan)
         ids, logprobs = sample(logits, self._sampling, uniform.unsqueeze(1))
         running.in_flight[slots] += 1
         return DecodeStep(
             slots, running.num_released[slots], version, lambda: (ids.numpy(), logprobs.numpy())
         )
-
-    def compute(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Return float32 logits [n, vocab] after `tokens` int32 [n] at `positions` int64 [n]."""
-        places = torch.from_numpy(positions)
-        if self._num_computed:
-            self._cache.lengthen(self._plan, places)
-        self._num_computed += 1
-        index = self._cache.write_index(self._slots, positions)
-        return self._decoder.decode(torch.from_numpy(tokens), places, index, self._plan)
 
     def forget(self) -> None:
         """Drop what refers to addresses of weights or cache, which is nothing here."""
