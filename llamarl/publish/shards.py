@@ -144,13 +144,22 @@ class ShardScales:
         self.tensors: dict[str, Tensor] = {}
         self.parameters: dict[str, ParameterLayout] = {}
         self.made: dict[str, QuantizedParameter] = {}
-        self._shards, self._cut, self._num_ranks = parameters, cut, num_ranks
-        self._device = device
+        self._shards, self._num_ranks, self._device = parameters, num_ranks, device
         self._bases: dict[str, list[QuantizedParameter]] = {}
         for format_ in formats:
             for each in quantized_parameters(parameters, format_):
                 self._add(each)
-        self._places, self._num_shared = self._arrange()
+        # Where the maxima that ranks share lie, by base or by scale of a tensor.
+        self._places: dict[str, slice] = {}
+        self._num_shared = 0
+        for base, made in self._bases.items():
+            sizes = {each.scales: 1 for each in made if each.format.is_per_tensor}
+            if base in cut and len(sizes) < len(made):
+                sizes[base] = parameters[base].shape[0]
+            for key, size in sizes.items():
+                if key not in self._places:
+                    self._places[key] = slice(self._num_shared, self._num_shared + size)
+                    self._num_shared += size
 
     def derive(self, tensors: Mapping[str, Tensor]) -> None:
         """Make the scales of these shards. With several ranks all call it."""
@@ -158,16 +167,28 @@ class ShardScales:
             return
         shared = torch.zeros(self._num_shared, device=self._device)
         own: dict[str, Tensor] = {}
-        for base in self._bases:
-            if self._shards[base].boxes:
-                own[base] = row_maxima(tensors[base])
-                for place in self._of(base):
-                    self._put(shared, place, base, own[base])
+        for base, made in self._bases.items():
+            if not self._shards[base].boxes:
+                continue
+            own[base] = maxima = row_maxima(tensors[base])
+            if base in self._places:
+                shared[self._places[base]][self._rows(base)] = maxima
+            for each in made:
+                if each.format.is_per_tensor and maxima.numel():
+                    largest = shared[self._places[each.scales]]
+                    largest.copy_(torch.maximum(largest, maxima.amax()))
         if self._num_shared and self._num_ranks > 1:
             dist.all_reduce(shared, dist.ReduceOp.MAX)
-        for base, made in self._bases.items():
-            for each in made:
-                self._fill(each, own.get(base), shared)
+        for each in self.made.values():
+            if each.format.is_per_tensor:
+                maxima = shared[self._places[each.scales]]
+            elif each.base not in own:
+                continue
+            elif each.base in self._places:
+                maxima = shared[self._places[each.base]][self._rows(each.base)]
+            else:
+                maxima = own[each.base]
+            self.tensors[each.scales].copy_(scales_of(maxima, each.format))
 
     def _add(self, each: QuantizedParameter) -> None:
         base, format_ = self._shards[each.base], each.format
@@ -182,44 +203,6 @@ class ShardScales:
         self.tensors[each.scales] = torch.zeros(num_held, dtype=dtype, device=self._device)
         self.made[each.values] = each
         self._bases.setdefault(each.base, []).append(each)
-
-    def _arrange(self) -> tuple[dict[str, slice], int]:
-        """Return where the maxima that ranks share lie, by base or by scale of a tensor, and how
-        many there are."""
-        places: dict[str, slice] = {}
-        end = 0
-        for base, made in self._bases.items():
-            keys = {each.scales: 1 for each in made if each.format.is_per_tensor}
-            if base in self._cut and len(keys) < len(made):
-                keys[base] = self._shards[base].shape[0]
-            for key, size in keys.items():
-                if key not in places:
-                    places[key] = slice(end, end + size)
-                    end += size
-        return places, end
-
-    def _of(self, base: str) -> list[str]:
-        """Return the keys of `places` that a matrix contributes to."""
-        keys = [each.scales for each in self._bases[base] if each.format.is_per_tensor]
-        return [*dict.fromkeys(keys), *([base] if base in self._places else [])]
-
-    def _put(self, shared: Tensor, key: str, base: str, maxima: Tensor) -> None:
-        part = shared[self._places[key]]
-        if key == base:
-            part[self._rows(base)] = maxima
-        elif maxima.numel():
-            part.copy_(torch.maximum(part, maxima.amax()))
-
-    def _fill(self, each: QuantizedParameter, own: Tensor | None, shared: Tensor) -> None:
-        if each.format.is_per_tensor:
-            maxima = shared[self._places[each.scales]]
-        elif own is None:
-            return
-        elif each.base in self._places:
-            maxima = shared[self._places[each.base]][self._rows(each.base)]
-        else:
-            maxima = own
-        self.tensors[each.scales].copy_(scales_of(maxima, each.format))
 
     def _rows(self, base: str) -> slice:
         (box,) = self._shards[base].boxes

@@ -4,7 +4,7 @@ reading of them from a checkpoint."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from llamarl.publish.fingerprint import frozen_sums
 from llamarl.publish.layout import (
     EMBEDDING,
     HEAD,
-    Box,
     Format,
     ParameterLayout,
     QuantizedParameter,
@@ -433,30 +432,25 @@ def load_boxes(
     numbers that are not finite."""
     files = locate(Path(folder), architecture)
 
-    def boxes(name: str) -> list[FileBox]:
-        layout = parameters.get(name)
-        found = () if layout is None else layout.boxes
-        return [(box.start, view_box(flat, layout, box)) for box in found if layout is not None]
-
-    read_boxes(files, boxes)
+    read_boxes(files, lambda name: _targets(flat, parameters.get(name)))
     for layout in parameters.values():
         if getattr(torch, layout.dtype) == torch.float32 != rounded_to:
-            for box in layout.boxes:
-                _round(view_box(flat, layout, box), rounded_to)
+            for _, values in _targets(flat, layout):
+                _round(values, rounded_to)
     if format_ is None:
         return
     sharing: dict[str, list[QuantizedParameter]] = {}
     for each in quantized_parameters(files, format_):
         if each.values in parameters:
             sharing.setdefault(each.scales, []).append(each)
-    for scales, parts in sharing.items():
-        shards = {part.base: _rows(part, parameters[part.values], files) for part in parts}
-        for _, matrix in shards.values():
-            _round(matrix, rounded_to)
-        _write_scales(flat, parameters[scales], shards, format_)
-        for part in parts:
-            start, matrix = shards[part.base]
-            _write_values(flat, parameters, part, start, matrix)
+    for parts in sharing.values():
+        _load_quantized(parameters, flat, parts, files, rounded_to)
+
+
+def _targets(flat: Tensor, layout: ParameterLayout | None) -> list[FileBox]:
+    """Return the boxes that the rank holds of a parameter, with their places in `flat`."""
+    found = () if layout is None else layout.boxes
+    return [(box.start, view_box(flat, layout, box)) for box in found if layout is not None]
 
 
 def _round(values: Tensor, dtype: torch.dtype) -> None:
@@ -470,12 +464,8 @@ def load_adapter_boxes(
     """Copy a rank's boxes of an adapter's files into their places in `flat`, casting each. Raises
     as `load_boxes`."""
     shapes = {name: layout.shape for name, layout in parameters.items()}
-
-    def boxes(name: str) -> list[FileBox]:
-        layout = parameters[parameter_of(name)]
-        return [(box.start, view_box(flat, layout, box)) for box in layout.boxes]
-
-    read_boxes(locate_adapter(Path(folder), shapes), boxes)
+    files = locate_adapter(Path(folder), shapes)
+    read_boxes(files, lambda name: _targets(flat, parameters[parameter_of(name)]))
 
 
 def sums_of_boxes(
@@ -490,55 +480,41 @@ def sums_of_boxes(
         num_parts = -(-math.prod(layout.shape) // max(num_held, 1))
         return rank % max(1, num_ranks // num_parts) == 0
 
-    def view(name: str, box: Box) -> Tensor:
-        return view_box(flat, parameters[name], box)
-
-    return frozen_sums(parameters, view, owns)
+    return frozen_sums(parameters, lambda name, box: view_box(flat, parameters[name], box), owns)
 
 
-def _rows(
-    part: QuantizedParameter, layout: ParameterLayout, files: Mapping[str, Path]
-) -> tuple[int, Tensor]:
-    """Return the first row and the rows of a matrix: all rows if they share one scale, else the
-    rank's own; whole rows in either case."""
-    starts = [box.start[0] for box in layout.boxes]
-    first, last = min(starts, default=0), max((b.stop[0] for b in layout.boxes), default=0)
-    if part.format.is_per_tensor:
-        first, last = 0, layout.shape[0]
-    dtype = getattr(torch, part.format.base_dtype)
-    matrix = torch.empty((last - first, layout.shape[1]), dtype=dtype)
-    read_boxes({part.base: files[part.base]}, lambda name: [((first, 0), matrix)])
-    return first, matrix
-
-
-def _write_scales(
-    flat: Tensor,
-    layout: ParameterLayout,
-    shards: Mapping[str, tuple[int, Tensor]],
-    format_: Format,
-) -> None:
-    maxima: Iterable[Tensor] = (row_maxima(matrix) for _, matrix in shards.values())
-    first = 0
-    if format_.is_per_tensor:
-        found = torch.cat([*maxima]).amax().view(1)
-    else:
-        (found,), ((first, _),) = maxima, shards.values()
-    scales = scales_of(found, format_)
-    for box in layout.boxes:
-        view_box(flat, layout, box).copy_(scales[box.start[0] - first : box.stop[0] - first])
-
-
-def _write_values(
-    flat: Tensor,
+def _load_quantized(
     parameters: Mapping[str, ParameterLayout],
-    part: QuantizedParameter,
-    first: int,
-    matrix: Tensor,
+    flat: Tensor,
+    parts: Sequence[QuantizedParameter],
+    files: Mapping[str, Path],
+    rounded_to: torch.dtype,
 ) -> None:
-    values, scales = parameters[part.values], parameters[part.scales]
-    held = {box.start[0]: view_box(flat, scales, box) for box in scales.boxes}
-    for box in values.boxes:
-        rows, columns = (slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-        source = matrix[rows.start - first : rows.stop - first, columns].to(flat.device)
-        own = held[0] if part.format.is_per_tensor else held[rows.start]
-        view_box(flat, values, box).copy_(quantize(source, own, part.format))
+    """Quantise the rank's own rows of a matrix, or several matrices that share one scale, of which
+    all rows are read."""
+    form, scales = parts[0].format, parameters[parts[0].scales]
+    matrices: list[tuple[int, Tensor]] = []  # from this row on
+    for part in parts:
+        layout = parameters[part.values]
+        first = min((box.start[0] for box in layout.boxes), default=0)
+        last = max((box.stop[0] for box in layout.boxes), default=0)
+        if form.is_per_tensor:
+            first, last = 0, layout.shape[0]
+        rows = torch.empty((last - first, layout.shape[1]), dtype=getattr(torch, form.base_dtype))
+        targets: list[FileBox] = [((first, 0), rows)]
+        read_boxes({part.base: files[part.base]}, {part.base: targets}.__getitem__)
+        _round(rows, rounded_to)
+        matrices.append((first, rows))
+    maxima = torch.cat([row_maxima(rows) for _, rows in matrices])
+    found = scales_of(maxima.amax().view(1) if form.is_per_tensor else maxima, form)
+    begin = 0 if form.is_per_tensor else matrices[0][0]
+    for box in scales.boxes:
+        view_box(flat, scales, box).copy_(found[box.start[0] - begin : box.stop[0] - begin])
+    found = found.to(flat.device)
+    for part, (first, rows) in zip(parts, matrices, strict=True):
+        values = parameters[part.values]
+        for box in values.boxes:
+            held = slice(box.start[0] - first, box.stop[0] - first)
+            own = rows[held, box.start[1] : box.stop[1]].to(flat.device)
+            by = found if form.is_per_tensor else found[held]
+            view_box(flat, values, box).copy_(quantize(own, by, form))
