@@ -79,7 +79,16 @@ async def write_finished(
     for item in kept:
         alike.setdefault(tuple(_rewards(item)), []).append(item)
     for some in alike.values():
-        await _write(storage, some, writer)
+        columns = {
+            PROMPT_IDS: [np.array(item.request.prompt_ids, np.int32) for item in some],
+            RESPONSE_IDS: [item.written.ids for item in some],
+            GENERATOR_LOGPROBS: [item.written.logprobs for item in some],
+            TOKEN_VERSIONS: [item.written.versions for item in some],
+            SAMPLING: [_sampling_row(item.request, item.reason) for item in some],
+        }
+        rewards = [*map(_rewards, some)]
+        columns |= {name: [cells[name] for cells in rewards] for name in rewards[0]}
+        await storage.write([item.request.row_id for item in some], columns, writer)
 
 
 def _rewards(item: RequestOutput) -> dict[str, np.ndarray]:
@@ -88,20 +97,6 @@ def _rewards(item: RequestOutput) -> dict[str, np.ndarray]:
         return {}
     cells = {} if episode.reward is None else {EPISODE_REWARD: np.array([episode.reward])}
     return cells | ({EPISODE_REWARDS: np.array(episode.rewards)} if episode.rewards else {})
-
-
-async def _write(storage: ColumnStore, finished: list[RequestOutput], writer: str) -> None:
-    """Store rollouts with the same columns."""
-    columns = {
-        PROMPT_IDS: [np.array(item.request.prompt_ids, np.int32) for item in finished],
-        RESPONSE_IDS: [item.written.ids for item in finished],
-        GENERATOR_LOGPROBS: [item.written.logprobs for item in finished],
-        TOKEN_VERSIONS: [item.written.versions for item in finished],
-        SAMPLING: [_sampling_row(item.request, item.reason) for item in finished],
-    }
-    rewards = [*map(_rewards, finished)]
-    columns |= {name: [cells[name] for cells in rewards] for name in rewards[0]}
-    await storage.write([item.request.row_id for item in finished], columns, writer)
 
 
 def rollout_info(finished: RequestOutput, replica: int) -> RolloutInfo:

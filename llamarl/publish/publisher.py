@@ -233,8 +233,11 @@ class Publisher:
         (TimeoutError if it did not answer)."""
         try:
             for replica, generator in generators.items():
-                self._syncs[replica] = await self._meet(replica, generator)
-                await self._compare_frozen(self._syncs[replica])
+                sync = self._syncs[replica] = await self._meet(replica, generator)
+                frozen = [layout.frozen for layout in sync.target]
+                if any(frozen):  # weights that no publish moves must equal the trainer's
+                    source = await sync.layout_of(self._trainer)
+                    compare_frozen([layout.frozen for layout in source], frozen, replica)
             self._assign_sources()
             joined = [self._syncs[replica] for replica in generators]
             routes = [await self._route(sync) for sync in joined]
@@ -264,14 +267,6 @@ class Publisher:
             timeout_s=self._config.timeout_s,
             stagger=self._staggers[replica % len(self._staggers)],
         )
-
-    async def _compare_frozen(self, sync: ReplicaSync) -> None:
-        """Raise FingerprintMismatch unless the weights that no publish moves equal the
-        trainer's."""
-        target = [layout.frozen for layout in sync.target]
-        if any(target):
-            source = await sync.layout_of(self._trainer)
-            compare_frozen([layout.frozen for layout in source], target, sync.replica)
 
     def _shared(self, layout: RankLayout) -> RankLayout:
         """Return the layout, with the parameters of a replica that looks alike if there is one, so

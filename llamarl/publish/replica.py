@@ -316,7 +316,8 @@ class ReplicaSync(Source):
                 f"version {version} must be newer than {self.version}, which generator "
                 f"{self.replica} has"
             )
-        origin = self._origin(source, version)
+        is_alike = isinstance(source, ReplicaSync) and source.target == self.target
+        origin = source.sums if is_alike and source.version == version else {}
         async with AsyncExitStack() as turn:
             handles = await self._ask(WeightTarget.prepare, version)
             self._move(Event.PREPARE)
@@ -336,11 +337,6 @@ class ReplicaSync(Source):
 
     def _move(self, event: Event) -> None:
         self.state = next_state(self.state, event)
-
-    def _origin(self, source: Source, version: int) -> dict[str, int]:
-        """Return the fingerprints of `version` in a sibling of the same layout; {} if unknown."""
-        is_alike = isinstance(source, ReplicaSync) and source.target == self.target
-        return source.sums if is_alike and source.version == version else {}
 
     async def _fill(
         self,
