@@ -151,7 +151,6 @@ class GeneratorWorker(
         self._loading = asyncio.Lock()  # of the tokenizer
         self._kept = KeptRows[RolloutInfo]()
         self._taking = asyncio.Lock()  # a question whose asker is lost may still wait
-        self._session = 0  # grows at each `reset`
         self._processed: tuple[Tensor, Any] | None = None  # memory, what the engine made of it
         self._opening: object = None  # a new object at each `prepare`
         self._has_memory, self._is_closed = asyncio.Event(), asyncio.Event()
@@ -181,7 +180,6 @@ class GeneratorWorker(
     async def reset(self) -> None:
         self._output.check()
         limit_s = self._spec.weights.timeout_s
-        self._session += 1
         await self._receiving.drained(limit_s)
         await self._source.background.drained(limit_s)
 
@@ -189,7 +187,7 @@ class GeneratorWorker(
             self._decoding.reset()
             self._source.reset()
 
-        await self._decoding.run(reset, ("reset", self._session))
+        await self._decoding.run(reset, ("reset", self._output.session))
         self._opening = self._processed = None
         self._has_memory.set()
         self._is_closed.set()
@@ -279,9 +277,9 @@ class GeneratorWorker(
         """Open the staging memory for `version`, after waiting until the weights are on the
         device."""
         self._output.check()
-        session = self._session
+        session = self._output.session
         await self._has_memory.wait()
-        if session != self._session:
+        if session != self._output.session:
             raise RuntimeError(f"version {version} is of a session that has ended")
         was_closed = self._is_closed.is_set()
         self._is_closed.clear()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,7 @@ class MemoryMover:
         # Pinned uint8 host memory with its platform, kept as pinning takes longer than a copy.
         self._pinned: dict[str, tuple[Tensor, Platform]] = {}
         self._away: dict[str, _Offloaded] = {}
-        self._readers: list[threading.Thread] = []
+        self._readers = ThreadPoolExecutor(thread_name_prefix="read-ahead")
 
     @classmethod
     def placed(cls, placement: PlacementConfig, run_dir: str, label: str) -> Self:
@@ -100,10 +100,7 @@ class MemoryMover:
         touched, as another executor uses it."""
         away = self._away.get(name)
         if away is not None and away.is_kept and name in self._files:
-            self._readers = [reader for reader in self._readers if reader.is_alive()]
-            reader = threading.Thread(target=self._read_ahead, args=(name, away), daemon=True)
-            self._readers.append(reader)
-            reader.start()
+            self._readers.submit(self._read_ahead, name, away)
 
     def onload(self, name: str) -> int:
         """Bring the tensors back. Returns the number of bytes, 0 if `name` is not offloaded."""
@@ -127,8 +124,7 @@ class MemoryMover:
     def close(self) -> None:
         """Free the disk space, or the pinned memory."""
         self._away.clear()  # which ends the readers
-        for reader in self._readers:
-            reader.join()
+        self._readers.shutdown()
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()

@@ -187,7 +187,9 @@ def _cut(
     parts: list[tuple[Region, Region]] = []
     rest = [box]
     for region in regions:
-        if overlaps := _overlaps(rest, region):
+        if overlaps := [
+            each for each in (_overlap(a, region) for a in rest) if _num_elements(each)
+        ]:
             parts += [(overlap, region) for overlap in overlaps]
             rest = _subtract(rest, region)
     return parts, rest
@@ -210,10 +212,6 @@ def _overlap(a: Region, b: Region) -> Region:
     0 elements."""
     start = tuple(map(max, a[0], b[0]))
     return start, tuple(max(x, min(y, z)) for x, y, z in zip(start, a[1], b[1], strict=True))
-
-
-def _overlaps(regions: list[Region], region: Region) -> list[Region]:
-    return [common for each in regions if _num_elements(common := _overlap(each, region))]
 
 
 def _subtract(regions: list[Region], hole: Region) -> list[Region]:

@@ -395,18 +395,14 @@ class SourcePart(WeightSource):
         self.background = Background()
 
     async def source_layout(self) -> RankLayout:
-        """Return where this rank keeps its boxes of the parameters."""
         self._check()
         return replace(self._writer.layout(), frozen=self._frozen)
 
     async def connect_target(self, replica: int, route: Route | None) -> None:
-        """Keep this rank's part of the route to `replica` (None: forget the replica), and wait for
-        the route's other ranks."""
         self._check()
         await self.background.run(self._writer.connect, replica, route)
 
     async def write(self, version: int, handles: list[StagingHandle]) -> Fingerprints:
-        """Write `version` into a replica's staging memory. Raises StaleVersion or TargetLost."""
         self._check()
         with self._spans.span("write", "publish", version=version):
             return await self.background.run(self._writer.write, version, handles)

@@ -187,27 +187,21 @@ class WeightBuffer:
         self._sums: EarlySums | None = None  # of that version
         self._stream = platform_of(self._device).side_stream(self._device)
         self._blocks: list[MappedBlock] = []
-        label = f"llamarl-{run_id}-generator-{replica}-{rank}"
-        self._allocate(label, memory.num_elements, memory.dtype, config.staging == "host")
-
-    def _allocate(
-        self, label: str, num_elements: int, dtype: torch.dtype, has_host_staging: bool
-    ) -> None:
-        """Allocate active and staging memory; one block for both if staged."""
+        has_host_staging = config.staging == "host"
         wanted = [("a", False), ("b", has_host_staging)]
-        if self._is_staged:
+        if self._is_staged:  # active and staging memory are one
             wanted = [("a", has_host_staging)]
-        num_in_host = sum(is_host or self._device.type == "cpu" for _, is_host in wanted)
+        num_in_host = sum(is_host or is_on_cpu for _, is_host in wanted)
         require_memory(
             f"{'one copy' if num_in_host == 1 else 'two copies'} of the weights of generator "
-            f"{self._replica} rank {self._rank}",
-            num_in_host * num_elements * dtype.itemsize,
+            f"{replica} rank {rank}",
+            num_in_host * memory.num_bytes,
         )
+        size = memory.num_elements, memory.dtype
         try:
             for side, is_host in wanted:
-                self._blocks.append(
-                    MappedBlock(f"{label}-{side}", num_elements, dtype, self._device, is_host)
-                )
+                label = f"llamarl-{run_id}-generator-{replica}-{rank}-{side}"
+                self._blocks.append(MappedBlock(label, *size, self._device, is_host))
         except ValueError:
             self.close()
             raise

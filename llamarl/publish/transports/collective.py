@@ -27,7 +27,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.core.device.devices import platform_of
@@ -77,18 +76,15 @@ class RouteGroup:
         store.set(f"device-{index}", platform_of(device).card(device).uuid)
         devices = [store.get(f"device-{each}").decode() for each in range(size)]
         self.device = device if all(devices) and len(set(devices)) == size else torch.device("cpu")
-        self._group: Any = self._form(store, index, size)
+        platform_of(self.device).use(self.device)
+        # GPUs get twice the limit, so that `finish` times out first.
+        limit = self._timeout * (2 if self._on_gpus else 1)
+        self._group: Any = form_group(self.device, store, index, size, limit, fails_alone=True)
         self._is_squeezed = route.is_slow and not self._on_gpus
 
     @property
     def _on_gpus(self) -> bool:
         return self.device.type != "cpu"
-
-    def _form(self, store: dist.Store, index: int, size: int) -> Any:
-        platform_of(self.device).use(self.device)
-        # GPUs get twice the limit, so that `finish` times out first.
-        limit = self._timeout * (2 if self._on_gpus else 1)
-        return form_group(self.device, store, index, size, limit, fails_alone=True)
 
     def send(self, memory: Tensor, rank: int, tag: int) -> list[Any]:
         """Begin to send `memory` to target `rank`; `finish` waits for it."""
