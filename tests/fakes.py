@@ -33,7 +33,7 @@ from llamarl.core.records import (
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation import clock
 from llamarl.scoring.stages import Graph, Stage, make_graph
-from llamarl.storage.wire import Written, write_message
+from llamarl.storage.wire import write_message
 from llamarl.storage.worker import StorageSpec, StorageWorker
 from llamarl.trainer.losses.aipo import AIPOConfig
 from tests.planner.planner_recipes import make_recipe
@@ -96,7 +96,7 @@ class WatchedStorage(StorageWorker):
         for row_id, cells in rows.items():
             columns = {name: [cell] for name, cell in cells.items()}
             header, body = write_message([row_id], columns, "")
-            self._write(Written(header, memoryview(b"".join(body))))
+            self._write(header, memoryview(b"".join(body)))
 
     @property
     def rows(self) -> dict[int, dict[str, np.ndarray]]:

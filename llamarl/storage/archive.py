@@ -147,28 +147,19 @@ class Archive:
         """Write the lines of each row. Raises OSError if that is not possible."""
         if not self._files:
             raise RuntimeError("a storage unit must be started before it retires rows")
-        for path, file, lines in zip(
-            self._paths, self._files, _all_lines(rows, outcome), strict=True
-        ):
+        lines = [_line(row_id, row, outcome) for row_id, row in rows.items()]
+        kept = [
+            _kept_line(line, row.cells)
+            for line, row in zip(lines, rows.values(), strict=True)
+            if RECORD in row.cells
+        ]
+        for path, file, some in zip(self._paths, self._files, (lines, kept), strict=True):
             try:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+                file.writelines(json.dumps(line) + "\n" for line in some)
                 file.flush()
             except OSError as error:
                 reason = f"cannot write the archive of rollouts: {error.strerror}"
                 raise OSError(error.errno, reason, str(path)) from error
-
-
-def _all_lines(
-    rows: Mapping[int, Row], outcome: Outcome
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the lines of all rows, and the longer lines of those with a record."""
-    lines, kept = [], []
-    for row_id, row in rows.items():
-        line = _line(row_id, row, outcome)
-        lines.append(line)
-        if RECORD in row.cells:
-            kept.append(_kept_line(line, row.cells))
-    return lines, kept
 
 
 def _line(row_id: int, row: Row, outcome: Outcome) -> dict[str, Any]:

@@ -66,11 +66,7 @@ class Unit:
         return await self._calls.find(row_ids)
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
-        if self._is_near():
-            message: Message = {"ask": "retire", "outcome": outcome}, [ints(row_ids)]
-            (await self._ask(message))[1].close()
-        else:
-            await self._calls.retire(row_ids, outcome)
+        await self._calls.retire(row_ids, outcome)
 
     async def erase(self, row_ids: list[int], names: list[str]) -> None:
         await self._calls.erase(row_ids, names)
@@ -80,12 +76,7 @@ class Unit:
         await self._calls.fence(writer)
 
     async def usage(self) -> dict[str, int]:
-        if not self._is_near():
-            return await self._calls.usage()
-        _, packet = await self._ask(({"ask": "usage"}, []))
-        packet.close()
-        usage: dict[str, int] = packet.header["usage"]
-        return usage
+        return await self._calls.usage()
 
     def close(self) -> None:
         """Close the connection; arrays that were read stay readable."""

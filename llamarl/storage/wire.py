@@ -18,8 +18,8 @@ import numpy as np
 
 from llamarl.cluster.sockets import MAX_FILES, Message, Packet
 from llamarl.core.memory import Buffer, map_file
-from llamarl.core.records import SAMPLING, Columns
-from llamarl.storage.columns import Cells, entries, joined, pack
+from llamarl.core.records import Columns
+from llamarl.storage.columns import Cells, joined, pack
 from llamarl.storage.table import Slab, Slabs
 
 MAPPED_BYTES = 32 * 1024  # to map a slab costs as much as to copy so many bytes
@@ -55,43 +55,24 @@ def columns_message(columns: Columns) -> tuple[list[list[str]], list[Buffer]]:
 def read_columns(packet: Packet, num_rows: int) -> Columns:
     """Return the columns in a packet whose body is that of `columns_message` and whose header has
     `columns`."""
-    dtypes, body = _dtypes(packet.header), packet.open_body()
-    start = INT.itemsize * len(dtypes) * num_rows
-    lengths = np.frombuffer(body[:start], INT).reshape(len(dtypes), num_rows)
-    return joined(dtypes, lengths, start).views([body])
+    body = packet.open_body()
+    return _cells(packet.header, body, 0, num_rows).views([body])
 
 
-class Written:
-    """A write as it arrived; `file` is (descriptor, bytes) if the body lies in a file."""
+def read_write(header: dict[str, Any], body: memoryview) -> tuple[list[int], Cells]:
+    """Return the row ids of a write, and where its cells are in the body."""
+    num_rows: int = header["rows"]
+    row_ids: list[int] = np.frombuffer(body, INT, num_rows).tolist()
+    return row_ids, _cells(header, body, num_rows, num_rows)
 
-    def __init__(
-        self, header: dict[str, Any], body: memoryview, file: tuple[int, int] | None = None
-    ) -> None:
-        num_rows, self.dtypes = header["rows"], _dtypes(header)
-        self.writer: str = header["writer"]
-        self._start = INT.itemsize * num_rows * (1 + len(self.dtypes))  # of the cells
-        self._body, self._file = body, file
-        numbers = np.frombuffer(body[: self._start], INT)
-        self.row_ids: list[int] = numbers[:num_rows].tolist()
-        self._lengths = numbers[num_rows:].reshape(len(self.dtypes), num_rows)
 
-    def finish_codes(self) -> np.ndarray | None:
-        """Return the last entries of SAMPLING, float64 [rows]; None without that column."""
-        if SAMPLING not in self.dtypes:
-            return None
-        cells = joined(self.dtypes, self._lengths, self._start)
-        place = list(self.dtypes).index(SAMPLING)
-        dtype = self.dtypes[SAMPLING]
-        ends = (cells.starts + cells.sizes)[place] // dtype.itemsize
-        return entries(self._body, dtype)[ends - 1]
-
-    def keep(self, slabs: Slabs) -> tuple[Slab, Cells]:
-        """Put the cells into a slab; a file becomes a slab as it is."""
-        if self._file is None or not slabs.may_adopt or 2 * self._start > len(self._body):
-            slab, start = slabs.append([self._body[self._start :]])
-        else:
-            slab, start = slabs.adopt(self._file[0]), self._start
-        return slab, joined(self.dtypes, self._lengths, start)
+def _cells(header: dict[str, Any], body: memoryview, num_before: int, num_rows: int) -> Cells:
+    """Return where the cells of a body are that holds so many numbers before their lengths."""
+    dtypes = _dtypes(header)
+    num_lengths = len(dtypes) * num_rows
+    lengths = np.frombuffer(body, INT, num_lengths, INT.itemsize * num_before)
+    start = INT.itemsize * (num_before + num_lengths)
+    return joined(dtypes, lengths.reshape(len(dtypes), num_rows), start)
 
 
 def found_message(cells: Cells, slabs: Slabs) -> tuple[dict[str, Any], list[Buffer], list[int]]:

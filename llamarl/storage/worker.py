@@ -9,9 +9,9 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,9 +32,9 @@ from llamarl.core.records import (
 from llamarl.metrics.span import Spans
 from llamarl.storage.archive import Archive, Row
 from llamarl.storage.client import MESSAGE_BYTES
-from llamarl.storage.columns import PackedColumns
+from llamarl.storage.columns import PackedColumns, entries
 from llamarl.storage.table import Slabs, Spill, Table
-from llamarl.storage.wire import Written, found_message, read_ids, write_message
+from llamarl.storage.wire import INT, found_message, read_ids, read_write, write_message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,6 @@ class StorageSpec:
 log = logging.getLogger(__name__)
 
 RESERVE_BYTES = 512 * 1024 * 1024  # what must be left of the host's memory
-DONE: Answer = {}, (), ()
 
 
 class StorageWorker(Worker, Storage):
@@ -92,7 +91,7 @@ class StorageWorker(Worker, Storage):
         SEGMENT); ValueError if an array is not 1-D of its column's dtype."""
         with self._spans.span("write_rows", rows=len(row_ids)):
             header, body = write_message(row_ids, columns, writer)
-            self._write(Written(header, memoryview(b"".join(body))))
+            self._write(header, memoryview(b"".join(body)))
         await self._spill.relieve()
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
@@ -179,38 +178,44 @@ class StorageWorker(Worker, Storage):
         self._slabs.read_done(packet.header["done"])
         if ask == "write":
             with self._spans.span("write_rows", rows=packet.header["rows"]):
-                self._write(Written(packet.header, packet.open_body(), packet.body_file))
+                self._write(packet.header, packet.open_body(), packet.body_file)
             if self._spill.is_over:
                 return asyncio.shield(self._relieved())
             lent = self._slabs.lend(packet.body_file[1]) if packet.body_file else []
             for file in lent:  # once the answer is on its way
                 asyncio.get_running_loop().call_soon(os.close, file)
             return {}, (), lent
-        if ask == "read":
-            row_ids = read_ids(packet)
-            with self._spans.span("read_rows", rows=len(row_ids)):
-                cells = self._table.locate(row_ids, packet.header["names"])
-                return found_message(cells, self._slabs)
-        if ask == "retire":
-            self._retire(read_ids(packet), packet.header["outcome"])
-            return DONE
-        return asyncio.shield(self._usage())  # slabs move meanwhile
+        row_ids = read_ids(packet)
+        with self._spans.span("read_rows", rows=len(row_ids)):
+            cells = self._table.locate(row_ids, packet.header["names"])
+            return found_message(cells, self._slabs)
 
-    def _write(self, written: Written) -> None:
-        row_ids = written.row_ids
-        if written.writer in self._fenced:
-            log.info("skipped %d rows of %s, which was lost", len(row_ids), written.writer)
+    def _write(
+        self, header: dict[str, Any], body: memoryview, file: tuple[int, int] | None = None
+    ) -> None:
+        """Store a write as it arrived; `file` is (descriptor, bytes) if its body lies in a file,
+        which becomes a slab as it is."""
+        row_ids, cells = read_write(header, body)
+        if header["writer"] in self._fenced:
+            log.info("skipped %d rows of %s, which was lost", len(row_ids), header["writer"])
             return
-        self._table.check(row_ids, written.dtypes)
-        slab, cells = written.keep(self._slabs)
-        self._table.add(row_ids, slab, cells, written.finish_codes())
+        self._table.check(row_ids, cells.dtypes)
+        codes = None  # the last entries of SAMPLING
+        if SAMPLING in cells.dtypes:
+            place, dtype = [*cells.dtypes].index(SAMPLING), cells.dtypes[SAMPLING]
+            ends = (cells.starts + cells.sizes)[place] // dtype.itemsize
+            codes = entries(body, dtype)[ends - 1]
+        before = INT.itemsize * len(row_ids) * (1 + len(cells.dtypes))  # row ids and lengths
+        if file is None or not self._slabs.may_adopt or 2 * before > len(body):
+            slab, start = self._slabs.append([body[before:]])
+            cells = replace(cells, starts=cells.starts + (start - before))
+        else:
+            slab = self._slabs.adopt(file[0])
+        self._table.add(row_ids, slab, cells, codes)
 
     async def _relieved(self) -> Answer:
         await self._spill.relieve()
-        return DONE
-
-    async def _usage(self) -> Answer:
-        return {"usage": await self.usage()}, (), ()
+        return {}, (), ()
 
     def _rows(self, archive: Archive, row_ids: list[int]) -> dict[int, Row]:
         """Return the cells that the archive needs of these rows."""

@@ -98,7 +98,8 @@ def client(way: str, unit: StorageWorker) -> Any:
     if way == "inline":
         return InlineExecutor(name, [unit], [unit._spans]).one(Storage)
     if way == "near":  # these go by calls all the same
-        calls = {each: getattr(unit, each) for each in ("find", "erase", "fence", "usage")}
+        names = ("find", "retire", "erase", "fence", "usage")
+        calls = {each: getattr(unit, each) for each in names}
         return Unit(name, SimpleNamespace(**calls), unit._spec.socket)
     return Unit(name, calls_elsewhere(unit), "/nowhere/0", is_far=way == "slow link")
 

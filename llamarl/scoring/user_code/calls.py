@@ -9,7 +9,7 @@ import reprlib
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from functools import partial
@@ -70,10 +70,6 @@ def checked_number(value: Any, of: str) -> float:
     return number
 
 
-Outcome = tuple[Any, BaseException | None]
-"""The result of user code and None, or None and the exception that it raised."""
-
-
 class Raised(Exception):  # noqa: N818 - what user code has done
     """User code raised `error`, whatever that is."""
 
@@ -106,13 +102,12 @@ class Runner:
         """Run the function and return its result. Raises Raised, or CancelledError if this call is
         cancelled: a coroutine is then cancelled too, a function is left behind in its thread."""
         call = partial(function, *args, **named)
-        is_coroutine = inspect.iscoroutinefunction(function)
-        found = _value(await (_in_task(call) if is_coroutine else self._in_thread(call)))
-        while inspect.isawaitable(found):  # one that returns another, too
-            found = _value(await _in_task(partial(_itself, found)))
-        return found
+        if inspect.iscoroutinefunction(function):
+            return await _in_task(call)
+        found = await self._in_thread(call)
+        return await _in_task(lambda: found) if inspect.isawaitable(found) else found
 
-    async def _in_thread(self, call: Callable[[], Any]) -> Outcome:
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
         thread: list[int] = []
         begun = self._threads.submit(_called, call, thread)
         running = asyncio.wrap_future(begun)
@@ -125,51 +120,46 @@ class Runner:
             cancelled.add_note(_stack(thread))
             raise
 
-    def _ended_late(self, _: asyncio.Future[Outcome]) -> None:
+    def _ended_late(self, _: asyncio.Future[Any]) -> None:
         self.num_left -= 1
 
 
-def _called(call: Callable[[], Any], thread: list[int]) -> Outcome:
-    """Return the outcome of a call in this thread, and append the thread's id to `thread`."""
+def _called(call: Callable[[], Any], thread: list[int]) -> Any:
+    """Return the result of a call in this thread, and append the thread's id to `thread`. Raises
+    Raised."""
     thread.append(threading.get_ident())
     try:
-        return call(), None
+        return call()
     except BaseException as error:  # noqa: BLE001 - user code may raise anything
-        return None, error
+        raise Raised(error) from None
 
 
-def _itself(found: Awaitable[Any]) -> Awaitable[Any]:
-    return found
-
-
-async def _awaited(call: Callable[[], Awaitable[Any]]) -> Outcome:
+async def _awaited(call: Callable[[], Any]) -> Any:
     try:
-        return await call(), None
+        found = call()
+        while inspect.isawaitable(found):  # one that returns another, too
+            found = await found
+        return found
     except BaseException as error:  # noqa: BLE001 - user code may raise anything
-        return None, error
+        raise Raised(error) from None
 
 
-async def _in_task(call: Callable[[], Awaitable[Any]]) -> Outcome:
-    """Return the outcome of a coroutine. It runs in a task of its own, so that a CancelledError
-    that it raises itself is told from the caller's."""
+async def _in_task(call: Callable[[], Any]) -> Any:
+    """Return the result of a coroutine function. It runs in a task of its own, so that a
+    CancelledError that it raises itself is told from the caller's. Raises Raised."""
     task = asyncio.create_task(_awaited(call))
     try:
         await asyncio.wait({task})
     except asyncio.CancelledError:
         task.cancel()
         await asyncio.wait({task})
-        error = None if task.cancelled() else task.result()[1]
-        if isinstance(error, asyncio.CancelledError):
-            raise error from None  # it says where the coroutine was
+        raised = None if task.cancelled() else task.exception()
+        if isinstance(raised, Raised) and isinstance(raised.error, asyncio.CancelledError):
+            raise raised.error from None  # it says where the coroutine was
         raise
-    return (None, asyncio.CancelledError()) if task.cancelled() else task.result()
-
-
-def _value(outcome: Outcome) -> Any:
-    found, error = outcome
-    if error is not None:
-        raise Raised(error)
-    return found
+    if task.cancelled():
+        raise Raised(asyncio.CancelledError())
+    return task.result()
 
 
 def _stack(thread: list[int]) -> str:
