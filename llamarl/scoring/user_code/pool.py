@@ -24,7 +24,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from llamarl.core.errors import RepeatedWarnings
 from llamarl.core.records import Prompt, StageStatus, as_json
-from llamarl.scoring.user_code.watchdog import end_descendants, is_own_frame, named_calls
+from llamarl.scoring.user_code.watchdog import NAMED, end_descendants, is_own_frame
 from llamarl.scoring.user_code.worker import CANCEL_S, MAX_ANSWER_BYTES
 
 logger = logging.getLogger(__name__)
@@ -92,28 +92,24 @@ class Failure:
     is_lost: bool = False
 
 
-@dataclass(slots=True)
-class Chunk(Generic[T]):
-    """Calls that are sent together, and their results so far, by place."""
+@dataclass(slots=True, eq=False)
+class Asked(Generic[T]):
+    """A call that was asked for, and its result once there is one."""
 
-    calls: Sequence[Call]
-    future: Future[list[T | Failure]] = field(default_factory=Future)
-    results: dict[int, T | Failure] = field(default_factory=dict)
+    call: Call
+    future: Future[T | Failure] = field(default_factory=Future)
 
-    def settle(self, place: int, result: T | Failure) -> None:
-        """Keep the result of the call at `place`; the error of a failure then names the call's
-        prompt."""
-        if isinstance(result, Failure) and (prompt := self.calls[place].prompt) is not None:
+    def settle(self, result: T | Failure) -> None:
+        """Set the result; the error of a failure then names the call's prompt."""
+        if isinstance(result, Failure) and (prompt := self.call.prompt) is not None:
             text = prompt.text
             shown = text if len(text) <= SHOWN_PROMPT_CHARS else text[:SHOWN_PROMPT_CHARS] + "..."
             where = f"on the prompt of line {prompt.line} ({shown!r}):\n"
             result = replace(result, error=where + result.error)
-        self.results[place] = result
-        if len(self.results) == len(self.calls):
-            self.future.set_result([self.results[place] for place in range(len(self.calls))])
+        self.future.set_result(result)
 
     def give_up(self, label: str) -> None:
-        """Set a RuntimeError in place of the results unless they are complete."""
+        """Set a RuntimeError in place of the result unless there is one."""
         if not self.future.done():
             error = RuntimeError(f"the {label} pool was closed while it worked")
             self.future.set_exception(error)
@@ -255,7 +251,7 @@ class WorkerProcess:
                 min(left_s, 0.05 if self._stderr else left_s)
             ):
                 pass
-        self.named_calls = named_calls("\n".join(self._stderr))
+        self.named_calls = NAMED.findall("\n".join(self._stderr))
         lines = [line for line in self._stderr if not is_own_frame(line)]
         return "\n".join(lines) or "(it gave no stack)"
 
@@ -358,10 +354,6 @@ class WorkerProcess:
         return "\n".join([cause, *[*self._stderr][-STDERR_LINES:]])
 
 
-Asked = tuple[Chunk[T], int]
-"""A call, as the chunk that it is sent with and its place there."""
-
-
 class WorkerPool(Generic[T]):
     """Runs calls in `num_workers` processes.
 
@@ -380,16 +372,17 @@ class WorkerPool(Generic[T]):
     def __init__(
         self, code: UserCode, num_workers: int, read: Callable[[Call, dict[str, Any]], T | Failure]
     ) -> None:
-        self._code, self._num_workers, self._read = code, num_workers, read
-        self._chunks: queue.SimpleQueue[Chunk[T] | None] = queue.SimpleQueue()
-        self._closed = threading.Event()
+        self.code, self.read, self._num_workers = code, read, num_workers
+        self.chunks: queue.SimpleQueue[list[Asked[T]]] = queue.SimpleQueue()
+        """Calls that are sent together."""
+        self.closed = threading.Event()
         self._workers: list[_Worker[T]] = []
 
     async def start(self) -> None:
         """Start the processes and wait until all are ready. Raises ValueError if their service does
         not load."""
         for index in range(self._num_workers):
-            worker = _Worker(self._code, self._read, self._chunks, self._closed, index)
+            worker = _Worker(self, index)
             self._workers.append(worker)
             worker.start()
         with ExitStack() as on_failure:
@@ -399,31 +392,30 @@ class WorkerPool(Generic[T]):
 
     async def run(self, calls: Sequence[Call]) -> list[T | Failure]:
         """Return one result per call, in order. Raises RuntimeError if the pool is closed."""
-        if not self._workers or self._closed.is_set():
+        if not self._workers or self.closed.is_set():
             must = "must be started, and not closed, before it runs calls"
-            raise RuntimeError(f"a {self._code.label} pool {must}")
+            raise RuntimeError(f"a {self.code.label} pool {must}")
         share = -(-len(calls) // self._num_workers)
         size = max(1, min(CHUNK_CALLS, share))
-        chunks = [Chunk[T](calls[start : start + size]) for start in range(0, len(calls), size)]
-        for chunk in chunks:
-            self._chunks.put(chunk)
+        asked = [Asked[T](call) for call in calls]
+        for start in range(0, len(asked), size):
+            self.chunks.put(asked[start : start + size])
         for worker in self._workers:
             worker.wake()
-        each = await asyncio.gather(*(asyncio.wrap_future(chunk.future) for chunk in chunks))
-        return [result for results in each for result in results]
+        return await asyncio.gather(*(asyncio.wrap_future(each.future) for each in asked))
 
     def close(self) -> None:
         """End every process at once; a second call does nothing."""
-        self._closed.set()
+        self.closed.set()
         for worker in self._workers:
             if (process := worker.process) is not None:
                 process.kill()
-            self._chunks.put(None)
+            self.chunks.put([])
         for worker in self._workers:
             worker.join()
-        while not self._chunks.empty():
-            if (chunk := self._chunks.get()) is not None:
-                chunk.give_up(self._code.label)
+        while not self.chunks.empty():
+            for asked in self.chunks.get():
+                asked.give_up(self.code.label)
 
     @property
     def pids(self) -> list[int]:
@@ -434,16 +426,9 @@ class WorkerPool(Generic[T]):
 class _Worker(threading.Thread, Generic[T]):
     """The thread of one process, which sends it calls until the pool is closed."""
 
-    def __init__(
-        self,
-        code: UserCode,
-        read: Callable[[Call, dict[str, Any]], T | Failure],
-        chunks: queue.SimpleQueue[Chunk[T] | None],
-        closed: threading.Event,
-        index: int,
-    ) -> None:
-        self._code, self._read, self._chunks, self._closed = code, read, chunks, closed
-        super().__init__(name=f"{code.label}-{index}", daemon=True)
+    def __init__(self, pool: WorkerPool[T], index: int) -> None:
+        self._pool, self._code = pool, pool.code
+        super().__init__(name=f"{pool.code.label}-{index}", daemon=True)
         self.ready: Future[None] = Future()
         self.process: WorkerProcess | None = None
         self._in_flight: dict[str, Asked[T]] = {}  # by token, in order
@@ -458,14 +443,14 @@ class _Worker(threading.Thread, Generic[T]):
             self.ready.set_result(None)
         except BaseException as error:  # noqa: BLE001 - passed on to the caller
             self.ready.set_exception(error)
-        while not self._closed.is_set():
+        while not self._pool.closed.is_set():
             if asked := self._next():
                 self._send(asked)
             if self._in_flight:
                 self._receive()
         for part in (self._in_flight.values(), *self._again):
-            for chunk, _ in part:
-                chunk.give_up(self._code.label)
+            for asked_for in part:
+                asked_for.give_up(self._code.label)
         self._end_process()
 
     def wake(self) -> None:
@@ -482,12 +467,10 @@ class _Worker(threading.Thread, Generic[T]):
         if not is_idle and len(self._in_flight) > most - CHUNK_CALLS:
             return []
         try:
-            chunk = self._chunks.get(block=is_idle)
+            chunk = self._pool.chunks.get(block=is_idle)
         except queue.Empty:
             return []
-        if chunk is None or not chunk.future.set_running_or_notify_cancel():
-            return []
-        return [(chunk, place) for place in range(len(chunk.calls))]
+        return [asked for asked in chunk if asked.future.set_running_or_notify_cancel()]
 
     @property
     def _runs_coroutines(self) -> bool:
@@ -497,18 +480,18 @@ class _Worker(threading.Thread, Generic[T]):
         try:
             process = self._ready_process()
         except (OSError, RuntimeError, ValueError) as error:
-            if self._closed.is_set():
+            if self._pool.closed.is_set():
                 self._again.append(asked)
                 return
             why = f"the {self._code.label} process could not be started again: {error}"
-            for chunk, place in asked:
-                chunk.settle(place, Failure(StageStatus.RAISED, why))
+            for each in asked:
+                each.settle(Failure(StageStatus.RAISED, why))
             return
         tokens = secrets.token_bytes(TOKEN_BYTES * len(asked)).hex(" ", TOKEN_BYTES).split()
         if not self._in_flight:
             self._silent_since_s = time.monotonic()
         self._in_flight.update(zip(tokens, asked, strict=True))
-        process.send(message([chunk.calls[place] for chunk, place in asked], tokens))
+        process.send(message([each.call for each in asked], tokens))
 
     def _receive(self) -> None:
         """Take one answer, or end a process that is silent for too long.
@@ -520,7 +503,7 @@ class _Worker(threading.Thread, Generic[T]):
         limit_s = self._code.timeout_s + (2 * CANCEL_S if self._runs_coroutines else 0)
         since_s = max(self._silent_since_s, process.alive_s)
         left_s = since_s + limit_s - time.monotonic()
-        most = max(chunk.calls[place].max_answer_bytes for chunk, place in self._in_flight.values())
+        most = max(asked.call.max_answer_bytes for asked in self._in_flight.values())
         try:
             wait_s = min(left_s, TICK_S) if self._runs_coroutines else left_s
             answer = process.receive(wait_s, waits_for, most)
@@ -529,8 +512,8 @@ class _Worker(threading.Thread, Generic[T]):
             return
         if answer is not None:
             self._silent_since_s = time.monotonic()
-            chunk, place = self._in_flight.pop(answer["token"])
-            chunk.settle(place, self._result(chunk.calls[place], answer))
+            asked = self._in_flight.pop(answer["token"])
+            asked.settle(self._result(asked.call, answer))
             if process.has_ended:
                 self._lose(None)
         elif time.monotonic() >= max(since_s, process.alive_s) + limit_s:
@@ -541,7 +524,7 @@ class _Worker(threading.Thread, Generic[T]):
     def _result(self, call: Call, answer: dict[str, Any]) -> T | Failure:
         try:
             if "error" not in answer:
-                return self._read(call, answer)
+                return self._pool.read(call, answer)
             status, error = FAILURES[answer["status"]], str(answer["error"])
             is_hung = status is StageStatus.HUNG
             return Failure(status, self._code.overdue(error) if is_hung else error)
@@ -559,12 +542,11 @@ class _Worker(threading.Thread, Generic[T]):
         is_known = not self._runs_coroutines or len(lost) == 1 or bool(causes)
         num_parts = SPLIT if self._runs_coroutines and not causes else 1
         self._end_process()
-        if self._closed.is_set():  # `close` killed the process
+        if self._pool.closed.is_set():  # `close` killed the process
             return
         self._in_flight = {}
         if failure is not None and is_known:
-            chunk, place = lost.pop(0)
-            chunk.settle(place, failure)
+            lost.pop(0).settle(failure)
         size = max(1, -(-len(lost) // num_parts))
         parts = [lost[start : start + size] for start in range(0, len(lost), size)]
         self._again.extendleft(reversed(parts))
@@ -583,7 +565,7 @@ class _Worker(threading.Thread, Generic[T]):
 
     def _start_process(self) -> WorkerProcess:
         process = self.process = WorkerProcess(self._code)
-        if self._closed.is_set():  # `close` may have looked before the line above
+        if self._pool.closed.is_set():  # `close` may have looked before the line above
             process.kill()
         with ExitStack() as on_failure:
             on_failure.callback(self._end_process)

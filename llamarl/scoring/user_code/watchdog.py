@@ -145,6 +145,7 @@ TICK_S = 0.2  # between two signs that the event loop runs
 SIGNAL = signal.SIGUSR2
 NAME = "call_"
 NAMED = re.compile(rf"\b{NAME}([0-9a-f]+)\b")
+"""Finds the tokens of the calls that a process runs for, in its stack."""
 CALL: ContextVar[RunningCall | None] = ContextVar("CALL", default=None)
 """The call that code runs for, also in tasks that the code has made."""
 
@@ -201,16 +202,16 @@ class Watchdog:
         """The seconds that the event loop was held up, in all."""
         return self._late_s + max(0.0, time.monotonic() - self._due_s)
 
-    def begin_step(self) -> None:
-        """Note that code of a call runs until `end_step`, or until another step begins."""
+    def take_step(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Run code of a call, until it waits or has ended."""
         self._began_s = time.monotonic()
         if self._began_s > self._signed_s + TICK_S:
             self._signed_s = self._began_s
             self._sign()
-
-    def end_step(self) -> None:
-        """Note that the call waits, or has ended."""
-        self._began_s = math.inf
+        try:
+            return step(*args)
+        finally:
+            self._began_s = math.inf
 
     async def _tick(self) -> None:
         while True:
@@ -258,11 +259,6 @@ def is_own_frame(line: str) -> bool:
     return any(name in line for name in OWN_FRAMES)
 
 
-def named_calls(stack: str) -> list[str]:
-    """Return the tokens of the calls that a process runs for, by its stack."""
-    return NAMED.findall(stack)
-
-
 class Steps(Coroutine[Any, Any, Any]):
     """A coroutine whose steps are timed, each below a function with the name of its call."""
 
@@ -285,11 +281,7 @@ class Steps(Coroutine[Any, Any, Any]):
 
 def _step(dog: Watchdog, step: Callable[..., Any], *args: Any) -> Any:
     """Take a step, under the name of its call."""
-    dog.begin_step()
-    try:
-        return step(*args)
-    finally:
-        dog.end_step()
+    return dog.take_step(step, *args)
 
 
 def _shown(frame: FrameType | None) -> str:
