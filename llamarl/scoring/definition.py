@@ -220,18 +220,18 @@ def _schema(tool: Tool) -> Schema:
     from transformers.utils import chat_template_utils as templates
 
     vars(templates)["is_torch_available"] = lambda: False
-    _check_callable(tool)
+    place = f"{place_of(tool)}: tool {getattr(tool, '__name__', repr(tool))}"
+    _check_callable(tool, place)
     try:
         return dict(templates.get_json_schema(tool))
     except Exception as error:  # noqa: BLE001 - it raises kinds of its own
-        name, got = getattr(tool, "__name__", repr(tool)), " ".join(str(error).split())
+        got = " ".join(str(error).split())
     must = "must have a type for each argument, and a docstring that describes each under Args:"
-    raise ValueError(f"{place_of(tool)}: tool {name} {must}, got: {got:.300}")
+    raise ValueError(f"{place} {must}, got: {got:.300}")
 
 
-def _check_callable(tool: Tool) -> None:
+def _check_callable(tool: Tool, place: str) -> None:
     """Raise ValueError for a tool that cannot be called with its arguments by name."""
-    place = f"{place_of(tool)}: tool {getattr(tool, '__name__', repr(tool))}"
     function = inspect.unwrap(tool)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ValueError(f"{place} must return what the model is told, got one that yields it")

@@ -201,17 +201,12 @@ def _last_box(completion: str) -> str:
     the whole text if it has no box."""
     places = [found.start() for found in re.finditer(re.escape(BOX), completion)]
     full = [place for place in places if EMPTY_BOX.match(completion, place) is None]
-    return _box_at(completion, full[-1]) if full else completion[[0, *places][-1] :]
-
-
-def _box_at(text: str, start: int) -> str:
-    """Return the box that begins here, or the text from here on if its braces do not close."""
-    depth = 0
-    for brace in BRACE.finditer(text, start):
+    start, depth = [0, *places, *full][-1], 0
+    for brace in BRACE.finditer(completion, start) if full else ():
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[start : brace.end()]
-    return text[start:]
+            return completion[start : brace.end()]
+    return completion[start:]
 
 
 def _numbers(text: str) -> list[int]:

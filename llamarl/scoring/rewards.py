@@ -64,11 +64,6 @@ class Shipped:
     needs_tests: bool = False
     num_groups: int | None = None
 
-    @property
-    def needs_answer(self) -> bool:
-        """Whether each row must have an expected answer."""
-        return self.find_answer is not None
-
 
 REWARDS = {
     "math": Shipped(reward_math, find_math),
@@ -156,7 +151,7 @@ def check_answer(config: RewardConfig, prompt: Prompt) -> None:
     that a reward needs."""
     needed = [shipped for _, shipped in _shipped(config)]
     try:
-        if any(each.needs_answer for each in needed):
+        if any(each.find_answer for each in needed):
             text = expected_answer(prompt, config)
             if "math" in config.functions and ZERO_BELOW.search(text):
                 must = f"line {prompt.line}: {config.answer_field!r} must have a finite value"

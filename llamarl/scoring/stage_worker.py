@@ -197,8 +197,7 @@ class StageWorker(Worker, Processor):
         """Call the function for each item: a rollout, or a group. Returns one result per rollout,
         in order. Raises UserCodeError if too many calls failed, see `FailureRate`."""
         with self._work.working(sum(len(rows) for rows, _ in items)):
-            columns = await self._read([row_id for rows, _ in items for row_id in rows])
-            openings = await self._read_openings(items)
+            columns = await self._read(items)
             found = await self._pool.run(self._make_calls(items, columns))
             results: list[list[StageResult]] = []
             cells: dict[int, Cells] = {}
@@ -207,9 +206,12 @@ class StageWorker(Worker, Processor):
                 results.append([*map(self._result, rows, each)])
                 for result, of_row in zip(results[-1], each, strict=True):
                     row_id, place = result.row_id, len(cells)
-                    cells[row_id] = self._cells(result, of_row)
+                    cells[row_id] = {name: np.array([n]) for name, n in result.numbers.items()}
+                    if isinstance(of_row, dict):
+                        stored = [name for name in of_row if name not in self._aside]
+                        cells[row_id] |= {name: of_row[name] for name in stored}
                     if self._spec.reward is not None and prompt is not None:
-                        cells[row_id] |= self._shown(prompt, columns, place, openings.get(row_id))
+                        cells[row_id] |= self._shown(prompt, columns, place)
             await self._write(cells)
         self._failures.add([of_call[0] for of_call in results])
         return WireList(result for of_call in results for result in of_call)
@@ -239,16 +241,7 @@ class StageWorker(Worker, Processor):
             extra=json.loads(found[EXTRA].tobytes()) if EXTRA in found else {},
         )
 
-    def _cells(self, result: StageResult, found: Failure | str | Cells) -> Cells:
-        """Return the cells to store for this result."""
-        cells = {name: np.array([number]) for name, number in result.numbers.items()}
-        if isinstance(found, dict):
-            cells |= {name: cell for name, cell in found.items() if name not in self._aside}
-        return cells
-
-    def _shown(
-        self, prompt: Prompt, columns: Columns, place: int, opening: np.ndarray | None
-    ) -> Cells:
+    def _shown(self, prompt: Prompt, columns: Columns, place: int) -> Cells:
         """Return the cells that the stage `score` adds for the archive, of the rollout at `place`
         in `columns`: the prompt's number and, if it is recorded, its turns as text, with the
         opening if the model saw another prompt than the row's."""
@@ -258,7 +251,8 @@ class StageWorker(Worker, Processor):
             ids = columns[RESPONSE_IDS][place]
             versions = columns[TOKEN_VERSIONS][place]
             turns = turns_of(ids, versions, self._tokenizer.decode)
-            if opening is not None and tuple(opening.tolist()) != prompt.token_ids:
+            opening = columns[PROMPT_IDS][place] if PROMPT_IDS in columns else prompt.token_ids
+            if tuple(opening) != prompt.token_ids:
                 text = self._tokenizer.decode_raw(opening)
                 turns.insert(0, {"role": OPENING, "content": text})
             cells[TURNS] = as_cell(turns)
@@ -274,25 +268,17 @@ class StageWorker(Worker, Processor):
                 columns = {name: [cells[row_id][name] for row_id in row_ids] for name in names}
                 await self._storage.write(row_ids, columns)
 
-    async def _read(self, row_ids: list[int]) -> Columns:
-        """Read the columns that the stage needs of these rows."""
-        stage = self._stage
+    async def _read(self, items: list[StageItem]) -> Columns:
+        """Read the columns that the stage needs of these rows: the prompts too, where an
+        environment may have changed one that is recorded."""
+        stage, row_ids = self._stage, [row_id for rows, _ in items for row_id in rows]
         names = {*stored_columns(stage.reads)}
+        has_openings = self._spec.reward is not None and self._spec.has_openings
+        if has_openings and any(prompt and prompt.is_recorded for _, prompt in items):
+            names.add(PROMPT_IDS)
         if any(column.length not in (NUMBER, TEXT) for column in stage.writes):
             names.add(RESPONSE_IDS)  # how many entries a column has
         return await self._storage.read(row_ids, sorted(names)) if names else {}
-
-    async def _read_openings(self, items: list[StageItem]) -> dict[int, np.ndarray]:
-        """Return the prompt ids of the recorded rows, where an environment may have changed the
-        prompts of their data rows."""
-        if self._spec.reward is None or not self._spec.has_openings:
-            return {}
-        recorded = [(rows, prompt) for rows, prompt in items if prompt and prompt.is_recorded]
-        row_ids = [row_id for rows, _ in recorded for row_id in rows]
-        if not row_ids:
-            return {}
-        columns = await self._storage.read(row_ids, [PROMPT_IDS])
-        return dict(zip(row_ids, columns[PROMPT_IDS], strict=True))
 
     def _make_calls(self, items: list[StageItem], columns: Columns) -> list[Call]:
         stage, row_ids = self._stage, [row_id for rows, _ in items for row_id in rows]

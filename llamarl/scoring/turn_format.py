@@ -10,6 +10,7 @@ turn before."""
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -26,7 +27,6 @@ KEY = "environment.calls"
 USER: Message = {"role": "user", "content": "question"}
 SAID, OBSERVED = "said7d3c", "observed7d3c"
 """Unique words by which a turn and an observation are found in a rendered conversation."""
-THINKING = f"<think>\n{OBSERVED}\n</think>\n\n{SAID}"
 CALL_ID = "call00001"  # some templates want nine characters
 NUM_OPENED = 64  # formats of tools that agents have brought
 NUM_KNOWN = 1024  # turns, and observations, that are not worked out again
@@ -78,17 +78,16 @@ class TurnFormat:
         self._is_thinking = self._render([USER]).rstrip().endswith(THOUGHT)
         self._turn_ends: dict[bool, TurnEnd] = {}  # of turns with a call, and without
         self._has_calls = False
-        self._has_calls = bool(kind.schemas) and self._shows_calls()
+        with suppress(ValueError):
+            if (
+                kind.schemas
+            ):  # some templates require a call before a tool's result, others have none
+                self._find_end(is_call=True)
+                self._has_calls = True
         self._check()
         self._leave_out_tools()
         self._known_turn = lru_cache(NUM_KNOWN)(self._read)
         self._known_observation = lru_cache(NUM_KNOWN)(self._encode)
-
-    @property
-    def drops_thinking(self) -> bool:
-        """Whether the template leaves an earlier turn's thinking out."""
-        thinking = {"role": "assistant", "content": THINKING}
-        return OBSERVED not in self._render([USER, thinking, *self._samples("1")])
 
     def read(self, ids: Sequence[int] | np.ndarray) -> TurnText:
         """Return the text and the calls of a turn with these ids."""
@@ -196,15 +195,6 @@ class TurnFormat:
             return [{"role": "user", "content": content}]
         name = self.kind.schemas[0]["function"]["name"]
         return [{"role": "tool", "name": name, "content": content}]
-
-    def _shows_calls(self) -> bool:
-        """Return whether the template lets a tool's result follow a call: some require a call
-        before it, others have none."""
-        try:
-            self._find_end(is_call=True)
-        except ValueError:
-            return False
-        return True
 
     def _leave_out_tools(self) -> None:
         """Leave the schemas of tools out of what is rendered if they change no observation."""

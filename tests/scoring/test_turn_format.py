@@ -143,11 +143,6 @@ def test_the_whole_conversation_is_the_sum_of_its_parts(contents: list[str], tem
     assert ids == ids_of(tokenizer, tokenizer.render_chat(messages, [ADD])).tolist()
 
 
-def test_thinking_that_a_template_drops_is_seen_and_changes_no_observation(make: Make) -> None:
-    assert TurnFormat(make(templates.THINKING), STEPS).drops_thinking
-    assert not TurnFormat(make(templates.PLAIN), STEPS).drops_thinking
-
-
 @pytest.mark.parametrize(
     ("template", "kind", "calls", "words"),
     [

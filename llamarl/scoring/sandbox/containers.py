@@ -81,8 +81,8 @@ class Container:
     stderr: IO[bytes]
 
     def members(self) -> set[int]:
-        """Return the pids of its processes now."""
-        raise NotImplementedError
+        """Return the pids of its processes now, as far as their memory and threads are limited."""
+        return set()
 
     def end(self) -> int:
         """End all processes that are left. Returns the program's exit code: 128 + n if signal n has
@@ -116,8 +116,12 @@ class Bubblewrap(Container):
             most={"RLIMIT_NPROC": limits.num_processes + 1},  # one is bubblewrap's own
         )
         told_by, telling = os.pipe()
+        # The launcher needs these capabilities in the namespaces, until it gives them up.
+        needed = ["SYS_ADMIN"] if user is None else ["SYS_ADMIN", "SETUID", "SETGID"]
+        rights = ["--unshare-user"] if user is None else []
+        rights += ["--cap-drop", "ALL", *(w for cap in needed for w in ("--cap-add", f"CAP_{cap}"))]
         with sealed_file(source) as program, sealed_file(stdin) as given, open(told_by) as info:
-            wrap = [bwrap, "--info-fd", str(telling), *_rights(user), *_files(program)]
+            wrap = [bwrap, "--info-fd", str(telling), *rights, *_files(program)]
             try:
                 self._process = subprocess.Popen(
                     [*wrap, "--", interpreter(), *INTERPRETER, f"/{LAUNCHER.name}", told],
@@ -129,7 +133,10 @@ class Bubblewrap(Container):
                 )
             finally:
                 os.close(telling)
-            self._first = _first_process(info.read())
+            self._first: int | None = None
+            """A pidfd of the process whose end ends the namespaces, if there is one."""
+            with suppress(ValueError, ProcessLookupError):
+                self._first = os.pidfd_open(json.loads(info.read())["child-pid"])
         self.pid = self._process.pid
         self.stdout, self.stderr = _pipes(self._process)
 
@@ -256,9 +263,6 @@ class Unsandboxed(InFolder):
         self.pid = self._process.pid
         self.stdout, self.stderr = _pipes(self._process)
 
-    def members(self) -> set[int]:
-        return set()
-
     def end(self) -> int:
         _end_group(self.pid)
         code = self._process.wait(END_S)
@@ -274,14 +278,6 @@ def readable() -> list[str]:
     """Return the paths that a program may read: the Python installation, and the libraries that it
     needs."""
     return [sys.base_prefix, *(path for path in LIBRARIES if os.path.exists(path))]
-
-
-def _rights(user: int | None) -> list[str]:
-    """Return the options for the capabilities that the launcher needs in the namespaces, until it
-    gives them up."""
-    needed = ["CAP_SYS_ADMIN"] if user is None else ["CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"]
-    who = ["--unshare-user"] if user is None else []
-    return [*who, "--cap-drop", "ALL", *(word for cap in needed for word in ("--cap-add", cap))]
 
 
 def _files(program: int) -> list[str]:
@@ -331,13 +327,6 @@ def _tell(
         "environment": {"HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"},
     }
     return json.dumps(told)
-
-
-def _first_process(info: str) -> int | None:
-    """Return a pidfd of the process whose end ends the namespaces; None if there is none."""
-    with suppress(ValueError, ProcessLookupError):
-        return os.pidfd_open(json.loads(info)["child-pid"])
-    return None
 
 
 def _spare_user() -> int:
