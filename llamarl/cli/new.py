@@ -125,7 +125,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _fields(options: argparse.Namespace, row: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the fields of question and answer; by default those that a row has, if there is one. A
     reward of one's own needs no answer."""
-    is_graded = REWARDS[options.reward].needs_answer
+    is_graded = REWARDS[options.reward].find_answer
     fields = {}
     for key, given, usual in (
         ("prompt_field", options.prompt_field, PROMPT_FIELDS),
