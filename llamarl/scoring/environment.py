@@ -167,14 +167,6 @@ class EnvironmentSpec:
     rewards: list[str] = field(default_factory=list)
 
 
-class EpisodeFailed(Exception):  # noqa: N818 - what became of it
-    """The environment, or its process, has failed the episode."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.error)
-        self.failure = failure
-
-
 @dataclass(slots=True)
 class PlayedEpisode:
     """An episode in progress: the `attempt` of a rollout, played in the pool of index `pool`, for
@@ -255,9 +247,8 @@ class EnvironmentWorker(Worker, Environment):
         with self._work.working(1):
             try:
                 result = await (self._begin(episode) if begins else self._turn(episode, turn))
-            except EpisodeFailed as error:
+            except Failure as failure:
                 self._forget([episode])
-                failure = error.failure
                 if failure.is_lost:  # it begins again, any other one has ended
                     result = episode.result(EpisodeState.LOST, error=failure.error)
                 else:
@@ -324,28 +315,19 @@ class EnvironmentWorker(Worker, Environment):
         if episode.kind.is_kept:
             messages = messages_of(episode.prompt.fields, self._spec.data)
             found = await self._ask(episode, "begin", messages)
-            if found["messages"] is not None:
-                prompt_ids = self._opened(episode, found["messages"], found["schemas"])
+            if found["messages"] is not None:  # those of its row are replaced, perhaps tools too
+                data = replace(self._spec.data, system=None)  # it is the first message
+                row = {**episode.prompt.fields, data.prompt_field: found["messages"]}
+                number = episode.prompt.prompt_id
+                try:
+                    if found["schemas"]:
+                        episode.format = self._formats.of("", found["schemas"])
+                    shown = lambda row: episode.format.kind.schemas  # noqa: E731
+                    prompt = make_prompt(row, number, data, self._tokenizer, shown)
+                except ValueError as error:
+                    raise Failure(StageStatus.INVALID, f"reset: {error}") from None
+                prompt_ids = prompt.token_ids
         return episode.result(EpisodeState.GOES_ON, prompt_ids=prompt_ids)
-
-    def _opened(
-        self,
-        episode: PlayedEpisode,
-        messages: list[dict[str, Any]],
-        schemas: list[dict[str, Any]] | None,
-    ) -> tuple[int, ...]:
-        """Return the prompt's ids after `reset` has replaced its messages, and perhaps its
-        tools."""
-        data = replace(self._spec.data, system=None)  # it is the first message
-        row = {**episode.prompt.fields, data.prompt_field: messages}
-        number = episode.prompt.prompt_id
-        try:
-            if schemas:
-                episode.format = self._formats.of("", schemas)
-            shown = lambda row: episode.format.kind.schemas  # noqa: E731
-            return make_prompt(row, number, data, self._tokenizer, shown).token_ids
-        except ValueError as error:
-            raise EpisodeFailed(Failure(StageStatus.INVALID, f"reset: {error}")) from None
 
     async def _turn(self, episode: PlayedEpisode, turn: TurnItem) -> TurnResult:
         """Answer a turn, or end the episode."""
@@ -366,7 +348,7 @@ class EnvironmentWorker(Worker, Environment):
         try:
             observation = episode.format.observation(messages, turn.ids[-1])
         except ValueError as error:
-            raise EpisodeFailed(Failure(StageStatus.INVALID, str(error))) from None
+            raise Failure(StageStatus.INVALID, str(error)) from None
         if len(observation) > turn.room:  # and one of the model's
             numbers["overlong"] += 1
             return await self._finish(episode, EpisodeState.LIMIT)
@@ -401,19 +383,19 @@ class EnvironmentWorker(Worker, Environment):
         return episode.result(state, reward=reward, rewards=rewards)
 
     async def _ask(self, episode: PlayedEpisode, method: str, *arguments: Any) -> dict[str, Any]:
-        """Call this method of the episode's process and return its answer. Raises EpisodeFailed if
-        it fails, or if all calls of the episode together take too long."""
+        """Call this method of the episode's process and return its answer. Raises Failure if it
+        fails, or if all calls of the episode together take too long."""
         start_s = time.monotonic()
         prompt = episode.prompt if method == "begin" else None
         call = Call(prompt, (method, [episode.row_id, *arguments]))
         (found,) = await self._pools[episode.pool].run([call])
         episode.numbers["environment_s"] += time.monotonic() - start_s
         if isinstance(found, Failure):
-            raise EpisodeFailed(found)
+            raise found
         if "unknown" in found:
-            raise EpisodeFailed(Failure(StageStatus.RAISED, "its process was lost", is_lost=True))
+            raise Failure(StageStatus.RAISED, "its process was lost", is_lost=True)
         if episode.numbers["environment_s"] > self._config.episode_timeout_s:
             must = f"take at most {self._config.episode_timeout_s:g} s in all"
             why = f"the calls of an episode must {must} (environment.episode_timeout_s)"
-            raise EpisodeFailed(Failure(StageStatus.HUNG, why))
+            raise Failure(StageStatus.HUNG, why)
         return found

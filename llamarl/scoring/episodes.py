@@ -34,7 +34,6 @@ from llamarl.scoring.definition import (
 )
 from llamarl.scoring.sandbox.containers import ProgramLimits
 from llamarl.scoring.tool_calls import READY
-from llamarl.scoring.user_code import calls as outcome
 from llamarl.scoring.user_code.calls import (
     InvalidReturnError,
     Raised,
@@ -49,7 +48,7 @@ Message = dict[str, Any]
 MAX_THREADS = 256  # functions that run at once
 MAX_LEFT = 32  # threads of calls that never ended, until the process exits
 LEAVE_S = 0.1  # for a process that is spent to answer, and for threads to end after all
-OWN_FILES = (__file__, agent.__file__, outcome.__file__, asyncio.tasks.__file__)  # not shown
+OWN_FILES = (__file__, agent.__file__, asyncio.tasks.__file__)  # not shown
 TASK = "task"  # in `environment.tools`: the recipe's own task.py
 UNKNOWN: Answer = {"unknown": True}  # an episode that this process does not play
 

@@ -7,7 +7,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from llamarl.scoring.reward_functions import (
     reward_exact,
     reward_format,
 )
-from llamarl.scoring.user_code.calls import InvalidRewardError, as_number, shown
+from llamarl.scoring.user_code.calls import InvalidRewardError, as_number, awaited, shown
 
 Reward = Callable[..., Any]
 """A function (prompt, completion, finished, config) -> reward. That of a task.py takes (prompt,
@@ -188,7 +188,7 @@ def make_score(
             if name in given:
                 found = given[name]
             else:
-                found = await _awaited(functions[name](prompt, completion, *more))
+                found = await awaited(functions[name](prompt, completion, *more))
             parts[name] = read_reward(found, name, extras)
         pairs = zip(config.functions, config.weights, strict=True)
         has_answer = prompt.is_held_out and ANSWER in functions
@@ -213,14 +213,20 @@ def make_score(
         samplings: Sequence[Sequence[float]],
         *of_episodes: Sequence[Any],
     ) -> tuple[tuple[Any, ...], ...]:
-        found = await _awaited(functions[OF_GROUP](prompts[0], [*completions]))
+        found = await awaited(functions[OF_GROUP](prompts[0], [*completions]))
         of_group = _one_each(found, len(completions))
         each = [
             {OF_GROUP: of_group[i]} | read_episode([column[i] for column in of_episodes])
             for i in range(len(completions))
         ]
         calls = map(score, prompts, completions, samplings, each)
-        rows = await _at_once(calls) if are_coroutines else [await call for call in calls]
+        if are_coroutines:  # they run at once, and all have ended before the first error is raised
+            rows = await asyncio.gather(*calls, return_exceptions=True)
+            for error in rows:
+                if isinstance(error, BaseException):
+                    raise error
+        else:
+            rows = [await call for call in calls]
         return tuple(zip(*rows, strict=True))
 
     return score_group if OF_GROUP in functions else score_rollout
@@ -290,22 +296,6 @@ def _number_of(answer: object) -> float:
         return NO_ANSWER
     digest = hashlib.blake2b(str(answer).strip().encode(errors="replace"), digest_size=6)
     return float(int.from_bytes(digest.digest()))
-
-
-async def _awaited(found: Any) -> Any:
-    while inspect.isawaitable(found):
-        found = await found
-    return found
-
-
-async def _at_once(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Run the calls at once and return their results. Raises the first exception once all have
-    ended."""
-    found = await asyncio.gather(*calls, return_exceptions=True)
-    for each in found:
-        if isinstance(each, BaseException):
-            raise each
-    return found
 
 
 def _one_each(found: Any, count: int) -> Sequence[Any]:

@@ -19,6 +19,7 @@ from llamarl.scoring.user_code.calls import (
     InvalidReturnError,
     InvalidRewardError,
     as_number,
+    awaited,
     shown,
     user_traceback,
 )
@@ -77,9 +78,7 @@ async def answer(
     pairs = zip(stage.reads, columns, strict=True)
     arguments = [record if name == PROMPT_RECORD else column for name, column in pairs]
     try:
-        found = function(*arguments)
-        while inspect.isawaitable(found):
-            found = await found
+        found = await awaited(function(*arguments))
         if is_group:
             rows = _group_rows(found, stage, lengths)
         else:

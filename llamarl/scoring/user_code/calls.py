@@ -31,9 +31,9 @@ class InvalidRewardError(InvalidReturnError):
 
 
 def user_traceback(error: BaseException, *own_files: str) -> str:
-    """Return the traceback of `error` without the frames of `own_files` and of
+    """Return the traceback of `error` without the frames of `own_files`, this file and
     `core/extensions.py`."""
-    hidden = {extensions.__file__, *own_files}
+    hidden = {extensions.__file__, __file__, *own_files}
     report = traceback.TracebackException.from_exception(error)
     part: traceback.TracebackException | None = report
     has_frames = False
@@ -68,6 +68,14 @@ def checked_number(value: Any, of: str) -> float:
         must = f"be a finite number for {of}, at most {LARGEST:g} either way"
         raise InvalidReturnError(f"{must}, got {shown(value)}")
     return number
+
+
+async def awaited(found: Any) -> Any:
+    """Return what `found` gives in the end: itself, or what an awaitable gives, which may be
+    another one."""
+    while inspect.isawaitable(found):
+        found = await found
+    return found
 
 
 class Raised(Exception):  # noqa: N818 - what user code has done
@@ -136,10 +144,7 @@ def _called(call: Callable[[], Any], thread: list[int]) -> Any:
 
 async def _awaited(call: Callable[[], Any]) -> Any:
     try:
-        found = call()
-        while inspect.isawaitable(found):  # one that returns another, too
-            found = await found
-        return found
+        return await awaited(call())
     except BaseException as error:  # noqa: BLE001 - user code may raise anything
         raise Raised(error) from None
 

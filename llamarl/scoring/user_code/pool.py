@@ -82,8 +82,8 @@ class Call:
     max_answer_bytes: int = MAX_ANSWER_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+@dataclass(unsafe_hash=True)
+class Failure(Exception):  # noqa: N818 - what became of a call
     """A call without a result: how it failed, and why, with the user's own stack. `is_lost`: its
     process ended by itself."""
 
