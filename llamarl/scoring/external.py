@@ -167,7 +167,11 @@ class ExternalWorker(Worker, Processor):
         if self._warning is not None:
             self._warning.cancel()
         while True:
-            self._check_member(channel)
+            if channel in self._outdated:  # its loader passes the error on
+                must = "a process of its consumer is gone, start all again"
+                raise RuntimeError(f"stage {self._stage.name}: {must}")
+            if self._has_ranks:
+                self._members.add(channel)
             batch_index = header["batch"] if self._has_ranks else self._num_batches
             ready = [work.ready for work in self._waiting.values()]
             share, consumed = self._draw.sample(
@@ -218,14 +222,6 @@ class ExternalWorker(Worker, Processor):
         if channel in self._members:
             self._members.discard(channel)
             self._start_over()
-
-    def _check_member(self, channel: Channel) -> None:
-        """Raise RuntimeError, which its loader passes on, if this process has to begin again."""
-        if channel in self._outdated:
-            name = self._stage.name
-            raise RuntimeError(f"stage {name}: a process of its consumer is gone, start all again")
-        if self._has_ranks:
-            self._members.add(channel)
 
     def _check_asked(self, draw: RankAware, batch_index: int) -> None:
         if draw is self._draw and draw.is_missed(batch_index):

@@ -261,4 +261,4 @@ class _NoCalls:
     async def usage(self) -> dict[str, int]:
         raise ConnectionError("storage units must be on the loader's host")
 
-    write = read = retire = erase = usage
+    write = read = usage
