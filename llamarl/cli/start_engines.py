@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
 from llamarl.cli.train import claim
-from llamarl.controller.engines import Unobserved
 from llamarl.controller.fit import check_fit
 from llamarl.controller.library import LibraryEngines
 from llamarl.controller.starter import name_executors, running_cluster, spawn_executors
@@ -111,7 +110,7 @@ def _observing(wiring: Wiring, has_metrics: bool) -> Iterator[RunObserver]:
     """Provide the observer of a loop: one that logs nothing, or one that logs and shows it as a
     run."""
     if not has_metrics:
-        yield Unobserved()
+        yield RunObserver()
         return
     config, run_dir = wiring.config, wiring.run_dir
     recent = RecentSpans(f"{run_dir}/spans")

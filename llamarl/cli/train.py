@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from llamarl.cluster.os_process import HIDDEN, hidden_files
-from llamarl.controller.engines import Engines, Unobserved
+from llamarl.controller.engines import Engines
 from llamarl.controller.fit import check_fit
 from llamarl.controller.sessions import Sessions, Signals, Start, Stopped
 from llamarl.controller.starter import name_executors, running_cluster, spawn_executors
@@ -27,6 +27,7 @@ from llamarl.controller.wiring import Wiring
 from llamarl.core import checkpoint, files
 from llamarl.core.config import Config
 from llamarl.core.errors import NoGenerator
+from llamarl.core.faces import RunObserver
 from llamarl.core.fields import HOUR_S, require
 from llamarl.core.groups import Evaluation
 from llamarl.metrics.console import Progress
@@ -148,7 +149,7 @@ async def evaluate(
 
 async def _evaluate(wiring: Wiring) -> Evaluation:
     """Evaluate the checkpoint's weights, which generators hold as version 0."""
-    engines = Engines(**wiring.engine_fields(Unobserved()))
+    engines = Engines(**wiring.engine_fields(RunObserver()))
     evaluator = wiring.make_evaluator(engines)
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -93,7 +93,7 @@ class Controller:
     async def _accumulate(self) -> bool:
         """Train on the parts of a step as they are ready; return False if it stays incomplete."""
         oldest = self.gate.oldest_version(self.engines.version)
-        missing, ahead = self.gate.groups_per_step, self.gate.num_ahead
+        missing, ahead = self.gate.steps.groups_per_step, self.gate.num_ahead
         while most := missing or ahead:
             num_groups, num_tokens = self.part_size.least(most)
             if not (groups := await self.gate.take(num_groups, most, num_tokens)):
@@ -110,7 +110,7 @@ class Controller:
     async def _wait_for_batch(self) -> None:
         """Wait until generators can spare their device: evaluations and the batch are written."""
         await asyncio.gather(*self._evaluating)
-        await self.gate.wait_for(self.gate.groups_per_step + self.gate.num_ahead)
+        await self.gate.wait_for(self.gate.steps.groups_per_step + self.gate.num_ahead)
 
     async def _publish(self, version: int, tasks: asyncio.TaskGroup) -> None:
         """Give `version` to the generators; those that evaluate an older one take it afterwards."""

@@ -13,7 +13,7 @@ from llamarl.controller.dispatch import Dispatch
 from llamarl.controller.gate import Gate
 from llamarl.controller.rollouts import Rollouts
 from llamarl.core.faces import RunObserver, Trainer
-from llamarl.core.groups import Batch, Dropped, Evaluation, Group, StepStats, Verdict
+from llamarl.core.groups import Batch, Dropped, Group, StepStats, Verdict
 from llamarl.core.records import Outcome, Purpose, Request
 from llamarl.publish.publisher import Publisher, PublishStats
 from llamarl.storage.archive import make_record
@@ -32,27 +32,6 @@ class Rules:
     filter_group: Callable[[Group], Verdict]
     make_batch: Callable[[Sequence[Group], int, int], Batch]
     make_record: Callable[[Group, int, Outcome], dict[str, Any]] = make_record
-
-
-class Unobserved:
-    """Serves as the faces.RunObserver of a run that nothing observes."""
-
-    def log_group(self, group: Group, verdict: Verdict) -> None:
-        """Log nothing, as all methods here do."""
-
-    def log_publish(self, seconds: float) -> None: ...
-
-    def log_evaluation(self, evaluated: Evaluation | None) -> None: ...
-
-    def log_held_out(self, version: int, loss: float, num_tokens: int) -> None: ...
-
-    async def log_step(
-        self,
-        stats: StepStats,
-        groups: Sequence[Group],
-        oldest_version: int,
-        found: dict[str, float],
-    ) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -125,7 +104,7 @@ class Engines:
 
     def _make_batch(self, groups: Sequence[Group], oldest_version: int) -> Batch:
         batch = self.rules.make_batch(groups, self.version, oldest_version)
-        return replace(batch, first_version=self.gate.first_of_batch(self.version))
+        return replace(batch, first_version=self.gate.steps.first_of_batch(self.version))
 
     async def optim_step(
         self,

@@ -11,10 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llamarl.controller.engines import Engines
+from llamarl.core.config import Config
+from llamarl.core.config.generator import pools_of
 from llamarl.core.groups import Evaluation, Group
-from llamarl.core.records import FinishReason, Prompt, Purpose, Request, Sampling, StageStatus
+from llamarl.core.records import FinishReason, Purpose, Request, Sampling, StageStatus
 from llamarl.metrics.held_out import BestVersion, result_of, summed_up
 from llamarl.prompts.stream import make_requests
+from llamarl.recipe.inputs import Inputs
+from llamarl.recipe.rules import evaluation_sampling
 
 log = logging.getLogger(__name__)
 
@@ -24,29 +28,22 @@ Whole = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 
 @dataclass(kw_only=True)
 class Evaluator:
-    """Asks for `num_rollouts` of each held-out prompt and waits until all are scored. The result
-    covers all prompts, each of the `sets` that the recipe names, and each k in `at_k`. The run ends
-    when `best` says so.
+    """Asks for rollouts of each held-out prompt, as `evaluation.*` says, and waits until all are
+    scored. The run ends when `best` says so.
 
     `version` is the last one evaluated (-1: none), also before a resume. During an evaluation as
-    many replicas keep the version as run all prompts at once, `rows_per_replica` each; for the last
-    version all replicas keep it.
+    many replicas keep the version as run all prompts at once; for the last version all replicas
+    keep it.
     """
 
-    prompts: list[Prompt]
-    sampling: Sampling
-    seed: int
-    num_rollouts: int = 1
-    at_k: Sequence[int] = ()
-    sets: Sequence[str] = ()
-    has_turns: bool = False
     engines: Engines
-    every_steps: int = 0
+    config: Config
+    inputs: Inputs
     version: int = -1
-    rows_per_replica: int = 1
     best: BestVersion = field(default_factory=BestVersion)
 
     def __post_init__(self) -> None:
+        self.prompts, self._evaluation = self.inputs.held_out, self.config.evaluation
         self._begun = self.version
         self._saved = -1  # a version that is saved, though it is not wanted
         self._passed_over: Evaluation | None = None  # the best one if it is saved after all?
@@ -56,7 +53,7 @@ class Evaluator:
         `every_steps` (0: none between). No version is due twice, and none without prompts."""
         if not self.prompts or version <= self._begun:
             return False
-        every = self.every_steps
+        every = self._evaluation.every_steps
         has_passed = every > 0 and version // every > self._begun // every
         has_passed = has_passed and (not self.best.metric or self._is_between(version))
         return self._begun < 0 or has_passed or version == last
@@ -66,16 +63,18 @@ class Evaluator:
         lost. Where a best version is kept, an evaluation that falls amid a batch is put off to the
         batch's end, since nothing is saved before. The version that a session begins with is saved,
         so it may be the best."""
-        if self.prompts and self.best.metric and version == self.engines.gate.first_version > 0:
+        first = self.engines.gate.steps.first_version
+        if self.prompts and self.best.metric and version == first > 0:
             return True
-        if not (self.prompts and self.every_steps):
+        every = self._evaluation.every_steps
+        if not (self.prompts and every):
             return False
         before = version - 1
         if self.best.metric:
             if not self._is_between(version):
                 return False
-            before = self.engines.gate.first_of_batch(before)
-        return version // self.every_steps > before // self.every_steps
+            before = self.engines.gate.steps.first_of_batch(before)
+        return version // every > before // every
 
     def note_saved(self, version: int) -> None:
         """Note that `version` is saved after all, for example as the last one of a run that ends
@@ -87,7 +86,7 @@ class Evaluator:
 
     def _is_between(self, version: int) -> bool:
         """Return whether `version` is the one before the first step of a batch."""
-        return self.engines.gate.first_of_batch(version) == version
+        return self.engines.gate.steps.first_of_batch(version) == version
 
     async def evaluate(
         self, version: int, *, is_last: bool = False, whole: Whole = asyncio.shield
@@ -100,9 +99,11 @@ class Evaluator:
         reward failed.
         """
         before, self._begun = self._begun, version
-        num_rows = len(self.prompts) * self.num_rollouts
-        num_replicas = None if is_last else math.ceil(num_rows / self.rows_per_replica)
+        num_rows = len(self.prompts) * self._evaluation.rollouts_per_prompt
+        most = min(pool.generator.max_num_seqs for pool in pools_of(self.config.generator))
+        num_replicas = None if is_last else math.ceil(num_rows / most)
         row_ids = self.engines.gate.allocate_rows(num_rows)
+        sampling = evaluation_sampling(self.config, self.inputs)
         groups = [
             Group(group_id=-1, prompt=prompt, row_ids=of_prompt, min_version=version)
             for place, prompt in enumerate(self.prompts)
@@ -111,7 +112,8 @@ class Evaluator:
         with self.engines.hold(version, num_replicas):
             async with asyncio.TaskGroup() as tasks:
                 for group in groups:
-                    tasks.create_task(self.engines.rollouts.roll_out(group, self._requests(group)))
+                    requests = self._requests(group, sampling)
+                    tasks.create_task(self.engines.rollouts.roll_out(group, requests))
             result = self._result(version, groups)
             if result is None:
                 self._begun = before
@@ -122,13 +124,13 @@ class Evaluator:
                 await whole(self._end(result, groups, is_saved))
         return result
 
-    def _requests(self, group: Group) -> list[Request]:
+    def _requests(self, group: Group, sampling: Sampling) -> list[Request]:
         asked = make_requests(
             group,
-            sampling=self.sampling,
-            seed=self.seed,
+            sampling=sampling,
+            seed=self.config.seed,
             segment_tokens=0,
-            has_turns=self.has_turns,
+            has_turns=self.inputs.graph.has_episodes,
         )
         return [replace(request, purpose=Purpose.EVALUATE) for request in asked]
 
@@ -168,5 +170,6 @@ class Evaluator:
         scores = [score for group in groups for score in group.scores.values()]
         if all(score.status is not StageStatus.OK for score in scores):
             raise RuntimeError(f"every reward of the evaluation failed: {scores[0].error}")
-        results = [result_of(group, self.at_k) for group in groups]
-        return summed_up(version, results, self.at_k, self.sets)
+        at_k = self._evaluation.ks
+        results = [result_of(group, at_k) for group in groups]
+        return summed_up(version, results, at_k, [*self._evaluation.sets])

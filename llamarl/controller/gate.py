@@ -83,18 +83,14 @@ class Gate:
     """
 
     max_staleness: int
-    groups_per_step: int
+    steps: MiniBatches
+    """Which steps use which groups, from the version on that the session begins with."""
     rollouts_per_group: int
     late: str
     max_drops_in_row: int
-    num_mini_batches: int = 1
-    num_passes: int = 1
-    looks_ahead: bool = False
-    """Whether the first step of a batch also takes the groups of the others."""
     sampler: Sampler = admission
     prompts: PromptStream
     spans: Spans
-    version: int = 0
     next_group_id: int = 0
     next_row_id: int = 0
     num_units: int = 1  # of storage
@@ -120,33 +116,18 @@ class Gate:
     def __post_init__(self) -> None:
         self._row_ids = RowIds(self.next_row_id, self.num_units)
         self._drops = DropStreak(self.max_drops_in_row)
-        self._steps = MiniBatches(
-            groups_per_step=self.groups_per_step,
-            number=self.num_mini_batches,
-            num_passes=self.num_passes,
-            looks_ahead=self.looks_ahead,
-            first_version=self.version,
-        )
+        self.version = self.steps.first_version
 
     @property
     def capacity(self) -> int:
         """The most groups that may be open at once: F(v + S + 1) - F(v)."""
         last = self.version + self.max_staleness + 1
-        return self._steps.num_used_up(last) - self._steps.num_used_up(self.version)
+        return self.steps.num_used_up(last) - self.steps.num_used_up(self.version)
 
     @property
     def num_ahead(self) -> int:
         """The number of groups that the step under way takes for later steps of its batch."""
-        return self._steps.num_ahead(self.version)
-
-    @property
-    def first_version(self) -> int:
-        """The version that the session begins with."""
-        return self._steps.first_version
-
-    def first_of_batch(self, version: int) -> int:
-        """Return the version before the first step of a batch (see `MiniBatches`)."""
-        return self._steps.first_of_batch(version)
+        return self.steps.num_ahead(self.version)
 
     def oldest_version(self, version: int) -> int:
         """Return the oldest version whose tokens trainer version `version` may learn from."""
@@ -158,8 +139,8 @@ class Gate:
         prompt_id]; the next free ids; and where the prompts go on. Amid a batch, the groups that
         its steps have used count as consumed, since a run that is resumed begins with a new batch.
         """
-        first = self.first_of_batch(self.version)
-        taken = self._batch[self._steps.num_used(first, version) :]
+        first = self.steps.first_of_batch(self.version)
+        taken = self._batch[self.steps.num_used(first, version) :]
         consumed = [group for group in taken if group.group_id not in self._kept]
         groups = sorted([*self._waiting.values(), *consumed], key=lambda group: group.group_id)
         pending = [[group.prompt.epoch, group.prompt.prompt_id] for group in groups]
@@ -191,7 +172,7 @@ class Gate:
                 has_room = self.has_room is None or await self.has_room()
             limit = self.capacity
             if not has_room:
-                limit = min(limit, self._steps.num_needed(self.version))
+                limit = min(limit, self.steps.num_needed(self.version))
             num_free = limit - self.num_open
             if num_free > 0 and not self._is_closed:
                 units = self.plan_units(num_free) if self.plan_units else [None] * num_free
@@ -293,8 +274,8 @@ class Gate:
         """The groups that the step under way, or one before it whose version is not made, uses and
         that later steps will or may use again. They are still open, so their rollouts must stay.
         Ask before `advance`."""
-        if not self._steps.is_last_pass(self.version):
-            return self._batch[self._steps.first_group(self.version) :]
+        if not self.steps.is_last_pass(self.version):
+            return self._batch[self.steps.first_group(self.version) :]
         return [group for group in self._batch if group.group_id in self._kept]
 
     async def advance(self, version: int) -> None:
@@ -303,18 +284,18 @@ class Gate:
         again."""
         async with self._changed:
             assert version == self.version + 1, (version, self.version)
-            end = self._steps.first_group(self.version) + self.groups_per_step
+            end = self.steps.first_group(self.version) + self.steps.groups_per_step
             assert len(self._batch) >= end, "made before its batch"
-            for group in self._batch[end - self.groups_per_step : end]:
+            for group in self._batch[end - self.steps.groups_per_step : end]:
                 if group.group_id in self._kept:
                     self._settled[group.group_id] = self._kept.pop(group.group_id)
-            if self.first_of_batch(version) == version:
-                del self._batch[: self._steps.groups_per_batch]
-                self._given -= self._steps.groups_per_batch
+            if self.steps.first_of_batch(version) == version:
+                del self._batch[: self.steps.groups_per_batch]
+                self._given -= self.steps.groups_per_batch
             else:
                 if self._given > end:  # it looked ahead
                     self._batch[end:] = sorted(self._batch[end:], key=lambda group: group.group_id)
-                self._given = self._steps.first_group(version)
+                self._given = self.steps.first_group(version)
             self.version = version
             self._changed.notify_all()
 
@@ -332,8 +313,8 @@ class Gate:
 
     def _num_used_up(self, version: int) -> int:
         """Return how many groups of the batch under way no step from `version` on uses again."""
-        first = self.first_of_batch(self.version)
-        return self._steps.num_used_up(version) - self._steps.num_used_up(first)
+        first = self.steps.first_of_batch(self.version)
+        return self.steps.num_used_up(version) - self.steps.num_used_up(first)
 
     @property
     def _is_closed(self) -> bool:
@@ -350,7 +331,7 @@ class Gate:
         return self.prompts.is_exhausted and num_left < count
 
     def _open(self, unit: int | None, prompt: Prompt) -> Group:
-        step = self._steps.last_use(self._steps.num_used_up(self.version) + self.num_open)
+        step = self.steps.last_use(self.steps.num_used_up(self.version) + self.num_open)
         self._last_step = max(self._last_step, step)
         group = Group(
             group_id=self.next_group_id,

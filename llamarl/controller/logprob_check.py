@@ -11,14 +11,14 @@ import asyncio
 import logging
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from llamarl.controller.dispatch import Dispatch
-from llamarl.controller.rollouts import Rollouts
+from llamarl.controller.engines import Engines
+from llamarl.core.config import Config
+from llamarl.core.config.generator import pool_at
 from llamarl.core.errors import RepeatedWarnings, mark_seen
-from llamarl.core.faces import Trainer
 from llamarl.core.groups import Group
 from llamarl.core.records import Outcome, Prompt, Purpose, Request, RolloutInfo, Sampling
 from llamarl.prompts.stream import rollout_seed
@@ -98,21 +98,15 @@ class LogprobCheck:
     """Asks each replica for a rollout after its commit, and compares those that have arrived.
 
     The publisher calls `committed` after the dispatcher's. `sampling` is that of training: at
-    another temperature, or from a cut distribution, log-probs would differ. `mode` is
-    weights.logprob_check: a replica that writes with another policy ends the run (fail) or is
-    warned of (warn); off asks for no rollout. Replicas of one pool, which `pool_of` names, round
-    alike.
+    another temperature, or from a cut distribution, log-probs would differ. By
+    weights.logprob_check a replica that writes with another policy ends the run (fail) or is warned
+    of (warn); off asks for no rollout. Replicas of one pool round alike.
     """
 
-    dispatch: Dispatch
-    rollouts: Rollouts
-    trainer: Trainer
-    allocate_rows: Callable[[int, int | None], Sequence[int]]
+    engines: Engines
+    config: Config
     prompts: Sequence[Prompt]
     sampling: Sampling
-    seed: int
-    mode: str
-    pool_of: Callable[[int], str] = lambda replica: ""
     tolerances: dict[str, Tolerance] = field(default_factory=lambda: defaultdict(Tolerance))
     """The tolerance of |log pi - log mu| by pool, since a difference that is normal in int8 is not
     in float32."""
@@ -121,19 +115,24 @@ class LogprobCheck:
     _started: set[int] = field(default_factory=set)
     _asked: dict[asyncio.Task[None], Group] = field(default_factory=dict)
 
+    @property
+    def _mode(self) -> str:
+        return self.config.weights.logprob_check
+
     def committed(self, replica: int, version: int) -> None:
         """Ask `replica`, which has committed `version`, for a check rollout, or for several the
         first time."""
-        if self.mode == "off":
+        if self._mode == "off":
             return
-        num_shares = math.ceil(len(self.dispatch.replicas) / NUM_ASKED) or 1
+        dispatch = self.engines.dispatch
+        num_shares = math.ceil(len(dispatch.replicas) / NUM_ASKED) or 1
         if replica % num_shares != version % num_shares:
             return  # it is asked at another version
         sampling = replace(self.sampling, max_tokens=min(NUM_TOKENS, self.sampling.max_tokens))
         is_first = replica not in self._started
         self._started.add(replica)
-        unit = self.dispatch.balance.unit_near(replica)
-        for row_id in self.allocate_rows(NUM_START_ROWS if is_first else 1, unit):
+        unit = dispatch.balance.unit_near(replica)
+        for row_id in self.engines.gate.allocate_rows(NUM_START_ROWS if is_first else 1, unit):
             prompt = self.prompts[self._num_asked % len(self.prompts)]
             self._num_asked += 1
             group = Group(group_id=-1, prompt=prompt, row_ids=(row_id,), min_version=version)
@@ -141,12 +140,12 @@ class LogprobCheck:
                 row_id=row_id,
                 prompt_ids=prompt.token_ids,
                 sampling=sampling,
-                seed=rollout_seed(self.seed, prompt, -self._num_asked),  # no training row's
+                seed=rollout_seed(self.config.seed, prompt, -self._num_asked),  # no training row's
                 min_version=version,
                 purpose=Purpose.CHECK,
                 replica=replica,
             )
-            task = asyncio.ensure_future(self.rollouts.write(group, [request]))
+            task = asyncio.ensure_future(self.engines.rollouts.write(group, [request]))
             task.add_done_callback(mark_seen)  # `Rollouts.serve` raises its error too
             self._asked[task] = group
 
@@ -162,14 +161,15 @@ class LogprobCheck:
         RuntimeError, or in mode "warn" a warning, if a replica's rows prove that it writes with
         other weights.
         """
-        if self.mode == "off":
+        if self._mode == "off":
             return {}
         ended = [task for task in self._asked if task.done()]
         groups = [self._asked.pop(task) for task in ended]
         await asyncio.gather(*ended)  # raises what went wrong first, and asyncio warns of no other
         rows = [rollout for group in groups for rollout in group.rollouts.values()]
         good = [row for row in rows if {span.version for span in row.spans} == {version}]
-        differences = await self.trainer.infer([row.row_id for row in good]) if good else []
+        good_ids = [row.row_id for row in good]
+        differences = await self.engines.compare_logprobs(good_ids) if good else []
         for row, difference in zip(good, differences, strict=True):
             self._compare(row, version, difference)
         scalars = {"logprob_check_rows": float(len(good))}
@@ -179,17 +179,17 @@ class LogprobCheck:
         if good and known:
             scalars["logprob_check_tolerance"] = max(known)
         outcome: Outcome = {"outcome": "logprob_check", "version": version}
-        await self.rollouts.retire([row.row_id for row in rows], outcome)
+        await self.engines.rollouts.retire([row.row_id for row in rows], outcome)
         return scalars
 
     def _compare(self, row: RolloutInfo, version: int, difference: float) -> None:
         """Raise RuntimeError or warn if this row, after those before it, proves another policy."""
-        tolerance = self.tolerances[self.pool_of(row.replica)]
+        tolerance = self.tolerances[pool_at(self.config.generator, row.replica).key]
         exceeded = tolerance.find_excess(row.replica, difference)
         if exceeded is None:
             return
         proof = _proof(row, version, difference, exceeded)
-        if self.mode == "fail":
+        if self._mode == "fail":
             raise proof
         self._warnings.warn("%s", proof, about=row.replica)
 

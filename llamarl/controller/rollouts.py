@@ -61,7 +61,7 @@ class Rollouts:
         storage: Storage,
         max_restarts: int = 0,
     ) -> None:
-        self._dispatch, self._storage = dispatch, storage
+        self._dispatch, self.storage = dispatch, storage
         self._max_restarts = max_restarts
         started = {stage.name for stage in stages} | {GENERATE}
         self._stages = [stage for stage in graph.between if stage in stages]
@@ -128,7 +128,7 @@ class Rollouts:
         are."""
         for request in requests:
             self._open(request)
-        await self._storage.write([request.row_id for request in requests], columns)
+        await self.storage.write([request.row_id for request in requests], columns)
 
     async def write(self, group: Group, requests: Sequence[Request]) -> None:
         """Have a group written, and no more: rollouts that are aborted count as written."""
@@ -157,13 +157,13 @@ class Rollouts:
         closed = [row_id for row_id in row_ids if self.open.pop(row_id, None) is not None]
         self._aborted.difference_update(closed)
         if closed:
-            await self._storage.retire(closed, outcome)
+            await self.storage.retire(closed, outcome)
 
     async def record(self, records: Mapping[int, object]) -> None:
         """Store the records of those of these rollouts that are open, before they are retired."""
         found = {row_id: record for row_id, record in records.items() if row_id in self.open}
         if found:
-            await self._storage.write([*found], {RECORD: [*map(as_cell, found.values())]})
+            await self.storage.write([*found], {RECORD: [*map(as_cell, found.values())]})
 
     async def leave_out(self, group: Group) -> None:
         """Retire the rollouts that stages dropped from a group that is trained on."""
@@ -231,7 +231,7 @@ class Rollouts:
             if not episode.is_lost:
                 break
             num_lost += 1
-            await self._storage.retire([request.row_id], {"outcome": "lost", "environment": 1})
+            await self.storage.retire([request.row_id], {"outcome": "lost", "environment": 1})
             if num_lost > self._max_restarts:
                 many = f"lost more than environment.max_restarts={self._max_restarts} times"
                 error = f"{many}: {episode.error}"

@@ -128,7 +128,7 @@ class Saver:
         its last step, since a run that is resumed begins with a new batch."""
         if self.has_last:
             return True
-        is_between = self.engines.gate.first_of_batch(self.version) == self.version
+        is_between = self.engines.gate.steps.first_of_batch(self.version) == self.version
         may_be_best = bool(self.config.best) and self.evaluator.is_wanted(self.version)
         since = range(self._asked + 1, self.version + 1)
         is_due = any(self.config.is_due(version, self.last) for version in since)
@@ -228,7 +228,7 @@ class Saver:
     async def _save(self, on_copied: Callable[[], None] | None = None) -> None:
         """Save the present state; with `on_copied`, save from a copy and call it once the state may
         change. A run that is saved amid a batch ends with that save."""
-        if self.engines.gate.first_of_batch(self.version) < self.version:
+        if self.engines.gate.steps.first_of_batch(self.version) < self.version:
             await self.engines.retire_used()
         taking = asyncio.get_running_loop().create_future()
         self._taking.add(taking)

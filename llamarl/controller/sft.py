@@ -14,7 +14,6 @@ import numpy as np
 from llamarl.controller.engines import Engines
 from llamarl.controller.evaluation import Evaluator, Whole
 from llamarl.core.batcher import Batcher
-from llamarl.core.faces import Storage
 from llamarl.core.groups import Group
 from llamarl.core.records import (
     NO_VERSION,
@@ -79,8 +78,6 @@ class HeldOutLoss(Evaluator):
     """Measures the loss of the held-out demonstrations: the mean over the tokens that the assistant
     wrote."""
 
-    storage: Storage
-
     async def evaluate(
         self, version: int, *, is_last: bool = False, whole: Whole = asyncio.shield
     ) -> None:
@@ -100,7 +97,7 @@ class HeldOutLoss(Evaluator):
         await write_demonstrations(self.engines, groups, Purpose.EVALUATE)
         await self.engines.look_ahead(groups)
         names = [PROXIMAL_LOGPROBS, TOKEN_VERSIONS]
-        columns = await self.storage.read([*row_ids], names)
+        columns = await self.engines.rollouts.storage.read([*row_ids], names)
         pairs = zip(*(columns[name] for name in names), strict=True)
         found = [logprobs[versions != NO_VERSION] for logprobs, versions in pairs]
         num_tokens = sum(map(len, found))

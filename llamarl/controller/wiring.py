@@ -28,7 +28,7 @@ from llamarl.controller.starter import Executors
 from llamarl.controller.supervisor import Supervisor, unless_lost
 from llamarl.core import checkpoint
 from llamarl.core.config import Config, VllmConfig
-from llamarl.core.config.generator import pool_at, pools_of
+from llamarl.core.config.generator import pools_of
 from llamarl.core.config.rank_assignment import far_sites, num_storage_units, units_near
 from llamarl.core.faces import (
     AllRanks,
@@ -53,7 +53,8 @@ from llamarl.prompts.stream import make_requests
 from llamarl.publish.publisher import Publisher
 from llamarl.publish.reshard import weight_kind
 from llamarl.recipe.inputs import Inputs, make_prompts
-from llamarl.recipe.rules import evaluation_sampling, train_sampling
+from llamarl.recipe.prompt_inputs import mini_batches
+from llamarl.recipe.rules import train_sampling
 from llamarl.scoring.samplers import make_sampler
 from llamarl.scoring.stages import Stage
 from llamarl.storage.archive import make_record
@@ -90,7 +91,7 @@ class Wiring:
         engines = DemonstrationEngines(**fields) if is_sft else Engines(**fields)
         gate, dispatch = engines.gate, engines.dispatch
         colocation = self.make_colocation()
-        evaluator = self.make_held_out_loss(engines) if is_sft else self.make_evaluator(engines)
+        evaluator = self.make_evaluator(engines)
         logprob_check = self.make_logprob_check(engines)
         engines.publisher = publisher = self.make_publisher(
             dispatch, on_commit=logprob_check.committed, may_come=supervisor.restarts_replicas
@@ -159,17 +160,13 @@ class Wiring:
         config, state = self.config, self.state
         return Gate(
             max_staleness=config.staleness.max_staleness,
-            groups_per_step=config.trainer.groups_per_step,
+            steps=replace(mini_batches(config), first_version=state.get("version", 0)),
             rollouts_per_group=config.sampling.rollouts_per_prompt,
             late=config.staleness.late,
             max_drops_in_row=config.algorithm.max_drops_in_row,
-            num_mini_batches=config.trainer.num_mini_batches,
-            num_passes=config.trainer.num_passes,
-            looks_ahead=config.algorithm.proximal == "recompute",
             sampler=make_sampler(config.experience.sampler, self.inputs.task),
             prompts=make_prompts(config, self.inputs, state),
             spans=self.spans,
-            version=state.get("version", 0),
             next_group_id=state.get("next_group_id", 0),
             next_row_id=state.get("next_row_id", 0),
             num_units=num_storage_units(config),
@@ -226,18 +223,9 @@ class Wiring:
 
     def make_logprob_check(self, engines: Engines) -> LogprobCheck:
         """Return the check that generators write with the trainer's policy."""
-        assert engines.trainer is not None
-        config = self.config
+        sampling = train_sampling(self.config, self.inputs)
         return LogprobCheck(
-            dispatch=engines.dispatch,
-            rollouts=engines.rollouts,
-            trainer=engines.trainer,
-            allocate_rows=engines.gate.allocate_rows,
-            prompts=self.inputs.prompts,
-            sampling=train_sampling(config, self.inputs),
-            seed=config.seed,
-            mode=config.weights.logprob_check,
-            pool_of=cache(lambda replica: pool_at(config.generator, replica).key),
+            engines=engines, config=self.config, prompts=self.inputs.prompts, sampling=sampling
         )
 
     def make_publisher(
@@ -284,34 +272,15 @@ class Wiring:
         )
 
     def make_evaluator(self, engines: Engines) -> Evaluator:
-        """Return the evaluation of the held-out prompts, of which there may be none."""
-        config, evaluation = self.config, self.config.evaluation
-        return Evaluator(
-            prompts=self.inputs.held_out,
-            sampling=evaluation_sampling(config, self.inputs),
-            seed=config.seed,
-            num_rollouts=evaluation.rollouts_per_prompt,
-            at_k=evaluation.ks,
-            sets=[*evaluation.sets],
-            has_turns=self.inputs.graph.has_episodes,
+        """Return the evaluation of the held-out prompts or demonstrations, of which there may be
+        none."""
+        kind = HeldOutLoss if self.config.algorithm.is_sft else Evaluator
+        return kind(
             engines=engines,
-            every_steps=evaluation.every_steps,
+            config=self.config,
+            inputs=self.inputs,
             version=self.state.get("evaluated", -1),
             best=self.make_best(),
-            rows_per_replica=min(p.generator.max_num_seqs for p in pools_of(config.generator)),
-        )
-
-    def make_held_out_loss(self, engines: Engines) -> Evaluator:
-        """Return the evaluation of a run that learns from demonstrations."""
-        config = self.config
-        return HeldOutLoss(
-            prompts=self.inputs.held_out,
-            sampling=train_sampling(config, self.inputs),
-            seed=config.seed,
-            engines=engines,
-            every_steps=config.evaluation.every_steps,
-            version=self.state.get("evaluated", -1),
-            storage=self.executors.storage,
         )
 
     def make_best(self) -> BestVersion:

@@ -201,8 +201,8 @@ class Storage(ColumnStore, Protocol):
         0 while no more rows should come."""
 
 
-class RunObserver(Protocol):
-    """Follows a run, which goes the same way whatever the observer does."""
+class RunObserver:
+    """Follows a run, which goes the same way whatever the observer does. This one logs nothing."""
 
     def log_group(self, group: Group, verdict: Verdict) -> None:
         """Log that `group` is scored, and will be trained on or not."""

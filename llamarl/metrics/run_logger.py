@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from llamarl.core.faces import RunObserver
 from llamarl.core.groups import Dropped, Evaluation, Group, StepStats, Verdict
 from llamarl.metrics.console import Progress
 from llamarl.metrics.held_out import append_results, evaluation_scalars
@@ -28,7 +29,7 @@ ReadCompletions = Callable[[list[int]], Awaitable[dict[int, str]]]
 
 
 @dataclass(kw_only=True)
-class RunLogger:
+class RunLogger(RunObserver):
     """Logs one run.
 
     `read_completions` decodes rows that are still in storage; `num_samples` of them are shown per

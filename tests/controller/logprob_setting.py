@@ -1,10 +1,13 @@
 """A log-prob check of replicas that differ from the trainer by what a test says."""
 
 import asyncio
+from types import SimpleNamespace
 
 from llamarl.controller.logprob_check import LogprobCheck
+from llamarl.core.config import EmbeddedConfig, WeightsConfig
 from llamarl.core.records import FinishReason, Prompt, Sampling
 from tests.fakes import RolloutSetting, stopped
+from tests.planner.planner_recipes import make_recipe
 
 SAMPLING = Sampling(temperature=0.7, max_tokens=256, stop_token_ids=(1,))
 
@@ -31,7 +34,7 @@ class CheckSetting(RolloutSetting):
     are written at once, with the version that `dispatch.replicas` has; those of replicas in
     `never_come` do not stop."""
 
-    def __init__(self, replicas=(0, 1), mode="fail"):
+    def __init__(self, replicas=(0, 1), mode="fail", pools=()):
         super().__init__()
         self.dispatch.replicas = dict.fromkeys(replicas, 0)
         self.dispatch.longest_s, self.dispatch.stop = 0.0, self.written
@@ -39,15 +42,21 @@ class CheckSetting(RolloutSetting):
         self.trainer = NoisyTrainer(self.replica_of)
         self.serving = None
         self.num_rows = 0
-        self.logprob_check = LogprobCheck(
+        self.engines = SimpleNamespace(
             dispatch=self.dispatch,
             rollouts=self.rollouts,
-            trainer=self.trainer,
-            allocate_rows=self.allocate,
+            compare_logprobs=self.trainer.infer,
+            gate=SimpleNamespace(allocate_rows=self.allocate),
+        )
+        self.logprob_check = LogprobCheck(
+            engines=self.engines,
+            config=make_recipe(
+                seed=7,
+                weights=WeightsConfig(logprob_check=mode),
+                generator=EmbeddedConfig(pools=[*pools]),
+            ),
             prompts=PROMPTS,
             sampling=SAMPLING,
-            seed=7,
-            mode=mode,
         )
 
     def written(self, request):

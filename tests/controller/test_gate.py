@@ -16,6 +16,7 @@ from llamarl.core.records import Prompt
 from llamarl.metrics.span import Spans
 from llamarl.prompts.stream import PromptStream
 from llamarl.scoring.samplers import ReadyItem, Sample
+from llamarl.trainer.packing import MiniBatches
 from tests.fakes import stopped
 
 PROMPTS = [Prompt(prompt_id=i, text=str(i), token_ids=(i,)) for i in range(1, 8)]
@@ -28,13 +29,16 @@ def make_gate(
     max_drops_in_row: int = 4,
     num_prompts: int = 100,
     prompts: PromptStream | None = None,
+    version: int = 0,
+    shape: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Gate:
     prompts = prompts or make_prompts()
+    shape = {"groups_per_step": groups_per_step, "first_version": version} | (shape or {})
     prompts.num_prompts = num_prompts
     return Gate(
         max_staleness=max_staleness,
-        groups_per_step=groups_per_step,
+        steps=MiniBatches(**shape),
         late=late,
         max_drops_in_row=max_drops_in_row,
         prompts=prompts,

@@ -79,17 +79,15 @@ def test_with_every_sampler_no_token_is_trained_too_late_and_no_group_is_lost_or
     chosen = random.Random(seed)
     name, late = kind.split()
     samplers = {"admission": admission, "group_complete": group_complete}
-    num_mini_batches, num_passes = (1, 1) if name == "any" else shape
-    per_batch = num_mini_batches * num_passes
+    number, num_passes = (1, 1) if name == "any" else shape
+    per_batch = number * num_passes
     max_staleness = per_batch - 1 + spare
     gate = make_gate(
         samplers.get(name) or of_any_mind(chosen, max_staleness),
         max_staleness,
         late,
         size,
-        num_mini_batches=num_mini_batches,
-        num_passes=num_passes,
-        looks_ahead=looks_ahead,
+        shape={"number": number, "num_passes": num_passes, "looks_ahead": looks_ahead},
     )
     open_, unsettled, consumed, dropped = list[int](), list[Group](), list[int](), list[int]()
     used, prompt_of = set[int](), dict[int, list[int]]()
@@ -137,7 +135,7 @@ def test_with_every_sampler_no_token_is_trained_too_late_and_no_group_is_lost_or
         ahead: list[int] = []
         for version in range(3 * per_batch + 8):
             batch = await take(size)
-            num_before, place = divmod(version % per_batch, num_mini_batches)
+            num_before, place = divmod(version % per_batch, number)
             if num_before == 0:
                 first_pass[place] = ids(batch)
                 if place and looks_ahead:

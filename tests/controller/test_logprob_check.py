@@ -18,11 +18,10 @@ from llamarl.controller.logprob_check import (
     NUM_PROOFS,
     NUM_START_ROWS,
     NUM_TOKENS,
-    LogprobCheck,
     Tolerance,
 )
 from llamarl.core.records import GENERATOR_LOGPROBS, RESPONSE_IDS, Purpose
-from tests.controller.logprob_setting import PROMPTS, SAMPLING, CheckSetting
+from tests.controller.logprob_setting import SAMPLING, CheckSetting
 
 
 async def test_of_many_replicas_a_few_are_asked_at_each_version_and_all_in_turn():
@@ -55,7 +54,7 @@ async def test_requests_are_short_of_the_training_distribution_and_belong_to_the
 async def test_rows_lie_in_a_storage_unit_on_the_host_of_the_replica_that_writes_them():
     setting = CheckSetting()
     setting.dispatch.units = {0: 1, 1: 2}
-    setting.logprob_check.allocate_rows = RowIds(0, 3).take
+    setting.engines.gate.allocate_rows = RowIds(0, 3).take
     await setting.start()
     await setting.publish(1)
     units = {(each.replica, each.row_id % 3) for each in setting.dispatch.asked}
@@ -77,7 +76,7 @@ async def test_a_coarser_engine_gets_more_tolerance_and_must_exceed_it_repeatedl
     setting, noise = CheckSetting(), random.Random(1)
     setting.trainer.noise = lambda replica: noise.uniform(0.01, 0.05)
     await setting.start()
-    assert FACTOR * 0.01 < setting.logprob_check.tolerances[""].value <= FACTOR * 0.05
+    assert FACTOR * 0.01 < setting.logprob_check.tolerances["generator"].value <= FACTOR * 0.05
     for version in range(1, 31 * NUM_PROOFS + 1):  # outliers, but never NUM_PROOFS running
         difference = 2.0 if version % NUM_PROOFS == 1 else 0.02
         setting.trainer.noise = lambda replica, difference=difference: difference
@@ -198,17 +197,16 @@ async def test_outliers_at_the_start_are_normal_for_coarse_engines():
     setting, noise = CheckSetting(), random.Random(2)
     setting.trainer.noise = lambda replica: 5.0 if noise.random() < 0.1 else 0.03
     await setting.start()
-    assert setting.logprob_check.tolerances[""].value == FACTOR * 0.03
+    assert setting.logprob_check.tolerances["generator"].value == FACTOR * 0.03
 
 
 async def test_what_is_normal_in_one_pool_is_no_measure_of_another():
-    setting = CheckSetting()
-    setting.logprob_check.pool_of = lambda replica: ("float32", "int8")[replica]
+    setting = CheckSetting(pools=["num_replicas=1", "num_replicas=1 max_num_seqs=8"])
     setting.trainer.noise = lambda replica: (1e-5, 0.02)[replica]
     scalars = await setting.start()
-    tolerances = setting.logprob_check.tolerances
-    assert tolerances["float32"].value == FLOOR
-    assert tolerances["int8"].value == FACTOR * 0.02 == scalars["logprob_check_tolerance"]
+    first, second = setting.logprob_check.tolerances.values()
+    assert first.value == FLOOR
+    assert second.value == FACTOR * 0.02 == scalars["logprob_check_tolerance"]
     await setting.publish(5)
     assert await setting.logprob_check.check(5)
     setting.trainer.noise = lambda replica: (0.01, 0.02)[replica]
@@ -249,11 +247,11 @@ async def test_few_rows_are_not_enough_to_know_what_is_normal():
     await setting.pass_time()
     setting.dispatch.replicas[0] = 0
     for version in range(1, NUM_START_ROWS + 1):
-        assert setting.logprob_check.tolerances[""].value is None
+        assert setting.logprob_check.tolerances["generator"].value is None
         await setting.publish(version)
         scalars = await setting.logprob_check.check(version)
         assert scalars["logprob_check_rows"] == 1
-    assert setting.logprob_check.tolerances[""].value == FLOOR
+    assert setting.logprob_check.tolerances["generator"].value == FLOOR
 
 
 def test_a_request_that_all_replicas_refuse_ends_the_run(caplog):
@@ -272,11 +270,7 @@ def test_a_request_that_all_replicas_refuse_ends_the_run(caplog):
 def test_a_longest_completion_below_that_of_a_logprob_check_is_kept():
     setting = CheckSetting()
     short = replace(SAMPLING, max_tokens=3)
-    logprob_check = LogprobCheck(
-        dispatch=setting.dispatch, rollouts=setting.rollouts,
-        trainer=setting.trainer, allocate_rows=setting.allocate, prompts=PROMPTS, sampling=short,
-        seed=0, mode="fail",
-    )  # fmt: skip
+    logprob_check = replace(setting.logprob_check, sampling=short)
 
     async def main():
         logprob_check.committed(0, 0)

@@ -14,6 +14,7 @@ from llamarl.core import checkpoint
 from llamarl.core.config import CheckpointConfig
 from llamarl.metrics.held_out import BestVersion
 from llamarl.metrics.span import Spans
+from llamarl.trainer.packing import MiniBatches
 from tests.fakes import SHARD, SavingTrainer
 
 
@@ -68,9 +69,7 @@ class Gate:
 
     def __init__(self):
         self.num_drawn = 0
-
-    def first_of_batch(self, version):
-        return version
+        self.steps = MiniBatches(groups_per_step=1)
 
     def state(self, version):
         return {"next_group_id": self.num_drawn}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
@@ -18,10 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.controller.balance import RowIds
-from llamarl.controller.engines import Engines, Unobserved
+from llamarl.controller.engines import Engines
 from llamarl.controller.evaluation import Evaluator
 from llamarl.controller.rollouts import Rollouts
+from llamarl.core.config import EmbeddedConfig, EvaluationConfig
 from llamarl.core.errors import TaskError
+from llamarl.core.faces import RunObserver
 from llamarl.core.groups import Evaluation, HeldOutResult
 from llamarl.core.records import (
     REWARD,
@@ -30,7 +32,6 @@ from llamarl.core.records import (
     Prompt,
     Request,
     RolloutInfo,
-    Sampling,
     StageResult,
     StageStatus,
 )
@@ -52,9 +53,12 @@ from llamarl.metrics.held_out import (
     summed_up,
 )
 from llamarl.metrics.tensorboard import description
+from llamarl.planner.simulation.simulated_run import make_inputs
 from llamarl.storage.archive import make_record
-from tests.fakes import RolloutSetting, stopped
+from llamarl.trainer.packing import MiniBatches
+from tests.fakes import KL, RolloutSetting, stopped
 from tests.json_lines import read_lines
+from tests.planner.planner_recipes import LLAMA, make_recipe
 
 ROWS = (10, 11, 12, 13)
 
@@ -79,22 +83,29 @@ class EvaluatorSetting(RolloutSetting):
             rules=SimpleNamespace(make_record=make_record),  # type: ignore[arg-type]
             gate=SimpleNamespace(  # type: ignore[arg-type]
                 allocate_rows=RowIds(10, 1).take,
-                first_of_batch=lambda version: version,
-                first_version=0,
+                steps=MiniBatches(groups_per_step=1),
             ),
             dispatch=self.dispatch,  # type: ignore[arg-type]
             rollouts=self.rollouts,
             trainer=None,
             publisher=SimpleNamespace(hold=self.hold),  # type: ignore[arg-type]
-            observer=Unobserved(),
+            observer=RunObserver(),
             version=3,
         )
+        prompts = [Prompt(prompt_id=i, text="", token_ids=(1, i)) for i in range(4)]
         return Evaluator(
-            prompts=[Prompt(prompt_id=i, text="", token_ids=(1, i)) for i in range(4)],
-            sampling=Sampling(max_tokens=4),
-            seed=0,
             engines=engines,
-            rows_per_replica=3,
+            config=make_recipe(generator=EmbeddedConfig(max_num_seqs=3)),
+            inputs=make_inputs([], KL, LLAMA, prompts),
+        )
+
+    def ask(self, prompts: Sequence[Prompt] | None = None, **fields: Any) -> None:
+        """Evaluate these prompts as `evaluation.*` with these fields says."""
+        before = self.evaluator
+        self.evaluator = replace(
+            before,
+            config=replace(before.config, evaluation=EvaluationConfig(**fields)),
+            inputs=replace(before.inputs, held_out=before.prompts if prompts is None else prompts),
         )
 
     def hold(self, version: int, at_most: int | None) -> nullcontext[None]:
@@ -204,12 +215,12 @@ def test_without_any_rollout_there_is_no_result() -> None:
 def test_several_rollouts_of_prompts_of_several_sets_are_told_apart() -> None:
     setting = EvaluatorSetting()
     asked = [("easy", 1), ("easy", 2), ("hard", 1)]
-    setting.evaluator = replace(
-        setting.evaluator,
-        prompts=[Prompt(prompt_id=i, text="", token_ids=(i,), held_out=name) for name, i in asked],
-        num_rollouts=4,
+    setting.ask(
+        [Prompt(prompt_id=i, text="", token_ids=(i,), held_out=name) for name, i in asked],
+        rollouts_per_prompt=4,
+        temperature=1.0,
         at_k=[1, 2, 4],
-        sets=["easy", "hard"],
+        sets={"easy": "x", "hard": "y"},
     )
     answers = {"easy 1": "aaab", "easy 2": "bbba", "hard 1": "ccdd"}  # a and c are right
     rows = {
@@ -258,8 +269,7 @@ def test_each_prompt_under_each_version_is_a_line_of_evaluations_jsonl(tmp_path:
     setting.score = lambda row_id: StageResult(
         row_id=row_id, numbers={REWARD: 0.5}, answer=[7, 7, 9, None][row_id - 10]
     )
-    setting.evaluator = replace(setting.evaluator, num_rollouts=2, at_k=[2])
-    setting.evaluator.prompts = setting.evaluator.prompts[:2]
+    setting.ask(setting.evaluator.prompts[:2], rollouts_per_prompt=2, temperature=1.0, at_k=[2])
     result = setting.evaluate()
     assert result is not None
     append_results(tmp_path, result)
@@ -285,7 +295,7 @@ def test_each_prompt_under_each_version_is_a_line_of_evaluations_jsonl(tmp_path:
 
 def test_without_answers_there_is_no_majority() -> None:
     setting = EvaluatorSetting()
-    setting.evaluator = replace(setting.evaluator, num_rollouts=2, at_k=[2])
+    setting.ask(rollouts_per_prompt=2, temperature=1.0, at_k=[2])
     result = setting.evaluate()
     assert result is not None
     assert [*result.shares] == ["accuracy", "pass_at_2"]
@@ -304,11 +314,12 @@ def test_what_may_be_the_best_is_evaluated_between_batches(
     first: int, every: int, last: int, expected: list[int]
 ) -> None:
     """Batches have two steps; the first one begins with version `first`."""
-    begun = EvaluatorSetting().make_evaluator()
-    evaluator = replace(begun, best=BestVersion(metric="x"), every_steps=every, version=first)
+    setting = EvaluatorSetting()
+    begun = setting.make_evaluator()
+    setting.ask(every_steps=every)
+    evaluator = replace(setting.evaluator, best=BestVersion(metric="x"), version=first)
     gate: Any = evaluator.engines.gate
-    gate.first_of_batch = lambda version: version - (version - first) % 2
-    gate.first_version = first
+    gate.steps = MiniBatches(groups_per_step=1, num_passes=2, first_version=first)
     assert begun.is_wanted(first) is False, "no best one is asked for"
     assert first == 0 or evaluator.is_wanted(first), "its checkpoint is there"
     due, saved = [], []

@@ -5,9 +5,9 @@ import asyncio
 from collections import Counter
 from dataclasses import replace
 
-from llamarl.controller.engines import Unobserved
 from llamarl.core.config.generator import number_of, pools_of
 from llamarl.core.errors import StaleVersion
+from llamarl.core.faces import RunObserver
 from llamarl.core.groups import Batch, Group, StepStats, Verdict
 from llamarl.core.records import (
     Columns,
@@ -302,7 +302,7 @@ class SimulatedTrainer(Layouts):
         self._timeline.record("trainer", reason, self._idle_since_s, now_s, "wait")
 
 
-class SimulatedRunLogger(Unobserved):
+class SimulatedRunLogger(RunObserver):
     """Notes steps and publishes in the timeline."""
 
     def __init__(self, timeline: SimulatedTimeline) -> None:
