@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,7 @@ def attach(
                 half.weight = nn.Parameter(distribute_tensor(half.weight, mesh, place))
             linear.add_module(part, half)
         # It runs before the hook by which tensor parallelism hands on the matrix's output.
-        linear.register_forward_hook(_Addend(switch, lora), prepend=True)
+        linear.register_forward_hook(partial(_add, switch, lora), prepend=True)
     return switch
 
 
@@ -110,53 +112,46 @@ def _linear(root: nn.Module, name: str) -> nn.Linear:
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Addend:
-    """A hook behind a matrix, which adds scale * B A x to its output."""
+def _add(
+    switch: AdapterSwitch, lora: LoraConfig, linear: nn.Module, inputs: tuple[Any, ...], out: Tensor
+) -> Tensor:
+    """Add scale * B A x to a matrix's output `out`, as a hook behind it."""
+    if not switch.is_on:
+        return out
+    a, b = (_local(linear.get_parameter(f"{half}.weight")) for half in (LORA_A, LORA_B))
+    # It is each rank's part of B A x, or its addend, like the matrix's own product.
+    product = F.linear(F.linear(_dropped(inputs[0], lora), a), b)
+    if isinstance(out, DTensor):
+        product = DTensor.from_local(product, out.device_mesh, out.placements, run_check=False)
+    return torch.add(out, product, alpha=lora.scale)
 
-    switch: AdapterSwitch
-    lora: LoraConfig
 
-    def __call__(self, linear: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
-        if not self.switch.is_on:
-            return out
-        a, b = (linear.get_parameter(f"{half}.weight") for half in (LORA_A, LORA_B))
-        (x,) = inputs
-        if not isinstance(out, DTensor):
-            return torch.add(out, self._product(self._dropped(x), a, b), alpha=self.lora.scale)
-        # `local` is each rank's part of B A x, or its addend, like the matrix's own product.
-        local = self._product(self._dropped(x), _local(a), _local(b))
-        added = DTensor.from_local(local, out.device_mesh, out.placements, run_check=False)
-        return torch.add(out, added, alpha=self.lora.scale)
-
-    def _product(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return F.linear(F.linear(x, a), b)
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        """Return this rank's part of x, with a share of zeros where gradients are wanted. The ranks
-        that tensor parallelism splits x over draw the same numbers, those for all of x, so that
-        they drop what one process would."""
-        rate = self.lora.dropout if torch.is_grad_enabled() else 0.0
-        local = _local(x) if isinstance(x, DTensor) else x
-        if rate == 0.0:
-            return local
-        if local.shape == x.shape:
-            return F.dropout(local, rate)
-        assert isinstance(x, DTensor)
-        (split,) = x.placements
-        assert isinstance(split, Shard)
-        size = local.shape[split.dim]
-        with torch.no_grad():
-            scales = F.dropout(local.new_ones(x.shape), rate)
-            first = x.device_mesh.get_local_rank() * size
-            scales = scales.narrow(split.dim, first, size).clone()
-        return local * scales
+def _dropped(x: Tensor, lora: LoraConfig) -> Tensor:
+    """Return this rank's part of x, with a share of zeros where gradients are wanted. The ranks
+    that tensor parallelism splits x over draw the same numbers, those for all of x, so that they
+    drop what one process would."""
+    rate = lora.dropout if torch.is_grad_enabled() else 0.0
+    local = _local(x)
+    if rate == 0.0:
+        return local
+    if local.shape == x.shape:
+        return F.dropout(local, rate)
+    assert isinstance(x, DTensor)
+    (split,) = x.placements
+    assert isinstance(split, Shard)
+    size = local.shape[split.dim]
+    with torch.no_grad():
+        scales = F.dropout(local.new_ones(x.shape), rate)
+        first = x.device_mesh.get_local_rank() * size
+        scales = scales.narrow(split.dim, first, size).clone()
+    return local * scales
 
 
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's part. The gradient of a tensor that all ranks hold is the sum of theirs,
     because each rank's comes through one part of the other half."""
-    assert isinstance(tensor, DTensor)
+    if not isinstance(tensor, DTensor):
+        return tensor
     is_whole = all(placement.is_replicate() for placement in tensor.placements)
     return tensor.to_local(grad_placements=[Partial()] if is_whole else None)
 
@@ -175,20 +170,9 @@ def initialize(parameters: Mapping[str, Tensor], seed: int) -> None:
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
             whole.uniform_(-1.0, 1.0, generator=generator).div_(math.sqrt(parameter.shape[1]))
-        write(parameter, whole)
-
-
-@torch.no_grad()
-def write(parameter: Tensor, whole: Tensor) -> None:
-    """Copy `whole` into a parameter; if it is sharded, into this rank's part."""
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(whole)
-        return
-    (chunk,) = parameter.__create_chunk_list__()  # torch's own offsets: strided shards too
-    place = tuple(
-        slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
-    )
-    parameter.to_local().copy_(whole[place])
+        start, local = hf.local_box(parameter)
+        stop = map(operator.add, start, local.shape)
+        local.copy_(whole[tuple(map(slice, start, stop))])
 
 
 SNAPSHOT = re.compile(r".*/models--(.+?)--(.+)/snapshots/([0-9a-f]{40})")
@@ -270,16 +254,22 @@ def _merged(
 def _config(
     shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig, checkpoint: str
 ) -> dict[str, object]:
-    """Return the content of adapter_config.json."""
-    modules = adapted_modules(shapes)
+    """Return the content of adapter_config.json. It has name and revision that the checkpoint has
+    on the Hub, if its folder is one of the Hub's cache, and the targets as the recipe names them;
+    for all matrices, the last parts of their names."""
+    of_hub = SNAPSHOT.fullmatch(checkpoint)
+    targets = {*lora.targets}
+    if ALL_LINEAR in targets:
+        targets = {module.rpartition(".")[2] for module in adapted_modules(shapes)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        **_named(checkpoint),
+        "base_model_name_or_path": f"{of_hub[1]}/{of_hub[2]}" if of_hub else checkpoint,
+        "revision": of_hub[3] if of_hub else None,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": sorted({*_targets(modules, lora)}),
+        "target_modules": sorted(targets),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -288,19 +278,3 @@ def _config(
         "use_dora": False,
         "use_rslora": False,
     }
-
-
-def _named(checkpoint: str) -> dict[str, object]:
-    """Return name and revision of the checkpoint: on the Hub, if its folder is one of the Hub's
-    cache."""
-    name, revision = checkpoint, None
-    if found := SNAPSHOT.fullmatch(checkpoint):
-        name, revision = f"{found[1]}/{found[2]}", found[3]
-    return {"base_model_name_or_path": name, "revision": revision}
-
-
-def _targets(modules: list[str], lora: LoraConfig) -> list[str]:
-    """Return the targets as the recipe names them; for all matrices, the last parts of their
-    names."""
-    is_named = ALL_LINEAR not in lora.targets
-    return [*lora.targets] if is_named else [module.rpartition(".")[2] for module in modules]

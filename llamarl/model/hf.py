@@ -111,7 +111,11 @@ def save(
         check_space(unfinished.parent, num_bytes, "the weights need")
         copy_files(source, MODEL_FILES, unfinished)
         copy_files(Path(tokenizer_folder or source), TOKENIZER_FILES, unfinished)
-        _write_config(source, unfinished, dtype)
+        config = read_object(source / "config.json")
+        # The old spelling is read by every version of transformers, the new one by new ones.
+        config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+        text = json.dumps(config, indent=2) + "\n"
+        (unfinished / "config.json").write_text(text, encoding="utf-8")
         _write_weights(unfinished, tensors, shapes, dtype, max_shard_bytes)
         files.write(unfinished)
 
@@ -158,13 +162,6 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor], beside: str = "conf
     shutil.copymode(path.with_name(beside), path)  # else its owner alone could read it
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    config = read_object(source / "config.json")
-    # The old spelling is read by every version of transformers, the new one by new ones.
-    config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def check_space(folder: str | Path, num_bytes: int, needs: str) -> None:

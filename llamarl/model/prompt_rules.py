@@ -83,13 +83,10 @@ class PromptRules:
         for number, row in batch:
             try:
                 text, special = self._render(row)
-            except PromptTooLong as error:
-                if self.data.overlong == "drop":
+            except ValueError as error:
+                if isinstance(error, PromptTooLong) and self.data.overlong == "drop":
                     self.counts[DROPPED] += 1
                     continue
-                wrong = located(place, number, error)
-                break
-            except ValueError as error:
                 wrong = located(place, number, error)
                 break
             of_kind[special].append(len(texts))

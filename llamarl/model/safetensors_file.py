@@ -11,8 +11,7 @@ import functools
 import json
 import logging
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -74,30 +73,22 @@ def read_boxes(files: Mapping[str, Path], boxes: Callable[[str], Iterable[FileBo
 
 def have_equal_bytes(path: Path, name: str, other_path: Path, other: str) -> bool:
     """Return whether two tensors of whole files have one dtype, one shape and the same bytes."""
-    with _bytes_of(path, name) as one, _bytes_of(other_path, other) as another:
-        if one.kind != another.kind:
+    with open(path, "rb") as one, open(other_path, "rb") as another:
+        kind = *_, num_bytes = _seek(one, name)
+        if _seek(another, other) != kind:
             return False
-        starts = range(0, one.num_bytes, COMPARED_BYTES)
-        sizes = (min(COMPARED_BYTES, one.num_bytes - start) for start in starts)
-        return all(one.file.read(size) == another.file.read(size) for size in sizes)
+        starts = range(0, num_bytes, COMPARED_BYTES)
+        sizes = (min(COMPARED_BYTES, num_bytes - start) for start in starts)
+        return all(one.read(size) == another.read(size) for size in sizes)
 
 
-class _Bytes(NamedTuple):
-    """A tensor's bytes in a file that is open at their beginning."""
-
-    file: BinaryIO
-    kind: tuple[str, list[int]]
-    num_bytes: int
-
-
-@contextmanager
-def _bytes_of(path: Path, name: str) -> Iterator[_Bytes]:
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        entry = json.loads(file.read(length))[name]
-        start, stop = entry["data_offsets"]
-        file.seek(8 + length + start)
-        yield _Bytes(file, (entry["dtype"], entry["shape"]), stop - start)
+def _seek(file: BinaryIO, name: str) -> tuple[str, list[int], int]:
+    """Go to where a tensor's bytes begin. Returns its dtype, its shape and their number."""
+    (length,) = struct.unpack("<Q", file.read(8))
+    entry = json.loads(file.read(length))[name]
+    start, stop = entry["data_offsets"]
+    file.seek(8 + length + start)
+    return entry["dtype"], entry["shape"], stop - start
 
 
 def _open(path: Path, framework: str) -> safe_open:

@@ -257,16 +257,9 @@ def load_tokenizer(
         must = "be a tokenizer that transformers loads"
         raise ValueError(f"{file} must {must}, got {reason}") from None
     if day is not None:
-        backend.chat_template = _on_day(backend.chat_template, day)
+        backend.chat_template = on_day(backend.chat_template, day)
     eos_token_ids = _eos_token_ids(path, backend.eos_token_id)
     return Tokenizer(backend, str(path), eos_token_ids, template_kwargs)
-
-
-def _on_day(template: Any, day: str) -> Any:
-    """Return a template, several by name, or None, with this day as today's."""
-    if isinstance(template, dict):
-        return {name: _on_day(text, day) for name, text in template.items()}
-    return on_day(template, day) if isinstance(template, str) else template
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -329,9 +322,14 @@ TODAY = "strftime_now"  # by which a template says the day
 PERCENT = "\ufdd1"  # of no character: it stands for %% while directives are replaced
 
 
-def on_day(template: str, day: str) -> str:
-    """Return the template with a `strftime_now` of its own, in which it is always the beginning of
-    this day (ISO). transformers gives templates no function of the caller's."""
+def on_day(template: Any, day: str) -> Any:
+    """Return a template, several by name, or None, with a `strftime_now` of its own, in which it is
+    always the beginning of this day (ISO). transformers gives templates no function of the
+    caller's."""
+    if isinstance(template, dict):
+        return {name: on_day(text, day) for name, text in template.items()}
+    if not isinstance(template, str):
+        return template
     start = datetime.fromisoformat(day)
     directives = [f"%{flag}{each}" for flag in ("", "-") for each in string.ascii_letters]
     texts = {each: start.strftime(each) for each in directives}
