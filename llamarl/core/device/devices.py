@@ -5,7 +5,7 @@ A kind of device is added by one entry of PLATFORMS."""
 import dataclasses
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -63,39 +63,25 @@ def send(record: T, device: torch.device) -> T:
 
     A record is a tensor, or a dataclass, tuple, list or mapping of records; all else in it stays.
     """
-    tensors = [each for each in _leaves(record) if isinstance(each, Tensor)]
+    tensors: list[Tensor] = []
+    _with_tensors(record, tensors.append)
     sent = iter(platform_of(device).send(tensors, device))
-    return _rebuilt(record, sent)
+    return _with_tensors(record, lambda _: next(sent))
 
 
-def _leaves(record: Any) -> Iterator[Any]:
-    for part in _parts(record).values():
-        yield from [part] if part is record else _leaves(part)
-
-
-def _rebuilt(record: Any, sent: Iterator[Tensor]) -> Any:
+def _with_tensors(record: Any, replace: Callable[[Tensor], Any]) -> Any:
+    """Return the record with what `replace` returns for each of its tensors, in order."""
     if isinstance(record, Tensor):
-        return next(sent)
-    parts = {
-        key: part if part is record else _rebuilt(part, sent)
-        for key, part in _parts(record).items()
-    }
+        return replace(record)
     if isinstance(record, Mapping):
-        return parts
-    if dataclasses.is_dataclass(record) and not isinstance(record, type):
-        return dataclasses.replace(record, **parts)
-    return type(record)(parts.values()) if isinstance(record, tuple | list) else record
-
-
-def _parts(record: Any) -> Mapping[Any, Any]:
-    """Return the parts of a record by key; a leaf's only part is itself."""
-    if isinstance(record, Mapping):
-        return record
+        return {key: _with_tensors(each, replace) for key, each in record.items()}
     if isinstance(record, tuple | list):
-        return dict(enumerate(record))
+        return type(record)([_with_tensors(each, replace) for each in record])
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
-        return {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
-    return {None: record}
+        names = [field.name for field in dataclasses.fields(record)]
+        parts = {name: _with_tensors(getattr(record, name), replace) for name in names}
+        return dataclasses.replace(record, **parts)
+    return record
 
 
 def use_device(device: torch.device) -> None:
