@@ -58,17 +58,13 @@ class RunLogger(RunObserver):
         self.progress.start_training(version)
 
     def log_group(self, group: Group, verdict: Verdict) -> None:
-        """Count `group`, which is scored and filtered."""
         self._drops.add(group, verdict.reason if isinstance(verdict, Dropped) else None)
         self.progress.show_drops(self._drops)
 
     def log_publish(self, seconds: float) -> None:
-        """Note that a publish reached the generators after `seconds`."""
         self._seconds["publish"] = seconds
 
     def log_evaluation(self, evaluated: Evaluation | None) -> None:
-        """Log a held-out evaluation that has ended; None: generators were lost with prompts of
-        it."""
         if evaluated is None:
             return
         self.log.log(evaluated.version, evaluation_scalars(evaluated))
@@ -76,7 +72,6 @@ class RunLogger(RunObserver):
         self.progress.show_evaluation(evaluated)
 
     def log_held_out(self, version: int, loss: float, num_tokens: int) -> None:
-        """Log the mean loss of the held-out demonstrations, over so many tokens."""
         scalars = {HELD_OUT_LOSS: loss, "perplexity/held_out": perplexity(loss)}
         self.log.log(version, scalars | {"tokens/held_out": num_tokens})
         self.progress.show_loss(version, loss)
@@ -84,8 +79,7 @@ class RunLogger(RunObserver):
     async def log_step(
         self, stats: StepStats, groups: Sequence[Group], oldest_version: int, found: Scalars
     ) -> None:
-        """Log a step as faces.RunObserver says. The step has ended now, whenever its metrics are
-        made."""
+        """See `RunObserver`. The step has ended now, whenever its metrics are made."""
         now_ns = time.monotonic_ns()
         self.spans.record("step", self._step_ended_ns, now_ns, "mark", version=stats.version)
         seconds = {"step": (now_ns - self._step_ended_ns) / 1e9, **self._seconds}
