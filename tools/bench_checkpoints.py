@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import statistics
 import tempfile
 import threading
@@ -39,7 +38,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from weights_bench.model import model_of
 
-from llamarl.core.memory import available_bytes
 from llamarl.core.process_group import join, leave
 from llamarl.trainer.policy import Snapshot
 
@@ -63,7 +61,7 @@ class Ways:
 
     def beside(self, folder: str) -> Writing:
         """Copy, and write the copy on a thread."""
-        assert self._snapshot.take(self._state, socket.gethostname(), available_bytes)
+        assert self._snapshot.take(self._state)
         thread = threading.Thread(target=self._snapshot.write_copy, args=(folder,))
         thread.start()
         return thread

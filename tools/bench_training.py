@@ -124,7 +124,7 @@ class Trained:
         """Seconds of one micro-batch."""
         self.model.zero_grad(set_to_none=True)
         start_s = time.perf_counter()
-        self._passes.accumulate(self.rows, self.columns, [len(self.rows)])
+        self._passes.accumulate(self.rows, self.columns, [range(len(self.rows))])
         return time.perf_counter() - start_s
 
     def logprobs(self) -> np.ndarray:

@@ -270,7 +270,7 @@ class Trial:
         ]
         policy = SimpleNamespace(model=self._model, finish_inference=lambda: None)
         passes = Passes(policy, CPU, config, find_loss(config.algorithm))  # type: ignore[arg-type]
-        passes.accumulate(rows, columns, [len(rows)])
+        passes.accumulate(rows, columns, [range(len(rows))])
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().item()
         num_tokens, most = sum(row.num_generated for row in rows), config.sampling.max_tokens

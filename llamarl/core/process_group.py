@@ -129,3 +129,12 @@ def join(rendezvous: str, rank: int, num_ranks: int, device: torch.device) -> No
 def leave() -> None:
     """Leave the group that `join` formed."""
     dist.destroy_process_group()
+
+
+def largest(count: int) -> int:
+    """Return the largest count of all ranks of the default group, or `count` without a group."""
+    if not dist.is_initialized():
+        return count
+    most = torch.tensor(count)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)

@@ -1,9 +1,11 @@
-"""The decoder of Llama 3, Qwen2.5 and Qwen3 (dense), on packed rollouts.
+"""The interface of a model for trainer and reference, and the decoder of Llama 3, Qwen2.5 and Qwen3
+(dense), on packed rollouts.
 
-Parameters have the names and shapes of the Hugging Face layout, so no file or weight transport
-needs a map of names."""
+Sharding, optimizer, checkpoints, export and publishing work on the interface alone. Parameters have
+the names and shapes of the Hugging Face layout, so none of these needs a map of names."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,10 +16,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from llamarl.core.device.devices import send
+from llamarl.model.adapters import AdapterSwitch
 from llamarl.model.architecture import Architecture
 from llamarl.model.attention import Packing, make_packing, packed_attention
 from llamarl.model.head import TokenStats, token_stats
-from llamarl.model.trained_model import TrainedModel
 
 aten = torch.ops.aten
 KEPT = [
@@ -34,6 +36,51 @@ tensor parallelism's sums."""
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """The cos and sin, float32 [N, 1, head_dim / 2], of the N tokens at hand."""
+
+
+class TrainedModel(nn.Module, ABC):
+    """A language model on packed rollouts, of our code or another library's, built on the meta
+    device.
+
+    Its `named_parameters` have the names and shapes of the checkpoint's tensors, and of adapters if
+    it has any; `adapters` switches these off and on. With tensor parallelism over
+    `num_tensor_ranks` it computes a multiple of as many tokens."""
+
+    adapters: AdapterSwitch | None = None
+    num_tensor_ranks = 1
+
+    @property
+    def root(self) -> nn.Module:
+        """The module whose submodules have the names of the checkpoint."""
+        return self
+
+    @property
+    @abstractmethod
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder's layers, each of which is gathered by itself."""
+
+    @abstractmethod
+    def set_checkpointing(self, checkpointing: str) -> None:
+        """Choose what the layers' backward pass recomputes (see TrainerConfig). It is applied
+        inside the layers, below FSDP's hooks, so that recomputing gathers no weights."""
+
+    def prepare(self) -> None:
+        """Set buffers that no file holds; called on all ranks when the weights are in place."""
+
+    @abstractmethod
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        packing: Packing,
+        targets: torch.Tensor,
+        temperature: float,
+        chosen: torch.Tensor | None = None,
+    ) -> TokenStats:
+        """Return log-probs of `targets` and entropies at `temperature` for packed rollouts.
+
+        `token_ids`, `targets` int64 [N]; `packing` of the rollouts' N tokens, made a multiple of
+        `num_tensor_ranks`, on the same device. Returns float32 [N] each; with `chosen` int64 [T],
+        different tokens, these only, [T]: prompts need no logits. No rollout sees another one."""
 
 
 class Transformer(TrainedModel):
@@ -106,9 +153,6 @@ class Transformer(TrainedModel):
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
             layer.checkpointing = checkpointing
-
-    def prepare(self) -> None:
-        """See TrainedModel. Nothing is left to do here."""
 
     @property
     def head_weight(self) -> torch.Tensor:

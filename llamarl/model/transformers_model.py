@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
@@ -20,11 +19,11 @@ from transformers.utils import logging as transformers_logging
 
 from llamarl.core.device.devices import platform_of, send
 from llamarl.core.fields import require
+from llamarl.core.process_group import largest
 from llamarl.model.architecture import causal_families
 from llamarl.model.attention import AttentionBlock, Packing, make_packing, packed_attention
 from llamarl.model.head import TokenStats, token_stats
-from llamarl.model.trained_model import TrainedModel
-from llamarl.model.transformer import recomputed
+from llamarl.model.transformer import TrainedModel, recomputed
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +149,7 @@ class TransformersModel(TrainedModel):
         temperature: float,
     ) -> TokenStats:
         """Compute each rollout as a row, padded on the right, where nothing reaches it."""
-        num_extra = _most(len(blocks), token_ids.device) - len(blocks)
+        num_extra = largest(len(blocks)) - len(blocks)
         parts: list[TokenStats] = []
         places: list[torch.Tensor] = []
         every = torch.arange(len(token_ids), device=token_ids.device)
@@ -294,12 +293,3 @@ def _softmax_stats(
     logprobs = (logits.float() / temperature).log_softmax(-1)
     chosen = logprobs.gather(1, targets[:, None]).squeeze(1)
     return chosen, -(logprobs.exp() * logprobs).sum(-1)
-
-
-def _most(count: int, device: torch.device) -> int:
-    """Return the largest count of all ranks, for all take part in every gather."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
-        return count
-    most = torch.tensor(count, device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)

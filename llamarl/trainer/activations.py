@@ -9,7 +9,7 @@ nothing.
 Rules for what the meta device cannot know:
 
 - Attention. A CPU runs `flash_cpu`. CUDA runs `flash` on bfloat16 and `efficient` on float32. The
-  kernel that `attention_kernel` names runs on the meta device too.
+  same kernel runs on the meta device.
 - Head. In bfloat16 a CPU widens the head's weight to float32, which meta tensors do not.
 - Padding. Attention pads rollouts of one block to its longest (model/attention.py), so memory
   depends on their lengths. The worst packing counts: twice as many cells as tokens."""
@@ -73,7 +73,21 @@ def forecast_activations(config: Config, architecture: Architecture) -> Activati
     """Return the bytes of a micro-batch that is as full as it can be:
     `trainer.tokens_per_micro_batch` tokens, or one rollout of the whole context if that is
     longer."""
-    return Activations(*_at_budget(config, lambda n: _activations(config, architecture, n)))
+    trainer, widened = config.trainer, 0
+    if trainer.device == CPU and trainer.compute_dtype == "bfloat16":
+        widened = 4 * architecture.vocab_size * architecture.hidden_size // trainer.tensor_parallel
+
+    def most(num_tokens: int) -> Activations:
+        found = _measure_all(config, architecture, num_tokens, is_trained=True)
+        num_more = architecture.num_layers - 2
+        return Activations(
+            saved_bytes=max(each.saved + num_more * each.layer for each in found),
+            logits_bytes=widened + max(max(each.head_peak - each.saved, 0) for each in found),
+            block_bytes=max(max(each.layers_peak - each.saved, 0) for each in found),
+            embedding_bytes=max(each.embedding_peak for each in found),
+        )
+
+    return Activations(*_at_budget(config, most))
 
 
 def forecast_inference(config: Config, architecture: Architecture) -> int:
@@ -98,22 +112,6 @@ def _at_budget(config: Config, measure: Callable[[int], tuple[int, ...]]) -> tup
     return tuple(whole + round(more * max(0, whole - half)) for half, whole in pairs)
 
 
-def _activations(config: Config, architecture: Architecture, num_tokens: int) -> Activations:
-    """Return the bytes of a micro-batch of this many tokens."""
-    trainer = config.trainer
-    found = _measure_all(config, architecture, num_tokens, is_trained=True)
-    num_more = architecture.num_layers - 2
-    widened = 0
-    if trainer.device == "cpu" and trainer.compute_dtype == "bfloat16":
-        widened = 4 * architecture.vocab_size * architecture.hidden_size // trainer.tensor_parallel
-    return Activations(
-        saved_bytes=max(each.saved + num_more * each.layer for each in found),
-        logits_bytes=widened + max(max(each.head_peak - each.saved, 0) for each in found),
-        block_bytes=max(max(each.layers_peak - each.saved, 0) for each in found),
-        embedding_bytes=max(each.embedding_peak for each in found),
-    )
-
-
 def _measure_all(
     config: Config, architecture: Architecture, num_tokens: int, *, is_trained: bool
 ) -> list[_Measured]:
@@ -121,7 +119,8 @@ def _measure_all(
     one layer is enough."""
     trainer = config.trainer
     longest = config.generator.max_model_len - 1  # the last token is not fed
-    kernel = attention_kernel(config)
+    kernel = "flash" if trainer.compute_dtype == "bfloat16" else "efficient"
+    kernel = "flash_cpu" if trainer.device == CPU else kernel
     return [
         _measure(
             replace(architecture, num_layers=2 if is_trained else 1),
@@ -135,14 +134,6 @@ def _measure_all(
         )
         for lengths in fullest_packings(num_tokens, longest)
     ]
-
-
-def attention_kernel(config: Config) -> str:
-    """Return the kernel that `scaled_dot_product_attention` takes in the trainer: see the
-    module."""
-    if config.trainer.device == "cpu":
-        return "flash_cpu"
-    return "flash" if config.trainer.compute_dtype == "bfloat16" else "efficient"
 
 
 class Watch(TorchDispatchMode):

@@ -41,17 +41,6 @@ def overlong_penalty(num_tokens: int, max_tokens: int, penalty_tokens: int) -> f
     return -min(max(excess / penalty_tokens, 0.0), 1.0)
 
 
-def overlong_penalties(
-    num_tokens: Sequence[int], max_tokens: int, config: AlgorithmConfig
-) -> list[float]:
-    """Return the penalties that are added to rewards before advantages are computed.
-
-    `num_tokens[i]` counts the response tokens of rollout i, observations among them, as the limit
-    does."""
-    most = config.overlong_penalty_tokens
-    return [overlong_penalty(length, max_tokens, most) for length in num_tokens]
-
-
 def mean(rewards: Sequence[float]) -> list[float]:
     """Return A_i = r_i - mean(r): LlamaRL section 6, Dr. GRPO, PPO here."""
     if len(set(rewards)) == 1:  # exactly 0 in spite of rounding
@@ -166,8 +155,8 @@ def filter_group(
         return Dropped(Counter(group.dropped.values()).most_common(1)[0][0])
     rollouts = tuple(group.rollouts[row_id] for row_id in row_ids)
     scores = tuple(group.scores[row_id] for row_id in row_ids)
-    num_tokens = [rollout.num_tokens for rollout in rollouts]  # observations use the limit up too
-    summed = _summed_rewards(group, row_ids, config)
+    whole = _weighted_rewards(group, row_ids, config)
+    summed = [sum([weight * values[i] for weight, values in whole]) for i in range(len(row_ids))]
     if not all(abs(reward) <= LARGEST for reward in summed):  # NaN: none was given
         return Dropped(FAILED_REWARD)
     columns = _weighted_rewards(group, row_ids, config, functions)
@@ -189,15 +178,11 @@ def filter_group(
         reason = _drop_by_task(scored, task) if name == TASK else FILTERS[name](scored)
         if reason is not None:
             return Dropped(reason)
-    if not config.overlong_penalty_tokens:
+    if not (most := config.overlong_penalty_tokens):
         return Kept(scored.advantages)
-    return Kept(advantages(overlong_penalties(num_tokens, max_tokens, config)))
-
-
-def _summed_rewards(group: Group, row_ids: Sequence[int], config: AlgorithmConfig) -> list[float]:
-    """Return the weighted sum of each rollout's reward columns; NaN if its reward failed."""
-    columns = _weighted_rewards(group, row_ids, config)
-    return [sum([weight * values[i] for weight, values in columns]) for i in range(len(row_ids))]
+    # Observations use the limit up too.
+    penalties = [overlong_penalty(each.num_tokens, max_tokens, most) for each in rollouts]
+    return Kept(advantages(penalties))
 
 
 def _weighted_rewards(

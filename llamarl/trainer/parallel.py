@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +36,7 @@ from llamarl.model.architecture import (
     split_dimension,
 )
 from llamarl.model.inventory import parameter_shapes
-from llamarl.model.trained_model import TrainedModel
-from llamarl.model.transformer import Layer, Transformer
+from llamarl.model.transformer import Layer, TrainedModel, Transformer
 
 MESH_DIMENSIONS = ("replicate", "shard", "tensor")
 
@@ -152,8 +152,10 @@ def compile_layer(layer: Layer, backend: str) -> None:
 
 def _shard(model: TrainedModel, mesh: DeviceMesh, config: TrainerConfig) -> None:
     """Apply FSDP2 over `shard`, with copies over `replicate`: one unit per layer and one for the
-    rest."""
-    ignored = _left_alone(model, config)
+    rest. Frozen weights of which each rank has all are left alone: gathering them would only make a
+    second copy."""
+    is_left = model.adapters is not None and config.num_shard_ranks == 1
+    ignored = {each for each in model.parameters() if is_left and not each.requires_grad}
     is_replicated = "replicate" in (mesh.mesh_dim_names or ())
     data_mesh = mesh["replicate", "shard"] if is_replicated else mesh["shard"]
     # Inputs are not cast: token ids are integers, and the rotation tables stay float32.
@@ -162,37 +164,18 @@ def _shard(model: TrainedModel, mesh: DeviceMesh, config: TrainerConfig) -> None
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
+    options: dict[str, Any] = {"mesh": data_mesh, "mp_policy": policy, "ignored_params": ignored}
     # With one shard, gathering again for the backward pass would only copy.
     reshards = config.reshard_after == "forward" and config.num_shard_ranks > 1
     for layer in model.layers:
-        fully_shard(
-            layer,
-            mesh=data_mesh,
-            mp_policy=policy,
-            reshard_after_forward=reshards,
-            ignored_params=ignored,
-        )
-    fully_shard(
-        model,
-        mesh=data_mesh,
-        mp_policy=policy,
-        reshard_after_forward=False,
-        ignored_params=ignored,
-    )
+        fully_shard(layer, reshard_after_forward=reshards, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if config.reshard_after == "step":  # then a change of the weights calls `reshard`
                 module.set_reshard_after_backward(False)
-
-
-def _left_alone(model: TrainedModel, config: TrainerConfig) -> set[nn.Parameter]:
-    """Return the frozen weights of which each rank has all: gathering them would only make a second
-    copy."""
-    if model.adapters is None or config.num_shard_ranks > 1:
-        return set()
-    return {parameter for parameter in model.parameters() if not parameter.requires_grad}
 
 
 def reshard(model: nn.Module) -> None:
@@ -241,7 +224,14 @@ def empty_model(
 ) -> TrainedModel:
     """Return the model of `load_model` before its weights are read; only config.json of the
     checkpoint is."""
-    model = _build(checkpoint, config, dtype)
+    model: TrainedModel
+    if isinstance(config, TransformersConfig):
+        from llamarl.model.transformers_model import TransformersModel  # seconds that others save
+
+        model = TransformersModel(checkpoint, dtype, getattr(torch, config.compute_dtype))
+    else:
+        with torch.device("meta"):
+            model = Transformer(read_architecture(checkpoint)).to(dtype)
     if mesh is not None:
         adapters = {}
         if config.lora.is_used:
@@ -249,12 +239,3 @@ def empty_model(
         parallelize(model, mesh, config, adapters)
     model.to_empty(device=device)
     return model
-
-
-def _build(checkpoint: str, config: TrainerConfig, dtype: torch.dtype) -> TrainedModel:
-    if not isinstance(config, TransformersConfig):
-        with torch.device("meta"):
-            return Transformer(read_architecture(checkpoint)).to(dtype)
-    from llamarl.model.transformers_model import TransformersModel  # seconds, which others save
-
-    return TransformersModel(checkpoint, dtype, getattr(torch, config.compute_dtype))

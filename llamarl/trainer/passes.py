@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -29,7 +29,8 @@ from llamarl.core.records import (
     finish_reason,
 )
 from llamarl.model.attention import Packing, make_packing
-from llamarl.model.trained_model import TrainedModel
+from llamarl.model.head import TokenStats
+from llamarl.model.transformer import TrainedModel
 from llamarl.trainer.loss_inputs import LossInputs, TokenLoss
 from llamarl.trainer.policy import Policy
 from llamarl.trainer.policy_loss import LossMetrics, interpolated, policy_loss, share_of_way
@@ -72,27 +73,17 @@ def micro_batch(columns: Columns, indices: Sequence[int], multiple: int = 1) -> 
     ends = zip(accumulate(lengths), responses, strict=True)
     response = [np.arange(end - len(ids), end) for end, ids in ends]
     return MicroBatch(
-        token_ids=_tensor([ids[:-1] for ids in whole]),
-        targets=_tensor([ids[1:] for ids in whole]),
+        token_ids=packed([ids[:-1] for ids in whole], np.int64),
+        targets=packed([ids[1:] for ids in whole], np.int64),
         packing=make_packing(lengths, multiple),
-        response=_tensor(response),
+        response=packed(response, np.int64),
         response_lengths=tuple(len(ids) for ids in responses),
     )
 
 
-def column(columns: Columns, name: str, indices: Sequence[int]) -> torch.Tensor:
-    """Return one per-token float column of the rollouts at `indices`, packed: float32 [T]."""
-    return concatenated([columns[name][i] for i in indices])
-
-
-def concatenated(parts: Sequence[np.ndarray]) -> torch.Tensor:
-    """Return the per-token numbers of several rollouts, one after another: float32 [T], in host
-    memory."""
-    return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *parts], dtype=np.float32))
-
-
-def _tensor(parts: list[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts, dtype=np.int64))
+def packed(parts: Sequence[np.ndarray], dtype: type = np.float32) -> torch.Tensor:
+    """Return the per-token numbers of several rollouts, one after another: [T], in host memory."""
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype))
 
 
 WAY = "way"  # no column of storage: `share_of_way` of each token
@@ -109,26 +100,18 @@ def infer(
     """Return log pi of each response, float32, by its place in `columns`."""
     found: list[tuple[Sequence[int], tuple[int, ...], Arrival]] = []
     for indices in micro_batches:
-        packed = send(micro_batch(columns, indices, model.num_tensor_ranks), device)
-        fed = packed.token_ids, packed.packing, packed.targets
-        values = model(*fed, temperature, packed.response).logprobs
-        found.append((indices, packed.response_lengths, platform_of(device).fetch(values)))
+        fed = send(micro_batch(columns, indices, model.num_tensor_ranks), device)
+        values = _stats(model, fed, temperature).logprobs
+        found.append((indices, fed.response_lengths, platform_of(device).fetch(values)))
     cells = ((indices, arrival.wait().split(lengths)) for indices, lengths, arrival in found)
     return {
         i: part.numpy() for indices, parts in cells for i, part in zip(indices, parts, strict=True)
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossColumns:
-    """The inputs of a loss for R rollouts with T response tokens, in host memory or on the
-    device."""
-
-    advantages: torch.Tensor  # float32 [T]
-    weights: torch.Tensor  # float32 [T]
-    rollout_index: torch.Tensor  # int64 [T]
-    rollout_lengths: torch.Tensor  # int64 [R], tokens that the model wrote
-    columns: dict[str, torch.Tensor]  # float32 [T] each, by their names in storage
+def _stats(model: TrainedModel, fed: MicroBatch, temperature: float) -> TokenStats:
+    """Return the statistics of the response tokens, [T]."""
+    return model(fed.token_ids, fed.packing, fed.targets, temperature, fed.response)
 
 
 class Passes:
@@ -150,22 +133,19 @@ class Passes:
         self,
         rows: Sequence[BatchRollout],
         columns: Columns,
-        sizes: Sequence[int],
+        micro_batches: Sequence[Sequence[int]],
         version: int = 0,
         first_version: int = 0,
     ) -> Columns:
-        """Run forward and backward of this rank's micro-batches: `rows` cut into runs of `sizes`,
-        at trainer version `version`, in a batch that began at `first_version`.
+        """Run forward and backward of this rank's `rows` in these micro-batches, which list all of
+        them in order, at trainer version `version`, in a batch that began at `first_version`.
 
         Returns the columns of every row: TRAINER_LOGPROBS, LOSS_WEIGHTS and CLIPPED, and
         REF_LOGPROBS if the policy is its own reference."""
         if self._algorithm.proximal == "interpolate":
             shares = [share_of_way(v, first_version, version) for v in columns[TOKEN_VERSIONS]]
             columns = columns | {WAY: shares}
-        parts = [
-            self._forward_backward(rows, columns, range(start, end))
-            for start, end in pairwise(accumulate(sizes, initial=0))
-        ]
+        parts = [self._forward_backward(rows, columns, indices) for indices in micro_batches]
         found: Columns = {TRAINER_LOGPROBS: [], LOSS_WEIGHTS: [], CLIPPED: []}
         found |= {REF_LOGPROBS: []} if self._is_own_reference else {}
         for lengths, arrival in filter(None, parts):
@@ -174,105 +154,86 @@ class Passes:
                 found[name] += [part.numpy() for part in values.split(lengths)]
         return found
 
-    def infer(self, columns: Columns, sizes: Sequence[int]) -> list[np.ndarray]:
-        """Return log pi of each response, float32, computed in micro-batches of so many rows. It
-        changes nothing."""
-        cuts = pairwise(accumulate(sizes, initial=0))
-        micro_batches = [range(start, end) for start, end in cuts]
-        model, temperature = self._policy.model, self._temperature
-        found = infer(model, columns, micro_batches, temperature, self._device)
-        self._policy.finish_inference()
-        return [found[i] for i in range(len(found))]
-
-    def differences(self, columns: Columns, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return, as float64 [rows of `columns`], the largest |log pi - log mu| over the tokens
-        that the model wrote in each row, 0 for rows that are in none of the micro-batches. It
-        changes nothing."""
-        found = torch.zeros(len(columns[GENERATOR_LOGPROBS]), dtype=torch.float64)
-        model, temperature = self._policy.model, self._temperature
-        for i, logprobs in infer(model, columns, micro_batches, temperature, self._device).items():
-            is_written = columns[TOKEN_VERSIONS][i] != NO_VERSION
-            difference = np.abs(logprobs - columns[GENERATOR_LOGPROBS][i])[is_written]
-            found[i] = float(difference.max(initial=0.0))
+    def infer(
+        self, columns: Columns, micro_batches: Sequence[Sequence[int]]
+    ) -> dict[int, np.ndarray]:
+        """Return log pi of each response, float32, by its place in `columns`. It changes
+        nothing."""
+        found = infer(self._policy.model, columns, micro_batches, self._temperature, self._device)
         self._policy.finish_inference()
         return found
 
     def _forward_backward(
-        self, rows: Sequence[BatchRollout], columns: Columns, indices: range
+        self, rows: Sequence[BatchRollout], columns: Columns, indices: Sequence[int]
     ) -> tuple[tuple[int, ...], Arrival] | None:
         """Add one micro-batch to the gradients. Returns the lengths of its responses, and the
         columns of `accumulate` for their tokens, float32 [3 or 4, T]."""
         model = self._policy.model
         host = micro_batch(columns, indices, model.num_tensor_ranks)
-        packed, given = send((host, self._loss_columns(rows, columns, indices)), self._device)
-        ref_logprobs = given.columns.get(REF_LOGPROBS)
+        num_written = self._num_written(columns, indices)
+        inputs_on_host = self._loss_inputs(rows, columns, indices, num_written)
+        fed, (given, stored) = send((host, inputs_on_host), self._device)
+        ref_logprobs = stored.get(REF_LOGPROBS)
         if self._is_own_reference:
-            ref_logprobs = self._without_adapters(packed)
-        fed = packed.token_ids, packed.packing, packed.targets
-        trainer_logprobs, entropy = model(*fed, self._temperature, packed.response)
+            assert model.adapters is not None
+            with model.adapters.off(), torch.no_grad():
+                ref_logprobs = _stats(model, fed, self._temperature).logprobs
+        trainer_logprobs, entropy = _stats(model, fed, self._temperature)
         if not indices:
             trainer_logprobs.sum().backward()  # zero, but the other ranks need our part
             return None
         inputs = LossInputs(
             trainer_logprobs=trainer_logprobs,
-            generator_logprobs=given.columns[GENERATOR_LOGPROBS],
-            advantages=given.advantages,
-            weights=given.weights,
+            generator_logprobs=stored[GENERATOR_LOGPROBS],
             entropy=entropy,
-            rollout_index=given.rollout_index,
-            rollout_lengths=given.rollout_lengths,
             ref_logprobs=ref_logprobs,
-            proximal_logprobs=self._proximal(trainer_logprobs, given.columns),
-            columns={name: given.columns[name] for name in self._algorithm.loss_columns},
+            proximal_logprobs=self._proximal(trainer_logprobs, stored),
+            columns={name: stored[name] for name in self._algorithm.loss_columns},
+            **given,
         )
         outputs = policy_loss(inputs, self._algorithm, self._token_loss)
         outputs.loss.backward()
-        num_written = int(self._num_written(columns, indices).sum())
-        self.loss_metrics.add(outputs, num_written, [rows[i].row_id for i in indices])
+        row_ids = [rows[i].row_id for i in indices]
+        self.loss_metrics.add(outputs, int(num_written.sum()), row_ids)
         found = [trainer_logprobs.detach(), outputs.weights, outputs.clipped.float()]
         if self._is_own_reference and ref_logprobs is not None:
             found.append(ref_logprobs)
-        return packed.response_lengths, platform_of(self._device).fetch(torch.stack(found))
-
-    @torch.no_grad()
-    def _without_adapters(self, packed: MicroBatch) -> torch.Tensor:
-        """Return log pi_ref of the response tokens, float32 [T]: the policy is its own
-        reference."""
-        model = self._policy.model
-        assert model.adapters is not None
-        with model.adapters.off():
-            fed = packed.token_ids, packed.packing, packed.targets
-            return model(*fed, self._temperature, packed.response).logprobs
+        return fed.response_lengths, platform_of(self._device).fetch(torch.stack(found))
 
     def _proximal(
-        self, trainer_logprobs: torch.Tensor, given: dict[str, torch.Tensor]
+        self, trainer_logprobs: torch.Tensor, stored: dict[str, torch.Tensor]
     ) -> torch.Tensor | None:
         """Return the proximal log-probs as the algorithm says; if none were stored before, in a
         batch's first step, they are pi's."""
         if self._algorithm.proximal == "none":
             return None
-        if WAY in given:
-            return interpolated(given[GENERATOR_LOGPROBS], trainer_logprobs, given[WAY])
-        return given.get(PROXIMAL_LOGPROBS, trainer_logprobs.detach())
+        if WAY in stored:
+            return interpolated(stored[GENERATOR_LOGPROBS], trainer_logprobs, stored[WAY])
+        return stored.get(PROXIMAL_LOGPROBS, trainer_logprobs.detach())
 
-    def _loss_columns(
-        self, rows: Sequence[BatchRollout], columns: Columns, indices: range
-    ) -> LossColumns:
-        """Return the loss's columns in host memory. Weights are 0 for observations, and for tokens
-        that are too stale, or truncated and to be masked."""
+    def _loss_inputs(
+        self,
+        rows: Sequence[BatchRollout],
+        columns: Columns,
+        indices: Sequence[int],
+        num_written: np.ndarray,
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return, in host memory, the fields of `LossInputs` that no forward is needed for, and
+        columns of storage, float32 [T]. Weights are 0 for observations, and for tokens that are too
+        stale, or truncated and to be masked."""
         names = [GENERATOR_LOGPROBS, *self._algorithm.loss_columns]
         names += [name for name in (REF_LOGPROBS, PROXIMAL_LOGPROBS, WAY) if name in columns]
         lengths = [len(columns[TOKEN_VERSIONS][i]) for i in indices]
         advantages = np.array([rows[i].advantage for i in indices], np.float32)
-        return LossColumns(
-            advantages=torch.from_numpy(np.repeat(advantages, lengths)),
-            weights=concatenated([self._weights(rows[i], columns, i) for i in indices]),
-            rollout_index=torch.from_numpy(np.repeat(np.arange(len(indices)), lengths)),
-            rollout_lengths=torch.from_numpy(self._num_written(columns, indices)),
-            columns={name: column(columns, name, indices) for name in names},
-        )
+        given = {
+            "advantages": torch.from_numpy(np.repeat(advantages, lengths)),
+            "weights": packed([self._weights(rows[i], columns, i) for i in indices]),
+            "rollout_index": torch.from_numpy(np.repeat(np.arange(len(indices)), lengths)),
+            "rollout_lengths": torch.from_numpy(num_written),
+        }
+        return given, {name: packed([columns[name][i] for i in indices]) for name in names}
 
-    def _num_written(self, columns: Columns, indices: range) -> np.ndarray:
+    def _num_written(self, columns: Columns, indices: Sequence[int]) -> np.ndarray:
         """Return the number of tokens that the model wrote in each rollout, int64 [R]."""
         written = ((columns[TOKEN_VERSIONS][i] != NO_VERSION).sum() for i in indices)
         return np.fromiter(written, np.int64, len(indices))

@@ -28,9 +28,11 @@ from llamarl.core import files
 from llamarl.core.config import TrainerConfig
 from llamarl.core.device.devices import platform_of, send
 from llamarl.core.device.names import CPU
+from llamarl.core.memory import available_bytes
 from llamarl.model import adapters, hf
 from llamarl.model.adapters import initialize
-from llamarl.model.trained_model import TrainedModel
+from llamarl.model.transformer import TrainedModel
+from llamarl.publish.transports.mapped import this_host
 from llamarl.trainer.parallel import gather, load_model, reshard
 
 PREFIX = "random."
@@ -179,13 +181,11 @@ class Snapshot:
         self._group = dist.new_group(backend=backend, timeout=WRITE_LIMIT)
         self._copies: dict[str, torch.Tensor] = {}
 
-    def take(
-        self, state: dict[str, torch.Tensor], host: str, available_bytes: Callable[[], int]
-    ) -> bool:
+    def take(self, state: dict[str, torch.Tensor]) -> bool:
         """Copy `state` into host memory. Returns False, on all ranks, if one of their hosts has too
-        little memory for the copies of its ranks. `host` names this rank's."""
+        little memory for the copies of its ranks."""
         if not self._copies:
-            if not self._is_room(state, host, available_bytes()):
+            if not self._is_room(state):
                 return False
             self._copies = {
                 name: torch.empty_like(tensor, device="cpu", pin_memory=self._platform.runs_ahead)
@@ -223,15 +223,16 @@ class Snapshot:
         rank = dist.get_rank()
         files.write_part(Path(folder), rank, Path(folder).glob(f"__{rank}_*"))
 
-    def _is_room(self, state: dict[str, torch.Tensor], host: str, available_bytes: int) -> bool:
-        own = host, sum(_local(tensor).nbytes for tensor in state.values()), available_bytes
+    def _is_room(self, state: dict[str, torch.Tensor]) -> bool:
+        num_bytes = sum(_local(tensor).nbytes for tensor in state.values())
+        own = this_host(), num_bytes, available_bytes()
         answers = [own] * dist.get_world_size()
         dist.all_gather_object(answers, own, self._group)
         needed, room = defaultdict[str, int](int), dict[str, int]()
-        for name, num_bytes, free_bytes in answers:
-            needed[name] += num_bytes
-            room[name] = min(room.get(name, free_bytes), free_bytes)
-        return all(needed[name] <= LARGEST_SHARE * room[name] for name in needed)
+        for host, num_bytes, free_bytes in answers:
+            needed[host] += num_bytes
+            room[host] = min(room.get(host, free_bytes), free_bytes)
+        return all(needed[host] <= LARGEST_SHARE * room[host] for host in needed)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -353,10 +354,10 @@ class Policy:
         `Snapshot.write`."""
         self.snapshot.write(folder, self._state(version))
 
-    def copy(self, version: int, host: str, available_bytes: Callable[[], int]) -> bool:
+    def copy(self, version: int) -> bool:
         """Copy what `save` would write, for `snapshot.write_copy`. Returns False as
         `Snapshot.take`."""
-        return self.snapshot.take(self._state(version), host, available_bytes)
+        return self.snapshot.take(self._state(version))
 
     def restore(self, folder: str) -> int:
         """Load a checkpoint that `save` wrote, under any number of ranks. Returns its version.
@@ -385,9 +386,17 @@ class Policy:
         version = int(state["version"])
         if is_random_same:
             self._random.restore(state)
-        else:
-            self._random.derive(version)
-            self._report_derived(folder, version)
+            return version
+        self._random.derive(version)
+        if dist.get_rank() == 0:  # for all; it matters only where a pass draws random numbers
+            log.log(
+                logging.WARNING if self._lora.dropout else logging.INFO,
+                "%s has the random states of other ranks or devices: those of these %d ranks "
+                "follow from the seed and version %d",
+                folder,
+                self._num_ranks,
+                version,
+            )
         return version
 
     def export(self, folder: str, dtype: str) -> None:
@@ -420,19 +429,6 @@ class Policy:
             for key, value in self._optimizer.state[parameter].items():
                 state[f"optimizer.{name}.{key}"] = value
         return state
-
-    def _report_derived(self, folder: str, version: int) -> None:
-        """Log, on rank 0 for all, that random states were derived; it matters only where a pass
-        draws random numbers."""
-        if dist.get_rank() == 0:
-            log.log(
-                logging.WARNING if self._lora.dropout else logging.INFO,
-                "%s has the random states of other ranks or devices: those of these %d ranks "
-                "follow from the seed and version %d",
-                folder,
-                self._num_ranks,
-                version,
-            )
 
 
 def _num_copies(tensor: DTensor) -> int:
@@ -479,3 +475,26 @@ def _make_optimizer(parameters: list[DTensor], config: TrainerConfig) -> torch.o
             "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
         }
     return optimizer
+
+
+def learning_rate(config: TrainerConfig, step: int, num_steps: int) -> float:
+    """Return the learning rate of optimizer step `step` (0 is the first) in a run of `num_steps`; a
+    resumed run needs no state for it.
+
+    Warm-up: lr * (step + 1) / warmup_steps while step < warmup_steps, which may be given as a share
+    of num_steps (rounded up, as in transformers). Then constant, or with
+
+        p = (step - warmup_steps) / (num_steps - warmup_steps)        m = min_lr_share
+
+    lr times m + (1 - m) * (1 - p) (linear) or m + (1 - m) * (1 + cos(pi p)) / 2 (cosine). As in
+    transformers, p is 0 at the first step after warm-up and would be 1 one step after the last: a
+    step at learning rate 0 would cost a batch and a publish without any training."""
+    warmup_steps = config.warmup_steps or math.ceil(config.warmup_share * num_steps)
+    if step < warmup_steps:
+        return config.lr * (step + 1) / warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    num_falling = max(1, num_steps - warmup_steps)
+    progress = min(1.0, (step - warmup_steps) / num_falling)
+    shape = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_share + (1 - config.min_lr_share) * shape)

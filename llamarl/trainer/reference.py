@@ -9,12 +9,11 @@ from contextlib import ExitStack
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from llamarl.core.compute import ComputeThread
 from llamarl.core.device.devices import compute_device, use_device
 from llamarl.core.faces import Processor, Worker
-from llamarl.core.process_group import join, leave
+from llamarl.core.process_group import join, largest, leave
 from llamarl.core.records import PROMPT_IDS, RESPONSE_IDS, Columns, StageItem, StageResult
 from llamarl.metrics.span import Spans
 from llamarl.storage.client import RecordingStore
@@ -84,15 +83,8 @@ class ReferenceWorker(Worker, Processor):
         pairs = zip(columns[PROMPT_IDS], columns[RESPONSE_IDS], strict=True)
         lengths = [len(prompt) + len(response) for prompt, response in pairs]
         (packed,) = pack(lengths, 1, self._config.tokens_per_micro_batch)
-        temperature = self._spec.sampling.temperature
-        found = infer(self._model, columns, self._in_step(packed), temperature, self._device)
+        num = len(packed) if self._num_ranks == 1 else largest(len(packed))
+        packed += ((),) * (num - len(packed))  # all ranks take part in every gather
+        found = infer(self._model, columns, packed, self._spec.sampling.temperature, self._device)
         reshard(self._model)
         return [found[place] for place in range(len(lengths))]
-
-    def _in_step(self, micro_batches: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
-        """Return as many micro-batches as the rank with the most has: all take part in every
-        gather."""
-        most = torch.tensor(len(micro_batches))
-        if self._num_ranks > 1:
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-        return [*micro_batches, *[()] * (int(most) - len(micro_batches))]

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,12 +20,12 @@ from llamarl.core.device.devices import compute_device, use_device
 from llamarl.core.errors import RepeatedWarnings
 from llamarl.core.faces import Offloadable, Trainer, Worker
 from llamarl.core.groups import Batch, BatchRollout, StepStats
-from llamarl.core.memory import available_bytes
 from llamarl.core.process_group import join, leave
 from llamarl.core.records import (
     CLIPPED,
     GENERATOR_LOGPROBS,
     LOSS_WEIGHTS,
+    NO_VERSION,
     PROMPT_IDS,
     PROXIMAL_LOGPROBS,
     REF_LOGPROBS,
@@ -41,13 +43,12 @@ from llamarl.publish.offload import MemoryMover, OffloadPart
 from llamarl.publish.replica import WeightSource
 from llamarl.publish.shards import cut_rows, shard_boxes
 from llamarl.publish.source import SourcePart
-from llamarl.publish.transports.mapped import this_host
 from llamarl.storage.client import RecordingStore
 from llamarl.trainer.losses import find_loss
 from llamarl.trainer.packing import pack
 from llamarl.trainer.parallel import make_mesh
 from llamarl.trainer.passes import Passes
-from llamarl.trainer.policy import Policy
+from llamarl.trainer.policy import Policy, learning_rate
 from llamarl.trainer.policy_loss import (
     LossMetrics,
     denominator,
@@ -56,7 +57,6 @@ from llamarl.trainer.policy_loss import (
     on_policy_warning,
     statistics,
 )
-from llamarl.trainer.schedule import learning_rate
 from llamarl.trainer.specs import TrainerSpec
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class PolicyStep:
         mesh = make_mesh(device.type, spec.config)
         folders = spec.tokenizer, spec.adapter
         self.policy = Policy.load(spec.checkpoint, mesh, spec.config, spec.seed, *folders)
-        frozen = self.policy.frozen
+        frozen, place = self.policy.frozen, (rank, num_ranks, spec.config.replicate)
         self.passes = Passes(self.policy, device, spec, token_loss)
         self.source = SourcePart(
             rank,
@@ -98,7 +98,7 @@ class PolicyStep:
             formats=() if frozen else [kind for kind in spec.kinds if isinstance(kind, Format)],
             cut=cut_rows(self.policy.parameters),
             num_ranks=num_ranks,
-            frozen=self._sums_of(frozen) if frozen else None,
+            frozen=shard_sums(frozen, spec.kinds, *place) if frozen else None,
         )
         resources.callback(self.source.close)
         self.version = 0
@@ -106,11 +106,6 @@ class PolicyStep:
         self._rows: list[BatchRollout] = []  # of the current step, on all ranks
         self._is_whole = True  # False while an update runs
         self._warnings = RepeatedWarnings(log)
-
-    def _sums_of(self, frozen: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, int]]:
-        """Return the fingerprints of the weights beside adapters, for replicas of each kind."""
-        place = self._rank, self._num_ranks, self._spec.config.replicate
-        return shard_sums(frozen, self._spec.kinds, *place)
 
     def share(self, batch: Batch) -> list[tuple[int, ...]]:
         """Return the micro-batches of this rank's data rank without the rows that have no gradient.
@@ -131,12 +126,16 @@ class PolicyStep:
         return [ranks[self._data_rank] for ranks in kept if any(ranks)]
 
     def accumulate(
-        self, batch: Batch, rows: Sequence[BatchRollout], columns: Columns, sizes: Sequence[int]
+        self,
+        batch: Batch,
+        rows: Sequence[BatchRollout],
+        columns: Columns,
+        micro_batches: Sequence[Sequence[int]],
     ) -> Columns:
-        """Add the gradients of this rank's `rows` of `batch`, in micro-batches of `sizes`, to the
-        step. Returns the columns of `Passes.accumulate` for each row."""
+        """Add the gradients of this rank's `rows` of `batch` to the step, as `Passes.accumulate`
+        does."""
         first = batch.version if batch.first_version is None else batch.first_version
-        found = self.passes.accumulate(rows, columns, sizes, batch.version, first)
+        found = self.passes.accumulate(rows, columns, micro_batches, batch.version, first)
         self._rows += batch.rows
         return found
 
@@ -175,7 +174,7 @@ class PolicyStep:
     def snapshot(self) -> bool:
         """Copy what `save` would write to host memory. Returns False if that is too small."""
         self._require_whole()
-        return self.policy.copy(self.version, this_host(), available_bytes)
+        return self.policy.copy(self.version)
 
     def save(self, folder: str) -> None:
         """Write this rank's shards, moments and the version into `folder`, which exists.
@@ -199,8 +198,12 @@ class PolicyStep:
         lengths = [len(prompt) + len(response) for prompt, response in pairs]
         config = self._spec.config
         shares = pack(lengths, config.num_data_ranks, config.tokens_per_micro_batch)
-        differences = self.passes.differences(columns, shares[self._data_rank])
-        return [float(difference) for difference in self._gather(differences).sum(0)]
+        differences = torch.zeros(len(lengths), dtype=torch.float64)
+        for i, logprobs in self.passes.infer(columns, shares[self._data_rank]).items():
+            is_written = columns[TOKEN_VERSIONS][i] != NO_VERSION
+            difference = np.abs(logprobs - columns[GENERATOR_LOGPROBS][i])[is_written]
+            differences[i] = float(difference.max(initial=0.0))
+        return self._gather(differences).sum(0).tolist()
 
     def offload(self, tag: str) -> int:
         """Move "weights" or "state" (gradients and moments) off the device. Returns the number of
@@ -313,11 +316,11 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
         is_later = batch.first_version not in (None, batch.version)
         names = self._columns + [PROXIMAL_LOGPROBS] * (is_later and self._recomputes)
         async with self._turn() as policy_step:
-            rows, sizes, columns = await self._fetch(policy_step, batch, names)
+            rows, micro_batches, columns = await self._fetch(policy_step, batch, names)
             num_tokens = sum(row.num_tokens for row in rows)
             with self._spans.span("accumulate", version=policy_step.version, tokens=num_tokens):
                 found = await self._thread.run(
-                    lambda: policy_step.accumulate(batch, rows, columns, sizes)
+                    lambda: policy_step.accumulate(batch, rows, columns, micro_batches)
                 )
             if self._recomputes and not is_later and self._spec.config.num_passes > 1:
                 found[PROXIMAL_LOGPROBS] = found[TRAINER_LOGPROBS]
@@ -329,59 +332,53 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
         Raises RuntimeError if the batch is meant for another version."""
         async with self._turn() as policy_step:
             names = [PROMPT_IDS, RESPONSE_IDS]
-            rows, sizes, columns = await self._fetch(policy_step, batch, names)
+            rows, micro_batches, columns = await self._fetch(policy_step, batch, names)
             with self._spans.span("proximal", version=policy_step.version):
-                found = await self._thread.run(lambda: policy_step.passes.infer(columns, sizes))
-            await self._store(rows, {PROXIMAL_LOGPROBS: found})
+                infer = partial(policy_step.passes.infer, columns, micro_batches)
+                found = await self._thread.run(infer)
+            await self._store(rows, {PROXIMAL_LOGPROBS: [found[i] for i in range(len(rows))]})
 
     async def _fetch(
         self, policy_step: PolicyStep, batch: Batch, names: Sequence[str]
-    ) -> tuple[list[BatchRollout], list[int], Columns]:
-        """Return this rank's rows, the number of rows in each micro-batch, and the columns of the
-        rows."""
+    ) -> tuple[list[BatchRollout], list[range], Columns]:
+        """Return this rank's rows, their places by micro-batch, and the columns of the rows."""
         if batch.version != policy_step.version:
             raise RuntimeError(f"batch for version {batch.version} came at {policy_step.version}")
-        micro_batches = policy_step.share(batch)
-        rows = [batch.rows[i] for positions in micro_batches for i in positions]
+        share = policy_step.share(batch)
+        rows = [batch.rows[i] for positions in share for i in positions]
         columns = await self._storage.read([row.row_id for row in rows], [*names])
         _check(rows, columns)
         self._end_idle()
-        return rows, [len(positions) for positions in micro_batches], columns
+        cuts = pairwise(accumulate(map(len, share), initial=0))
+        return rows, [range(start, end) for start, end in cuts], columns
 
     async def step(self) -> StepStats:
-        """See `PolicyStep.step`."""
         async with self._turn() as policy_step:
             return await self._thread.run(policy_step.step)
 
     async def snapshot(self) -> bool:
-        """See `PolicyStep.snapshot`."""
         async with self._aside("snapshot") as policy_step:
             return await self._thread.run(policy_step.snapshot)
 
     async def save(self, folder: str, from_snapshot: bool = False) -> None:
-        """See `PolicyStep.save`; `from_snapshot` writes beside training, on a thread of its own."""
-        if from_snapshot:
+        if from_snapshot:  # beside training, on a thread of its own
             with self._spans.span("save", "mark"):
                 return await asyncio.to_thread(self.policy_step.policy.snapshot.write_copy, folder)
         async with self._aside("save") as policy_step:
             await self._thread.run(partial(policy_step.save, folder))
 
     async def restore(self, folder: str) -> int:
-        """See `PolicyStep.restore`."""
         async with self._aside("restore") as policy_step:
             return await self._thread.run(partial(policy_step.restore, folder))
 
     async def export(self, folder: str, dtype: str) -> None:
-        """Write the weights, rounded to `dtype`, in the Hugging Face layout."""
         async with self._aside("export") as policy_step:
             await self._thread.run(partial(policy_step.policy.export, folder, dtype))
 
     async def infer(self, row_ids: list[int]) -> list[float]:
-        """Return the largest |log pi - log mu| over the tokens that the model wrote in each row;
-        the same on all ranks.
-
-        Every rank needs the lengths of all rows, to know what the others run, so it reads them all:
-        it is meant for a few short rows."""
+        """See `Trainer`; the result is the same on all ranks. Every rank needs the lengths of all
+        rows, to know what the others run, so it reads them all: it is meant for a few short
+        rows."""
         if not row_ids:
             return []
         names = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS]

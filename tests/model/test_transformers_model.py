@@ -17,7 +17,7 @@ from llamarl.core.config import TransformersConfig
 from llamarl.model.architecture import read_any_architecture
 from llamarl.model.attention import make_packing
 from llamarl.model.inventory import check_checkpoint, parameter_shapes
-from llamarl.model.trained_model import TrainedModel
+from llamarl.model.transformer import TrainedModel
 from llamarl.trainer.parallel import load_model
 from tests.tiny_checkpoints import write_reference
 

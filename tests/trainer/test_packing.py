@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llamarl.controller.batches import PartSize
 from llamarl.core.config import ClusterConfig, PlanConfig, TrainerConfig
 from llamarl.core.partition import partition, partition_in_equal_counts
-from llamarl.core.records import GENERATOR_LOGPROBS, PROMPT_IDS, RESPONSE_IDS
+from llamarl.core.records import PROMPT_IDS, RESPONSE_IDS
 from llamarl.model.architecture import read_architecture
 from llamarl.model.inventory import attention_cost
 from llamarl.planner.law import hardware_costs
@@ -24,9 +24,9 @@ from llamarl.planner.simulation import clock
 from llamarl.trainer.loss_inputs import LossInputs
 from llamarl.trainer.losses.aipo import AIPOConfig
 from llamarl.trainer.packing import MiniBatches, pack
-from llamarl.trainer.passes import column, micro_batch
+from llamarl.trainer.passes import micro_batch
+from llamarl.trainer.policy import learning_rate
 from llamarl.trainer.policy_loss import LossMetrics, policy_loss, statistics
-from llamarl.trainer.schedule import learning_rate
 from tests.fakes import group_of, stopped
 from tests.places import ROOT
 from tests.planner.planner_recipes import LLAMA, make_recipe
@@ -143,7 +143,6 @@ def test_partitions_of_small_examples_are_those_worked_by_hand():
 COLUMNS = {
     PROMPT_IDS: [np.array([1, 2, 3], np.int32), np.array([9], np.int32)],
     RESPONSE_IDS: [np.array([4, 5], np.int32), np.array([6, 7, 8], np.int32)],
-    GENERATOR_LOGPROBS: [np.array([-1, -2], np.float32), np.array([-3, -4, -5], np.float32)],
 }
 
 
@@ -154,7 +153,6 @@ def test_packed_rollouts_predict_their_responses_and_nothing_else():
     assert packed.packing.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
     assert packed.targets[packed.response].tolist() == [6, 7, 8, 4, 5]
     assert packed.response_lengths == (3, 2)
-    assert column(COLUMNS, GENERATOR_LOGPROBS, [1, 0]).tolist() == [-3, -4, -5, -1, -2]
 
 
 def test_an_empty_micro_batch_feeds_one_token_and_predicts_none():
@@ -162,7 +160,6 @@ def test_an_empty_micro_batch_feeds_one_token_and_predicts_none():
     assert packed.packing.positions.tolist() == [0]
     assert len(packed.token_ids) == len(packed.targets) == 1
     assert len(packed.response) == 0
-    assert column(COLUMNS, GENERATOR_LOGPROBS, []).shape == (0,)
 
 
 def outputs(trainer, generator, weights):

@@ -12,7 +12,7 @@ import torch
 
 from llamarl.core import checkpoint as checkpoints
 from llamarl.core.checkpoint import begin, latest, read_state
-from llamarl.trainer import worker
+from llamarl.trainer import policy
 from tests.fakes import WatchedStorage
 from tests.tiny_checkpoints import load, write_checkpoint
 from tests.trainer.ranks import Ranks
@@ -157,7 +157,7 @@ async def save_for_ever(rank, num_ranks, job, run_dir):
 async def save_beside_a_step(rank, num_ranks, job, folder, available_bytes):
     """Copies version 0, makes version 1, then writes the copy; whether it could be made, and the
     shards before and after."""
-    worker.available_bytes = lambda: available_bytes
+    policy.available_bytes = lambda: available_bytes
     executor = make_executor(rank, num_ranks, job, WatchedStorage(cells=job.cells))
     await executor.start()
     before = flat(executor)
