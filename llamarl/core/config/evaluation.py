@@ -73,7 +73,7 @@ class EvaluationConfig(Section):
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Section):
-    """Which states of the trainer are saved to disk, and when."""
+    """The states of the trainer that are saved to disk, and when."""
 
     every_steps: int = number(10, least=0, most=10**9)
     """Steps between checkpoints; 0 saves only when the run ends. After a kill or the loss of the

@@ -23,7 +23,7 @@ from llamarl.core.fields import (
 
 @dataclass(kw_only=True)
 class SamplingConfig(Section):
-    """How rollouts are drawn."""
+    """The sampling of rollouts."""
 
     rollouts_per_prompt: int = number(8, least=1, most=65536)
     """Rollouts in a group (n)."""
@@ -164,7 +164,7 @@ class VllmConfig(GeneratorConfig):
 
 @dataclass(kw_only=True)
 class DispatchConfig(Section):
-    """How the length of rollouts that are still to be written is guessed, and used."""
+    """The guess at the length of rollouts that are still to be written, and its use."""
 
     ranker: str = choice("none", "history", "model", "oracle")
     """Where the expected length of a rollout comes from: none (rollouts start in the order of

@@ -41,7 +41,7 @@ class ModelConfig(Section):
 
 @dataclass(kw_only=True)
 class DataConfig(Section):
-    """Where prompts come from."""
+    """The sources of prompts, and the form of their rows."""
 
     prompts: Any = ""
     """Training prompts, one source or a list of several: each is a .jsonl, .parquet or .arrow file
@@ -182,7 +182,7 @@ float32."""
 
 @dataclass(kw_only=True)
 class RewardConfig(Section):
-    """What is rewarded, and how long a reward may take."""
+    """The rewards, and how long each may take."""
 
     functions: list[str] = field(default_factory=lambda: ["math"])
     """Reward functions: math | exact | format | code (the program in the completion passes tests) |

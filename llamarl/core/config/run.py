@@ -68,7 +68,7 @@ MAX_OPEN_ROLLOUTS = 2**20  # about a gigabyte of the controller's memory
 
 @dataclass(kw_only=True)
 class StalenessConfig(Section):
-    """How far the generator may run ahead."""
+    """The limit on how far the generator may run ahead."""
 
     max_staleness: int = number(1, least=0, most=1000)
     """Bound S on the age, in versions, of every trained token; 0 is synchronous on-policy RL. Each
@@ -80,7 +80,7 @@ class StalenessConfig(Section):
 
 @dataclass(kw_only=True)
 class WeightsConfig(Section):
-    """How a new version reaches the generators."""
+    """The way of a new version into the generators."""
 
     transport: str = "shared_memory"
     """What carries the bytes: shared_memory (one host, CPU memory) | cuda_ipc (one host, GPU
@@ -103,7 +103,7 @@ class WeightsConfig(Section):
 
 @dataclass(kw_only=True)
 class PlacementConfig(Section):
-    """Whether generators and trainer have devices of their own."""
+    """The devices of generators and trainer: shared, or of their own."""
 
     colocated: bool = False
     """True: they share devices and alternate; the idle side's memory is offloaded. False: each has
@@ -143,7 +143,7 @@ class ExperienceConfig(Section):
 
 @dataclass(kw_only=True)
 class MetricsConfig(Section):
-    """What is recorded."""
+    """The numbers and texts that are recorded, and where they go."""
 
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     """Where the numbers go beside metrics.jsonl: any of tensorboard | wandb | mlflow | trackio, and
