@@ -56,7 +56,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A matrix [outputs, inputs] of a layer; `inventory.py` turns the names of sizes into numbers.
+    """A matrix [outputs, inputs] of a layer; `Architecture.size` turns these names into numbers.
 
     `bias` is the field of Architecture that says whether the matrix has one; `split` the dimension
     that tensor-parallel ranks divide.
@@ -204,6 +204,16 @@ class Architecture:
     def model_class(self) -> str:
         """The name of the model's class in transformers and vLLM."""
         return FAMILIES[self.model_type].model_class
+
+    def size(self, name: str) -> int:
+        """Return the size of a dimension that `LINEARS` names."""
+        sizes = {
+            "hidden": self.hidden_size,
+            "queries": self.num_heads * self.head_dim,
+            "keys": self.num_kv_heads * self.head_dim,
+            "intermediate": self.intermediate_size,
+        }
+        return sizes[name]
 
 
 FrozenModels = Mapping[str, Architecture]

@@ -44,18 +44,12 @@ def parameter_shapes(architecture: AnyArchitecture) -> dict[str, tuple[int, ...]
 
 def _layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     a = architecture
-    extents = {  # by their names in LINEARS
-        "hidden": a.hidden_size,
-        "queries": a.num_heads * a.head_dim,
-        "keys": a.num_kv_heads * a.head_dim,
-        "intermediate": a.intermediate_size,
-    }
     norm = (a.hidden_size,)
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": norm}
     for name, linear in LINEARS.items():
-        shapes[f"{name}.weight"] = (extents[linear.outputs], extents[linear.inputs])
+        shapes[f"{name}.weight"] = (a.size(linear.outputs), a.size(linear.inputs))
         if getattr(a, linear.bias):
-            shapes[f"{name}.bias"] = (extents[linear.outputs],)
+            shapes[f"{name}.bias"] = (a.size(linear.outputs),)
     if a.qk_norm:
         for name in ("q_norm", "k_norm"):
             shapes[f"self_attn.{name}.weight"] = (a.head_dim,)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from llamarl.core.device.devices import send
 from llamarl.model.adapters import AdapterSwitch
-from llamarl.model.architecture import Architecture
+from llamarl.model.architecture import LINEARS, Architecture
 from llamarl.model.attention import Packing, make_packing, packed_attention
 from llamarl.model.head import TokenStats, token_stats
 
@@ -232,20 +232,26 @@ def recomputed(checkpointing: str, run: Callable[..., Any], *args: Any, **kwargs
     return checkpoint(run, *args, **options, **kwargs)
 
 
+def _linear(architecture: Architecture, name: str) -> nn.Linear:
+    """Return a matrix of a layer, by its name in LINEARS."""
+    linear = LINEARS[name]
+    num_outputs, num_inputs = architecture.size(linear.outputs), architecture.size(linear.inputs)
+    return nn.Linear(num_inputs, num_outputs, bias=getattr(architecture, linear.bias))
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
-        hidden_size, head_dim = architecture.hidden_size, architecture.head_dim
-        self.head_dim = head_dim
-        q_size, kv_size = architecture.num_heads * head_dim, architecture.num_kv_heads * head_dim
-        self.q_proj = nn.Linear(hidden_size, q_size, bias=architecture.attention_bias)
-        self.k_proj = nn.Linear(hidden_size, kv_size, bias=architecture.attention_bias)
-        self.v_proj = nn.Linear(hidden_size, kv_size, bias=architecture.attention_bias)
-        self.o_proj = nn.Linear(q_size, hidden_size, bias=architecture.output_bias)
-        self.q_norm = RMSNorm(head_dim, architecture.norm_eps) if architecture.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, architecture.norm_eps) if architecture.qk_norm else None
+        self.head_dim = architecture.head_dim
+        self.q_proj = _linear(architecture, "self_attn.q_proj")
+        self.k_proj = _linear(architecture, "self_attn.k_proj")
+        self.v_proj = _linear(architecture, "self_attn.v_proj")
+        self.o_proj = _linear(architecture, "self_attn.o_proj")
+        norm = partial(RMSNorm, self.head_dim, architecture.norm_eps)
+        self.q_norm = norm() if architecture.qk_norm else None
+        self.k_norm = norm() if architecture.qk_norm else None
         self.attend = packed_attention
 
     def forward(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
@@ -265,11 +271,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
-        hidden_size, intermediate_size = architecture.hidden_size, architecture.intermediate_size
-        bias = architecture.mlp_bias
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate_proj = _linear(architecture, "mlp.gate_proj")
+        self.up_proj = _linear(architecture, "mlp.up_proj")
+        self.down_proj = _linear(architecture, "mlp.down_proj")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [N, hidden_size] to [N, hidden_size]."""

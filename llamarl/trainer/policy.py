@@ -349,25 +349,15 @@ class Policy:
         """Free the gradients, as `update` does; the weights stay what they are."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def save(self, folder: str, version: int) -> None:
-        """Write weights, moments, random states and `version` into `folder`. Raises as
-        `Snapshot.write`."""
-        self.snapshot.write(folder, self._state(version))
-
-    def copy(self, version: int) -> bool:
-        """Copy what `save` would write, for `snapshot.write_copy`. Returns False as
-        `Snapshot.take`."""
-        return self.snapshot.take(self._state(version))
-
     def restore(self, folder: str) -> int:
-        """Load a checkpoint that `save` wrote, under any number of ranks. Returns its version.
+        """Load a checkpoint of `state`, written under any number of ranks. Returns its version.
 
         Random states of another number of data-parallel ranks, or of another kind of device, are
         not used: these ranks' states then follow from the seed and the version, which a line in the
         log says. Raises ValueError if `folder` is no checkpoint, or is one of another model or
         optimizer."""
         shards = SavedShards(folder)
-        state = self._state()
+        state = self.state()
         shapes = shards.shapes()
         is_random_same = self._random.are_those_of(shapes)
         if not is_random_same:
@@ -420,8 +410,9 @@ class Policy:
                 pass
         dist.barrier()
 
-    def _state(self, version: int = 0) -> dict[str, torch.Tensor]:
-        """Return the live tensors that a checkpoint holds; loading writes into them."""
+    def state(self, version: int = 0) -> dict[str, torch.Tensor]:
+        """Return the live tensors that a checkpoint holds, which `snapshot` writes or copies, and
+        loading writes into: weights, moments, random states and `version`."""
         state: dict[str, torch.Tensor] = {"version": torch.tensor(version)}
         state |= self._random.present()
         for name, parameter in self.parameters.items():

@@ -174,7 +174,7 @@ class PolicyStep:
     def snapshot(self) -> bool:
         """Copy what `save` would write to host memory. Returns False if that is too small."""
         self._require_whole()
-        return self.policy.copy(self.version)
+        return self.policy.snapshot.take(self.policy.state(self.version))
 
     def save(self, folder: str) -> None:
         """Write this rank's shards, moments and the version into `folder`, which exists.
@@ -182,7 +182,7 @@ class PolicyStep:
         Raises RuntimeError after a step that failed during its update: weights may be of either
         version."""
         self._require_whole()
-        self.policy.save(folder, self.version)
+        self.policy.snapshot.write(folder, self.policy.state(self.version))
 
     def restore(self, folder: str) -> int:
         """Continue from `folder`, saved under any number of ranks. Returns its version."""

@@ -199,8 +199,9 @@ async def train(
             mover.offload(tag, policy_step.policy.movable(tag))
         for tag in policy_step.tags:
             mover.onload(tag)
-        assert policy_step.policy.copy(2)
-        copies = policy_step.policy.snapshot._copies
+        policy = policy_step.policy
+        assert policy.snapshot.take(policy.state(2))
+        copies = policy.snapshot._copies
         seen.values["snapshot"] = {
             name: host(getattr(tensor, "_local_tensor", tensor)) for name, tensor in copies.items()
         }

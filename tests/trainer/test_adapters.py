@@ -197,7 +197,7 @@ async def export(
         policy = Policy.load(checkpoint, make_mesh("cpu", config), config, 7)
         Path(folder, "saved").mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        policy.save(f"{folder}/saved", 4)
+        policy.snapshot.write(f"{folder}/saved", policy.state(4))
         before = {name: gather(each).clone() for name, each in policy.parameters.items()}
         with torch.no_grad():
             for each in policy.parameters.values():
