@@ -289,14 +289,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
-    wide = x.float()
-    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * scale).to(x.dtype) * weight
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in
+        float32."""
+        wide = x.float()
+        scale = wide.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
+        return (wide * scale).to(x.dtype) * self.weight
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

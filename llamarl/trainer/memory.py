@@ -51,20 +51,21 @@ def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayo
     ]
 
 
-def local_elements(config: Config, architecture: Architecture, rank: int) -> dict[str, int]:
-    """Return parameter name -> number of elements that trainer rank `rank` holds of it."""
-    boxes = _local_boxes(config, architecture, rank)
-    return {name: math.prod(size) for name, _, size, _ in boxes}
+def local_elements(config: Config, architecture: Architecture) -> dict[str, int]:
+    """Return parameter name -> number of elements that the first trainer rank, the fullest, holds
+    of it."""
+    return {name: math.prod(size) for name, _, size, _ in _local_boxes(config, architecture, 0)}
 
 
 def _local_boxes(
     config: Config, architecture: Architecture, rank: int
 ) -> Iterator[tuple[str, Shape, Shape, Shape]]:
     """Yield (name, shape, shape of the trainer rank's box, its first index) of each parameter."""
+    mesh = tuple(mesh_shape(config.trainer).values())
+    place = tuple(map(int, np.unravel_index(rank, mesh)))  # meshes count row after row
     shapes = parameter_shapes(architecture) | adapter_shapes(architecture, config.trainer.lora)
-    for name, (mesh, kinds) in parameter_placements(architecture, config.trainer).items():
-        place = tuple(map(int, np.unravel_index(rank, mesh)))  # meshes count row after row
-        yield name, shapes[name], *local_box(shapes[name], mesh, place, kinds)
+    for name, placements in parameter_placements(architecture, config.trainer).items():
+        yield name, shapes[name], *local_box(shapes[name], mesh, place, placements)
 
 
 def local_box(
@@ -127,7 +128,7 @@ def lasting_bytes(config: Config, architecture: Architecture) -> tuple[int, Kind
     """Return the bytes of the fullest rank's weights, and of its gradients and optimizer."""
     trainer = config.trainer
     names = trained_shapes(architecture, trainer.lora).keys()
-    elements = local_elements(config, architecture, 0)
+    elements = local_elements(config, architecture)
     num_trained = sum(elements[name] for name in names)
     trained = MASTER_BYTES * num_trained
     beside = DTYPE_BYTES[trainer.compute_dtype] * (sum(elements.values()) - num_trained)
@@ -216,7 +217,7 @@ def group_elements(
     """Return the elements of one gathered layer, and of the gathered rest, on a tensor-parallel
     rank; of the parameters `names` alone, if given."""
     found = dict.fromkeys(("layer", "rest"), 0)
-    mesh = mesh_shape(trainer)
+    is_split = "tensor" in mesh_shape(trainer)
     placements = parameter_placements(architecture, trainer)
     shapes = parameter_shapes(architecture) | adapter_shapes(architecture, trainer.lora)
     for name, shape in shapes.items():
@@ -224,7 +225,7 @@ def group_elements(
             continue
         if name.startswith(ANY_LAYER) and not name.startswith(LAYER):
             continue
-        tensor = placements[name][1][-1] if "tensor" in mesh else Replicate()
+        tensor = placements[name][-1] if is_split else Replicate()
         size, _ = local_box(shape, (trainer.tensor_parallel,), (0,), (tensor,))
         rows = -(-size[0] // trainer.num_shard_ranks) * trainer.num_shard_ranks  # FSDP pads
         found["layer" if name.startswith(LAYER) else "rest"] += rows * math.prod(size[1:])
@@ -245,7 +246,7 @@ def _frozen_bytes(config: Config, architecture: Architecture) -> int:
     rank, where the model is plain."""
     trainer = replace(config.trainer, lora=LoraConfig())
     config = replace(config, trainer=trainer)
-    num_elements, gathered = sum(local_elements(config, architecture, 0).values()), 0
+    num_elements, gathered = sum(local_elements(config, architecture).values()), 0
     if trainer.num_ranks > 1:
         block, root = group_elements(trainer, architecture)
         gathered = root + _num_gathered(trainer, architecture) * block

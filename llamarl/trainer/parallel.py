@@ -50,14 +50,13 @@ def mesh_shape(config: TrainerConfig) -> dict[str, int]:
 
 def parameter_placements(
     architecture: Architecture, config: TrainerConfig
-) -> dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]]:
-    """Return parameter name -> (mesh shape, one placement per mesh dimension); needs no process
-    group.
+) -> dict[str, tuple[Placement, ...]]:
+    """Return parameter name -> one placement per dimension of `mesh_shape`; needs no process group.
 
     Rank r is at the r-th coordinate of the mesh in row-major order. Weights, gradients and moments
     have the same placements. Adapters are among them."""
     shape = mesh_shape(config)
-    found: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {}
+    found: dict[str, tuple[Placement, ...]] = {}
     names = [*parameter_shapes(architecture), *adapter_shapes(architecture, config.lora)]
     for name in names:
         split = split_dimension(name)
@@ -71,7 +70,7 @@ def parameter_placements(
             ),
             "tensor": tensor,
         }
-        found[name] = (tuple(shape.values()), tuple(placements[key] for key in shape))
+        found[name] = tuple(placements[key] for key in shape)
     return found
 
 

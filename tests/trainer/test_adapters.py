@@ -22,7 +22,7 @@ from llamarl.model import adapters as adapter_files
 from llamarl.model.architecture import read_architecture
 from llamarl.publish.comparison import Fingerprints, add_up, compare_frozen
 from llamarl.publish.fingerprint import key_of, shard_sums
-from llamarl.trainer.parallel import gather, make_mesh, parameter_placements
+from llamarl.trainer.parallel import gather, make_mesh, mesh_shape, parameter_placements
 from llamarl.trainer.passes import micro_batch
 from llamarl.trainer.policy import Policy, SavedShards
 from tests.adapter_oracle import deltas, random_adapters
@@ -67,7 +67,8 @@ def train_one(
     expected = parameter_placements(read_architecture(checkpoint), config)
     is_sharded = config.num_shard_ranks > 1  # else FSDP leaves the frozen weights alone
     for name, each in {**policy.parameters, **(policy.frozen if is_sharded else {})}.items():
-        assert (tuple(each.device_mesh.shape), each.placements) == expected[name], name
+        assert tuple(each.device_mesh.shape) == (*mesh_shape(config).values(),), name
+        assert each.placements == expected[name], name
     gradients = {name: gather(p.grad).clone().numpy() for name, p in policy.parameters.items()}
     policy.scale_gradients(2.0, 1e-3)
     policy.update(0.1)

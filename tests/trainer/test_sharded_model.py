@@ -19,7 +19,14 @@ from llamarl.core.process_group import join, leave
 from llamarl.core.records import PROMPT_IDS, RESPONSE_IDS
 from llamarl.model.attention import make_packing
 from llamarl.model.transformer import Transformer
-from llamarl.trainer.parallel import gather, make_mesh, parallelize, parameter_placements, reshard
+from llamarl.trainer.parallel import (
+    gather,
+    make_mesh,
+    mesh_shape,
+    parallelize,
+    parameter_placements,
+    reshard,
+)
 from llamarl.trainer.passes import micro_batch
 from tests.tiny_checkpoints import LLAMA
 
@@ -144,7 +151,9 @@ def answer_one(rank: int, case: Case) -> Answer:
     parallelize(model, make_mesh("cpu", config), config)
     parameters: dict[str, Any] = dict(model.named_parameters())
     found = {name: (tuple(p.device_mesh.shape), p.placements) for name, p in parameters.items()}
-    expected = parameter_placements(architecture, config)
+    mesh = (*mesh_shape(config).values(),)
+    placements = parameter_placements(architecture, config)
+    expected = {name: (mesh, each) for name, each in placements.items()}
     shared = share_out(config.num_data_ranks)
     with Gathers() as gathers:
         for rows in shared:
