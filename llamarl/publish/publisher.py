@@ -31,15 +31,7 @@ from llamarl.publish.replica import (
     attempt,
     failure,
 )
-from llamarl.publish.reshard import (
-    PackedCopies,
-    SplitRoute,
-    WeightKind,
-    assign_sources,
-    pack,
-    plan,
-    split,
-)
+from llamarl.publish.reshard import SplitRoute, WeightKind, assign_sources, plan, split
 from llamarl.publish.transports.routes import TRANSPORTS, mapped_on, named
 
 log = logging.getLogger(__name__)
@@ -113,7 +105,7 @@ class Publisher:
         self._change = Change()
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Future[None]] = set()  # lost replicas that may still write
-        self._planned: dict[tuple[bool, WeightKind], tuple[object, PackedCopies]] = {}
+        self._planned: dict[tuple[bool, WeightKind], tuple[object, tuple[SplitRoute, ...]]] = {}
 
     @property
     def version(self) -> int:
@@ -306,25 +298,25 @@ class Publisher:
                 f"from {source.name} on {', '.join(hosts[0])} to generator {sync.replica} on "
                 f"{', '.join(hosts[1])}"
             )
-        boxes = [[(r.rank, r.parameters) for r in ranks] for ranks in (layout, target)]
-        planned, copies = self._planned.get((is_relay, kind), (None, PackedCopies({}, {})))
-        if planned != boxes:  # replicas of a kind mostly look alike, on whichever hosts they are
-            copies = pack(plan(layout, target))
-            self._planned[is_relay, kind] = boxes, copies
         rendezvous = ""
         if transport.meets:
             os.makedirs(self._rendezvous_folder, exist_ok=True)
             meeting = f"{source.name}-generator-{sync.replica}-{uuid.uuid4().hex}"
             rendezvous = os.path.join(self._rendezvous_folder, meeting)
-        ends = split(
-            copies,
-            source=source.name,
-            replica=sync.replica,
-            transport=name,
-            rendezvous=rendezvous,
-            is_slow=not is_relay and self._is_far(sync),
-        )
-        return source, *ends
+        fields = {
+            "source": source.name,
+            "replica": sync.replica,
+            "transport": name,
+            "rendezvous": rendezvous,
+            "is_slow": not is_relay and self._is_far(sync),
+        }
+        boxes = [[(r.rank, r.parameters) for r in ranks] for ranks in (layout, target)]
+        planned, ends = self._planned.get((is_relay, kind), (None, ()))
+        if planned != boxes:  # replicas of a kind mostly look alike, on whichever hosts they are
+            ends = split(plan(layout, target), **fields)
+            self._planned[is_relay, kind] = boxes, ends
+        sending, receiving = (end.along(**fields) for end in ends)
+        return source, sending, receiving
 
     async def _drive(self, sync: ReplicaSync) -> None:
         """Run the task of a replica, which brings it every version of its source until it

@@ -310,14 +310,6 @@ def _continues(first: Copy, second: Copy, dim: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedCopies:
-    """The copies of a plan by the rank where they begin, and by the rank where they end."""
-
-    by_source: dict[int, bytes]
-    by_target: dict[int, bytes]
-
-
-@dataclass(frozen=True, slots=True)
 class SplitRoute(PerRank[Route]):
     """A route for the ranks of one executor."""
 
@@ -332,35 +324,31 @@ class SplitRoute(PerRank[Route]):
         """Return the route for some of the ranks."""
         return replace(self, packed={rank: self.packed[rank] for rank in ranks if self.has(rank)})
 
+    def along(self, **fields: Any) -> Self:
+        """Return the same copies over a route with these other fields."""
+        return replace(self, route=replace(self.route, **fields))
+
     def has(self, rank: int) -> bool:
         """Return whether this rank sends or receives anything."""
         return rank in self.packed
 
 
-def pack(copies: Iterable[Copy]) -> PackedCopies:
-    """Return the copies, cut by rank; the copies of a pair of ranks keep their order at both
-    ends."""
+def split(copies: Iterable[Copy], **fields: Any) -> tuple[SplitRoute, SplitRoute]:
+    """Return the routes of the source's ranks and of the target's ranks, with the copies that begin
+    or end there; the copies of a pair of ranks keep their order at both ends. `fields` are Route's
+    others."""
     by_source: dict[int, list[Copy]] = {}
     by_target: dict[int, list[Copy]] = {}
     for copy in copies:
         by_source.setdefault(copy.source_rank, []).append(copy)
         by_target.setdefault(copy.target_rank, []).append(copy)
-    return PackedCopies(
-        {rank: _packed(found) for rank, found in sorted(by_source.items())},
-        {rank: _packed(found) for rank, found in sorted(by_target.items())},
+    sources, targets = tuple(sorted(by_source)), tuple(sorted(by_target))
+    route = Route(copies=(), sources=sources, targets=targets, **fields)
+    sending, receiving = (
+        SplitRoute(route, {rank: _packed(found) for rank, found in sorted(by_rank.items())})
+        for by_rank in (by_source, by_target)
     )
-
-
-def split(packed: PackedCopies, **fields: Any) -> tuple[SplitRoute, SplitRoute]:
-    """Return the routes of the source's ranks and of the target's ranks; `fields` are Route's
-    others."""
-    route = Route(
-        copies=(),
-        sources=tuple(packed.by_source),
-        targets=tuple(packed.by_target),
-        **fields,
-    )
-    return SplitRoute(route, packed.by_source), SplitRoute(route, packed.by_target)
+    return sending, receiving
 
 
 def _packed(copies: list[Copy]) -> bytes:

@@ -23,7 +23,7 @@ from llamarl.model.inventory import parameter_shapes
 from llamarl.publish.comparison import MODULUS
 from llamarl.publish.layout import Box, ParameterLayout, formats_of
 from llamarl.publish.replica import WeightSource, WeightTarget
-from llamarl.publish.reshard import pack, plan, split
+from llamarl.publish.reshard import plan, split
 from llamarl.publish.shards import ShardScales
 from llamarl.publish.source import Writer
 from llamarl.publish.transports.mapped import this_host
@@ -175,7 +175,7 @@ async def connect(source: Any, generator: Replica, replica: int = 3) -> None:
     target = await generator.target_layout()
     name = "generator-0" if is_relay else "trainer"
     sending, receiving = split(
-        pack(plan(layouts, target)),
+        plan(layouts, target),
         source=name,
         replica=replica,
         transport="shared_memory",

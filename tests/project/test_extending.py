@@ -25,7 +25,7 @@ from llamarl.metrics import trackers
 from llamarl.model import architecture
 from llamarl.model.architecture import read_architecture
 from llamarl.publish.layout import Box, ParameterLayout
-from llamarl.publish.reshard import pack, plan, split
+from llamarl.publish.reshard import plan, split
 from llamarl.publish.source import Writer
 from llamarl.publish.target import Memory, WeightBuffer
 from llamarl.publish.transports import routes
@@ -309,7 +309,7 @@ def test_the_transport_of_the_page_carries_a_version_bit_by_bit(
     memory = Memory(parameters=boxes, num_elements=1200, dtype=torch.float32)
     target = WeightBuffer(memory, WeightsConfig(), replica=0, rank=0, run_id="test", host="b")
     sending, receiving = split(
-        pack(plan([writer.layout()], [target.layout()])),
+        plan([writer.layout()], [target.layout()]),
         source="trainer",
         replica=0,
         transport="files",

@@ -10,7 +10,7 @@ from llamarl.core.config import WeightsConfig
 from llamarl.core.errors import TargetLost
 from llamarl.publish.comparison import Fingerprints, add_up
 from llamarl.publish.layout import Box, ParameterLayout
-from llamarl.publish.reshard import pack, plan, split
+from llamarl.publish.reshard import plan, split
 from llamarl.publish.source import Writer
 from llamarl.publish.target import Memory, WeightBuffer
 from llamarl.publish.transports.messages import (
@@ -199,7 +199,7 @@ class Replica:
         """(for the source's ranks, for the ranks of this replica)"""
         targets = [buffer.layout() for buffer in self.buffers]
         return split(
-            pack(plan(layouts, targets)), source="trainer",
+            plan(layouts, targets), source="trainer",
             replica=self.number, transport=transport, rendezvous=rendezvous,
             message_bytes=MESSAGE_BYTES,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from llamarl.publish.reshard import SplitRoute, pack
+from llamarl.publish.reshard import split
 from tests.publish.publishing_layouts import MESSAGE_BYTES
 
 
@@ -33,4 +33,5 @@ def bent(route, side, bend):
     changed, all together; in several messages."""
     copies = [copy for rank in route.packed for copy in route.for_rank(rank).copies]
     in_short = dataclasses.replace(route.route, message_bytes=MESSAGE_BYTES)
-    return SplitRoute(in_short, getattr(pack(bend(copies)), side))
+    ends = split(bend(copies), source="trainer", replica=0, transport="")
+    return dataclasses.replace(ends[side == "by_target"], route=in_short)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llamarl.core.config import WeightsConfig
 from llamarl.core.errors import TargetLost
 from llamarl.publish.layout import Box, ParameterLayout
-from llamarl.publish.reshard import pack, plan, split
+from llamarl.publish.reshard import plan, split
 from llamarl.publish.source import Writer
 from llamarl.publish.target import Memory, WeightBuffer
 from llamarl.publish.transports.collective import RouteGroup
@@ -46,7 +46,7 @@ class Ends:
 
     def route(self):
         self.num_routes += 1
-        copies = pack(plan([self.writer.layout()], [self.weight_buffer.layout()]))
+        copies = plan([self.writer.layout()], [self.weight_buffer.layout()])
         sending, _ = split(
             copies, source="trainer", replica=0, transport="collective",
             rendezvous=f"{self.folder}/route-{self.num_routes}", message_bytes=40,

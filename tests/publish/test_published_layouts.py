@@ -19,7 +19,7 @@ from llamarl.metrics.span import Spans
 from llamarl.model.architecture import read_architecture
 from llamarl.publish.comparison import MODULUS
 from llamarl.publish.layout import quantized_parameters
-from llamarl.publish.reshard import pack, plan, split
+from llamarl.publish.reshard import plan, split
 from llamarl.publish.shards import cut_rows, shard_boxes
 from llamarl.publish.source import SourcePart
 from llamarl.publish.target import WeightBuffer
@@ -91,7 +91,7 @@ def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Targe
         layout for layout in everyone(weight_buffer.layout() if weight_buffer else None) if layout
     ]
     copies = plan(sources, places)
-    route, _ = split(pack(copies), source="trainer", replica=0, transport="shared_memory")
+    route, _ = split(copies, source="trainer", replica=0, transport="shared_memory")
     writer.connect(0, route.for_rank(writer.layout().rank))
     handles = [
         handle for handle in everyone(weight_buffer.prepare(0) if weight_buffer else None) if handle

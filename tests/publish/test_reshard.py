@@ -23,7 +23,6 @@ from llamarl.publish.reshard import (
     MIN_SPLIT_ELEMENTS,
     MIN_SPREAD_ELEMENTS,
     num_bytes,
-    pack,
     plan,
     split,
 )
@@ -180,7 +179,7 @@ def check_parts(copies):
     """Each rank gets its own copies and no others, those of a pair in one order at both ends."""
     singles = [single for copy in copies for single in copy.each()]
     sending, receiving = map(
-        parts, split(pack(copies), source="trainer", replica=0, transport="collective")
+        parts, split(copies, source="trainer", replica=0, transport="collective")
     )
     assert sorted(itertools.chain(*sending.values())) == sorted(singles)
     assert sorted(itertools.chain(*receiving.values())) == sorted(singles)

@@ -14,7 +14,7 @@ from llamarl.core.config import WeightsConfig
 from llamarl.core.errors import StaleVersion, TargetLost
 from llamarl.publish.comparison import MODULUS, compare
 from llamarl.publish.layout import Box, ParameterLayout
-from llamarl.publish.reshard import pack, plan, split
+from llamarl.publish.reshard import plan, split
 from llamarl.publish.source import Writer
 from llamarl.publish.target import Memory, WeightBuffer
 from llamarl.publish.transports.mapped import MappedSender
@@ -31,7 +31,7 @@ def layout(start, stop, buffer, offset=0, dtype="float32"):
 
 
 def route(writers, target, transport="shared_memory"):
-    copies = pack(plan([writer.layout() for writer in writers], [target]))
+    copies = plan([writer.layout() for writer in writers], [target])
     sending, _ = split(copies, source="trainer", replica=0, transport=transport)
     return sending
 

@@ -13,7 +13,7 @@ from llamarl.core.config import PlacementConfig, SamplingConfig, TrainerConfig, 
 from llamarl.core.errors import StaleVersion
 from llamarl.core.records import REF_LOGPROBS, TRAINER_LOGPROBS
 from llamarl.metrics.span import Spans
-from llamarl.publish.reshard import pack, plan, split
+from llamarl.publish.reshard import plan, split
 from llamarl.publish.target import Memory, WeightBuffer
 from llamarl.storage.client import Store
 from llamarl.trainer.losses.aipo import AIPOConfig
@@ -248,7 +248,7 @@ async def write_beside_steps(rank, num_ranks, job):
     await executor.start()
     source = await executor.source_layout()
     weight_buffer = _weight_buffer(source)
-    copies = pack(plan([source], [weight_buffer.layout()]))
+    copies = plan([source], [weight_buffer.layout()])
     route, _ = split(copies, source="trainer", replica=0, transport="shared_memory")
     await executor.connect_target(0, route.for_rank(source.rank))
     weights, written = [], {}

@@ -21,7 +21,7 @@ from llamarl.model.architecture import read_architecture
 from llamarl.model.inventory import parameter_shapes
 from llamarl.publish.layout import Box, ParameterLayout
 from llamarl.publish.offload import MemoryMover
-from llamarl.publish.reshard import num_bytes, pack, plan, split
+from llamarl.publish.reshard import num_bytes, plan, split
 from llamarl.publish.source import Writer
 from llamarl.publish.target import WeightBuffer
 from llamarl.publish.transports.mapped import this_host
@@ -47,7 +47,7 @@ def measure(setting: Setting) -> Iterator[Facts]:
     try:
         copies = plan([_answer(trainer)], [_answer(generator)])
         transport = "cuda_ipc" if setting.is_cuda else "shared_memory"
-        route, _ = split(pack(copies), source="trainer", replica=0, transport=transport)
+        route, _ = split(copies, source="trainer", replica=0, transport=transport)
         _ask(trainer, route.for_rank(0))
         times = [_publish(trainer, generator, version) for version in range(1, NUM_VERSIONS + 1)]
     finally:
