@@ -320,13 +320,9 @@ class Decoding:
             ),
             environments,
         )
-        self._standstill = Standstill(
+        self.standstill = Standstill(
             time.monotonic_ns, lambda name, start, end: spans.record(name, start, end, "wait")
         )
-
-    def end_idle(self) -> None:
-        """Record the wait until now, if there was one."""
-        self._standstill.end()
 
     async def run(self, call: Callable[[], T], key: object) -> T:
         """Run `call` on the thread between two steps, on all ranks between the same two; `key` says
@@ -338,10 +334,10 @@ class Decoding:
         """Take one step. Returns False if there is nothing to do until the next command. Raises the
         error that has ended the engine."""
         self.check()
-        if self._standstill.reason != "requests" or not self.engine.has_work:
-            self._standstill.begin()
+        if self.standstill.reason != "requests" or not self.engine.has_work:
+            self.standstill.begin()
             return False
-        self._standstill.end()
+        self.standstill.end()
         engine, start_ns = self.engine, time.monotonic_ns()
         num_prefilled = engine.admit()
         if num_prefilled:
@@ -392,7 +388,7 @@ class Decoding:
         before the next commit."""
         for tag in ("weights", "kv"):
             self.onload(tag)
-        self._standstill.end()
+        self.standstill.end()
         self.engine.abort_requests([*self._rows])
         while self.engine.decode():
             pass
@@ -409,7 +405,7 @@ class Decoding:
 
         `processed` is memory and what the engine made of it beside decoding; it is used if that
         memory became the active one."""
-        self._standstill.end()
+        self.standstill.end()
         with self._spans.span("commit", version=version):
             flat = self._weight_buffer.commit(version)
             try:
@@ -424,10 +420,10 @@ class Decoding:
 
     def offload(self, tag: str) -> int:
         """Move one tag's memory off the device and stop stepping. Returns the number of bytes."""
-        if tag in self._standstill.away:
+        if tag in self.standstill.away:
             return 0
-        self._standstill.end()
-        self._standstill.away.add(tag)
+        self.standstill.end()
+        self.standstill.away.add(tag)
         tensors, is_kept = self.engine.movable(tag), True
         num_bytes = 0
         if tag == "weights":
@@ -449,13 +445,13 @@ class Decoding:
     def onload(self, tag: str) -> int:
         """Bring one tag's memory back; once all tags are back, stepping goes on. Returns the number
         of bytes."""
-        if tag not in self._standstill.away:
+        if tag not in self.standstill.away:
             return 0
-        self._standstill.end()
+        self.standstill.end()
         num_bytes = self._mover.onload(tag)
         if tag == "weights":
             num_bytes += self._mover.onload("staging")
-        self._standstill.away.discard(tag)
+        self.standstill.away.discard(tag)
         return num_bytes
 
     def _record(self, name: str, start_ns: int, num_tokens: int) -> int:

@@ -376,7 +376,7 @@ class GeneratorWorker(
         self._exit.callback(mover.close)
         place: dict[str, Any] = {"rank": self._rank, "environments": spec.environments}
         self._decoding = Decoding(engine, buffer, mover, spans, output, thread, **place)
-        self._exit.callback(self._decoding.end_idle)
+        self._exit.callback(self._decoding.standstill.end)
         self._offloading = OffloadPart(self._decoding, self._decoding.run, spans, source)
         if spec.load_weights:
             folder = spec.adapter if spec.lora.is_used else spec.checkpoint

@@ -243,7 +243,8 @@ class WeightBuffer:
                 f"version {version} must be newer than {self.version}, the active one"
             )
         self.before_overwrite(self.version if self._is_staged else self._staging_version)
-        self._synchronize()  # also with what an engine still derives from the version before
+        # Other processes see all that was begun, and an engine derives nothing more from before.
+        platform_of(self._device).synchronize(self._device)
         address: object = self._staging.address
         if self._receiver is not None:
             if self._sums is not None:
@@ -281,7 +282,7 @@ class WeightBuffer:
         elif not self._is_staged:
             self.before_overwrite(self.version)
             self.active.copy_(self.staging)
-            self._synchronize()
+            platform_of(self._device).synchronize(self._device)
         self._prepared, self.version = None, version
         return self.active
 
@@ -338,10 +339,6 @@ class WeightBuffer:
             self._receiver.close()
             self._stop_receiving()
             self._receiver = None
-
-    def _synchronize(self) -> None:
-        """Return once other processes see what was begun here."""
-        platform_of(self._device).synchronize(self._device)
 
     def _require_prepared(self, version: int) -> None:
         if self._prepared != version:
