@@ -11,7 +11,7 @@ turn before."""
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -53,22 +53,14 @@ class TurnText(NamedTuple):
 class TurnFormat:
     """The format of turns with one kind of environment, by the tokenizer's chat template.
 
-    Raises ValueError, in one line, if `calls` is auto and the template shows no form of calls, if
-    it cannot hold the results of tools or the messages of the environment, or if it renders one in
-    different ways after different turns. A special token in an observation is text with
-    `splits_special_tokens`, else that token."""
+    Raises ValueError, in one line, if `config.calls` is auto and the template shows no form of
+    calls, if it cannot hold the results of tools or the messages of the environment, or if it
+    renders one in different ways after different turns. A special token in an observation is text
+    with `config.split_special_tokens`, else that token."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        kind: Kind,
-        calls: str = "auto",
-        *,
-        splits_special_tokens: bool = True,
-    ) -> None:
-        self._tokenizer, self.kind = tokenizer, kind
-        self._splits_special_tokens = splits_special_tokens
-        self.family = _family(tokenizer, calls) if kind.schemas else ""
+    def __init__(self, tokenizer: Tokenizer, kind: Kind, config: EnvironmentConfig) -> None:
+        self._tokenizer, self.kind, self._config = tokenizer, kind, config
+        self.family = _family(tokenizer, config.calls) if kind.schemas else ""
         """The family of its calls; empty if there are none."""
         self._special = sorted(tokenizer.special_ids, key=len, reverse=True)
         ends = {*tokenizer.eos_token_ids}
@@ -125,7 +117,7 @@ class TurnFormat:
         """Return the ids of these messages, which are JSON, after a turn that has ended, or not."""
         end, rest = self._split(json.loads(messages))
         text, before = (rest, end) if is_ended else (end + rest, SAID)
-        text = text if self._splits_special_tokens else unmarked(text)
+        text = text if self._config.split_special_tokens else unmarked(text)
         return self._tokenizer.encode_all([text], special=False, before=[before])[0]
 
     def _render(self, messages: Sequence[Message], *, is_open: bool = True) -> str:
@@ -249,15 +241,10 @@ class TurnFormats:
     def __init__(
         self, tokenizer: Tokenizer, kinds: Mapping[str, Kind], config: EnvironmentConfig
     ) -> None:
-        self._make = partial(
-            TurnFormat,
-            tokenizer,
-            calls=config.calls,
-            splits_special_tokens=config.split_special_tokens,
+        self._kinds = {name: TurnFormat(tokenizer, kind, config) for name, kind in kinds.items()}
+        self._open = lru_cache(NUM_OPENED)(
+            lambda schemas: TurnFormat(tokenizer, Kind(tuple(json.loads(schemas))), config)
         )
-        self._kinds = {name: self._make(kind) for name, kind in kinds.items()}
-        read = lambda schemas: self._make(Kind(tuple(json.loads(schemas))))  # noqa: E731
-        self._open = lru_cache(NUM_OPENED)(read)
 
     def of(self, kind: str, opened: Sequence[Schema] = ()) -> TurnFormat:
         """Return the format of an episode of this kind, or of an episode that its environment has

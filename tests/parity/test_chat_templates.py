@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from llamarl.core.config import EnvironmentConfig
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.scoring.definition import Kind
 from llamarl.scoring.turn_format import TurnFormat
@@ -18,6 +19,7 @@ from tests.scoring.test_turn_format import ADD, STEPS, TOOLS
 
 pytestmark = pytest.mark.parity
 
+AUTO = EnvironmentConfig()
 TRL = importlib.util.find_spec("trl")
 FOLDER = Path(next(iter(TRL.submodule_search_locations or [""])) if TRL else "") / "chat_templates"
 TEMPLATES = sorted(path for path in FOLDER.glob("*.jinja") if "training" not in path.stem)
@@ -74,7 +76,7 @@ def make(folder: Path, path: Path) -> Tokenizer:
 
 def observed(tokenizer: Tokenizer, kind: Kind, messages: list[dict[str, Any]]) -> str:
     """An observation after a turn that stopped without its end."""
-    turns = TurnFormat(tokenizer, kind)
+    turns = TurnFormat(tokenizer, kind, AUTO)
     return tokenizer.decode_raw(turns.observation(messages, tokenizer.vocabulary["x"]))
 
 
@@ -94,7 +96,7 @@ def test_an_observation_is_what_the_template_puts_after_an_answer(
     said = [{"role": "user", "content": "and more"}]
     if why := IMAGES.get(path.stem):
         with pytest.raises(ValueError, match=why):
-            TurnFormat(tokenizer, STEPS)
+            TurnFormat(tokenizer, STEPS, AUTO)
         return
     found = observed(tokenizer, STEPS, said)
     turn = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nsome words"}
@@ -110,9 +112,9 @@ def test_a_result_is_what_the_template_puts_after_a_call(path: Path, tmp_path: P
     tokenizer = make(tmp_path, path)
     if by_name(FORMS, path.stem) is None or path.stem in WITHOUT_TOOLS:
         with pytest.raises(ValueError, match=NO_FORM):
-            TurnFormat(tokenizer, TOOLS)
+            TurnFormat(tokenizer, TOOLS, AUTO)
         return
-    assert TurnFormat(tokenizer, TOOLS).family == by_name(FORMS, path.stem)
+    assert TurnFormat(tokenizer, TOOLS, AUTO).family == by_name(FORMS, path.stem)
     results = [{"role": "tool", "name": "add", "content": "and more"}]
     found = observed(tokenizer, TOOLS, results)
     call = {"name": "add", "arguments": {"a": "some words"}}

@@ -25,6 +25,7 @@ from peers_bench.replayed_lengths import replay
 from peers_bench.sides import Run, job_of
 from transformers import PreTrainedTokenizerBase
 
+from llamarl.core.config import EnvironmentConfig
 from llamarl.core.extensions import load_module
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.model.tokenizer import load_tokenizer as load_own
@@ -53,7 +54,7 @@ def theirs() -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="module")
 def turns(own: Tokenizer) -> TurnFormat:
     (schemas,) = [each.schemas for each in describe(TASK).values()]
-    return TurnFormat(own, Kind(tuple(schemas)), "tagged")
+    return TurnFormat(own, Kind(tuple(schemas)), EnvironmentConfig(calls="tagged"))
 
 
 def calls_of(message: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -33,6 +33,7 @@ ADD = {
     },
 }
 TOOLS, STEPS = Kind((ADD,)), Kind((), has_instance=True, has_step=True, has_reward=True)
+HERMES = EnvironmentConfig(calls="hermes")
 Make = Callable[[str], Tokenizer]
 
 
@@ -72,7 +73,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> np.ndarray:
 )
 def test_results_of_a_turn_are_the_templates(make: Make, template: str, expected: str) -> None:
     tokenizer = make(template)
-    turns = TurnFormat(tokenizer, TOOLS, "hermes")
+    turns = TurnFormat(tokenizer, TOOLS, HERMES)
     end = tokenizer.special_ids["<|im_end|>"]
     found = turns.observation(said("3", "4"), end)
     assert found.dtype == np.int32
@@ -101,7 +102,7 @@ def test_a_template_may_write_the_last_turn_otherwise_than_an_earlier_one(
     make: Make, template: str, kind: Kind, end: str, expected: str
 ) -> None:
     tokenizer = make(getattr(templates, template))
-    turns = TurnFormat(tokenizer, kind, "hermes")
+    turns = TurnFormat(tokenizer, kind, HERMES)
     messages = said("3") if kind is TOOLS else [{"role": "user", "content": "3"}]
     found = turns.observation(messages, tokenizer.special_ids["<|im_end|>"])
     assert tokenizer.decode_raw(found) == expected
@@ -115,7 +116,7 @@ def test_a_template_may_write_the_last_turn_otherwise_than_an_earlier_one(
 def test_an_answer_without_a_call_may_be_followed_by_a_users_message(make: Make) -> None:
     """As in an agent's conversation, whose turns with calls have results."""
     tokenizer = make(templates.QWEN3)
-    turns = TurnFormat(tokenizer, TOOLS)
+    turns = TurnFormat(tokenizer, TOOLS, EnvironmentConfig())
     end = tokenizer.special_ids["<|im_end|>"]
     found = turns.observation([{"role": "user", "content": "3"}], end)
     assert tokenizer.decode_raw(found) == SAYS + "<|im_start|>assistant\n"
@@ -132,7 +133,7 @@ def test_the_whole_conversation_is_the_sum_of_its_parts(contents: list[str], tem
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = templates.write_tokenizer(Path(folder), template)
-    turns = TurnFormat(tokenizer, TOOLS, "hermes")
+    turns = TurnFormat(tokenizer, TOOLS, HERMES)
     user, end = {"role": "user", "content": "q"}, tokenizer.special_ids["<|im_end|>"]
     ids = ids_of(tokenizer, tokenizer.render_chat([user], [ADD])).tolist()
     messages: list[dict[str, Any]] = [user]
@@ -160,18 +161,18 @@ def test_a_template_that_cannot_hold_turns_is_one_line(
     make: Make, template: str, kind: Kind, calls: str, words: str
 ) -> None:
     with pytest.raises(ValueError, match=r"chat template|environment\.calls") as caught:
-        TurnFormat(make(template), kind, calls)
+        TurnFormat(make(template), kind, EnvironmentConfig(calls=calls))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_what_was_written_is_read_with_special_tokens_and_shown_without(make: Make) -> None:
     tokenizer = make(templates.QWEN)
-    turns = TurnFormat(tokenizer, TOOLS)
+    turns = TurnFormat(tokenizer, TOOLS, EnvironmentConfig())
     text = 'so <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     read = turns.read(ids_of(tokenizer, text + "<|im_end|>"))
     assert (read.text, read.calls) == ("so", [ToolCall("add", {"a": 1, "b": 2})])
-    tagged = TurnFormat(make(templates.LLAMA), TOOLS, "llama")
+    tagged = TurnFormat(make(templates.LLAMA), TOOLS, EnvironmentConfig(calls="llama"))
     body = '<|python_tag|>{"name": "add", "parameters": {}}<|eom|>'
     assert tagged.read(ids_of(tokenizer, body)).calls == [ToolCall("add")]
 
@@ -182,7 +183,7 @@ def test_calls_in_thinking_that_the_prompt_began_are_not_read(make: Make, opens:
     if opens:
         template = template.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     tokenizer = make(template)
-    turns = TurnFormat(tokenizer, TOOLS)
+    turns = TurnFormat(tokenizer, TOOLS, EnvironmentConfig())
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     thought = f"I could call {call} but need not."
     begun = "" if opens else "<think>\n"
@@ -215,7 +216,9 @@ def test_a_special_token_in_an_observation_is_text(make: Make, template: str, ki
     end = tokenizer.special_ids["<|im_end|>"]
     calls = "llama" if template is templates.LLAMA else "hermes"
     found, plain, allowed = (
-        TurnFormat(tokenizer, kind, calls, splits_special_tokens=splits).observation(
+        TurnFormat(
+            tokenizer, kind, EnvironmentConfig(calls=calls, split_special_tokens=splits)
+        ).observation(
             [{"role": "tool" if kind is TOOLS else "user", "name": "add", "content": content}], end
         )
         for content, splits in ((FORGED, True), ("5", True), (FORGED, False))
@@ -239,7 +242,7 @@ def test_a_special_token_in_the_schema_of_a_tool_is_text(make: Make) -> None:
 
 
 def test_formats_of_tools_that_agents_bring_do_not_pile_up(make: Make) -> None:
-    formats = TurnFormats(make(templates.PLAIN), {"": STEPS}, EnvironmentConfig(calls="hermes"))
+    formats = TurnFormats(make(templates.PLAIN), {"": STEPS}, HERMES)
     tools = [{**ADD, "function": {**ADD["function"], "name": f"add_{i}"}} for i in range(200)]
     made = [weakref.ref(formats.of("", [tool])) for tool in tools]
     assert formats.of("", [tools[-1]]) is made[-1](), "it is known"
