@@ -106,47 +106,43 @@ def schemas_of(row: Mapping[str, Any], kinds: Kinds) -> tuple[Schema, ...]:
 def find_defined(module: ModuleType | None, ready: Sequence[Tool] = ()) -> Defined:
     """Return the tools and environments of a loaded task.py, if there is one, and the `ready`
     tools. Raises ValueError if there are none, or they have another form."""
-    tools, found = getattr(module, TOOLS, ()), getattr(module, ENVIRONMENT, None)
-    if not isinstance(tools, list | tuple) or not all(map(callable, tools)):
-        raise ValueError(f"{FILE}: {TOOLS} must be a list of functions, got {tools!r:.100}")
-    by_name: dict[str, Tool] = {}
-    for tool in (*ready, *tools):
-        name = getattr(tool, "__name__", "")
-        if not name or name in by_name:
-            must = "must have a name of its own"
-            raise ValueError(f"{place_of(tool)}: each of {TOOLS} {must}, got {name!r}")
-        by_name[name] = tool
+    tools, found = _functions(module, TOOLS, ready), getattr(module, ENVIRONMENT, None)
     makers: dict[str, Any] = found if isinstance(found, dict) else {"": found}
-    several = _episode_rewards(module)
+    several = {
+        name: checked(function, name, FORMS[EPISODE])
+        for name, function in _functions(module, EPISODES).items()
+    }
     read = None
     if module is not None and getattr(module, EPISODE, None) is not None:
         read = find(module, EPISODE)
     has_reward = read is not None or bool(several)
     if found is None:
         makers = {}
-        if module is not None and not (tools or (ready and has_reward)):
+        has_own = len(tools) > len(ready)
+        if module is not None and not (has_own or (ready and has_reward)):
             must = f"must define {TOOLS} or {ENVIRONMENT} for environment.tools=[task]"
             raise ValueError(f"{FILE} {must}, got neither")
     is_named = all(isinstance(name, str) and callable(maker) for name, maker in makers.items())
     if not is_named or (isinstance(found, dict) and (not found or "" in found)):
         must = f"{ENVIRONMENT} must be a class, or a dictionary of names and classes"
         raise ValueError(f"{FILE}: {must}, got {found!r:.100}")
-    return Defined(by_name, makers, read, several)
+    return Defined(tools, makers, read, several)
 
 
-def _episode_rewards(module: ModuleType | None) -> dict[str, Callable[..., Any]]:
-    """Return the functions of `episode_rewards` by name. Raises ValueError unless they are a list
-    of functions of their form, with distinct names."""
-    found = getattr(module, EPISODES, ())
+def _functions(module: ModuleType | None, key: str, ready: Sequence[Tool] = ()) -> dict[str, Tool]:
+    """Return the `ready` functions and those in the list `key` of task.py by name. Raises
+    ValueError unless it is a list of functions, all with distinct names."""
+    found = getattr(module, key, ())
     if not isinstance(found, list | tuple) or not all(map(callable, found)):
-        raise ValueError(f"{FILE}: {EPISODES} must be a list of functions, got {found!r:.100}")
-    by_name: dict[str, Callable[..., Any]] = {}
-    for function in found:
+        raise ValueError(f"{FILE}: {key} must be a list of functions, got {found!r:.100}")
+    by_name: dict[str, Tool] = {}
+    for function in (*ready, *found):
         name = getattr(function, "__name__", "")
-        if not name.isidentifier() or name in by_name:
+        is_name = name.isidentifier() if key == EPISODES else bool(name)
+        if not is_name or name in by_name:
             must = "must have a name of its own"
-            raise ValueError(f"{place_of(function)}: each of {EPISODES} {must}, got {name!r}")
-        by_name[name] = checked(function, name, FORMS[EPISODE])
+            raise ValueError(f"{place_of(function)}: each of {key} {must}, got {name!r}")
+        by_name[name] = function
     return by_name
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from llamarl.core import extensions
 from llamarl.core.config.inputs import LARGEST
+from llamarl.core.errors import mark_seen
 
 MAX_TRACEBACK_CHARS = 8000
 
@@ -153,6 +154,7 @@ async def _in_task(call: Callable[[], Any]) -> Any:
     """Return the result of a coroutine function. It runs in a task of its own, so that a
     CancelledError that it raises itself is told from the caller's. Raises Raised."""
     task = asyncio.create_task(_awaited(call))
+    task.add_done_callback(mark_seen)  # it may be that nothing waits for it any more
     try:
         await asyncio.wait({task})
     except asyncio.CancelledError:
