@@ -38,6 +38,18 @@ class Packing:
     blocks: tuple[AttentionBlock, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """The N tokens of packed rollouts that a model is fed, on one device: `token_ids`, and
+    `targets`, whose log-probs it returns, int64 [N]. With `chosen` int64 [T], different tokens, it
+    returns theirs only: prompts need no logits."""
+
+    token_ids: torch.Tensor
+    packing: Packing
+    targets: torch.Tensor
+    chosen: torch.Tensor | None = None
+
+
 def make_packing(lengths: Sequence[int], multiple: int = 1) -> Packing:
     """Return positions and attention blocks of rollouts of these lengths (at least 1, in packed
     order), in host memory; a rollout more makes the number of tokens a `multiple`, if it is not.

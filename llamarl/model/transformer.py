@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from llamarl.core.device.devices import send
 from llamarl.model.adapters import AdapterSwitch
 from llamarl.model.architecture import LINEARS, Architecture
-from llamarl.model.attention import Packing, make_packing, packed_attention
+from llamarl.model.attention import ModelInputs, Packing, make_packing, packed_attention
 from llamarl.model.head import TokenStats, token_stats
 
 aten = torch.ops.aten
@@ -68,19 +68,10 @@ class TrainedModel(nn.Module, ABC):
         """Set buffers that no file holds; called on all ranks when the weights are in place."""
 
     @abstractmethod
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        packing: Packing,
-        targets: torch.Tensor,
-        temperature: float,
-        chosen: torch.Tensor | None = None,
-    ) -> TokenStats:
-        """Return log-probs of `targets` and entropies at `temperature` for packed rollouts.
-
-        `token_ids`, `targets` int64 [N]; `packing` of the rollouts' N tokens, made a multiple of
-        `num_tensor_ranks`, on the same device. Returns float32 [N] each; with `chosen` int64 [T],
-        different tokens, these only, [T]: prompts need no logits. No rollout sees another one."""
+    def forward(self, inputs: ModelInputs, temperature: float) -> TokenStats:
+        """Return log-probs of the targets and entropies at `temperature`, float32 [N or T] each. No
+        rollout sees another one. The packing's number of tokens is made a multiple of
+        `num_tensor_ranks`."""
 
 
 class Transformer(TrainedModel):
@@ -100,17 +91,10 @@ class Transformer(TrainedModel):
             else nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
         )
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        packing: Packing,
-        targets: torch.Tensor,
-        temperature: float,
-        chosen: torch.Tensor | None = None,
-    ) -> TokenStats:
+    def forward(self, inputs: ModelInputs, temperature: float) -> TokenStats:
         """See TrainedModel. Raises ValueError if the packing is of another number of tokens."""
-        hidden = self.hidden_states(token_ids, packing)
-        weight = self.head_weight
+        hidden = self.hidden_states(inputs.token_ids, inputs.packing)
+        weight, targets, chosen = self.head_weight, inputs.targets, inputs.chosen
         if self.num_tensor_ranks == 1:
             return token_stats(hidden, weight, targets, temperature, chosen=chosen)
         from torch.distributed.tensor import DTensor  # takes half a second, which a generator saves

@@ -21,7 +21,7 @@ from llamarl.core.device.devices import platform_of, send
 from llamarl.core.fields import require
 from llamarl.core.process_group import largest
 from llamarl.model.architecture import causal_families
-from llamarl.model.attention import AttentionBlock, Packing, make_packing, packed_attention
+from llamarl.model.attention import ModelInputs, Packing, make_packing, packed_attention
 from llamarl.model.head import TokenStats, token_stats
 from llamarl.model.transformer import TrainedModel, recomputed
 
@@ -124,31 +124,21 @@ class TransformersModel(TrainedModel):
                 raise ValueError(f"every buffer must follow from config.json, got none for {name}")
         self._choose()
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        packing: Packing,
-        targets: torch.Tensor,
-        temperature: float,
-        chosen: torch.Tensor | None = None,
-    ) -> TokenStats:
+    def forward(self, inputs: ModelInputs, temperature: float) -> TokenStats:
+        chosen, targets = inputs.chosen, inputs.targets
         if self._is_packed:
-            given: dict[str, Any] = {"position_ids": packing.positions[None], "packing": packing}
+            positions = inputs.packing.positions[None]
+            given: dict[str, Any] = {"position_ids": positions, "packing": inputs.packing}
             targets = targets if chosen is None else targets.index_select(0, chosen)
-            return self._stats(token_ids[None], targets, temperature, chosen, **given)
-        stats = self._stats_of_rows(packing.blocks, token_ids, targets, temperature)
+            return self._stats(inputs.token_ids[None], targets, temperature, chosen, **given)
+        stats = self._stats_of_rows(inputs, temperature)
         if chosen is None:
             return stats
         return TokenStats(*(column.index_select(0, chosen) for column in stats))
 
-    def _stats_of_rows(
-        self,
-        blocks: Sequence[AttentionBlock],
-        token_ids: torch.Tensor,
-        targets: torch.Tensor,
-        temperature: float,
-    ) -> TokenStats:
+    def _stats_of_rows(self, inputs: ModelInputs, temperature: float) -> TokenStats:
         """Compute each rollout as a row, padded on the right, where nothing reaches it."""
+        token_ids, targets, blocks = inputs.token_ids, inputs.targets, inputs.packing.blocks
         num_extra = largest(len(blocks)) - len(blocks)
         parts: list[TokenStats] = []
         places: list[torch.Tensor] = []
@@ -214,7 +204,7 @@ class TransformersModel(TrainedModel):
             tokens = torch.cat((neighbour, mine))
             lengths = [len(part) for part in (neighbour, mine) if len(part)]
             packing = send(make_packing(lengths), device)
-            return torch.stack(self(tokens, packing, tokens, 1.0))[:, -second:]
+            return torch.stack(self(ModelInputs(tokens, packing, tokens), 1.0))[:, -second:]
 
         is_packed, self._is_packed, self._is_head_plain = self._is_packed, False, False
         self.causal.set_attn_implementation(self._own_attention)

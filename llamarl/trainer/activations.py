@@ -37,7 +37,7 @@ from llamarl.core.device.names import CPU, GPU
 from llamarl.model.adapter_inventory import adapter_shapes
 from llamarl.model.adapters import attach
 from llamarl.model.architecture import Architecture
-from llamarl.model.attention import SPLIT_RATIO, make_packing, packed_attention
+from llamarl.model.attention import SPLIT_RATIO, ModelInputs, make_packing, packed_attention
 from llamarl.model.transformer import Layer, Transformer
 from llamarl.trainer.parallel import split
 
@@ -229,7 +229,7 @@ def _measure(
             torch.set_grad_enabled(is_trained),
         ):
             packing = send(make_packing(lengths, model.num_tensor_ranks), META)
-            stats = model(token_ids, packing, token_ids, 1.0)
+            stats = model(ModelInputs(token_ids, packing, token_ids), 1.0)
             saved = watch.num_bytes
             if not is_trained:
                 return _Measured(saved, 0, watch.peak_bytes, 0, 0)

@@ -28,8 +28,7 @@ from llamarl.core.records import (
     FinishReason,
     finish_reason,
 )
-from llamarl.model.attention import Packing, make_packing
-from llamarl.model.head import TokenStats
+from llamarl.model.attention import ModelInputs, make_packing
 from llamarl.model.transformer import TrainedModel
 from llamarl.trainer.loss_inputs import LossInputs, TokenLoss
 from llamarl.trainer.policy import Policy
@@ -38,16 +37,13 @@ from llamarl.trainer.specs import TrainerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """R packed rollouts: N tokens that are fed, T response tokens that are predicted.
+class MicroBatch(ModelInputs):
+    """R packed rollouts: N tokens that are fed, each with the one that follows as its target;
+    `chosen` are those that predict the T response tokens, in order.
 
     A rollout of P prompt and L response tokens feeds P + L - 1 tokens: no token follows its
     last."""
 
-    token_ids: torch.Tensor  # int64 [N], fed tokens
-    targets: torch.Tensor  # int64 [N], the token that follows each fed token
-    packing: Packing  # of R fed lengths; their sum is N
-    response: torch.Tensor  # int64 [T], which of the N positions predict response tokens, in order
     response_lengths: tuple[int, ...]  # R response lengths; their sum is T
 
 
@@ -63,7 +59,7 @@ def micro_batch(columns: Columns, indices: Sequence[int], multiple: int = 1) -> 
             token_ids=blank,
             targets=blank,
             packing=make_packing((1,), multiple),
-            response=blank[:0],
+            chosen=blank[:0],
             response_lengths=(),
         )
     prompts = [columns[PROMPT_IDS][i] for i in indices]
@@ -76,7 +72,7 @@ def micro_batch(columns: Columns, indices: Sequence[int], multiple: int = 1) -> 
         token_ids=packed([ids[:-1] for ids in whole], np.int64),
         targets=packed([ids[1:] for ids in whole], np.int64),
         packing=make_packing(lengths, multiple),
-        response=packed(response, np.int64),
+        chosen=packed(response, np.int64),
         response_lengths=tuple(len(ids) for ids in responses),
     )
 
@@ -101,17 +97,12 @@ def infer(
     found: list[tuple[Sequence[int], tuple[int, ...], Arrival]] = []
     for indices in micro_batches:
         fed = send(micro_batch(columns, indices, model.num_tensor_ranks), device)
-        values = _stats(model, fed, temperature).logprobs
+        values = model(fed, temperature).logprobs
         found.append((indices, fed.response_lengths, platform_of(device).fetch(values)))
     cells = ((indices, arrival.wait().split(lengths)) for indices, lengths, arrival in found)
     return {
         i: part.numpy() for indices, parts in cells for i, part in zip(indices, parts, strict=True)
     }
-
-
-def _stats(model: TrainedModel, fed: MicroBatch, temperature: float) -> TokenStats:
-    """Return the statistics of the response tokens, [T]."""
-    return model(fed.token_ids, fed.packing, fed.targets, temperature, fed.response)
 
 
 class Passes:
@@ -177,8 +168,8 @@ class Passes:
         if self._is_own_reference:
             assert model.adapters is not None
             with model.adapters.off(), torch.no_grad():
-                ref_logprobs = _stats(model, fed, self._temperature).logprobs
-        trainer_logprobs, entropy = _stats(model, fed, self._temperature)
+                ref_logprobs = model(fed, self._temperature).logprobs
+        trainer_logprobs, entropy = model(fed, self._temperature)
         if not indices:
             trainer_logprobs.sum().backward()  # zero, but the other ranks need our part
             return None

@@ -25,7 +25,7 @@ from llamarl.core.config import (
 from llamarl.generator.engine.engine import EmbeddedEngine
 from llamarl.generator.engine.weights import BufferLayout, tensors
 from llamarl.generator.memory import forecast_generator, generator_layouts, kv_cache_bytes
-from llamarl.model.attention import make_packing
+from llamarl.model.attention import ModelInputs, make_packing
 from llamarl.model.inventory import parameter_shapes
 from llamarl.model.transformer import Transformer
 from llamarl.publish.layout import RankLayout
@@ -119,7 +119,7 @@ def test_activations_of_three_layers_are_those_of_a_real_pass(checkpointing: str
     with watch:
         packing = make_packing(lengths)
         placed = replace(packing, positions=packing.positions.clone())
-        stats = model(token_ids, placed, token_ids, 1.0)
+        stats = model(ModelInputs(token_ids, placed, token_ids), 1.0)
         saved = watch.num_bytes
         (stats.logprobs.sum() + stats.entropy.sum()).backward()
     planned = forecast_activations(config, LLAMA)

@@ -18,7 +18,7 @@ from llamarl.generator.engine.engine import EmbeddedEngine
 from llamarl.generator.engine.weights import QuantizedMatrix, make_scratch
 from llamarl.generator.protocol import RequestOutput
 from llamarl.model.architecture import RopeScaling
-from llamarl.model.attention import make_packing
+from llamarl.model.attention import ModelInputs, make_packing
 from llamarl.model.transformer import Transformer
 from llamarl.publish.layout import FP8, LARGEST, Format, format_of
 from llamarl.publish.shards import quantize, row_maxima, scales_of
@@ -120,7 +120,8 @@ def model_logprobs(model: Transformer, item: RequestOutput, temperature: float =
     tokens = torch.tensor([*prompt, *ids])
     targets = torch.tensor([*prompt[1:], *ids, 0])
     with torch.no_grad():
-        stats = model(tokens, make_packing([len(tokens)]), targets, temperature)
+        inputs = ModelInputs(tokens, make_packing([len(tokens)]), targets)
+        stats = model(inputs, temperature)
     return stats.logprobs[len(prompt) - 1 : -1].numpy()
 
 

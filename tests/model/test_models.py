@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.core.config import EmbeddedConfig, TrainerConfig, VllmConfig
 from llamarl.model.architecture import Architecture
-from llamarl.model.attention import make_packing
+from llamarl.model.attention import ModelInputs, make_packing
 from llamarl.model.inventory import check_parallel
 from llamarl.model.transformer import Layer, Transformer, rope_tables
 from tests.tiny_checkpoints import (
@@ -64,7 +64,7 @@ def test_stats_and_gradients_are_theirs(references: Callable[[str], Reference], 
     logprobs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     reference.zero_grad()
     (logprobs @ weights + 0.3 * entropy.sum()).backward()
-    stats = model(ids, make_packing(LENGTHS), targets, temperature)
+    stats = model(ModelInputs(ids, make_packing(LENGTHS), targets), temperature)
     (stats.logprobs @ weights + 0.3 * stats.entropy.sum()).backward()
     torch.testing.assert_close(stats.logprobs, logprobs, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(stats.entropy, entropy, rtol=1e-4, atol=1e-4)
@@ -81,8 +81,9 @@ def test_lengths_that_do_not_add_up_are_refused() -> None:
             make_packing(lengths)
     for lengths, multiple in (((3, 3), 1), ((3, 4, 1), 3)):
         packing = make_packing(lengths, multiple)
+        ids = torch.zeros(8, dtype=torch.int64)
         with pytest.raises(ValueError, match="packing must be of 8 tokens for 8 token ids, got"):
-            model(torch.zeros(8, dtype=torch.int64), packing, torch.zeros(8), 1.0)
+            model(ModelInputs(ids, packing, ids), 1.0)
 
 
 def tiny(**fields: Any) -> Architecture:
@@ -119,7 +120,7 @@ def test_softmax_is_float32_under_bfloat16_compute() -> None:
     ids = torch.randint(0, 50, (40,))
     with torch.no_grad():
         hidden = model.hidden_states(ids, make_packing((30, 10)))
-        stats = model(ids, make_packing((30, 10)), ids, 1.0)
+        stats = model(ModelInputs(ids, make_packing((30, 10)), ids), 1.0)
     assert hidden.dtype == torch.bfloat16
     exact = (hidden.double() @ model.head_weight.double().T).log_softmax(-1)
     assert stats.logprobs.dtype == torch.float32
@@ -159,7 +160,7 @@ def test_activation_checkpointing_changes_no_gradient_and_computes_again_what_it
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            stats = model(ids, make_packing((50, 10)), ids, 1.0)
+            stats = model(ModelInputs(ids, make_packing((50, 10)), ids), 1.0)
         with Products() as products:
             stats.logprobs.sum().backward()
         grads[checkpointing] = [parameter.grad for parameter in model.parameters()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from llamarl.core.config import TransformersConfig
 from llamarl.model.architecture import read_any_architecture
-from llamarl.model.attention import make_packing
+from llamarl.model.attention import ModelInputs, make_packing
 from llamarl.model.inventory import check_checkpoint, parameter_shapes
 from llamarl.model.transformer import TrainedModel
 from llamarl.trainer.parallel import load_model
@@ -91,12 +91,12 @@ def test_each_rollout_has_the_librarys_gradients(folders: dict[str, Path], famil
     assert model._is_packed == FAMILIES[family].is_packed
     assert model._is_head_plain == FAMILIES[family].is_plain
     ids, targets = tokens(1, sum(LENGTHS)), tokens(2, sum(LENGTHS))
-    stats = model(ids, make_packing(LENGTHS), targets, TEMPERATURE)
+    inputs = ModelInputs(ids, make_packing(LENGTHS), targets)
+    stats = model(inputs, TEMPERATURE)
     (stats.logprobs.sum() + 0.1 * stats.entropy.sum()).backward()
     some = torch.arange(0, len(ids), 3)
-    for among_all, alone in zip(
-        stats, model(ids, make_packing(LENGTHS), targets, TEMPERATURE, some), strict=True
-    ):
+    chosen = model(replace(inputs, chosen=some), TEMPERATURE)
+    for among_all, alone in zip(stats, chosen, strict=True):
         torch.testing.assert_close(among_all[some], alone, rtol=0, atol=1e-5)
     library = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32).eval()
     for part, target, logprobs, entropy in zip(
@@ -127,8 +127,8 @@ def test_a_neighbour_in_the_pack_changes_no_bit(folders: dict[str, Path], family
     mine, targets = tokens(3, 20), tokens(4, 60)
     packing = make_packing([31, 9, 20])
     seen = [
-        torch.stack(model(torch.cat((tokens(seed, 40), mine)), packing, targets, 1.0))[:, 40:]
-        for seed in (5, 6)
+        torch.stack(model(ModelInputs(ids, packing, targets), 1.0))[:, 40:]
+        for ids in (torch.cat((tokens(seed, 40), mine)) for seed in (5, 6))
     ]
     if family == "gpt_oss":  # its experts' products round with the tokens of others
         torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=1e-5)

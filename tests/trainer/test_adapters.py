@@ -61,8 +61,7 @@ def train_one(
     columns, data_rank = rollouts(), rank // config.tensor_parallel
     rows = range(len(LENGTHS))[data_rank :: config.num_data_ranks]
     packed = micro_batch(columns, rows, policy.model.num_tensor_ranks)
-    stats = policy.model(packed.token_ids, packed.packing, packed.targets, 0.8)
-    stats.logprobs[packed.response].sum().backward()
+    policy.model(packed, 0.8).logprobs.sum().backward()
     assert all(parameter.grad is None for parameter in policy.frozen.values())
     expected = parameter_placements(read_architecture(checkpoint), config)
     is_sharded = config.num_shard_ranks > 1  # else FSDP leaves the frozen weights alone
@@ -87,9 +86,7 @@ def in_one_process(checkpoint: str, adapters: dict[str, torch.Tensor]) -> dict[s
     added = deltas(leaves, LORA)
     whole = {name: each + added[name] if name in added else each for name, each in own.items()}
     packed = micro_batch(rollouts(), range(len(LENGTHS)), 1)
-    given = (packed.token_ids, packed.packing, packed.targets, 0.8)
-    stats = functional_call(model, whole, given)
-    stats.logprobs[packed.response].sum().backward()
+    functional_call(model, whole, (packed, 0.8)).logprobs.sum().backward()
     return {name: each.grad.numpy() for name, each in leaves.items() if each.grad is not None}
 
 

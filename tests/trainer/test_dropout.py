@@ -50,8 +50,8 @@ def forward_backward(policy: Policy) -> dict[str, np.ndarray]:
     rows = [source.integers(0, 62, length) for length in (31, 5, 11)]  # 44 tokens: none is added
     columns = {PROMPT_IDS: [row[:1] for row in rows], RESPONSE_IDS: [row[1:] for row in rows]}
     packed = micro_batch(columns, range(len(rows)), policy.model.num_tensor_ranks)
-    stats = policy.model(packed.token_ids, packed.packing, packed.targets, 0.8)
-    stats.logprobs[packed.response].sum().backward()
+    stats = policy.model(packed, 0.8)
+    stats.logprobs.sum().backward()
     seen = {name: gather(each.grad).numpy().copy() for name, each in policy.parameters.items()}
     policy.drop_gradients()
     return seen | {"logprobs": stats.logprobs.detach().numpy().copy()}
@@ -148,7 +148,7 @@ async def save(
     try:
         trained = Policy.load(checkpoint, make_mesh("cpu", config), config, SEED)
         torch.rand(5)
-        await asyncio.to_thread(trained.save, folder, 4)
+        await asyncio.to_thread(trained.snapshot.write, folder, trained.state(4))
         return torch.rand(9).tolist()
     finally:
         leave()

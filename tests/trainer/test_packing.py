@@ -151,7 +151,7 @@ def test_packed_rollouts_predict_their_responses_and_nothing_else():
     assert packed.token_ids.tolist() == [9, 6, 7, 1, 2, 3, 4]
     assert packed.targets.tolist() == [6, 7, 8, 2, 3, 4, 5]
     assert packed.packing.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
-    assert packed.targets[packed.response].tolist() == [6, 7, 8, 4, 5]
+    assert packed.targets[packed.chosen].tolist() == [6, 7, 8, 4, 5]
     assert packed.response_lengths == (3, 2)
 
 
@@ -159,7 +159,7 @@ def test_an_empty_micro_batch_feeds_one_token_and_predicts_none():
     packed = micro_batch(COLUMNS, [])
     assert packed.packing.positions.tolist() == [0]
     assert len(packed.token_ids) == len(packed.targets) == 1
-    assert len(packed.response) == 0
+    assert len(packed.chosen) == 0
 
 
 def outputs(trainer, generator, weights):

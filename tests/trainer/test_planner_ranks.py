@@ -13,7 +13,7 @@ import torch
 from llamarl.core.config import EmbeddedConfig, LoraConfig, TrainerConfig
 from llamarl.core.process_group import join, leave
 from llamarl.model.architecture import read_architecture
-from llamarl.model.attention import make_packing
+from llamarl.model.attention import ModelInputs, make_packing
 from llamarl.publish.shards import shard_boxes
 from llamarl.trainer.activations import forecast_activations, fullest_packings
 from llamarl.trainer.memory import forecast_trainer, trainer_layouts
@@ -51,7 +51,7 @@ def saved_bytes(policy: Policy, lengths: tuple[int, ...]) -> int:
     token_ids = torch.arange(sum(lengths)) % 7
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         packing = make_packing(lengths, policy.model.num_tensor_ranks)
-        stats = policy.model(token_ids, packing, token_ids, 1.0)
+        stats = policy.model(ModelInputs(token_ids, packing, token_ids), 1.0)
     own = {
         getattr(p, "_local_tensor", p).untyped_storage()._cdata for p in policy.model.parameters()
     }

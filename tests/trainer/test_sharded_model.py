@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llamarl.core.config import TrainerConfig
 from llamarl.core.process_group import join, leave
 from llamarl.core.records import PROMPT_IDS, RESPONSE_IDS
-from llamarl.model.attention import make_packing
+from llamarl.model.attention import ModelInputs, make_packing
 from llamarl.model.transformer import Transformer
 from llamarl.trainer.parallel import (
     gather,
@@ -121,8 +121,7 @@ def add_gradient(model: Transformer, rows: tuple[int, ...]) -> None:
         RESPONSE_IDS: [rollout[2:] for rollout in rollouts],
     }
     packed = micro_batch(columns, rows, model.num_tensor_ranks)
-    fed = packed.token_ids, packed.packing, packed.targets
-    logprobs, entropy = model(*fed, 0.8, packed.response)
+    logprobs, entropy = model(packed, 0.8)
     (logprobs.sum() + 0.1 * entropy.sum()).backward()
 
 
@@ -284,9 +283,8 @@ async def compile_packings(rank: int, num_ranks: int, rendezvous: str) -> tuple[
             for size in range(start, 3 * start):
                 ids = torch.arange(3 * size) % 76
                 lengths = (size, 2 * size - 1, 1) if size % 2 else (3 * size,)
-                model(
-                    ids, make_packing(lengths, model.num_tensor_ranks), ids, 1.0
-                ).logprobs.sum().backward()
+                packing = make_packing(lengths, model.num_tensor_ranks)
+                model(ModelInputs(ids, packing, ids), 1.0).logprobs.sum().backward()
             found.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         return found[0], found[1]
     finally:
