@@ -131,6 +131,4 @@ def weight_names(folder: Path) -> list[str]:
     return names
 
 
-@functools.cache
-def _warn_once(line: str) -> None:
-    log.warning(line)
+_warn_once = functools.cache(log.warning)

@@ -161,7 +161,8 @@ class Passes:
         columns of `accumulate` for their tokens, float32 [3 or 4, T]."""
         model = self._policy.model
         host = micro_batch(columns, indices, model.num_tensor_ranks)
-        num_written = self._num_written(columns, indices)
+        written = ((columns[TOKEN_VERSIONS][i] != NO_VERSION).sum() for i in indices)
+        num_written = np.fromiter(written, np.int64, len(indices))  # by the model, int64 [R]
         inputs_on_host = self._loss_inputs(rows, columns, indices, num_written)
         fed, (given, stored) = send((host, inputs_on_host), self._device)
         ref_logprobs = stored.get(REF_LOGPROBS)
@@ -223,11 +224,6 @@ class Passes:
             "rollout_lengths": torch.from_numpy(num_written),
         }
         return given, {name: packed([columns[name][i] for i in indices]) for name in names}
-
-    def _num_written(self, columns: Columns, indices: Sequence[int]) -> np.ndarray:
-        """Return the number of tokens that the model wrote in each rollout, int64 [R]."""
-        written = ((columns[TOKEN_VERSIONS][i] != NO_VERSION).sum() for i in indices)
-        return np.fromiter(written, np.int64, len(indices))
 
     def _weights(self, row: BatchRollout, columns: Columns, i: int) -> np.ndarray:
         versions = columns[TOKEN_VERSIONS][i]
