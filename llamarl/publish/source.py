@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -239,12 +238,11 @@ class Writer:
         timeout_s: float = 60.0,
         packed_bytes: int = 0,
     ) -> None:
-        self._made = {} if scales is None else scales.made
-        made = (scales.tensors, scales.parameters) if scales is not None else ({}, {})
-        self.tensors = VersionedTensors(tensors | made[0])
-        self._parameters = parameters | made[1]
-        self._layout = RankLayout(rank=rank, host=host, parameters=parameters)
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+        made = ShardScales(parameters, (), device) if scales is None else scales
+        self.tensors = VersionedTensors(tensors | made.tensors)
+        self._parameters, self._made = parameters | made.parameters, made.made
+        self._layout = RankLayout(rank=rank, host=host, parameters=parameters)
         self.messages = MessageStore(packed_bytes)
         self._end = End(
             rank=rank, host=host, device=device, timeout_s=timeout_s,
@@ -373,11 +371,8 @@ class SourcePart(WeightSource):
         frozen: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
         self._frozen = frozen or {}
-        self._scales = None
-        if formats:
-            device = next(iter(buffers.values())).device
-            shared: dict[str, Any] = {"cut": cut, "num_ranks": num_ranks}
-            self._scales = ShardScales(parameters, formats, device, **shared)
+        device = next(iter(buffers.values())).device
+        self._scales = ShardScales(parameters, formats, device, cut=cut, num_ranks=num_ranks)
         self._writer = Writer(
             rank,
             this_host(),
@@ -411,10 +406,9 @@ class SourcePart(WeightSource):
     def label(self, version: int, buffers: dict[str, Tensor] | None = None) -> None:
         """Label the present tensors with `version`; `buffers` take their place if given, as in
         `VersionedTensors.label`. With formats all ranks call it, where their collectives run."""
-        if self._scales is not None:
-            held = buffers or self._buffers
-            self._scales.derive(held)
-            buffers = None if buffers is None else buffers | self._scales.tensors
+        self._scales.derive(buffers or self._buffers)
+        if buffers is not None:
+            buffers = buffers | self._scales.tensors
         self.tensors.label(version, buffers)
 
     def withdraw(self) -> None:
