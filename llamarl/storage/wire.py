@@ -39,12 +39,6 @@ def write_message(row_ids: list[int], columns: Columns, writer: str) -> Message:
     return header, [ints(row_ids), *body]
 
 
-def read_ids(packet: Packet) -> list[int]:
-    """Return the row ids in a body that holds nothing else."""
-    ids: list[int] = np.frombuffer(packet.open_body(), INT).tolist()
-    return ids
-
-
 def columns_message(columns: Columns) -> tuple[list[list[str]], list[Buffer]]:
     """Return the names and dtypes of columns, and their body: lengths [columns, rows], then the
     cells as `columns.pack` orders them."""

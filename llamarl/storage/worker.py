@@ -34,7 +34,7 @@ from llamarl.storage.archive import Archive, Row
 from llamarl.storage.client import MESSAGE_BYTES
 from llamarl.storage.columns import PackedColumns, entries
 from llamarl.storage.table import Slabs, Spill, Table
-from llamarl.storage.wire import INT, found_message, read_ids, read_write, write_message
+from llamarl.storage.wire import INT, found_message, read_write, write_message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ class StorageWorker(Worker, Storage):
             for file in lent:  # once the answer is on its way
                 asyncio.get_running_loop().call_soon(os.close, file)
             return {}, (), lent
-        row_ids = read_ids(packet)
+        row_ids: list[int] = np.frombuffer(packet.open_body(), INT).tolist()
         with self._spans.span("read_rows", rows=len(row_ids)):
             cells = self._table.locate(row_ids, packet.header["names"])
             return found_message(cells, self._slabs)
