@@ -225,7 +225,7 @@ def _llama_calls(tools: Tools, text: str, is_thinking: bool) -> list[tuple[int, 
     while True:
         calls, at = _llama_calls_at(tools, text, begin)
         if at is None:
-            return [(begin, call) for call in calls]
+            return [(max(begin, text.find(PYTHON_TAG, begin)), call) for call in calls]
         begin = at
 
 

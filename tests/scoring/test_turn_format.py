@@ -174,7 +174,8 @@ def test_what_was_written_is_read_with_special_tokens_and_shown_without(make: Ma
     assert (read.text, read.calls) == ("so", [ToolCall("add", {"a": 1, "b": 2})])
     tagged = TurnFormat(make(templates.LLAMA), TOOLS, EnvironmentConfig(calls="llama"))
     body = '<|python_tag|>{"name": "add", "parameters": {}}<|eom|>'
-    assert tagged.read(ids_of(tokenizer, body)).calls == [ToolCall("add")]
+    for before in ("", "so"):
+        assert tagged.read(ids_of(tokenizer, before + body)) == (before, [ToolCall("add")])
 
 
 @pytest.mark.parametrize("opens", [False, True])
