@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
     Collection,
     Coroutine,
@@ -39,7 +38,6 @@ from llamarl.core.records import (
     Columns,
     Prompt,
     Request,
-    Sampling,
     StageResult,
 )
 from llamarl.model.prompt_rules import make_prompt
@@ -64,111 +62,6 @@ if TYPE_CHECKING:
 Question = Prompt | Group | str | Mapping[str, Any] | Sequence[Any]
 """A question to generators: a prompt of the recipe's, a group of the gate's, or a text, the
 messages of a chat, a data row or token ids of the caller's own."""
-
-
-def make_group(
-    engines: Engines,
-    question: Question,
-    num_rollouts: int | None,
-    config: Config,
-    tokenizer: Tokenizer,
-) -> Group:
-    """Return the group of a question, with ids of the gate's; a group of the gate's is returned as
-    it is."""
-    if isinstance(question, Group):
-        return question
-    gate, sampling = engines.gate, config.sampling
-    group_id, gate.next_group_id = gate.next_group_id, gate.next_group_id + 1
-    if not isinstance(question, Prompt):
-        number = -1 - group_id  # no line of the recipe's file, and another one each time
-        question = make_prompt(question, number, config.data, tokenizer)
-        share = config.experience.keep_rollouts
-        question = replace(question, is_kept=is_kept(question, share, config.seed))
-    if num_rollouts is not None:
-        sampling = replace(sampling, rollouts_per_prompt=num_rollouts)
-    return Group(
-        group_id=group_id,
-        prompt=question,
-        row_ids=gate.allocate_rows(sampling.rollouts_per_prompt),
-        min_version=max(0, engines.published),
-    )
-
-
-def check_trainable(engines: Engines, group: Group, own: Sampling) -> None:
-    """Raise ValueError or RuntimeError unless the group has advantages and was sampled as `own`
-    says, by versions up to the trainer's."""
-    name, found = f"group {group.group_id}", group.advantages
-    is_set = len(found) == len(group.row_ids) and all(map(isfinite, found))
-    must = f"be {len(group.row_ids)} finite numbers, one per rollout (see settle)"
-    require(is_set, f"advantages of {name}", must, found)
-    newest = max((span.version for r in group.rollouts.values() for span in r.spans), default=0)
-    if newest > engines.version:
-        must = f"be written by versions up to {engines.version}, the trainer's"
-        raise RuntimeError(f"{name} must {must}, got tokens of version {newest}")
-    drawn = engines.rollouts.open[group.row_ids[0]].sampling
-    is_own = (drawn.temperature, drawn.top_k, drawn.top_p) == (own.temperature, 0, 1.0)
-    must = f"be sampled as the recipe says (temperature {own.temperature:g}) to be trained on"
-    require(is_own, name, must, f"temperature {drawn.temperature:g}")
-
-
-@dataclass
-class OwnWeights:
-    """Publishes weights from the caller's process. `connect` makes the publisher of `engines` from
-    their source."""
-
-    engines: Engines
-    connect: Callable[[Any], Awaitable[None]]
-    wiring: Wiring
-    _source: SourcePart | None = None
-
-    async def publish(
-        self, source: Module | Mapping[str, Tensor], version: int | None
-    ) -> PublishStats:
-        """Bring these tensors to the generators as `version` (None: the next one). ValueError for a
-        wrong name or shape, or where generators expect adapters."""
-        from llamarl.model.hf import as_parameters  # here, for it imports torch
-
-        engines = self.engines
-        version = engines.version + 1 if version is None else version
-        if engines.trainer is not None:
-            raise RuntimeError("source must come without the trainer among executors, got both")
-        if version <= engines.version:
-            raise RuntimeError(f"version must be above {engines.version}, got {version}")
-        lora = self.wiring.config.trainer.lora
-        lora.require(not lora.is_used, "rank", "be 0 where weights of the caller's are published")
-        tensors = as_parameters(source, self.wiring.inputs.architecture)
-        if self._source is None:
-            self._source = await self._open(tensors)
-        assert engines.publisher is not None
-        await asyncio.to_thread(self._source.label, version, tensors)
-        try:
-            stats = await engines.publisher.publish(version)
-        finally:
-            await asyncio.to_thread(self._source.withdraw)
-        engines.version = version
-        return stats
-
-    def close(self) -> None:
-        """Let go of the tensors."""
-        if self._source is not None:
-            self._source.close()
-
-    async def _open(self, tensors: Mapping[str, Tensor]) -> SourcePart:
-        from llamarl.publish.shards import shard_boxes
-        from llamarl.publish.source import SourcePart
-
-        config, must = self.wiring.config, f"be {named('is_mapped')} with a source"
-        is_mapped = TRANSPORTS[config.weights.transport].is_mapped
-        config.require(is_mapped, "weights.transport", must)
-        found = SourcePart(
-            0,
-            *shard_boxes(tensors),
-            config=config.weights,
-            spans=self.wiring.spans,
-            formats=formats_of(config.generator, self.wiring.inputs.architecture),
-        )
-        await self.connect(InlineExecutor("trainer", [found], [self.wiring.spans]))
-        return found
 
 
 @dataclass(kw_only=True)
@@ -200,7 +93,8 @@ class LibraryEngines(Engines):
         self._evaluator = self.wiring.make_evaluator(self)
         self._logprob_check: LogprobCheck | None = None
         self._scored: set[int] = set()  # group ids
-        self._own_weights = OwnWeights(self, self._connect, self.wiring)
+        self._source: SourcePart | None = None
+        """The caller's own weights, once they were published."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -219,7 +113,8 @@ class LibraryEngines(Engines):
             self.rollouts.fail(RuntimeError("calls must come before the end of the block"))
             await cancel_all(self._tasks)
             await self.close()
-            self._own_weights.close()
+            if self._source is not None:
+                self._source.close()
 
     @property
     def prompts(self) -> PromptStream:
@@ -249,8 +144,7 @@ class LibraryEngines(Engines):
         must = "be a list of questions"
         require(not isinstance(questions, str | Mapping), "questions", must, questions)
         drawn = replace_sampling(self._sampling, sampling, self.tokenizer, self.config)
-        own = num_rollouts, self.config, self.tokenizer
-        groups = [make_group(self, question, *own) for question in questions]
+        groups = [self._make_group(question, num_rollouts) for question in questions]
         longest = max((len(group.prompt.token_ids) for group in groups), default=0)
         own_config = self._replace_sampling(max_tokens=drawn.max_tokens)
         check_length(own_config, "sampling", longest)
@@ -278,7 +172,7 @@ class LibraryEngines(Engines):
     async def score(self, groups: Sequence[Group]) -> None:
         """Pass the rollouts through those of the recipe's stages between generation and training
         that were started: rewards go into `Group.scores` and storage. A group passes once."""
-        self._require("score", "storage" if self.executors.stages else "scorer")
+        self._require("score", "storage" if self.executors.stage_of else "scorer")
         self._rows(groups)
         ids = {group.group_id for group in groups}
         if ids & self._scored:
@@ -326,7 +220,7 @@ class LibraryEngines(Engines):
         self._require("forward_backward", "trainer", Phase.TRAIN)
         require(bool(self._rows(groups)), "groups", "hold at least one rollout", "none")
         for group in groups:
-            check_trainable(self, group, self._sampling)
+            self._check_trainable(group)
         await super().forward_backward(groups, oldest_version)
 
     async def look_ahead(self, groups: Sequence[Group]) -> None:
@@ -418,7 +312,26 @@ class LibraryEngines(Engines):
         if source is None:
             self._require("sync_weights without a source", "trainer")
             return await super().sync_weights(version=version)
-        return await self._own_weights.publish(source, version)
+        from llamarl.model.hf import as_parameters  # here, for it imports torch
+
+        version = self.version + 1 if version is None else version
+        if self.trainer is not None:
+            raise RuntimeError("source must come without the trainer among executors, got both")
+        if version <= self.version:
+            raise RuntimeError(f"version must be above {self.version}, got {version}")
+        lora = self.config.trainer.lora
+        lora.require(not lora.is_used, "rank", "be 0 where weights of the caller's are published")
+        tensors = as_parameters(source, self.inputs.architecture)
+        if self._source is None:
+            self._source = await self._open_source(tensors)
+        assert self.publisher is not None
+        await asyncio.to_thread(self._source.label, version, tensors)
+        try:
+            stats = await self.publisher.publish(version)
+        finally:
+            await asyncio.to_thread(self._source.withdraw)
+        self.version = version
+        return stats
 
     async def save_state(self) -> str:
         """Write a checkpoint of the trainer and the prompts' position; return its folder."""
@@ -456,6 +369,44 @@ class LibraryEngines(Engines):
         config = self.config.checkpoint
         dtype = replace(config, export_dtype=dtype or config.export_dtype).export_dtype
         await trainer.export(os.path.abspath(folder), dtype)
+
+    def _make_group(self, question: Question, num_rollouts: int | None) -> Group:
+        """Return the group of a question, with ids of the gate's; a group of the gate's is returned
+        as it is."""
+        if isinstance(question, Group):
+            return question
+        gate, config = self.gate, self.config
+        group_id, gate.next_group_id = gate.next_group_id, gate.next_group_id + 1
+        if not isinstance(question, Prompt):
+            number = -1 - group_id  # no line of the recipe's file, and another one each time
+            question = make_prompt(question, number, config.data, self.tokenizer)
+            share = config.experience.keep_rollouts
+            question = replace(question, is_kept=is_kept(question, share, config.seed))
+        sampling = config.sampling
+        if num_rollouts is not None:
+            sampling = replace(sampling, rollouts_per_prompt=num_rollouts)
+        return Group(
+            group_id=group_id,
+            prompt=question,
+            row_ids=gate.allocate_rows(sampling.rollouts_per_prompt),
+            min_version=max(0, self.published),
+        )
+
+    def _check_trainable(self, group: Group) -> None:
+        """Raise ValueError or RuntimeError unless the group has advantages and was sampled as the
+        recipe says, by versions up to the trainer's."""
+        name, found, own = f"group {group.group_id}", group.advantages, self._sampling
+        is_set = len(found) == len(group.row_ids) and all(map(isfinite, found))
+        must = f"be {len(group.row_ids)} finite numbers, one per rollout (see settle)"
+        require(is_set, f"advantages of {name}", must, found)
+        newest = max((span.version for r in group.rollouts.values() for span in r.spans), default=0)
+        if newest > self.version:
+            must = f"be written by versions up to {self.version}, the trainer's"
+            raise RuntimeError(f"{name} must {must}, got tokens of version {newest}")
+        drawn = self.rollouts.open[group.row_ids[0]].sampling
+        is_own = (drawn.temperature, drawn.top_k, drawn.top_p) == (own.temperature, 0, 1.0)
+        must = f"be sampled as the recipe says (temperature {own.temperature:g}) to be trained on"
+        require(is_own, name, must, f"temperature {drawn.temperature:g}")
 
     async def _serve(self) -> None:
         with suppress(Exception):  # raised by the calls that wait, and by later ones
@@ -523,3 +474,26 @@ class LibraryEngines(Engines):
         publisher = self.wiring.make_publisher(self.dispatch, source=source)
         await publisher.connect()
         self.publisher = publisher
+
+    async def _open_source(self, tensors: Mapping[str, Tensor]) -> SourcePart:
+        """Return the source of weights in the caller's process, which generators are connected
+        to."""
+        from llamarl.publish.shards import shard_boxes
+        from llamarl.publish.source import SourcePart
+
+        config, spans, must = (
+            self.config,
+            self.wiring.spans,
+            f"be {named('is_mapped')} with a source",
+        )
+        is_mapped = TRANSPORTS[config.weights.transport].is_mapped
+        config.require(is_mapped, "weights.transport", must)
+        found = SourcePart(
+            0,
+            *shard_boxes(tensors),
+            config=config.weights,
+            spans=spans,
+            formats=formats_of(config.generator, self.inputs.architecture),
+        )
+        await self._connect(InlineExecutor("trainer", [found], [spans]))
+        return found
