@@ -16,7 +16,6 @@ from llamarl.controller.lengths import (
     Limits,
     Ranker,
     TailSplit,
-    Unranked,
     find_split,
     make_ranker,
 )
@@ -177,7 +176,7 @@ class Skew:
     @property
     def is_on(self) -> bool:
         """Whether lengths are expected at all."""
-        return not isinstance(self._ranker, Unranked)
+        return type(self._ranker) is not Ranker
 
     def expect(self, requests: list[Request]) -> list[Request]:
         """Return the same requests with the expected length and the precedence of each. Rollouts
@@ -252,21 +251,10 @@ class Replica:
     load: int = 0
     received: int = 0
 
-    def hold(self, request: Request) -> None:
-        self.running[request.row_id] = request
-        self.load += tokens_of(request)
-
     @property
     def is_busy(self) -> bool:
         """Whether it holds a request that need not wait for a version."""
         return any(each.min_version <= self.version for each in self.running.values())
-
-    def release(self, row_id: int) -> Request | None:
-        """Return the request of the row, which the replica no longer holds; None if it held
-        none."""
-        request = self.running.pop(row_id, None)
-        self.load -= tokens_of(request) if request else 0
-        return request
 
 
 def tokens_of(request: Request) -> int:
@@ -346,16 +334,19 @@ class Balance:
 
     def hold(self, index: int, request: Request) -> None:
         """Note that this replica holds the request."""
-        self._speeds.note(index, len(self.replicas[index].running))
-        self.replicas[index].hold(request)
+        replica = self.replicas[index]
+        self._speeds.note(index, len(replica.running))
+        replica.running[request.row_id] = request
+        replica.load += tokens_of(request)
 
     def release(self, index: int, row: RolloutInfo) -> bool:
         """Let go of a rollout that has stopped; return whether this replica held it."""
         if (replica := self.replicas.get(index)) is None:
             return False
         self._speeds.note(index, len(replica.running))
-        if (request := replica.release(row.row_id)) is None:
+        if (request := replica.running.pop(row.row_id, None)) is None:
             return False
+        replica.load -= tokens_of(request)
         self._skew.observe(request, row)
         self._speeds.observe(index, request, row)
         return True
@@ -410,7 +401,8 @@ class Balance:
         some = None
         if not is_evaluation:
             self._group_load = load
-            some = self._side(group)
+            is_long = max(r.expected_tokens for r in group) >= self._skew.split.long_from
+            some = self._for_long if is_long else self._for_rest
         if some and best[2] not in some:
             inside = self._find_best(queues, kind, some)
             if inside and inside[0] <= best[0]:
@@ -418,21 +410,10 @@ class Balance:
         near = self._neighbours.near(group[0].row_id)
         if near and best[2] not in near:
             there = self._find_best(queues, kind, frozenset(near & some if some else near))
-            if there and self._is_close(there, best, load):
-                return there[2]
+            if there and there[0] <= best[0]:
+                is_close = there[1] <= best[1] + load / self._speeds.of(there[2])
+                return there[2] if is_close else best[2]
         return best[2]
-
-    def _is_close(
-        self, other: tuple[bool, float, int], best: tuple[bool, float, int], load: int
-    ) -> bool:
-        """Return whether a replica suits as well as the best one, or has at most `load` more to
-        write."""
-        return other[0] <= best[0] and other[1] <= best[1] + load / self._speeds.of(other[2])
-
-    def _side(self, group: list[Request]) -> frozenset[int]:
-        """Return the replicas that take groups as long as this one; empty: all."""
-        is_long = max(r.expected_tokens for r in group) >= self._skew.split.long_from
-        return self._for_long if is_long else self._for_rest
 
     def _find_best(
         self, queues: Queues, kind: tuple[int, bool], some: frozenset[int] | None

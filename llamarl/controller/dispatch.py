@@ -302,23 +302,21 @@ class Dispatch:
     async def _restart(self, index: int, writer: str, row_ids: list[int]) -> None:
         """Start the rollouts of a lost replica again, except those that are in storage."""
         await self._storage.fence(writer)
-        await self._find(index, row_ids)  # but what a replica knows of an episode, it alone knows
+        unplaced = ((row_id, self._unplaced.get(row_id)) for row_id in row_ids)
+        # What a replica knows of an episode, it alone knows.
+        whole = [row_id for row_id, request in unplaced if request and not request.has_turns]
+        rows = await self._storage.find(whole)
+        found = [row for row in rows if self._unplaced.pop(row.row_id, None)]
+        if found:  # whether it had reported them or not; those that were cut go on from there
+            log.info("generator %d had stored %d rollouts", index, len(found))
+            self._rows.put_nowait([replace(row, replica=index) for row in found])
         lost = [row_id for row_id in row_ids if row_id in self._unplaced]
         # Arrays that a replica which goes on has stored must not meet the new ones.
         await self._storage.retire(lost, {"outcome": "lost", "replica": index})
         requests = [self._unplaced.pop(i) for i in lost if i in self._unplaced]
-        await self.submit(list(map(_from_start, requests)))
-
-    async def _find(self, index: int, row_ids: list[int]) -> None:
-        """Pass on the rows that a lost replica has stored, whether it had reported them or not.
-        Rollouts that were cut go on from what is stored."""
-        unplaced = ((row_id, self._unplaced.get(row_id)) for row_id in row_ids)
-        whole = [row_id for row_id, request in unplaced if request and not request.has_turns]
-        rows = await self._storage.find(whole)
-        found = [row for row in rows if self._unplaced.pop(row.row_id, None)]
-        if found:
-            log.info("generator %d had stored %d rollouts", index, len(found))
-            self._rows.put_nowait([replace(row, replica=index) for row in found])
+        # An episode begins again with its next attempt.
+        again = [replace(r, resume=False, attempt=r.attempt + r.has_turns) for r in requests]
+        await self.submit(again)
 
     def _give_up(self, requests: list[Request]) -> None:
         """Let `collect` return these requests as ABORTED: they will not be written."""
@@ -334,10 +332,3 @@ class Dispatch:
         ]
         if rows:
             self._rows.put_nowait(rows)
-
-
-def _from_start(request: Request) -> Request:
-    """Return the request by which a rollout begins again; an episode's asks for its next
-    attempt."""
-    again = replace(request, resume=False)
-    return replace(again, attempt=request.attempt + 1) if request.has_turns else again

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
-from typing import Protocol
 
 import numpy as np
 
@@ -19,8 +18,6 @@ from llamarl.core.records import Request
 NUM_BUCKETS = 512  # token ids are hashed into as many counts
 NUM_FEATURES = NUM_BUCKETS + 3
 RIDGE = 3.0
-TOLERANCE = 1e-3  # of the solution
-MAX_ITERATIONS = 100
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 Ids = tuple[int, ...]
@@ -39,12 +36,6 @@ def features(prompts: Sequence[Ids]) -> np.ndarray:
     return np.column_stack([np.ones(len(prompts)), np.log1p(sizes), np.sqrt(sizes), bags])
 
 
-def sum_up(x: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return x'x, x'y and the number of pairs, from features x and `targets` y, float64
-    [prompts]."""
-    return np.einsum("ni,nj->ij", x, x), np.einsum("ni,n->i", x, targets), len(x)
-
-
 class LinearModel:
     """A ridge regression in which an example counts half as much after `half_life` further ones.
     `fit` may run beside `predict`, which uses the weights of the last fit."""
@@ -55,42 +46,16 @@ class LinearModel:
         self._moment = np.zeros(NUM_FEATURES)  # sum of d x y
         self._weights: np.ndarray = np.zeros(NUM_FEATURES)
 
-    def fit(self, sums: tuple[np.ndarray, np.ndarray, int]) -> None:
-        """Learn from more prompts, given as the result of `sum_up`."""
-        gram, moment, count = sums
-        decay = 0.5 ** (count / self._half_life)
-        self._gram = decay * self._gram + gram
-        self._moment = decay * self._moment + moment
-        matrix = self._gram + RIDGE * np.eye(NUM_FEATURES)
-        self._weights = solve(matrix, self._moment, self._weights)
+    def fit(self, x: np.ndarray, targets: np.ndarray) -> None:
+        """Learn from the features of more prompts, and their `targets`, float64 [prompts]."""
+        decay = 0.5 ** (len(x) / self._half_life)
+        self._gram = decay * self._gram + x.T @ x
+        self._moment = decay * self._moment + targets @ x
+        self._weights = np.linalg.solve(self._gram + RIDGE * np.eye(NUM_FEATURES), self._moment)
 
     def predict(self, x: np.ndarray) -> np.ndarray:
         """Return float64 [prompts] from the features of prompts; zeros before the first fit."""
-        return np.einsum("ni,i->n", x, self._weights)
-
-
-def solve(matrix: np.ndarray, target: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """Return x with matrix x = target, nearly: conjugate gradients from `start`, scaled by the
-    diagonal.
-
-    `matrix` float64 [n, n] must be symmetric and positive definite.
-    """
-    x, scale = start.copy(), 1.0 / np.diagonal(matrix)
-    residual = target - np.einsum("ij,j->i", matrix, x)
-    direction = scaled = scale * residual
-    size = np.einsum("i,i", residual, scaled)
-    least = TOLERANCE**2 * np.einsum("i,i", target, scale * target)
-    for _ in range(MAX_ITERATIONS):
-        if size <= least:
-            break
-        image = np.einsum("ij,j->i", matrix, direction)
-        step = size / np.einsum("i,i", direction, image)
-        x += step * direction
-        residual = residual - step * image
-        scaled = scale * residual
-        before, size = size, np.einsum("i,i", residual, scaled)
-        direction = scaled + size / before * direction
-    return x
+        return x @ self._weights
 
 
 NUM_KEPT = 64  # steps per size
@@ -225,9 +190,9 @@ NEWEST_SHARE = 0.5  # of the newest refit in a skill
 LEAST_SKILL = 0.2  # beyond what a correlation over some dozens of prompts is by chance
 
 
-class Ranker(Protocol):
-    """Predicts which rollouts will be long. `refit` may run in a thread, beside the other
-    methods."""
+class Ranker:
+    """Predicts which rollouts will be long; this one expects no length of any. `refit` may run in a
+    thread, beside the other methods."""
 
     def observe(self, request: Request, num_tokens: int) -> None:
         """Note the length of a training rollout that has ended by itself, or at its limit."""
@@ -238,29 +203,17 @@ class Ranker(Protocol):
     def expect(self, requests: Sequence[Request]) -> list[int]:
         """Return the tokens that each rollout will probably have, at least 1; 0 where nothing is
         known."""
+        return [0] * len(requests)
 
 
-class Oracle:
+class Oracle(Ranker):
     """Knows each length beforehand, which shows the most that a ranker could gain."""
 
     def __init__(self, length_of: Callable[[Request], int]) -> None:
         self._length_of = length_of
 
-    def observe(self, request: Request, num_tokens: int) -> None:
-        """Ignore it, since every length is known."""
-
-    def refit(self) -> None:
-        """Do nothing, since there is nothing to learn."""
-
     def expect(self, requests: Sequence[Request]) -> list[int]:
         return [self._length_of(request) for request in requests]
-
-
-class Unranked(Oracle):
-    """Expects no length of any request."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda request: 0)
 
 
 class Skill:
@@ -278,7 +231,7 @@ class Skill:
             self.value += NEWEST_SHARE * (new - self.value)
 
 
-class History:
+class History(Ranker):
     """Expects of a prompt the mean length of its own rollouts, and of a prompt that has none the
     mean of all."""
 
@@ -346,10 +299,9 @@ class Learnt(History):
     def _learn(self, prompts: list[Ids], relative: np.ndarray, counts: list[int]) -> None:
         super()._learn(prompts, relative, counts)
         x = features(prompts)
-        sums = sum_up(x, relative - 1.0)
         for skill, model in self._models:
             skill.score(model.predict(x), relative)
-            model.fit(sums)
+            model.fit(x, relative - 1.0)
         self._best = max(self._models, key=lambda pair: pair[0].value)[1]
 
     def _guess(self, prompts: list[Ids]) -> np.ndarray:
@@ -362,7 +314,7 @@ class Learnt(History):
 def make_ranker(config: DispatchConfig) -> Ranker:
     """Return the ranker that the recipe chooses."""
     rankers: dict[str, Callable[[], Ranker]] = {
-        "none": Unranked,
+        "none": Ranker,
         "history": History,
         "model": Learnt,
         "oracle": lambda: Oracle(attrgetter("replay_tokens")),

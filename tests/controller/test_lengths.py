@@ -19,7 +19,6 @@ from llamarl.controller.lengths import (
     Oracle,
     Ranker,
     TailSplit,
-    Unranked,
     duration,
     features,
     find_split,
@@ -59,7 +58,7 @@ def recall(ranker: Ranker, prompts: list[tuple[int, ...]], long: int) -> float:
 
 
 def test_the_config_names_each_ranker_and_an_oracle_needs_replayed_lengths() -> None:
-    kinds = {"none": Unranked, "history": History, "model": Learnt, "oracle": Oracle}
+    kinds = {"none": Ranker, "history": History, "model": Learnt, "oracle": Oracle}
     for name, kind in kinds.items():
         assert type(make_ranker(DispatchConfig(ranker=name))) is kind
     oracle = DispatchConfig(ranker="oracle")
@@ -67,7 +66,7 @@ def test_the_config_names_each_ranker_and_an_oracle_needs_replayed_lengths() -> 
     make_recipe(dispatch=oracle, sampling=SamplingConfig(max_tokens=16, replay_lengths="x"))
 
 
-@pytest.mark.parametrize("kind", [Unranked, History, Learnt])
+@pytest.mark.parametrize("kind", [Ranker, History, Learnt])
 def test_nothing_is_expected_before_anything_was_seen(kind: type[Ranker]) -> None:
     ranker = kind()
     ranker.refit()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llamarl.controller.lengths import History, Learnt, Oracle, Ranker, Unranked
+from llamarl.controller.lengths import History, Learnt, Oracle, Ranker
 from llamarl.core.config import DispatchConfig
 from llamarl.core.records import Prompt, Request
 from llamarl.planner.simulation.costs import Costs
@@ -206,7 +206,7 @@ def _prompts(rng: random.Random) -> list[Prompt] | None:
 
 
 def _ranker(rng: random.Random, length: Callable[[Request], int]) -> Ranker | None:
-    kinds = [None, Unranked, History, lambda: Oracle(length), Learnt]
+    kinds = [None, Ranker, History, lambda: Oracle(length), Learnt]
     make = rng.choices(kinds, [55, 5, 15, 20, 3])[0]
     return make() if make else None
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.controller.balance import Balance, Replica, Skew
-from llamarl.controller.lengths import History, Learnt, Limits, Oracle, Ranker, Unranked
+from llamarl.controller.lengths import History, Learnt, Limits, Oracle, Ranker
 from llamarl.core.config import DispatchConfig
 from llamarl.core.records import FinishReason, Prompt, Purpose, Request, Sampling
 from llamarl.planner.simulation.clock import run
@@ -53,7 +53,7 @@ def step_s(loop: Loop) -> float:
     return (ends[-1] - ends[first]) / (len(ends) - 1 - first)
 
 
-@pytest.mark.parametrize("ranker", [Unranked, History, Learnt, lambda: Oracle(skewed)])
+@pytest.mark.parametrize("ranker", [Ranker, History, Learnt, lambda: Oracle(skewed)])
 @pytest.mark.parametrize("max_staleness", [2, pytest.param(0, marks=pytest.mark.long)])
 def test_the_bound_stands_with_each_ranker(
     ranker: type[Ranker], max_staleness: int, tmp_path: Path
@@ -83,7 +83,7 @@ def test_a_tail_is_shorter_when_it_is_foreseen(max_staleness: int, tmp_path: Pat
     def seconds(name: str, ranker: Ranker) -> float:
         return step_s(play(tmp_path / name, ranker, max_staleness=max_staleness))
 
-    unranked, history = seconds("none", Unranked()), seconds("history", History())
+    unranked, history = seconds("none", Ranker()), seconds("history", History())
     oracle = seconds("oracle", Oracle(skewed))
     assert history < 0.98 * unranked
     assert oracle < 1.02 * history
@@ -149,10 +149,10 @@ def test_only_training_rollouts_that_ended_are_learnt_from() -> None:
     some, _ = balance(1, history)
     reasons = [FinishReason.STOP, FinishReason.SEGMENT, FinishReason.ABORTED]
     for row_id, reason in enumerate(reasons):
-        some.replicas[0].hold(ask(row_id, 7, 0, 99))
+        some.hold(0, ask(row_id, 7, 0, 99))
         assert some.release(0, stopped(row_id, (0, 50 + row_id), reason=reason))
     evaluated = replace(ask(9, 7, 0, 99), purpose=Purpose.EVALUATE)
-    some.replicas[0].hold(evaluated)
+    some.hold(0, evaluated)
     assert some.release(0, stopped(9, (0, 1)))
     history.refit()
     assert history.expect([ask(10, 7, 0, 99)]) == [50]
