@@ -108,12 +108,12 @@ async def _train(
     recent, live = RecentSpans(f"{run_dir}/spans"), config.metrics.live
     progress = Progress(config.last_step, live=live, recent_spans=recent, console=console)
     spans = Spans("controller", f"{run_dir}/spans")
-    sessions = Sessions(config, inputs, run_dir, progress, spans, recent, deadline_s)
     is_sft = config.algorithm.is_sft
     names = {EXECUTORS[TRAIN]} if is_sft else name_executors(inputs.graph)
     with progress, contextlib.closing(spans):
         async with _started(config, inputs, run_dir, progress, names) as (supervisor, signals):
-            controller = await sessions.run(supervisor, signals, start)
+            common = config, inputs, run_dir, progress, spans, recent
+            controller = await Sessions(*common, supervisor, signals, deadline_s).run(start)
             progress.show_phase("stopping the executors")
     version, gate = controller.saver.version, controller.gate
     return {"version": version, "solved": gate.solved, "ended": gate.ended}

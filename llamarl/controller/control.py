@@ -156,7 +156,7 @@ class RunControl:
     def _place(self, name: str) -> tuple[str, str]:
         """Return the hosts and pids of an executor's processes."""
         cluster, executors = self.config.cluster, self.supervisor.executors
-        names = [cluster.name_host(host) for host in executors.hosts_of(name)]
+        names = [cluster.name_host(each.host) for each in executors.places.get(name, ())]
         pids = getattr(executors.by_name.get(name), "pids", [])
         return ",".join(dict.fromkeys(names)), ",".join(map(str, pids))
 

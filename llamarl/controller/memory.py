@@ -345,12 +345,11 @@ def _advice(
     before = fullest(ranks)
     found: list[tuple[bool, float, str]] = []
     for name, change in CHANGES:
-        if not _concerns(name, before.executor, config):
-            continue
+        is_own = name.startswith("trainer.") == (before.executor == "trainer")
+        if not (is_own or config.placement.colocated or before.executor == HOST):
+            continue  # on devices of its own an executor needs no less when another's fields change
         try:
-            after_config, after_all = _change(
-                config, architecture, frozen, name, change, before.executor
-            )
+            after_config, after_all = _change(config, architecture, frozen, name, change, before)
         except (ValueError, TypeError, AttributeError):  # no recipe, or a field of another engine
             continue
         text = f"{name}={attrgetter(name)(after_config)}"
@@ -376,11 +375,11 @@ def _change(
     frozen: FrozenModels,
     name: str,
     change: object,
-    executor: str,
+    before: RankMemory,
 ) -> tuple[Config, list[RankMemory]]:
     """Return the recipe with the field `name` changed, and its ranks. A value that is halved is
-    halved again until the executor fits. Where the hosts have no GPUs for more ranks, there are
-    more hosts. ValueError if the result is no valid recipe."""
+    halved again until the executor of `before` fits. Where the hosts have no GPUs for more ranks,
+    there are more hosts. ValueError if the result is no valid recipe."""
     for _ in range(MOST_HALVINGS if change is HALF else 1):
         config = changed(config, name, change)
         try:
@@ -392,7 +391,7 @@ def _change(
         for pool in pools_of(config.generator):
             check_transport(alone(config, pool))
         ranks = list(_ranks(config, architecture, frozen))
-        if all(rank.fits for rank in ranks if rank.executor == executor):
+        if all(rank.fits for rank in ranks if rank.executor == before.executor):
             break
     return config, ranks
 
@@ -405,11 +404,3 @@ def changed(config: Config, name: str, change: object) -> Config:
     old = getattr(part, field)
     new = old // 2 if change is HALF else 2 * old if change is DOUBLE else change
     return replace(config, **{section: replace(part, **{field: new})})
-
-
-def _concerns(name: str, executor: str, config: Config) -> bool:
-    """Return whether a change of this field can help the executor: on devices of its own it needs
-    no less memory when another executor's fields change."""
-    if config.placement.colocated or executor == HOST:
-        return True
-    return name.startswith("trainer.") == (executor == "trainer")

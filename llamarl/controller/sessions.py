@@ -128,35 +128,39 @@ class Sessions:
     progress: Progress
     spans: Spans
     recent_spans: RecentSpans
+    supervisor: Supervisor
+    signals: Signals
     deadline_s: float = math.inf
     """A time of the event loop's clock: the step during which it comes is the last one."""
 
-    async def run(self, supervisor: Supervisor, signals: Signals, first: Start) -> Controller:
+    async def run(self, first: Start) -> Controller:
         """Drive the executors, and those that take their place, from `first` to the run's end."""
-        start, has_begun = first, True
+        start, is_further = first, False
         while True:
             try:
-                if not has_begun:
-                    await self._start_again(supervisor, signals, start)
-                has_begun = True
-                return await self._run(supervisor, signals, start)
+                if is_further:
+                    await self._start_again(start)
+                return await self._run(start)
             except SessionLost as lost:
-                has_begun = False
+                is_further = True
                 self.progress.show_phase("starting again all but the generators")
-                await supervisor.end_session()
+                await self.supervisor.end_session()
                 start = await next_start(self.config, self.inputs, self.run_dir, first)
                 log.warning(describe(lost, start))
 
-    async def _start_again(self, supervisor: Supervisor, signals: Signals, start: Start) -> None:
+    async def _start_again(self, start: Start) -> None:
         """Start the executors of a further session; SessionLost if one was lost meanwhile."""
         with self.progress.startup() as report:
-            loss = await supervisor.start_again(report)
+            loss = await self.supervisor.start_again(report)
         if loss is not None:
-            if signals.ended_by is None and supervisor.may_start_again([loss]):
+            if self._may_start_again([loss]):
                 raise SessionLost([loss], start[0].get("version", 0)) from loss
             raise loss
 
-    async def _run(self, supervisor: Supervisor, signals: Signals, start: Start) -> Controller:
+    def _may_start_again(self, losses: Sequence[ExecutorLost]) -> bool:
+        return self.signals.ended_by is None and self.supervisor.may_start_again(losses)
+
+    async def _run(self, start: Start) -> Controller:
         """Run one session; SessionLost if executors were lost, and others may take their place."""
         state, _ = start
         first_step = state["version"] + 1 if state else 0
@@ -165,25 +169,22 @@ class Sessions:
         async with AsyncExitStack() as exits:
             exits.callback((metrics := MetricsLog(run_dir, trackers)).close)
             try:
-                controller = await self._prepare(supervisor, start, metrics, exits)
+                controller = await self._prepare(start, metrics, exits)
             except Exception as error:
-                losses = (
-                    []
-                    if isinstance(error, ValueError)
-                    else await supervisor.find_losses(of_all=True)
-                )
-                if signals.ended_by is None and supervisor.may_start_again(losses):
+                is_loss = not isinstance(error, ValueError)
+                losses = await self.supervisor.find_losses(of_all=True) if is_loss else []
+                if self._may_start_again(losses):
                     raise SessionLost(losses, state.get("version", 0)) from error
                 raise
-            signals.grant(controller.saver.end_after_step, config.checkpoint.grace_s)
-            await self._until_end(controller, supervisor, signals)
+            self.signals.grant(controller.saver.end_after_step, config.checkpoint.grace_s)
+            await self._until_end(controller)
         return controller
 
     async def _prepare(
-        self, supervisor: Supervisor, start: Start, metrics: MetricsLog, exits: AsyncExitStack
+        self, start: Start, metrics: MetricsLog, exits: AsyncExitStack
     ) -> Controller:
         """Bring the executors to `start` and connect them; `exits` undo that."""
-        state, folder = start
+        (state, folder), supervisor = start, self.supervisor
         executors = supervisor.executors
         assert executors.trainer is not None
         if folder is not None:
@@ -201,10 +202,9 @@ class Sessions:
         run_logger.start(state.get("version", 0))
         return controller
 
-    async def _until_end(
-        self, controller: Controller, supervisor: Supervisor, signals: Signals
-    ) -> None:
+    async def _until_end(self, controller: Controller) -> None:
         """Run the loop; if it ends early, save what was learnt."""
+        supervisor, signals = self.supervisor, self.signals
         try:
             control = RunControl(self.config, controller, supervisor)
             async with listening(self.run_dir, control.answer):
@@ -212,7 +212,7 @@ class Sessions:
         except BaseException as error:
             is_stopped = signals.ended_by is not None or isinstance(error, asyncio.CancelledError)
             losses = [] if is_stopped else await supervisor.find_losses()
-            if signals.ended_by is None and supervisor.may_start_again(losses):
+            if self._may_start_again(losses):
                 if not any(loss.executor.startswith(("trainer", "storage")) for loss in losses):
                     await asyncio.create_task(controller.saver.rescue())
                 raise SessionLost(losses, controller.saver.version) from error

@@ -83,11 +83,6 @@ class Executors:
         return self._numbered("generator")
 
     @property
-    def stages(self) -> dict[Stage, Executor]:
-        """The executors of the stages between generate and settle, by stage."""
-        return {stage: self.by_name[name] for name, stage in self.stage_of.items()}
-
-    @property
     def collectors(self) -> list[Executor]:
         """The collectors in the order of their numbers."""
         return [each for name, each in self.by_name.items() if name.startswith("collector-")]
@@ -114,10 +109,6 @@ class Executors:
     def _numbered(self, kind: str) -> dict[int, Executor]:
         found = self.by_name.items()
         return {int(n.partition("-")[2]): e for n, e in found if n.startswith(f"{kind}-")}
-
-    def hosts_of(self, name: str) -> list[int]:
-        """Return the host of each rank of an executor."""
-        return [device.host for device in self.places.get(name, ())]
 
 
 Spec = (
@@ -512,8 +503,11 @@ def _sign(executor: Executor, spec: Spec) -> None:
 def _store(units: dict[str, Executor], specs: dict[str, StorageSpec], is_far: bool) -> Store:
     """Return the client of all units; with `is_far`, the one for executors at other sites."""
 
-    def client(name: str, calls: Storage) -> Storage:
-        socket = specs[name].socket
-        return calls if socket is None else Unit(name, calls, socket, is_far=is_far)
-
-    return Store([client(name, unit.one(Storage)) for name, unit in units.items()])
+    calls = {name: unit.one(Storage) for name, unit in units.items()}
+    sockets = {name: specs[name].socket for name in units}
+    return Store(
+        [
+            each if (socket := sockets[name]) is None else Unit(name, each, socket, is_far=is_far)
+            for name, each in calls.items()
+        ]
+    )

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from llamarl.cluster import LOSS_GRACE_S, Executor
-from llamarl.controller.balance import Replica
 from llamarl.controller.dispatch import Dispatch
 from llamarl.controller.elasticity import Elasticity
 from llamarl.controller.starter import Executors, end_others
@@ -158,20 +157,6 @@ class Member:
         return error
 
 
-def status_of(member: Member, serving: Replica | None) -> ExecutorStatus:
-    """Return the member's status; `serving` is the dispatcher's side of a replica that gets
-    requests."""
-    name, is_alone = member.name, member.on_loss is OnLoss.ALONE
-    if member.replica is None:
-        state = "running" if member.serves.is_set() else "starting"
-        return ExecutorStatus(name, state, num_restarts=member.num_losses if is_alone else None)
-    state = "joining" if member.starting is None else "starting"
-    if member.leaving is not None or serving is not None:
-        state = "serving" if member.leaving is None else "draining"
-    held = (-1, 0, 0) if serving is None else (serving.version, len(serving.running), serving.load)
-    return ExecutorStatus(name, state, *held, member.restarts.num_recent)
-
-
 @dataclass(frozen=True)
 class FailoverStage(Processor):
     """Runs `stage` on the executor `name`: a call to an executor that is lost is repeated on the
@@ -290,7 +275,7 @@ class Supervisor:
             watching.cancel()
         return result
 
-    def processors(self) -> dict[Stage, FailoverStage]:
+    def processors(self) -> dict[Stage, Processor]:
         """Return, by stage, the processor that calls its executor and those that take its place."""
         stages = self.executors.stage_of.items()
         return {stage: FailoverStage(name, stage, self) for name, stage in stages}
@@ -374,10 +359,17 @@ class Supervisor:
 
     def _status(self, name: str) -> ExecutorStatus:
         member, dispatch = self._member(name), self._dispatch
-        serving = None
-        if dispatch is not None and member.replica is not None:
-            serving = dispatch.replicas.get(member.replica)
-        return status_of(member, serving)
+        if member.replica is None:
+            state = "running" if member.serves.is_set() else "starting"
+            is_alone = member.on_loss is OnLoss.ALONE
+            return ExecutorStatus(name, state, num_restarts=member.num_losses if is_alone else None)
+        serving = None if dispatch is None else dispatch.replicas.get(member.replica)
+        state, held = "joining" if member.starting is None else "starting", (-1, 0, 0)
+        if member.leaving is not None or serving is not None:
+            state = "serving" if member.leaving is None else "draining"
+        if serving is not None:
+            held = serving.version, len(serving.running), serving.load
+        return ExecutorStatus(name, state, *held, member.restarts.num_recent)
 
     # Losses in a session
 

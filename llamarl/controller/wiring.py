@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -56,7 +56,6 @@ from llamarl.recipe.inputs import Inputs, make_prompts
 from llamarl.recipe.prompt_inputs import mini_batches
 from llamarl.recipe.rules import train_sampling
 from llamarl.scoring.samplers import make_sampler
-from llamarl.scoring.stages import Stage
 from llamarl.storage.archive import make_record
 from llamarl.trainer.advantages import GDPO, filter_group, over_deviation
 from llamarl.trainer.packing import make_batch
@@ -85,8 +84,7 @@ class Wiring:
         """Assemble the loop around the supervised executors. `skew` replaces the config's; the run
         ends with the step of the `deadline_s`."""
         config, skew = self.config, skew or self.make_skew()
-        stages, collectors = supervisor.processors(), supervisor.collectors()
-        fields = self.engine_fields(run_logger, skew=skew, stages=stages, collectors=collectors)
+        fields = self.engine_fields(run_logger, supervisor, skew)
         is_sft = config.algorithm.is_sft
         engines = DemonstrationEngines(**fields) if is_sft else Engines(**fields)
         gate, dispatch = engines.gate, engines.dispatch
@@ -123,19 +121,21 @@ class Wiring:
     def engine_fields(
         self,
         observer: RunObserver,
-        *,
+        supervisor: Supervisor | None = None,
         skew: Skew | None = None,
-        stages: Mapping[Stage, Processor] | None = None,
-        collectors: Sequence[Collector] | None = None,
     ) -> dict[str, Any]:
-        """Return the fields of `Engines` over the executors, without a publisher yet. `stages` and
-        `collectors` take the place of the executors'."""
+        """Return the fields of `Engines` over the executors, without a publisher yet. With a
+        supervisor those that are lost are replaced."""
         executors = self.executors
-        dispatch = make_dispatch(self.config, executors, skew, collectors)
-        if stages is None:
-            stages = {
-                stage: executor.one(Processor) for stage, executor in executors.stages.items()
+        if supervisor is None:
+            by_stage = {
+                stage: executors.by_name[name] for name, stage in executors.stage_of.items()
             }
+            stages = {stage: executor.one(Processor) for stage, executor in by_stage.items()}
+            dispatch = make_dispatch(self.config, executors, skew)
+        else:
+            stages = supervisor.processors()
+            dispatch = make_dispatch(self.config, executors, skew, supervisor.collectors())
         gate = self.make_gate(dispatch)
         rollouts = Rollouts(
             dispatch,
