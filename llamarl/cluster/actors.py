@@ -104,18 +104,15 @@ class ExecutorActor(Actor):
             answer = pickle.dumps([failure(RemoteError(words), self._where, self._rank)])
         port.send((number, answer))
 
-    def _made(self) -> Worker:
-        if self._worker is None:
-            raise RuntimeError(f"{self._where} must be constructed before it is called")
-        return self._worker
-
     async def _results(self, call: Call, span: int, end: int, is_first: bool) -> list[CallResult]:
         """Run `call` on the `span` ranks from this one on that are below `end`.
 
         Returns their results, with `is_first` rank 0's only; or the first failure alone.
         """
+        if self._worker is None:
+            raise RuntimeError(f"{self._where} must be constructed before it is called")
         end = min(self._rank + span, end)
-        own = asyncio.create_task(attempt(self._made(), self._where, self._rank, call))
+        own = asyncio.create_task(attempt(self._worker, self._where, self._rank, call))
         answers: list[asyncio.Future[Any]] = [own]
         if end > self._rank + 1:
             span = math.ceil((end - self._rank - 1) / FANOUT)

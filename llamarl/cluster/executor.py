@@ -8,11 +8,11 @@ import pkgutil
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Concatenate, Protocol, TypeVar, cast, runtime_checkable
 
 from llamarl.core.config.rank_assignment import Device
 from llamarl.core.errors import RemoteError, UserCodeError
-from llamarl.core.faces import AllRanks, PerRank, Worker
+from llamarl.core.faces import AllRanks, P, PerRank, T, Worker
 
 Face = TypeVar("Face")
 
@@ -150,6 +150,25 @@ class Handle:
             return (await self._run((method, args, kwargs), True))[0]
 
         return call
+
+
+class RankCalls:
+    """Gives an executor's methods by face and by rank, over `_run`."""
+
+    _run: Run
+
+    def one(self, face: type[Face]) -> Face:
+        """Return the executor as the `face` that its workers have."""
+        return cast(Face, Handle(self._run, face))
+
+    async def all(
+        self,
+        method: Callable[Concatenate[Any, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
+        """Call this method of a face on all ranks at once; return the results, by rank."""
+        return await self._run((method.__name__, args, kwargs), False)
 
 
 class Executor(AllRanks, Protocol):

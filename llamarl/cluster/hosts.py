@@ -4,7 +4,6 @@ fit together."""
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import importlib.metadata
 import logging
@@ -69,7 +68,7 @@ def inspect(probe: str) -> Report:
     }
 
 
-@functools.cache
+@cache
 def versions() -> Report:
     """Return the versions that must be equal on all hosts; llamarl's with its sources' digest, as
     checkouts of one version differ."""
@@ -146,7 +145,7 @@ class Host:
         self.environment = {
             "PYTHONPATH": import_path(),
             PARENT: str(os.getpid()),
-            **interface_variables(LOOPBACK),
+            **dict.fromkeys(INTERFACE_VARIABLES, LOOPBACK),
         }
         """The environment of every process there."""
         self.is_lost = False
@@ -214,7 +213,7 @@ class RemoteHost(Host):
         self.environment = {
             "LLAMARL_HOST": name,
             "LLAMARL_DATA_INTERFACE": interface,
-            **interface_variables(interface),
+            **dict.fromkeys(INTERFACE_VARIABLES, interface),
             **(monarch_limits(config) if config.sites else {}),
         }
         self._patience_s = config.liveness_timeout_s if config.sites else 0.0
@@ -333,11 +332,6 @@ async def _check(hosts: list[RemoteHost], config: ClusterConfig, folder: str) ->
 def data_interface(config: ClusterConfig) -> str:
     """Return the network interface of tensor traffic between ranks."""
     return config.data_interface or LOOPBACK
-
-
-def interface_variables(interface: str) -> dict[str, str]:
-    """Return the variables from which a process reads the network interface of its groups."""
-    return dict.fromkeys(INTERFACE_VARIABLES, interface)
 
 
 @cache

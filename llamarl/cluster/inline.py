@@ -6,15 +6,14 @@ The same calls give the same results and exceptions as with processes."""
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Concatenate, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from llamarl.cluster.executor import (
     Call,
     Executor,
-    Face,
     Factory,
-    Handle,
+    RankCalls,
     attempt,
     failure,
     merged,
@@ -22,7 +21,7 @@ from llamarl.cluster.executor import (
     resolve,
 )
 from llamarl.core.config.rank_assignment import Device
-from llamarl.core.faces import P, T, Worker
+from llamarl.core.faces import Worker
 from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class InlineCluster:
         await asyncio.gather(*(each.stop() for each in self._executors.values()))
 
 
-class InlineExecutor:
+class InlineExecutor(RankCalls):
     """An executor whose ranks are plain objects of this process."""
 
     def __init__(self, name: str, workers: Sequence[object] = (), spans: Sequence[Spans] = ()):
@@ -74,22 +73,12 @@ class InlineExecutor:
         self.workers = list(workers)
         self.spans = list(spans)
         self._stopped = asyncio.Event()
+        self._run = self._run_on_all
 
     @property
     def is_stopped(self) -> bool:
         """Whether `stop` was called."""
         return self._stopped.is_set()
-
-    def one(self, face: type[Face]) -> Face:
-        return cast(Face, Handle(self._run, face))
-
-    async def all(
-        self,
-        method: Callable[Concatenate[Any, P], Awaitable[T]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> list[T]:
-        return await self._run((method.__name__, args, kwargs))
 
     async def watch(self) -> None:
         await self._stopped.wait()
@@ -108,7 +97,7 @@ class InlineExecutor:
                 log.warning("closing %s failed: \n%s", spans.process, traceback.format_exc())
             spans.close()
 
-    async def _run(self, call: Call, is_first: bool = False) -> list[Any]:
+    async def _run_on_all(self, call: Call, is_first: bool) -> list[Any]:
         """Return the results of all ranks; raise the first exception at once."""
         tasks = [
             asyncio.create_task(attempt(worker, spans.process, rank, call))

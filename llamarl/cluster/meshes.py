@@ -8,11 +8,11 @@ import logging
 import math
 import uuid
 from asyncio import FIRST_COMPLETED
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Concatenate, cast
+from typing import Any
 
 from llamarl.cluster.actors import (
     ExecutorActor,
@@ -23,13 +23,12 @@ from llamarl.cluster.actors import (
     send,
     wait_silent,
 )
-from llamarl.cluster.executor import Executor, Face, Factory, Handle, process_name
+from llamarl.cluster.executor import Executor, Factory, RankCalls, process_name
 from llamarl.cluster.hosts import Host, attach, attach_late
 from llamarl.cluster.os_process import environment, log_path, log_tail
 from llamarl.core.config import ClusterConfig
 from llamarl.core.config.rank_assignment import Device
 from llamarl.core.errors import ExecutorLost, mark_seen
-from llamarl.core.faces import P, T
 from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class HostRanks:
     actors: Any
 
 
-class MonarchExecutor:
+class MonarchExecutor(RankCalls):
     """An executor in processes of its own, one per rank, on one host or several."""
 
     def __init__(self, name: str, num_ranks: int, mark: str, logs_folder: str) -> None:
@@ -104,17 +103,6 @@ class MonarchExecutor:
         self.pids = [pid for found in pids for pid in found]
         constructed.set()
         self._watch(map(self._watch_pids, self._by_host))
-
-    def one(self, face: type[Face]) -> Face:
-        return cast(Face, Handle(self._run, face))
-
-    async def all(
-        self,
-        method: Callable[Concatenate[Any, P], Awaitable[T]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> list[T]:
-        return await self._run((method.__name__, args, kwargs))
 
     def _watch(self, watchers: Iterable[Coroutine[Any, Any, None]]) -> None:
         self._watchers += map(asyncio.create_task, watchers)
