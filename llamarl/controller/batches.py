@@ -24,15 +24,7 @@ class DropStreak:
     an error."""
 
     most: int
-    _reasons: Counter[str] = field(default_factory=Counter)
-
-    def add(self, reason: str) -> None:
-        """Count another dropped group."""
-        self._reasons[reason] += 1
-
-    def clear(self) -> None:
-        """Start from zero, since a group was kept."""
-        self._reasons.clear()
+    reasons: Counter[str] = field(default_factory=Counter)
 
     def find_solved(self, all_prompts: int) -> str:
         """Return which groups show that nothing is left to learn, "" while more may be learnt.
@@ -41,7 +33,7 @@ class DropStreak:
         older than others), which is `all_prompts`; or `most` drops in a row, most of them because
         the group is solved.
         """
-        num_drops, num_solved = self._reasons.total(), self._reasons[SOLVED]
+        num_drops, num_solved = self.reasons.total(), self.reasons[SOLVED]
         if num_solved == num_drops >= min(all_prompts, self.most):
             return f"all of the last {num_drops} groups"
         if num_drops < self.most or 2 * num_solved <= num_drops:
@@ -51,8 +43,8 @@ class DropStreak:
 
     def require_signal(self) -> None:
         """Raise RuntimeError, with the reasons of the drops, if there are `most` of them."""
-        if (num_drops := self._reasons.total()) >= self.most:
-            reasons = ", ".join(f"{n} x {why}" for why, n in self._reasons.most_common())
+        if (num_drops := self.reasons.total()) >= self.most:
+            reasons = ", ".join(f"{n} x {why}" for why, n in self.reasons.most_common())
             raise RuntimeError(
                 f"no trainable group among the last {num_drops} ({reasons}), and most of them "
                 "not correct: the reward gives no signal on these prompts; check reward, "

@@ -94,9 +94,9 @@ class Gate:
     next_group_id: int = 0
     next_row_id: int = 0
     num_units: int = 1  # of storage
-    plan_units: Callable[[int], Sequence[int | None]] | None = None
+    plan_units: Callable[[int], Sequence[int | None]]
     """Returns a storage unit for each of so many groups, as `allocate_rows` takes them."""
-    has_room: Callable[[], Awaitable[bool]] | None = None
+    has_room: Callable[[], Awaitable[bool]]
     """Returns whether storage takes more groups than those of one step, which it must take."""
     is_waited_for: bool = False
     """Whether the trainer has nothing to do until more groups are ready."""
@@ -169,14 +169,14 @@ class Gate:
                     await self._changed.wait_for(
                         lambda: self.num_open < self.capacity and not self._is_closed
                     )
-                has_room = self.has_room is None or await self.has_room()
+                has_room = await self.has_room()
             limit = self.capacity
             if not has_room:
                 limit = min(limit, self.steps.num_needed(self.version))
             num_free = limit - self.num_open
             if num_free > 0 and not self._is_closed:
-                units = self.plan_units(num_free) if self.plan_units else [None] * num_free
-                opened = [self._open(*each) for each in zip(units, self.prompts, strict=False)]
+                units = zip(self.plan_units(num_free), self.prompts, strict=False)
+                opened = [self._open(unit, prompt) for unit, prompt in units]
                 async with self._changed:
                     self._changed.notify_all()  # the prompts may have come to their end
                 if opened:
@@ -190,7 +190,7 @@ class Gate:
         self.prompts.learn(group.prompt, has_signal=any(advantages))
         async with self._changed:
             self._settled[group.group_id] = ready_item(group)
-            self._drops.clear()
+            self._drops.reasons.clear()
             self._changed.notify_all()
 
     async def drop(self, group: Group, reason: str) -> None:
@@ -203,7 +203,7 @@ class Gate:
             self.prompts.learn(group.prompt, has_signal=False)
         async with self._changed:
             del self._waiting[group.group_id]
-            self._drops.add(reason)
+            self._drops.reasons[reason] += 1
             all_prompts = max(self.prompts.num_prompts, self.capacity)
             self.solved = self.solved or self._drops.find_solved(all_prompts)
             self._changed.notify_all()

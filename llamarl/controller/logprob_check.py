@@ -188,15 +188,11 @@ class LogprobCheck:
         exceeded = tolerance.find_excess(row.replica, difference)
         if exceeded is None:
             return
-        proof = _proof(row, version, difference, exceeded)
+        proof = RuntimeError(
+            f"generator {row.replica} must write with version {version}, but log-probs of its "
+            f"check rollouts (the last is row {row.row_id}) differ from the trainer's by "
+            f"{difference:.2g}, tolerated: {exceeded:.2g} (weights.logprob_check)"
+        )
         if self._mode == "fail":
             raise proof
         self._warnings.warn("%s", proof, about=row.replica)
-
-
-def _proof(row: RolloutInfo, version: int, difference: float, tolerance: float) -> RuntimeError:
-    return RuntimeError(
-        f"generator {row.replica} must write with version {version}, but log-probs of its check "
-        f"rollouts (the last is row {row.row_id}) differ from the trainer's by {difference:.2g}, "
-        f"tolerated: {tolerance:.2g} (weights.logprob_check)"
-    )

@@ -218,7 +218,8 @@ class Saver:
                     await self.colocation.recall()
                     await self._save()
         except Exception as error:  # noqa: BLE001 - what ended the run must not be hidden by this
-            why = f"it took over {SAVE_S:g} s" if _is_timeout(error) else error
+            is_late = isinstance(error, TimeoutError) and not str(error)
+            why = f"it took over {SAVE_S:g} s" if is_late else error
             log.warning("version %d could not be saved: %s", self.version, why)
 
     async def _end_step(self) -> None:
@@ -280,7 +281,3 @@ class Saver:
 
 async def _wait_for(saving: asyncio.Future[None]) -> None:
     await asyncio.shield(saving)
-
-
-def _is_timeout(error: Exception) -> bool:
-    return isinstance(error, TimeoutError) and not str(error)

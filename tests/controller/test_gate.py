@@ -43,8 +43,14 @@ def make_gate(
         max_drops_in_row=max_drops_in_row,
         prompts=prompts,
         spans=Spans("controller", None),
+        plan_units=lambda num_groups: [None] * num_groups,
+        has_room=has_room,
         **({"rollouts_per_group": 3} | fields),
     )
+
+
+async def has_room() -> bool:
+    return True
 
 
 def make_prompts(
