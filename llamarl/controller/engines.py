@@ -131,18 +131,15 @@ class Engines:
         metrics = {**(found or {}), **self.gate.prompts.take_metrics()}
         await self.observer.log_step(stats, all_groups, oldest, metrics)
         used = dict.fromkeys(group.group_id for group in all_groups)
-        await self._retire_used([each for each in used if each not in spared])
+        await self.retire_used([each for each in used if each not in spared])
         return stats
 
-    async def retire_used(self) -> None:
-        """Retire all groups that steps learnt from, even those kept for later steps: none will
-        follow."""
-        await self._retire_used([*self._used])
-
-    async def _retire_used(self, group_ids: Sequence[int]) -> None:
-        """Retire these groups, which steps learnt from."""
+    async def retire_used(self, group_ids: Sequence[int] | None = None) -> None:
+        """Retire these groups, which steps learnt from. By default retire all of them, even those
+        kept for later steps: none will follow."""
         alike: dict[tuple[int, int, int], list[Group]] = {}
-        for group, use in [self._used.pop(group_id) for group_id in group_ids]:
+        chosen = [*self._used] if group_ids is None else group_ids
+        for group, use in [self._used.pop(group_id) for group_id in chosen]:
             alike.setdefault(use, []).append(group)
         for (version, oldest, num_uses), groups in alike.items():
             again = {"num_uses": num_uses} if num_uses > 1 else {}
