@@ -30,6 +30,7 @@ from tests.e2e.commands import (
     wait_for_other,
     wait_for_restart,
     wait_for_step,
+    wait_until,
 )
 from tests.e2e.test_tools_exact import SMALL, check
 from tests.json_lines import read_lines
@@ -196,6 +197,13 @@ def test_the_next_session_has_the_replicas_that_the_run_was_scaled_to(tmp_path: 
     wait_for_step(command, tmp_path, 2)
     ask(str(tmp_path), {"ask": "scale", "generators": 3, "drains": True})
     wait_for_step(command, tmp_path, 12)
+
+    def all_serve() -> bool:
+        rows = ask(str(tmp_path), {"ask": "status"})["executors"]
+        states = [row["state"] for row in rows if row["executor"].startswith("generator-")]
+        return states == ["serving"] * 3
+
+    wait_until(command, "three generators that serve", all_serve)
     generators = executors(command, r"generator-\d")
     assert len(generators) == 3
     os.kill(executors(command, "trainer")[0], signal.SIGKILL)
