@@ -41,6 +41,13 @@ def stamped(row_ids: list[int], num_entries: int, stamp: int) -> Columns:
     return columns | {PROMPT_IDS: prompts, SAMPLING: [sampling] * len(row_ids)}
 
 
+class Busy:
+    """What a unit that is slow answers to calls, by which a client asks whether it is there."""
+
+    async def usage(self) -> dict[str, int]:
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+
 async def write(unit: Unit, line: str) -> None:
     order, writer, row_ids, num_entries, stamp = json.loads(line)
     error = ""
@@ -54,7 +61,7 @@ async def write(unit: Unit, line: str) -> None:
 
 async def main(socket: str, packet_bytes: str) -> None:
     sockets.MAX_PACKET_BYTES = int(packet_bytes)
-    unit = Unit("storage-0", None, socket)  # type: ignore[arg-type]
+    unit = Unit("storage-0", Busy(), socket)  # type: ignore[arg-type]
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
