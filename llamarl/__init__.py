@@ -13,7 +13,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Of `library/`, imported on first use: importing llamarl alone loads next to nothing."""
+    """Return a name of the library, imported on first use: importing llamarl alone loads next to
+    nothing."""
     if name not in ("LibraryEngines", "start_engines"):
         raise AttributeError(f"module 'llamarl' has no attribute {name!r}")
     from llamarl.cli import start_engines as start
