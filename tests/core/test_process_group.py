@@ -20,8 +20,14 @@ from llamarl.core.device.cuda import (
     why_no_gpu,
 )
 from llamarl.core.device.devices import check_gpu
-from llamarl.core.process_group import INTERFACE, interface_address, join, leave, meet
-from llamarl.publish.transports.collective import RouteGroup
+from llamarl.core.process_group import (
+    INTERFACE,
+    form_group,
+    interface_address,
+    join,
+    leave,
+    meet,
+)
 from tests.cluster.test_processes import is_loopback, listening_addresses
 
 pytestmark = pytest.mark.full
@@ -134,7 +140,7 @@ def test_only_groups_that_lead_to_a_replica_outlive_an_error_of_nccl(before, mon
     assert os.environ.get(ERROR_HANDLING) == before
 
 
-def test_a_route_over_nccl_fails_alone_misses_a_message_after_us_and_has_one_communicator(
+def test_a_group_of_nccl_that_fails_alone_is_connected_at_once_and_waits_as_long_as_it_was_told(
     monkeypatch,
 ) -> None:
     formed, connected, waited = [], [], []
@@ -163,14 +169,13 @@ def test_a_route_over_nccl_fails_alone_misses_a_message_after_us_and_has_one_com
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Recorded, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    group = RouteGroup.__new__(RouteGroup)
-    group.device, group._timeout = torch.device("cuda", 3), timedelta(seconds=7)
-    group._form(torch.distributed.HashStore(), 0, 2)
+    device, limit = torch.device("cuda", 3), timedelta(seconds=14)
+    form_group(device, torch.distributed.HashStore(), 0, 2, limit, fails_alone=True)
     ((handling, options),) = formed
     assert handling == CLEAN_UP_ONLY
-    assert options._timeout > group._timeout
+    assert options._timeout == limit
     assert options.config.blocking == 0  # else a peer that died would be waited for for ever
-    assert connected == [group.device]
+    assert connected == [device]
     assert waited == ["14"]
     assert ERROR_HANDLING not in os.environ
 
