@@ -13,7 +13,7 @@ import pytest
 
 from llamarl.cluster import make_cluster
 from llamarl.core.config import ClusterConfig
-from llamarl.core.faces import Processor, Report, Storage, Worker
+from llamarl.core.faces import GeneratorReplica, Processor, Report, Storage, Worker
 from llamarl.core.records import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
@@ -60,7 +60,7 @@ class Weighed:
         return call
 
 
-class Writer:
+class Writer(Worker):
     """Stores rollouts of a fixed length and reports their rows, as a generator does."""
 
     def __init__(self, storage, *, rank, num_ranks, spans) -> None:
@@ -148,15 +148,18 @@ async def bytes_per_rollout(folder: Path, *lengths: int) -> list[list[float]]:
             )
         )
         store = Store([unit.one(Storage) for unit in units])
-        stages = await asyncio.gather(
+        generator, *stages = await asyncio.gather(
             cluster.spawn("generator-0", Writer, store),
             cluster.spawn("scorer", Reader, store),
             *(cluster.spawn(stage.name, StageWorker, spec_of(stage, store)) for stage in STAGES),
         )
-        await asyncio.gather(*(group.one(Worker).start() for group in (*units, *stages[2:])))
+        await asyncio.gather(*(group.one(Worker).start() for group in (*units, *stages[1:])))
         return [
             await weigh(
-                [Weighed(group.one(Processor)) for group in stages],
+                [
+                    Weighed(generator.one(GeneratorReplica)),
+                    *(Weighed(group.one(Processor)) for group in stages),
+                ],
                 [Weighed(unit.one(Storage)) for unit in units],
                 Weighed(store),
                 range(place * NUM_ROLLOUTS, (place + 1) * NUM_ROLLOUTS),
